@@ -67,9 +67,15 @@ def allows_tf32() -> bool:
     return all(each.fp32_precision == "tf32" for each in (torch.backends.cuda.matmul, *_cudnn()))
 
 
-def uses_tf32() -> bool:
-    """Return whether any of them uses TF32: convolutions and recurrent layers do by default."""
-    return any(each.fp32_precision == "tf32" for each in (torch.backends.cuda.matmul, *_cudnn()))
+def convolutions_use_tf32() -> bool:
+    """Return whether convolutions or recurrent layers use TF32, as they do by default."""
+    return any(each.fp32_precision == "tf32" for each in _cudnn())
+
+
+def products_use_tf32() -> bool:
+    """Return whether matrix products use TF32."""
+    matmul: Any = torch.backends.cuda.matmul
+    return bool(matmul.fp32_precision == "tf32")
 
 
 def _products() -> Callable[[], None]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable
+from functools import partial
 from typing import Any
 
 import torch
@@ -210,42 +211,42 @@ class ModelCalls:
 
     def _capture(self, around: Hashable, call: Call, description: Any, inputs: list[Tensor]) -> ModelGraph | None:
         key = self._key(around, description, inputs)
-        recorder = self._recorder_for([*inputs, *self._owners.tensors()])
-        if recorder is None:
+        tensors = [*inputs, *self._owners.tensors()]
+        first = self._recorder_for(tensors)
+        if first is None:
             self._leave_eager(key)
             return None
         uses = self._uses.get((description, torch.is_grad_enabled()), Counter())
-        recorder.waits()
+        first.waits()
         # Each once: autograd adds up what comes for a weight that stands in two places.
         trained = {id(tensor): tensor for tensor in self._owners.tensors() if tensor.requires_grad}
         seen = [use for use in uses if uses[use]]
 
         modules, held = self._owners.modules_within(), set[int]()
 
-        def record() -> ModelGraph:
-            return without_draws(
-                lambda: ModelGraph(
-                    recorder, call, description, inputs, list(trained.values()), seen, modules=modules, held=held
-                ),
-                recorder.device,
-            )
+        def attempt(recorder: GraphRecorder) -> Recorded[ModelGraph] | None:
+            """Record the call; note parameters that must be themselves in it, if there are more."""
 
-        def attempt() -> Recorded[ModelGraph]:
-            return recorded(
-                self._owners,
-                description,
-                lambda: self._key(around, description, inputs),
-                record,
-                ModelGraph.reset,
-                is_whole=False,
-            )
+            def graph() -> ModelGraph:
+                parameters = list(trained.values())
+                return ModelGraph(recorder, call, description, inputs, parameters, seen, modules=modules, held=held)
+
+            key = partial(self._key, around, description, inputs)
+            record = partial(without_draws, graph, recorder.device)
+            try:
+                return recorded(self._owners, description, key, record, ModelGraph.reset, is_whole=False)
+            except HeldElsewhere as error:
+                held.update(error.parameters)
+                return None
 
         try:
-            try:
-                recording = attempt()
-            except HeldElsewhere as error:
-                held |= error.parameters
-                recording = attempt()
+            recording = attempt(first)
+            for _ in range(len(trained)):
+                if recording is not None:
+                    break
+                # Another one: what the first attempt has left in its memory goes with the last reference to it.
+                recording = attempt(self._recorder_for(tensors) or first)
+            assert recording is not None
         except LeftBehind as error:
             self._refuse((description, torch.is_grad_enabled()), str(error))
             return None

@@ -9,7 +9,7 @@ adds a gradient to itself under accumulation.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from collections.abc import Set as AbstractSet
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from accel.graphs.inputs import described, rebuilt, unwritten
-from accel.graphs.leaves import HeldElsewhere, own_leaves
+from accel.graphs.leaves import HeldElsewhere, Leaves
 from accel.graphs.modes import outside_autocast, without_cached_casts
 from accel.graphs.module_states import LeftValue
 from accel.graphs.recorder import GraphRecorder, RecordedGraph
@@ -63,24 +63,33 @@ class ModelGraph:
         held: AbstractSet[int] = frozenset(),
     ) -> None:
         self._inputs = [tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in inputs]
-        args, kwargs = rebuilt(description, iter(self._inputs))
-        written = unwritten(self._inputs), without_cached_casts(recorder.device.type)
-        with written[0], written[1], own_leaves(modules, held) as leaves:
-            self._forward, result = recorder.record(lambda: call(*args, **kwargs))
-        self._outputs: list[Tensor] = []  # in the graph's memory; their history holds the activations
-        self._result = described_outputs(result, self._outputs)
         self.parameters = parameters
-        if past := _read_past([p for p in parameters if id(p) in leaves], self._outputs):
-            self._forward.reset()
-            raise HeldElsewhere(past)
-        needing = [leaves.get(id(parameter), parameter) for parameter in parameters]
-        self._needing = [tensor for tensor in self._inputs if tensor.requires_grad] + needing
-        self.differentiable = [number for number, output in enumerate(self._outputs) if output.requires_grad]
         self.replays = 0
         self.left: list[LeftValue] = []
         """What the call has put into modules, for a replay to put there again."""
+        self._outputs: list[Tensor] = []  # in the graph's memory; their history holds the activations
         self._use: weakref.ref[_Use] | None = None
         self._backwards: dict[frozenset[int], BackwardGraph] = {}
+        args, kwargs = rebuilt(description, iter(self._inputs))
+        leaves = Leaves(modules, held)
+        try:
+            with leaves.in_place():
+                self._record(recorder, lambda: call(*args, **kwargs), leaves, uses)
+        except HeldElsewhere:
+            self.reset()
+            raise
+
+    def _record(
+        self, recorder: GraphRecorder, call: Callable[[], Any], leaves: Leaves, uses: list[frozenset[int]]
+    ) -> None:
+        with unwritten(self._inputs), without_cached_casts(recorder.device.type):
+            self._forward, result = recorder.record(call)
+        self._result = described_outputs(result, self._outputs)
+        if past := _read_past(leaves.replaced(self.parameters), self._outputs):
+            raise HeldElsewhere(past)
+        given = [tensor for tensor in self._inputs if tensor.requires_grad]
+        self._needing = given + list(map(leaves.of, self.parameters))
+        self.differentiable = [number for number, output in enumerate(self._outputs) if output.requires_grad]
         if self.differentiable:
             for use in {*filter(None, uses), frozenset(self.differentiable)}:
                 self._backwards[use] = BackwardGraph(recorder, self._outputs, sorted(use), self._needing)

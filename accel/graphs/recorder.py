@@ -42,6 +42,20 @@ class GraphRecorder(Protocol):
         """Wait for all work of the device."""
 
 
+class _CudaGraph:
+    """A CUDA graph that its recorder knows to be alive."""
+
+    def __init__(self, graph: torch.cuda.CUDAGraph, alive: set[_CudaGraph]) -> None:
+        self._graph, self._alive = graph, alive
+        self.replay = graph.replay
+        alive.add(self)
+
+    def reset(self) -> None:
+        """Give its memory back."""
+        self._alive.discard(self)
+        self._graph.reset()
+
+
 class CudaRecorder:
     """Records CUDA graphs that share a pool of memory: they never run at the same time.
 
@@ -53,6 +67,7 @@ class CudaRecorder:
         self.device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._pool: Any = torch.cuda.graph_pool_handle()
+        self._alive: set[_CudaGraph] = set()
 
     def aside(self, run: Callable[[], _T]) -> _T:
         """Run on a side stream, as captured libraries want it."""
@@ -67,6 +82,8 @@ class CudaRecorder:
     def record(self, run: Callable[[], _T]) -> tuple[RecordedGraph, _T]:
         """Capture on the side stream; threads of a loader, which pin memory, may go on."""
         graph = torch.cuda.CUDAGraph()
+        if not self._alive:  # torch refuses a pool that no graph uses any more, as long as a tensor of it lives
+            self._pool = torch.cuda.graph_pool_handle()
         with torch.cuda.device(self.device):
             before = torch.cuda.current_stream(self.device)
             try:
@@ -74,9 +91,12 @@ class CudaRecorder:
                     result = run()
             except BaseException:
                 torch.cuda.set_stream(before)
-                self._unwind()
+                try:
+                    self._unwind()
+                finally:
+                    torch.cuda.set_stream(before)
                 raise
-        return graph, result
+        return _CudaGraph(graph, self._alive), result
 
     @contextlib.contextmanager
     def _capturing(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
@@ -89,12 +109,13 @@ class CudaRecorder:
                 except BaseException as error:
                     first = error
                     raise
-        except BaseException as error:
-            if first is None or error is first:
+        except BaseException:
+            if first is None:
                 raise
-            if "legacy stream" in str(first):
-                raise RuntimeError(_STILL_HELD) from first
-            raise first from None
+        if first is not None and "legacy stream" in str(first):
+            raise RuntimeError(_STILL_HELD) from first
+        if first is not None:
+            raise first
 
     def _unwind(self) -> None:
         """Let allocator and generator end what a capture that was invalidated has begun.

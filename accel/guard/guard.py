@@ -47,7 +47,7 @@ from accel.guard.call_flags import CallFlags
 from accel.guard.draws import Draw, ReplayedDraws, difference
 from accel.guard.module_state import ModuleState
 from accel.guard.random_states import RandomStates, devices_of
-from accel.precision import fp32_precision, uses_tf32
+from accel.precision import convolutions_use_tf32, fp32_precision, products_use_tf32
 from accel.strategies.base import Exactness
 
 _REDUCED_EPS = 2.0**-8
@@ -209,10 +209,13 @@ def untouched(model: nn.Module, device: torch.device, *given: Any, written: Iter
 
 
 def without_tf32(device: torch.device, exactness: Exactness) -> contextlib.AbstractContextManager[Any]:
-    """Compute in float32 throughout where a strategy that reorders sums is compared on a GPU."""
-    if device.type != "cuda" or exactness != Exactness.REORDERED or not uses_tf32():
+    """Let convolutions compute in float32 where a strategy that reorders sums is compared on a GPU.
+
+    Products that the user has set to TF32 stay so: compiled graphs look at that switch, and would be compiled again.
+    """
+    if device.type != "cuda" or exactness != Exactness.REORDERED or not convolutions_use_tf32():
         return contextlib.nullcontext()
-    return fp32_precision("ieee")
+    return fp32_precision("tf32" if products_use_tf32() else "ieee", "ieee")
 
 
 def replay(model: nn.Module, call: Any, recording: Recording, draws: ReplayedDraws | None = None) -> Replayed:

@@ -118,13 +118,17 @@ class GuardRunner:
         if recording is not None:
             recording.forget()
         # A candidate on top of a plan is new only in what it touches itself; the rest was compared when it was new.
-        touched = self._switchboard.touched_by(self._switchboard.new_in(plan))
+        new = self._switchboard.new_in(plan)
+        touched = self._switchboard.touched_by(new)
         exactness = self._switchboard.exactness(plan)
         before = dict(self._switchboard.active)
         findings = []
         try:
             if "model" in touched and recording is not None:
-                findings.append(self._check_model(plan, recording, exactness))
+                with guard.without_tf32(self._run.device, exactness) as without:
+                    findings.append(self._check_model(plan, recording, exactness))
+                if without is not None:  # graphs that were captured so are of no more use
+                    self._switchboard.release_captures(new)
             elif "model" in touched:
                 findings.append(Comparison(unsure="the model was not called in the recorded steps"))
             if "optimizer" in touched:
@@ -139,8 +143,7 @@ class GuardRunner:
             self._switchboard.switch(before)
 
     def _check_model(self, plan: Choices, recording: Recording, exactness: Exactness) -> Comparison:
-        in_float32 = guard.without_tf32(self._run.device, exactness)
-        with self._untouched(recording), self._state.suspended(), in_float32:
+        with self._untouched(recording), self._state.suspended():
             try:
                 plain, candidate = self._both(plan, recording, partial(guard.replay, self._run.model), exactness)
             except _NotReplayable as error:

@@ -148,6 +148,12 @@ class Switchboard:
         """Tell whether the model's calls are graphs under a plan."""
         return any(self._strategies[name].captures for name in plan)
 
+    def release_captures(self, names: Iterable[str]) -> None:
+        """Give back the memory of what these strategies have captured."""
+        for name in names:
+            if self._strategies[name].captures:
+                self._strategies[name].close(self._run)
+
     def collective(self) -> Choices:
         """Return what is on and must be switched by all ranks at the same step."""
         return {name: setting for name, setting in self.active.items() if self._strategies[name].collective}

@@ -39,14 +39,14 @@ def _at_edge(w, Y, X, WH: tl.constexpr, WW: tl.constexpr, SH: tl.constexpr, SW: 
 
 
 @triton.jit
-def _mask(regions, w, n_regions, i, j, N: tl.constexpr, MASK_VALUE: tl.constexpr):
+def _mask(regions, w, n_regions, i, j, N: tl.constexpr, LOG2_MASK: tl.constexpr):
     """Return log2(e) · mask of queries `i` and keys `j`, which broadcast.
 
     Regions are loaded where they are needed: what is computed of tokens alone, the compiler keeps in registers.
     """
     here = regions + (w % n_regions) * N
     mine, theirs = tl.load(here + i, mask=i < N, other=0), tl.load(here + j, mask=j < N, other=0)
-    return tl.where(mine == theirs, 0.0, MASK_VALUE * _LOG2E)
+    return tl.where(mine == theirs, 0.0, LOG2_MASK)
 
 
 @triton.jit
@@ -76,7 +76,7 @@ def _fwd_blocks_kernel(
     seed,  # [1] int64, dropout only
     out,  # [B·Y·X, H, D]
     windows, n_regions, Y, X,
-    SCALE: tl.constexpr, MASK_VALUE: tl.constexpr, DROPOUT: tl.constexpr, MASKED: tl.constexpr, COSINE: tl.constexpr,
+    SCALE: tl.constexpr, LOG2_MASK: tl.constexpr, DROPOUT: tl.constexpr, MASKED: tl.constexpr, COSINE: tl.constexpr,
     H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, WH: tl.constexpr, WW: tl.constexpr,
     SH: tl.constexpr, SW: tl.constexpr, NP: tl.constexpr, BM: tl.constexpr, CHUNK: tl.constexpr, TAIL: tl.constexpr,
     PARTS: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr,
@@ -106,7 +106,7 @@ def _fwd_blocks_kernel(
             scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale + bias[c]
             if MASKED:  # noqa: SIM102 (known when it is compiled; without it regions are None)
                 if _at_edge(w, Y, X, WH, WW, SH, SW):
-                    scores += _mask(regions, w, n_regions, i[:, None], j[None, :], N, MASK_VALUE)
+                    scores += _mask(regions, w, n_regions, i[:, None], j[None, :], N, LOG2_MASK)
             highest = tl.maximum(top, tl.max(scores, 1))
             finite = tl.where(highest == float("-inf"), 0.0, highest)  # nothing seen yet, with a mask of -inf
             p = tl.exp2(scores - finite[:, None])
@@ -134,7 +134,7 @@ def _rows_kernel(
     dbias,  # [P, H, N, N] fp32
     dscale,  # [P, blocks, H] fp32, cosine attention only
     windows, n_regions, Y, X,
-    SCALE: tl.constexpr, MASK_VALUE: tl.constexpr, DROPOUT: tl.constexpr, MASKED: tl.constexpr, COSINE: tl.constexpr,
+    SCALE: tl.constexpr, LOG2_MASK: tl.constexpr, DROPOUT: tl.constexpr, MASKED: tl.constexpr, COSINE: tl.constexpr,
     H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, WH: tl.constexpr, WW: tl.constexpr,
     SH: tl.constexpr, SW: tl.constexpr, NP: tl.constexpr, BM: tl.constexpr, CHUNK: tl.constexpr, TAIL: tl.constexpr,
     PARTS: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr,
@@ -170,7 +170,7 @@ def _rows_kernel(
             s = tl.dot(keys[c], tl.trans(q), input_precision=PRECISION) * (scale * _LOG2E) + bias[c]
             if MASKED:  # noqa: SIM102
                 if _at_edge(w, Y, X, WH, WW, SH, SW):
-                    s += _mask(regions, w, n_regions, i[None, :], j[:, None], N, MASK_VALUE)
+                    s += _mask(regions, w, n_regions, i[None, :], j[:, None], N, LOG2_MASK)
             scores += (s,)
             top = tl.maximum(top, tl.max(s, 0))
         # Rows outside the window see no key if the mask is -inf. They stay finite, as dscale is a sum over all.
@@ -225,7 +225,7 @@ def _columns_kernel(
     sums,  # [2, B·Y·X, H] fp32, as `_rows_kernel` writes it
     dqkv,  # [B·Y·X, 3, H, D]; k's and v's parts are written
     windows, n_regions, Y, X,
-    SCALE: tl.constexpr, MASK_VALUE: tl.constexpr, DROPOUT: tl.constexpr, MASKED: tl.constexpr, COSINE: tl.constexpr,
+    SCALE: tl.constexpr, LOG2_MASK: tl.constexpr, DROPOUT: tl.constexpr, MASKED: tl.constexpr, COSINE: tl.constexpr,
     H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, WH: tl.constexpr, WW: tl.constexpr,
     SH: tl.constexpr, SW: tl.constexpr, NP: tl.constexpr, BM: tl.constexpr, CHUNK: tl.constexpr, TAIL: tl.constexpr,
     PARTS: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr,
@@ -262,7 +262,7 @@ def _columns_kernel(
             scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (scale * _LOG2E) + bias[c]
             if MASKED:  # noqa: SIM102
                 if _at_edge(w, Y, X, WH, WW, SH, SW):
-                    scores += _mask(regions, w, n_regions, i[:, None], j[None, :], N, MASK_VALUE)
+                    scores += _mask(regions, w, n_regions, i[:, None], j[None, :], N, LOG2_MASK)
             p = tl.exp2(scores - logs[:, None])
             dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
             weights = p

@@ -6,6 +6,7 @@ benchmarks/kernels/aot_spills.py.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -155,13 +156,19 @@ class _BlockLayer(NamedTuple):
         return 32 if self.single or (self.cosine and self.spec.tokens > 160) else 64, 128, 8, 2
 
 
+def _log2_mask(value: float) -> float:
+    """Return log2(e) · value as a number of float32: the least one of a dtype is a common mask, and stays finite."""
+    most = torch.finfo(torch.float32).max
+    return max(-most, min(value * math.log2(math.e), most)) if math.isfinite(value) else value
+
+
 def constants(
     spec: Spec, head_channels: int, dtype: torch.dtype, tiles: Tiles | BlockTiles, precision: str | None = None
 ) -> dict[str, Any]:
     """Return the compile-time arguments that all passes take."""
     return {
         "SCALE": spec.scale,
-        "MASK_VALUE": spec.mask_value,
+        "LOG2_MASK": _log2_mask(spec.mask_value),
         "DROPOUT": spec.dropout,
         "H": spec.heads,
         "D": head_channels,

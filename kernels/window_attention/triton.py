@@ -111,7 +111,7 @@ def _normalised(x):
 @triton.jit
 def _weights(
     q, k, bias, scale, regions, region, is_edge, i, j,
-    N: tl.constexpr, MASKED: tl.constexpr, MASK_VALUE: tl.constexpr, PRECISION: tl.constexpr,
+    N: tl.constexpr, MASKED: tl.constexpr, LOG2_MASK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Return exp(S − its row's maximum) in fp32, and one over the sums of rows.
 
@@ -124,7 +124,7 @@ def _weights(
             # Rows outside the window see keys too: with a mask of -inf they were NaN, which reached dk, dv and dscale.
             mine = tl.load(here + tl.where(i < N, i, 0)).to(tl.int32)
             theirs = tl.load(here + j, mask=j < N, other=0).to(tl.int32)
-            scores += tl.where(mine[:, None] == theirs[None, :], 0.0, MASK_VALUE * _LOG2E)
+            scores += tl.where(mine[:, None] == theirs[None, :], 0.0, LOG2_MASK)
     scores = tl.exp2(scores - tl.max(scores, 1)[:, None])
     return scores, 1.0 / tl.sum(scores, 1)
 
@@ -160,7 +160,7 @@ def _fwd_kernel(
     seed,  # [1] int64, dropout only
     out,  # [B·Y·X, H, D]
     windows, n_regions, Y, X,
-    SCALE: tl.constexpr, MASK_VALUE: tl.constexpr, DROPOUT: tl.constexpr, MASKED: tl.constexpr, COSINE: tl.constexpr,
+    SCALE: tl.constexpr, LOG2_MASK: tl.constexpr, DROPOUT: tl.constexpr, MASKED: tl.constexpr, COSINE: tl.constexpr,
     H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, WH: tl.constexpr, WW: tl.constexpr,
     SH: tl.constexpr, SW: tl.constexpr, NP: tl.constexpr, BM: tl.constexpr, PRECISION: tl.constexpr,
     WIDE: tl.constexpr,
@@ -190,7 +190,7 @@ def _fwd_kernel(
             k_unit, _ = _normalised(k)
             q, k = q_unit.to(v.dtype), k_unit.to(v.dtype)
         is_edge = _is_edge(place[1], place[2], Y, X, WH, WW, SH, SW)
-        p, inverse = _weights(q, k, bias, scale, regions, region, is_edge, i, j, N, MASKED, MASK_VALUE, PRECISION)
+        p, inverse = _weights(q, k, bias, scale, regions, region, is_edge, i, j, N, MASKED, LOG2_MASK, PRECISION)
         if DROPOUT > 0:
             p *= _kept(seed, w, h, i[:, None] * NP + j[None, :], H, DROPOUT)
         o = tl.dot(p.to(v.dtype), v, input_precision=PRECISION) * inverse[:, None]
@@ -211,7 +211,7 @@ def _bwd_kernel(
     dbias,  # [P, H, N, N] fp32
     dscale,  # [P, H] fp32, cosine attention only
     windows, n_regions, Y, X,
-    SCALE: tl.constexpr, MASK_VALUE: tl.constexpr, DROPOUT: tl.constexpr, MASKED: tl.constexpr, COSINE: tl.constexpr,
+    SCALE: tl.constexpr, LOG2_MASK: tl.constexpr, DROPOUT: tl.constexpr, MASKED: tl.constexpr, COSINE: tl.constexpr,
     H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, WH: tl.constexpr, WW: tl.constexpr,
     SH: tl.constexpr, SW: tl.constexpr, NP: tl.constexpr, BM: tl.constexpr, PRECISION: tl.constexpr,
     WIDE: tl.constexpr,
@@ -250,7 +250,7 @@ def _bwd_kernel(
             q = q.to(v.dtype)
         is_edge = _is_edge(place[1], place[2], Y, X, WH, WW, SH, SW)
         log2_scale = scale * _LOG2E
-        p, inverse = _weights(q, k, bias, log2_scale, regions, region, is_edge, i, j, N, MASKED, MASK_VALUE, PRECISION)
+        p, inverse = _weights(q, k, bias, log2_scale, regions, region, is_edge, i, j, N, MASKED, LOG2_MASK, PRECISION)
         p *= inverse[:, None]
         dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
         weights = p

@@ -122,3 +122,12 @@ def test_what_prepares_itself_is_not_closed_while_it_is_off() -> None:
     assert log == ["+active", "closed idle"]
     board.close({"active": None})
     assert log[2:] == ["closed idle", "closed preparing"]
+
+
+def test_captures_are_released_of_those_that_capture() -> None:
+    board, strategies, log = make(graphs="model", other="model")
+    strategies["graphs"].captures = True
+    for strategy in strategies.values():
+        strategy.close = lambda run, name=strategy.name: log.append(f"closed {name}")
+    board.release_captures(["graphs", "other"])
+    assert log == ["closed graphs"]

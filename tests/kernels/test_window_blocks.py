@@ -15,6 +15,7 @@ from accel.kernels import support
 from accel.kernels.launching import next_power_of_2
 from accel.kernels.window_attention import Spec, window_attention
 from accel.kernels.window_attention.regions import partition, shift_regions
+from accel.kernels.window_attention.tiles import constants, tiles_of
 from tests.kernels.test_window_attention import Layer, assert_close, kept_of
 
 pytestmark = pytest.mark.skipif(not support.has_triton(), reason="needs triton, which is not installed")
@@ -120,19 +121,34 @@ def test_regions_that_are_given_are_those_of_the_shift(small_tiles: None) -> Non
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
+# The least number of a dtype is a common mask; times log2(e) it is none of float32 any more.
+MASKS = (float("-inf"), torch.finfo(torch.float32).min)
+
+
+@pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("tokens", [20, pytest.param(40, marks=pytest.mark.slow)])
-def test_a_mask_of_minus_infinity(tokens: int, small_tiles: None) -> None:
+def test_a_mask_of_minus_infinity(tokens: int, mask: float, small_tiles: None) -> None:
     """With 40, the last 20 see none of the first part's 16: their running maximum is -inf until the second."""
     layer = Layer((1, tokens), (0, tokens // 2), (1, tokens), heads=1, channels=16, cosine=tokens == 20)
-    found = layer.run(mask_value=float("-inf"))
-    assert_close(found, layer.run(torch.float64, mask_value=float("-inf")), layer)
+    assert_close(layer.run(mask_value=mask), layer.run(torch.float64, mask_value=mask), layer)
 
 
-def test_a_mask_of_minus_infinity_in_a_window_of_one_block(interpreted: None) -> None:
+@pytest.mark.parametrize("mask", MASKS)
+def test_a_mask_of_minus_infinity_in_a_window_of_one_block(mask: float, interpreted: None) -> None:
     """Rows of the tile outside the window saw no key: they were NaN, and so were dk, dv and the scale's gradient."""
     layer = Layer((3, 3), (1, 1), (3, 3), heads=1, channels=16, cosine=True)
-    found = layer.run(mask_value=float("-inf"))
-    assert_close(found, layer.run(torch.float64, mask_value=float("-inf")), layer)
+    assert_close(layer.run(mask_value=mask), layer.run(torch.float64, mask_value=mask), layer)
+
+
+@pytest.mark.parametrize("mask", [*MASKS, -100.0, -1e300])
+def test_masks_are_numbers_of_float32(mask: float) -> None:
+    """A constant beyond its range would be float64 in a kernel, and not compile."""
+    spec = Spec(heads=1, window=(7, 7), shift=(3, 3), scale=1.0, mask_value=mask)
+    given = constants(spec, 32, torch.float16, tiles_of(spec, 32, torch.float16, cosine=False, backward=False))
+    log2_mask = torch.tensor(given["LOG2_MASK"], dtype=torch.float64)
+    assert torch.equal(log2_mask.float().double(), log2_mask) or mask == -100.0
+    assert log2_mask.isinf() == (mask == float("-inf"))
+    assert abs(given["LOG2_MASK"]) <= torch.finfo(torch.float32).max or mask == float("-inf")
 
 
 @pytest.mark.slow
@@ -247,7 +263,9 @@ def test_compiled_kernels_on_many_windows() -> None:
 
 
 @pytest.mark.gpu
-def test_compiled_kernels_with_a_mask_of_minus_infinity() -> None:
-    layer = Layer((16, 16), (8, 8), (32, 32), heads=3, dtype=HALF, batch=2, device="cuda")
-    found = layer.run(mask_value=float("-inf"))
-    assert_close(found, layer.run(torch.float64, mask_value=float("-inf")), layer)
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("window", [7, 16])
+def test_compiled_kernels_with_a_mask_of_minus_infinity(window: int, mask: float) -> None:
+    size = (window, window), (window // 2, window // 2), (2 * window, 2 * window)
+    layer = Layer(*size, heads=3, dtype=HALF, batch=2, device="cuda")
+    assert_close(layer.run(mask_value=mask), layer.run(torch.float64, mask_value=mask), layer)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from accel.graphs.leaves import own_leaves
+from accel.graphs.leaves import HeldElsewhere, Leaves
 from accel.graphs.model_graph import ModelGraph
 from tests.accel.graphs.model_loops import batch, both, network
 
@@ -111,17 +111,82 @@ def test_after_the_block_all_is_as_it_was() -> None:
 
     model = Recurrent()
     model.own = Own(torch.ones(2))
-    model.lstm.mark = True  # type: ignore[assignment]
-    model.lstm.weight_ih_l0.mark = "kept"
+    model.lstm.weight_ih_l0.mark = "kept"  # type: ignore[attr-defined]
     before = {name: id(p) for name, p in model.named_parameters()}
-    weights = model.lstm._flat_weights
-    with own_leaves(model.modules(), but={id(model.gru.weight_hh_l0)}) as leaves:
-        assert id(model.own) not in leaves  # of a class of its own
+    weights, refs = model.lstm._flat_weights, model.lstm._flat_weight_refs
+    leaves = Leaves(model.modules(), but={id(model.gru.weight_hh_l0)})
+    with leaves.in_place():
+        assert leaves.of(model.own) is model.own  # of a class of its own
+        assert id(model.own) == before["own"]
         assert id(model.gru.weight_hh_l0) == before["gru.weight_hh_l0"]
         assert model.lstm.weight_ih_l0 is model.lstm._flat_weights[0]
+        assert not model.lstm._weights_have_changed()  # else torch puts them together anew, within the capture
         assert model.lstm.weight_ih_l0.mark == "kept"
         assert model.lstm.weight_ih_l0.data_ptr() == weights[0].data_ptr()
         assert id(model.lstm.weight_ih_l0) != before["lstm.weight_ih_l0"]
     assert {name: id(p) for name, p in model.named_parameters()} == before
     assert model.lstm._flat_weights is weights
+    assert model.lstm._flat_weight_refs is refs
     assert model.lstm._flat_weights[0] is model.lstm.weight_ih_l0
+    assert not model.lstm._weights_have_changed()
+
+
+def _other_memory(layer: Any) -> None:
+    layer.weight.data = layer.weight.data * 2
+
+
+def _kept_in_a_tuple(layer: Any) -> None:
+    layer.regularised = (layer.weight,)
+
+
+def _kept_in_a_list(layer: Any) -> None:
+    layer.known.append(layer.weight)
+
+
+def _tied(layer: Any) -> None:
+    layer.other.weight = layer.weight
+
+
+@pytest.mark.parametrize("change", [_other_memory, _kept_in_a_tuple, _kept_in_a_list, _tied])
+def test_a_parameter_that_a_call_replaces_or_leaves_somewhere_must_be_itself(change: Any) -> None:
+    layer: Any = nn.Linear(3, 3)
+    layer.other, layer.known = nn.Linear(3, 3), []
+    weight, bias = layer.weight, layer.bias
+    with pytest.raises(HeldElsewhere) as caught, Leaves(layer.modules()).in_place():
+        change(layer)
+    assert id(weight) in caught.value.parameters
+    assert id(bias) not in caught.value.parameters
+    assert layer.bias is bias
+
+
+class Normalised(nn.Linear):
+    """Writes other numbers in place of its weight's in each call."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.weight.data = nn.functional.normalize(self.weight.data)
+        return super().forward(x)
+
+
+class Regularised(nn.Linear):
+    """Leaves its weight for the loss."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.regularised = (self.weight,)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("make", [lambda: Normalised(6, 3), lambda: Regularised(6, 3)])
+def test_such_models_train_as_the_eager_ones(make: Any) -> None:
+    def loop(model: Any, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+        losses = []
+        for seed in range(8):
+            optimizer.zero_grad()
+            loss = model(batch(8, seed)).square().mean()
+            for each in getattr(model, "regularised", ()):
+                loss = loss + each.square().sum()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.detach())
+        return losses
+
+    both(loop, make)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,6 +22,14 @@ class Stream:
 
     def wait_stream(self, other: Stream) -> None:
         self.waited.append(other.name)
+
+
+class Graph:
+    """A captured graph."""
+
+    def replay(self) -> None: ...
+
+    def reset(self) -> None: ...
 
 
 class Cuda:
@@ -69,11 +78,11 @@ class Cuda:
 
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
-    own = Cuda()
+    own, handles = Cuda(), itertools.count(1)
     parts: dict[str, Any] = {
         "Stream": lambda device: own.side,
-        "graph_pool_handle": lambda: (0, 1),
-        "CUDAGraph": object,
+        "graph_pool_handle": lambda: (0, next(handles)),
+        "CUDAGraph": Graph,
         "current_stream": lambda device=None: own.current,
         "device": lambda device: contextlib.nullcontext(),
     }
@@ -102,6 +111,21 @@ def test_a_recording_that_fails_leaves_nothing_behind(cuda: Cuda, frees_pool: bo
         assert cuda.recorded_to == []
         assert not cuda.draws_are_captured
     assert recorder.record(lambda: 3)[1] == 3
+
+
+def test_graphs_share_memory_as_long_as_one_of_them_lives(cuda: Cuda) -> None:
+    """torch refuses a pool that no graph uses any more while a tensor of it lives."""
+    pools: list[Any] = []
+    recorder = CudaRecorder(torch.device("cuda", 0))
+    record = lambda: recorder.record(lambda: pools.append(cuda.recorded_to[-1]))[0]  # noqa: E731
+    first, second = record(), record()
+    first.reset()
+    third = record()
+    assert pools[0] == pools[1] == pools[2]
+    second.reset()
+    third.reset()
+    record()
+    assert pools[3] != pools[0]
 
 
 def test_a_step_that_autograd_holds_on_to_is_named(cuda: Cuda) -> None:
