@@ -30,6 +30,8 @@ from accel.run.gate import Call, hooks_of
 
 _MOST_COUNTED = 1024
 """Kinds of calls that are remembered without a graph."""
+_ATTEMPTS = 3
+"""To record a call; a second one is for parameters that the call holds beside their modules, or replaces."""
 _MOST_UNUSED = 4
 """Captures for the same arguments, none of which is replayed in a later call."""
 _DIFFERS = (
@@ -211,42 +213,13 @@ class ModelCalls:
 
     def _capture(self, around: Hashable, call: Call, description: Any, inputs: list[Tensor]) -> ModelGraph | None:
         key = self._key(around, description, inputs)
-        tensors = [*inputs, *self._owners.tensors()]
-        first = self._recorder_for(tensors)
-        if first is None:
+        recorder = self._recorder_for([*inputs, *self._owners.tensors()])
+        if recorder is None:
             self._leave_eager(key)
             return None
-        uses = self._uses.get((description, torch.is_grad_enabled()), Counter())
-        first.waits()
-        # Each once: autograd adds up what comes for a weight that stands in two places.
-        trained = {id(tensor): tensor for tensor in self._owners.tensors() if tensor.requires_grad}
-        seen = [use for use in uses if uses[use]]
-
-        modules, held = self._owners.modules_within(), set[int]()
-
-        def attempt(recorder: GraphRecorder) -> Recorded[ModelGraph] | None:
-            """Record the call; note parameters that must be themselves in it, if there are more."""
-
-            def graph() -> ModelGraph:
-                parameters = list(trained.values())
-                return ModelGraph(recorder, call, description, inputs, parameters, seen, modules=modules, held=held)
-
-            key = partial(self._key, around, description, inputs)
-            record = partial(without_draws, graph, recorder.device)
-            try:
-                return recorded(self._owners, description, key, record, ModelGraph.reset, is_whole=False)
-            except HeldElsewhere as error:
-                held.update(error.parameters)
-                return None
-
+        recorder.waits()
         try:
-            recording = attempt(first)
-            for _ in range(len(trained)):
-                if recording is not None:
-                    break
-                # Another one: what the first attempt has left in its memory goes with the last reference to it.
-                recording = attempt(self._recorder_for(tensors) or first)
-            assert recording is not None
+            recording = self._recorded(recorder, around, call, description, inputs)
         except LeftBehind as error:
             self._refuse((description, torch.is_grad_enabled()), str(error))
             return None
@@ -265,6 +238,31 @@ class ModelCalls:
         if self._unused[description] > _MOST_UNUSED:
             self._refuse((description, torch.is_grad_enabled()), _DIFFERS)
         return graph
+
+    def _recorded(
+        self, recorder: GraphRecorder, around: Hashable, call: Call, description: Any, inputs: list[Tensor]
+    ) -> Recorded[ModelGraph]:
+        """Record a call; which parameters must be themselves in it, attempts show."""
+        uses = self._uses.get((description, torch.is_grad_enabled()), Counter())
+        seen = [use for use in uses if uses[use]]
+        # Each once: autograd adds up what comes for a weight that stands in two places.
+        trained = {id(tensor): tensor for tensor in self._owners.tensors() if tensor.requires_grad}
+        modules, held = self._owners.modules_within(), set[int]()
+
+        def record() -> ModelGraph:
+            parameters = list(trained.values())
+            return ModelGraph(recorder, call, description, inputs, parameters, seen, modules=modules, held=held)
+
+        for _ in range(_ATTEMPTS):
+            known = partial(self._key, around, description, inputs)
+            draws_nothing = partial(without_draws, record, recorder.device)
+            try:
+                return recorded(self._owners, description, known, draws_nothing, ModelGraph.reset, is_whole=False)
+            except HeldElsewhere as error:
+                held |= error.parameters
+            # What the attempt has left in its memory goes with the last reference to it: the next one has its own.
+            recorder = self._recorder_for([*inputs, *self._owners.tensors()]) or recorder
+        raise LeftBehind("it holds other parameters beside their modules, or replaces others, each time it is recorded")
 
     def _has_room(self) -> bool:
         """Drop the graphs of a kind, if there are too many; of one whose backward pass may come they are kept."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol, TypeVar
 
@@ -45,7 +46,7 @@ class GraphRecorder(Protocol):
 class _CudaGraph:
     """A CUDA graph that its recorder knows to be alive."""
 
-    def __init__(self, graph: torch.cuda.CUDAGraph, alive: set[_CudaGraph]) -> None:
+    def __init__(self, graph: torch.cuda.CUDAGraph, alive: weakref.WeakSet[_CudaGraph]) -> None:
         self._graph, self._alive = graph, alive
         self.replay = graph.replay
         alive.add(self)
@@ -67,7 +68,7 @@ class CudaRecorder:
         self.device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._pool: Any = torch.cuda.graph_pool_handle()
-        self._alive: set[_CudaGraph] = set()
+        self._alive: weakref.WeakSet[_CudaGraph] = weakref.WeakSet()
 
     def aside(self, run: Callable[[], _T]) -> _T:
         """Run on a side stream, as captured libraries want it."""
