@@ -351,7 +351,8 @@ def _candidate(strategy: Strategy, run: Run, settings: OptimizeSettings, fetchin
         one_off_s=0.0 if strategy.name in settings.enable else strategy.one_off_s,
         repeated_share=strategy.repeated_share,
         settling=strategy.settling,
-        phase=strategy.phase,
+        # On a GPU the host's time in an optimizer is that of launching: it says nothing of what the update takes.
+        phase="" if run.cuda and strategy.phase == "optimizer" else strategy.phase,
         by_epoch=lambda: strategy.by_epoch(run),
         is_compared=bool(strategy.touches),
         lasting=strategy.lasting,

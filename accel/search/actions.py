@@ -48,6 +48,14 @@ class Action:
     settled: bool = False
     """The search is over; resources of strategies that are off may be released."""
 
+    def may_end_block(self, result: Result) -> bool:
+        """Return whether the next step may be the last one to settle, or to be counted."""
+        if self.whole_epoch:
+            return False
+        if len(result.settling) < self.settle:
+            return len(result.settling) == self.settle - 1
+        return len(result.measurements) >= self.steps - 1
+
 
 @dataclass(kw_only=True)
 class Result:

@@ -126,7 +126,7 @@ class Controller(SharedHost):
             if not plan:
                 self.anatomy_before, self.plain_diagnosis = dict(self.anatomy_after), self.diagnosis
                 if result.seconds:
-                    self.plain_ms = statistics.median(result.seconds) * 1e3
+                    self.plain_ms = self._reduce(result.seconds) * 1e3
                 if not waits:
                     self._keep_what_has_lasted()
             if not waits and self._replay is None:
@@ -163,7 +163,7 @@ class Controller(SharedHost):
         self._regime = result.regime
         self._record_anatomy(result)
         self.anatomy_before, self.plain_diagnosis = dict(self.anatomy_after), self.diagnosis
-        self.plain_ms = statistics.median(result.seconds or [0.0]) * 1e3
+        self.plain_ms = self._reduce(result.seconds or [0.0]) * 1e3
         if result.load is None and self.plain_ms > 0:
             rest = min(self._pace.recheck, math.ceil(SHORTEST_LOOK_S * 1e3 / self.plain_ms))
             if self._changed((yield from self._act(Action(plan={}, rest=rest, steps=1)))):
@@ -190,7 +190,7 @@ class Controller(SharedHost):
             return
         self._record_anatomy(result)
         self.anatomy_before, self.plain_diagnosis = dict(self.anatomy_after), self.diagnosis
-        self.plain_ms = statistics.median(result.seconds) * 1e3
+        self.plain_ms = self._reduce(result.seconds) * 1e3
 
     def _only_losers_are_left(self) -> bool:
         """Return whether an earlier run leaves nothing to try now: then there is no reason to wait."""

@@ -87,16 +87,15 @@ def by_blocks(
                     return None
                 seconds = seconds + result.seconds
         trial.record(seconds)
-        if trial.verdict is None and arm == "B" and settling + _slower_s(trial) > limit_s():
-            cost_s = max(0.0, settling) + max(0.0, _slower_s(trial))
+        if trial.verdict is None and arm == "B" and settling + _slower_s(trial, reduce) > limit_s():
+            cost_s = max(0.0, settling) + max(0.0, _slower_s(trial, reduce))
             return TrialResult(_outcome(trial.steps["A"], trial.steps["B"], "refused"), cost_s, cut_short=True)
-    return TrialResult(trial.outcome(), max(0.0, settling) + max(0.0, _slower_s(trial)))
+    return TrialResult(trial.outcome(), max(0.0, settling) + max(0.0, _slower_s(trial, reduce)))
 
 
-def _slower_s(trial: Trial) -> float:
+def _slower_s(trial: Trial, reduce: Callable[[Sequence[float]], float]) -> float:
     """Return by how many seconds B's steps have been slower than A's, less than 0 if they were faster."""
-    slower = statistics.median(trial.steps["B"]) - statistics.median(trial.steps["A"])
-    return len(trial.steps["B"]) * slower
+    return len(trial.steps["B"]) * (reduce(trial.steps["B"]) - reduce(trial.steps["A"]))
 
 
 def settling_cost(settling: Sequence[float], step_s: float) -> float:

@@ -104,6 +104,8 @@ class StepEvents:
         self._guard, self._usage, self._loader, self._listener = guard, usage, loader, listener
         self.steps = 0
         """Steps that have ended."""
+        self.drains = False
+        """Whether the next step ends when the device has done its work, not when the host asks for another batch."""
         self.boundaries = 0
         """Boundaries that were passed: also those before the search began, which its steps don't count."""
         self.epochs = 0
@@ -182,10 +184,13 @@ class StepEvents:
                 self.boundaries += 1
                 _keeping_grad_mode(self._listener.step_passed)
             return
+        ended = self._updated or self._batch_is_step()
+        if ended and self.drains:
+            torch.cuda.synchronize(self._run.device)
         self._clock.request()
         if self.observation is not None:
             self.observation.batch_requested()
-        if self._updated or self._batch_is_step():
+        if ended:
             self._updated, self._batches = False, 0
             self.boundaries += 1
             _keeping_grad_mode(self._listener.step_ended)

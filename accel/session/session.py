@@ -259,6 +259,8 @@ class Session:
         else:
             self._wait_for(other)
         self.guard.begin_step()
+        # The host runs ahead of a GPU: without a wait a block of steps would lack what its last ones have queued.
+        self.events.drains = self.run.cuda and self._action is not None and self._action.may_end_block(self._result)
         # Work done at the boundary is a cost of the search, not part of a step's time.
         now = self._boundary_ended = self._clock.restart()
         self._result.aside_s += now - began

@@ -67,6 +67,8 @@ def _cached_by_torch() -> dict[str, Any]:
 
 
 def _dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    if x.is_cuda:  # there eager draws and masks in one kernel of its own, to which `fallback_random` leaves it
+        return functional.dropout(x, p, training, inplace)
     return _masked(x, p, training, inplace, features=False)
 
 

@@ -39,12 +39,17 @@ class FusedOptimizer(Strategy):
         if not run.optimizers:
             return "no optimizer of the model has been seen"
         reasons = [reason for optimizer in run.optimizers if (reason := _refusal(optimizer))]
-        return "; ".join(reasons) if len(reasons) == len(run.optimizers) else ""
+        if len(reasons) == len(run.optimizers):
+            return "; ".join(reasons)
+        return (
+            "" if self.settings(run) else "its foreach path is torch's default on a GPU, and not all have a fused one"
+        )
 
     def settings(self, run: Run) -> list[Any]:
-        """Return `fused` where every optimizer has it, then `foreach`."""
+        """Return `fused` where every optimizer has it, then `foreach`, which is the default on a GPU."""
         able = [o for o in run.optimizers if not _refusal(o)]
-        return (["fused"] if all(update_path.has_fused(o) for o in able) else []) + ["foreach"]
+        fused = ["fused"] if all(update_path.has_fused(o) for o in able) else []
+        return fused if run.cuda else [*fused, "foreach"]
 
     def enable(self, run: Run, setting: Any) -> None:
         """Set the path, and move step counters where the fused path wants them."""

@@ -9,12 +9,15 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.backends.debugging import aot_eager
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from accel.guard.draws import ReplayedDraws
 from accel.strategies import compiled_draws
@@ -174,3 +177,18 @@ def test_the_next_process_finds_what_torch_has_compiled(tmp_path: Path) -> None:
     command = [sys.executable, "-c", SECOND_PROCESS]
     runs = [subprocess.run(command, env=environment, capture_output=True, text=True, cwd=ROOT) for _ in range(2)]
     assert [run.stdout.split() for run in runs] == [["0", "0"], ["1", "0"]], runs
+
+
+@pytest.mark.parametrize(("device", "operator"), [("cuda", "aten.native_dropout"), ("cpu", "accel.dropout_mask")])
+def test_on_a_gpu_dropout_is_left_to_the_kernel_that_eager_runs(device: str, operator: str) -> None:
+    """It draws and masks in one kernel of its own, in another order than any mask that is drawn before."""
+    called: list[str] = []
+
+    class Log(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            called.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    with FakeTensorMode(), Log():
+        compiled_draws._dropout(torch.empty(4, 8, device=device), 0.3, True)
+    assert any(name.startswith(operator) for name in called), called

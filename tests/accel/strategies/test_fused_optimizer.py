@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 import accel
 from accel import entry
+from accel.strategies.fused_optimizer import FusedOptimizer
 from tests.accel.loops import advance, loss_of, make_loader, training
 
 
@@ -58,3 +61,18 @@ def test_after_another_optimizer_has_come_it_is_reported_as_undone() -> None:
     assert row.why.startswith("no optimizer takes that path any more")
     assert paths(other) == (None, None)
     accel.undo(model)
+
+
+def test_on_a_gpu_foreach_is_the_default_and_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    parameters = [nn.Parameter(torch.ones(2))]
+    fused, plain = torch.optim.AdamW(parameters), torch.optim.NAdam(parameters)
+    strategy = FusedOptimizer()
+    for cuda, optimizer, settings in (
+        (False, fused, ["fused", "foreach"]),
+        (True, fused, ["fused"]),
+        (False, plain, ["foreach"]),
+        (True, plain, []),
+    ):
+        run: Any = SimpleNamespace(optimizers=[optimizer], cuda=cuda)
+        assert strategy.settings(run) == settings
+        assert bool(strategy.refusal(run)) == (not settings)

@@ -1,0 +1,113 @@
+"""A host that runs ahead of its device: trials compare what the device takes, and not how fast work is queued."""
+
+from __future__ import annotations
+
+import time
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import accel
+from accel import strategies
+from accel.run import Run
+from accel.search.actions import Action, Result
+from accel.strategies.base import Exactness, Strategy
+
+QUEUE_S = 0.03
+"""By which the host runs ahead at most."""
+
+
+class Device:
+    """Does its work after what it was given before."""
+
+    def __init__(self) -> None:
+        self.free_at = 0.0
+        self.waits = 0
+
+    def work(self, seconds: float) -> None:
+        """Queue work, and wait while the queue is full."""
+        self.free_at = max(time.perf_counter(), self.free_at) + seconds
+        self._wait(self.free_at - QUEUE_S)
+
+    def synchronize(self, device: Any = None) -> None:
+        """Wait until all is done."""
+        self.waits += 1
+        self._wait(self.free_at)
+
+    def _wait(self, until: float) -> None:
+        time.sleep(max(0.0, until - time.perf_counter()))
+
+
+class Change(Strategy):
+    """Changes what a step takes."""
+
+    name, summary, treats, exactness, settle_steps = "change", "", frozenset(), Exactness.REORDERED, 1
+    device_s, host_s = 0.004, 0.001
+    times: ClassVar[tuple[float, float]]
+
+    def refusal(self, run: Run) -> str:
+        return ""
+
+    def enable(self, run: Run, setting: Any) -> None:
+        type(self).times = self.device_s, self.host_s
+
+    def disable(self, run: Run) -> None:
+        type(self).times = Change.device_s, Change.host_s
+
+
+class LessOnTheDevice(Change):
+    device_s = 0.002
+
+
+class LessOnTheHost(Change):
+    host_s = 0.0
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize(("kind", "least", "most"), [(LessOnTheDevice, 1.4, 2.4), (LessOnTheHost, 0.9, 1.2)])
+def test_a_gain_is_that_of_the_device(
+    kind: type[Change], least: float, most: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = Device()
+    kind.times = Change.device_s, Change.host_s
+
+    class Network(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            device.work(kind.times[0])
+            time.sleep(kind.times[1])
+            return super().forward(x)
+
+    monkeypatch.setattr(strategies, "REGISTRY", [kind])
+    monkeypatch.setattr(Run, "cuda", property(lambda self: True))
+    monkeypatch.setattr(torch.cuda, "synchronize", device.synchronize)
+    data = TensorDataset(torch.randn(256, 4), torch.randn(256, 2))
+    model: Any = Network(4, 2)
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.01)
+    model, loader, optimizer = accel.optimize(model, DataLoader(data, batch_size=16), optimizer, budget=60, cache=False)
+    began, steps = time.monotonic(), 0
+    while accel.explain(model).rows[0].gain is None and time.monotonic() - began < 30:
+        for x, target in loader:
+            optimizer.zero_grad()
+            nn.functional.mse_loss(model(x), target).backward()
+            optimizer.step()
+            steps += 1
+    row = accel.explain(model).rows[0]
+    accel.undo(model)
+    assert row.gain is not None, row
+    assert least < row.gain < most, row
+    assert device.waits < steps  # at the edges of blocks only
+
+
+def test_the_edges_of_an_action() -> None:
+    action, result = Action(plan={}, steps=2, settle=1), Result()
+    assert action.may_end_block(result)
+    result.settling.append(0.1)
+    assert not action.may_end_block(result)
+    result.measurements.append(None)  # type: ignore[arg-type]
+    assert action.may_end_block(result)
+    assert not Action(plan={}, whole_epoch=True).may_end_block(Result())
+    assert Action(plan={}, steps=1).may_end_block(Result())
+    assert not Action(plan={}, steps=2, settle=2).may_end_block(Result())
