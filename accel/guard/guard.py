@@ -105,7 +105,7 @@ class Comparison:
             max(self.output_error, other.output_error),
             max(self.gradient_error, other.gradient_error),
             max(self.tolerance, other.tolerance),
-            self.unsure and other.unsure,
+            other.unsure and self.unsure,  # the first reason
             self.other_draws or other.other_draws,
         )
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -31,6 +30,7 @@ from accel.dataio.batches import tensors
 from accel.guard import own_state
 from accel.guard.alone import without_forward
 from accel.guard.changing_buffers import ChangingBuffers
+from accel.guard.late_values import LateValues
 from accel.guard.sharded import is_sharded
 from accel.run import backward
 from accel.run.gate import Call, Gate
@@ -79,13 +79,13 @@ class Watch:
     """
 
     LATE = 8
-    """Calls until a value computed on a GPU is read."""
+    """Calls until a value computed on a GPU is read, at the earliest."""
 
     def __init__(self, gate: Gate, device: torch.device, trip: Callable[[str], None]) -> None:
         self._gate = gate
         self._trip = trip
         self._device = device
-        self._late: deque[Tensor] = deque()
+        self._late, self._learnt = LateValues(self.LATE), LateValues(0)
         self._plain_max = 0.0
         self._large = 0
         self._moving = ChangingBuffers(gate.model)
@@ -197,29 +197,39 @@ class Watch:
         return f"outputs have grown to {size:.1e}, plain ones were at most {self._plain_max:.1e}: {_DIVERGES}"
 
     def _problem_late(self, outputs: Any) -> str:
-        """Check the value of some calls ago; only if it was bad, wait for the present one."""
+        """Check the values of some calls ago that have arrived; only if one was bad, wait for the present one."""
+        if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return ""  # a graph of the loop's own: nothing in it has a value yet
         norm = _norm(outputs)
         if norm is not None:
-            self._late.append(norm)
-        if len(self._late) <= self.LATE:
-            return ""
-        size = float(self._late.popleft())
+            self._late.note(norm)
+        self._learn_sizes()  # those of the last plain calls
+        was_bad = [self._is_bad(size) for size in self._late.due()]  # all are counted
+        return self._problem_now(outputs) if any(was_bad) else ""
+
+    def _is_bad(self, size: float) -> bool:
         grown = 0 < self._plain_max * _GROWTH < size
         self._large = self._large + 1 if grown else 0
-        if math.isfinite(size) and self._large < _DIVERGED_STEPS:
-            return ""
-        return self._problem_now(outputs)
+        return not math.isfinite(size) or self._large >= _DIVERGED_STEPS
 
     def learn(self, outputs: Any) -> None:
-        """Learn how large the outputs of the plain loop are."""
+        """Learn how large the outputs of the plain loop are.
+
+        On a GPU without waiting here either: trials compare such calls with those under a strategy. The state that
+        changes is waited for, in the first few.
+        """
         try:
             self._moving.observe()
-            size = _size(outputs)
+            norm = _norm(outputs)
+            if norm is not None:
+                self._learnt.note(norm)
+            self._learn_sizes()
         except Exception as error:
             log.debug("accel: nothing could be learnt from a call: %s", error)
-            return
-        if size is not None:
-            self._plain_max = max(self._plain_max, size)
+
+    def _learn_sizes(self) -> None:
+        """Learn the sizes of plain outputs that have arrived."""
+        self._plain_max = max([self._plain_max, *filter(math.isfinite, self._learnt.due())])
 
     def writes_to(self, parameters: Iterable[Tensor]) -> None:
         """Learn that the model's own call writes to these parameters."""

@@ -355,9 +355,10 @@ class Experiments:
         finding = result.finding
         if finding is None:
             return True
-        if finding.problem and candidate.name in self.plan:  # another setting of it is kept, and stays
+        if (finding.problem or finding.unsure) and candidate.name in self.plan:  # another setting of it is kept
             setting = candidate.describe(trial_plan[candidate.name])
-            self._note(f"{candidate.name} {setting} is wrong: {finding.problem}; {row.setting} stays")
+            why = f"is wrong: {finding.problem}" if finding.problem else f"was not compared: {finding.unsure}"
+            self._note(f"{candidate.name} {setting} {why}; {row.setting} stays")
             return False
         self._ledger.compared(candidate.name, finding)
         if finding.problem:

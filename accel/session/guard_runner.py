@@ -14,6 +14,7 @@ from collections.abc import Callable
 from functools import partial, reduce
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
@@ -83,11 +84,16 @@ class GuardRunner:
     def recorded(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make a plain call and record it."""
         recording: Recording | None = None
+        failure: Comparison | None = None
         try:
             written = WrittenParameters(self._run.model)
             recording = guard.record(self._run.model, self._run.device, args, kwargs, self._written)
         except Exception as error:  # inputs that can't be copied; a plan that can't be compared is not tried
-            self._note(Comparison(f"the call can't be recorded: {type(error).__name__}: {error}"))
+            failure = _failure(error, "the call can't be recorded: ")
+        if failure is not None:
+            self._note(failure)
+            if failure.unsure:
+                _give_memory_back()
         given = tensors((args, kwargs))
         versions = watch.versions(given)
         outputs = self._run.gate.plain(*args, **kwargs)
@@ -117,45 +123,61 @@ class GuardRunner:
         recording, self._recording = self._recording, None
         if recording is not None:
             recording.forget()
+        before = dict(self._switchboard.active)
+        findings: list[Comparison] = []
+        failure: Comparison | None = None
+        try:
+            self._check_touched(plan, recording, findings)
+        except Exception as error:
+            failure = _failure(error)
+        finally:
+            self._switchboard.switch(before)
+        recording = None
+        if failure is not None:
+            findings.append(failure)
+        if findings:
+            self._note(reduce(Comparison.beside, findings))
+        if failure is not None and failure.unsure:
+            _give_memory_back()  # only now: the exception held the frames, and they the tensors
+
+    def _check_touched(self, plan: Choices, recording: Recording | None, findings: list[Comparison]) -> None:
         # A candidate on top of a plan is new only in what it touches itself; the rest was compared when it was new.
         new = self._switchboard.new_in(plan)
         touched = self._switchboard.touched_by(new)
         exactness = self._switchboard.exactness(plan)
-        before = dict(self._switchboard.active)
-        findings = []
-        try:
-            if "model" in touched and recording is not None:
-                with guard.without_tf32(self._run.device, exactness) as without:
+        if "model" in touched and recording is not None:
+            with guard.without_tf32(self._run.device, exactness) as without:
+                try:
                     findings.append(self._check_model(plan, recording, exactness))
-                if without is not None:  # graphs that were captured so are of no more use
-                    self._switchboard.release_captures(new)
-            elif "model" in touched:
-                findings.append(Comparison(unsure="the model was not called in the recorded steps"))
-            if "optimizer" in touched:
-                findings.append(self._check_update(plan, exactness))
-            if findings:
-                self._note(reduce(Comparison.beside, findings))
-            if touched <= {"input"}:
-                self._switchboard.switch(plan)  # switching it on compares a batch with a plain fetch; see the strategy
-        except Exception as error:
-            self._note(Comparison(f"{type(error).__name__}: {error}"))
-        finally:
-            self._switchboard.switch(before)
+                finally:
+                    if without is not None:  # graphs that were captured so are of no more use
+                        self._switchboard.switch({})
+                        self._switchboard.release_captures(new)
+        elif "model" in touched:
+            findings.append(Comparison(unsure="the model was not called in the recorded steps"))
+        if "optimizer" in touched:
+            findings.append(self._check_update(plan, exactness))
+        if touched <= {"input"}:
+            self._switchboard.switch(plan)  # switching it on compares a batch with a plain fetch; see the strategy
 
     def _check_model(self, plan: Choices, recording: Recording, exactness: Exactness) -> Comparison:
         with self._untouched(recording), self._state.suspended():
             try:
-                plain, candidate = self._both(plan, recording, partial(guard.replay, self._run.model), exactness)
+                finding, draws = self._check_training(plan, recording, exactness)
             except _NotReplayable as error:
                 return Comparison(unsure=f"the plain call can't be replayed: {error}")
-            finding = guard.compare(plain, candidate, exactness)
             if finding.unsure:  # what is compared beside this call would hide it
                 return finding
             if not finding.problem and self._switchboard.captures(plan):
                 finding = finding.merge(self._check_graphs(plan, recording, exactness))
-            if finding.problem or not plain.draws or self._finding is not None:  # once: a plan is checked in two steps
+            if finding.problem or not draws or self._finding is not None:  # once: a plan is checked in two steps
                 return finding
             return finding.merge(self._check_evaluation(plan, recording, exactness))
+
+    def _check_training(self, plan: Choices, recording: Recording, exactness: Exactness) -> tuple[Comparison, bool]:
+        """Compare the call; return also whether it draws. Its two replays are freed before others are made."""
+        plain, candidate = self._both(plan, recording, partial(guard.replay, self._run.model), exactness)
+        return guard.compare(plain, candidate, exactness), bool(plain.draws)
 
     def _untouched(self, call: Recording) -> contextlib.AbstractContextManager[None]:
         """Restore, at the end, whatever replays of a call have changed."""
@@ -166,9 +188,13 @@ class GuardRunner:
         graphs = self._switchboard.acting_on("model", plan)
         eager = {name: setting for name, setting in graphs.items() if not self._switchboard.captures([name])}
         replay = partial(guard.replay, self._run.model)
-        expected, captured, replayed = (self._replayed(each, recording, replay) for each in (eager, graphs, graphs))
-        finding = guard.compare(expected, captured, exactness)
-        return finding if finding.problem else finding.merge(guard.compare(expected, replayed, exactness))
+        expected = self._replayed(eager, recording, replay)
+        finding = Comparison()
+        for _ in range(2):  # captured, and then replayed; one is freed before the next is made
+            finding = finding.merge(guard.compare(expected, self._replayed(graphs, recording, replay), exactness))
+            if finding.problem:
+                break
+        return finding
 
     def _replayed(self, plan: Choices, recording: Recording, replay: Callable[..., Replayed]) -> Replayed:
         """Replay the call under a plan."""
@@ -186,6 +212,8 @@ class GuardRunner:
         replay = partial(guard.replay_evaluation, self._run.model)
         try:
             plain, candidate = self._both(plan, recording, replay, exactness)
+        except torch.OutOfMemoryError:
+            raise  # nobody knows then
         except Exception as error:
             log.debug("accel: the call could not be made in evaluation mode: %s", error)
             return Comparison()
@@ -202,6 +230,8 @@ class GuardRunner:
         recording.modules.restore()
         try:
             plain = replay(self._run.gate.plain, recording, draws=self._draws(canonical))
+        except torch.OutOfMemoryError:
+            raise
         except Exception as error:
             raise _NotReplayable(f"{type(error).__name__}: {error}") from error
         compiles = self._switchboard.compiles(plan)
@@ -345,3 +375,21 @@ class GuardRunner:
         if self._recording is not None:
             self._recording.forget()
             self._recording = None
+
+
+def _failure(error: Exception, what: str = "") -> Comparison:
+    """Return what an error in a check says: where memory has run out, it says nothing of the candidate.
+
+    Args:
+        error: that was raised.
+        what: failed by it.
+    """
+    if isinstance(error, torch.OutOfMemoryError):
+        return Comparison(unsure=f"there is no room to compare: {error}")
+    return Comparison(f"{what}{type(error).__name__}: {error}")
+
+
+def _give_memory_back() -> None:
+    """Return to the device what failed replays have left in the allocator; without CUDA nothing is done."""
+    with contextlib.suppress(RuntimeError):  # a capture that has failed may be under way in the allocator
+        torch.cuda.empty_cache()
