@@ -31,7 +31,7 @@ from accel.graphs.module_states import LeftBehind, LeftValue, ModuleStates
 from accel.graphs.optimizer_states import OptimizerStates
 from accel.graphs.own_scales import with_their_step
 from accel.graphs.owners import Owners
-from accel.graphs.recorder import CudaRecorder, GraphRecorder, RecordedGraph
+from accel.graphs.recorder import CudaRecorder, GraphRecorder, RecordedGraph, give_memory_back
 
 _MOST_COUNTED = 1024
 """Kinds of calls whose number is kept until they are captured."""
@@ -310,6 +310,7 @@ class CapturedStep:
             made[0].reset()
             self._owners.put(before)
 
+        recording, is_warm, is_out_of_memory = None, True, False
         try:
             recording = recorded(
                 self._owners, description, lambda: self._key(description, recorder), record, undo, is_whole=True
@@ -320,10 +321,14 @@ class CapturedStep:
             states.put_back()
             own_object.clear()
             own_object.update(object_before)
-            if is_first and self._calls[key] < self._warmup + _FIRST_STEPS:  # made anew in each replay
-                return self._warm(recorder, key, args, kwargs)
-            self._refuse(description if isinstance(error, LeftBehind) else key, error)
-            return _detached(self._step(*args, **kwargs))
+            is_warm = not is_first or self._calls[key] >= self._warmup + _FIRST_STEPS  # else made anew in each replay
+            is_out_of_memory = isinstance(error, torch.OutOfMemoryError)
+            if is_warm:
+                self._refuse(description if isinstance(error, LeftBehind) else key, error)
+        if is_out_of_memory:  # only here, as the eager step: the traceback held what was captured
+            give_memory_back()
+        if recording is None:
+            return _detached(self._step(*args, **kwargs)) if is_warm else self._warm(recorder, key, args, kwargs)
         graph, result = recording.made
         shape = described(_detached(result), outputs, "what a step returns")
         kind, entries, _ = recording.key

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from functools import partial
 from typing import Any
 
@@ -25,7 +25,7 @@ from accel.graphs.model_graph import ModelGraph, described_outputs
 from accel.graphs.modes import is_watched, modes
 from accel.graphs.module_states import LeftBehind
 from accel.graphs.owners import Owners
-from accel.graphs.recorder import CudaRecorder, GraphRecorder
+from accel.graphs.recorder import CudaRecorder, GraphRecorder, give_memory_back
 from accel.run.gate import Call, hooks_of
 
 _MOST_COUNTED = 1024
@@ -38,12 +38,17 @@ _DIFFERS = (
     "where parameters or buffers lie differs each time; a buffer must be written to, and not replaced. Or a number of "
     "a module does: keep what each call changes in a buffer"
 )
+_AROUNDS = 2
+"""Wrappings of the call whose graphs are kept: a trial of what lies between model and graphs has two in turns, with it
+and without. Each has a set of activations, and at another time only one is in use."""
 MANY = 64
 """Kinds of calls without a capture, after which a warning says so."""
 MANY_KINDS = (
     f"{MANY} calls were of {MANY} kinds: inputs, where parameters, buffers and gradients lie, or numbers of modules or "
     "optimizers differ each time. What each call changes belongs into a buffer, and a learning rate into a tensor"
 )
+_Key = tuple[Hashable, ...]
+"""What a graph is for: what is around the model, arguments, state of the model, modes."""
 
 
 class CaptureError(AccelError):
@@ -88,9 +93,11 @@ class ModelCalls:
         self._warmup, self._most, self._strict = warmup, most, strict
         self._has_stopped = False
         self._say_once, self._recorder = say or _warn, recorder
-        self._graphs: OrderedDict[Hashable, ModelGraph] = OrderedDict()
+        self._graphs: OrderedDict[_Key, ModelGraph] = OrderedDict()
         self._uses: dict[Hashable, Counter[frozenset[int]]] = {}
         """Arguments, and whether with gradients → which outputs got one in eager calls, and how often."""
+        self._prepared: OrderedDict[Hashable, set[Hashable]] = OrderedDict()
+        """`around` → kinds that were called so eagerly, with their backward pass: what compiles has done so then."""
         self._unused: Counter[Hashable] = Counter()
         self._eager: set[Hashable] = set()
         """What is not captured."""
@@ -100,7 +107,8 @@ class ModelCalls:
 
         Args:
             call: the eager call.
-            around: tells this call from others that were wrapped; each has graphs of its own.
+            around: tells this call from others that were wrapped; each has graphs of its own. They are kept for the
+                last two, and a call that is new runs eagerly once: what is around the model may set itself up.
         """
 
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -112,13 +120,25 @@ class ModelCalls:
         """Drop all graphs and what is known of calls; the next ones are eager again."""
         self.drop_graphs()
         self._uses.clear()
+        self._prepared.clear()
         self._eager.clear()
 
-    def drop_graphs(self) -> None:
-        """Give the graphs' memory back; the next call of a kind is captured again."""
-        for graph in self._graphs.values():
-            graph.reset()
-        self._graphs.clear()
+    @property
+    def has_graphs(self) -> bool:
+        """True while something is captured."""
+        return bool(self._graphs)
+
+    def drop_graphs(self, *, awaited: bool = True) -> None:
+        """Give the graphs' memory back; the next call of a kind is captured again.
+
+        Args:
+            awaited: also that of graphs whose backward pass may come, which is an error from then on.
+        """
+        self._drop([key for key, graph in self._graphs.items() if awaited or not graph.is_awaited])
+
+    def _drop(self, keys: Iterable[_Key]) -> None:
+        for key in keys:
+            self._graphs.pop(key).reset()
 
     def stop(self) -> None:
         """Run all calls eagerly from now on."""
@@ -140,8 +160,9 @@ class ModelCalls:
         graph = self._graphs.get(key)
         if graph is None:
             kind = description, torch.is_grad_enabled()
-            if key in self._eager or kind in self._eager or not self.may_capture or not self._has_seen_enough(kind):
-                return self._watched(kind, call, args, kwargs)
+            is_ready = self.may_capture and self._has_seen_enough(kind) and self._is_prepared(around, kind)
+            if key in self._eager or kind in self._eager or not is_ready:
+                return self._watched(around, kind, call, args, kwargs)
             self._owners.refresh()  # parameters that have come or gone are part of the key
             self._hooks = hooks_of(self._model)
             if self._owners.has_hooks():  # one that comes after the capture is called by `.grad` alone
@@ -157,7 +178,7 @@ class ModelCalls:
         self.replays += 1
         return graph(inputs)
 
-    def _key(self, around: Hashable, description: Hashable, inputs: list[Tensor]) -> Hashable:
+    def _key(self, around: Hashable, description: Hashable, inputs: list[Tensor]) -> _Key:
         kind = next((tensor.device.type for tensor in inputs), "cuda")
         return around, description, self._owners.form(description), modes(kind)
 
@@ -165,19 +186,34 @@ class ModelCalls:
 
     @property
     def is_warm(self) -> bool:
-        """True once enough calls of a kind were watched."""
+        """True once enough calls of a kind were watched, whatever was around the model in them."""
         return any(map(self._has_seen_enough, self._uses))
 
     def _has_seen_enough(self, kind: Hashable) -> bool:
         return self._warmup == 0 or self._uses.get(kind, Counter()).total() >= self._warmup
 
-    def _watched(self, kind: Hashable, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _is_prepared(self, around: Hashable, kind: Hashable) -> bool:
+        """Return whether all that is around the model has had an eager call: a compiler must not begin in a capture."""
+        return self._warmup == 0 or kind in self._prepared.get(around, ())
+
+    def _prepared_with(self, around: Hashable) -> set[Hashable]:
+        """Return the kinds that were called with this around the model; more may be added."""
+        kinds = self._prepared.setdefault(around, set())
+        self._prepared.move_to_end(around)
+        while len(self._prepared) > _AROUNDS:  # it keeps alive what is around, such as a compiled model
+            self._prepared.popitem(last=False)
+        return kinds
+
+    def _watched(
+        self, around: Hashable, kind: Hashable, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         """Call eagerly, and note which outputs get a gradient: at the end of the backward pass, or at once without."""
         result = call(*args, **kwargs)
         if kind in self._eager:
             return result
         if len(self._uses) >= _MOST_COUNTED:
             self._uses.clear()
+            self._prepared.clear()
         if len(self._uses) == MANY and not self.captures:
             self._say(MANY_KINDS)
         uses = self._uses.setdefault(kind, Counter())
@@ -190,13 +226,14 @@ class ModelCalls:
         differentiable = [number for number, output in enumerate(outputs) if output.requires_grad]
         if not differentiable:
             uses[frozenset()] += 1
+            self._prepared_with(around).add(kind)
             return result
-        self._watch(kind, outputs, differentiable)
+        self._watch(around, kind, outputs, differentiable)
         return result
 
-    def _watch(self, kind: Hashable, outputs: list[Tensor], numbers: list[int]) -> None:
+    def _watch(self, around: Hashable, kind: Hashable, outputs: list[Tensor], numbers: list[int]) -> None:
         """Count a use once gradients have come to these outputs."""
-        uses, known = self._uses[kind], frozenset[int]()
+        uses, known, prepared = self._uses[kind], frozenset[int](), self._prepared_with(around)
 
         def note(number: int) -> None:
             nonlocal known
@@ -205,6 +242,7 @@ class ModelCalls:
             uses[known] -= bool(known)
             known |= {number}
             uses[known] += 1
+            prepared.add(kind)
 
         for number in numbers:
             outputs[number].register_hook(lambda _, number=number: note(number))  # type: ignore[no-untyped-call]
@@ -217,18 +255,22 @@ class ModelCalls:
         if recorder is None:
             self._leave_eager(key)
             return None
+        self._make_room_for(around)
         recorder.waits()
+        recording, is_out_of_memory = None, False
         try:
             recording = self._recorded(recorder, around, call, description, inputs)
         except LeftBehind as error:
             self._refuse((description, torch.is_grad_enabled()), str(error))
-            return None
         except (HostDraws, WrittenInputs) as error:
             self._refuse(key, str(error))
-            return None
         except Exception as error:
+            is_out_of_memory = isinstance(error, torch.OutOfMemoryError)
             reason = f"{type(error).__name__}: {error}".splitlines()[0]
             self._refuse(key, f"it could not be captured: {reason}; accel.graphs.why_not_capturable names the line")
+        if recording is None:
+            if is_out_of_memory:  # only here: the traceback held what was captured
+                give_memory_back()
             return None
         graph, key = recording.made, recording.key
         graph.left = recording.left
@@ -268,10 +310,15 @@ class ModelCalls:
         """Drop the graphs of a kind, if there are too many; of one whose backward pass may come they are kept."""
         if len(self._graphs) < self._most:
             return True
-        oldest = next((key for key, graph in self._graphs.items() if not graph.is_awaited), None)
-        if oldest is not None:
-            self._graphs.pop(oldest).reset()
-        return oldest is not None
+        oldest = next(([key] for key, graph in self._graphs.items() if not graph.is_awaited), [])
+        self._drop(oldest)
+        return bool(oldest)
+
+    def _make_room_for(self, around: Hashable) -> None:
+        """Drop the graphs of other wrappings but for those that were called last, and those that are awaited."""
+        lately = dict.fromkeys([around, *(key[0] for key in reversed(self._graphs))])
+        kept = list(lately)[:_AROUNDS]
+        self._drop([key for key, graph in self._graphs.items() if key[0] not in kept and not graph.is_awaited])
 
     def _recorder_for(self, tensors: list[Tensor]) -> GraphRecorder | None:
         devices = sorted({tensor.device for tensor in tensors}, key=str)

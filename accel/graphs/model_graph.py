@@ -23,6 +23,9 @@ from accel.graphs.module_states import LeftValue
 from accel.graphs.recorder import GraphRecorder, RecordedGraph
 from accel.run.gate import Call
 
+_DONATED = "donated buffers"
+"""What torch says where a compiled backward pass has been given its activations to write to (torch 2.6 and newer)."""
+
 
 def described_outputs(result: Any, outputs: list[Tensor]) -> Hashable:
     """Describe what a model returns, and add its tensors to a list.
@@ -91,8 +94,10 @@ class ModelGraph:
         self._needing = given + list(map(leaves.of, self.parameters))
         self.differentiable = [number for number, output in enumerate(self._outputs) if output.requires_grad]
         if self.differentiable:
-            for use in {*filter(None, uses), frozenset(self.differentiable)}:
-                self._backwards[use] = BackwardGraph(recorder, self._outputs, sorted(use), self._needing)
+            every = {*filter(None, uses), frozenset(self.differentiable)}
+            for use in every:
+                is_only = len(every) == 1
+                self._backwards[use] = BackwardGraph(recorder, self._outputs, sorted(use), self._needing, is_only)
 
     @property
     def is_awaited(self) -> bool:
@@ -136,6 +141,11 @@ class ModelGraph:
             )
         if not torch._C._autograd._get_current_graph_task_keep_graph():
             self._use = None
+        elif any(backward.frees for backward in self._backwards.values()):
+            raise RuntimeError(
+                "capture: the backward pass of a compiled model must come once: it is compiled to write to its "
+                "activations. Found: retain_graph=True"
+            )
         present = frozenset(number for number in self.differentiable if gradients[number] is not None)
         if not present:
             return [None] * len(self._needing)
@@ -151,19 +161,46 @@ class ModelGraph:
 
 
 class BackwardGraph:
-    """The backward pass for some of the outputs."""
+    """The backward pass for some of the outputs.
+
+    It is recorded so that activations stay, also where it is the only one: the loop may go backward twice. A compiled
+    backward pass that writes to its activations refuses that, as it does in eager calls, and is recorded without.
+
+    Args:
+        recorder: records it.
+        outputs: of the forward pass.
+        numbers: those of the outputs that get gradients.
+        needing: the tensors that get theirs by it.
+        is_only: no other is recorded after it, so that activations need not stay.
+
+    Attributes:
+        frees: activations are gone after it.
+    """
 
     def __init__(
-        self, recorder: GraphRecorder, outputs: list[Tensor], numbers: list[int], needing: list[Tensor]
+        self, recorder: GraphRecorder, outputs: list[Tensor], numbers: list[int], needing: list[Tensor], is_only: bool
     ) -> None:
         self._numbers = numbers
         used = [outputs[number] for number in numbers]
         self._given = [torch.zeros_like(output) for output in used]
+        self.frees = False
+
+        def record() -> tuple[RecordedGraph, tuple[Tensor | None, ...]]:
+            retains = not self.frees
+            return recorder.record(
+                lambda: torch.autograd.grad(used, needing, self._given, retain_graph=retains, allow_unused=True)
+            )
+
         self.graph: RecordedGraph
         with outside_autocast(recorder.device.type):
-            self.graph, gradients = recorder.record(
-                lambda: torch.autograd.grad(used, needing, self._given, retain_graph=True, allow_unused=True)
-            )
+            try:
+                self.graph, gradients = record()
+            except RuntimeError as error:
+                if not is_only or _DONATED not in str(error):
+                    raise
+                self.frees = True
+            if self.frees:
+                self.graph, gradients = record()
         self._gradients: list[Tensor | None] = list(gradients)
         self._reached = {number: _reached(outputs[number], needing) for number in numbers}
 

@@ -57,6 +57,16 @@ class _CudaGraph:
         self._graph.reset()
 
 
+def give_memory_back() -> None:
+    """Give the device what a capture that ran out of memory has reserved: the allocator keeps it for other graphs.
+
+    This is for after the exception's handler, while nothing of the capture is alive.
+    """
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        with contextlib.suppress(RuntimeError):  # on a device with an error no eager call succeeds either
+            torch.cuda.empty_cache()
+
+
 class CudaRecorder:
     """Records CUDA graphs that share a pool of memory: they never run at the same time.
 
@@ -113,10 +123,13 @@ class CudaRecorder:
         except BaseException:
             if first is None:
                 raise
-        if first is not None and "legacy stream" in str(first):
-            raise RuntimeError(_STILL_HELD) from first
-        if first is not None:
-            raise first
+        try:
+            if first is not None and "legacy stream" in str(first):
+                raise RuntimeError(_STILL_HELD) from first
+            if first is not None:
+                raise first
+        finally:
+            del first  # its traceback has this frame: a cycle, in which what was captured would live on
 
     def _unwind(self) -> None:
         """Let allocator and generator end what a capture that was invalidated has begun.

@@ -91,10 +91,13 @@ class Gate:
         self._rebuild()
 
     def within(self, name: str) -> Hashable:
-        """Return what tells the call that a wrapper is given from others: what is inside it."""
-        place = self._order.index(name)
-        inner = [(other, wrap) for other, wrap in self._wraps.items() if self._order.index(other) < place]
-        return self._user_compiled, *inner
+        """Return what tells the call that a wrapper is given from others: what is inside it, in order.
+
+        A wrapper that acts inside the model too is known by what it has called before a plain call. That belongs to
+        what acts there, such as one compiled model, for which the wrapper itself may be made anew at each switch.
+        """
+        inner = [other for other in self._order[: self._order.index(name)] if other in self._wraps]
+        return self._user_compiled, *((other, self._before_plain.get(other, self._wraps[other])) for other in inner)
 
     def remove(self, name: str) -> None:
         """Remove a wrapper; unknown names are ignored."""

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import replace
 
 from accel.profiler.trial import Outcome, TrialConfig, Verdict
-from accel.search.actions import Candidate
+from accel.search.actions import Action, Candidate, Result
 from accel.search.experiments import Decisions
 from accel.search.later_checks import LaterChecks
 from accel.search.ledger import waiting_for
+from accel.search.plan import Choices
 
 COMPARING = "comparing it with the plain loop"
 """Work that a trial is too dear for the budget by."""
@@ -52,10 +53,9 @@ class CandidateTrials(LaterChecks):
                 self._left.keep(name, settings[number:])  # they wait for their turn; the verdict so far stands
                 break
             row.setting = row.setting or candidate.describe(setting)
-            trial_plan = {**self.plan, name: setting}
             cost, steps = self.cost_s, self.steps
             outcome = None
-            passed = self._passed.get(name) == trial_plan or (yield from self._guard(candidate, trial_plan))
+            trial_plan, passed = yield from self._guarded(candidate, setting)
             if candidate.is_compared:
                 self._note_work(candidate, setting, self.cost_s - cost)
             if passed:
@@ -88,6 +88,18 @@ class CandidateTrials(LaterChecks):
             if outcome.verdict == "keep":
                 yield from self._measure_anatomy()
         self.recollection.tried(name, self.elapsed_s - began_s)
+
+    def _guarded(self, candidate: Candidate, setting: object) -> Generator[Action, Result, tuple[Choices, bool]]:
+        """Return the plan so far with a setting, and whether the guard passes it.
+
+        In the guard's steps a strategy of the plan may trip: then it is the plan without that one that is looked at.
+        """
+        name = candidate.name
+        while True:
+            trial_plan = {**self.plan, name: setting}
+            passed = self._passed.get(name) == trial_plan or (yield from self._guard(candidate, trial_plan))
+            if not passed or trial_plan == {**self.plan, name: setting}:
+                return trial_plan, passed
 
     def _limit(self) -> Callable[[], float]:
         """Return what a trial may cost: nothing from when other processes have come or left, which goes first."""

@@ -29,6 +29,9 @@ class AutocastBf16(Strategy):
     treats = frozenset({Bottleneck.COMPUTE, Bottleneck.MEMORY})
     exactness = Exactness.REDUCED
 
+    def __init__(self) -> None:
+        self._device = "cpu"
+
     def refusal(self, run: Run) -> str:
         """Say why it does not apply: the loop has its own autocast, the weights aren't fp32, or the device can't."""
         if run.observed.autocast:
@@ -46,21 +49,22 @@ class AutocastBf16(Strategy):
 
     def enable(self, run: Run, setting: Any) -> None:
         """Autocast each call."""
-        device = run.device.type
-
-        def under_autocast(call: Call) -> Call:
-            def run_call(*args: Any, **kwargs: Any) -> Any:
-                with torch.autocast(device, dtype=torch.bfloat16):
-                    output = call(*args, **kwargs)
-                return map_tensors(_to_fp32, output)
-
-            return run_call
-
-        run.gate.add(self.name, under_autocast)
+        self._device = run.device.type
+        run.gate.add(self.name, self._under_autocast)  # the same wrapper each time: graphs are kept for it
 
     def disable(self, run: Run) -> None:
         """Call the model as it is."""
         run.gate.remove(self.name)
+
+    def _under_autocast(self, call: Call) -> Call:
+        device = self._device
+
+        def run_call(*args: Any, **kwargs: Any) -> Any:
+            with torch.autocast(device, dtype=torch.bfloat16):
+                output = call(*args, **kwargs)
+            return map_tensors(_to_fp32, output)
+
+        return run_call
 
 
 def _to_fp32(tensor: Tensor) -> Tensor:

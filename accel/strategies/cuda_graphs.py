@@ -8,7 +8,7 @@ import torch
 
 from accel.profiler.bottleneck import Bottleneck
 from accel.run import Run
-from accel.run.context import shapes_of
+from accel.run.context import Shapes, shapes_of
 from accel.run.gate import Call
 from accel.strategies.base import Exactness, NothingHelps, Strategy
 
@@ -35,6 +35,8 @@ class CudaGraphs(Strategy):
 
     def __init__(self) -> None:
         self._calls: ModelCalls | None = None
+        self._step: tuple[Shapes | None, int] | None = None
+        """The usual shapes, and the bytes that a step of such needs at most above what is always allocated."""
 
     def refusal(self, run: Run) -> str:
         """Say why it does not apply: no CUDA, several ranks, graphs of the loop's own, inputs of many shapes."""
@@ -53,6 +55,8 @@ class CudaGraphs(Strategy):
     def waits(self, run: Run) -> str:
         """Watch some calls, and say so until they have been seen."""
         calls = self._calls_of(run)
+        if run.cuda:
+            self._measure_step(run)
         if calls.why_eager or calls.is_warm:
             return ""
         calls.may_capture = False
@@ -64,12 +68,20 @@ class CudaGraphs(Strategy):
         calls = self._calls_of(run)
         if calls.why_eager:
             raise NothingHelps(calls.why_eager[0])
+        if run.cuda and not calls.has_graphs and (why := self._no_room(run)):
+            raise NothingHelps(why)
         calls.may_capture = True
         self._wrap(run)
 
     def disable(self, run: Run) -> None:
-        """Call the model as it is; the graphs are kept."""
+        """Call the model as it is; the graphs are kept for the next block of a trial.
+
+        Not where they are of no use any more, or a step of the loop's own might not have room beside them. What a lost
+        trial leaves otherwise is given back in `close`, at the end of the search.
+        """
         run.gate.remove(self.name)
+        if self._calls is not None and (self._calls.why_eager or self._are_in_the_way(run)):
+            self._calls.drop_graphs(awaited=False)  # it may be switched off before a backward pass
 
     def failure(self, run: Run) -> str:
         """Return why calls run eagerly; '' if they don't."""
@@ -79,6 +91,31 @@ class CudaGraphs(Strategy):
         """Give the graphs' memory back; what was watched stays known."""
         if self._calls is not None:
             self._calls.drop_graphs()
+
+    def _no_room(self, run: Run) -> str:
+        """Say why there is no room for a capture."""
+        from accel.graphs.room import memory_of, why_no_room
+
+        return why_no_room(memory_of(run.device), self._measure_step(run))
+
+    def _measure_step(self, run: Run) -> int:
+        """Return the bytes that a step needs at most, as was seen at boundaries: in the guard's, copies are beside."""
+        from accel.graphs.room import memory_of
+
+        shapes = run.observed.usual_shapes
+        if self._step is None or self._step[0] != shapes:
+            self._step = shapes, memory_of(run.device).of_a_step
+        elif not self._calls_of(run).captures:  # later peaks have graphs in them
+            self._step = shapes, max(self._step[1], memory_of(run.device).of_a_step)
+        return self._step[1]
+
+    def _are_in_the_way(self, run: Run) -> bool:
+        """Return whether an eager step may not have room beside the graphs."""
+        if not run.cuda or self._step is None or self._calls is None or not self._calls.has_graphs:
+            return False
+        from accel.graphs.room import memory_of
+
+        return memory_of(run.device).available < self._step[1]
 
     def _calls_of(self, run: Run) -> ModelCalls:
         if self._calls is None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -134,6 +136,30 @@ def test_a_step_that_autograd_holds_on_to_is_named(cuda: Cuda) -> None:
 
     with pytest.raises(RuntimeError, match="holds on to an earlier step"):
         CudaRecorder(torch.device("cuda", 0)).record(backward)
+
+
+class Made:
+    """What a recording has made so far."""
+
+
+@pytest.mark.parametrize("why", ["CUDA out of memory", "the legacy stream depends on it"])
+def test_a_recording_that_fails_keeps_nothing_alive(cuda: Cuda, why: str) -> None:
+    """Not even until the next garbage collection, before which an eager call needs the memory."""
+    made: list[weakref.ref[Made]] = []
+
+    def fails() -> None:
+        own = Made()
+        made.append(weakref.ref(own))
+        raise RuntimeError(why)
+
+    recorder = CudaRecorder(torch.device("cuda", 0))
+    gc.disable()
+    try:
+        with contextlib.suppress(RuntimeError):
+            recorder.record(fails)
+        assert made[0]() is None
+    finally:
+        gc.enable()
 
 
 def test_work_aside_that_fails_is_waited_for(cuda: Cuda) -> None:

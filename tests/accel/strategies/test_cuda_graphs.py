@@ -12,14 +12,19 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import accel
-from accel.graphs import ModelCalls, capture, model_graph, release
+from accel.graphs import ModelCalls, capture, model_graph, release, room
+from accel.graphs.room import DeviceMemory
 from accel.run import Run
 from accel.run.gate import Gate
+from accel.search.actions import Action, Result
 from accel.strategies import REGISTRY
+from accel.strategies.autocast_bf16 import AutocastBf16
 from accel.strategies.base import NothingHelps
 from accel.strategies.cuda_graphs import CudaGraphs
+from accel.strategies.torch_compile import TorchCompile
 from tests.accel import loops
 from tests.accel.graphs.tape import TapeRecorder
+from tests.accel.simulation import Machine, candidate, simulate
 
 
 @pytest.fixture
@@ -131,6 +136,126 @@ def test_what_can_not_be_captured_is_said(calls: list[ModelCalls], kind: str) ->
     else:
         with pytest.raises(NothingHelps, match={"hooks": "has hooks", "penalty": "differentiated again"}[kind]):
             strategy.enable(run, None)
+
+
+@pytest.fixture
+def memory(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """Of a stand-in for a CUDA device: a step needs 4 bytes above the 2 that are always allocated."""
+    numbers = {"free": 4, "reserved": 6, "allocated": 2, "peak": 6}
+    monkeypatch.setattr(Run, "cuda", True)
+    monkeypatch.setattr(room, "memory_of", lambda device: DeviceMemory(**numbers))
+    return numbers
+
+
+def test_without_room_for_graphs_none_are_captured(calls: list[ModelCalls], memory: dict[str, int]) -> None:
+    run, strategy = run_of(nn.Linear(6, 2)), CudaGraphs()
+    watched(run, strategy)
+    memory["free"] = 3
+    with pytest.raises(NothingHelps, match="there is no room for graphs beside a step of the loop's own"):
+        strategy.enable(run, None)
+    assert not run.gate.wrapped
+    memory["free"] = 4
+    strategy.enable(run, None)
+    train(run.model, torch.randn(4, 6))
+    assert calls[0].captures == 1
+
+
+def test_copies_of_the_guards_are_no_part_of_what_stays(calls: list[ModelCalls], memory: dict[str, int]) -> None:
+    run, strategy = run_of(nn.Linear(6, 2)), CudaGraphs()
+    watched(run, strategy)
+    memory.update(allocated=4)  # 2 of a copy: a step does not need less for that, and 6 are available
+    with pytest.raises(NothingHelps, match="no room"):
+        strategy.enable(run, None)
+
+
+def test_graphs_outlast_the_blocks_of_a_trial_where_there_is_room(
+    calls: list[ModelCalls], memory: dict[str, int]
+) -> None:
+    run, strategy = run_of(nn.Linear(6, 2)), CudaGraphs()
+    watched(run, strategy)
+    for on in (False, True, True, False, False, True):
+        if on:
+            strategy.enable(run, None)
+        else:
+            strategy.disable(run)
+        train(run.model, torch.randn(4, 6))
+        if calls[0].captures:  # the graphs' own 4; an eager step has 4 beside them
+            memory.update(allocated=6, peak=10, free=0, reserved=10)
+    assert (calls[0].captures, calls[0].has_graphs) == (1, True)
+    strategy.enable(run, None)
+    memory.update(reserved=9)
+    strategy.disable(run)
+    assert not calls[0].has_graphs
+
+
+def test_graphs_go_when_they_are_of_no_use_any_more(calls: list[ModelCalls]) -> None:
+    run, strategy = run_of(nn.Linear(6, 2)), CudaGraphs()
+    watched(run, strategy)
+    strategy.enable(run, None)
+    x = torch.randn(4, 6)
+    loss = run.model(x).sum()
+    calls[0].why_eager.append("a reason of another kind of calls")
+    strategy.disable(run)  # in the middle of a step, as when an output is not finite
+    loss.backward()
+    strategy.disable(run)
+    assert not calls[0].has_graphs
+
+
+def test_switching_what_is_inside_off_and_on_takes_no_new_graph(calls: list[ModelCalls]) -> None:
+    run, strategy = run_of(nn.Linear(6, 2)), CudaGraphs()
+    watched(run, strategy)
+    strategy.enable(run, None)
+    for _ in range(3):
+        for name in ("channels_last", "autocast_bf16"):
+            run.gate.remove(name)
+        AUTOCAST.enable(run, None)
+        run.gate.add("channels_last", doubled)
+        for _ in range(3):
+            train(run.model, torch.randn(4, 6))
+        AUTOCAST.disable(run)
+        AUTOCAST.enable(run, None)  # in another order: the wrappers lie as before
+        train(run.model, torch.randn(4, 6))
+    assert calls[0].captures == 1
+
+
+AUTOCAST = AutocastBf16()
+
+
+def doubled(call: Any) -> Any:
+    return lambda *args: 2 * call(*args)
+
+
+def test_a_compiled_model_is_the_same_after_each_switch() -> None:
+    """Else each switch of it would take a graph, and the guard would compare none."""
+    run, strategy = (
+        run_of(nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(3)))),
+        TorchCompile(),
+    )
+    seen: dict[str, list[Any]] = {"blocks": [], "whole model": []}
+    for setting in ("blocks", "whole model", "blocks", "whole model"):
+        strategy.enable(run, setting)
+        seen[setting].append(run.gate.within("cuda_graphs"))
+        strategy.disable(run)
+    strategy.close(run)
+    assert seen["blocks"][0] == seen["blocks"][1] != seen["whole model"][0] == seen["whole model"][1]
+
+
+def test_a_strategy_that_trips_in_the_guards_steps_is_in_no_trial_after_it() -> None:
+    """Its plan with the candidate was made before; it is compared anew without what has tripped."""
+
+    class TripsInGuard(Machine):
+        def answer(self, action: Action) -> Result:
+            result = super().answer(action)
+            if action.check is not None and {"first", "second"} <= action.check.keys():
+                result.trips["first"] = "its output is not finite"
+            return result
+
+    machine = TripsInGuard(speed={"first": 2.0, "second": 1.5})
+    controller = simulate([candidate("first"), candidate("second")], machine)
+    tripped = next(n for n, action in enumerate(machine.actions) if {"first", "second"} <= (action.check or {}).keys())
+    assert not [action for action in machine.actions[tripped + 1 :] if "first" in action.plan]
+    assert next(action.check for action in machine.actions[tripped + 1 :] if action.check) == {"second": None}
+    assert controller.plan == {"second": None}
 
 
 STEPS = 600  # a strategy that waits is looked at again once the search is over
