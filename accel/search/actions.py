@@ -83,6 +83,14 @@ class Result:
     regime: Hashable = None
     """The conditions that the plan was chosen for: batch shape, world size, threads, …"""
 
+    def lengthen(self, step: int, seconds: float) -> None:
+        """Add to the last counted step, if it is the one of this number."""
+        if self.measurements and self.measurements[-1].step == step:
+            last = self.measurements[-1]
+            last.seconds += seconds
+            for name in [*last.phases][-1:]:
+                last.phases[name] += seconds
+
     @property
     def diagnosis(self) -> naming.Diagnosis:
         """The profiler's verdict on the counted steps."""

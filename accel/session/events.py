@@ -55,6 +55,12 @@ class StepListener(Protocol):
     def step_passed(self) -> None:
         """A step of rest has ended."""
 
+    def is_unusual(self, samples: int) -> bool:
+        """Return whether a step of such a batch is left out of what is measured."""
+
+    def device_took(self, seconds: float) -> None:
+        """The device went on so long after the last step had ended, and what comes now is none of it."""
+
     def epoch_ended(self) -> None:
         """The training loader has no more batches in this epoch; its last step has ended."""
 
@@ -162,6 +168,7 @@ class StepEvents:
         self._usage.iterated = True
         self._clock.restart(first=True)
         self._epoch_is_new = True
+        self.drains = self._run.cuda  # the first step is left out of blocks, with all its work
 
     def batch_requested(self) -> None:
         """End the step if an optimizer has stepped since the last boundary."""
@@ -186,7 +193,7 @@ class StepEvents:
             return
         ended = self._updated or self._batch_is_step()
         if ended and self.drains:
-            torch.cuda.synchronize(self._run.device)
+            self.drain()
         self._clock.request()
         if self.observation is not None:
             self.observation.batch_requested()
@@ -209,7 +216,11 @@ class StepEvents:
         if not self.steps and not self._usage.called:
             self._count_untrained()
         if mode is _MEASURING:
-            self._clock.batch(*batches.describe(batch))
+            samples, shape = batches.describe(batch)
+            if self._run.cuda and self._batches == 1 and self._listener.is_unusual(samples):
+                self._listener.device_took(self.drain())
+                self.drains = True
+            self._clock.batch(samples, shape)
             if self.observation is not None:
                 self.observation.batch_delivered()
 
@@ -221,7 +232,16 @@ class StepEvents:
     def epoch_ended(self, proxy: LoaderProxy) -> None:
         """Pass it on: the request that reached the epoch's end has closed its last step."""
         if self._state.mode is _MEASURING and proxy._accel_loader is self._run.loader:
+            self._listener.device_took(self.drain())
             self._listener.epoch_ended()
+
+    def drain(self) -> float:
+        """Wait until a GPU has done what was queued, and return the seconds until then; 0 without one."""
+        if not self._run.cuda:
+            return 0.0
+        began = self._clock.now()
+        torch.cuda.synchronize(self._run.device)
+        return self._clock.now() - began
 
     def fetching_failed(self, error: Exception) -> None:
         """Pass on that worker processes failed; the proxy has gone back to plain fetching and lost no batch."""

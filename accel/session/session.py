@@ -212,6 +212,14 @@ class Session:
         if self._state.rested():
             self._result.elapsed_s += self._clock.restart() - self._counted_until
 
+    def is_unusual(self, samples: int) -> bool:
+        """Return whether a step of such a batch is left out."""
+        return self._usual.is_other(samples)
+
+    def device_took(self, seconds: float) -> None:
+        """Add it to the last step, if that was counted."""
+        self._result.lengthen(self.steps - 1, seconds)
+
     def epoch_ended(self) -> None:
         """End an action that counts a whole epoch."""
         if self._action is None or not self._action.whole_epoch or not self._result.measurements:
@@ -323,8 +331,6 @@ class Session:
                 self._pause()
             else:
                 self._finish_action()
-        elif action.steps and len(result.settling) == action.settle and not result.measurements:
-            self._synchronise()
 
     def _book(self, measured: Measurement, action: Action, result: Result) -> None:
         if self._usual.is_odd(measured):
@@ -355,15 +361,10 @@ class Session:
         self._state.rest(steps)
         self._counted_until = self._clock.now()
 
-    def _synchronise(self) -> None:
-        """Let a block begin and end with an idle GPU, which otherwise runs behind the host."""
-        if self.run.cuda:
-            torch.cuda.synchronize(self.run.device)
-
     # -- from action to action -----------------------------------------------------------------------------------------
 
     def _finish_action(self) -> None:
-        self._synchronise()
+        self.events.drain()  # a block begins with an idle GPU
         if self.events.observation is not None:
             self._result.evidence = self.events.observation.evidence(self._result.measurements)
         self.samples_per_step = statistics.median(self._usual.sizes) if self._usual.sizes else None
