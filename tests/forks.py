@@ -74,7 +74,10 @@ class ForkServer:
         self._connection.send(process)
         in_time = self._connection.poll(max(timeout_s, 0))
         if not in_time:
-            os.killpg(process, signal.SIGKILL)
+            try:
+                os.killpg(process, signal.SIGKILL)
+            except ProcessLookupError:  # it has ended since, and its status is on the way
+                in_time = True
         return in_time, int(self._connection.recv())
 
     def _end(self) -> None:

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -101,3 +102,24 @@ def test_a_server_ends_with_its_last_session_and_is_started_anew() -> None:
     third = ForkServer("short", ())
     assert third._process is not None
     third._end()
+
+
+def test_one_that_ends_while_it_is_killed_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Connection:
+        """Hears of the end just after it was asked for."""
+
+        def send(self, process: int) -> None: ...
+
+        def poll(self, timeout_s: float) -> bool:
+            return False
+
+        def recv(self) -> int:
+            return 3
+
+    def gone(group: int, number: int) -> None:
+        raise ProcessLookupError
+
+    monkeypatch.setattr(os, "killpg", gone)
+    server: Any = object.__new__(ForkServer)
+    server._connection = Connection()
+    assert server.wait(99999, 0) == (True, 3)
