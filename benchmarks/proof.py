@@ -45,14 +45,16 @@ def _table(newest: Callable[[str], Result | None], folder: str, chosen: Callable
     results = [(result, read) for name, read in SOURCES.items() if (result := newest(name)) is not None]
     dates = {result["date"] for result, _ in results}
     machines = {_machine(result) for result, _ in results}
-    head = f"Recorded {' to '.join(sorted({min(dates), max(dates)}))} on {' and '.join(sorted(machines))}, 2 cores."
+    head = f"Recorded {' to '.join(sorted({min(dates), max(dates)}))} on {' and '.join(sorted(machines))}."
     lines = (line for result, read in results for line in read(result) if chosen(line))
     return block(head, COLUMNS, ({**line._asdict(), "link": folder + line.page} for line in lines))
 
 
 def _machine(result: Result) -> str:
-    machine = result["machine"]
-    return str(machine["device"] if isinstance(machine, dict) else machine)
+    machine = result.get("machine")
+    if machine is None:  # of the GPU suite
+        return str(result["device"])
+    return f"{machine['device'] if isinstance(machine, dict) else machine}, 2 cores"
 
 
 def _times(row: Result, name: str = "speedup", low: str = "", high: str = "") -> str:
@@ -173,12 +175,39 @@ def _lengths(result: Result) -> Iterator[Line]:
 
 def _simota(result: Result) -> Iterator[Line]:
     figure = _times(result["cpu"], "ratio", "ratio_p20", "ratio_p80")
-    yield Line("SimOTA, 16 images of 640x640, 50 boxes", "the published loop", figure, "kernels.md", headline=True)
+    yield Line("SimOTA, 16 images of 640x640, 50 boxes", "the published loop", figure, "kernels.md")
 
 
 def _fcos(result: Result) -> Iterator[Line]:
     figure = _times(result["ratios"]["FCOS3D, 10 boxes, against range"], "ratio", "low", "high")
     yield Line("FCOS3D targets, 8 images, 30,929 points", "MMDetection3D's code", figure, "kernels.md")
+
+
+def _gpu(result: Result) -> Iterator[Line]:
+    """Yield what was gained on a GPU, nothing where a test failed."""
+    if not result["tests"]["green"]:
+        return
+    device = result["device"].removeprefix("NVIDIA ")
+    rows = {(r["window"], r["batch"], r["op"]): r for r in result["window_attention"]["rows"] if "failed" not in r}
+    for rival, words in (("timm fused", "timm's fused path"), ("compile", "`torch.compile`")):
+        ours, theirs = (rows.get(("7x7", 128, op)) for op in ("fused", rival))
+        if ours is not None and theirs is not None:
+            figure = _faster(theirs["both_device_ms"], ours["both_device_ms"])
+            what = f"Swin window attention on {device}, 128 images, forward and backward"
+            yield Line(what, words, figure, "gpu.md", headline=rival == "timm fused")
+    for row in result["assignment"]["simota"]:
+        loop = row.get("rivals", {}).get("loop", {"failed": ""})
+        if "failed" not in loop:
+            what = f"SimOTA on {device}, {row['images']} images of 640x640, 100 boxes"
+            yield Line(what, "the published loop", _faster(loop, row["ms"]), "gpu.md")
+
+
+def _faster(theirs: Result, ours: Result) -> str:
+    """Return how many times as fast, and the least and the most by the spreads of both."""
+    ratio, low, high = (
+        theirs[there] / ours[here] for there, here in (("median", "median"), ("low", "high"), ("high", "low"))
+    )
+    return _times({"speedup": ratio, "low": low, "high": high}, "speedup", "low", "high")
 
 
 HOOKS = (
@@ -221,5 +250,6 @@ SOURCES: dict[str, Callable[[Result], Iterator[Line]]] = {
     "comm-choice": _choice,
     "simota": _simota,
     "fcos-targets": _fcos,
+    "gpu": _gpu,
 }
 """Result → its lines."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from benchmarks import proof
 from benchmarks.gpu import tables
 
 TIME = {"median": 0.1234, "low": 0.12, "high": 0.125}
@@ -75,3 +76,26 @@ def test_sections_without_rows_are_left_out() -> None:
     text = tables.training_block(RESULT)
     assert "| mlp | 0.50 | 5.0x | | |" in text
     assert "BERT-base" not in text
+
+
+def test_the_front_page_claims_nothing_where_a_test_failed() -> None:
+    slower = {"median": 1.234, "low": 1.2, "high": 1.25}
+    rows = [
+        {"op": op, "batch": 128, "window": "7x7", "both_device_ms": ms}
+        for op, ms in (("fused", TIME), ("timm fused", slower))
+    ]
+    result = {
+        **RESULT,
+        "window_attention": {"rows": [*rows, {"op": "compile", "batch": 128, "window": "7x7", "failed": ""}]},
+    }
+    lines = [(line.what, line.against, line.figure, line.headline) for line in proof._gpu(result)]
+    assert lines == [
+        (
+            "Swin window attention on T1, 128 images, forward and backward",
+            "timm's fused path",
+            "10.0x [9.6, 10.4]",
+            True,
+        ),
+        ("SimOTA on T1, 8 images of 640x640, 100 boxes", "the published loop", "1.00x [0.96, 1.04]", False),
+    ]
+    assert list(proof._gpu({**result, "tests": {"green": False}})) == []
