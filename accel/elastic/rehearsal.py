@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from accel.dataio.batches import map_tensors, tensors
+from accel.device_memory import give_memory_back
 from accel.goodput.gradient_scales import GradientScales
 from accel.guard import guard
 from accel.guard.guard import Recording
@@ -99,8 +100,8 @@ class BatchRehearsal:
             return ""
         with guard.untouched(self._model, self._device), GradientScales(self._model).unnoticed():
             reason = self._rehearsed(recording, samples, held)
-        if reason and self._device.type == "cuda":
-            torch.cuda.empty_cache()  # only now: the exception held the frames, and they the tensors
+        if reason:
+            give_memory_back()
         return reason
 
     def _rehearsed(self, recording: Recording, samples: int, held: list[nn.Parameter]) -> str:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from accel.device_memory import give_memory_back
 from accel.goodput import gradient_vector
 from accel.goodput.gradient_scales import GradientScales
 from accel.goodput.gradient_sketch import GradientSketch
@@ -109,8 +110,7 @@ class MeasuredStep:
             return measure()
         except Exception as error:  # out of memory in a replay, say: the loop goes on, and says nothing of it
             self.reason = reason_of(error)
-        if self._parameters[0].is_cuda:
-            torch.cuda.empty_cache()  # only now: the exception held the frames, and they the tensors
+        give_memory_back()
         return None
 
     def _replayed(self, replay: ReplayedParts) -> NoiseSums:

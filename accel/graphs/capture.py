@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from accel.device_memory import give_memory_back
 from accel.graphs.found import found
 from accel.graphs.host_draws import HostDraws, without_draws
 from accel.graphs.inputs import WrittenInputs, described, difference, rebuilt, unwritten
@@ -31,7 +32,7 @@ from accel.graphs.module_states import LeftBehind, LeftValue, ModuleStates
 from accel.graphs.optimizer_states import OptimizerStates
 from accel.graphs.own_scales import with_their_step
 from accel.graphs.owners import Owners
-from accel.graphs.recorder import CudaRecorder, GraphRecorder, RecordedGraph, give_memory_back
+from accel.graphs.recorder import CudaRecorder, GraphRecorder, RecordedGraph
 
 _MOST_COUNTED = 1024
 """Kinds of calls whose number is kept until they are captured."""

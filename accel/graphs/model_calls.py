@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
+from accel.device_memory import give_memory_back
 from accel.errors import AccelError
 from accel.graphs.host_draws import HostDraws, without_draws
 from accel.graphs.inputs import WrittenInputs, described
@@ -25,7 +26,7 @@ from accel.graphs.model_graph import ModelGraph, described_outputs
 from accel.graphs.modes import is_watched, modes
 from accel.graphs.module_states import LeftBehind
 from accel.graphs.owners import Owners
-from accel.graphs.recorder import CudaRecorder, GraphRecorder, give_memory_back
+from accel.graphs.recorder import CudaRecorder, GraphRecorder
 from accel.run.gate import Call, hooks_of
 
 _MOST_COUNTED = 1024

@@ -57,16 +57,6 @@ class _CudaGraph:
         self._graph.reset()
 
 
-def give_memory_back() -> None:
-    """Give the device what a capture that ran out of memory has reserved: the allocator keeps it for other graphs.
-
-    This is for after the exception's handler, while nothing of the capture is alive.
-    """
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        with contextlib.suppress(RuntimeError):  # on a device with an error no eager call succeeds either
-            torch.cuda.empty_cache()
-
-
 class CudaRecorder:
     """Records CUDA graphs that share a pool of memory: they never run at the same time.
 

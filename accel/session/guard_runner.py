@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from accel.dataio.batches import tensors
+from accel.device_memory import give_memory_back
 from accel.guard import guard, own_state, update_guard, watch
 from accel.guard.blame import Blame
 from accel.guard.draws import ReplayedDraws
@@ -93,7 +94,7 @@ class GuardRunner:
         if failure is not None:
             self._note(failure)
             if failure.unsure:
-                _give_memory_back()
+                give_memory_back()
         given = tensors((args, kwargs))
         versions = watch.versions(given)
         outputs = self._run.gate.plain(*args, **kwargs)
@@ -138,7 +139,7 @@ class GuardRunner:
         if findings:
             self._note(reduce(Comparison.beside, findings))
         if failure is not None and failure.unsure:
-            _give_memory_back()  # only now: the exception held the frames, and they the tensors
+            give_memory_back()  # only now: the exception held the frames, and they the tensors
 
     def _check_touched(self, plan: Choices, recording: Recording | None, findings: list[Comparison]) -> None:
         # A candidate on top of a plan is new only in what it touches itself; the rest was compared when it was new.
@@ -387,9 +388,3 @@ def _failure(error: Exception, what: str = "") -> Comparison:
     if isinstance(error, torch.OutOfMemoryError):
         return Comparison(unsure=f"there is no room to compare: {error}")
     return Comparison(f"{what}{type(error).__name__}: {error}")
-
-
-def _give_memory_back() -> None:
-    """Return to the device what failed replays have left in the allocator; without CUDA nothing is done."""
-    with contextlib.suppress(RuntimeError):  # a capture that has failed may be under way in the allocator
-        torch.cuda.empty_cache()

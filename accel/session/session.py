@@ -214,7 +214,8 @@ class Session:
 
     def is_unusual(self, samples: int) -> bool:
         """Return whether a step of such a batch is left out."""
-        return self._usual.is_other(samples)
+        counts_all = self._action is not None and self._action.whole_epoch
+        return not counts_all and self._usual.is_other(samples)
 
     def device_took(self, seconds: float) -> None:
         """Add it to the last step, if that was counted."""

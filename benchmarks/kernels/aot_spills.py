@@ -57,9 +57,6 @@ _STACK_BYTES = {
     "window_attention forward 16x16 D32 fp16 cosine": (32, 24, 0),
     "window_attention columns 12x12 D32 fp16 masked given": (8, 0, 0),
     "window_attention forward 16x16 D32 fp16 masked cosine given": (16, 16, 0),
-    # fp64 takes two registers a number.
-    "fcos targets fp64": (0, 16, 0),
-    "fcos targets whole boxes fp64": (0, 16, 0),
 }
 """Variant → bytes for compute capability 8.0, 9.0 and 10.0."""
 

@@ -115,7 +115,14 @@ def _fcos() -> Iterator[Variant]:
         words = " fp64" * (data == "fp64") + " in pixels" * (not normalize)
         points = {"xy": data, "regress_range": data, "stride": data, "boxes": data, "gt_labels": "i64", "valid": "i1"}
         work = tl.float64 if data == "fp64" else tl.float32
-        form = {"BACKGROUND": 10, "RADIUS": 1.5, "NORMALIZE": normalize, "WORK": work, "BLOCK": 128, "BOXES": 64}
+        form = {
+            "BACKGROUND": 10,
+            "RADIUS": 1.5,
+            "NORMALIZE": normalize,
+            "WORK": work,
+            "BLOCK": kernels._BLOCK,
+            "BOXES": kernels._BOXES,
+        }
         pointers = {**points, "labels": "i64", "sides": data, "centerness": data}
         for center, place in ((True, ""), (False, " whole boxes")):
             yield Variant(
@@ -127,7 +134,7 @@ def _fcos() -> Iterator[Variant]:
             )
         outputs = {"labels": "i64", "targets": data, "centerness": data, "attributes": "i64"}
         pointers = {**points, **outputs, "code": data, "gt_attributes": "i64"}
-        form = {**form, "C": 9, "ATTR_BACKGROUND": 9, "ALPHA": 2.5}
+        form = {**form, "BLOCK": kernels._BLOCK_3D, "C": 9, "ATTR_BACKGROUND": 9, "ALPHA": 2.5}
         yield Variant(f"fcos3d targets{words}", kernels._fcos3d_kernel, pointers, form, kernels._ONE_WARP)
 
 

@@ -25,6 +25,7 @@ from accel.kernels.launching import PLANS, LaunchPlan, PlannedKernel, ceil_div
 _BLOCK = 64
 """Points of a program."""
 _BLOCK_3D = 32
+"""The same of FCOS3D, whose targets have nine columns."""
 _BOXES = 64
 """Boxes that are looked at together."""
 _ONE_WARP = {"num_warps": 1, "enable_fp_fusion": False}

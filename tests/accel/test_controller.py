@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from accel.guard.guard import Comparison
 from accel.profiler.trial import TrialConfig
 from accel.search.actions import Action, Result
 from tests.accel.simulation import FAST, INPUT, QUIET, Machine, candidate, simulate, step_of_first
@@ -36,24 +35,6 @@ def test_the_best_of_several_settings_is_kept() -> None:
     row = controller.rows["w"]
     assert row.setting == "2"
     assert row.gain == pytest.approx(1.5, rel=0.05)
-
-
-class Cramped(Machine):
-    """Has no room to compare the second setting."""
-
-    def answer(self, action: Action) -> Result:
-        result = super().answer(action)
-        if action.check and action.check.get("w") == 2:
-            result.finding = Comparison(unsure="there is no room to compare")
-        return result
-
-
-def test_a_setting_that_can_not_be_compared_leaves_the_kept_one() -> None:
-    machine = Cramped(speed={("w", 1): 1.3, ("w", 2): 1.5}, noise=0.03)
-    controller = simulate([candidate("w", settings=(1, 2))], machine)
-    assert controller.plan == {"w": 1}
-    assert controller.rows["w"].status == "kept"
-    assert any("w 2 was not compared: there is no room to compare; 1 stays" in e.text for e in controller.events)
 
 
 @pytest.mark.parametrize("runs", [40, pytest.param(1000, marks=pytest.mark.slow)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -12,9 +13,11 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import accel
 from accel import strategies
+from accel.profiler.phases import Measurement
 from accel.run import Run
 from accel.search.actions import Action, Result
 from accel.session.session import Session
+from accel.session.usual_steps import UsualSteps
 from accel.strategies.base import Exactness, Strategy
 
 QUEUE_S = 0.03
@@ -120,3 +123,28 @@ def test_the_edges_of_an_action() -> None:
     assert not Action(plan={}, whole_epoch=True).may_end_block(Result())
     assert Action(plan={}, steps=1).may_end_block(Result())
     assert not Action(plan={}, steps=2, settle=2).may_end_block(Result())
+
+
+def test_in_a_whole_epoch_every_step_counts_and_nothing_twice() -> None:
+    usual = UsualSteps()
+    for samples in (16, 16, 16, 10):
+        usual.add(measured := Measurement(step=0, seconds=0.1, samples=samples))
+        usual.is_odd(measured)
+    session: Any = SimpleNamespace(_usual=usual)
+    for action, is_left_out in (
+        (None, True),
+        (Action(plan={}, steps=4), True),
+        (Action(plan={}, whole_epoch=True), False),
+    ):
+        session._action = action
+        assert Session.is_unusual(session, 10) == is_left_out
+        assert not Session.is_unusual(session, 16)
+
+
+def test_what_the_device_took_longer_is_of_the_step_before() -> None:
+    result = Result(measurements=[Measurement(step=3, seconds=0.1, phases={"data": 0.02, "forward": 0.08})])
+    result.lengthen(4, 1.0)
+    assert result.seconds == [0.1]
+    result.lengthen(3, 0.5)
+    assert result.seconds == [0.6]
+    assert sum(result.measurements[0].phases.values()) == pytest.approx(0.6)

@@ -17,8 +17,10 @@ from accel.guard import guard, update_guard
 from accel.guard.guard import Comparison, Replayed
 from accel.run import Run
 from accel.run.gate import Call
+from accel.search.actions import Action, Result
 from accel.session.guard_runner import GuardRunner
 from accel.strategies.base import Exactness, Strategy
+from tests.accel.simulation import Machine, candidate, simulate
 
 MESSAGE = "CUDA out of memory. Tried to allocate 2.00 GiB"
 NO_ROOM = f"there is no room to compare: {MESSAGE}"
@@ -113,6 +115,7 @@ def test_memory_is_given_back_when_nothing_holds_the_tensors(loop: Loop, monkeyp
         return run_call
 
     monkeypatch.setattr(Large, "act", staticmethod(runs_out))
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: alive.append(sum(each() is not None for each in made)))
     loop.checked()
     assert (len(made), alive) == (2, [0])
@@ -122,6 +125,7 @@ def test_an_allocator_that_gives_nothing_back_ends_no_loop(loop: Loop, monkeypat
     def fails() -> None:
         raise RuntimeError("captures_underway.empty()")
 
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "empty_cache", fails)
     monkeypatch.setattr(Large, "act", staticmethod(runs_out))
     assert loop.checked() == Comparison(unsure=NO_ROOM)
@@ -231,3 +235,21 @@ def test_a_search_does_not_try_what_it_has_no_room_to_compare(loop: Loop, monkey
     train(loop)
     (row,) = accel.explain(loop.model).rows
     assert (row.status, row.why) == ("not tried", f"the guard could compare nothing: {NO_ROOM}")
+
+
+class Cramped(Machine):
+    """Has no room to compare the second setting."""
+
+    def answer(self, action: Action) -> Result:
+        result = super().answer(action)
+        if action.check and action.check.get("w") == 2:
+            result.finding = Comparison(unsure="there is no room to compare")
+        return result
+
+
+def test_a_setting_that_can_not_be_compared_leaves_the_kept_one() -> None:
+    machine = Cramped(speed={("w", 1): 1.3, ("w", 2): 1.5}, noise=0.03)
+    controller = simulate([candidate("w", settings=(1, 2))], machine)
+    assert controller.plan == {"w": 1}
+    assert controller.rows["w"].status == "kept"
+    assert any("w 2 was not compared: there is no room to compare; 1 stays" in e.text for e in controller.events)

@@ -18,6 +18,19 @@ def network() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.ReLU(), nn.Linear(8, 3))
 
 
+class Tied(nn.Module):
+    """Has a weight in two places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.second.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.second(self.first(x).tanh())
+        return out
+
+
 def batch(rows: int, seed: int) -> Tensor:
     return torch.randn(rows, 6, generator=torch.Generator().manual_seed(seed))
 

@@ -16,23 +16,10 @@ from accel.graphs.host_draws import HostDraws, without_draws
 from accel.graphs.model_calls import CaptureError
 from accel.graphs.owners import Owners
 from accel.optim import FusedAdamW
-from tests.accel.graphs.model_loops import batch, both, step
+from tests.accel.graphs.model_loops import Tied, batch, both, step
 from tests.accel.graphs.tape import TapeRecorder
 
 pytestmark = pytest.mark.filterwarnings("ignore:accel.graphs.capture:RuntimeWarning")
-
-
-class Tied(nn.Module):
-    """Has a weight in two places."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
-        self.second.weight = self.first.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.second(self.first(x).tanh())
-        return out
 
 
 def test_a_weight_in_two_places_has_its_gradient_once() -> None:

@@ -10,22 +10,9 @@ from torch import Tensor, nn
 
 from accel.graphs.leaves import HeldElsewhere, Leaves
 from accel.graphs.model_graph import ModelGraph
-from tests.accel.graphs.model_loops import batch, both, network
+from tests.accel.graphs.model_loops import Tied, batch, both, network
 
 pytestmark = pytest.mark.filterwarnings("ignore:accel.graphs.capture:RuntimeWarning")
-
-
-class Tied(nn.Module):
-    """One weight in two places."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
-        self.second.weight = self.first.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.second(self.first(x).relu())
-        return out
 
 
 class Past(Tied):

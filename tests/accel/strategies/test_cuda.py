@@ -205,30 +205,28 @@ def test_on_a_gpu_a_search_ends_with_the_same_kind_of_model() -> None:
 @pytest.mark.gpu
 def test_on_a_gpu_reordered_convolutions_are_not_taken_for_wrong_ones() -> None:
     """cuDNN's are in TF32 by default: through eight layers its rounding moves gradients by more than is allowed."""
-    import accel
+    from accel.guard import guard
+    from accel.strategies.channels_last import ChannelsLast
 
     torch.manual_seed(0)
     layers: list[nn.Module] = [nn.Conv2d(3, 64, 3, padding=1)]
     for _ in range(8):
         layers += [nn.BatchNorm2d(64), nn.ReLU(), nn.Conv2d(64, 64, 3, padding=1)]
-    model: Any = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10)).cuda()
-    data = TensorDataset(torch.randn(512, 3, 64, 64), torch.randint(0, 10, (512,)))
-    loader: Any = DataLoader(data, batch_size=64)
-    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.01)
-    model, loader, optimizer = accel.optimize(
-        model, loader, optimizer, disable=("torch_compile", "cuda_graphs"), budget=60, cache=False
-    )
+    model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10)).cuda()
+    loader: Any = DataLoader(TensorDataset(torch.randn(64, 3, 64, 64)), batch_size=64)
+    x, target = torch.randn(64, 3, 64, 64, device="cuda"), torch.randint(0, 10, (64,), device="cuda")
     precision = torch.backends.cudnn.conv.fp32_precision
-    rows: dict[str, Any] = {}
-    began = time.monotonic()
-    while not rows or (rows["channels_last"].output_error is None and time.monotonic() - began < 60):
-        for images, labels in loader:
-            optimizer.zero_grad()
-            nn.functional.cross_entropy(model(images.cuda()), labels.cuda()).backward()
-            optimizer.step()
-        rows = {row.name: row for row in accel.explain(model).rows}
-    accel.undo(model)
+    assert precision == "tf32"
+    for strategy in (ChannelsLast(), CudnnBenchmark()):
+        run = Run(model, loader, [], Gate(model, [strategy.name]), Fetching())
+        recording = guard.record(model, run.device, (x,), {})
+        out = model(x)
+        recording.listen(out)
+        nn.functional.cross_entropy(out, target).backward()
+        with guard.without_tf32(run.device, strategy.exactness), guard.untouched(model, run.device):
+            plain = guard.replay(model, run.gate.plain, recording)
+            strategy.enable(run, None)
+            candidate = guard.replay(model, run.gate.call, recording)
+            strategy.disable(run)
+        assert guard.compare(plain, candidate, strategy.exactness).problem == ""
     assert torch.backends.cudnn.conv.fp32_precision == precision
-    for name in ("channels_last", "cudnn_benchmark"):
-        assert not rows[name].why.startswith("wrong"), rows[name]
-    assert rows["channels_last"].output_error is None or rows["channels_last"].gradient_error < 0.05
