@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from accel.guard import guard
 from accel.guard.guard import Comparison
 from accel.strategies.base import Exactness
+from tests.accel.loops import Longer
 
 CPU = torch.device("cpu")
 
@@ -34,17 +35,7 @@ def checked(model: nn.Module, at_boundary: Callable[[], object], wrap: Callable[
 
 def longer(call: Any) -> Any:
     """Return a call whose gradients are a twentieth too long."""
-    return lambda x: _Longer.apply(call(x))
-
-
-class _Longer(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
-        return gradient * 1.05
+    return lambda x: Longer.apply(call(x))
 
 
 def test_gradients_of_a_model_that_is_frozen_after_its_call_are_compared() -> None:

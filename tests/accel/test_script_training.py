@@ -4,62 +4,27 @@ from __future__ import annotations
 
 import copy
 import gc
-import pickle
 import sys
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 import accel
 from accel import entry
 from accel.profiler.clocks import called_modules, callslot
 from accel.run.gate import Gate
-from accel.script.training import ScriptTraining, _numbered
-from tests.accel.loops import Net, Quick, Samples, assert_same, everything, loss_of, make, make_loader
+from accel.script.training import ScriptTraining
+from tests.accel.loops import Net, Quick, assert_same, everything, loss_of, make, make_loader
+from tests.accel.script_followed import OPTIONS, assert_followed_with_the_same_bits, epochs, step, steps_of, training
 
-OPTIONS = {"allow": "exact", "budget": "60s", "report": None, "enable": (), "disable": ()}
-
-
-@pytest.fixture
-def training(only_quick: None) -> Iterator[ScriptTraining]:
-    followed = ScriptTraining(dict(OPTIONS), threading.get_ident(), whole="")
-    followed.start()
-    yield followed
-    followed.stop()
-
-
-def step(model: Any, optimizer: Any, x: Tensor, target: Tensor) -> None:
-    optimizer.zero_grad()
-    loss_of(model(x), target).backward()
-    optimizer.step()
-
-
-def epochs(model: Any, loader: Any, optimizer: Any, count: int) -> None:
-    for _ in range(count):
-        for x, target in loader:
-            step(model, optimizer, x, target)
-
-
-def steps_of(model: nn.Module) -> int:
-    return accel.explain(model).steps
-
-
-def assert_followed_with_the_same_bits(run: Callable[[], dict[str, Tensor]]) -> None:
-    plain = run()
-    training = ScriptTraining(dict(OPTIONS), threading.get_ident(), whole="")
-    training.start()
-    followed = run()
-    training.stop()
-    assert training.models == 1
-    assert_same(followed, plain)
+__all__ = ["training"]
 
 
 def test_a_loop_over_a_loader_is_optimized_in_the_middle_of_its_first_epoch(training: ScriptTraining) -> None:
@@ -131,14 +96,6 @@ def test_a_step_of_two_optimizers_ends_with_the_second(training: ScriptTraining)
     assert training.models == 1
     assert 55 <= steps_of(model) <= 60
     assert entry._optimized[model].session.run.optimizers == optimizers
-
-
-def test_loops_that_keep_the_batches_of_a_loader_count_as_their_own(training: ScriptTraining) -> None:
-    model, loader, optimizer = make()
-    batches = list(loader)
-    for x, target in batches * 2:
-        step(model, optimizer, x, target)
-    assert steps_of(model) >= 20
 
 
 @pytest.mark.parametrize("has_loader", [True, False])
@@ -265,96 +222,12 @@ def test_an_optimizer_for_each_parameter_ends_its_steps_after_the_last(training:
     assert 15 <= steps_of(model) <= 20
 
 
-def test_a_loader_that_is_made_anew_for_each_epoch_goes_on(training: ScriptTraining) -> None:
-    model, _, optimizer = make()
-    for _ in range(20):
-        epochs(model, make_loader(), optimizer, 1)
-    assert steps_of(model) >= 20 * 13 - 24
-    assert len(training.loaders.proxies) <= 8
-
-
-def test_loaders_that_the_script_has_let_go_of_are_freed(training: ScriptTraining) -> None:
-    """A loop over parts of the data, each with a loader of its own: eight of them stayed in memory."""
-    model, loader, optimizer = make()
-    epochs(model, loader, optimizer, 1)
-    parts = weakref.WeakSet[Any]()
-    for _ in range(6):
-        part = Samples()
-        parts.add(part)
-        epochs(model, make_loader(part), optimizer, 1)
-        del part
-        assert len(parts) <= 2  # the one just trained on, and what its iterator holds
-    assert steps_of(model) >= 6 * 13
-    checked = [make_loader() for _ in range(3)]
-    for _ in range(2):
-        for each in checked:
-            epochs(model, each, optimizer, 1)
-    assert {id(proxy._accel_loader) for proxy in training.loaders.proxies} >= set(map(id, checked))
-
-
-def test_a_loader_that_is_validated_on_with_gradients_is_not_taken_for_the_one_trained_on(
-    training: ScriptTraining,
-) -> None:
-    model, loader, optimizer = make()
-    checked = make_loader(Samples(24))
-    for _ in range(4):
-        epochs(model, loader, optimizer, 1)
-        for x, _ in checked:
-            model(x)
-    session = entry._optimized[model].session
-    assert session.run.loader is loader
-    assert session.steps >= 4 * 13 - 6
-
-
 def test_an_evaluation_is_left_alone(training: ScriptTraining) -> None:
     loader = make_loader()
     with torch.no_grad():
         iterator = iter(loader)
     assert type(iterator) is type(DataLoader.__iter__.__wrapped__(loader))
     assert training.loaders.proxies == []
-
-
-class Twice(DataLoader[Any]):
-    """Yields each batch twice, so its batches are not those of `DataLoader.__iter__`."""
-
-    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        for batch in super().__iter__():
-            yield batch
-            yield batch
-
-
-def test_a_loader_with_an_iterator_of_its_own_is_left_alone_and_its_model_is_not(training: ScriptTraining) -> None:
-    model, _, optimizer = make()
-    epochs(model, Twice(Samples(), batch_size=8), optimizer, 2)
-    assert training.loaders.proxies == []
-    assert steps_of(model) >= 48
-
-
-class Shifted(DataLoader[Any]):
-    """A subclass that iterates as torch does, like those of PyTorch Geometric."""
-
-
-def test_a_loader_of_a_subclass_is_followed(training: ScriptTraining) -> None:
-    model, _, optimizer = make()
-    loader = Shifted(Samples(), batch_size=8)
-    epochs(model, loader, optimizer, 2)
-    assert entry._optimized[model].session.run.loader is loader
-
-
-class Stream(IterableDataset[Any]):
-    """Has no length."""
-
-    def __iter__(self) -> Iterator[Any]:
-        samples = Samples()
-        return (samples[index] for index in range(len(samples)))
-
-
-def test_a_loader_without_a_length_is_followed(training: ScriptTraining) -> None:
-    model, _, optimizer = make()
-    epochs(model, DataLoader(Stream(), batch_size=8), optimizer, 2)
-    assert steps_of(model) >= 22
-    with pytest.raises(TypeError, match="has no len"):
-        len(iter(DataLoader(Stream())))
 
 
 class Reassigned:
@@ -425,16 +298,6 @@ def test_batches_taken_by_another_thread_say_nothing_of_the_training(training: S
     assert steps_of(model) >= 9  # its steps end where the optimizer steps
 
 
-def test_what_the_script_gets_from_iter_answers_as_torch_s_iterator(training: ScriptTraining) -> None:
-    loader = make_loader()
-    iterator = iter(loader)
-    assert len(iterator) == 13
-    assert iterator._num_workers == 0
-    assert iter(iterator) is iterator
-    assert not hasattr(iterator, "__array__")
-    assert pickle.loads(pickle.dumps(loader)).batch_size == copy.copy(loader).batch_size == 8
-
-
 class Parts(nn.Module):
     """A module that is never called: its loop calls a part of it, or a method."""
 
@@ -488,49 +351,6 @@ def test_a_script_that_calls_optimize_itself_is_left_to_it(training: ScriptTrain
     epochs(model, loader, optimizer, 2)
     assert training.models == 0
     assert steps_of(model) >= 23
-
-
-def test_each_model_s_report_has_a_place(training: ScriptTraining, tmp_path: Any) -> None:
-    training._options["report"] = tmp_path / "runs"
-    for seed in range(2):
-        epochs(*make(seed), 1)
-    entry._at_exit()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["runs", "runs-2"]
-    assert accel.Report.load(tmp_path / "runs-2" / "report.json").steps >= 8
-
-
-@pytest.mark.parametrize(
-    ("place", "second"),
-    [("runs/lr0.001", "runs/lr0.001-2"), ("runs/a.b.json", "runs/a.b-2.json"), ("page.html", "page-2.html")],
-)
-def test_only_what_names_a_kind_of_report_stays_at_the_end(place: str, second: str) -> None:
-    assert [_numbered(Path(place), model) for model in (1, 2)] == [Path(place), Path(second)]
-    assert _numbered(None, 2) is None
-
-
-def test_reports_are_written_of_so_many_models_only(
-    only_quick: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A loop that copies its model for each of a hundred thousand tasks would leave as many folders."""
-    places: list[Path | None] = []
-    optimize = entry.optimize
-
-    def seen(*objects: Any, **options: Any) -> Any:
-        places.append(options["report"])
-        return optimize(*objects, **options)
-
-    monkeypatch.setattr(entry, "optimize", seen)
-    training = ScriptTraining({**OPTIONS, "report": tmp_path / "out"}, threading.get_ident(), whole="", earlier=30)
-    training.start()
-    try:
-        for seed in range(4):
-            model, loader, optimizer = make(seed)
-            epochs(model, loader, optimizer, 1)
-    finally:
-        training.stop()
-        training.undo()
-    assert places == [tmp_path / "out-31", tmp_path / "out-32", None, None]
-    assert capsys.readouterr().err.count("no more reports are written") == 1
 
 
 @pytest.mark.parametrize("place", ["optimize", "learn"])

@@ -17,6 +17,7 @@ from accel import strategies
 from accel.report import Report
 from accel.run import Run
 from accel.strategies.base import Exactness, Strategy
+from tests.accel.loops import Longer
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
@@ -127,20 +128,10 @@ def assert_undone(registry: list[type[Strategy]], kind: type[Strategy], why: str
     return report
 
 
-class Scale(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
-        return gradient * 1.05
-
-
 def test_a_gradient_scaled_by_five_percent_never_reaches_the_weights(registry: Any) -> None:
     class Scaled(Injected):
         def faulty(self, call: Any, x: Tensor) -> Any:
-            return Scale.apply(call(x))
+            return Longer.apply(call(x))
 
     assert_undone(registry, Scaled, "wrong: its gradient")
 
