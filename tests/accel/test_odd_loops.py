@@ -18,8 +18,8 @@ from accel import strategies
 from accel.profiler.closures import followed_by
 from accel.run import backward
 from accel.strategies.fused_optimizer import FusedOptimizer
-from tests.accel.loops import Quick, assert_same, everything, loss_of, make, make_loader
-from tests.accel.test_session import Faster, Scale, Slow
+from tests.accel.loops import Longer, Quick, assert_same, everything, loss_of, make, make_loader
+from tests.accel.test_session import Faster, Slow
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
@@ -166,7 +166,7 @@ class ScalesGradients(Faster):
     """Faster, and its gradients are wrong."""
 
     def faulty(self, call: Any, x: Tensor) -> Any:
-        return Scale.apply(super().faulty(call, x)) if torch.is_grad_enabled() else super().faulty(call, x)
+        return Longer.apply(super().faulty(call, x)) if torch.is_grad_enabled() else super().faulty(call, x)
 
 
 @pytest.mark.parametrize("way", ["within", "after a break"])
