@@ -3,9 +3,9 @@
     g ← clip(g, C N^−½),  u ← m u + g,  r ← r + u,  send s = the k largest of r,  r ← r − s,  masking: u ← 0 where sent
                                                     (Nesterov: r ← r + g + m u)
 
-of each parameter, k = ⌈ratio · elements⌉. Momentum is applied before error feedback: the step that dense SGD would have
-taken arrives late, not twice (momentum correction). With `masking` u is dropped where it was sent, so that old
-gradients don't push on (momentum factor masking). After each step T, to rounding:
+of each parameter, with g divided by the N ranks, k = ⌈ratio · elements⌉. Momentum is applied before error feedback: the
+step that dense SGD would have taken arrives late, not twice (momentum correction). With `masking` u is dropped where it
+was sent, so that old gradients don't push on (momentum factor masking). After each step T, to rounding:
 
     Σ_r r + Σ_t≤T decoded_t = Σ_t≤T Σ_r u_t, each u_t as it was added to r (Nesterov: g_t + m u_t), void steps left out
 
@@ -48,9 +48,10 @@ class DGC(Corrected):
             optimizers: plain top-k with error feedback, which is less accurate where the optimizer has momentum.
         masking: drop the momentum of what was sent, as in the paper, default False: a small convolution network lost
             0.6 points of accuracy with it, 0.2 without (`python -m benchmarks.comm_accuracy`).
-        clip_norm: clip each rank's gradient to this norm by √ranks before it is accumulated; None (default) doesn't.
-            The norm is that of all gradients, so nothing is sent before backward ends. Don't clip again after backward:
-            that would clip what has gathered over many steps.
+        clip_norm: clip each rank's gradient, divided by the number of ranks N, to this norm by √N before it is
+            accumulated, so one that is not divided to clip_norm · √N: where ranks differ by noise alone, their mean is
+            held to about clip_norm. None (default) doesn't. The norm is that of all gradients, so nothing is sent
+            before backward ends. Don't clip again after backward: that would clip what has gathered over many steps.
         warmup: ratios to begin with, default (0.25, 0.0625, 0.015625, 0.004); a smaller one than `ratio` counts as it.
         warmup_steps: steps that each of them lasts, an epoch in the paper; default 0: no warm-up.
         dense_below: parameters of fewer elements, and all of less than two dimensions, are sent as they are; default
@@ -118,10 +119,10 @@ class DGC(Corrected):
     # -- one step ----------------------------------------------------------------------------------------------------
 
     def whole_step(self, buckets: Sequence[Tensor], ranks: int, scale: float) -> None:
-        """Clip this rank's gradients to clip_norm · ranks^−½ by the norm of all of them."""
+        """Clip this rank's gradients to clip_norm · √ranks: divided by the ranks later, to clip_norm by √ranks."""
         assert self.clip_norm is not None
         source = self._momentum_source()
-        limit = self.clip_norm * (scale if source is None else source.loss_scale()) / math.sqrt(ranks)
+        limit = self.clip_norm * (scale if source is None else source.loss_scale()) * math.sqrt(ranks)
         # In float64, where no square of a float32 overflows: a large gradient is clipped, not lost.
         norms = torch.stack([torch.linalg.vector_norm(bucket, dtype=torch.float64) for bucket in buckets])
         factor = (limit / torch.linalg.vector_norm(norms)).clamp(max=1.0)

@@ -29,6 +29,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from accel.comm.compressor import RESIDUAL, Compressor, Exact
 from accel.comm.engine.reduction import BucketJob, Reduction
+from accel.comm.memory import LossScale
 from accel.comm.periodic.fsdp_groups import ShardGroup, check_mesh, contents, join, part, shard_groups
 from accel.comm.ranks.channel import Channel, ConnectionBroken, GlooChannel, NcclChannel
 from accel.comm.ranks.object_group import ObjectGroup
@@ -61,6 +62,7 @@ class FSDPComm:
         error_feedback: add what a step's encoding lost to the next step's gradients; default: as the compressor says.
             Two copies of the rank's shard.
         timeout: for each collective, default 5 minutes.
+        scaler: the GradScaler in use, so that what was not sent yet follows its scale; default None.
 
     Raises:
         ValueError: if mesh, model and compressor don't go together, or differ between ranks.
@@ -79,6 +81,7 @@ class FSDPComm:
         *,
         error_feedback: bool | None = None,
         timeout: timedelta = timedelta(minutes=5),
+        scaler: Any = None,
     ) -> None:
         compressor = Exact() if compressor is None else compressor
         _check_compressor(compressor, error_feedback)
@@ -89,6 +92,7 @@ class FSDPComm:
         self.error_feedback = compressor.feedback if error_feedback is None else error_feedback
         self.step = 0
         """Backward passes with gradients reduced, so far."""
+        self._loss_scale = LossScale(scaler)
         self._groups = shard_groups(model)
         self._device = next(model.parameters()).device
         self._connect(mesh, self._device.type, timeout)
@@ -179,6 +183,7 @@ class FSDPComm:
         else:
             if self._seen:  # a pass broke off: what it wrote must not hold
                 self._settle(finite=False)
+            self._loss_scale.follow(*(group.memory for group in self._groups))
             engine = Variable._execution_engine
             # A callback of a callback comes after FSDP2's own, which may reduce the last modules.
             engine.queue_callback(lambda: engine.queue_callback(self._end))
@@ -202,7 +207,8 @@ class FSDPComm:
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's residuals by parameter, and the step; save it on each rank, between steps."""
-        return {**join([group.memory.state_dict() for group in self._groups]), "step": self.step}
+        own = join([group.memory.state_dict() for group in self._groups])
+        return {**own, "step": self.step, "scale": self._loss_scale.value}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on with a saved memory, on every rank.
@@ -212,7 +218,7 @@ class FSDPComm:
         """
         for group in self._groups:
             group.memory.load_state_dict(part(state, group.layout.names))
-        self.step = state["step"]
+        self.step, self._loss_scale.value = state["step"], state.get("scale", 1.0)
 
     def close(self) -> None:
         """Free the groups. Backward passes of the model are an error then: replicas would drift apart."""

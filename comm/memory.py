@@ -236,10 +236,17 @@ class LossScale:
         if scaler is not None:
             self._scaler, self._awaited = scaler, False
 
-    def follow(self, memory: Memory) -> None:
-        """Multiply what was not sent yet by the change of the scale since the last call; between steps."""
-        if self._scaler is not None and (scale := float(self._scaler.get_scale())) != self.value:
-            memory.multiply(RESIDUAL, scale / self.value)
+    def follow(self, *memories: Memory) -> None:
+        """Multiply what was not sent yet by the change of the scale since the last call; between steps.
+
+        A state that was saved with a scale may be loaded where there is none.
+        """
+        if self._awaited:
+            return
+        scale = 1.0 if self._scaler is None else float(self._scaler.get_scale())
+        if scale != self.value:
+            for memory in memories:
+                memory.multiply(RESIDUAL, scale / self.value)
             self.value = scale
 
 

@@ -100,6 +100,8 @@ def decorate(
     dtype = _dtype(dtype, plain)
     scale = _scale(loss_scale, dtype)
     if level != "O0":
+        for each in chosen if _changes_steps(what, dtype, scale) else ():
+            _check_hooks(each)
         kept = [_kept(model, what, keep_fp32) for model in plain]
         if what.casts_weights:
             weights.check(plain, [module for each in kept for module in each])
@@ -135,9 +137,7 @@ def _decorate(
             if isinstance(whole, DistributedDataParallel):
                 _reduce_anew(whole)
     masters: list[MasterWeights] = []
-    # Where the loop has a GradScaler: torch's own unscales no float16 gradients.
-    unscales = scale is not None or (what.casts_weights and dtype == torch.float16)
-    if what.keeps_masters or unscales:
+    if _changes_steps(what, dtype, scale):
         masters += [MasterWeights(each, values, scale, keeps=what.keeps_masters) for each in optimizers]
     options = [MasterOption(each, what.keeps_masters) for each in optimizers]
     moments = [MomentDtypes(each, _cast_by(casts)) for each in optimizers if not what.keeps_masters]
@@ -157,6 +157,21 @@ def _decorate(
         border.on_call += [each.begin_call for each in masters]
         if what.keeps_masters and whole is model:
             border.on_call.append(SharedMasters(masters).begin_call)
+
+
+def _changes_steps(what: Level, dtype: torch.dtype, scale: DynamicLossScale | None) -> bool:
+    """Return whether optimizers get a scale or masters, as for a GradScaler: torch's own unscales no float16."""
+    return what.keeps_masters or scale is not None or (what.casts_weights and dtype == torch.float16)
+
+
+def _check_hooks(optimizer: Optimizer) -> None:
+    """Raise InvalidArgument if a hook before the step moves weights: by scaled gradients, and past the masters."""
+    owners = (getattr(hook, "__self__", None) for hook in optimizer._optimizer_step_pre_hooks.values())
+    if any(getattr(owner, "moves_weights", False) for owner in owners):
+        raise InvalidArgument(
+            "an optimizer must keep its momentum where it gets a loss scale or master weights. Found: one whose "
+            "momentum a compressor has taken over; close() that, and use momentum=False, or bfloat16 at O1."
+        )
 
 
 def _cast_by(casts: dict[nn.Module, weights.Casts]) -> list[torch.Tensor]:

@@ -19,6 +19,8 @@ from accel.errors import InvalidArgument
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _Target = Callable[[Call, Any], torch.dtype]
+_Kind = tuple[bool | torch.dtype, ...]
+"""Of a call: whether autocast is on, and the dtypes of the tensors that are passed."""
 
 
 def half_function(function: _F) -> _F:
@@ -85,9 +87,18 @@ def register_function(owner: Any, name: str, kind: Callable[[Any], Any]) -> None
 
 
 def _cast_first(function: _F, target: _Target) -> _F:
+    # Checkpointing runs it again within the backward pass, where the model's call that it belongs to has ended.
+    latest: dict[_Kind, Call | None] = {}
+
     @functools.wraps(function)
     def casting(*args: Any, **kwargs: Any) -> Any:
         call = current()
+        if not torch.compiler.is_compiling():
+            kind = _kind((args, kwargs))
+            if call is None and torch._C._current_graph_task_id() != -1:
+                call = latest.get(kind)
+            else:
+                latest[kind] = None if call is None else call._replace(owner=None)  # the model may be let go
         if call is None:
             return function(*args, **kwargs)
         dtype = target(call, (args, kwargs))
@@ -101,7 +112,14 @@ def _cast_first(function: _F, target: _Target) -> _F:
     return casting  # type: ignore[return-value]
 
 
+def _kind(arguments: Any) -> _Kind:
+    return torch._C._is_any_autocast_enabled(), *(tensor.dtype for tensor in _floating(arguments))
+
+
 def _widest(arguments: Any) -> torch.dtype:
-    tensors = [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Tensor)]
-    dtypes = [tensor.dtype for tensor in tensors if tensor.is_floating_point()]
+    dtypes = [tensor.dtype for tensor in _floating(arguments)]
     return functools.reduce(torch.promote_types, dtypes) if dtypes else torch.float32
+
+
+def _floating(arguments: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Tensor) and leaf.is_floating_point()]

@@ -1,4 +1,4 @@
-"""Gradients of a step: which ones were seen, their division by the loss scale, and how they are hidden."""
+"""Gradients of a step: which ones were seen and wait, their division by the loss scale, and how they are hidden."""
 
 from __future__ import annotations
 
@@ -21,6 +21,59 @@ class Seen(NamedTuple):
         """Return whether a parameter has this gradient, and nobody has written to it."""
         grad = p.grad
         return grad is not None and self.gradient() is grad and self.version == grad._version
+
+
+def seen(params: Iterable[Tensor]) -> dict[Tensor, Seen]:
+    """Return which gradients there are, and how often each has been written to."""
+    return {p: Seen(weakref.ref(p.grad), p.grad._version) for p in params if p.grad is not None}
+
+
+class ScaledGradients:
+    """The gradients that scaled backward passes have left to an optimizer, and which of them wait for its step."""
+
+    def __init__(self) -> None:
+        self._left: dict[Tensor, Seen] = {}
+        """All that were there when the last pass ended, unless a step has come since."""
+        self._waiting: dict[Tensor, Seen] = {}
+        """Those of them that passes have written: others are of an earlier step, or zeros."""
+        self._before: dict[Tensor, Seen] | None = None
+        """What was there when the pass began that is under way; None where none is."""
+        self._taken: set[Tensor] = set()
+        """Whose gradients a step within it has taken: what is written there afterwards are zeros."""
+
+    def __bool__(self) -> bool:
+        return bool(self._left)
+
+    @property
+    def wait(self) -> bool:
+        """Whether some wait for their step; those that were zeroed since do not."""
+        return any(own.is_still(p) for p, own in self._waiting.items())
+
+    def begin(self, params: Iterable[Tensor]) -> None:
+        """Be told that a pass begins. One within another is a part of it, and so is what one has left that failed."""
+        self._taken = set()
+        if self._before is None:
+            self._before = seen(params)
+
+    def end(self, params: Iterable[Tensor]) -> None:
+        """Be told that a pass has ended."""
+        before, self._before = self._before or {}, None
+        self._left = seen(params)
+        waited = {p for p, own in self._waiting.items() if own.is_still(p)}
+        unwritten = self._taken | {p for p, own in before.items() if own.is_still(p)}
+        self._waiting = {p: own for p, own in self._left.items() if p in waited or p not in unwritten}
+
+    def forget(self, params: Iterable[Tensor]) -> None:
+        """Be told that a step has taken them, perhaps within the pass: that may leave others yet."""
+        self._left, self._waiting = {}, {}
+        if self._before is not None:
+            self._before = seen(params)
+            self._taken = set(self._before)
+
+    def was_changed(self, p: Tensor) -> bool:
+        """Return whether someone has written to a gradient since the last pass; within one nobody can tell."""
+        own = self._left.get(p)
+        return self._before is None and own is not None and own.gradient() is p.grad and not own.is_still(p)
 
 
 class HiddenGradients:

@@ -115,7 +115,8 @@ class DynamicLossScale:
         """
         self._overflow.logical_or_(overflow.detach().to(self.value.device).reshape(()) != 0)
         self._noted.fill_(True)
-        self.came_through = False
+        # Others may step within this very pass too, each after gradients of its own.
+        self.came_through = self.is_passing
 
     @torch.no_grad()
     def update(self, overflow: Tensor) -> None:
@@ -166,6 +167,15 @@ class DynamicLossScale:
         self.settle()
         for listener in self.on_backward:
             listener()
+
+    @property
+    def is_passing(self) -> bool:
+        """A gradient has come through it in the backward pass that is under way in this thread."""
+        return self._task != -1 and self._task == torch._C._current_graph_task_id()
+
+    def end_pass(self) -> None:
+        """Be told that a backward pass is over within which optimizers have taken its gradients."""
+        self.came_through = False
 
     def state_dict(self) -> dict[str, float]:
         """Return what it has learnt, as numbers; this waits for the device, and changes nothing."""

@@ -16,10 +16,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from accel.amp.gradients import HiddenGradients, Seen, values_of
+from accel.amp.gradients import HiddenGradients, ScaledGradients, values_of
 from accel.amp.hook_order import put_first, put_last
 from accel.amp.loss_scale import DynamicLossScale
 from accel.amp.master_option import without_bare_masters
+from accel.amp.moments import begins_momentum
 from accel.amp.ready import ReadyGradients
 from accel.amp.stand_ins import NAME, StandIns
 from accel.amp.unrounded import opened, sealed
@@ -81,8 +82,7 @@ class MasterWeights:
         self._stand_ins = StandIns()
         self._hidden = HiddenGradients()
         self._ready = ReadyGradients()
-        self._versions: dict[Tensor, Seen] = {}
-        """The gradients that the last scaled backward pass has left."""
+        self._scaled = ScaledGradients()
         self._rounded: dict[Tensor, int] = {}
         """Version of each parameter when it was last what its master weights round to."""
         self._passed_on: dict[str, Any] = {}
@@ -142,7 +142,7 @@ class MasterWeights:
     @property
     def is_between_steps(self) -> bool:
         """False while gradients are scaled, and wait for their step."""
-        return self._scale is None or not self._holds()
+        return self._scale is None or not self._scaled.wait
 
     def _params(self) -> list[Tensor]:
         optimizer = self._optimizer()
@@ -208,7 +208,7 @@ class MasterWeights:
     # -- gradients -----------------------------------------------------------------------------------------------------
 
     def _holds(self) -> bool:
-        return any(p.grad is not None and p in self._versions for p in self._params())
+        return self._scaled.wait
 
     def _begin_backward(self) -> None:
         self.recover()
@@ -220,17 +220,18 @@ class MasterWeights:
                     "step that failed must be cleared before the next. Found: another backward pass."
                 )
             self._skip(self._ready.overflow)
+        self._scaled.begin(self._params())
         # After what DistributedDataParallel does at the end of the pass, which it will ask for only now.
         engine: Any = torch.autograd.Variable._execution_engine
         engine.queue_callback(lambda: engine.queue_callback(self._end_backward))
 
     def _end_backward(self) -> None:
-        self._versions = self._seen()
+        self._scaled.end(self._params())
 
     def _skip(self, overflow: Tensor) -> None:
         """Take a step that the loop has left out for done: the scale must fall where it did so for an overflow."""
         if self._scale is not None:
-            self._versions = {}  # no gradient waits for its step, though zeros may stand there
+            self._scaled.forget(self._params())  # no gradient waits for its step, though zeros may stand there
             self._scale.note(overflow)
             self._scale.settle()
             self._scale.came_through = True  # it does, at this moment
@@ -242,24 +243,18 @@ class MasterWeights:
             if (master := self.of(p)) is not None:
                 master.grad = None
 
-    def _seen(self) -> dict[Tensor, Seen]:
-        """Return which gradients there are, and how often each has been written to."""
-        return {p: Seen(weakref.ref(p.grad), p.grad._version) for p in self._params() if p.grad is not None}
-
     def _check_unchanged(self, optimizer: Optimizer) -> None:
         """Raise if the gradients of this step are not those that a scaled backward pass has left."""
         assert self._scale is not None
         there = [p for p in self._params() if p.grad is not None]
-        if there and not self._scale.came_through and not self._versions:
+        if there and not self._scale.came_through and not self._scaled:
             raise InvalidArgument(
                 "the gradients must come through the output of the decorated model, where the loss scale is applied. "
                 "Found: gradients of a step in which nothing did. Decorate the module that the loop calls, or scale "
                 "the loss by torch.amp.GradScaler and pass loss_scale=None."
             )
         for p in there:
-            seen = self._versions.get(p)
-            was_changed = seen is not None and seen.gradient() is p.grad and not seen.is_still(p)
-            if was_changed and not self._ready.has(p, self.of(p)):
+            if self._scaled.was_changed(p) and not self._ready.has(p, self.of(p)):
                 raise InvalidArgument(
                     f"gradients must not be changed while they are scaled, by {float(self._scale.value):g} now. Found: "
                     "one that was, between backward and step. Clip or change those of "
@@ -279,7 +274,7 @@ class MasterWeights:
             return [p for group in optimizer.param_groups for p in group["params"]]
         self.recover()
         if self._scale is not None:
-            if not self._versions and not self._scale.came_through:  # no backward pass since the last step
+            if not self._scaled and not self._scale.came_through:  # no backward pass since the last step
                 return self._updated()
             value = self._scale.value
         if value is not None and self._ready.are_scaled:
@@ -336,7 +331,7 @@ class MasterWeights:
                 self._check_unchanged(optimizer)
             self.unscaled()
             overflow = self._ready.overflow if self._scale is not None else None
-        if overflow is not None and self._skips_itself:
+        if overflow is not None and self._skips_itself and not begins_momentum(optimizer):
             self._hand_over(optimizer, grad_scale=None, found_inf=overflow)
         elif overflow is not None and bool(overflow.to("cpu") != 0):  # this waits for the device
             self._hidden.hide(self._params())
@@ -389,7 +384,10 @@ class MasterWeights:
     def _finish(self, overflow: Tensor | None) -> None:
         if self._scale is not None:
             self._scale.note(torch.zeros(()) if overflow is None else overflow)
-        self._versions = {}
+            if self._scale.is_passing:
+                engine: Any = torch.autograd.Variable._execution_engine
+                engine.queue_callback(self._scale.end_pass)
+        self._scaled.forget(self._params())
         self._ready.forget()
 
     def _take_back(self, optimizer: Optimizer) -> None:
@@ -494,5 +492,6 @@ class MasterWeights:
         self._kept, self._bare = {}, {}
         if self._scale is not None and self._loaded_scale is not None:
             self._scale.load_state_dict(self._loaded_scale)
-        self._loaded_scale, self._versions = None, {}
+        self._loaded_scale = None
+        self._scaled.forget(self._params())
         self._ready.forget()

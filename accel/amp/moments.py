@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 from torch.utils import _pytree as pytree
 
 from accel.optim import MultiTensorOptimizer
@@ -50,3 +50,14 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
         return part.to(dtype) if is_moment else part
 
     return pytree.tree_map(cast, value)
+
+
+def begins_momentum(optimizer: Optimizer) -> bool:
+    """Return whether a step would make buffers of momentum that torch's fused SGD leaves unwritten if it is skipped."""
+    return isinstance(optimizer, SGD) and any(
+        optimizer.state.get(p, {}).get("momentum_buffer") is None
+        for group in optimizer.param_groups
+        if group["momentum"]
+        for p in group["params"]
+        if p.grad is not None
+    )

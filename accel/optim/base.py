@@ -269,6 +269,8 @@ class MultiTensorOptimizer(Optimizer):
             for p in group["params"]:
                 if p in self.state:
                     self.state[p] = stored.taken_in(p, self.state[p], step)
+        # Weights that have gone on since the loaded state was saved stay; its master weights follow them.
+        self._versions.clear()
         if uses_apex:
             self._use_apex()
 

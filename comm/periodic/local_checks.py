@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from accel.comm.dgc import DGC
+from accel.comm.compression.momentum import Corrected
 from accel.comm.hooks import CommState
 
 _WITHIN = ("host", "rank")
@@ -45,9 +45,11 @@ def check_parts(ddp: Any, optimizer: Any, dense: Any, scaler: Any) -> None:
         )
     if dense is not None and not isinstance(dense, CommState):
         raise ValueError(f"dense must be a CommState, got {type(dense).__name__}; AutoComm switches hooks by itself")
-    if dense is not None and isinstance(dense.compressor, DGC) and dense.compressor.momentum:
+    if dense is not None and isinstance(dense.compressor, Corrected) and dense.compressor.momentum:
+        name = type(dense.compressor).__name__
         raise ValueError(
-            "DGC with momentum takes it from the optimizer, which local steps need; pass DGC(..., momentum=False)"
+            f"{name} with momentum takes it from the optimizer, which local steps need; pass "
+            f"{name}(..., momentum=False)"
         )
     if scaler is not None and not all(hasattr(scaler, name) for name in _SCALER):
         raise ValueError(

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from accel.amp import decorate, undecorate
 from accel.comm.dgc import DGC
 from accel.comm.hooks import CommState, hook
 from accel.comm.memory import reshard
@@ -65,7 +66,7 @@ PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any] | None
     "nesterov": ({}, {"nesterov": True, "weight_decay": 0.02}, None),
     "groups": ({}, {"weight_decay": 0.02}, {"momentum": 0.5, "lr": 0.02}),
     "no masking": ({"masking": False}, {}, None),
-    "clipped": ({"clip_norm": 0.05}, {}, None),
+    "clipped": ({"clip_norm": 0.016}, {}, None),
     "warm-up": ({"warmup_steps": 2, "warmup": (0.5, 0.25, 0.0625, 0.001)}, {}, None),
 }
 
@@ -100,7 +101,7 @@ LAWS: dict[str, dict[str, Any]] = {
     "flat": {},
     "hosts": {"hierarchical": True},
     "no masking, rebuilt": {"masking": False, "find_unused_parameters": False},
-    "clipped, views": {"clip_norm": 0.05, "gradient_as_bucket_view": True},
+    "clipped, views": {"clip_norm": 0.0125, "gradient_as_bucket_view": True},
     "static": {"find_unused_parameters": False, "static_graph": True},
     "float32": {"dtype": torch.float32},
     "bfloat16": {"dtype": torch.bfloat16, "bucket_cap_mb": 0.001},
@@ -155,7 +156,7 @@ def clipped_gradient(plain: Net, run: Training, rank: int, step: int) -> dict[st
     if limit is None:
         return found
     norm = flat(list(found.values())).norm().item()
-    return {n: min(1.0, limit / dist.get_world_size() ** 0.5 / norm) * g for n, g in found.items()}
+    return {n: min(1.0, limit * dist.get_world_size() ** 0.5 / norm) * g for n, g in found.items()}
 
 
 def masked(rank: int, world: int) -> dict[str, Any]:
@@ -213,7 +214,7 @@ VOID: dict[str, tuple[dict[str, float], bool]] = {
     "sparse, flat": ({}, False),
     "sparse, hosts": ({}, True),
     "dense, flat": ({"ratio": 1.0}, False),
-    "clipped, hosts": ({"clip_norm": 0.1}, True),
+    "clipped, hosts": ({"clip_norm": 0.025}, True),
 }
 """Settings of DGC, and whether by hosts."""
 
@@ -252,7 +253,7 @@ def resume(rank: int, world: int) -> dict[str, Any]:
     sgd = {**SGD, "weight_decay": 0.02}
     for hierarchical in (False, True):
         make = lambda **more: Training(  # noqa: E731
-            DGC(0.02, dense_below=DENSE_BELOW, warmup_steps=1, clip_norm=1.0), sgd, **more
+            DGC(0.02, dense_below=DENSE_BELOW, warmup_steps=1, clip_norm=0.25), sgd, **more
         )
         run = make(hierarchical=hierarchical)
         whole = [run.step(rank, step) for step in range(8)]
@@ -434,13 +435,13 @@ def apart(make: Callable[[Scaler | None], Training], rank: int) -> float:
 
 def scaled(rank: int, world: int) -> float:
     """Compare steps with and without a loss scale."""
-    make = lambda given: Training(DGC(0.02, dense_below=DENSE_BELOW, clip_norm=0.1), SGD, scaler=given)  # noqa: E731
+    make = lambda given: Training(DGC(0.02, dense_below=DENSE_BELOW, clip_norm=0.03), SGD, scaler=given)  # noqa: E731
     return apart(make, rank)
 
 
 def clipped_and_scaled(rank: int, world: int) -> float:
     """Compare clipped steps with and without a loss scale where the optimizer keeps its momentum."""
-    compressor = lambda: DGC(0.02, dense_below=DENSE_BELOW, clip_norm=0.1, momentum=False)  # noqa: E731
+    compressor = lambda: DGC(0.02, dense_below=DENSE_BELOW, clip_norm=0.05, momentum=False)  # noqa: E731
     return apart(lambda given: Training(compressor(), SGD, take=False, scaler=given), rank)
 
 
@@ -484,12 +485,21 @@ def handed_over(rank: int, world: int) -> dict[str, Any]:
     return found
 
 
+DECORATED: dict[str, dict[str, Any]] = {
+    "loss scale": {"level": "O1", "dtype": torch.float16},
+    "masters": {"level": "O2", "dtype": torch.bfloat16},
+    "GradScaler": {"level": "O2", "dtype": torch.float16, "loss_scale": None},
+    "autocast": {"level": "O1", "dtype": torch.bfloat16},
+}
+"""Options of `accel.amp.decorate`."""
+
+
 def refusals(rank: int, world: int) -> dict[str, str]:
     """Return the message of each bad hand-over."""
     run = Training(DGC(0.01), SGD, take=False)
     found = {"not taken": message(lambda: loss(run.ddp, rank, 0).backward())}
     run.close()
-    run = Training(DGC(0.01), SGD, take=False)
+    run = Training(DGC(0.01), SGD, take=False, dtype=torch.float32)
     net, state = run.net, run.state
     for name, optimizer in {
         "adam": torch.optim.Adam(net.parameters()),
@@ -498,7 +508,13 @@ def refusals(rank: int, world: int) -> dict[str, str]:
         "another model": torch.optim.SGD(nn.Linear(3, 2).parameters(), lr=0.1, momentum=0.9),
     }.items():
         found[name] = message(lambda optimizer=optimizer: take_momentum(state, optimizer))
+    for name, options in DECORATED.items():
+        decorate(net, run.sgd, **options)
+        found[name] = message(lambda: take_momentum(state, run.sgd).close())
+        undecorate(net)
     take_momentum(state, run.sgd)
+    for name, options in DECORATED.items():
+        found[f"{name}, later"] = message(lambda options=options: undecorate(decorate(net, run.sgd, **options)[0]))
     found["twice"] = message(lambda: take_momentum(state, run.sgd))
     found["closure"] = message(lambda: run.sgd.step(lambda: 0.0))
     run.close()

@@ -23,6 +23,7 @@ from accel.comm.int8 import Int8
 from accel.comm.one_bit import OneBit
 from accel.comm.powersgd import PowerSGD
 from tests.comm.cases import SECONDS, message
+from tests.comm.dgc_cases import Scaler
 from tests.comm.tcp_bytes import sent_to, sockets
 
 COMPRESSORS: dict[str, Callable[[], Compressor]] = {
@@ -203,6 +204,13 @@ def residual(comm: FSDPComm, mesh: DeviceMesh) -> Tensor:
     return found
 
 
+def mean_shard(mesh: DeviceMesh, world: int, step: int) -> Tensor:
+    """Return this rank's shard of the mean gradients over all ranks."""
+    every = [gradients(rank, step, torch.float64) for rank in range(world)]
+    means = [sum(several) / world for several in zip(*every, strict=True)]
+    return torch.cat([own_part(one, mesh.get_local_rank(1), mesh.size(1)) for one in means])  # type: ignore[arg-type]
+
+
 def laws(rank: int, world: int, names: Sequence[str]) -> dict[str, dict[str, Any]]:
     """Add up what was applied and the residual; then meet an infinity on one rank, in a row of one shard."""
     mesh = mesh_of(world)
@@ -215,10 +223,8 @@ def laws(rank: int, world: int, names: Sequence[str]) -> dict[str, dict[str, Any
             applied, wanted, same = 0.0, 0.0, True
             for step in range(4):
                 got = backward(model, gradients(rank, step, dtype))
-                every = [gradients(r, step, torch.float64) for r in range(world)]
-                means = [sum(several) / world for several in zip(*every, strict=True)]
                 applied = applied + got.double()
-                wanted = wanted + torch.cat([own_part(one, place, mesh.size(1)) for one in means])
+                wanted = wanted + mean_shard(mesh, world, step)
                 same &= same_on_replicas(got, mesh)
             left = residual(comm, mesh)
             given = gradients(rank, 9, dtype)
@@ -238,6 +244,31 @@ def laws(rank: int, world: int, names: Sequence[str]) -> dict[str, dict[str, Any
             }
             comm.close()
     return found
+
+
+def scaled(rank: int, world: int) -> dict[str, Any]:
+    """Change the scale at each step, save, and go on without one: applied gradients and the residual add up."""
+    mesh, scaler = mesh_of(world), Scaler()
+    model = given_model(mesh, torch.float64)
+    new = functools.partial(FSDPComm, model, mesh, Int8(64), error_feedback=True, timeout=SECONDS)
+    comm = new(scaler=scaler)
+    applied, wanted = torch.zeros(()).double(), torch.zeros(()).double()
+    for step, scale in enumerate((2.0, 16.0, 8.0, 1.0, 1.0)):
+        if step == 3:
+            saved = pickle.loads(pickle.dumps(comm.state_dict()))
+            comm.close()
+            comm = new()
+            comm.load_state_dict(saved)
+        scaler.scale = scale
+        got = backward(model, [scale * one for one in gradients(rank, step, torch.float64)])
+        applied, wanted = applied + got / scale, wanted + mean_shard(mesh, world, step)
+    left = residual(comm, mesh)
+    comm.close()
+    return {
+        "saved": saved["scale"],
+        "law": ((applied + left - wanted).abs().max() / wanted.abs().max()).item(),
+        "residual": (left.norm() / wanted.norm()).item(),
+    }
 
 
 TRAINED = 14

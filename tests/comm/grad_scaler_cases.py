@@ -246,3 +246,30 @@ def by_loss_scale(rank: int, world: int) -> dict[str, Any]:
         "law": ((applied + left - wanted).abs().max() / wanted.abs().max()).item(),
         "residual": (left.norm() / wanted.norm()).item(),
     }
+
+
+def without_scaler(rank: int, world: int) -> dict[str, float]:
+    """Save a state that follows a scale, and go on from it without one, as from float16 to bfloat16."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    scaler.scale(torch.ones(()))  # makes the scale
+    applied, wanted = torch.zeros(()).double(), torch.zeros(()).double()
+    saved: Any = None
+    for step in range(4):
+        if step in (0, 2):
+            ddp = DistributedDataParallel(Given(torch.float64), bucket_cap_mb=0.004)
+            given = scaler if step == 0 else None
+            state = CommState(ddp, Int8(64), error_feedback=True, timeout=SECONDS, scaler=given)
+            ddp.register_comm_hook(state, hook)
+            if saved is not None:
+                state.load_state_dict(saved)
+        scale = scaler.get_scale() if step < 2 else 1.0
+        got = backward(ddp, [scale * one for one in gradients(rank, step, torch.float64)])
+        applied, wanted = applied + got / scale, wanted + mean_gradient(world, step, torch.float64)
+        if step in (1, 3):
+            saved, left = state.state_dict(), residual(state)
+            state.close()
+    return {
+        "law": ((applied + left - wanted).abs().max() / wanted.abs().max()).item(),
+        "residual": (left.norm() / wanted.norm()).item(),
+        "scale": saved["scale"],
+    }

@@ -19,6 +19,7 @@ from accel.comm.dgc import DGC
 from accel.comm.half import Half
 from accel.comm.hooks import CommState, hook
 from accel.comm.local_sgd import LocalSGD
+from accel.comm.one_bit import OneBit
 from tests.comm.cases import SECONDS, message, same_everywhere
 from tests.comm.local_sgd_training import Net, Optimizer, Published, Run, loss, two_groups, values
 from tests.comm.tcp_bytes import sent_to, sockets
@@ -458,9 +459,10 @@ def refusals(rank: int, world: int) -> dict[str, str]:
         "settings differ": make(every=2 + rank),
         "complex": _complex(),
     }
-    with_momentum = CommState(ddp, DGC(), timeout=SECONDS)
-    found["DGC"] = make(dense=with_momentum)
-    with_momentum.close()
+    for name, compressor in (("DGC", DGC()), ("signs", OneBit(momentum=True))):
+        with_momentum = CommState(ddp, compressor, timeout=SECONDS)
+        found[name] = make(dense=with_momentum)
+        with_momentum.close()
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     found["zero"] = make(optimizer=ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1))

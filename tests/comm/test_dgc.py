@@ -133,6 +133,13 @@ def test_bad_hand_overs_are_refused() -> None:
         assert "dampening=0.1" in found["dampening"]
         assert "fused=True" in found["fused"]
         assert "got one of shape (2, 3) that is not" in found["another model"]
+        for name in dgc_cases.DECORATED:
+            taken, decorated = found[name], found[f"{name}, later"]
+            if name == "autocast":
+                assert (taken, decorated) == ("nothing raised", "nothing raised")
+                continue
+            assert "got one that unscales or has master weights, as accel.amp.decorate makes it" in taken
+            assert decorated.startswith("InvalidArgument: an optimizer must keep its momentum where it gets a loss")
         assert "has taken an optimizer's momentum already" in found["twice"]
         assert "takes no closure" in found["closure"]
         assert "must have a compressor with momentum" in found["without"]
@@ -224,3 +231,18 @@ def test_packs_add_up_by_position(dtype: torch.dtype, dense: int) -> None:
     assert packs[0].gather(values, parts, peers).tolist() == [1, 0, 0]  # type: ignore[arg-type]
     assert torch.equal(values, want)
     assert peers.reduced == (dense == TINY_BYTES)
+
+
+def clipped(gradient: torch.Tensor, ranks: int) -> torch.Tensor:
+    """Return a rank's gradient, not divided yet, after clipping to the norm 1."""
+    DGC(momentum=False, clip_norm=1.0).whole_step([gradient], ranks, 1.0)
+    return gradient
+
+
+def test_the_mean_of_ranks_that_differ_by_noise_is_held_to_the_norm() -> None:
+    """Each was once held to the norm by √ranks before it was divided by the ranks, so the mean to a sixteenth."""
+    draw = torch.Generator().manual_seed(0)
+    gradients = [torch.randn(10_000, generator=draw) for _ in range(16)]
+    mean = torch.stack([clipped(one, 16) for one in gradients]).mean(0)
+    assert float(mean.norm()) == pytest.approx(1.0, rel=0.05)
+    assert torch.equal(clipped(torch.full((4,), 1.9), 16), torch.full((4,), 1.9))  # a norm of 3.8; √16 is the limit

@@ -34,6 +34,13 @@ def test_applied_and_residual_add_up_and_void_steps_change_neither(names: tuple[
             assert one["steps"] == 6
 
 
+def test_residuals_follow_the_scale_and_lose_it_where_there_is_none() -> None:
+    for found in run_ranks(cases.scaled, 4, per_host=2):
+        assert found["saved"] == 8.0
+        assert found["law"] < 1e-13
+        assert found["residual"] > 1e-6
+
+
 @pytest.mark.slow
 def test_training_goes_on_and_resumes_to_the_bit() -> None:
     for found in run_ranks(cases.training, 4, per_host=2):

@@ -59,3 +59,11 @@ def test_residuals_follow_the_loss_scale_of_a_decorated_model() -> None:
         assert found["scales"] == found["followed"] == [4.0, 4.0, 8.0, 8.0, 16.0, 8.0, 8.0]
         assert found["law"] < 1e-13
         assert found["residual"] > 1e-5
+
+
+def test_a_run_without_a_scaler_goes_on_from_one_with_a_scaler() -> None:
+    """Residuals were once added as they had been saved, too large by the scale."""
+    for found in run_ranks(cases.without_scaler, 2):
+        assert found["law"] < 1e-13
+        assert found["residual"] > 1e-5
+        assert found["scale"] == 1.0

@@ -160,6 +160,7 @@ REFUSED = {
     "settings differ": "all ranks must pass the same every to LocalSGD, got ",
     "complex": "LocalSGD averages dense, real floating point, got torch.complex64 in 'phase'",
     "DGC": "DGC with momentum takes it from the optimizer, which local steps need",
+    "signs": "OneBit with momentum takes it from the optimizer, which local steps need",
     "zero": "ZeroRedundancyOptimizer can't take local steps",
     "hooked": "must have no communication hook yet; pass its CommState as dense= instead",
     "version": "the state's version must be 1, got None",

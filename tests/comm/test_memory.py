@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from accel.comm.layout import Layout, between, equal_cuts
-from accel.comm.memory import Memory, reshard
+from accel.comm.memory import LossScale, Memory, reshard
 
 SHAPES = {"a": torch.Size([3]), "b": torch.Size([2, 2]), "c": torch.Size([5])}
 
@@ -157,6 +157,24 @@ def test_resharding_refuses_what_it_can_not_do() -> None:
     ):
         with pytest.raises(ValueError, match=match):
             reshard(given_states, 3, **options)  # type: ignore[call-overload]
+
+
+def test_what_was_saved_with_a_scale_loses_it_where_there_is_none() -> None:
+    memory, scale = Memory(), LossScale(None)
+    step(memory, layout(0, "a"), torch.tensor([1.0, 2.0, 4.0]))
+    scale.value = 4.0  # as a loaded state says
+    for _ in range(2):
+        scale.follow(memory)
+        assert by_name(memory) == {"a": [0.25, 0.5, 1.0]}
+    assert (scale.value, scale.of_gradients) == (1.0, 1.0)
+
+
+def test_what_waits_for_its_scaler_is_left_alone() -> None:
+    memory, scale = Memory(), LossScale(None)
+    step(memory, layout(0, "a"), torch.tensor([1.0, 2.0, 4.0]))
+    scale.in_use, scale.value = True, 4.0
+    scale.follow(memory)
+    assert by_name(memory) == {"a": [1.0, 2.0, 4.0]}
 
 
 def test_bad_states_are_refused() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from accel.amp import decorate, float_function, half_function, promote_function, register_function
 from accel.errors import InvalidArgument
@@ -61,3 +62,60 @@ def test_a_function_of_a_module_is_registered_by_name() -> None:
         assert model.noted.dtype == dtype
     with pytest.raises(InvalidArgument, match="must have a function 'triple'"):
         register_function(owner, "triple", half_function)
+
+
+class Checkpointed(nn.Module):
+    """A part, with a function of the user's own in it, whose activations may be computed again in the backward pass."""
+
+    def __init__(self, kind: Any, use_reentrant: bool | None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.function, self.use_reentrant = kind(self.noted), use_reentrant
+        self.seen: list[torch.dtype] = []
+
+    def noted(self, y: Tensor) -> Tensor:
+        self.seen.append(y.dtype)
+        return (y.softmax(-1) * y.log_softmax(-1)).mul(y)
+
+    def part(self, x: Tensor) -> Tensor:
+        y = self.second(x)
+        return y + self.function(y).to(y.dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        if self.use_reentrant is None:
+            return self.part(x)
+        again: Tensor = checkpoint(self.part, x, use_reentrant=self.use_reentrant)
+        return again
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize(("kind", "dtype"), [(float_function, SINGLE), (half_function, HALF)])
+def test_checkpointing_computes_again_what_it_was(
+    kind: Any, dtype: torch.dtype, level: str, use_reentrant: bool
+) -> None:
+    """Within the backward pass, when the model's call has ended, arguments once were not cast."""
+    gradients = []
+    for checkpointing in (None, use_reentrant):
+        model = decorate(Checkpointed(kind, checkpointing), level=level, dtype=HALF)
+        model(torch.randn(4, 8, generator=torch.Generator().manual_seed(1))).square().sum().backward()
+        gradients.append([p.grad for p in model.parameters()])
+        assert model.seen == [dtype] * (1 if checkpointing is None else 2)
+    assert all(map(torch.equal, *gradients))
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_checkpointing_outside_of_a_model_is_left_alone(level: str) -> None:
+    seen: list[torch.dtype] = []
+
+    @half_function
+    def function(x: Tensor) -> Tensor:
+        seen.append(x.dtype)
+        return x.exp()
+
+    decorate(Calls(lambda y, more: function(y)), level=level, dtype=HALF)(torch.randn(2, 4))
+    x = torch.randn(3, requires_grad=True)
+    checkpoint(function, x, use_reentrant=False).sum().backward()
+    assert seen == [HALF, SINGLE, SINGLE]

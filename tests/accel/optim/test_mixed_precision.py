@@ -235,3 +235,24 @@ def test_a_saved_graph_hears_of_the_update() -> None:
     optimizer.step()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+@pytest.mark.parametrize("kind", [FusedSGD, FusedAdamW])
+@BOTH
+def test_weights_that_have_gone_on_stay_when_an_earlier_state_is_loaded(kind: Any) -> None:
+    """The next step once took them back to the master weights of that state, without a word."""
+    param = nn.Parameter(torch.zeros(4, dtype=torch.float16))
+    optimizer = kind([param], lr=1.0, weight_decay=0.0)
+    saved: dict[str, Any] = {}
+    for step in range(4):
+        param.grad = torch.ones_like(param)
+        optimizer.step()
+        if step == 0:
+            saved = copy.deepcopy(optimizer.state_dict())
+    weights = param.detach().clone()
+    optimizer.load_state_dict(saved)
+    param.grad = torch.zeros_like(param)
+    optimizer.param_groups[0]["lr"] = 0.0
+    optimizer.step()
+    assert torch.equal(param.detach(), weights)
+    assert torch.equal(optimizer.state[param]["master"], weights.float())
