@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import datetime
+import enum
 from collections.abc import Callable, Hashable, Iterator, Mapping
+from pathlib import PurePath
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
 
 def leaves(batch: Any) -> Iterator[Any]:
@@ -45,6 +51,8 @@ def map_tensors(function: Callable[[Tensor], Tensor], batch: Any) -> Any:
         return _rebuild_mapping(batch, {key: map_tensors(function, value) for key, value in batch.items()})
     if isinstance(batch, tuple | list):
         values = [map_tensors(function, value) for value in batch]
+        if isinstance(batch, PackedSequence):
+            values[1] = batch.batch_sizes  # which stay on the CPU
         if all(new is old for new, old in zip(values, batch, strict=True)):
             return batch
         return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)
@@ -58,20 +66,26 @@ def _rebuild_mapping(batch: Mapping[Any, Any], values: dict[Any, Any]) -> Any:
         return batch
     if type(batch) is dict:
         return values
-    import copy
-
-    changed: Any = copy.copy(batch)
-    for key, value in values.items():
-        changed[key] = value
+    try:
+        changed: Any = copy.copy(batch)
+        for key, value in values.items():
+            changed[key] = value
+    except TypeError:  # one that can't be copied, or written to
+        return type(batch)(values)  # type: ignore[call-arg]
     return changed
 
 
 def _rebuild_dataclass(function: Callable[[Tensor], Tensor], batch: Any) -> Any:
-    names = [field.name for field in dataclasses.fields(batch) if field.init and hasattr(batch, field.name)]
-    old = {name: getattr(batch, name) for name in names}
+    names = dict.fromkeys([*(each.name for each in dataclasses.fields(batch)), *getattr(batch, "__dict__", ())])
+    old = {name: getattr(batch, name) for name in names if hasattr(batch, name)}
     new = {name: map_tensors(function, value) for name, value in old.items()}
     changed = {name: value for name, value in new.items() if value is not old[name]}
-    return dataclasses.replace(batch, **changed) if changed else batch
+    if not changed:
+        return batch
+    rebuilt = copy.copy(batch)  # not made anew: what __post_init__ did is done
+    for name, value in changed.items():
+        object.__setattr__(rebuilt, name, value)  # of a frozen one too
+    return rebuilt
 
 
 def describe(batch: Any) -> tuple[int, Hashable]:
@@ -116,3 +130,41 @@ def _same(a: Any, b: Any) -> bool:
         return bool(a == b)
     except (RuntimeError, TypeError, ValueError):  # numpy arrays and the like compare element-wise
         return repr(a) == repr(b)
+
+
+def one_memory(batch: Any, other: Any) -> bool:
+    """Return whether two batches have something in common that can be written: an object, or memory."""
+    if isinstance(batch, Tensor) and isinstance(other, Tensor):
+        return batch is other or _one_storage(batch, other)
+    if isinstance(batch, np.ndarray) and isinstance(other, np.ndarray):
+        return batch is other or bool(np.may_share_memory(batch, other))
+    if isinstance(batch, _UNWRITTEN) or callable(batch):
+        return False
+    if batch is other and not isinstance(batch, tuple):
+        return True
+    left, right = _entries(batch), _entries(other)
+    return len(left) == len(right) and any(one_memory(one, another) for one, another in zip(left, right, strict=True))
+
+
+_UNWRITTEN = (
+    *(int, float, complex, str, bytes, type(None), range, slice, frozenset, enum.Enum, PurePath, np.generic),
+    *(torch.dtype, torch.device, torch.Size, datetime.date, datetime.time, datetime.timedelta),
+)
+
+
+def _one_storage(tensor: Tensor, other: Tensor) -> bool:
+    try:
+        address = tensor.untyped_storage().data_ptr()
+        return bool(address) and address == other.untyped_storage().data_ptr()
+    except (NotImplementedError, RuntimeError):  # it has none, as a sparse one
+        return False
+
+
+def _entries(batch: Any) -> list[Any]:
+    if isinstance(batch, Mapping):
+        return list(batch.values())
+    if isinstance(batch, tuple | list):
+        return list(batch)
+    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        return [getattr(batch, each.name) for each in dataclasses.fields(batch) if hasattr(batch, each.name)]
+    return []

@@ -236,7 +236,7 @@ class SampleCache(Dataset[Any]):
         """
         assert self._store is not None
         fetch_s = note_s = math.inf
-        with _states_of_their_own():
+        with states_of_their_own():
             for _ in range(_TIMED):
                 began = clock()
                 (sample,) = self._fetch([0])
@@ -442,7 +442,7 @@ def _bound(directory: Path | None) -> int:
 
 
 @contextlib.contextmanager
-def _states_of_their_own() -> Iterator[None]:
+def states_of_their_own() -> Iterator[None]:
     """Put the states of the random generators back after the block."""
     states = [(stream, stream.read()) for stream in streams()]
     try:
@@ -456,7 +456,7 @@ def _states_of_their_own() -> Iterator[None]:
 def _store(dataset: Any, most_bytes: int, directory: Path | None) -> SampleStore:
     """Return memory for samples that are like the first one, which is fetched under random states of its own."""
     try:
-        with _states_of_their_own():
+        with states_of_their_own():
             layout = SampleLayout(dataset[0])
     except NotKept as reason:
         raise ValueError(f"samples can't be kept: one holds {reason}") from None

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
+
 from accel.dataio.dataset.fetch_watch import FetchWatch
+from accel.dataio.fetching.fetch import fetch_of
+from accel.dataio.passes.movable import movable
 from accel.dataio.passes.proxy import LoaderProxy
 from accel.run.context import Run
 from accel.session.listeners import free_fetching
@@ -22,11 +28,13 @@ class TrainingLoader:
         self._run = run
         self._met = {id(run.loader)}
         self._steps_without = 0
-        self._fetch_watch = FetchWatch(getattr(run.loader, "dataset", None))
+        self._fetch_watch = _watch_of(run.loader)
         self.delivered: LoaderProxy | None = None
         """Where the last batch came from."""
         self.source: LoaderProxy | None = None
         """Where the last batch before an update came from: one after it may be one to validate on."""
+        self._is_iterated = False
+        """The loop has turned to the loader that strategies act on since the last step, for a batch to train on."""
         self.moves = 0
         """How often the loop has gone on to another loader."""
 
@@ -38,6 +46,12 @@ class TrainingLoader:
     def watch(self, wanted: bool) -> None:
         """Watch the next batches being fetched, or no more."""
         self._run.fetching.fetch_watch = self._fetch_watch if wanted else None
+
+    def turns_to(self, proxy: LoaderProxy) -> None:
+        """Note that a batch has come from another loader than the one before."""
+        self.delivered = proxy
+        if proxy._accel_loader is self._run.loader and torch.is_grad_enabled():
+            self._is_iterated = True
 
     def successor(self) -> LoaderProxy | None:
         """Count a step, and return another loader that the loop has gone on to, or None.
@@ -51,7 +65,10 @@ class TrainingLoader:
         if source is None:
             return None
         loader = source._accel_loader
-        self._steps_without = 0 if loader is self._run.loader else self._steps_without + 1
+        if loader is self._run.loader or self._is_iterated:  # two loaders may serve each step, one after the other
+            self._steps_without, self._is_iterated = 0, False
+            return None
+        self._steps_without += 1
         if self._steps_without < _GONE_AFTER or id(loader) in self._met:
             return None
         return source
@@ -64,4 +81,9 @@ class TrainingLoader:
         self.moves += 1
         self._run.loader, self._run.fetching = loader, free_fetching(successor)
         self._run.observed.fetch_finding = ""
-        self._fetch_watch = FetchWatch(getattr(loader, "dataset", None))
+        self._fetch_watch = _watch_of(loader)
+
+
+def _watch_of(loader: Any) -> FetchWatch:
+    """Watch all that makes the batches, the collate function too; where they can't be moved, the dataset if any."""
+    return FetchWatch(getattr(loader, "dataset", None) if movable(loader) else fetch_of(loader))

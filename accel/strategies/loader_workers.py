@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import DataLoader
@@ -9,6 +10,7 @@ from torch.utils.data import DataLoader
 from accel.dataio.dataset.handles import shared_handle
 from accel.dataio.passes.movable import movable
 from accel.profiler.bottleneck import Bottleneck
+from accel.profiler.host import available_memory
 from accel.run import Run
 from accel.strategies.base import Exactness, Strategy
 
@@ -53,10 +55,14 @@ class LoaderWorkers(Strategy):
             return run.observed.fetch_finding + ": batches made elsewhere would differ"
         if run.cores < 2:
             return "there is only one core, which the model needs"
-        return shared_handle(run.loader)
+        short = "there is no memory for a worker process that comes to have all of this one's"
+        return shared_handle(run.loader) or ("" if self.settings(run) else short)
 
     def settings(self, run: Run) -> list[Any]:
         """Return 1, 2, 4, … processes up to the cores this process may use and at most 8; before them threads.
+
+        No more processes than there is memory for, if each comes to have all pages of this one: Python counts
+        references in the objects themselves, so that reading a dataset of such copies them.
 
         A loader with workers of its own keeps their number: what they draw depends on it.
         """
@@ -66,7 +72,8 @@ class LoaderWorkers(Strategy):
 
         counts = [n for n in (1, 2, 4, 8) if n <= run.cores]
         threads = [] if unsafe(run.loader.dataset) else [f"{_THREADS}{n}" for n in counts]
-        return [*threads, *counts]
+        available, own = available_memory(), _private_bytes()
+        return [*threads, *(n for n in counts if available is None or n * own <= available)]
 
     def enable(self, run: Run, setting: Any) -> None:
         """Fetch so from the next batch on; in place of the loader's own workers, from the next epoch on."""
@@ -122,6 +129,15 @@ def _refusal_of_own(run: Run) -> str:
     if batches > _LONG_EPOCH:
         return f"an epoch has {batches:,} batches: starting the loader's own workers costs little beside them"
     return ""
+
+
+def _private_bytes() -> int:
+    """Return the bytes of this process that a forked one gets copies of once it writes to them; 0 if unknown."""
+    try:
+        lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+        return 1024 * int(next(line for line in lines if line.startswith("RssAnon:")).split()[1])
+    except (OSError, StopIteration, ValueError):
+        return 0
 
 
 def _count(setting: int | str) -> int:

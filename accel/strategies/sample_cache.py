@@ -49,7 +49,7 @@ class KeepSamples(Strategy):
         if run.world_size > 1:
             return "with several ranks each fetches other samples in each epoch"
         if run.observed.fetch_finding:
-            return run.observed.fetch_finding + ": a sample is not the same in each epoch"
+            return run.observed.fetch_finding + ": a sample may not be the same in each epoch"
         if self._kept is not None and self._kept.loader is run.loader and self._kept.finding:
             return self._kept.finding
         return not_keepable(run.loader)

@@ -22,7 +22,7 @@ C_DATA: type = ctypes.Structure.__mro__[1]
 # Together 30 to 100 ms, once in an epoch: about what starting a worker anew takes.
 MOST_BYTES = 64 << 20
 MOST_ENTRIES = 1 << 20
-_CHUNK = 4096
+_CHUNK, _CHUNK_BYTES = 4096, 1 << 20
 _SLOW = 8
 """Entries that a path or a tensor counts for."""
 
@@ -40,6 +40,7 @@ class Content:
     def __init__(self, share: float = 1.0) -> None:
         self.whole = True
         self._bytes, self._entries = int(MOST_BYTES * share), int(MOST_ENTRIES * share)
+        self._written_bytes = 2 * self._bytes  # of entries: a million file names
 
     def unseen(self) -> None:
         """Record something that can't be looked into."""
@@ -47,14 +48,17 @@ class Content:
 
     def of_entries(self, entries: Iterable[Any], count: int) -> int:
         """Return a digest of numbers, texts, paths, tensors, lists, tuples and dicts of such; 0 of anything else."""
-        self._entries -= count
-        if self._entries < 0:
+        if count > self._entries:
             self.unseen()
             return 0
-        digest, left = 0, iter(entries)
+        self._entries -= count
+        digest, left, most = 0, iter(entries), 1
         try:
-            while chunk := list(islice(left, _CHUNK)):
-                digest = zlib.crc32(self._written(chunk), digest)
+            while chunk := list(islice(left, most)):
+                written = self._written(chunk)
+                digest = zlib.crc32(written, digest)
+                # The first ones show how large the others may be: they are copied to be looked at.
+                most = max(1, min(_CHUNK, 8 * most, len(chunk) * _CHUNK_BYTES // len(written)))
         except ValueError:
             self.unseen()
         return digest
@@ -62,13 +66,17 @@ class Content:
     def _written(self, chunk: list[Any]) -> bytes:
         """Write entries as bytes; version 2 writes equal things equally, whatever else refers to them."""
         try:
-            return marshal.dumps(chunk, 2)
+            written = marshal.dumps(chunk, 2)
         except ValueError:
             # Paths and tensors take eight times as long.
-            self._entries -= (_SLOW - 1) * len(chunk)
-            if self._entries < 0:
+            if (_SLOW - 1) * len(chunk) > self._entries:
                 raise
-            return marshal.dumps(self._plain(chunk), 2)
+            self._entries -= (_SLOW - 1) * len(chunk)
+            written = marshal.dumps(self._plain(chunk), 2)
+        if len(written) > self._written_bytes:
+            raise ValueError("too many bytes")
+        self._written_bytes -= len(written)
+        return written
 
     def _plain(self, value: Any) -> Any:
         """Return a value with its paths as texts and its tensors as bytes, in a form that no other value has."""
@@ -138,10 +146,11 @@ class Content:
         return zlib.crc32(thing) if self._afford(len(thing)) else 0
 
     def _afford(self, size: int) -> bool:
-        self._bytes -= size
-        if self._bytes < 0:
+        if size > self._bytes:  # what is smaller may still be looked at
             self.unseen()
-        return self._bytes >= 0
+            return False
+        self._bytes -= size
+        return True
 
 
 def _writeable(array: np.ndarray[Any, Any]) -> bool:

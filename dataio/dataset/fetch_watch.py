@@ -13,8 +13,9 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from accel.dataio.dataset.handles import moved, positions
-from accel.dataio.dataset.snapshot import DatasetSnapshot, compare, take_snapshot
+from accel.dataio.dataset.snapshot import DatasetSnapshot, Path, compare, take_snapshot
 from accel.dataio.fetching.drawing import others_could_draw
+from accel.dataio.fetching.fetch import Fetch
 from accel.dataio.fetching.randomness import random_state
 
 # Of what a look at an epoch's beginning takes: around each fetch there is less time.
@@ -29,7 +30,7 @@ class FetchWatch:
     """Collects, over some fetches of the plain loop, why fetching may not move.
 
     Args:
-        dataset: what is fetched from.
+        dataset: what is fetched from, or a `Fetch` of it: then the collate function is looked at too.
         draws: look at the global random states too.
 
     Example:
@@ -62,7 +63,7 @@ class FetchWatch:
         if self._seen is None:
             return
         (drawn, own, stood), self._seen = self._seen, None
-        changed = bool(compare(own, self._snapshot()))
+        changed = _changed(own, self._snapshot(), isinstance(self.dataset, Fetch))
         self.fetches += 1
         self.moved_file = self.moved_file or moved(stood, positions())
         if self.finding:
@@ -71,7 +72,7 @@ class FetchWatch:
             # Where the thread that drew can't be identified, fetching stays where it is.
             self.finding = _DRAWS_OR_OTHERS if others_could_draw() else "fetching a sample draws random numbers"
         elif changed:
-            self.finding = "fetching a sample changes the dataset"
+            self.finding = changed
         elif self.moved_file:
             self.finding = f"fetching a sample reads from a file that was open before, {self.moved_file}"
 
@@ -81,3 +82,18 @@ class FetchWatch:
 
     def _random_state(self) -> Any:
         return random_state() if self._draws else None
+
+
+def _changed(old: DatasetSnapshot, new: DatasetSnapshot, collates: bool) -> str:
+    """Return what a fetch has changed, '' if nothing; `collates` if the snapshots are of a `Fetch`."""
+    if not compare(old, new):
+        return ""
+    states = [{**each.rest, **each.leaves} for each in (old, new)]
+    paths = {path for path in {**states[0], **states[1]} if states[0].get(path, _NONE) != states[1].get(path, _NONE)}
+    if collates and paths and all(path[:1] == _COLLATE for path in paths):
+        return "making a batch changes what the collate function keeps"
+    return "fetching a sample changes the dataset"
+
+
+_COLLATE: Path = (("attribute", "collate"),)
+_NONE = object()

@@ -38,6 +38,8 @@ _HANDLES = frozenset(
         *("tensorflow", "jaxlib"),
     }
 )
+# Their objects compute with native threads, and wait in a forked process for ever for those that are not there.
+_OWN_THREADS = frozenset({"polars"})
 # Packages whose classes of C code hold memory alone.
 _HARMLESS = frozenset(
     {
@@ -47,7 +49,7 @@ _HARMLESS = frozenset(
         *("random", "_random", "ctypes", "_ctypes", "mmap", "logging", "zoneinfo", "_io", "io", "codecs", "_codecs"),
         *("numpy", "torch", "torchvision", "torchaudio", "PIL", "pandas", "pyarrow", "datasets", "tokenizers"),
         *("transformers", "sentencepiece", "regex", "_regex", "scipy", "sklearn", "skimage", "cv2", "albumentations"),
-        *("polars", "tiktoken", "_tiktoken", "simplejpeg", "xxhash", "ml_dtypes", "accel", "__future__"),
+        *("tiktoken", "_tiktoken", "simplejpeg", "xxhash", "ml_dtypes", "accel", "__future__"),
     }
 )
 
@@ -93,6 +95,8 @@ def _handle(name: str, thing: Any) -> str:
         return f"{name} is a {kind.__module__}.{kind.__qualname__}, which processes may not share"
     if isinstance(thing, io.IOBase):
         return ""
+    if _package(kind) in _OWN_THREADS:
+        return f"{name} is a {kind.__module__}.{kind.__qualname__}, whose native threads don't come along with a fork"
     if isinstance(thing, collections.abc.Iterator) and not isinstance(thing, torch.nn.Module):
         return f"{name} is a {kind.__qualname__}, an iterator, which each process would advance on its own"
     if is_code(thing) or not native(kind):

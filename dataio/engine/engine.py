@@ -20,7 +20,9 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 import torch
 from torch.utils.data import DataLoader
 
+from accel.dataio.batches import tensors
 from accel.dataio.dataset.snapshot import Path
+from accel.dataio.engine.thread_modes import ThreadModes
 from accel.dataio.engine.thread_pool import ThreadPool
 from accel.dataio.fetching.drawing import Drawing, SeparateStates, others_could_draw
 from accel.dataio.fetching.fetch import blame, fetch_of
@@ -40,6 +42,10 @@ class FetchTimeout(RuntimeError):
 
 class ThreadsDraw(RuntimeError):
     """Fetching draws random numbers, which threads have in common with each other and with the loop."""
+
+
+class BatchHasGraph(RuntimeError):
+    """A batch hangs on a graph: made ahead, it is computed with weights from before the optimizer's step."""
 
 
 class WorkerEpoch(NamedTuple):
@@ -273,7 +279,7 @@ class ThreadEngine:
         while self._held_back:
             job = self._held_back.popleft()
             self._check = check = None if self._quiet else _DrawCheck()
-            future = self._pool.submit(self._make, job, check)
+            future = self._pool.submit(self._made_under, ThreadModes.now(), job, check)
             self._futures.append((job, future))
             if check is not None:
                 check.future = future
@@ -309,12 +315,18 @@ class ThreadEngine:
             self._check.abandon()
             self._check = None
 
+    def _made_under(self, modes: ThreadModes, job: BatchJob, check: _DrawCheck | None) -> Any:
+        with modes.entered():
+            return self._make(job, check)
+
     def _make(self, job: BatchJob, check: _DrawCheck | None) -> Any:
         """Make a batch, in a thread; `check` whether it draws, while the loop waits for it."""
         thread = f"thread {threading.current_thread().name.rpartition('_')[2]}"
         fetch = self._fetch if job.dataset is None else self._fetch.of(job.dataset)
         try:
-            return fetch(job.indices) if check is None else check.make(fetch, job.indices)
+            batch = fetch(job.indices) if check is None else check.make(fetch, job.indices)
+            _refuse_graph(batch)
+            return batch
         except Exception as error:
             _tell(error, thread, job)
             raise
@@ -353,6 +365,15 @@ class ThreadEngine:
     def close(self) -> None:
         """End the threads once they are done with the batch in hand."""
         self.reset()
+
+
+def _refuse_graph(batch: Any) -> None:
+    hanging = next((tensor for tensor in tensors(batch) if tensor.grad_fn is not None), None)
+    if hanging is not None:
+        raise BatchHasGraph(
+            "batches hang on a graph, and those that threads make ahead would be computed with old weights. Found: "
+            f"grad_fn={hanging.grad_fn!r}; compute it in the loop, or use mode='inline'"
+        )
 
 
 class _DrawCheck:

@@ -7,6 +7,7 @@ it was making is made again by a successor; a batch that kills two workers is re
 from __future__ import annotations
 
 import logging
+import math
 import multiprocessing
 import os
 import selectors
@@ -30,7 +31,7 @@ log = logging.getLogger("accel.dataio")
 
 _MOST_TRIES = 2
 _WARN_S = 60.0
-_STALL_S = 30.0
+STALL_S = 30.0
 # A fork waits so long for the threads of other engines to finish the batch in hand.
 _REST_S = 5.0
 
@@ -62,7 +63,8 @@ class ProcessEngine:
         prefetch: batches each worker may be ahead, default 2.
         threads: threads of an operation inside a worker, default 1, as in `DataLoader`.
         stall_s: after so many seconds (default 30) without its first batch, a worker that was forked while other
-            threads ran is taken for stuck on a lock that was copied locked; then all are given up.
+            threads ran is taken for stuck on a lock that was copied locked; then all are given up. With `check` any
+            forked worker is, and after 30 seconds at least at any later batch: the loop can make it itself.
         as_torch: stand in for the loader's own workers: batch n of an epoch is made by worker n modulo `workers`, with
             the random numbers that one would have, see `BatchJob.worker_epoch`; one that dies has no successor, which
             would not know how far these have come.
@@ -98,7 +100,7 @@ class ProcessEngine:
         self.start_method: str = self._context.get_start_method()
         self.workers, self.capacity = workers, workers * prefetch
         self._threads, self._timeout_s, self._check = threads, float(loader.timeout), check
-        self._stall_s = _STALL_S if stall_s is None else stall_s
+        self.stall_s = STALL_S if stall_s is None else stall_s
         self._as_torch, self._as_loop = as_torch, as_loop
         self.base_seed = 0
         self.deaths: list[str] = []
@@ -320,7 +322,7 @@ class ProcessEngine:
                 continue
             self._look_for_dead()
             holder = next((h for h in self._handles if serial in h.jobs), None)
-            if holder is not None and self._stuck(holder, waited):
+            if holder is not None and waited > self._patience_s(holder):
                 self._give_up(holder)
             elif self._timeout_s and waited > self._timeout_s:
                 raise FetchTimeout(self._late(serial, waited))
@@ -405,18 +407,25 @@ class ProcessEngine:
             )
             self._results[serial] = _Result(handle.number, handle.slots, error, handle.jobs.pop(serial))
 
-    def _stuck(self, handle: WorkerHandle, waited: float) -> bool:
-        forked = self.start_method == "fork" and handle.threads_at_start > 1
-        return forked and handle.served == 0 and waited > self._stall_s
+    def _patience_s(self, handle: WorkerHandle) -> float:
+        """Return after how many seconds without a batch a worker is taken for stuck."""
+        unasked = self._check is not None  # native threads hold locks too, and are counted nowhere
+        if self.start_method != "fork":
+            return math.inf
+        if handle.served == 0 and (unasked or handle.threads_at_start > 1):
+            return self.stall_s
+        return max(STALL_S, self.stall_s) if unasked else math.inf
 
     def _give_up(self, handle: WorkerHandle) -> None:
         """End the workers: one waits for a lock that a thread of the loop held when it was forked.
 
         Workers by forkserver or spawn would not, but they import the script that is run, whose body may not be guarded.
         """
+        threads, batch = handle.threads_at_start, "a" if handle.served else "its first"
+        forked = f"while {threads} threads ran" if threads > 1 else "from a process with native threads"
         reason = (
-            f"worker process {handle.number} has not made its first batch in {self._stall_s:g} s; it was forked while "
-            f"{handle.threads_at_start} threads ran, so it probably waits for a lock that no thread of it can release. "
+            f"worker process {handle.number} has not made {batch} batch in {self._patience_s(handle):g} s; it was "
+            f"forked {forked}, so it probably waits for a lock that no thread of it can release. "
             "Start the loader before other threads, or choose start_method='forkserver' if the script is guarded by "
             "`if __name__ == '__main__'`"
         )

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import contextvars
 import math
 import os
 import queue
@@ -135,9 +136,9 @@ class ThreadPool:
         _pools.add(self)
 
     def submit(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
-        """Have a function called by a thread."""
+        """Have a function called by a thread, in the context of the caller: numpy's errstate, decimals."""
         future: Future[Any] = Future()
-        self._tasks.put((future, function, arguments))
+        self._tasks.put((future, contextvars.copy_context().run, (function, *arguments)))
         if len(self._threads) < self._workers:
             name = f"{self._name}_{len(self._threads)}"
             thread = threading.Thread(target=_work, args=(self._tasks, self._rests), name=name, daemon=True)

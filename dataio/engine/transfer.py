@@ -8,12 +8,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accel.dataio.batches import map_tensors
+from accel.dataio.batches import map_tensors, tensors
 
 
 def pin(batch: Any) -> Any:
-    """Return `batch` with its CPU tensors in page-locked memory; other leaves and the structure stay."""
-    return map_tensors(_pin_tensor, batch)
+    """Return `batch` with its CPU tensors in page-locked memory; other leaves and the structure stay.
+
+    One whose structure can't be made again stays as it is: pageable memory is only slower.
+    """
+    try:
+        return map_tensors(_pin_tensor, batch)
+    except (AttributeError, TypeError, ValueError):
+        return batch
 
 
 def _pin_tensor(tensor: Tensor) -> Tensor:
@@ -66,6 +72,11 @@ class AheadCopier:
             # Made on the side stream, used on this one: its memory must not be handed out before this one is done.
             map_tensors(lambda t: _record(t, current), batch)
         return batch
+
+    @property
+    def holds_graph(self) -> bool:
+        """Whether the oldest batch hangs on a graph."""
+        return any(tensor.grad_fn is not None for tensor in tensors(self._under_way[0][0]))
 
     def __call__(self, batch: Any) -> Any:
         """Copy one batch and return it: what is queued before the step's own work overlaps the copy."""

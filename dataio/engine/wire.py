@@ -70,6 +70,11 @@ class _Pickler(pickle.Pickler):
         self._seen: dict[int, tuple[int, Any]] = {}
 
     def persistent_id(self, thing: Any) -> int | None:
+        if isinstance(thing, Tensor) and thing.requires_grad and not thing.is_leaf:
+            raise TypeError(
+                "a tensor that hangs on a graph can't be sent to another process, where it would be a leaf that "
+                f"teaches nothing. Found: grad_fn={thing.grad_fn!r}; compute it in the loop, or detach it"
+            )
         if type(thing) is Tensor:
             return self._add(thing) if _plain(thing) else None
         if type(thing) is np.ndarray:

@@ -8,8 +8,8 @@ Random numbers: each batch is begun with seeds derived from the epoch's base see
 is then the same whichever worker makes the batch and however many there are. With a `worker_init_fn`, which may seed as
 it likes, a worker is seeded once, as `DataLoader` does. A worker that stands in for one of a `DataLoader`'s own begins
 each epoch with the seeds that that one would be started with, and calls the `worker_init_fn` again. One that stands in
-for the loop's own process calls none, is no worker to `get_worker_info`, and gives back a batch for which numbers are
-drawn.
+for the loop's own process calls none, is no worker to `get_worker_info`, is not seeded, and gives back a batch for
+which numbers are drawn.
 """
 
 from __future__ import annotations
@@ -272,7 +272,7 @@ class _Worker:
             return
         began, indices = time.perf_counter(), None
         try:
-            if order.seed is not None:
+            if order.seed is not None and not self._task.as_loop:
                 seed_everything(order.seed)
             if order.epoch is not None:
                 self._begin(order.epoch)

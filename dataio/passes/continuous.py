@@ -15,8 +15,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections import deque
-from collections.abc import Iterator
-from operator import attrgetter
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch.utils.data import DataLoader
@@ -25,9 +24,10 @@ from accel.dataio.dataset.snapshot import DatasetSnapshot, Forecast, QuickCheck,
 from accel.dataio.engine.engine import BatchJob, Engine
 from accel.dataio.fetching.fetch import fetch_of
 from accel.dataio.passes import epochs
-from accel.dataio.passes.epochs import Ahead, Draws, States, capture, draw_ahead, epoch_of, put_back, same, same_draws
-from accel.dataio.passes.jobs import AsDrawn, Jobs, ListLost, NoMoreLists
+from accel.dataio.passes.epochs import Ahead, Draws, States, capture, draw_ahead, epoch_of, same, same_draws
+from accel.dataio.passes.jobs import AsDrawn, Jobs, ListLost, NoMoreLists, lists_left
 from accel.dataio.passes.mending import mended
+from accel.dataio.passes.not_ahead import DatasetMoves, EarlyDraws, SamplerDraws
 
 # Wrong guesses in a row, after which the next epoch is not guessed any more.
 _MOST_WRONG = 3
@@ -37,18 +37,14 @@ _RECENT = 2
 _MOST_RENEWALS = 3
 
 
-class DatasetMoves(RuntimeError):
-    """The loop keeps changing the dataset within an epoch."""
-
-
 class Continuous:
     """Fetch batches by `engine` from index lists that may outlive the epoch.
 
     Args:
         loader: map-style loader whose samplers, collate function and worker_init_fn are used.
         engine: makes the batches.
-        strict: whether to raise `DatasetMoves` once the loop has changed the dataset within an epoch a few times; if
-            not, batches made ahead are no longer made anew from then on.
+        strict: whether to raise `DatasetMoves` once the loop has changed the dataset within an epoch a few times, and
+            `SamplerDraws`; if not, batches made ahead are no longer made anew from then on.
 
     Attributes:
         failed_guesses: how often the next epoch was prefetched in vain.
@@ -67,7 +63,7 @@ class Continuous:
         self._renewals = self.failed_guesses = self._wrong = 0
         self._seeded = loader.worker_init_fn is None
         self._ended = self._feeding = False
-        self._draws = Draws(loader, iter(()))
+        self._draws, self._early = Draws(loader, iter(())), EarlyDraws(loader, watched=strict)
         self._source: Iterator[BatchJob] = iter(())
         # Jobs that were drawn and not served, oldest first; of the running epoch, then of the next one.
         self._record: deque[BatchJob] = deque()
@@ -147,6 +143,8 @@ class Continuous:
         if self._given and self._quick_check is not None and self._quick_check.changed():
             self._renew()
         self._fill()
+        if self._early.moves and self.engine.capacity > 1:
+            raise SamplerDraws
         if not self._record or self._record[0].epoch != self._epoch:
             self._ended = True
             raise StopIteration
@@ -158,7 +156,7 @@ class Continuous:
             raise
         self._given -= 1
         self._pop()
-        if self.engine.capacity >= self._fills_early_from:
+        if self._early.allowed and self.engine.capacity >= self._fills_early_from:
             self._fill_early()
         return batch
 
@@ -206,26 +204,31 @@ class Continuous:
         self._feeding = False
         self._ahead = None
 
+    @mended
     def left(self) -> Iterator[Any]:
         """Return the index lists of this epoch that have not been served: those under way, then the rest.
 
         For going on without the engine, after a failure or when it is drained.
         """
-        return map(attrgetter("indices"), self.jobs_left())
+        drawn, later = self._parts_left()
+        return lists_left(self._draws.lists, drawn, later)
 
     @mended
     def jobs_left(self) -> Iterator[BatchJob]:
         """Return `left` with the seeds."""
+        return itertools.chain(*self._parts_left())
+
+    def _parts_left(self) -> tuple[Iterable[BatchJob], Iterator[BatchJob]]:
         if self._resumed is not None:
             self._redraw()
         pending = [job for job in self._record if job.epoch == self._epoch]
-        open_end, drawn = self._feeding and not self._ended, self._drawn
-        self._put_back()
+        later, drawn = iter(()) if self._all_drawn else self._source, self._drawn
+        open_end = self._feeding and not self._ended
+        if open_end:
+            self._put_back()
+        self._drawn = self._after  # what is not put back counts as drawn
         self.close_feed()
-        later = iter(()) if self._all_drawn else self._source
-        if not open_end:
-            return itertools.chain(pending, later)
-        return itertools.chain(AsDrawn(self.loader, pending, self._after, drawn), later)
+        return (AsDrawn(self._draws, pending, self._after, drawn) if open_end else pending), later
 
     @mended
     def leave(self) -> None:
@@ -233,8 +236,8 @@ class Continuous:
         self._put_back()
 
     def _put_back(self) -> None:
-        if self._feeding and not self._ended:
-            put_back(self.loader, self._drawn, self._after)
+        if self._drawn and not self._ended:
+            self._draws.put_back(self._drawn, self._after)
             self._drawn = self._after  # once: an older pass may draw what leads to the same state
 
     @mended
@@ -306,7 +309,7 @@ class Continuous:
                 epochs.set_epoch(self.loader, epoch)
             self._real = None
         if self._drawing is not None:
-            epochs.restore_own(self.loader, self._drawing)
+            self._draws.restore(self._drawing)
             self._drawn, self._source, self._drawing = self._drawing, NoMoreLists(ListLost()), None
         for job, after in reversed(self._recent) if handed is not None else ():
             if job.epoch == self._epoch and job.number >= handed:
@@ -392,7 +395,7 @@ class Continuous:
     def _fill(self) -> None:
         if self._record:
             self._give()
-        while self._feeding and len(self._record) < self.engine.capacity:
+        while self._feeding and len(self._record) < (self.engine.capacity if self._early.allowed else 1):
             try:
                 drawn = self._draw()
             except Exception:
@@ -424,7 +427,7 @@ class Continuous:
         if self._ahead is None:
             self._drawing = self._drawn
         try:
-            job = next(self._source, None)
+            job = self._early.next(self._source)
         except Exception as error:
             self.sampler_error, self._drawing = error, None
             if self._errors_wait:

@@ -23,12 +23,13 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sequential
 from torch.utils.data.distributed import DistributedSampler
 
 from accel.dataio.fetching.drawing import others_could_draw
+from accel.dataio.passes.held_generators import held_generators, read_state, same_state, write_state
 from accel.dataio.peek import PeekedEpoch
 
 _PLAIN = (int, float, bool, str, type(None))
 
-States = list[torch.Tensor]
-"""Of torch's own generator, and of the loader's."""
+States = list[Any]
+"""Of torch's own generator, and of the loader's; those that only a sampler of the user's knows are not of torch."""
 
 
 class Draws:
@@ -48,9 +49,9 @@ class Draws:
     def __init__(
         self, loader: DataLoader[Any], indices: Iterator[Any], apart: States | None = None, global_draws: int | None = 0
     ) -> None:
-        self._loader, self._indices, self._apart = loader, indices, apart
+        self._loader, self.lists, self._apart = loader, indices, apart
         self._global_draws = global_draws
-        self._own = _generators(loader)
+        self._own = _all_generators(loader)
         self._real: States | None = None
 
     def __iter__(self) -> Iterator[Any]:
@@ -58,11 +59,11 @@ class Draws:
 
     def __next__(self) -> Any:
         if self._apart is None:
-            return next(self._indices)
+            return next(self.lists)
         self._real = capture(self._loader)
         self._restore(self._apart)
         try:
-            return next(self._indices)
+            return next(self.lists)
         finally:
             now = capture(self._loader)
             self._apart = now if self._global_draws is None else [self._apart[0], *now[1:]]
@@ -96,7 +97,26 @@ class Draws:
 
     def generators(self) -> States:
         """Return the states of the loader's own generators, as these draws left them."""
-        return [g.get_state() for g in self._own] if self._apart is None else self._apart[1:]
+        return [read_state(g) for g in self._own] if self._apart is None else self._apart[1:]
+
+    def put_back(self, drawn: States, wanted: States) -> None:
+        """Set the loader's own generators to `wanted` if nobody but us has drawn from them since `drawn`."""
+        for generator, left, state in zip(self._own, drawn, wanted, strict=True):
+            if same_state(read_state(generator), left):
+                write_state(generator, state)
+
+    def restore(self, states: States) -> None:
+        """Set the loader's own generators."""
+        for generator, state in zip(self._own, states, strict=True):
+            write_state(generator, state)
+
+    def draw_again(self, drawn: States, wanted: States) -> None:
+        """Draw what leads from `drawn` to `wanted`, of which the lists are known."""
+        sampler = ordering(self._loader)
+        if type(sampler) is RandomSampler and sampler.generator is not None and not sampler.replacement:
+            torch.randperm(len(sampler.data_source), generator=sampler.generator)  # as at its end; it yields none of it
+        else:
+            self.put_back(drawn, wanted)
 
 
 @dataclass
@@ -133,11 +153,13 @@ def _generators(loader: DataLoader[Any]) -> list[torch.Generator]:
     return distinct
 
 
-def put_back(loader: DataLoader[Any], drawn: States, wanted: States) -> None:
-    """Set the loader's own generators to `wanted` if nobody but us has drawn from them since they were in `drawn`."""
-    for generator, left, state in zip(_generators(loader), drawn, wanted, strict=True):
-        if torch.equal(generator.get_state(), left):
-            generator.set_state(state)
+def _all_generators(loader: DataLoader[Any]) -> list[Any]:
+    """Return these, and those that a sampler of the user's holds, of which it isn't known when it draws."""
+    named = _generators(loader)
+    if of_torch(loader) or can_peek(loader):
+        return named
+    held = held_generators(loader._index_sampler)
+    return [*named, *(each for each in held if all(each is not other for other in named))]
 
 
 def capture(loader: DataLoader[Any]) -> States:
@@ -200,7 +222,7 @@ def set_epoch(loader: DataLoader[Any], epoch: int | None) -> None:
 def can_draw_ahead(loader: DataLoader[Any]) -> bool:
     """Return whether the loader's next epoch can be drawn ahead: its sampler's draws are known, or it can peek."""
     sampler = ordering(loader)
-    if _can_peek(loader):
+    if can_peek(loader):
         return epoch_of(loader) is not None
     if type(sampler) is RandomSampler:
         return not sampler.replacement and sampler.num_samples <= len(sampler.data_source)
@@ -212,7 +234,8 @@ def of_torch(loader: DataLoader[Any]) -> bool:
     return type(ordering(loader)) in (RandomSampler, SequentialSampler, DistributedSampler)
 
 
-def _can_peek(loader: DataLoader[Any]) -> bool:
+def can_peek(loader: DataLoader[Any]) -> bool:
+    """Return whether the sampler can tell its next epoch, see `accel.dataio.peek`."""
     return hasattr(loader._index_sampler, "peek_epoch")
 
 
@@ -268,7 +291,7 @@ def draw_ahead(loader: DataLoader[Any], *, step: int = 1, seeded: int | None = N
     """
     if not can_draw_ahead(loader):
         return None
-    if _can_peek(loader) and not others_could_draw():
+    if can_peek(loader) and not others_could_draw():
         return _draw_peeked(loader, step, seeded)
     before, epoch = capture(loader), epoch_of(loader)
     following = None if epoch is None else epoch + step
@@ -278,12 +301,12 @@ def draw_ahead(loader: DataLoader[Any], *, step: int = 1, seeded: int | None = N
     try:
         if seeded is None:
             seeded = _draw(apart if loader.generator is None else loader.generator)
-        if _can_peek(loader):
+        if can_peek(loader):
             peeked = loader._index_sampler.peek_epoch(following)
         else:
             set_epoch(loader, following)
         began, global_draws = [apart.get_state(), *capture(loader)[1:]], 0
-        if not _can_peek(loader):
+        if not can_peek(loader):
             sampler, global_draws = _seeded(loader, apart)
             peeked = PeekedEpoch(iter(sampler))
         first = None if peeked is None else next(peeked.lists, None)
@@ -334,13 +357,6 @@ def _draw_peeked(loader: DataLoader[Any], step: int, seeded: int | None) -> Ahea
     return Ahead(before, began, base_draws, lengths(loader), settings(loader), draws, seed, epoch + step, peeked)
 
 
-def draw_as_exhausted(loader: DataLoader[Any]) -> None:
-    """Draw what a `RandomSampler` with a generator of its own draws when it comes to its end, and yields nothing of."""
-    sampler = ordering(loader)
-    if type(sampler) is RandomSampler and sampler.generator is not None and not sampler.replacement:
-        torch.randperm(len(sampler.data_source), generator=sampler.generator)
-
-
 def same_draws(loader: DataLoader[Any], ahead: Ahead) -> bool:
     """Return whether the random states are those under which `ahead` was drawn."""
     return same(capture(loader), ahead.before)
@@ -348,4 +364,4 @@ def same_draws(loader: DataLoader[Any], ahead: Ahead) -> bool:
 
 def same(states: States, other: States) -> bool:
     """Return whether two lists of random states are equal."""
-    return len(states) == len(other) and all(torch.equal(a, b) for a, b in zip(states, other, strict=True))
+    return len(states) == len(other) and all(same_state(a, b) for a, b in zip(states, other, strict=True))

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
 from torch import Tensor
-from torch.utils.data import DataLoader
 
 from accel.dataio.engine.engine import BatchJob, WorkerEpoch
 from accel.dataio.fetching.randomness import derived_seed
-from accel.dataio.passes import epochs
 from accel.dataio.passes.epochs import Draws, States, same
 
 
@@ -88,13 +86,13 @@ class AsDrawn:
     """Yields jobs whose lists were drawn early, and draws when they come what was put back of that.
 
     Args:
-        loader: whose sampler drew the lists.
+        draws: drew the lists.
         jobs: those of one epoch.
         before, after: states of the loader's own generators before the first was drawn, and after the last.
     """
 
-    def __init__(self, loader: DataLoader[Any], jobs: list[BatchJob], before: States, after: States) -> None:
-        self._loader, self._jobs, self._at, self._after = loader, deque(jobs), before, after
+    def __init__(self, draws: Draws, jobs: list[BatchJob], before: States, after: States) -> None:
+        self._draws, self._jobs, self._at, self._after = draws, deque(jobs), before, after
 
     def __iter__(self) -> Iterator[BatchJob]:
         return self
@@ -102,8 +100,51 @@ class AsDrawn:
     def __next__(self) -> BatchJob:
         state = self._jobs[0].after if self._jobs else self._after
         if not same(state, self._at):
+            self._draws.draw_again(self._at, state)
             self._at = state
-            epochs.draw_as_exhausted(self._loader)
         if not self._jobs:
             raise StopIteration
         return self._jobs.popleft()
+
+
+class LeftLists:
+    """Yields index lists that are left of an epoch: first those that were drawn and not served.
+
+    A loader may be switched to other workers and back again and again: each time some more come before the others.
+
+    Args:
+        drawn: yields the jobs of those that were drawn.
+        later: yields the jobs of those after them.
+    """
+
+    def __init__(self, drawn: Iterable[BatchJob], later: Iterator[BatchJob]) -> None:
+        self._drawn, self._later = deque([iter(drawn)]), later
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        while self._drawn:
+            job = next(self._drawn[0], None)
+            if job is not None:
+                return job.indices
+            self._drawn.popleft()
+        return next(self._later).indices
+
+    def put_first(self, drawn: Iterable[BatchJob]) -> LeftLists:
+        """Return itself, with more that were drawn and not served."""
+        self._drawn.appendleft(iter(drawn))
+        return self
+
+
+def lists_left(lists: Iterator[Any], drawn: Iterable[BatchJob], later: Iterator[BatchJob]) -> LeftLists:
+    """Return the index lists of jobs; those that are left of `lists` already, without wrapping them once more.
+
+    Args:
+        lists: that the jobs were made from.
+        drawn: jobs that were drawn and not served.
+        later: yields those after them.
+    """
+    if isinstance(lists, LeftLists) and isinstance(later, Jobs):
+        return lists.put_first(drawn)
+    return LeftLists(drawn, later)

@@ -13,10 +13,11 @@ from typing import Any
 
 from torch.utils.data import DataLoader, default_collate
 
-from accel.dataio.dataset.files import named_files, written
+from accel.dataio.batches import one_memory
+from accel.dataio.dataset.files import NamedFiles
 from accel.dataio.dataset.snapshot import DatasetSnapshot, QuickCheck, compare, take_snapshot
 from accel.dataio.fetching.fetch import keep_samples, whole_tensors
-from accel.dataio.sample_cache import SampleCache
+from accel.dataio.sample_cache import SampleCache, states_of_their_own
 
 # Of what a look at an epoch's beginning may take for workers: an epoch's decoding takes longer. CIFAR-10 is 154 MB.
 _LOOK_SHARE = 4.0
@@ -45,6 +46,14 @@ def not_keepable(loader: DataLoader[Any]) -> str:
     return ""
 
 
+def _hands_out_its_own(loader: DataLoader[Any]) -> bool:
+    """Return whether what the loop gets of sample 0 may be an object of the dataset's, or memory; a stack is a copy."""
+    if loader.collate_fn is default_collate:
+        return False
+    with states_of_their_own():
+        return one_memory(loader.dataset[0], loader.dataset[0])
+
+
 class KeptSamples:
     """Keep samples of a loader's dataset while the loop goes on.
 
@@ -64,10 +73,11 @@ class KeptSamples:
         self._changes = 0
         self._before: DatasetSnapshot | None = None
         self._quick: QuickCheck | None = None
-        self._files = named_files(loader.dataset)
+        self._files = NamedFiles(loader.dataset)
         try:
             self._cache = cache = SampleCache(loader.dataset)
             noting = cache.noting_share()
+            own = _hands_out_its_own(loader)
         except (TypeError, ValueError) as error:
             self.finding = str(error)
             return
@@ -79,6 +89,9 @@ class KeptSamples:
             return
         if noting > _MOST_NOTING:
             self._drop(f"noting a sample takes {noting:.0%} of the time of its fetch: there is little to be won")
+            return
+        if own:
+            self._drop("samples are the dataset's own objects: what the loop writes into them must stay there")
             return
         cache.record()
         self.look()
@@ -194,13 +207,13 @@ class KeptSamples:
         # What stacks its samples at once copies them; another collate function may hold on to one.
         cache.share_memory_of_batch(self.loader.collate_fn is default_collate)
         now, before = take_snapshot(self.loader.dataset, share=_LOOK_SHARE), self._before
-        files = written(self._files)
+        files_changed = self._files.changed()
         self._before, self._quick = now, QuickCheck(self.loader.dataset)
         if not now.whole:
             self._drop("the dataset holds what can't be looked into for a change in place")
-        elif before is not None and (compare(before, now) or files != self._files):
+        elif before is not None and (compare(before, now) or files_changed):
             self._changes += 1
-            self._files = named_files(self.loader.dataset)
+            self._files = NamedFiles(self.loader.dataset)
             cache.forget()
             if self._changes > _MOST_CHANGES:
                 self._drop("the dataset, or a file that it names, keeps changing")

@@ -18,8 +18,9 @@ from accel.dataio.dataset.handles import HandleShared, check_fork, shared_handle
 from accel.dataio.dataset.thread_safety import unsafe
 from accel.dataio.elastic_sampler import ElasticSampler
 from accel.dataio.engine import transfer
-from accel.dataio.engine.engine import Engine, InlineEngine, ThreadEngine, ThreadsDraw, WorkersStuck
-from accel.dataio.engine.processes import ProcessEngine
+from accel.dataio.engine.engine import BatchHasGraph, Engine, InlineEngine, ThreadEngine, ThreadsDraw, WorkersStuck
+from accel.dataio.engine.processes import STALL_S, ProcessEngine
+from accel.dataio.fetching.fetch import Fetch, fetch_of
 from accel.dataio.passes import epochs, resume
 from accel.dataio.passes.continuous import Continuous
 from accel.dataio.passes.look_ahead import LookAhead
@@ -92,6 +93,7 @@ class LoaderCore(Maker):
         self.served, self.finished = 0, True
         self.loaded: Mapping[str, Any] | None = None
         self.moved_file = ""  # by fetching, and open before
+        self.changing = ""  # what fetching was seen to change
         self._accepted = ""  # of `shared_handle`, when the user's own workers were started
         self.slowest_s = 0.0  # batch made in the loop's own thread
         self._engines: dict[Setting, Engine] = {}
@@ -143,9 +145,16 @@ class LoaderCore(Maker):
         if self.tuner is None:
             return None
         # Draws are seen by the engine: around a fetch the sampler draws too. Who declares that threads may read a
-        # dataset together means what it changes, too.
-        watch = FetchWatch(None if self._declared_safe else self.loader.dataset, draws=False)
+        # dataset together means what it changes, too; of the collate function that says nothing.
+        watch = FetchWatch(self._undeclared(fetch_of(self.loader)), draws=False)
         return Measured(self.tuner, watch if self.setting == INLINE else None)
+
+    def _undeclared(self, fetch: Fetch) -> Fetch | None:
+        """Return what of a loader's fetching is to be watched."""
+        if not self._declared_safe:
+            return fetch
+        of_dataset = getattr(fetch.collate, "__self__", None) is fetch.dataset
+        return None if of_dataset else fetch.of(None)
 
     # -- engines -----------------------------------------------------------------------------------------------------
 
@@ -170,19 +179,29 @@ class LoaderCore(Maker):
             if not asked and (reason := shared_handle(self.loader) or unsafe(self.loader.dataset)):
                 raise HandleShared(reason)
             return ThreadEngine(self.loader, setting.workers, prefetch=prefetch)
-        # On trial the loop must not stand still for long: nobody asked for processes.
-        stall_s = None if self.tuner is None else max(_STALL_S, 10 * self.slowest_s)
         return ProcessEngine(
             self.loader,
             setting.workers,
             start_method=setting.mode,
             prefetch=prefetch,
-            stall_s=stall_s,
-            check=None if self.tuner is None else self._check_fork,
+            stall_s=self._stall_s,
+            check=self._check_fork if self._on_trial else None,
         )
 
+    @property
+    def _on_trial(self) -> bool:
+        """Whether processes are on trial, and the loop can make their batches itself."""
+        return self.tuner is not None and not self.calls_init
+
+    @property
+    def _stall_s(self) -> float:
+        """How long a worker's first batch is waited for; on trial the loop must not stand still for long."""
+        return max(_STALL_S, 10 * self.slowest_s) if self._on_trial else STALL_S
+
     def _check_fork(self, start_method: str) -> None:
-        if self.calls_init or (self._asked and start_method != "fork"):
+        if not self._asked and self.changing:
+            raise RuntimeError(f"{self.changing}: each process would have a copy of its own")
+        if self._asked and start_method != "fork":
             return
         check_fork(self.loader, start_method, accepted=self._accepted)
 
@@ -204,6 +223,8 @@ class LoaderCore(Maker):
             try:
                 engine = self._engine(tuner.current)
                 engine.base_seed = self._continuous.base_seed
+                if isinstance(engine, ProcessEngine):
+                    engine.stall_s = self._stall_s
                 engine.start()
             except Exception as error:
                 tuner.failed(error)
@@ -294,7 +315,7 @@ class LoaderCore(Maker):
     def _as_requested(self, continuous: Continuous) -> Any:
         try:
             return continuous.fetch()
-        except (ThreadsDraw, WorkersStuck) as error:
+        except (ThreadsDraw, BatchHasGraph, WorkersStuck) as error:
             advice = ". Use mode='processes' for such a dataset" if isinstance(error, ThreadsDraw) else ""
             mode = self.options.mode
             warnings.warn(f"{error}: mode={mode!r} goes on in the loop's own thread{advice}", stacklevel=5)

@@ -8,7 +8,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from accel.dataio.dataset.fetch_watch import FetchWatch
-from accel.dataio.engine.engine import FetchTimeout, InlineEngine, ThreadsDraw, WorkerDied
+from accel.dataio.engine.engine import BatchHasGraph, FetchTimeout, InlineEngine, ThreadsDraw, WorkerDied
 from accel.dataio.passes.continuous import Continuous
 from accel.dataio.passes.rounds import INLINE
 from accel.dataio.passes.tuner import Tuner
@@ -52,7 +52,7 @@ class Measured:
             batch = continuous.fetch() if self._watch is None else self._watched(self._watch, core, continuous)
         except (StopIteration, FetchTimeout):
             raise
-        except ThreadsDraw as error:
+        except (ThreadsDraw, BatchHasGraph) as error:
             tuner.forbid_threads(str(error))
             return self.fetch(core, continuous)
         except Exception as error:
@@ -93,6 +93,7 @@ class Measured:
         batch = watch.around(continuous.fetch)
         core.moved_file = core.moved_file or watch.moved_file
         if watch.finding:
+            core.changing = watch.finding
             self._tuner.forbid_threads(watch.finding)
         if watch.finding or watch.fetches >= _WATCHED:
             self._watch = None

@@ -36,8 +36,6 @@ def not_continuable(loader: DataLoader[Any]) -> str:
         return "the loader yields batches out of order (in_order=False)"
     if isinstance(loader.dataset, MapDataPipe):
         return "the dataset is a MapDataPipe, which torch shards in its own workers"
-    if type(loader)._get_iterator is not DataLoader._get_iterator:
-        return f"{type(loader).__name__} overrides _get_iterator"
     if loader.pin_memory and torch.accelerator.is_available() and not torch.cuda.is_available():
         return "batches are pinned for a device that is not a CUDA one"
     return ""
@@ -46,4 +44,6 @@ def not_continuable(loader: DataLoader[Any]) -> str:
 def _own_iterator(loader: DataLoader[Any]) -> str:
     if type(loader).__iter__ is not DataLoader.__iter__:
         return f"{type(loader).__name__} overrides __iter__"
+    if type(loader)._get_iterator is not DataLoader._get_iterator:
+        return f"{type(loader).__name__} overrides _get_iterator"
     return ""

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import sys
+import time
 from functools import partial
 from typing import Any
 
 from torch.utils.data import DataLoader
 
-from accel.dataio.batches import equal
+from accel.dataio.batches import equal, one_memory
 from accel.dataio.dataset.handles import check_fork
 from accel.dataio.engine.engine import Engine, ThreadEngine
-from accel.dataio.engine.processes import ProcessEngine
+from accel.dataio.engine.processes import STALL_S, ProcessEngine
 from accel.dataio.passes.continuous import Continuous
 
 # Processes by another method import the user's script; where there is no fork, starting them is refused.
@@ -22,35 +23,55 @@ def moved(loader: DataLoader[Any], workers: int, *, threads: bool = False) -> Co
     """Return what makes a loader's batches ahead in worker processes, or in threads.
 
     Raises:
-        ValueError: if the batches of its first samples differ from the plain loader's.
+        ValueError: if the batches of its first samples differ from the plain loader's, or hold what is the dataset's
+            own, and processes would hand out copies.
     """
-    engine: Engine
-    if threads:
-        engine = ThreadEngine(loader, workers)
-    else:
-        check = partial(check_fork, loader)
-        engine = ProcessEngine(loader, workers, start_method=_START_METHOD, check=check, as_loop=True)
+    engine: Engine = ThreadEngine(loader, workers) if threads else _processes(loader, workers)
     continuous = Continuous(loader, engine, strict=True)
-    if not same_as_plain(loader, continuous):
+    try:
+        if not same_as_plain(loader, continuous):
+            raise ValueError("prefetched batches differ from the plain loader's")
+    except BaseException:
         continuous.close()
-        raise ValueError("prefetched batches differ from the plain loader's")
+        raise
     return continuous
 
 
+def _processes(loader: DataLoader[Any], workers: int) -> ProcessEngine:
+    began = time.perf_counter()
+    batch = _plain(loader, _first(loader))
+    took_s = time.perf_counter() - began
+    if one_memory(batch, _plain(loader, _first(loader))):
+        raise ValueError(
+            "batches hold the dataset's own objects: what the loop writes into them must stay there, and worker "
+            "processes hand out copies"
+        )
+    stall_s = max(STALL_S, 10 * took_s)
+    check = partial(check_fork, loader)
+    return ProcessEngine(loader, workers, start_method=_START_METHOD, check=check, as_loop=True, stall_s=stall_s)
+
+
 def same_as_plain(loader: DataLoader[Any], workers: Continuous) -> bool:
-    """Fetch the dataset's first samples through `workers` and plainly, and return whether the bits agree.
+    """Fetch the dataset's first samples plainly and through `workers`, and return whether the bits agree.
 
     A batch of the loader's own size is taken from the front of the dataset; no sampler and no random state is touched.
+    Plainly first: processes are forked by the first fetch through them, and what the plain one has moved shows.
     """
-    count = min(len(loader.dataset), loader.batch_size or 1)  # type: ignore[arg-type]
-    indices = list(range(count))
+    indices = _first(loader)
+    plain = _plain(loader, indices)
     workers.take(iter([indices]), ahead=False)
     try:
-        moved = workers.fetch()
+        return equal(workers.fetch(), plain)
     finally:
         workers.close_feed()
-    plain = loader.collate_fn(_samples(loader.dataset, indices))
-    return equal(moved, plain)
+
+
+def _first(loader: DataLoader[Any]) -> list[int]:
+    return list(range(min(len(loader.dataset), loader.batch_size or 1)))  # type: ignore[arg-type]
+
+
+def _plain(loader: DataLoader[Any], indices: list[int]) -> Any:
+    return loader.collate_fn(_samples(loader.dataset, indices))
 
 
 def _samples(dataset: Any, indices: list[int]) -> list[Any]:

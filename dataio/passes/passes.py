@@ -142,6 +142,8 @@ class Pass:
                 late, self._late = self._late, None
                 raise late
             copier.start(self._fetch())
+        if copier.holds_graph:  # the next one is computed with the weights after this step
+            return copier.finish()
         try:
             copier.start(self._fetch())
         except Exception as error:  # the end too: it comes after the batch in hand

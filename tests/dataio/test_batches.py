@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+from types import MappingProxyType
+from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pack_sequence
 
-from accel.dataio.batches import describe, equal, leaves, map_tensors, tensors
+from accel.dataio.batches import describe, equal, leaves, map_tensors, one_memory, tensors
+from accel.dataio.engine import transfer
 
 
 @dataclasses.dataclass
@@ -35,3 +40,71 @@ def test_the_tensors_of_a_batch_with_an_unset_field_are_mapped() -> None:
     assert not hasattr(mapped, "mask")
     del batch.words
     assert map_tensors(lambda tensor: tensor + 1, batch) is batch
+
+
+@dataclasses.dataclass(frozen=True)
+class Counted:
+    """Computes when it is made, from what is not kept."""
+
+    words: Tensor
+    scale: dataclasses.InitVar[float]
+    scaled: Tensor = dataclasses.field(init=False)
+
+    def __post_init__(self, scale: float) -> None:
+        object.__setattr__(self, "scaled", self.words * scale)
+        object.__setattr__(self, "longest", self.words.max())
+
+
+def test_a_dataclass_is_copied_and_not_made_anew() -> None:
+    mapped = map_tensors(lambda tensor: tensor + 1, Counted(torch.ones(2), 3.0))
+    assert mapped.words.tolist() == [2.0, 2.0]
+    assert mapped.scaled.tolist() == [4.0, 4.0]
+    assert mapped.longest == 2.0
+
+
+def test_a_mapping_that_can_not_be_written_keeps_its_class() -> None:
+    batch = MappingProxyType({"x": torch.ones(2), "name": "a"})
+    mapped = map_tensors(lambda tensor: tensor + 1, batch)
+    assert type(mapped) is MappingProxyType
+    assert mapped["x"].tolist() == [2.0, 2.0] and mapped["name"] == "a"
+
+
+def test_the_sizes_of_a_packed_sequence_stay_where_they_are() -> None:
+    """On the CPU: torch takes no others."""
+    batch = pack_sequence([torch.ones(3), torch.ones(2)])
+    mapped = map_tensors(lambda tensor: tensor.to("meta"), batch)
+    assert mapped.data.device.type == "meta"
+    assert mapped.batch_sizes is batch.batch_sizes
+
+
+def test_what_can_not_be_made_again_is_not_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Two(tuple):  # type: ignore[type-arg]
+        def __new__(cls, first: Any, second: Any) -> Any:
+            return super().__new__(cls, (first, second))
+
+    monkeypatch.setattr(transfer, "_pin_tensor", lambda tensor: tensor.clone())
+    batch = Two(torch.ones(1), torch.ones(1))
+    assert transfer.pin(batch) is batch
+
+
+OWN = torch.ones(4, 2)
+ENTRIES = {"a": [1]}
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "common"),
+    [
+        (OWN[0], OWN[0], True),
+        ([OWN[:2]], [OWN[1:]], True),
+        (OWN[0].clone(), OWN[0].clone(), False),
+        (OWN.numpy()[1], OWN.numpy()[1], True),
+        (ENTRIES, ENTRIES, True),
+        ((1, "a", None, 2.5), (1, "a", None, 2.5), False),
+        (("a", ENTRIES), ("b", ENTRIES), True),
+        ({"a": [1]}, {"a": [1]}, False),
+        (Sentences(OWN), Sentences(OWN), True),
+        (torch.eye(2).to_sparse(), torch.eye(2).to_sparse(), False),
+    ],
+)
+def test_what_two_batches_have_in_common_and_can_be_written(one: Any, other: Any, common: bool) -> None:
+    assert one_memory(one, other) == common

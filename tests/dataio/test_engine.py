@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import threading
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from accel.dataio.engine.engine import BatchJob, Engine, InlineEngine, ThreadEngine
@@ -293,3 +295,34 @@ def test_threads_end_with_the_engine() -> None:
 def test_threads_must_be_positive() -> None:
     with pytest.raises(ValueError, match="workers must be at least 1, got 0"):
         ThreadEngine(DataLoader(Squares()), 0)
+
+
+class Modes(Dataset[Tensor]):
+    """Samples tell under which modes of torch they are made."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> Any:
+        product = torch.ones(2, 2) @ torch.ones(2, 2)
+        return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), product.dtype, product.device.type
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [
+        contextlib.nullcontext(),
+        torch.no_grad(),
+        torch.inference_mode(),
+        torch.autocast("cpu", torch.bfloat16),
+        torch.device("meta"),
+    ],
+    ids=["none", "no_grad", "inference", "autocast", "device"],
+)
+def test_threads_fetch_under_the_modes_of_the_loop(mode: Any) -> None:
+    loader = DataLoader(Modes(), batch_size=None)
+    threads, plain = ThreadEngine(loader, 1), InlineEngine(loader)
+    with mode:
+        assert run(threads, [0, 1]) == run(plain, [0, 1])
+    assert run(threads, [2]) == run(plain, [2])
+    threads.close()

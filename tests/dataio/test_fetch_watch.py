@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 
 from accel.dataio.dataset import content
 from accel.dataio.dataset.fetch_watch import FetchWatch
+from accel.dataio.fetching.fetch import fetch_of
 
 CALLS = [0]
 NUMBER = 0
@@ -140,3 +142,50 @@ def test_datasets_that_answer_in_their_own_way(mode: Any, answer: Any) -> None:
         with ContinuousLoader(DataLoader(data, 4), mode=mode, workers=1) as loader:
             for _ in range(3):
                 assert [batch.tolist() for batch in loader] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+
+
+class Masks:
+    """A collate function with a generator of its own."""
+
+    def __init__(self) -> None:
+        self.random = np.random.default_rng(0)
+
+    def __call__(self, samples: list[int]) -> Any:
+        return torch.tensor(samples), self.random.random(len(samples))
+
+
+def test_what_a_collate_function_keeps_is_watched_too() -> None:
+    loader = DataLoader(list(range(12)), 4, collate_fn=Masks())
+    watch = FetchWatch(fetch_of(loader))
+    batches = iter(loader)
+    watch.around(lambda: next(batches))
+
+    assert watch.finding == "making a batch changes what the collate function keeps"
+
+
+def test_a_dataset_that_changes_is_seen_behind_an_array_that_is_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Arrays after one that was too large were not looked at any more, and such a dataset was moved."""
+    monkeypatch.setattr(content, "MOST_BYTES", 4096)
+    monkeypatch.setattr(content, "MOST_ENTRIES", 1000)
+
+    class Counts(Data):
+        def __init__(self, leave: Callable[[Any], Any]) -> None:
+            self.data = np.zeros(8192)
+            self.seen = np.zeros(4)
+            self.lists = [[0] for _ in range(content.MOST_ENTRIES + 1)]
+            self.known = [0] * 300
+            self.leave = leave
+
+    for leave in (_write_seen, _write_known):
+        data = Counts(leave)
+        watch = FetchWatch(data)
+        watch.around(partial(data.__getitem__, 0))
+        assert watch.finding == "fetching a sample changes the dataset"
+
+
+def _write_seen(data: Any) -> None:
+    data.seen[0] += 1
+
+
+def _write_known(data: Any) -> None:
+    data.known[299] += 1

@@ -335,3 +335,18 @@ def test_threads_know_of_globals_too(path: Path) -> None:
     assert unsafe(data) == ""  # which looks at what the dataset holds
     with pytest.raises(HandleShared, match="the global FILE is an open file"):
         loader._core._engine(tuner.Setting("threads", 2))
+
+
+def test_a_table_that_computes_with_threads_of_its_own_is_not_forked() -> None:
+    """In a forked process they are not there, and it waits for them for ever."""
+
+    class Frame:
+        pass
+
+    Frame.__module__ = "polars.dataframe.frame"
+    data = Records(bytes)
+    data.table = Frame()  # type: ignore[attr-defined]
+    assert "polars.dataframe.frame" in shared_handle(DataLoader(data, 4))
+    assert "native threads don't come along with a fork" in shared_handle(DataLoader(data, 4))
+    data.table = Frame  # type: ignore[attr-defined]
+    assert shared_handle(DataLoader(data, 4)) == ""

@@ -23,6 +23,7 @@ from torch.utils.data import (
 from torch.utils.data.distributed import DistributedSampler
 
 from accel.dataio.loader import ContinuousLoader
+from accel.dataio.passes.movable import movable
 from tests.dataio.numbers import Numbers, indices, run, same, saved_and_loaded, seeded
 from tests.sampling import examples
 
@@ -372,6 +373,21 @@ def test_a_device_gets_each_batch_and_the_state_counts_those_handed_over(engine:
 def test_arguments_out_of_range(options: dict[str, Any], error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         ContinuousLoader(DataLoader(Numbers(), 4), **options)
+
+
+class Filters(DataLoader[Any]):
+    """Looks over its batches by an iterator of its own, as those of graph libraries do."""
+
+    def _get_iterator(self) -> Any:
+        return (batch + 1 for batch in super()._get_iterator())
+
+
+def test_a_loader_with_an_iterator_of_its_own_is_passed_through() -> None:
+    plain = Filters(Numbers(12), 4)
+    assert "Filters overrides _get_iterator" in movable(plain)
+    with ContinuousLoader(plain) as loader:
+        assert [batch.tolist() for batch in loader] == [batch.tolist() for batch in plain]
+        assert "Filters overrides _get_iterator" in loader.explain()
 
 
 def test_what_can_not_be_wrapped() -> None:

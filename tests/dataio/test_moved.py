@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, RandomSampler, SequentialSampler, get_worker_info
 
 from accel.dataio.dataset.snapshot import compare, take_snapshot
+from accel.dataio.engine.engine import BatchHasGraph
 from accel.dataio.passes.moved import moved
 from accel.dataio.passes.own_workers import OwnWorkers
 from accel.dataio.passes.proxy import LoaderProxy
@@ -184,7 +185,7 @@ def test_batches_with_a_graph_are_left_to_the_loop(threads: bool) -> None:
     def collate(samples: list[Tensor]) -> Tensor:
         return table(torch.stack(samples)[:, 0].long())  # type: ignore[no-any-return]
 
-    with pytest.raises(ValueError, match="differ from the plain loader's"):
+    with pytest.raises(BatchHasGraph if threads else TypeError, match="on a graph"):
         moved(DataLoader(Numbers(), 4, collate_fn=collate), 1, threads=threads)
 
 
@@ -218,4 +219,59 @@ def test_a_batch_of_a_worker_can_be_detached_in_place() -> None:
         assert torch.equal(x.grad, 2 * x)
         x.detach_()
         assert not x._is_view()
+    workers.close()
+
+
+class Masks:
+    """A collate function with a generator of its own: a copy of it would draw the same numbers once more."""
+
+    def __init__(self) -> None:
+        self.random = np.random.default_rng(0)
+
+    def __call__(self, samples: list[Tensor]) -> Any:
+        return torch.stack(samples), self.random.random(len(samples))
+
+
+def test_a_collate_function_with_a_generator_of_its_own_is_left_to_the_loop() -> None:
+    with pytest.raises(ValueError, match="differ from the plain loader's"):
+        moved(DataLoader(Numbers(), 4, collate_fn=Masks()), 2)
+
+
+class Bank(Numbers):
+    """Hands out its own memory, in which the loop keeps what it has learnt of a sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.memory = torch.zeros(24, 2)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.memory[index]
+
+
+def test_what_the_loop_writes_into_the_dataset_s_own_memory_stays_there() -> None:
+    loader = DataLoader(Bank(), 1, collate_fn=lambda samples: samples[0])
+    with pytest.raises(ValueError, match="hold the dataset's own objects"):
+        moved(loader, 1)
+    workers = moved(loader, 1, threads=True)
+    proxy: Any = LoaderProxy(loader, Silent())
+    proxy._accel_fetching.workers = workers
+    for epoch in range(2):
+        for row in proxy:
+            assert row[0] == epoch
+            row += 1
+    workers.close()
+
+
+class Seeded(Numbers):
+    def __getitem__(self, index: int) -> Any:
+        return torch.tensor([index, torch.initial_seed()])
+
+
+def test_a_worker_has_the_seed_of_the_loop_s_process() -> None:
+    torch.manual_seed(5)
+    loader = DataLoader(Seeded(), 4)
+    workers = moved(loader, 1)
+    proxy: Any = LoaderProxy(loader, Silent())
+    proxy._accel_fetching.workers = workers
+    assert all((batch[:, 1] == 5).all() for batch in proxy)
     workers.close()

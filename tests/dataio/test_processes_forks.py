@@ -70,7 +70,7 @@ def test_a_lock_that_was_held_at_the_fork() -> None:
 def test_a_loader_whose_workers_are_stuck_goes_on_in_the_loops_own_thread(
     held_lock: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(processes, "_STALL_S", 0.5)
+    monkeypatch.setattr(processes, "STALL_S", 0.5)
     data = Locks()
     with ContinuousLoader(DataLoader(data, 4), mode="fork", workers=2) as loader:
         batches = iter(loader)
@@ -221,3 +221,37 @@ def test_a_forked_process_that_drops_the_engine_leaves_the_workers_alone() -> No
         assert in_child(work) == b"0"
         assert_made(run(engine))
         assert pids(engine) == workers
+
+
+class Stuck(Squares):
+    """Hangs in a worker, at its first sample or at a later one, for a lock of native threads: no Python thread ran."""
+
+    def __init__(self, at: int) -> None:
+        super().__init__(at=at, act=lambda: time.sleep(1000))
+
+
+def nothing(start_method: str) -> None:
+    """Let all processes be started."""
+
+
+@pytest.mark.parametrize(("at", "batch"), [(0, "its first"), (8, "a")])
+def test_workers_that_nobody_asked_for_are_given_up_whatever_they_wait_for(
+    at: int, batch: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "STALL_S", 1.0)
+    with engine_of(Stuck(at), 1, start_method="fork", check=nothing) as engine:
+        made = run(engine, [[at - 1], [at]] if at else [[0]])
+        engine.start_method = "spawn"
+        assert engine._patience_s(processes.WorkerHandle(0)) == float("inf")
+
+    assert type(made[-1]) is WorkersStuck
+    assert f"has not made {batch} batch in 1 s" in str(made[-1])
+
+
+def test_workers_that_were_asked_for_may_take_their_time_where_no_thread_ran() -> None:
+    with engine_of(Stuck(0), 1, start_method="fork") as engine:
+        handle = processes.WorkerHandle(0)
+        handle.threads_at_start = 1
+        assert engine._patience_s(handle) == float("inf")
+        handle.threads_at_start = 2
+        assert engine._patience_s(handle) == processes.STALL_S

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import marshal
 import math
 import random
 import tempfile
@@ -12,6 +13,7 @@ import weakref
 from collections import deque, namedtuple
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from xml.etree import ElementTree
 
@@ -546,3 +548,19 @@ def test_long_lists_of_what_can_t_be_looked_into_may_have_changed(monkeypatch: p
     assert not take_snapshot(Holder(samples=[torch.eye(2).to_sparse() for _ in range(300)])).whole
     monkeypatch.setattr(content, "MOST_BYTES", 1000)
     assert not take_snapshot(Holder(samples=[torch.zeros(3) for _ in range(300)])).whole
+
+
+def test_what_is_copied_to_be_looked_at_is_bounded_by_its_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a list of pictures as bytes all were copied, gigabytes, at each look."""
+    sizes = []
+
+    def dumps(value: Any, version: int) -> bytes:
+        data = marshal.dumps(value, version)
+        sizes.append(len(data))
+        return data
+
+    monkeypatch.setattr(content, "marshal", SimpleNamespace(dumps=dumps))
+    monkeypatch.setattr(content, "MOST_BYTES", 1 << 20)
+    assert not take_snapshot(Holder(a=[bytes(50_000)] * 2000)).whole
+    assert sum(sizes) <= 4 << 20
+    assert take_snapshot(Holder(a=[bytes(5_000)] * 300)).whole

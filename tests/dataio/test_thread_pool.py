@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import decimal
 import gc
 import math
 import os
@@ -284,3 +285,12 @@ def test_forks_one_after_the_other_wait_once(monkeypatch: pytest.MonkeyPatch) ->
     asking.join()
     pool.shutdown()
     assert waits[1:] == [0] * 5
+
+
+def test_a_task_runs_in_the_context_of_the_caller() -> None:
+    pool = ThreadPool(1, "tests")
+    with decimal.localcontext() as context:
+        context.prec = 5
+        assert pool.submit(lambda: decimal.getcontext().prec).result() == 5
+    assert pool.submit(lambda: decimal.getcontext().prec).result() == decimal.getcontext().prec != 5
+    pool.shutdown()

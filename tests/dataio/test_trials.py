@@ -193,3 +193,35 @@ def test_a_script_runs_once_and_ends_although_a_fetch_hangs(tmp_path: Path) -> N
     subprocess.run([sys.executable, str(script)], check=True, timeout=300, env=environment)
 
     assert runs.read_text() == "run "
+
+
+class Counting(Numbers):
+    """Counts its fetches: a copy in another process would count some of them only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fetched = 0
+
+    def __getitem__(self, index: int) -> Tensor:
+        self.fetched += 1
+        return super().__getitem__(index)
+
+
+class Collating:
+    def __init__(self) -> None:
+        self.batches = 0
+
+    def __call__(self, samples: list[Tensor]) -> Tensor:
+        self.batches += 1
+        return torch.stack(samples)
+
+
+@pytest.mark.parametrize("data", [Counting(), Numbers()])
+def test_what_fetching_changes_is_not_copied_by_processes_that_nobody_asked_for(data: Any) -> None:
+    collate = Collating()
+    with ContinuousLoader(DataLoader(data, 4, collate_fn=collate), workers=2) as loader:
+        told = told_after(loader, data)
+
+    assert "each process would have a copy of its own" in told
+    assert collate.batches == 12 * 13
+    assert getattr(data, "fetched", 12 * 50) == 12 * 50

@@ -349,3 +349,13 @@ def test_an_empty_batch_needs_no_memory() -> None:
 
     assert wire.pack(batch).size == 0
     assert_same(through(batch), batch)
+
+
+@pytest.mark.parametrize(
+    "place", [lambda each: each, lambda each: {"x": [each, 1]}, lambda each: each.as_subclass(Tagged)]
+)
+def test_a_tensor_on_a_graph_is_not_sent_as_a_leaf(place: Any) -> None:
+    weight = torch.ones(3, requires_grad=True)
+    with pytest.raises(TypeError, match=r"Found: grad_fn=<MulBackward|Found: grad_fn=<Alias"):
+        wire.pack(place(weight * 2))
+    assert through(weight).is_leaf
