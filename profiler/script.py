@@ -12,8 +12,8 @@ import importlib.util
 import os
 import signal
 import sys
-import traceback
 import types
+import weakref
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -23,6 +23,13 @@ from accel.profiler import stderr
 
 TERMINATED = 128 + signal.SIGTERM
 INTERRUPTED = 128 + signal.SIGINT
+
+_PACKAGE = os.path.dirname(os.path.dirname(__file__))
+_PASSES_ON = tuple(
+    os.path.join(_PACKAGE, *folder.split("/"), "")
+    for folder in ("profiler", "script", "session", "run", "strategies", "dataio/passes")
+)
+"""Where calls of the script's pass through that it would not pass without a command of accel's."""
 
 
 @dataclass(frozen=True)
@@ -110,6 +117,8 @@ class Script:
         self.untouched()
         if error is not None:
             self.ending = _ending(error)
+        if self._termination.has_come and self.ending.status == 0:  # the script has caught what was to end it
+            self.ending = Ending(TERMINATED, "terminated")
         return True
 
     def untouched(self) -> None:
@@ -146,19 +155,29 @@ def _exited(leaving: SystemExit) -> Ending:
 
 
 def _show(error: BaseException) -> None:
-    """Print the traceback, without the profiler's frames on top."""
+    """Print the traceback as Python does, without frames of accel's on top and in between."""
     trimmed = _own_frames_removed(error.__traceback__)
-    if sys.excepthook is sys.__excepthook__:
-        stderr.write("".join(traceback.format_exception(type(error), error, trimmed)), end="")
-    else:
-        sys.excepthook(type(error), error, trimmed)
+    sys.excepthook(type(error), error.with_traceback(trimmed), trimmed)
 
 
 def _own_frames_removed(trace: TracebackType | None) -> TracebackType | None:
     rest = trace.tb_next if trace is not None else None  # the first is the caller of the script
-    while rest is not None and rest.tb_frame.f_code.co_filename == __file__:
+    entries: list[TracebackType] = []
+    while rest is not None:
+        entries.append(rest)
         rest = rest.tb_next
+    while entries and entries[0].tb_frame.f_code.co_filename == __file__:
+        entries.pop(0)
+    # What failed in accel itself is shown whole.
+    end = max((place for place, entry in enumerate(entries) if not _passes_on(entry)), default=-1)
+    for place, entry in reversed(list(enumerate(entries))):
+        if place > end or not _passes_on(entry):
+            rest = TracebackType(rest, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
     return rest
+
+
+def _passes_on(entry: TracebackType) -> bool:
+    return entry.tb_frame.f_code.co_filename.startswith(_PASSES_ON)
 
 
 class UnwindOnTermination:
@@ -167,9 +186,17 @@ class UnwindOnTermination:
     A script's own handler stays. One that the script sets later may call the one that was there, as chained handlers
     do; the default one is no function, so nothing is called then. Called by another handler, this one does nothing
     either: raised there, its error would tear the step apart that the other one lets end.
+
+    It unwinds once: a second signal ends the process. So does the first one if the script catches the error that was to
+    unwind it, by a bare `except` say, and goes on.
+
+    Attributes:
+        has_come: the signal has come, and the script was to be unwound.
     """
 
     def __init__(self) -> None:
+        self.has_come = False
+        self._unwinding: weakref.ref[_TerminatedError] | None = None
         self._process: int | None = None
         """The one whose script is to be unwound."""
 
@@ -188,10 +215,21 @@ class UnwindOnTermination:
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         """Unwind the script; end the process where there is none to unwind: in a forked child, or afterwards."""
-        has_script = os.getpid() == self._process
-        if signal.getsignal(number) is not self:
+        has_script, is_set = os.getpid() == self._process, signal.getsignal(number) is self
+        if not is_set:
             return
-        if has_script:
-            raise _TerminatedError
         signal.signal(number, signal.SIG_DFL)
-        os.kill(os.getpid(), number)
+        if not has_script:
+            os.kill(os.getpid(), number)
+            return
+        self.has_come, error = True, _TerminatedError()
+        self._unwinding = weakref.ref(error, self._caught)
+        try:
+            raise error
+        finally:
+            del error  # else it would hold itself, by its traceback, for as long as the collector lets it
+
+    def _caught(self, unwinding: object) -> None:
+        """End the process if the script still runs: nothing holds the error any more, so nothing will unwind it."""
+        if os.getpid() == self._process and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
+            os.kill(os.getpid(), signal.SIGTERM)

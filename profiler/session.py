@@ -302,16 +302,15 @@ class ProfileSession:
     # -- evidence ------------------------------------------------------------------------------------------------------
 
     def _device(self) -> torch.device:
-        for optimizer in self.recorder.optimizers:
-            for group in optimizer.param_groups:
-                for parameter in group["params"]:
-                    return torch.device(parameter.device)
-        return torch.device("cpu")
+        return self._trained().device
+
+    def _trained(self) -> facts.Trained:
+        return facts.of_training(self.recorder.optimizers, self.recorder.trained)
 
     def evidence(self) -> Evidence:
         """Return what has been measured so far."""
         recorder, exchange = self.recorder, self.exchange
-        parameters = [p for o in recorder.optimizers for g in o.param_groups for p in g["params"]]
+        trained = self._trained()
         ordinary, slow_once = one_offs.split(self.steps)
         left_out = [measured.step for measured in slow_once]
         waited = self._ddp_wait.mean(without=left_out)
@@ -321,7 +320,7 @@ class ProfileSession:
             one_offs=slow_once,
             cores=usable_cores(),
             threads=self._settings.threads,
-            device=self._device().type,
+            device=trained.device.type,
             rank=exchange.rank,
             world_size=exchange.size,
             local_world_size=exchange.local_size,
@@ -335,8 +334,8 @@ class ProfileSession:
             workers=self._workers.shares(),
             collate_share=recorder.collating.share,
             gc_share=self._gc.share(without=left_out),
-            optimizer=facts.of_optimizers(recorder.optimizers),
-            dtype=facts.dtype(parameters),
+            optimizer=trained.optimizer,
+            dtype=trained.dtype,
             anomaly_mode=self._settings.anomaly_mode,
             ddp_wait_share=waited / step_s if waited is not None and step_s else None,
             device_ms=recorder.events.ms() if recorder.events is not None else {},
@@ -380,6 +379,7 @@ class ProfileSession:
             return ""
         if not self._confirm:
             return "not tried: --no-confirm"
-        if self._counterfactual(finding.cause) is None:
+        is_gone = finding.cause.startswith("optimizer.") and not len(self.recorder.optimizers)
+        if not is_gone and self._counterfactual(finding.cause) is None:
             return "nothing switches it off in a running script; the figure is from the clocks"
         return "not tried: the run ended before, or it showed only later"

@@ -104,6 +104,8 @@ class Border:
         _calls.stack.pop()
         if call.autocast is not None:
             call.autocast.__exit__(None, None, None)
+            # Within autocast(enabled=False) of the loop's own torch keeps the casts of weights past the next update.
+            torch.clear_autocast_cache()
         return mapped(self._outwards, output)
 
     def _outwards(self, tensor: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -170,7 +171,7 @@ def _read(source: bytes | str, file: str) -> _File:
     if not _uses_torch(tree):
         return _File(defined, [])
     text = source.decode("utf-8", "replace") if isinstance(source, bytes) else source
-    lines = text.splitlines()
+    lines = re.split(r"\r\n|\r|\n", text)  # as ast counts them; a form feed or U+2028 ends no line there
     within = {node: function for function in defined for node in function.nodes}
     walked = _walk(tree, _numpy_names(tree), looping=False, losing="loss" in Path(file).stem)
     placed = {(node.lineno, habit): within.get(id(node)) for node, habit in walked}

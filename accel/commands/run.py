@@ -156,5 +156,6 @@ class RunJob(ScriptJob):
             why = self._training.why_nothing()
         if why and os.environ.get("ACCEL") != "0" and os.environ.get("RANK", "0") == "0":
             say(f"accel: nothing was made faster: {why}")
-            if children := training_in_children("run"):
+            has_workers = self._training is not None and self._training.loaders.has_workers
+            if not has_workers and (children := training_in_children("run")):  # else the loaders' own may have run
                 say(children)

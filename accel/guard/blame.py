@@ -14,6 +14,7 @@ are replayed plainly and under the strategies, and the arrived gradients are sen
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,10 +30,19 @@ _CALLS = 4
 Repeat = Callable[[Recording], tuple[Replayed, Comparison]]
 
 
+def _let_pass(gradient: Tensor) -> None:
+    """Note nothing of it."""
+
+
+@dataclass
 class KeptCall(Recording):
     """One call under strategies, by reference."""
 
+    note: Callable[[Tensor], None] = _let_pass
+    """Is given each gradient that arrives, in the backward pass."""
+
     def _arrive(self, number: int, gradient: Tensor) -> None:
+        self.note(gradient)
         arrived = gradient.detach()
         self.arrived[number] = self.arrived[number] + arrived if number in self.arrived else arrived
 
@@ -48,15 +58,15 @@ class _Random:
 
 
 class Blame:
-    """Keep the calls of a step, and decide whether strategies are to blame for a bad gradient.
+    """Keep the calls of a step on the CPU, and decide whether strategies are to blame for a bad gradient.
 
     Args:
         model: the model that is called.
-        device: its device.
+        note: is given the gradients that arrive at its outputs, in the backward pass.
     """
 
-    def __init__(self, model: nn.Module, device: torch.device) -> None:
-        self._device = device.type
+    def __init__(self, model: nn.Module, note: Callable[[Tensor], None] = _let_pass) -> None:
+        self._note = note
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self.calls: list[KeptCall] = []
         """The calls that are kept now."""
@@ -67,8 +77,8 @@ class Blame:
         """Return the record of a call that is about to be made."""
         if self._gradients_checked:
             self.forget()
-        autocast = torch.is_autocast_enabled(self._device), torch.get_autocast_dtype(self._device)
-        return KeptCall(args, kwargs, _Random(), None, autocast, self._device)  # type: ignore[arg-type]
+        autocast = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+        return KeptCall(args, kwargs, _Random(), None, autocast, "cpu", note=self._note)  # type: ignore[arg-type]
 
     def keep(self, call: KeptCall, outputs: Any) -> None:
         """Keep a call that was made, until its gradients have been checked."""

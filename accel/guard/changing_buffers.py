@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from accel.guard import own_state
+from accel.dataio.fetching.randomness import Stream
+from accel.guard import nested_state, own_state
+from accel.guard.module_state import ModuleState
+from accel.guard.nested_state import Contents
+from accel.guard.random_states import RandomStates
 
 # An observation copies the buffers; a few show which of them change in every call.
 _OBSERVATIONS = 8
@@ -19,6 +23,16 @@ _PLAIN = (Tensor, nn.Parameter)
 _SCALARS = (int, float, bool, str, type(None))
 _REPLACED = (Tensor, tuple)
 """Put back by reference, where a call has put another in its place: a recurrent state, say."""
+
+
+class ChangedState(NamedTuple):
+    """What changes from call to call, as it is before one of them."""
+
+    values: list[Any]
+    """Of attributes, by reference."""
+    contents: Contents
+    generators: own_state.States
+    streams: list[tuple[Stream, Any]]
 
 
 class ChangingBuffers:
@@ -38,10 +52,24 @@ class ChangingBuffers:
         """The latest copy."""
         self._attributes: dict[tuple[int, str], dict[str, Any]] = {}
         self._generators: list[Any] = []
+        self._streams: dict[str, Stream] = {}
+        """The random generators of the process that a call has drawn from, beside torch's."""
 
     def add(self, parameters: Iterable[Tensor]) -> None:
         """Add parameters that the model's own call writes to."""
         self._buffers |= {id(parameter): parameter for parameter in parameters}
+
+    def add_changes(self, modules: ModuleState, random: RandomStates) -> None:
+        """Add what a plain call has changed.
+
+        Args:
+            modules: as they were before it.
+            random: likewise.
+        """
+        attributes, tensors = modules.changed()
+        self._attributes |= {(id(owner), name): owner for owner, name in attributes}
+        self._buffers |= {id(tensor): tensor for tensor in tensors if _is_small(tensor)}
+        self._streams |= {stream.name: stream for stream in random.drawn_from() if stream.name != "torch"}
 
     def observe(self) -> None:
         """Record what has changed since the last observation, with a call of the model in between."""
@@ -67,7 +95,7 @@ class ChangingBuffers:
         if self._observations == _OBSERVATIONS:
             self._contents, self._values = {}, {}
 
-    def saved(self) -> tuple[list[Any], own_state.States]:
+    def saved(self) -> ChangedState:
         """Copy all state that changes, and return what `restore` needs; only the latest copy is kept."""
         places = _places(self._buffers.values())
         if self._copied is None or self._copied.places != places:
@@ -75,16 +103,24 @@ class ChangingBuffers:
         else:
             self._copied.take()
         values = [owner.get(name) for (_, name), owner in self._attributes.items()]
-        return values, own_state.states_of(self._generators)
+        return ChangedState(
+            values,
+            [pair for value in values for pair in nested_state.entries_within(value)],
+            own_state.states_of(self._generators),
+            [(stream, stream.read()) for stream in self._streams.values()],
+        )
 
-    def restore(self, saved: tuple[list[Any], own_state.States]) -> None:
+    def restore(self, saved: ChangedState) -> None:
         """Restore the latest copy."""
-        values, states = saved
-        own_state.put_back(states)
+        own_state.put_back(saved.generators)
+        for stream, state in saved.streams:
+            if stream.read() != state:
+                stream.write(state)
         if self._copied is not None:
             self._copied.put_back(self._buffers.values())
-        for ((_, name), owner), value in zip(self._attributes.items(), values, strict=True):
+        for ((_, name), owner), value in zip(self._attributes.items(), saved.values, strict=True):
             owner[name] = value
+        nested_state.put_back(saved.contents)
 
 
 def _reference(value: Any) -> Any:

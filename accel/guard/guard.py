@@ -41,13 +41,16 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
-from accel.dataio.batches import map_tensors, tensors
+from accel.dataio.batches import tensors
+from accel.guard import arguments
 from accel.guard.alone import on_this_rank_alone
+from accel.guard.bits import as_real, same_bits
 from accel.guard.call_flags import CallFlags
 from accel.guard.draws import Draw, ReplayedDraws, difference
-from accel.guard.module_state import ModuleState
+from accel.guard.module_state import ModuleState, tensors_in_attributes
 from accel.guard.random_states import RandomStates, devices_of
 from accel.precision import convolutions_use_tf32, fp32_precision, products_use_tf32
+from accel.run.layouts import is_kept
 from accel.strategies.base import Exactness
 
 _REDUCED_EPS = 2.0**-8
@@ -160,18 +163,14 @@ def record(
     """Record a call that is about to be made; its inputs are copied, since a forward may change them in place."""
     kind = device.type
     return Recording(
-        args=map_tensors(_copied, args),
-        kwargs=map_tensors(_copied, kwargs),
+        args=arguments.copied(args),
+        kwargs=arguments.copied(kwargs),
         state=RandomStates(devices_of(model, device, args, kwargs), args, kwargs),
         modules=ModuleState(model, written),
         autocast=(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)),
         device=kind,
         flags=CallFlags(model),
     )
-
-
-def _copied(tensor: Tensor) -> Tensor:
-    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 
 @dataclass
@@ -188,6 +187,12 @@ class Replayed:
     """What the call has left in the tensors that it was given, None where it has written nothing."""
     is_cut_off: bool = False
     """Gradients arrived in the step, and in the replay none of them reached a parameter or an input."""
+    entries: int = 0
+    """Entries that the arguments have after the call."""
+    added: list[Tensor] = field(default_factory=list)
+    """Tensors that the call has put into its arguments."""
+    attributes: dict[str, list[Tensor]] = field(default_factory=dict)
+    """Tensors in attributes of the modules after the call."""
 
 
 @contextlib.contextmanager
@@ -236,7 +241,7 @@ def replay(model: nn.Module, call: Any, recording: Recording, draws: ReplayedDra
 
 def _replayed(model: nn.Module, call: Any, recording: Recording, draws: ReplayedDraws | None) -> Replayed:
     recording.state.restore()
-    args, kwargs = map_tensors(_copied, recording.args), map_tensors(_copied, recording.kwargs)
+    args, kwargs = arguments.copied((recording.args, recording.kwargs))
     parameters = [(name, p) for name, p in model.named_parameters() if p.requires_grad and not is_lazy(p)]
     named: list[tuple[str, Tensor]] = [*parameters]
     inputs = tensors((args, kwargs))  # before the call, which may take some out of a dict
@@ -246,6 +251,7 @@ def _replayed(model: nn.Module, call: Any, recording: Recording, draws: Replayed
         gradients = _sent_back(recording, outputs, [tensor for _, tensor in named])
     names, noted = [name for name, _ in named], [] if draws is None else draws.noted
     other_order = draws is not None and draws.other_order
+    entries, added = arguments.entries((args, kwargs), inputs)
     return Replayed(
         [t.detach() for t in outputs],
         gradients,
@@ -254,18 +260,14 @@ def _replayed(model: nn.Module, call: Any, recording: Recording, draws: Replayed
         other_order,
         _written(recording, inputs),
         is_cut_off=bool(recording.arrived) and all(gradient is None for gradient in gradients),
+        entries=entries,
+        added=added,
+        attributes=tensors_in_attributes(model),
     )
 
 
 def _written(recording: Recording, inputs: list[Tensor]) -> list[Tensor | None]:
-    given = tensors((recording.args, recording.kwargs))
-    return [None if _is_as(old, new) else new.detach() for old, new in zip(given, inputs, strict=True)]
-
-
-def _is_as(old: Tensor, new: Tensor) -> bool:
-    if new.layout != torch.strided or new.is_nested:
-        return True  # not compared
-    return old.shape == new.shape and old.dtype == new.dtype and (torch.equal(old, new) or _same_bits(old, new))
+    return arguments.written(tensors((recording.args, recording.kwargs)), inputs)
 
 
 def called(
@@ -298,7 +300,7 @@ def replay_evaluation(
     try:
         for module in training:  # not eval(): a train() of the user's own may change weights, as loralib's merges them
             module.training = False
-        args, kwargs = map_tensors(_copied, recording.args), map_tensors(_copied, recording.kwargs)
+        args, kwargs = arguments.copied((recording.args, recording.kwargs))
         inputs = tensors((args, kwargs))
         autocast = torch.autocast(recording.device, dtype=dtype, enabled=enabled)
         with torch.no_grad(), on_this_rank_alone(model), autocast, draws or contextlib.nullcontext():
@@ -338,6 +340,7 @@ def compare(plain: Replayed, candidate: Replayed, exactness: Exactness) -> Compa
         finding = finding.merge(_compare_output(expected, actual, exactness))
     for number, (left, own) in enumerate(zip(plain.inputs, candidate.inputs, strict=True)):
         finding = finding.merge(_compare_input(number, left, own, exactness))
+    finding = finding.merge(_compare_left(plain, candidate, exactness))
     if not finding.problem:
         finding = finding.merge(_compare_gradients(plain, candidate, exactness))
     finding.other_draws = candidate.other_draws
@@ -351,9 +354,11 @@ def _compare_output(plain: Tensor, candidate: Tensor, exactness: Exactness) -> C
     if plain.shape != candidate.shape or plain.dtype != candidate.dtype:
         was, now = f"{tuple(plain.shape)} {plain.dtype}", f"{tuple(candidate.shape)} {candidate.dtype}"
         return Comparison(f"its output is {now}, the plain one {was}")
+    if not is_kept(plain, candidate):
+        return Comparison(f"its output has the strides {candidate.stride()}, the plain one {plain.stride()}")
     plain, candidate = as_real(plain), as_real(candidate)
     if exactness == Exactness.EXACT or not plain.is_floating_point():
-        return Comparison() if _same_bits(plain, candidate) else Comparison("its output has other bits", math.nan)
+        return Comparison() if same_bits(plain, candidate) else Comparison("its output has other bits", math.nan)
     tolerance = Tolerance.of(exactness, plain.dtype).output
     if not _is_finite(candidate):
         return Comparison("its output is not finite, unlike the plain one", math.inf)
@@ -376,6 +381,20 @@ def _compare_input(number: int, plain: Tensor | None, candidate: Tensor | None, 
     return finding
 
 
+def _compare_left(plain: Replayed, candidate: Replayed, exactness: Exactness) -> Comparison:
+    """Compare what a call has left in the containers that it was given, and how what it has kept lies in memory."""
+    if (plain.entries, len(plain.added)) != (candidate.entries, len(candidate.added)):
+        return Comparison("it puts other entries into its arguments than the plain path", 1.0)
+    finding = Comparison()
+    for expected, actual in zip(plain.added, candidate.added, strict=True):
+        finding = finding.merge(_compare_output(expected, actual, exactness))
+    finding.problem = finding.problem.replace("its output", "what it puts into its arguments", 1)
+    for name, expected_in_it in plain.attributes.items():
+        if not all(map(is_kept, expected_in_it, candidate.attributes.get(name, ()))):
+            finding = finding.merge(Comparison(f"what it keeps in {name} has other strides than in the plain path"))
+    return finding
+
+
 def _compare_gradients(plain: Replayed, candidate: Replayed, exactness: Exactness) -> Comparison:
     gradients = map(_summed, plain.gradients), map(_summed, candidate.gradients)
     pairs = list(zip(plain.names, *gradients, strict=True))
@@ -390,13 +409,15 @@ def _compare_gradients(plain: Replayed, candidate: Replayed, exactness: Exactnes
             )
         if expected is not None and actual is not None and not _same_places(expected, actual):
             return Comparison(f"its gradient for {name} holds other entries than the plain one", 0.0, 1.0)
+        if name.startswith("input ") and not _can_be_viewed(expected, actual):
+            return Comparison(f"its gradient for {name} is not contiguous, unlike the plain one")
     compared = [
         (name, _entries(expected), _entries(actual))
         for name, expected, actual in pairs
         if expected is not None and actual is not None
     ]
     if exactness == Exactness.EXACT:
-        wrong = [name for name, expected, actual in compared if not _same_bits(expected, actual)]
+        wrong = [name for name, expected, actual in compared if not same_bits(expected, actual)]
         return Comparison(f"its gradient for {wrong[0]} has other bits", 0.0, math.nan) if wrong else Comparison()
     return _compare_sizes(compared, exactness) if compared else Comparison()
 
@@ -412,20 +433,30 @@ def _same_places(expected: Tensor, actual: Tensor) -> bool:
     return not expected.is_sparse or torch.equal(expected.indices(), actual.indices())
 
 
+def _can_be_viewed(expected: Tensor | None, actual: Tensor | None) -> bool:
+    """Return whether a gradient that the loop may ask for is contiguous where the plain one is.
+
+    Those of parameters arrive in the layout of these.
+    """
+    if expected is None or actual is None or expected.layout != torch.strided:
+        return True
+    return not expected.is_contiguous() or is_kept(expected, actual)
+
+
 def _entries(gradient: Tensor) -> Tensor:
     return as_real(gradient.values() if gradient.is_sparse else gradient)
 
 
 def _compare_sizes(compared: list[tuple[str, Tensor, Tensor]], exactness: Exactness) -> Comparison:
-    tolerance = Tolerance.of(exactness, compared[0][1].dtype)
+    tolerances = [Tolerance.of(exactness, expected.dtype) for _, expected, _ in compared]
+    coarsest = max(tolerances, key=lambda each: each.gradient)
     errors, sizes, products = zip(*(_sizes(expected, actual) for _, expected, actual in compared), strict=True)
     if not all(map(math.isfinite, sizes)):
         return Comparison()  # the plain gradients are not finite: the loop's own fault, and nothing to compare with
     total = math.hypot(*sizes)
     overall = math.hypot(*errors) / total if total > 0 else math.hypot(*errors)
-    floor = 0.05 * tolerance.gradient * total
-    for (name, _, _), error, size in zip(compared, errors, sizes, strict=True):
-        if not error <= max(tolerance.gradient * size, floor):
+    for (name, _, _), tolerance, error, size in zip(compared, tolerances, errors, sizes, strict=True):
+        if not error <= tolerance.gradient * max(size, 0.05 * total):
             off = error / size if size > 0 else math.inf
             return Comparison(
                 f"its gradient for {name} is off by {off:.1e}, allowed {tolerance.gradient:.1e}",
@@ -434,19 +465,14 @@ def _compare_sizes(compared: list[tuple[str, Tensor, Tensor]], exactness: Exactn
                 tolerance.gradient,
             )
     scale = math.fsum(products) / total**2 if total > 0 else 1.0
-    if abs(scale - 1) > tolerance.scale:
+    if abs(scale - 1) > coarsest.scale:
         return Comparison(
-            f"its gradients are {scale:.3f} times as long, allowed 1 ± {tolerance.scale:.1e}",
+            f"its gradients are {scale:.3f} times as long, allowed 1 ± {coarsest.scale:.1e}",
             0.0,
             overall,
-            tolerance.gradient,
+            coarsest.gradient,
         )
-    return Comparison("", 0.0, overall, tolerance.gradient)
-
-
-def as_real(tensor: Tensor) -> Tensor:
-    """Return the real and imaginary parts of a complex tensor; any other as it is."""
-    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+    return Comparison("", 0.0, overall, coarsest.gradient)
 
 
 def _is_finite(tensor: Tensor) -> bool:
@@ -468,10 +494,3 @@ def _sizes(expected: Tensor, actual: Tensor) -> tuple[float, float, float]:
 
 def _norm(tensor: Tensor) -> float:
     return float(torch.linalg.vector_norm(tensor))
-
-
-def _same_bits(expected: Tensor, actual: Tensor) -> bool:
-    expected, actual = as_real(expected), as_real(actual)
-    if not expected.is_floating_point():
-        return torch.equal(expected, actual)
-    return torch.equal(expected.isnan(), actual.isnan()) and torch.equal(expected.nan_to_num(), actual.nan_to_num())

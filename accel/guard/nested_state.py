@@ -13,8 +13,13 @@ MOST_BYTES = 2**28
 """Of tensors that are copied for one state; those beyond are not put back."""
 _MOST_ENTRIES = 100_000
 """Entries of containers that are looked into: an attribute may be a whole data set."""
+_MOST_FOR_EACH_CALL = 1000
+"""Entries that are noted before each call, where its own changes are put back if it is made again."""
 _CONTAINERS = (list, dict, set, deque)
 _PLAIN = (Tensor, nn.Parameter)
+
+Contents = list[tuple[Any, list[Any]]]
+"""Containers with their entries."""
 
 
 class NestedState:
@@ -26,7 +31,7 @@ class NestedState:
     """
 
     def __init__(self, values: Iterable[Any], apart: Iterable[Tensor]) -> None:
-        self._contents: list[tuple[Any, list[Any]]] = []
+        self._contents: Contents = []
         self._tensors: list[tuple[Tensor, Tensor]] = []
         self._apart = {_memory(tensor) for tensor in apart if type(tensor) in _PLAIN}
         self._bytes_left, self._entries_left = MOST_BYTES, _MOST_ENTRIES
@@ -55,16 +60,54 @@ class NestedState:
         self._bytes_left -= tensor.nbytes
         self._tensors.append((tensor, tensor.detach().clone()))
 
+    def changed(self) -> tuple[set[int], list[Tensor]]:
+        """Return the ids of the containers that have got other entries since, and the tensors that were written to."""
+        containers = {id(each) for each, entries in self._contents if not _are_same(_entries(each), entries)}
+        pairs = self._tensors
+        return containers, [t for t, value in pairs if t.shape != value.shape or not torch.equal(t, value)]
+
     def restore(self) -> None:
         """Put back what has changed, into the same objects; the rest is not written."""
-        for container, entries in self._contents:
-            if not _are_same(_entries(container), entries):
-                _refill(container, entries)
+        put_back(self._contents)
         for tensor, value in self._tensors:
             if tensor.shape != value.shape:
                 tensor.data = value.clone()
             elif not torch.equal(tensor, value):
                 tensor.data.copy_(value)  # its version is that of the graphs there may be
+
+
+def entries_within(value: Any) -> Contents:
+    """Return the containers within a value, itself first, with their entries; those beyond a thousand are left out.
+
+    Args:
+        value: of any kind.
+    """
+    contents: Contents = []
+    waiting, seen, entries_left = deque([value]), set[int](), _MOST_FOR_EACH_CALL
+    while waiting:
+        each = waiting.popleft()
+        if not isinstance(each, (*_CONTAINERS, tuple)) or id(each) in seen:
+            continue
+        seen.add(id(each))
+        entries_left -= len(each)
+        if entries_left < 0:
+            break
+        if isinstance(each, _CONTAINERS):
+            contents.append((each, _entries(each)))
+        if not isinstance(each, set):
+            waiting.extend(each.values() if isinstance(each, dict) else each)
+    return contents
+
+
+def put_back(contents: Contents) -> None:
+    """Give containers the entries again that they had.
+
+    Args:
+        contents: the containers with these.
+    """
+    for container, entries in contents:
+        if not _are_same(_entries(container), entries):
+            _refill(container, entries)
 
 
 def _is_written_in_place(tensor: Tensor) -> bool:

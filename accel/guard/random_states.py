@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from accel.dataio.batches import tensors
-from accel.dataio.fetching.randomness import streams
+from accel.dataio.fetching.randomness import Stream, streams
 from accel.guard import own_state
 
 _WITHOUT_STATE = {"cpu", "meta"}
@@ -42,6 +42,10 @@ class RandomStates:
         self._devices = [
             (module, at, module.get_rng_state(*at)) for module, at in map(_generator_of, devices) if module
         ]
+
+    def drawn_from(self) -> list[Stream]:
+        """Return the generators of the host that have been drawn from since."""
+        return [stream for stream, state in self._host if stream.read() != state]
 
     def restore(self) -> None:
         """Restore the states that have changed; the others are not written, since other threads may draw from them."""

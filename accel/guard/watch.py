@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import operator
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -26,11 +27,14 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from accel.dataio.batches import tensors
-from accel.guard import own_state
+from accel.dataio.batches import leaves, tensors
+from accel.guard import nested_state, own_state
 from accel.guard.alone import without_forward
 from accel.guard.changing_buffers import ChangingBuffers
 from accel.guard.late_values import LateValues
+from accel.guard.module_state import ModuleState
+from accel.guard.nested_state import entries_within
+from accel.guard.random_states import RandomStates
 from accel.guard.sharded import is_sharded
 from accel.run import backward
 from accel.run.gate import Call, Gate
@@ -115,11 +119,9 @@ class Watch:
             self._is_within = self._is_repeating = False
 
     def _checked(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        given = tensors((args, kwargs))
-        before = self._before(args, kwargs, given)
+        before = self._before(args, kwargs)
         if before is None:
             return call(*args, **kwargs)
-        written = versions(given)
         # In what the loop has compiled a hook would become a part of the graph.
         is_compiled = self._gate.compiled_by_user or hasattr(self._gate.model, "_orig_mod")
         reached = list(self._parallel) if is_compiled else []
@@ -127,24 +129,31 @@ class Watch:
             with _noting([] if is_compiled else self._parallel, reached):
                 outputs = call(*args, **kwargs)
         except Exception as error:
-            raised = f"it raised {type(error).__name__}: {error}"
+            raised = error
         else:
             problem = "" if self._excuse.holds() else self._judged(self._problem, outputs)
-            # A forward that wrote to its inputs can't be repeated, unless they were kept; nor one that took some away.
-            is_kept = before.inputs is not None or versions(given) == written
-            if not problem or len(tensors((args, kwargs))) != len(given) or not is_kept:
+            if not problem:
                 return outputs
             if _talks_within_calls(self._gate.model):
                 self._trip(f"{problem}, and no rank can make this model's call again alone")
                 return outputs
+            if not before.put_arguments_back():
+                return outputs
             return self._again(before, reached, problem, args, kwargs)
         # Outside the handler: the user's own error must not carry this one as its context.
-        return self._again(before, reached, raised, args, kwargs)
+        why = f"it raised {type(raised).__name__}: {raised}"
+        if before.put_arguments_back():
+            return self._again(before, reached, why, args, kwargs)
+        self._trip(f"{why}, and what it has done to its inputs can't be undone, to make the call again")
+        try:
+            raise raised
+        finally:
+            del raised  # it holds this frame
 
-    def _before(self, args: Any, kwargs: Any, given: list[Tensor]) -> _CallState | None:
+    def _before(self, args: Any, kwargs: Any) -> _CallState | None:
         """Return the state before a call; None if it can't be read, and so the call not be made again."""
         try:
-            return _CallState(self._moving, self._gpus, (args, kwargs), _Inputs(given) if self._keeps_inputs else None)
+            return _CallState(self._moving, self._gpus, (args, kwargs), keeps_inputs=self._keeps_inputs)
         except Exception as error:
             log.debug("accel: the state before a call could not be read: %s", error)
             return None
@@ -235,6 +244,22 @@ class Watch:
         """Learn that the model's own call writes to these parameters."""
         self._moving.add(parameters)
 
+    def changed_by_call(self, modules: ModuleState, random: RandomStates) -> None:
+        """Learn what a plain call has changed.
+
+        Args:
+            modules: as they were before it.
+            random: likewise.
+        """
+        try:
+            self._moving.add_changes(modules, random)
+        except Exception as error:
+            log.debug("accel: what a call has changed could not be learnt: %s", error)
+
+    def lives_on(self, device: torch.device) -> None:
+        """Learn where the model lives now: the loop may have moved it, or filled one of the meta device, since."""
+        self._device, self._gpus = device, _gpus_of(self._gate.model)
+
     def keep_inputs(self) -> None:
         """Learn that the model's own call writes to its inputs: those of the coming calls are kept, to be put back."""
         self._keeps_inputs = True
@@ -259,15 +284,30 @@ def _are_finite(gradients: list[Tensor | None]) -> bool:
 
 
 class _CallState:
-    """The state that a call finds: random numbers, buffers and counters, and its inputs if they are kept."""
+    """The state that a call finds: random numbers, buffers and counters, its arguments as far as they are kept."""
 
-    def __init__(self, moving: ChangingBuffers, gpus: list[torch.device], given: Any, inputs: _Inputs | None) -> None:
-        self.inputs = inputs
+    def __init__(self, moving: ChangingBuffers, gpus: list[torch.device], given: Any, *, keeps_inputs: bool) -> None:
+        self._given, self._passed = given, list(leaves(given))
+        self._tensors = [leaf for leaf in self._passed if isinstance(leaf, Tensor)]
+        self._written = versions(self._tensors)
+        self._contents = entries_within(given)
+        self._inputs = _Inputs(self._tensors) if keeps_inputs else None
         self._moving = moving
         self._drawn = torch.get_rng_state()
         self._drawn_on_gpus = [(gpu, torch.cuda.get_rng_state(gpu)) for gpu in gpus]
         self._moved = moving.saved()
         self._generators = own_state.states_of(own_state.generators_given(*given))
+
+    def put_arguments_back(self) -> bool:
+        """Give the arguments the entries again that a call has taken or exchanged; tell whether it can be repeated.
+
+        It can't where it has written to a tensor that is not kept, or has exchanged what can't be put back.
+        """
+        if self._inputs is None and versions(self._tensors) != self._written:
+            return False
+        nested_state.put_back(self._contents)
+        now = list(leaves(self._given))
+        return len(now) == len(self._passed) and all(map(operator.is_, now, self._passed))
 
     def put_back(self) -> None:
         """Make it what it was."""
@@ -276,8 +316,8 @@ class _CallState:
             torch.cuda.set_rng_state(state, gpu)
         self._moving.restore(self._moved)
         own_state.put_back(self._generators)
-        if self.inputs is not None:
-            self.inputs.put_back()
+        if self._inputs is not None:
+            self._inputs.put_back()
 
 
 def _gpus_of(model: nn.Module) -> list[torch.device]:

@@ -146,9 +146,11 @@ def _accel_ms(report: Report, which: str) -> float:
     value = finite(report.accel_ms)
     # A report file may hold anything: NaN compares as "no regression", and zero has no ratio.
     if value is None or value <= 0:
+        is_over = report.state in ("done", "replayed")
+        remedy = "compare one with a speed-up of the whole" if is_over else "let its search end before comparing"
         raise ReportError(
             f"the {which} report has no accelerated step time (accel_ms is {report.accel_ms!r}, "
-            f"state {report.state!r}); let its search end before comparing."
+            f"state {report.state!r}); {remedy}."
         )
     return value
 

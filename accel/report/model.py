@@ -164,22 +164,30 @@ class Report(ReportHead):
         if self.state == "replayed" and self.speedup is None:
             return f"replayed without a trial: {', '.join(self.plan) or 'nothing of the plan applies here'}"
         if self.speedup is None or self.plain_ms is None or self.accel_ms is None:
-            if self.state == "interrupted":
-                return f"no verdict: the run ended after {self.steps} steps, before the search did{self._so_far()}"
-            return f"no verdict yet: {self.steps} steps seen, the search has not ended{self._so_far()}"
+            return self._without_speedup()
         if not self.plan:
             return f"left as it was: nothing tried made the step faster ({ms_text(self.plain_ms)} ms)"
         same = f", {self.training_same}" if self.training_same else ""
         return f"{self.speedup:.2f}x: {self.throughput()}{same}"
 
-    def _so_far(self) -> str:
-        """Say what was kept in trials of its own, when the closing trial has not compared the whole with plain."""
-        kept = [
+    def _without_speedup(self) -> str:
+        """Say why the whole has not been compared with the plain loop, and what was kept in trials of its own."""
+        kept = ", ".join(
             f"{row.name} {gain_text(row.gain, row.gain_low, row.gain_high)}"
             for row in self.rows
             if row.status == "kept"
-        ]
-        return f"; kept in trials of their own, not yet compared as a whole: {', '.join(kept)}" if kept else ""
+        )
+        so_far = f"; kept in trials of their own, not yet compared as a whole: {kept}" if kept else ""
+        if self.state == "searching":
+            return f"no verdict yet: {self.steps} steps seen, the search has not ended{so_far}"
+        if self.state == "interrupted":
+            return f"no verdict: the run ended after {self.steps} steps, before the search did{so_far}"
+        if self.state == "undone":
+            return f"no verdict: accel was undone after {self.steps} steps{so_far}"
+        if not kept:
+            return "left as it was: nothing is kept"
+        alone = f"what is kept now was not compared with the plain loop again; each alone: {kept}"
+        return f"no speed-up of the whole: {alone}"
 
     def throughput(self) -> str:
         """Return samples a second, or else ms per step, without and with the plan; both must be known."""

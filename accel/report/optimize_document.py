@@ -65,8 +65,10 @@ def pay_back_text(report: Report) -> str:
         return f"{'paid' if report.steps >= report.break_even_step else 'pays'} back at step {report.break_even_step}"
     if report.search_s <= 0:
         return "nothing to pay back"
-    if report.state == "searching" or report.speedup is None:
+    if report.state == "searching":
         return "not known yet when it pays back"
+    if report.speedup is None:
+        return "not known when it pays back"
     return "does not pay back"
 
 

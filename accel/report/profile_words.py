@@ -90,9 +90,15 @@ def effect_text(finding: Finding) -> str:
             return f"saves {saving} of the step, confirmed by experiment{predicted}"
         return f"not confirmed: in the experiment it saved {saving} of the step{predicted}"
     if finding.predicted is not None:
-        tried = "too noisy to measure" if finding.experiment.startswith("tried") else "not tried"
-        return f"predicted, {tried}: saves {saving_text(finding.predicted)} of the step"
+        return f"predicted, {_why_predicted(finding.experiment)}: saves {saving_text(finding.predicted)} of the step"
     return "the saving can't be estimated from what was observed"
+
+
+def _why_predicted(experiment: str) -> str:
+    """Say why a saving is not measured, in brief."""
+    if experiment.startswith("tried, too noisy"):
+        return "too noisy to measure"
+    return "tried only with another cause" if experiment.startswith("tried") else "not tried"
 
 
 def cause_text(finding: Finding) -> str:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import itertools
-import weakref
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +14,8 @@ from torch.optim import Optimizer
 
 from accel.dataio.batches import shape_of, tensors
 from accel.profiler.host import usable_cores
+from accel.profiler.optimizers import Optimizers
+from accel.run.layouts import order
 
 if TYPE_CHECKING:
     from accel.dataio.passes.proxy import Fetching
@@ -48,6 +49,8 @@ class Observed:
     """Of the calls with gradients, the first `_MOST_SHAPES` different ones."""
     needs_graphs: str = ""
     """What the loop does in backward passes that only autograd's own graphs can: '' if nothing was seen."""
+    output_orders: tuple[tuple[int, ...], ...] = ()
+    """How the tensors that the last call with gradients has returned lie in memory (`layouts.order`)."""
     batch: Hashable = None
     """Shapes of the tensors in the usual batch; "varying" if there is no usual one."""
     free_cores: int | None = None
@@ -58,20 +61,24 @@ class Observed:
     def note_call(self, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> None:
         """Note a plain call of the model."""
         self.calls += 1
-        self.autocast = self.autocast or torch.is_autocast_enabled(device.type)
+        if torch.amp.is_autocast_available(device.type):  # on the meta device there is none
+            self.autocast = self.autocast or torch.is_autocast_enabled(device.type)
         if torch.is_grad_enabled() and len(self.call_shapes) < _MOST_SHAPES:
             self.call_shapes[shapes_of(args, kwargs)] += 1
         for tensor in tensors((args, kwargs)):
             self.conv_input = self.conv_input or (tensor.dim() == 4 and tensor.is_floating_point())
             self.input_dtypes.add(str(tensor.dtype))
 
-    def note_backward_of(self, outputs: Any) -> None:
-        """Note, in the backward passes to come, what the loop does with the graph of a plain call."""
-        for tensor in tensors(outputs):
+    def note_outputs(self, outputs: Any) -> None:
+        """Note how outputs of a plain call lie in memory, and what the loop will do with its graph."""
+        returned = tensors(outputs)
+        self.output_orders = tuple(map(order, returned))
+        for tensor in returned:
             if tensor.grad_fn is not None:  # on a leaf, such as a parameter, the hook would stay
-                tensor.register_hook(self._note_backward)  # type: ignore[no-untyped-call]
+                tensor.register_hook(self.note_backward)  # type: ignore[no-untyped-call]
 
-    def _note_backward(self, gradient: Tensor) -> None:
+    def note_backward(self, gradient: Tensor) -> None:
+        """Note, in a backward pass, what the loop does with the graph of a call."""
         if torch.is_grad_enabled():
             self.needs_graphs = "the loop differentiates gradients again (create_graph=True)"
         elif torch._C._autograd._get_current_graph_task_keep_graph() and not self.needs_graphs:
@@ -90,58 +97,6 @@ class Observed:
         return shapes if count >= 0.8 * self.call_shapes.total() else None
 
 
-class Optimizers(Sequence[Optimizer]):
-    """The optimizers of a model that somebody uses, in the order in which they came.
-
-    None is kept alive by this: one that a loop has replaced, as after a search for the learning rate or at a new stage
-    of the training, is freed with its state.
-
-    Args:
-        optimizers: those that are known from the start.
-    """
-
-    def __init__(self, optimizers: Iterable[Optimizer] = ()) -> None:
-        self._references: list[weakref.ref[Optimizer]] = []
-        self._any = False
-        for optimizer in optimizers:
-            self.append(optimizer)
-
-    def append(self, optimizer: Optimizer) -> None:
-        """Add one."""
-        self._references = [*self._references, weakref.ref(optimizer, self._forget)]
-        self._any = True
-
-    def _forget(self, reference: weakref.ref[Optimizer]) -> None:
-        self._references = [each for each in self._references if each is not reference]
-
-    def __iter__(self) -> Iterator[Optimizer]:
-        return map(_referent, self._references)  # without a line of Python for each: it is asked for twice a step
-
-    @overload
-    def __getitem__(self, place: int) -> Optimizer: ...
-
-    @overload
-    def __getitem__(self, place: slice) -> list[Optimizer]: ...
-
-    def __getitem__(self, place: int | slice) -> Optimizer | list[Optimizer]:
-        return list(self)[place]
-
-    def __len__(self) -> int:
-        return len(self._references)
-
-    def __bool__(self) -> bool:
-        """Return whether there has been one: the loop is one with an optimizer, also between two of them."""
-        return self._any
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Optimizers | list) and list(self) == list(other)
-
-    __hash__ = None  # type: ignore[assignment]
-
-
-_referent: Any = weakref.ref.__call__
-
-
 @dataclass
 class Run:
     """The user's model, loader and optimizers, and where strategies act on them."""
@@ -158,7 +113,7 @@ class Run:
     """Strategies that apply on this rank and don't on another, and why."""
     cores: int = field(default_factory=usable_cores)
     threads: int = field(default_factory=torch.get_num_threads)
-    """Intra-op threads when the run began."""
+    """Intra-op threads of plain steps: when the run began, or when `intraop_threads` was last switched on."""
 
     def __post_init__(self) -> None:
         self.optimizers = Optimizers(self.optimizers)

@@ -48,6 +48,11 @@ def leads() -> bool:
     return not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
 
 
+def are_several() -> bool:
+    """Return whether other processes take part in the training."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
 class Ranks:
     """The ranks of this run; with one process every call is a no-op.
 
@@ -55,7 +60,7 @@ class Ranks:
     """
 
     def __init__(self) -> None:
-        self.distributed = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+        self.distributed = are_several()
         self.rank = dist.get_rank() if self.distributed else 0
         self.size = dist.get_world_size() if self.distributed else 1
         self._meeting: Rendezvous | None = None

@@ -36,6 +36,7 @@ class ScriptLoaders:
 
     Attributes:
         delivered: batches that it was given.
+        has_workers: one of the loaders fetches in processes of its own.
         latest: where the last of them came from.
         fetching: no loader's (a follower has one).
         on_new: called with each proxy that is made.
@@ -45,6 +46,7 @@ class ScriptLoaders:
     def __init__(self, thread: int) -> None:
         self._thread = thread
         self.delivered = 0
+        self.has_workers = False
         self.latest: LoaderProxy | None = None
         self.fetching = Fetching()
         self.on_new: Callable[[LoaderProxy], None] = lambda proxy: None
@@ -104,7 +106,8 @@ class ScriptLoaders:
     # -- what a follower of a loader is told (session.listeners.Follower) ----------------------------------------------
 
     def epoch_begins(self, proxy: LoaderProxy) -> None:
-        """Nothing yet: a loader that is asked for an iterator need not be trained on."""
+        """Note whose processes are there; a loader that is asked for an iterator need not be trained on."""
+        self.has_workers = self.has_workers or bool(getattr(proxy._accel_loader, "num_workers", 0))
 
     def batch_requested(self) -> None:
         """Nothing: steps end elsewhere."""

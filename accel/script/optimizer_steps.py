@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from threading import get_ident
 from types import MethodType
 from typing import Any
@@ -30,9 +30,11 @@ class OptimizerSteps:
         optimizer: has just stepped for the first time.
         batches: how many the script has been given so far.
         after: called after each of its steps, with these steps.
+        among: modules that own its parameters, if that is known.
 
     Attributes:
         parameters: the identities of those that it trains.
+        owned: of all those of the modules that own them.
         updates: steps of all optimizers when it stepped last, kept by the follower.
         from_loader: batches came from a loader between the last two steps.
         is_under_way: a step is being made, and `after` will be called. A step that is made while this is False is one
@@ -40,7 +42,13 @@ class OptimizerSteps:
             step.
     """
 
-    def __init__(self, optimizer: Optimizer, batches: int, after: Callable[[OptimizerSteps], None]) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        batches: int,
+        after: Callable[[OptimizerSteps], None],
+        among: Sequence[nn.Module] | None = None,
+    ) -> None:
         self.optimizer = optimizer
         self.parameters = parameters_of(optimizer)
         self.updates = 0
@@ -48,9 +56,10 @@ class OptimizerSteps:
         self._batches, self._after = batches, after
         self._steps = 1
         self._modules = CalledModules(_counting, _counting_hooks)
-        self._modules.learn(optimizer, self._steps)
+        self._modules.learn(optimizer, self._steps, among)
         self.roots = self._modules.modules
         """The outermost modules that own its parameters."""
+        self.owned = frozenset(id(parameter) for root in self.roots for parameter in root.parameters())
         self._own_step = vars(optimizer).get("step")
         self.is_under_way = False
         self._step: MethodType | None = _followed(optimizer, self._around)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch.optim import Optimizer
@@ -21,8 +22,11 @@ class OwnBatches:
         return iter(())
 
 
+_Reference = Callable[[], Optimizer | None]
+
+
 class UpdateBoundary:
-    """End a step after the last update of each turn of the optimizers.
+    """End a step after the last update of each turn of the optimizers, of which none is kept alive.
 
     Attributes:
         proxy: what to pass to `accel.optimize` as the loader.
@@ -30,10 +34,10 @@ class UpdateBoundary:
 
     def __init__(self) -> None:
         self.proxy = LoaderProxy(OwnBatches())
-        self._first: Optimizer | None = None
+        self._first: _Reference = lambda: None
         """The optimizer whose updates begin a turn."""
-        self._last: Optimizer | None = None
-        self._latest: Optimizer | None = None
+        self._last: _Reference = self._first
+        self._latest: _Reference = self._first
         self._others = 0
         """Updates of others since its last one."""
 
@@ -45,14 +49,15 @@ class UpdateBoundary:
 
     def updated(self, optimizer: Optimizer) -> None:
         """End the step if this optimizer is the one that stepped before the first one did so again."""
-        if optimizer is self._first:
+        first, this = self._first(), weakref.ref(optimizer)
+        if optimizer is first:
             self._last, self._others = self._latest, 0
-        elif self._first is None or self._others >= _LOST:
-            self._first = self._last = optimizer
+        elif first is None or self._others >= _LOST:
+            self._first = self._last = this
             self._others = 0
         else:
             self._others += 1
-        self._latest = optimizer
-        if optimizer is self._last and self.proxy._accel_listener is not None:
+        self._latest = this
+        if optimizer is self._last() and self.proxy._accel_listener is not None:
             self.proxy._accel_listener.batch_requested()
             self.proxy._accel_listener.batch_delivered(None)

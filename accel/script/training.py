@@ -9,8 +9,11 @@ Everything is decided by counting steps, so the ranks of a launch do the same at
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from threading import get_ident
 from typing import Any
@@ -25,8 +28,10 @@ from accel.profiler import stderr
 from accel.run import ranks
 from accel.script.learners import Learners
 from accel.script.loaders import ScriptLoaders
+from accel.script.looks import Looks
 from accel.script.optimizer_steps import OptimizerSteps, parameters_of
 from accel.script.own_batches import UpdateBoundary
+from accel.search.budget import Budget
 from accel.session.listeners import leave
 from accel.session.session import Session
 
@@ -35,7 +40,11 @@ _AT_ONCE = 8
 _REPORTS = 32
 """Models of which reports are written: a loop may copy its model for each of a hundred thousand tasks."""
 _GONE_AFTER = 200
-"""Updates without a step of a model after which it is taken to be trained no more, once another one is found."""
+"""Updates without a step of a model after which it is taken to be trained no more."""
+_PATIENCE = 10
+"""How many times as many for one that was taken so before, and was trained again: some loops train models by turns."""
+_CHECK_EVERY = 50
+"""Updates between two looks for what is trained no more."""
 
 
 class ScriptTraining:
@@ -46,6 +55,7 @@ class ScriptTraining:
         thread: the one that runs the script.
         whole: how to see the whole report, where it goes to no file.
         earlier: models that were optimized before these; reports are numbered on from them.
+        clock: seconds, monotonic.
 
     Attributes:
         updates: steps of optimizers in that thread.
@@ -54,25 +64,43 @@ class ScriptTraining:
         has_failed: accel itself failed, and the script goes on without it.
     """
 
-    def __init__(self, options: dict[str, Any], thread: int, whole: str, earlier: int = 0) -> None:
+    def __init__(
+        self,
+        options: dict[str, Any],
+        thread: int,
+        whole: str,
+        earlier: int = 0,
+        *,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
         self.updates = self.updates_elsewhere = self.models = 0
         self.has_failed = False
         self.loaders = ScriptLoaders(thread)
         self._options, self._thread, self._whole, self._earlier = options, thread, whole, earlier
         self._boundary = UpdateBoundary()
-        self._learning = Learners(_AT_ONCE)
+        self._looks = Looks(Budget.parse(options["budget"]), clock)
+        self._learning = Learners(_AT_ONCE, self._leave)
         self._due: list[OptimizerSteps] = []
         """What they train is known, and is optimized when the next batch is asked for."""
         self._inseparable = 0
         """Optimizers whose steps were seen only within hooks, where no step can end, and that no loader feeds."""
         self._own_batches: weakref.WeakSet[OptimizerSteps] = weakref.WeakSet()
         self._known: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        """Those that have been looked at, and need not be again."""
+        self._left: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        """Those that were followed in vain, or whose models were let go of; they may step again."""
+        self._met = 0
+        """Optimizers that were looked at; whether one of them stepped again."""
+        self._has_stepped_again = self._has_told_limit = False
+        self._is_check_due = self._wants_room = self._has_asked = False
         self._optimized: dict[int, _Model] = {}
+        self._let_go: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
+        """Models that were taken to be trained no more."""
         self._hook: Any = None
 
     def start(self) -> None:
         """Follow loaders and optimizers from now on."""
-        self.loaders.on_new, self.loaders.on_request = self._follow, self._optimize_due
+        self.loaders.on_new, self.loaders.on_request = self._follow, self._between_steps
         self.loaders.start()
         self._hook = register_optimizer_step_post_hook(self._updated)
 
@@ -114,6 +142,8 @@ class ScriptTraining:
             return f"{self.updates_elsewhere} updates ran in other threads; train in the thread that runs the script"
         if self._inseparable:
             return "the script puts another step in place of its optimizer's, and its batches come from no DataLoader"
+        if self._met > 2 and not self._has_stepped_again:
+            return f"each of the {self._met} optimizers looked at stepped only once; make one before the loop"
         if self.updates:
             return f"the optimizer steps seen were too few ({self.updates}), or of parameters that belong to no module"
         return f"no step of a torch optimizer was seen ({self.loaders.delivered} batches from a DataLoader)"
@@ -131,20 +161,60 @@ class ScriptTraining:
             return
         try:
             if optimizer not in self._known:
-                self._known.add(optimizer)
-                with startup.counted():
-                    self._meet(optimizer)
+                self._newcomer(optimizer)
             elif (steps := self._learning.get(optimizer)) is not None and not steps.is_under_way:
                 self._stepped_past(steps)
-            if self.updates % _GONE_AFTER == 0:
+            if self.updates % _CHECK_EVERY == 0:
                 self._learning.let_go_of_idle(self.updates)
+                self._is_check_due = True
         except Exception as error:
             self._fail(error)
 
-    def _meet(self, optimizer: Optimizer) -> None:
-        if self._learning.is_hopeless or self._is_optimized(optimizer):
+    def _newcomer(self, optimizer: Optimizer) -> None:
+        """Look at an optimizer that is not known, unless that must wait for one of its later steps."""
+        if self._learning.is_hopeless:
             return
-        steps = OptimizerSteps(optimizer, self.loaders.delivered, self._stepped)
+        owners = self._learning.owners(optimizer)
+        if owners is None and not self._looks.are_affordable(self.updates):
+            return
+        if len(self._optimized) >= _AT_ONCE:
+            self._want_room(optimizer)
+            # A loop without a loader has a place between two steps only where an optimizer is followed.
+            if not (self._is_check_due and self.updates % _GONE_AFTER == 0):
+                return
+        if optimizer in self._left and not self._learning.has_room_for(optimizer):
+            return
+        self._known.add(optimizer)
+        with startup.counted():
+            self._meet(optimizer, owners)
+
+    def _want_room(self, optimizer: Optimizer) -> None:
+        """Have models that are trained no more let go of for that of an optimizer; say so, once, if there are none."""
+        if self._has_told_limit:
+            return
+        if self._is_optimized(optimizer):
+            self._known.add(optimizer)
+        elif self._has_asked and not self._is_check_due:
+            self._tell_limit()
+        else:
+            self._has_asked = self._wants_room = self._is_check_due = True
+
+    def _tell_limit(self) -> None:
+        if not self._has_told_limit:
+            self._has_told_limit = True
+            _say(f"{_AT_ONCE} models are optimized at a time; others are left alone until one of these has ended")
+
+    def _leave(self, optimizer: Optimizer) -> None:
+        """Look at an optimizer again if it steps again."""
+        self._known.discard(optimizer)
+        self._left.add(optimizer)
+
+    def _meet(self, optimizer: Optimizer, owners: list[nn.Module] | None) -> None:
+        if self._is_optimized(optimizer):
+            return
+        self._met += 1
+        with self._looks.take() if owners is None else contextlib.nullcontext():
+            steps = OptimizerSteps(optimizer, self.loaders.delivered, self._stepped, owners)
         if any(entry.optimized(root) for root in steps.roots) or not steps.roots:
             steps.release()  # its model's session meets it too; parameters of no module are nobody's
             return
@@ -162,18 +232,22 @@ class ScriptTraining:
         try:
             if self._learning.get(steps.optimizer) is None:
                 self._boundary.updated(steps.optimizer)
-                return
-            steps.updates = self.updates
-            if steps.learned(self.loaders.delivered):
+            elif self._has_learned(steps):
                 self._optimize(steps)
+            if self._is_check_due:
+                self._let_go_of_ended()
         except Exception as error:
             steps.release()
             self._fail(error)
 
+    def _has_learned(self, steps: OptimizerSteps) -> bool:
+        """Count a step; return whether what it trains is known, as far as it can be."""
+        self._has_stepped_again, steps.updates = True, self.updates
+        return steps.learned(self.loaders.delivered)
+
     def _stepped_past(self, steps: OptimizerSteps) -> None:
         """Count a step that was made without ours; it ends within hooks, where none can be added or removed."""
-        steps.updates = self.updates
-        if not steps.learned(self.loaders.delivered):
+        if not self._has_learned(steps):
             return
         self._learning.take(steps)
         if steps.from_loader:
@@ -182,8 +256,13 @@ class ScriptTraining:
             self._inseparable += 1
             steps.release()
 
-    def _optimize_due(self) -> None:
+    def _between_steps(self) -> None:
         """A batch is asked for: the steps that were seen only within hooks have ended."""
+        if self._is_check_due and not self.has_failed:
+            try:
+                self._let_go_of_ended()
+            except Exception as error:
+                self._fail(error)
         while self._due:
             steps = self._due.pop(0)
             if self.has_failed:
@@ -207,14 +286,21 @@ class ScriptTraining:
         models = steps.trained()
         steps.release_modules()
         loader = self.loaders.latest if steps.from_loader else None
-        self._undo_ended()
+        self._wants_room = True
+        self._let_go_of_ended()
         for model in models:
-            if entry.optimized(model) is None and len(self._optimized) < _AT_ONCE:
+            if entry.optimized(model) is not None:
+                continue
+            if len(self._optimized) >= _AT_ONCE:
+                self._tell_limit()
+                self._leave(steps.optimizer)
+                break
+            with self._looks.counted():
                 self._begin(model, loader, steps.optimizer)
-        if loader is not None:
-            steps.release()
-        else:
+        if loader is None and steps.optimizer in self._known:
             self._own_batches.add(steps)
+        else:
+            steps.release()
 
     def _begin(self, model: nn.Module, loader: LoaderProxy | None, optimizer: Optimizer) -> None:
         self.models += 1
@@ -229,7 +315,7 @@ class ScriptTraining:
             optimized.journal.whole = whole
         session = optimized.session
         follow = optimized.follow if loader is not None else lambda proxy: None
-        self._optimized[id(model)] = _Model(model, session, follow, self.updates)
+        self._optimized[id(model)] = _Model(model, session, follow, self.updates, id(model) in self._let_go)
         for proxy in self.loaders.proxies:
             follow(proxy)
         if loader is None:
@@ -251,14 +337,33 @@ class ScriptTraining:
         for model in self._optimized.values():
             model.follow(proxy)
 
-    def _undo_ended(self) -> None:
+    def _let_go_of_ended(self) -> None:
         """Let go of models that are trained no more: those of earlier folds, say."""
-        for key, model in list(self._optimized.items()):
-            if model.has_stepped():
-                model.updates = self.updates
-            elif self.updates - model.updates >= _GONE_AFTER:
-                model.undo()
-                del self._optimized[key]
+        # Not all ranks may have freed an optimizer at the same step; and between two epochs there may be none.
+        at_once = self._wants_room and not ranks.are_several()
+        self._is_check_due = self._wants_room = False
+        turn = sum(len(model.optimizers) for model in self._optimized.values())
+        ended = [key for key, model in self._optimized.items() if model.has_ended(self.updates, turn, at_once)]
+        if not ended:
+            return
+        self._has_asked = False
+        with self._looks.counted():
+            for key in ended:
+                self._let_go_of(self._optimized.pop(key))
+            gc.collect()  # a session is full of circles, and the memory of its model may be needed for the next one
+
+    def _let_go_of(self, model: _Model) -> None:
+        others = [optimizer for other in self._optimized.values() for optimizer in other.optimizers]
+        optimizers = [mine for mine in model.optimizers if not any(mine is optimizer for optimizer in others)]
+        for steps in list(self._own_batches):
+            if any(steps.optimizer is optimizer for optimizer in optimizers):
+                self._own_batches.discard(steps)
+                steps.release()
+        if model.is_followed:  # else its session has failed, and would again
+            for optimizer in optimizers:
+                self._leave(optimizer)
+        model.undo()
+        self._let_go[id(model.module)] = model.module
 
 
 class _Model:
@@ -268,19 +373,48 @@ class _Model:
         module: the model.
         session: counts its steps.
         follow: lets the session follow a loader.
-        updates: made in all when it was last seen to be trained.
+        updates: made in all by now.
+        has_returned: it was taken to be trained no more before, and was trained again.
     """
 
     def __init__(
-        self, module: nn.Module, session: Session, follow: Callable[[LoaderProxy], None], updates: int
+        self,
+        module: nn.Module,
+        session: Session,
+        follow: Callable[[LoaderProxy], None],
+        updates: int,
+        has_returned: bool,
     ) -> None:
-        self.module, self.follow, self.updates = module, follow, updates
+        self.module, self.follow = module, follow
         self._session, self._steps = session, 0
+        self._updates, self._has_returned = updates, has_returned
+        """Made in all when it was last seen to be trained."""
 
-    def has_stepped(self) -> bool:
-        """Return whether there were steps since the last call."""
+    def has_ended(self, updates: int, turn: int, at_once: bool) -> bool:
+        """Return whether it is taken to be trained no more.
+
+        Args:
+            updates: made in all.
+            turn: how many may be made between two of its own.
+            at_once: also if its optimizers are gone.
+        """
         before, self._steps = self._steps, self._session.steps
-        return self._steps > before
+        if self._steps > before:
+            self._updates = updates
+        patience = _PATIENCE if self._has_returned else 1
+        if updates - self._updates >= max(patience * _GONE_AFTER, 2 * turn):
+            return True
+        return at_once and not self._has_returned and bool(self.optimizers) and not len(self.optimizers)
+
+    @property
+    def is_followed(self) -> bool:
+        """Whether its session goes on."""
+        return self._session.alive
+
+    @property
+    def optimizers(self) -> Sequence[Optimizer]:
+        """Those that train it, as far as the script still has them; true if it ever had one."""
+        return self._session.run.optimizers
 
     @property
     def record(self) -> Any:
@@ -289,8 +423,9 @@ class _Model:
         return record if record is not None and record.session is self._session else None
 
     def undo(self) -> None:
-        """Restore it."""
-        if self.record is not None:
+        """Restore it; its report is one of a training that has ended."""
+        if (record := self.record) is not None:
+            record.journal.finish()
             entry.undo(self.module)
 
     def end_trial(self, together: bool) -> None:

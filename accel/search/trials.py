@@ -57,13 +57,14 @@ def by_blocks(
         act: runs an action.
         a: the plan of the A blocks.
         b: the plan of the B blocks.
-        settle: steps to leave out after each switch.
+        settle: steps to leave out after each switch, at least.
         config: the statistics of the trial.
         reduce: how a block of step times becomes one number.
         if_much_slower: the verdict where B's first steps are much slower than A's; None tries it to the end.
         limit_s: the trial is cut short once it has made the run longer by more than this; asked after each block of B.
     """
     trial = Trial(config, reduce=reduce)
+    settle = in_phase(settle, config.block_steps)
     last = None
     settling = 0.0
     while trial.verdict is None:
@@ -91,6 +92,15 @@ def by_blocks(
             cost_s = max(0.0, settling) + max(0.0, _slower_s(trial, reduce))
             return TrialResult(_outcome(trial.steps["A"], trial.steps["B"], "refused"), cost_s, cut_short=True)
     return TrialResult(trial.outcome(), max(0.0, settling) + max(0.0, _slower_s(trial, reduce)))
+
+
+def in_phase(settle: int, block_steps: int) -> int:
+    """Return after how many settling steps, at least `settle`, the blocks of a pair begin with a step of the same kind.
+
+    Where every second step is of another kind, as where a generator is updated in turns, an odd block has more of one:
+    the median of five steps is of the kind of three.
+    """
+    return settle + 1 if block_steps % 2 and not settle % 2 else settle
 
 
 def _slower_s(trial: Trial, reduce: Callable[[Sequence[float]], float]) -> float:

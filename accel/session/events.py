@@ -37,7 +37,7 @@ from accel.session.usage import Usage
 _MEASURING, _RESTING, _SUSPENDED, _CLOSED = Mode
 # After so many batches without a step of any of the model's optimizers, the loop is assumed to have none.
 _NO_OPTIMIZER_AFTER = 16
-# The first steps, in which plain calls show the model's usual inputs and outputs.
+# The first steps with plain calls, which show the model's usual inputs and outputs.
 _LEARNING_STEPS = 64
 # So many calls are looked at again after the usual batch has changed.
 _LEARNING_CALLS = 10
@@ -132,6 +132,8 @@ class StepEvents:
         """That trains, once it is known."""
         self._batches = 0
         """Since the last boundary."""
+        self._learnt_steps, self._learnt_at = 0, -1
+        """Steps with a plain call that was learnt from, and the boundary before the last of them."""
         self._hooks: list[Any] = []
 
     def start(self) -> None:
@@ -212,7 +214,8 @@ class StepEvents:
         if mode is _SUSPENDED or mode is _CLOSED:
             return
         self._batches += 1
-        self._loader.delivered = proxy
+        if proxy is not self._loader.delivered:
+            self._loader.turns_to(proxy)
         if not self.steps and not self._usage.called:
             self._count_untrained()
         if mode is _MEASURING:
@@ -333,11 +336,18 @@ class StepEvents:
             if self._guard.wants_recording():
                 return self._guard.recorded(args, kwargs)
             outputs = self._called(call, args, kwargs)
-            if self.steps < _LEARNING_STEPS or self._run.observed.call_shapes.total() < _LEARNING_CALLS:
-                self._guard.learn(args, kwargs, outputs)
+            self._learn(args, kwargs, outputs)
             return outputs
         finally:
             self._clock.returned()
+
+    def _learn(self, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> None:
+        """Learn from a plain call, in the first steps that have one and after each change of the usual batch."""
+        shapes = self._run.observed.call_shapes
+        if self._learnt_steps >= _LEARNING_STEPS and shapes.total() >= _LEARNING_CALLS:
+            return
+        if self._guard.learn(args, kwargs, outputs) and self._learnt_at != self.boundaries:
+            self._learnt_steps, self._learnt_at = self._learnt_steps + 1, self.boundaries
 
     def _called(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make a call and check its outputs; one that is recorded for the noise is made plainly."""

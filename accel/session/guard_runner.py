@@ -20,11 +20,13 @@ from torch.optim.optimizer import Optimizer
 
 from accel.dataio.batches import tensors
 from accel.device_memory import give_memory_back
-from accel.guard import guard, own_state, update_guard, watch
+from accel.guard import guard, update_guard, watch
 from accel.guard.blame import Blame
 from accel.guard.draws import ReplayedDraws
 from accel.guard.guard import Comparison, Recording, Replayed
+from accel.guard.module_state import ModuleState
 from accel.guard.own_state import WrittenParameters
+from accel.guard.random_states import RandomStates, devices_of
 from accel.guard.watch import Excuse, Watch
 from accel.run import backward
 from accel.run.context import Run
@@ -53,7 +55,7 @@ class GuardRunner:
     def __init__(self, run: Run, switchboard: Switchboard, state: RunState) -> None:
         self._run, self._switchboard, self._state = run, switchboard, state
         self._watch = Watch(run.gate, run.device, switchboard.trip)
-        self._blame = Blame(run.model, run.device)
+        self._blame = Blame(run.model, run.observed.note_backward)
         self._excuse = Excuse()
         self._plan: Choices | None = None
         self._recording: Recording | None = None
@@ -70,6 +72,8 @@ class GuardRunner:
     def expect(self, plan: Choices | None) -> None:
         """Prepare to check this plan at the end of the coming steps; None checks nothing."""
         self._plan = plan
+        if plan:
+            self._watch.lives_on(self._run.device)
 
     def take_finding(self) -> Comparison | None:
         """Return the comparison since the last call, and clear it; None if nothing was compared."""
@@ -91,21 +95,32 @@ class GuardRunner:
             recording = guard.record(self._run.model, self._run.device, args, kwargs, self._written)
         except Exception as error:  # inputs that can't be copied; a plan that can't be compared is not tried
             failure = _failure(error, "the call can't be recorded: ")
-        if failure is not None:
+        if recording is None:
+            assert failure is not None
             self._note(failure)
             if failure.unsure:
                 give_memory_back()
+            return self._run.gate.plain(*args, **kwargs)
         given = tensors((args, kwargs))
         versions = watch.versions(given)
         outputs = self._run.gate.plain(*args, **kwargs)
         if watch.versions(given) != versions:
             self._watch.keep_inputs()
-        if recording is not None and self._learn_written(written):
+        self._watch.changed_by_call(recording.modules, recording.state)
+        if self._learn_written(written):
             return outputs  # what was in the parameters before is gone: the next call is recorded
-        if recording is not None:
-            recording.listen(outputs)
-        self._recording = recording  # only now: a call that raised can't be the reference
+        self._listen(recording, outputs)
         return outputs
+
+    def _listen(self, recording: Recording, outputs: Any) -> None:
+        """Take a call that was made as the reference; one that has raised can't be."""
+        try:
+            self._run.observed.note_outputs(outputs)
+            recording.listen(outputs)
+        except Exception as error:  # outputs that can't be looked through
+            self._note(_failure(error, "the call can't be recorded: "))
+        else:
+            self._recording = recording
 
     def _learn_written(self, written: WrittenParameters) -> bool:
         """Learn which parameters a plain call has written to; return whether some were not known."""
@@ -293,12 +308,17 @@ class GuardRunner:
         self._blame.keep(kept_call, outputs)
         return outputs
 
-    def learn(self, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> None:
-        """Learn the usual inputs and outputs of plain calls, while nothing is on."""
-        if not self._switchboard.active:
+    def learn(self, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> bool:
+        """Learn the usual inputs and outputs of a plain call; return whether it was one, since nothing is on."""
+        if self._switchboard.active:
+            return False
+        try:
             self._run.observed.note_call(args, kwargs, self._run.device)
-            self._run.observed.note_backward_of(outputs)
-            self._watch.learn(outputs)
+            self._run.observed.note_outputs(outputs)
+        except Exception as error:  # arguments that can't be looked through
+            log.debug("accel: nothing could be noted of a call: %s", error)
+        self._watch.learn(outputs)
+        return True
 
     # -- in each step --------------------------------------------------------------------------------------------------
 
@@ -357,18 +377,23 @@ class GuardRunner:
         gate, model, switch = self._run.gate, self._run.model, self._switchboard.switch
         active = dict(self._switchboard.active)
         on_model = self._switchboard.acting_on("model", active)
+        exactness, compiles = self._switchboard.exactness(active), self._switchboard.compiles(active)
+        canonical, given = exactness != Exactness.EXACT, (call.args, call.kwargs)
         with self._untouched(call), self._state.suspended():
-            drawn = own_state.states_of(
-                own_state.generators_of(model) + own_state.generators_given(call.args, call.kwargs)
-            )
             try:
                 switch({name: setting for name, setting in active.items() if name not in on_model})
-                plain = guard.replay(model, gate.plain, call)
+                # The kept call has the random state of the CPU only: the rest is as now in both replays.
+                modules = ModuleState(model, self._written)
+                drawn = RandomStates(devices_of(model, self._run.device, *given), *given)
+                plain = guard.replay(model, gate.plain, call, draws=self._draws(canonical))
+                modules.restore()
+                drawn.restore()
             finally:
                 switch(active)
-            own_state.put_back(drawn)
-            candidate = guard.replay(model, gate.call, call)
-        return plain, guard.compare(plain, candidate, self._switchboard.exactness(active))
+            candidate = guard.replay(model, gate.call, call, draws=None if compiles else self._draws(canonical))
+        if compiles:
+            candidate.draws = plain.draws
+        return plain, guard.compare(plain, candidate, exactness)
 
     def close(self) -> None:
         """Release the calls that were kept or recorded."""

@@ -50,7 +50,10 @@ def advice(model: nn.Module, parts: list[str]) -> str:
     """Return what to pass in place of a model that is never called itself."""
     name = type(model).__name__
     if not parts:
-        return f"the training steps call neither {name} nor a part of it; pass the module that they call"
+        return (
+            f"the training steps call neither {name} nor a part of it, or call it within a function that is compiled; "
+            "pass the module that they call"
+        )
     if len(parts) == 1:
         return f"the training steps call {name}'s {parts[0]}, never {name} itself; pass model.{parts[0]}"
     names = f"{', '.join(parts[:-1])} and {parts[-1]}" if len(parts) <= 4 else f"{', '.join(parts[:3])} and others"

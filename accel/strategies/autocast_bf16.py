@@ -61,7 +61,12 @@ class AutocastBf16(Strategy):
 
         def run_call(*args: Any, **kwargs: Any) -> Any:
             with torch.autocast(device, dtype=torch.bfloat16):
-                output = call(*args, **kwargs)
+                try:
+                    output = call(*args, **kwargs)
+                finally:
+                    # Within autocast(enabled=False) of the loop's own, around an epoch say, torch keeps the casts of
+                    # weights beyond this call, and would use them after the next update.
+                    torch.clear_autocast_cache()
             return map_tensors(_to_fp32, output)
 
         return run_call

@@ -3,29 +3,41 @@
 Only the inputs are laid out anew; the layout then spreads from convolution to convolution by itself. Parameters keep
 theirs, so checkpoints, optimizer state and gradient buckets don't notice. On two Zen 5 cores this gives all of what
 converting the parameters too would give (17.4 against 17.3 ms for a step that took 27.6 ms).
+
+The loop gets what it would have got, since `.view` on another layout fails: outputs, gradients of inputs and what the
+call has put into its arguments are laid out as in a plain call. Hooks see the activations before that, so that the
+strategy does not apply to a model with hooks of the user's; what a model keeps in attributes the guard looks at.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from accel.dataio.batches import map_tensors
+from accel.dataio.batches import map_tensors, tensors
 from accel.profiler.bottleneck import Bottleneck
 from accel.run import Run
-from accel.run.gate import Call
+from accel.run.context import Observed
+from accel.run.gate import Call, hooks_of
+from accel.run.layouts import in_order
 from accel.strategies.base import Exactness, NothingHelps, Strategy
+from accel.strategies.exchanged_arguments import ExchangedArguments
 
 _CONVOLUTIONS = (nn.Conv2d, nn.ConvTranspose2d)
 _IN_ORDER = "the weights of the model's convolutions are in this order already"
 _WRITTEN = "the model writes to its input, and in another layout it would write to a copy"
+_HOOKED = "a hook on a module of the model would see its values in another layout"
+_OUR_HOOKS = ("torch.", "accel.")
+"""Modules whose hooks bear any layout, such as those of spectral norms."""
 
 
 class ChannelsLast(Strategy):
-    """Convert 4-d floating-point inputs to `torch.channels_last`, and 4-d outputs back.
+    """Convert 4-d floating-point inputs to `torch.channels_last`, and what the loop gets back.
 
     A model that writes to its input would write to a copy. What it has written is handed on, and the strategy left.
 
@@ -40,20 +52,24 @@ class ChannelsLast(Strategy):
     def __init__(self) -> None:
         self._is_written = False
         """A call has written to its input."""
+        self._observed = Observed()
 
     def refusal(self, run: Run) -> str:
-        """Say why it does not apply: no 2-d convolution, no 4-d input seen, or weights that have this order already."""
+        """Say why it does not apply: no 2-d convolution, no 4-d input seen, weights in this order already, or hooks."""
         if not run.has_module(*_CONVOLUTIONS):
             return "the model has no 2-d convolution"
         if not run.observed.conv_input:
             return "the model is not called with a 4-d floating-point tensor"
         # The convolutions spread the order by themselves then, and the loop gets its outputs in it.
-        return _IN_ORDER if any(map(_is_in_order, run.model.modules())) else ""
+        if any(map(_is_in_order, run.model.modules())):
+            return _IN_ORDER
+        return _HOOKED if _has_users_hooks(run.model) else ""
 
     def enable(self, run: Run, setting: Any) -> None:
         """Convert the inputs of each call."""
         if self._is_written:  # as the guard's replay has shown
             raise NothingHelps(_WRITTEN)
+        self._observed = run.observed
         run.gate.add(self.name, self._in_channels_last)
 
     def disable(self, run: Run) -> None:
@@ -61,31 +77,41 @@ class ChannelsLast(Strategy):
         run.gate.remove(self.name)
 
     def failure(self, run: Run) -> str:
-        """Say that the model writes to its input."""
-        return _WRITTEN if self._is_written else ""
+        """Say that the model writes to its input, or has got a hook."""
+        if self._is_written:
+            return _WRITTEN
+        return _HOOKED if _has_users_hooks(run.model) else ""
 
     def _in_channels_last(self, call: Call) -> Call:
         def run_call(*args: Any, **kwargs: Any) -> Any:
-            copies: list[tuple[Tensor, Tensor, int | None]] = []
-
-            def to_last(tensor: Tensor) -> Tensor:
-                laid_out = _to_last(tensor)
-                if laid_out is not tensor:
-                    copies.append((tensor, laid_out, _version(laid_out)))
-                return laid_out
-
-            args, kwargs = map_tensors(to_last, args), map_tensors(to_last, kwargs)
-            outputs = call(*args, **kwargs)
-            if not copies:  # a plain call: images that come in this order leave so
+            exchanged = ExchangedArguments(_to_last, in_order)
+            try:
+                args, kwargs = exchanged.put_in((args, kwargs))
+                versions = [_version(laid_out) for _, laid_out in exchanged.pairs]
+                outputs = call(*args, **kwargs)
+            finally:
+                if exchanged.pairs:
+                    exchanged.take_out()
+            if not exchanged.pairs:  # a plain call: images that come in this order leave so
                 return outputs
-            for tensor, laid_out, version in copies:
+            for (tensor, laid_out), version in zip(exchanged.pairs, versions, strict=True):
                 if _version(laid_out) != version:
                     tensor.copy_(laid_out)  # with its gradients, if it has any
                     self._is_written = True
-            # The loop gets what it would have got: `.view` on an output works on the plain layout only.
-            return map_tensors(_to_first, outputs)
+            return map_tensors(self._as_in_plain_calls(exchanged, outputs), outputs)
 
         return run_call
+
+    def _as_in_plain_calls(self, exchanged: ExchangedArguments, outputs: Any) -> Callable[[Tensor], Tensor]:
+        """Return what makes of each tensor among the outputs what the loop would have got."""
+        returned, orders = tensors(outputs), self._observed.output_orders
+        known = dict(zip(map(id, returned), orders, strict=True)) if len(returned) == len(orders) else {}
+
+        def as_in_plain_calls(tensor: Tensor) -> Tensor:
+            own = exchanged.own(tensor)
+            return in_order(tensor, known.get(id(tensor))) if own is None else own
+
+        return as_in_plain_calls
 
 
 def _version(tensor: Tensor) -> int | None:
@@ -101,15 +127,26 @@ def _is_in_order(module: nn.Module) -> bool:
     return weight.is_contiguous(memory_format=torch.channels_last)
 
 
+def _has_users_hooks(model: nn.Module) -> bool:
+    return any(not _home(hook).startswith(_OUR_HOOKS) for hooks in hooks_of(model) for hook in hooks.values())
+
+
+def _home(hook: Any) -> str:
+    """Return the module that a hook comes from."""
+    function = hook.func if isinstance(hook, partial) else hook
+    return f"{getattr(function, '__module__', None) or ''}."
+
+
 def _to_last(tensor: Tensor) -> Tensor:
-    if tensor.dim() == 4 and tensor.is_floating_point():
-        # `.contiguous` would leave a one-channel image alone: its strides already pass for either order, and the first
-        # convolution would then choose the plain one.
-        return tensor.to(memory_format=torch.channels_last)
-    return tensor
-
-
-def _to_first(tensor: Tensor) -> Tensor:
-    if tensor.dim() == 4 and not tensor.is_contiguous() and tensor.is_contiguous(memory_format=torch.channels_last):
-        return tensor.contiguous()
-    return tensor
+    if tensor.dim() != 4 or not tensor.is_floating_point():
+        return tensor
+    # The loop looks at gradients of inputs, too: on the way back they get their own order again.
+    given = tensor.view_as(tensor) if tensor.requires_grad else tensor
+    # `.contiguous` would leave a one-channel image alone: its strides already pass for either order, and the first
+    # convolution would then choose the plain one.
+    laid_out = given.to(memory_format=torch.channels_last)
+    if laid_out is given:
+        return tensor
+    if given.requires_grad:
+        given.register_hook(in_order)  # type: ignore[no-untyped-call]
+    return laid_out

@@ -35,21 +35,23 @@ class IntraopThreads(Strategy):
         if _THREADS.is_used_beside(self):
             return "another model has set the number of threads, which is that of the process"
         if not self.settings(run):
-            return f"there is only {run.threads} thread to choose from"
+            return f"there is only {_THREADS.displaced()} thread to choose from"
         return ""
 
     def settings(self, run: Run) -> list[Any]:
         """Return as many as other processes leave cores, one thread less (a core for the loader), half, and one."""
         free = run.cores if run.observed.free_cores is None else run.observed.free_cores
-        wanted = [free, run.threads - 1, run.threads // 2, 1]
-        return [n for i, n in enumerate(wanted) if 1 <= n < run.threads and n not in wanted[:i]]
+        now = _THREADS.displaced()  # the loop may have set another number since the run began
+        wanted = [free, now - 1, now // 2, 1]
+        return [n for i, n in enumerate(wanted) if 1 <= n < now and n not in wanted[:i]]
 
     def enable(self, run: Run, setting: Any) -> None:
         """Set the number of threads."""
+        run.threads = _THREADS.displaced()
         _THREADS.use(self, setting)
 
     def disable(self, run: Run) -> None:
-        """Set the number that another model wants, or that was set before."""
+        """Set the number that another model wants, or that was set before, unless the loop has set one meanwhile."""
         _THREADS.leave(self)
 
     def describe(self, setting: Any) -> str:

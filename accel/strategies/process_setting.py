@@ -38,6 +38,8 @@ class ProcessSetting(Generic[T]):
         self._wanted: dict[object, T] = {}
         self._before: list[T] = []
         """What was set before the first user; empty while there is none."""
+        self._written: list[T] = []
+        """What was set last for a user."""
         self._lock = threading.Lock()
 
     def use(self, user: object, value: T) -> None:
@@ -47,20 +49,38 @@ class ProcessSetting(Generic[T]):
                 self._before.append(self._read())
             self._wanted.pop(user, None)
             self._wanted[user] = value
-            self._write(value)
+            self._set(value)
 
     def leave(self, user: object) -> None:
-        """Set what the last of the others wants, or what was set before the first; who is no user changes nothing."""
+        """Set what the last of the others wants, or what was set before the first; who is no user changes nothing.
+
+        What somebody else has set meanwhile stays.
+        """
         with self._lock:
             if user not in self._wanted:
                 return
             had_its_way = next(reversed(self._wanted)) is user
             del self._wanted[user]
             if self._wanted:
-                if had_its_way:
-                    self._write(next(reversed(self._wanted.values())))
-            else:
-                self._write(self._before.pop())
+                if had_its_way and self._is_ours():
+                    self._set(next(reversed(self._wanted.values())))
+                return
+            before = self._before.pop()
+            if self._is_ours():
+                self._write(before)
+
+    def _set(self, value: T) -> None:
+        self._write(value)
+        self._written = [self._read()]
+
+    def _is_ours(self) -> bool:
+        """Return whether it is as it was last set for a user."""
+        return self._written == [self._read()]
+
+    def displaced(self) -> T:
+        """Return what is set without its users: what was before the first of them, or is now."""
+        with self._lock:
+            return self._before[0] if self._before else self._read()
 
     def is_used(self) -> bool:
         """Return whether it has a user."""

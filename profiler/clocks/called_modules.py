@@ -7,11 +7,13 @@ replaced by its children, until something is called. Where nothing ever is, the 
 
 from __future__ import annotations
 
+import contextlib
 import gc
-from collections.abc import Callable, Iterable
+import weakref
+from collections.abc import Callable, Iterable, Sequence, Set
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from accel.profiler.clocks import callslot
@@ -35,9 +37,14 @@ class CalledModules:
         self._handles: dict[int, list[Any]] = {}
         self._marked: dict[int, Call] = {}
         """What was put in the slots."""
-        self._owned: set[int] = set()
+        self._owned: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
+        """The parameters whose modules have been looked for, by id; another one may lie where one that is gone lay."""
         self._watched: dict[int, tuple[nn.Module, dict[str, Any], int, int]] = {}
         self._calls: dict[int, list[int]] = {}
+        self._released: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
+        """Those of earlier models that were let go of."""
+        self._was_called = False
+        """One of them was called."""
 
     @property
     def modules(self) -> list[nn.Module]:
@@ -52,44 +59,69 @@ class CalledModules:
 
     @property
     def called(self) -> bool:
-        """True once one of them was called with gradients."""
-        return any(count[0] for count in self._calls.values())
+        """True once one of them, or of earlier ones, was called with gradients."""
+        return self._was_called or any(count[0] for count in self._calls.values())
 
-    def learn(self, optimizer: Optimizer, step: int) -> None:
-        """Find and mark, in this step, the modules that own parameters of `optimizer`; 20 ms, once per optimizer."""
-        own = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        if own <= self._owned:
-            return
-        self._owned |= own
-        owners = [module for module in _modules() if self._owns(module)]
-        if gc.get_freeze_count() and not own <= {id(p) for module in owners for p in module.parameters()}:
-            owners = [module for module in _frozen_and_other_modules() if self._owns(module)]
+    def learn(self, optimizer: Optimizer, step: int, among: Sequence[nn.Module] | None = None) -> bool:
+        """Find and mark, in this step, the modules that own parameters of `optimizer`; 20 ms, once per optimizer.
+
+        Args:
+            optimizer: has stepped.
+            step: the present one.
+            among: modules that own them, if that is known: no others are looked at, which takes no time.
+
+        Returns:
+            False if there was nothing to look for: modules that are marked own all of its parameters.
+        """
+        own = {id(p): p for group in optimizer.param_groups for p in group["params"]}
+        if all(key in self._owned for key in own):
+            return False
+        self._owned.update(own)
+        if own.keys() <= {id(p) for module, *_ in self._watched.values() for p in module.parameters()}:
+            return False  # an optimizer for each parameter, say
+        owned = set(self._owned)
+        owners = [module for module in (_modules() if among is None else among) if _owns(module, owned)]
+        may_be_frozen = among is None and gc.get_freeze_count()
+        if may_be_frozen and not own.keys() <= {id(p) for module in owners for p in module.parameters()}:
+            owners = [module for module in _frozen_and_other_modules() if _owns(module, owned)]
         inner = {id(child) for module in owners for child in module.children()}
         for module in owners:
             if id(module) not in inner:
                 self._watch(module, 0, step)
+        return True
 
     def descend(self, step: int) -> None:
         """Replace modules that were not called in two whole steps by their children."""
+        owned = set(self._owned)
         for module, _, depth, since in list(self._watched.values()):
             if self._calls[id(module)][0] or depth >= _MAX_DEPTH or step - since < 2:
                 continue
-            children = [child for child in module.children() if self._owns(child)]
+            children = [child for child in module.children() if _owns(child, owned)]
             if children:
                 self._release(module)
                 for child in children:
                     self._watch(child, depth + 1, step)
 
+    def release_others(self, trained: Set[int]) -> None:
+        """Restore, once, the modules that own none of these parameters, and let go of them: an earlier model, say.
+
+        Args:
+            trained: the ids of all parameters that are still trained.
+        """
+        for module, *_ in list(self._watched.values()):
+            if _owns(module, trained) or id(module) in self._released:
+                continue  # one that came back is trained by an optimizer that is made anew each time
+            self._released[id(module)], self._was_called = module, self.called
+            self._release(module)
+            del self._calls[id(module)]
+            with contextlib.suppress(Exception):  # a module whose parameters can't be listed any more
+                for parameter in module.parameters():  # should it be trained again, it is looked for again
+                    self._owned.pop(id(parameter), None)
+
     def release(self) -> None:
         """Restore all modules."""
         for module, *_ in list(self._watched.values()):
             self._release(module)
-
-    def _owns(self, module: nn.Module) -> bool:
-        try:
-            return any(id(p) in self._owned for p in module.parameters())
-        except Exception:  # a module that is half built, or one whose parameters can't be listed
-            return False
 
     def _watch(self, module: nn.Module, depth: int, step: int) -> None:
         if id(module) in self._watched:
@@ -116,6 +148,13 @@ class CalledModules:
             callslot.restore(module, slot)
         for handle in self._handles.pop(id(module), ()):
             handle.remove()
+
+
+def _owns(module: nn.Module, parameters: Set[int]) -> bool:
+    try:
+        return any(id(p) in parameters for p in module.parameters())
+    except Exception:  # a module that is half built, or one whose parameters can't be listed
+        return False
 
 
 def _modules() -> list[nn.Module]:

@@ -4,12 +4,37 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from accel.profiler.evidence import LoaderFacts, OptimizerFacts
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What is trained, kept for when the script has let go of it: a report is made after its `main` has returned."""
+
+    optimizer: OptimizerFacts = field(default_factory=OptimizerFacts)
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    dtype: str = "float32"
+
+
+def of_training(optimizers: Iterable[Optimizer], earlier: Trained) -> Trained:
+    """Describe what optimizers train.
+
+    Args:
+        optimizers: those that the script has.
+        earlier: what is returned if there are none.
+    """
+    living = list(optimizers)
+    parameters = [p for optimizer in living for group in optimizer.param_groups for p in group["params"]]
+    if not parameters:
+        return earlier
+    return Trained(of_optimizers(living), torch.device(parameters[0].device), dtype(parameters))
 
 
 def of_loader(loader: Any) -> LoaderFacts:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch.optim import Optimizer
@@ -24,7 +25,7 @@ class MarkState:
         self.learning = True
         self.counting = True
         """Whether the batches and calls of the open step are counted."""
-        self.optimizer: Optimizer | None = None
-        """The optimizer whose update ends a step that no loader ends: the first that stepped."""
+        self.optimizer: Callable[[], Optimizer | None] = lambda: None
+        """A weak reference to the optimizer whose update ends a step that no loader ends: the first that stepped."""
         self.steps_left = 1
         """Steps until the tape is handed over."""

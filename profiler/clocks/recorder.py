@@ -10,6 +10,7 @@ is rare (a new iterator, a new optimizer, an evaluation) takes the slow path.
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable
 from threading import get_ident
 from types import MethodType
@@ -26,6 +27,7 @@ from accel.profiler.clocks.called_modules import CalledModules
 from accel.profiler.clocks.device_events import DeviceEvents, has_gpu
 from accel.profiler.clocks.probes import Function, Loaders, Probes
 from accel.profiler.evidence import LoaderFacts
+from accel.profiler.optimizers import Optimizers
 from accel.profiler.phases import MAYBE_FORWARD, MAYBE_HOST, PairTape, StepClock, Tape
 
 _LEARNING_STEPS = 12
@@ -60,7 +62,9 @@ class Recorder(BatchMarks):
         """Updates counted while the loop is being learned, those of further optimizers left out."""
         self.updates_elsewhere = 0
         """Updates in other threads."""
-        self.optimizers: list[Optimizer] = []
+        self.optimizers = Optimizers()
+        """Those that the script still has."""
+        self.trained = facts.Trained()
         self.probes = Probes(self, loaders)
         self.roots = CalledModules(self.calling, self.call_hooks)
 
@@ -242,7 +246,7 @@ class Recorder(BatchMarks):
                 hot.updating = False
                 tape.append("outside")
                 tape.append(now())
-                if hot.learning or optimizer is not hot.optimizer:
+                if hot.learning or optimizer is not hot.optimizer():
                     self._learn(optimizer)
                 else:
                     hot.stepped = True
@@ -262,21 +266,29 @@ class Recorder(BatchMarks):
         if self._on_update is not None:
             self._on_update(optimizer)
         if not any(optimizer is other for other in self.optimizers):
-            self.optimizers.append(optimizer)
-            self.roots.learn(optimizer, self.steps)
+            self._meet(optimizer)
         elif self.steps < _LEARNING_STEPS:
             self.roots.descend(self.steps)
+        self.clock.skip()  # to look for the model takes 20 ms and more, which are not the loop's
         if not self.roots.called and not self._training:
             self.clock.enter("forward")
+
+    def _meet(self, optimizer: Optimizer) -> None:
+        """Look for the models of a new optimizer, and let go of those whose optimizers are gone."""
+        self.optimizers.append(optimizer)
+        self.trained = facts.of_training(self.optimizers, self.trained)
+        if self.roots.learn(optimizer, self.steps):
+            self.roots.release_others({id(p) for o in self.optimizers for g in o.param_groups for p in g["params"]})
 
     def _ends_step(self, optimizer: Optimizer) -> bool:
         """Return whether an update ends a step that no loader ends; of two alternating optimizers only one does."""
         hot = self._hot
-        if hot.optimizer is not None and optimizer is not hot.optimizer:
+        ending = hot.optimizer()
+        if ending is not None and optimizer is not ending:
             self._other_updates += 1
             if self._other_updates <= _LOST:
                 return False
-        hot.optimizer, self._other_updates = optimizer, 0
+        hot.optimizer, self._other_updates = weakref.ref(optimizer), 0
         return True
 
     @property

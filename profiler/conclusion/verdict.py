@@ -300,7 +300,10 @@ def _reduce_exchange(report: ProfileReport, share: float) -> None:
         if share < WORTH:
             report.findings.remove(finding)
         elif share < 0.8 * finding.share:
-            finding.share, finding.measured = share, None
+            if finding.measured is not None:
+                also = "the waiting for the slowest rank too; this part is from the clocks of all ranks"
+                finding.experiment = f"tried, but that removed {also}"
+            finding.share, finding.measured, finding.confirmed = share, None, False
             finding.predicted = Saving(value=share, low=0.7 * share, high=min(1.0, 1.1 * share))
             finding.why = [f"the rank that waits least spends {share:.0%} of the step exchanging gradients"]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Collection, Iterable, Sequence
 
 from torch import nn
@@ -119,7 +120,7 @@ class DdpWait:
     def __init__(self) -> None:
         self._seconds: list[tuple[int, float]] = []
         """Step, s."""
-        self._timed: list[DistributedDataParallel] = []
+        self._timed: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
 
     def sample(self, modules: Sequence[nn.Module], step: int = -1) -> None:
         """Read the times of the last backward pass: 40 µs a model.
@@ -130,9 +131,9 @@ class DdpWait:
         """
         for module in modules:
             if isinstance(module, DistributedDataParallel):
-                if not any(module is timed for timed in self._timed):
+                if module not in self._timed:
                     module._set_ddp_runtime_logging_sample_rate(1)  # type: ignore[no-untyped-call]
-                    self._timed.append(module)
+                    self._timed.add(module)
                 times = module._get_ddp_logging_data()  # type: ignore[no-untyped-call]
                 exchange, hidden = (times.get(f"backward_{n}", 0) for n in ("comm_time", "compute_comm_overlap_time"))
                 if exchange:

@@ -74,7 +74,7 @@ def told(**fields: Any) -> Report:
             "its phase takes 4%",
         ),
         (told(plan={}, speedup=1.0), "the plan holds"),
-        (told(speedup=None, plain_ms=None), "the search is done and there is no verdict yet"),
+        (told(speedup=None, plain_ms=None), "the search is done and there is no speed-up of the whole"),
     ],
 )
 def test_the_check_sees_what_was_seen(report: Report, words: str) -> None:

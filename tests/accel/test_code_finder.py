@@ -140,6 +140,12 @@ def test_finding_says_where_what_it_costs_and_what_to_write() -> None:
     assert "gather_rows(t, index)" in found.instead
 
 
+@pytest.mark.parametrize("odd", ["\f", "\x1c", "\x85", "\u2028"])
+def test_a_character_that_ends_no_line_in_python_ends_none_in_a_finding(odd: str) -> None:
+    (finding,) = find(f"import torch  # a{odd}b\r\nt = x[range(n), idx]  # pick\n", "a.py")
+    assert (finding.line, finding.source) == (2, "t = x[range(n), idx]  # pick")
+
+
 def test_findings_are_in_order_and_not_doubled() -> None:
     body = "for x in xs:\n    for y in ys:\n        a, b = y.item(), y.item()\nt = x[range(n), idx]"
     assert [(f.line, f.habit) for f in find(f"import torch\n{body}", "a.py")] == [

@@ -47,9 +47,11 @@ def test_threshold_is_five_percent_by_default() -> None:
 @pytest.mark.parametrize("value", [None, 0.0, -1.0, float("nan"), float("inf")])
 def test_report_without_a_step_time_is_refused(value: float | None) -> None:
     with pytest.raises(ReportError, match=r"the first report has no accelerated step time.*let its search end"):
-        compare(_report(value), _report(1.0))
+        compare(_report(value, state="interrupted"), _report(1.0))
     with pytest.raises(ReportError, match="the second report has no accelerated step time"):
         compare(_report(1.0), _report(value))
+    with pytest.raises(ReportError, match="compare one with a speed-up of the whole"):
+        compare(_report(1.0), _report(value, state="done"))
 
 
 @pytest.mark.parametrize("threshold", [-0.1, float("nan"), float("inf")])

@@ -15,6 +15,7 @@ import accel
 from accel import strategies
 from accel.guard import update_guard
 from accel.guard.watch import Watch
+from accel.run.context import Observed
 from accel.run.gate import Gate
 from accel.session.guard_runner import GuardRunner
 from accel.strategies.fused_optimizer import FusedOptimizer
@@ -26,7 +27,9 @@ def test_updates_within_the_backward_pass_are_not_held_up(monkeypatch: pytest.Mo
     optimizers = [torch.optim.SGD([parameter], 0.1) for parameter in model.parameters()]
     gate: Any = Gate(model, ["one"])
     gate.add("one", lambda call: call)
-    run = SimpleNamespace(model=model, device=torch.device("cpu"), gate=gate, optimizers=optimizers)
+    run = SimpleNamespace(
+        model=model, device=torch.device("cpu"), gate=gate, optimizers=optimizers, observed=Observed()
+    )
     switchboard = SimpleNamespace(suspects=lambda: ["one"], active={}, trip=lambda why: pytest.fail(why))
     runner: Any = GuardRunner(run, switchboard, SimpleNamespace())  # type: ignore[arg-type]
     looked_at: list[Optimizer] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import queue
 import threading
 from collections.abc import Iterator
@@ -284,6 +285,13 @@ def test_a_closure_goes_on_with_what_follows_it() -> None:
     assert heard == ["closure", "after"] * 2
     assert followed_by(lambda: None, (None,), {}) is None
     assert followed_by(lambda: None, (None, None), {"closure": None}) is None
+
+
+def test_an_optimizer_is_given_the_module_that_the_loop_passes() -> None:
+    model = nn.Linear(2, 2)  # as one that measures it, and wants its parameters
+    assert followed_by(lambda: None, (None, model), {}) is None
+    assert followed_by(lambda: None, (None,), {"closure": model}) is None
+    assert followed_by(lambda: None, (None, functools.partial(model, torch.ones(1, 2))), {}) is not None
 
 
 def test_a_loop_in_inference_mode_is_followed(only_quick: None) -> None:

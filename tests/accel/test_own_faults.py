@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -11,6 +12,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import accel
 from accel import entry
@@ -347,3 +349,40 @@ def test_a_buffer_without_an_address_is_put_back() -> None:
     moving.restore(moving.saved())
     moving.restore(moving.saved())
     assert torch.equal(model.get_buffer("counts").to_dense(), torch.ones(4))
+
+
+class Ages(Counted):
+    """Each call has another output than the one before: by a count, and by random numbers that are not torch's."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (1.0 + self.calls + random.random())
+
+
+def test_calls_made_again_begin_from_one_state(no_waiting: None) -> None:
+    model, loader, optimizer = make(Ages)
+    model, loader, optimizer = accel.optimize(model, loader, optimizer, allow="exact", budget=60)
+    for done, (x, target) in enumerate(loader):
+        keep_on(model) if done == 4 else None
+        step(model, optimizer, x, target, "loss" if done == 8 else "", "bad ones left out")
+    session = entry._optimized[model].session
+    assert (session.switchboard.trips, session.active) == ({}, {"quick": None})
+
+
+def test_a_loss_that_is_not_finite_is_no_fault_of_what_draws_in_another_order() -> None:
+    """Dropout draws in the order of memory: other values in the replay under channels_last than in the plain one."""
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Dropout(0.5), nn.Conv2d(8, 4, 3), nn.Flatten())
+    loader: Any = DataLoader(TensorDataset(torch.randn(96, 3, 8, 8)), batch_size=8)
+    optimizer: Any = torch.optim.SGD(model.parameters(), 0.01)
+    model, loader, optimizer = accel.optimize(model, loader, optimizer, enable=("channels_last",), budget=60)
+    session = entry._optimized[model].session
+    for done, (x,) in enumerate(loader):
+        if done == 4:
+            session._next_action = lambda first=False: None  # as a finished search would
+            session.switchboard.switch({"channels_last": None})
+            session.run.gate.watch(session.events)
+        optimizer.zero_grad()
+        (model(x).square().mean() * (math.nan if done == 8 else 1.0)).backward()
+        if done != 8:
+            optimizer.step()
+    assert (session.switchboard.trips, session.active) == ({}, {"channels_last": None})

@@ -11,7 +11,7 @@ import torch
 
 import accel
 from accel import entry
-from accel.run.context import Optimizers
+from accel.profiler.optimizers import Optimizers
 from tests.accel.loops import advance, make, settled, training
 
 

@@ -132,6 +132,19 @@ def test_verdict_without_a_plan_claims_no_gain() -> None:
     assert report.verdict() == "left as it was: nothing tried made the step faster (20 ms)"
 
 
+def test_verdict_of_a_search_that_is_over_says_that_no_more_will_come() -> None:
+    words = {"summary": "", "treats": (), "exactness": "exact", "status": "kept"}
+    row = StrategyRow(name="allocator", gain=1.2, gain_low=1.1, gain_high=1.3, **words)
+    kept = Report(steps=7, state="done", rows=[row]).verdict()
+    assert kept == (
+        "no speed-up of the whole: what is kept now was not compared with the plain loop again; "
+        "each alone: allocator 1.20x [1.10, 1.30]"
+    )
+    assert Report(steps=7, state="done").verdict() == "left as it was: nothing is kept"
+    undone = Report(steps=7, state="undone").verdict()
+    assert undone == "no verdict: accel was undone after 7 steps"
+
+
 def test_verdict_before_the_end_says_so() -> None:
     assert Report(steps=7).verdict() == "no verdict yet: 7 steps seen, the search has not ended"
     words = {"summary": "", "treats": (), "exactness": "exact", "status": "kept"}

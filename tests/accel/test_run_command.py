@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+import threading
 from pathlib import Path
 from subprocess import CompletedProcess
 
@@ -11,14 +12,19 @@ import pytest
 from click.testing import CliRunner
 
 from accel import Report, strategies
+from accel.commands import run as run_module
 from accel.commands.cli import main
 from accel.commands.run import ALLOW, registered_strategies
+from accel.dataio.passes.proxy import LoaderProxy
+from accel.profiler.script import Script
 from accel.script import after_import as importing
 from accel.script.after_import import after_import
+from accel.script.training import ScriptTraining
 from accel.strategies import Exactness
 from tests import warm
-from tests.accel.loops import QUIET
+from tests.accel.loops import QUIET, make_loader
 from tests.accel.profiled import ONE_THREAD, script
+from tests.accel.script_followed import OPTIONS
 
 TRAINING = """
 if __name__ == "__main__":
@@ -34,6 +40,19 @@ if __name__ == "__main__":
 def accel_run(folder: Path, *arguments: str, environment: dict[str, str] | None = None) -> CompletedProcess[str]:
     environment = {**ONE_THREAD, **(environment or {})}
     return warm.run(["-m", "accel", "run", *arguments], cwd=folder, environment=environment, before=QUIET)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_workers_of_a_loader_are_no_training_in_child_processes(
+    workers: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A script whose optimizer is not torch's was told to call accel.optimize in its children."""
+    monkeypatch.setattr(run_module, "training_in_children", lambda command: "accel: child processes ran")
+    job = run_module.RunJob(Script("none.py", []), {})
+    job._training = ScriptTraining(dict(OPTIONS), threading.get_ident(), whole="")
+    job._training.loaders.epoch_begins(LoaderProxy(make_loader(num_workers=workers)))
+    job.conclude()
+    assert ("child processes" in capsys.readouterr().err) == (workers == 0)
 
 
 def test_the_exact_level_prints_the_losses_of_the_plain_script(tmp_path: Path) -> None:

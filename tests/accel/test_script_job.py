@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import py_compile
 import signal
@@ -9,15 +10,18 @@ import subprocess
 import sys
 import zipapp
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from subprocess import CompletedProcess
 from types import FrameType
+from typing import Any
 
 import pytest
 
 from accel.commands.script_job import ScriptJob, check_script
 from accel.elastic.termination import Termination
 from accel.errors import InvalidArgument
+from accel.profiler import script as script_module
 from accel.profiler.script import Script
 from tests import warm
 from tests.accel.loops import QUIET
@@ -175,6 +179,52 @@ def test_a_handler_that_is_put_back_after_the_script_ends_the_process() -> None:
     assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGTERM
 
 
+@pytest.mark.usefixtures("default_handler")
+def test_a_script_that_catches_what_is_to_end_it_ends_by_the_signal() -> None:
+    """As plain Python does at once; it went on, and its status was 0."""
+    child = os.fork()
+    if child == 0:
+        try:
+            with Script("none.py", []):
+                with suppress(BaseException):
+                    send()
+                os._exit(3)
+        finally:
+            os._exit(4)
+    _, status = os.waitpid(child, 0)
+    assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGTERM
+
+
+@pytest.mark.usefixtures("default_handler")
+def test_what_is_done_before_the_error_goes_on_is_done() -> None:
+    seen: list[str] = []
+    with Script("none.py", []) as own:
+        try:
+            send()
+        except BaseException:
+            seen.append("saved")
+            raise
+        finally:
+            gc.collect()
+            seen.append("cleaned up")
+    assert seen == ["saved", "cleaned up"]
+    assert (own.ending.status, own.ending.text) == (143, "terminated")
+
+
+@pytest.mark.usefixtures("default_handler")
+@pytest.mark.parametrize("code", [None, 0, 5])
+def test_a_script_that_keeps_the_error_was_terminated_all_the_same(code: int | None) -> None:
+    kept: list[BaseException] = []
+    with Script("none.py", []) as own:
+        try:
+            send()
+        except BaseException as error:
+            kept.append(error)
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL  # a second signal ends the process
+        raise SystemExit(code)
+    assert own.ending.status == (code or 143)
+
+
 # -- forked children ---------------------------------------------------------------------------------------------------
 
 
@@ -255,6 +305,33 @@ def test_an_interrupt_ends_the_installed_command_by_its_signal(tmp_path: Path) -
 
     assert done.returncode == -signal.SIGINT, done.stderr
     assert done.stderr.count("Traceback") == 1
+
+
+# -- tracebacks --------------------------------------------------------------------------------------------------------
+
+
+def test_a_traceback_has_the_hints_of_python(capsys: pytest.CaptureFixture[str]) -> None:
+    with Script("none.py", []):
+        exec("value = 1\nvalu\n", {})
+    assert "Did you mean: 'value'?" in capsys.readouterr().err
+
+
+def test_a_traceback_has_no_frames_of_ours_in_between(capsys: pytest.CaptureFixture[str]) -> None:
+    """A batch is asked for through a proxy, and a dataset may raise."""
+    ours = str(Path(script_module.__file__ or "").parents[1] / "script" / "loaders.py")
+    passing: dict[str, Any] = {}
+    exec(compile("def on(call):\n    return call()\n\n\ndef fail():\n    return {}['ours']\n", ours, "exec"), passing)
+
+    def broken() -> None:
+        raise KeyError("the script's")
+
+    with Script("none.py", []):
+        passing["on"](lambda: passing["on"](broken))
+    printed = capsys.readouterr().err
+    assert ours not in printed and printed.count(", in <lambda>") == printed.count(", in broken") == 1
+    with Script("none.py", []):
+        passing["on"](passing["fail"])
+    assert capsys.readouterr().err.count(ours) == 2  # what fails in accel itself is shown whole
 
 
 # -- the path ----------------------------------------------------------------------------------------------------------

@@ -31,10 +31,10 @@ def test_a_loop_over_a_loader_is_optimized_in_the_middle_of_its_first_epoch(trai
     model, loader, optimizer = make()
     epochs(model, loader, optimizer, 1)
     assert 8 <= steps_of(model) <= 11  # of 13: the first two are needed to learn
-    epochs(model, loader, optimizer, 12)
+    epochs(model, loader, optimizer, 15)
     report = accel.explain(model)
     assert report.state == "done" and report.plan == {"quick": None}
-    assert steps_of(model) >= 13 * 13 - 4
+    assert steps_of(model) >= 16 * 13 - 4
     assert type(model) is Net and type(loader) is DataLoader and "step" not in vars(optimizer)
 
 
@@ -247,10 +247,10 @@ def test_an_optimizer_whose_step_is_assigned_at_each_one_is_followed(training: S
     model, loader, optimizer = make()
     epochs(model, loader, Reassigned(optimizer), 1)
     assert 8 <= steps_of(model) <= 11
-    epochs(model, loader, Reassigned(optimizer), 12)
+    epochs(model, loader, Reassigned(optimizer), 15)
     report = accel.explain(model)
     assert report.state == "done" and report.plan == {"quick": None}
-    assert report.steps >= 13 * 13 - 5
+    assert report.steps >= 16 * 13 - 5
     assert entry._optimized[model].session.run.loader is loader
 
 
@@ -343,7 +343,7 @@ def test_models_of_earlier_folds_are_let_go(training: ScriptTraining) -> None:
     folds = [make(seed) for seed in range(4)]
     for model, loader, optimizer in folds:
         epochs(model, loader, optimizer, 20)
-    assert [entry.optimized(model) is not None for model, *_ in folds] == [False, False, True, True]
+    assert [entry.optimized(model) is not None for model, *_ in folds] == [False, False, False, True]
 
 
 def test_a_script_that_calls_optimize_itself_is_left_to_it(training: ScriptTraining) -> None:

@@ -105,7 +105,7 @@ def test_recorded_calls_listen_no_more_once_they_are_forgotten() -> None:
     model = ReturnsAWeight()
     recording = guard.record(model, CPU, (torch.ones(1, 6),), {})
     recording.listen(model(torch.ones(1, 6)))
-    blame = Blame(model, CPU)
+    blame = Blame(model)
     for _ in range(2):
         call = blame.begin((torch.ones(1, 6),), {})
         blame.keep(call, model(torch.ones(1, 6)))

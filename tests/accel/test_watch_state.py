@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import random
+from collections import deque
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 from accel.guard import watch as watching
+from accel.run.context import Observed
 from accel.run.gate import Call
+from accel.session.guard_runner import GuardRunner
 from tests.accel.test_watch_outputs import broken
 
 
@@ -106,3 +113,155 @@ def test_a_call_made_again_draws_the_same_numbers_on_a_gpu(monkeypatch: pytest.M
     gate, watch, trips = broken(Draws(2, 2), gives_nan)
     watch.call(gate.call, (torch.ones(1, 2),), {})
     assert (trips, drawn) == (["its output is not finite"], [8])
+
+
+class Gathers(nn.Module):
+    """Draws by Python and numpy, and gathers what it has seen in containers and in a tensor of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.bank: deque[Tensor] = deque(maxlen=3)
+        self.seen: dict[str, list[float]] = {"means": []}
+        self.latest: list[float] = []
+        self.mean = torch.zeros(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.bank.append(x.mean())
+        self.seen["means"].append(float(x.mean()))
+        self.latest = [*self.latest[-2:], random.random()]
+        self.mean.mul_(0.5).add_(x.detach().mean())
+        return self.layer(x) + random.random() + np.random.rand() + len(self.bank) + self.mean  # type: ignore[no-any-return]
+
+    def gathered(self) -> tuple[Any, ...]:
+        return len(self.bank), {**self.seen}, self.latest, self.mean.tolist(), random.getstate(), np.random.rand()
+
+
+def runner_of(gate: Any, watch: watching.Watch) -> Any:
+    """A guard of a model, with this watch, that has recorded a plain call of it."""
+    run = SimpleNamespace(model=gate.model, device=torch.device("cpu"), gate=gate, optimizers=[], observed=Observed())
+    runner: Any = GuardRunner(run, SimpleNamespace(active={}, trip=print), SimpleNamespace())  # type: ignore[arg-type]
+    runner._watch = watch
+    runner.recorded((torch.ones(1, 2),), {})
+    runner.close()
+    return runner
+
+
+@pytest.mark.parametrize("spoils", [gives_nan, lambda call: lambda x: (call(x), 1 / 0)])
+def test_a_call_made_again_changes_containers_and_draws_as_if_it_was_made_once(spoils: Any) -> None:
+    torch.manual_seed(0)
+    model, x = Gathers(), torch.ones(1, 2)
+    gate, watch, trips = broken(model, spoils)
+    runner_of(gate, watch)
+
+    def afresh() -> None:
+        random.seed(0)
+        np.random.seed(0)
+        model.bank.clear()
+        model.seen["means"].clear()
+        model.latest = [0.5]
+        model.mean.zero_()
+
+    afresh()
+    expected, gathered = gate.plain(x), model.gathered()
+    means = list(gathered[1]["means"])
+    afresh()
+    outputs, now = watch.call(gate.call, (x,), {}), model.gathered()
+    assert len(trips) == 1
+    assert torch.equal(outputs, expected)
+    assert list(now[1]["means"]) == means
+    assert (now[0], *now[2:]) == (gathered[0], *gathered[2:])
+
+
+class Pops(nn.Module):
+    """Takes its input out of the batch, and then fails."""
+
+    def forward(self, batch: Any) -> Tensor:
+        x = batch.pop("x") if isinstance(batch, dict) else vars(batch).pop("x")
+        raise ValueError(f"mine: {tuple(x.shape)}")
+
+
+@dataclass
+class Passed:
+    x: Tensor
+
+
+@pytest.mark.parametrize("is_dict", [True, False])
+def test_the_users_own_error_is_the_one_that_is_raised(is_dict: bool) -> None:
+    """Made again with what is left of the batch, the call would raise another one."""
+    gate, watch, trips = broken(Pops(), lambda call: lambda batch: call(batch))
+    batch: Any = {"x": torch.ones(1, 2)} if is_dict else Passed(torch.ones(1, 2))
+    with pytest.raises(ValueError, match=r"mine: \(1, 2\)") as caught:
+        watch.call(gate.call, (batch,), {})
+    assert caught.value.__context__ is None
+    assert bool(trips) == (not is_dict)  # a dict is put back, and the call made again
+
+
+def test_a_call_that_has_appended_to_a_list_is_made_again_with_the_list_as_it_was() -> None:
+    class Logs(nn.Linear):
+        def forward(self, x: Tensor, log: Any = None) -> Tensor:
+            log.append(x.sum())
+            return super().forward(x)
+
+    gate, watch, trips = broken(Logs(2, 2), lambda call: lambda x, log: call(x * float("nan"), log))
+    log: list[Tensor] = []
+    assert watch.call(gate.call, (torch.ones(1, 2), log), {}).isfinite().all()
+    assert len(trips) == 1
+    assert [float(each) for each in log] == [2.0]
+
+
+class Linked:
+    """A node of a tree, which knows what it is a part of."""
+
+
+@dataclass
+class Node(Linked):
+    x: Tensor
+    parent: Any = None
+
+
+def test_arguments_that_cannot_be_looked_through_are_passed_on() -> None:
+    class Roots(nn.Linear):
+        def forward(self, node: Any) -> Any:
+            return super().forward(node.parent.x)
+
+    node = Node(torch.ones(1, 2), Node(torch.ones(1, 2)))
+    node.parent.parent = node
+    gate, watch, _ = broken(Roots(2, 2), lambda call: lambda node: call(node))
+    runner = runner_of(broken(nn.Linear(2, 2), gives_nan)[0], watch)
+    runner._run.gate = gate
+    assert runner.recorded((node,), {}).shape == (1, 2)
+    assert runner.take_finding() is not None
+    assert runner.learn((node,), {}, torch.ones(1))
+    assert watch.call(gate.call, (node,), {}).shape == (1, 2)
+
+
+def test_a_model_on_the_meta_device_is_called_as_ever() -> None:
+    gate, _, _ = broken(nn.Linear(2, 2, device="meta"), gives_nan)
+    run = SimpleNamespace(model=gate.model, device=torch.device("meta"), gate=gate, observed=Observed())
+    runner: Any = GuardRunner(run, SimpleNamespace(active={}, trip=print), SimpleNamespace())  # type: ignore[arg-type]
+    x = torch.ones(1, 2, device="meta")
+    assert runner.learn((x,), {}, gate.plain(x))
+    assert run.observed.input_dtypes == {"torch.float32"} and not run.observed.autocast
+    run.device = torch.device("cpu")  # its weights have been filled
+    gate.model.to_empty(device="cpu")
+    runner.expect({"one": None})
+    assert runner._watch._device.type == "cpu"
+    assert runner.call(lambda x: x, (torch.ones(1, 2),), {}).tolist() == [[1.0, 1.0]]
+
+
+def test_that_the_loop_differentiates_gradients_again_is_seen_whenever_a_call_is_looked_at() -> None:
+    """As the penalty of a GAN that comes in every sixteenth step."""
+    x = torch.ones(1, 2, requires_grad=True)
+
+    def penalised(outputs: Tensor) -> None:
+        torch.autograd.grad(outputs.square().sum(), x, create_graph=True)
+
+    gate, watch, _ = broken(nn.Linear(2, 2), lambda call: lambda x: call(x))
+    runner = runner_of(gate, watch)
+    observed = runner._run.observed
+    penalised(runner.call(gate.call, (x,), {}))
+    assert "create_graph" in observed.needs_graphs
+    observed.needs_graphs = ""
+    penalised(runner.recorded((x,), {}))
+    assert "create_graph" in observed.needs_graphs

@@ -213,8 +213,7 @@ def test_optimizers_that_step_together_are_one_step(recorder: Recorder, seen: li
 def test_an_optimizer_that_takes_another_s_place(recorder: Recorder, seen: list[Measurement]) -> None:
     """The first never steps again: the second ends steps after a while."""
     model = nn.Linear(8, 2)
-    for lr in (0.1, 0.01):
-        optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    for optimizer in [torch.optim.SGD(model.parameters(), lr=lr) for lr in (0.1, 0.01)]:
         for x in own_batches(100):
             model(x).mean().backward()
             optimizer.step()

@@ -64,6 +64,15 @@ def test_anomaly_mode_outside_of_the_steps_is_none_of_theirs() -> None:
         assert not session.evidence().anomaly_mode
 
 
+def test_what_was_trained_is_known_once_the_script_has_let_go_of_it() -> None:
+    session = profiled(around=nullcontext)
+    gc.collect()
+
+    assert len(session.recorder.optimizers) == 0
+    trained = session.evidence().optimizer
+    assert (trained.name, trained.tensors, trained.elements) == ("SGD", 2, 10)
+
+
 def test_threads_are_those_of_the_steps() -> None:
     before = torch.get_num_threads()
 

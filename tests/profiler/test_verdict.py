@@ -13,6 +13,7 @@ from accel.profiler.evidence import Evidence, TraceSummary
 from accel.profiler.naming import Diagnosis
 from accel.profiler.phases import Measurement
 from accel.profiler.report import Finding, ProfileReport, Saving
+from accel.report import profile_words as words
 
 
 def rank(number: int, forward_ms: float, wait_ms: float, *, steps: int = 40) -> tuple[Evidence, Diagnosis]:
@@ -137,3 +138,39 @@ def test_a_pass_is_made_of_its_own_operators() -> None:
     tree = verdict.tree(evidence, diagnosis.anatomy)
     assert not any(phase.children for phase in tree.children)
     assert "of the model's operators 50% matrix products, 50% element-wise" in tree.note
+
+
+def test_what_an_experiment_saved_with_the_waiting_is_not_confirmed_of_the_exchange_alone() -> None:
+    told = ProfileReport()
+    told.findings = [
+        Finding(
+            cause="communication.exposed",
+            bottleneck="communication",
+            title="",
+            why=[],
+            remedy="",
+            share=0.6,
+            measured=Saving(value=0.55, low=0.5, high=0.6),
+            confirmed=True,
+            experiment="no gradients were exchanged",
+        )
+    ]
+    verdict._reduce_exchange(told, 0.2)
+    (finding,) = told.findings
+
+    assert (finding.measured, finding.confirmed) == (None, False)
+    assert verdict.saving_text(finding) == "removing it saves 20% [14%, 22%] of the step, predicted"
+    assert words.effect_text(finding).startswith("predicted, tried only with another cause: saves 20 %")
+    assert words.experiment_text(finding) == (
+        "tried, but that removed the waiting for the slowest rank too; this part is from the clocks of all ranks"
+    )
+
+
+def test_an_exchange_that_was_not_tried_says_why_as_before() -> None:
+    told = ProfileReport()
+    finding = Finding(cause="communication.exposed", bottleneck="", title="", why=[], remedy="", share=0.6)
+    finding.experiment = "not tried: --no-confirm"
+    told.findings = [finding]
+    verdict._reduce_exchange(told, 0.2)
+
+    assert told.findings[0].experiment == "not tried: --no-confirm"

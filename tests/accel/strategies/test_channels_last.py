@@ -1,7 +1,9 @@
-"""What the strategy may not hide from the loop: what a model writes to its input, and the layout of its outputs."""
+"""What the strategy may not hide from the loop: what a model writes to its arguments, and how its outputs lie."""
 
 from __future__ import annotations
 
+from collections import UserDict
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +13,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import accel
+from accel.dataio.batches import tensors
+from accel.run.context import Observed
 from accel.run.gate import Gate
+from accel.run.layouts import order
 from accel.strategies.base import NothingHelps
 from accel.strategies.channels_last import ChannelsLast
 
@@ -37,7 +42,7 @@ class Learned(InPlace):
 
 
 def run_of(model: nn.Module) -> Any:
-    return SimpleNamespace(gate=Gate(model, ["channels_last"]))
+    return SimpleNamespace(model=model, gate=Gate(model, ["channels_last"]), observed=Observed())
 
 
 @pytest.mark.parametrize("kind", [InPlace, Learned])
@@ -128,3 +133,237 @@ def test_a_model_in_this_order_is_left_as_it_is(dtype: torch.dtype) -> None:
     assert ChannelsLast().refusal(run) == ""
     model.to(memory_format=torch.channels_last)
     assert "already" in ChannelsLast().refusal(run)
+
+
+def critic() -> nn.Sequential:
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(3, 4, 3, 2, 1), nn.LeakyReLU(), nn.Conv2d(4, 8, 3, 2, 1), nn.LeakyReLU(), nn.Flatten()]
+    return nn.Sequential(*layers, nn.Linear(8 * 4 * 4, 1))
+
+
+@pytest.mark.parametrize("is_leaf", [True, False])
+def test_gradients_of_inputs_have_the_layout_of_plain_ones(is_leaf: bool) -> None:
+    """As in WGAN-GP, which goes backward through them."""
+    model, real = critic(), torch.randn(2, 3, 16, 16).requires_grad_()
+
+    def penalty() -> list[Tensor]:
+        images = real.detach().requires_grad_() if is_leaf else real / 2
+        model.zero_grad()
+        (gradient,) = torch.autograd.grad(model(images).sum(), images, create_graph=True)
+        size = gradient.view(len(gradient), -1).norm(dim=1)
+        size.square().mean().backward()
+        return [size.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+
+    expected = penalty()
+    run, strategy = run_of(model), ChannelsLast()
+    strategy.enable(run, None)
+    actual = penalty()
+    strategy.disable(run)
+    for wanted, got in zip(expected, actual, strict=True):
+        torch.testing.assert_close(got, wanted)
+
+
+class Shaped(nn.Module):
+    """Returns features in another shape."""
+
+    def __init__(self, shape: Any) -> None:
+        super().__init__()
+        self.layer, self.shape = nn.Conv2d(3, 8, 3, padding=1), shape
+
+    def forward(self, x: Tensor) -> Any:
+        return self.shape(self.layer(x))
+
+
+SHAPES = {
+    "as they are": lambda h: h,
+    "tokens": lambda h: h.flatten(2).transpose(1, 2),
+    "flat": lambda h: h.flatten(2),
+    "anchors": lambda h: h.view(len(h), 2, 4, *h.shape[2:]),
+    "channels at the end": lambda h: h.permute(0, 2, 3, 1),
+    "mean of rows": lambda h: h.mean(2),
+    "mean of rows of all": lambda h: h.mean((0, 2)),
+    "similarities": lambda h: {"a": h.flatten(1) @ h.flatten(1).t(), "b": (h.flatten(1) @ h.flatten(1).t()).t()},
+    "part": lambda h: h[:, :5],
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("is_evaluation", [False, True])
+def test_outputs_of_any_shape_have_the_layout_of_plain_ones(name: str, is_evaluation: bool) -> None:
+    model, images = Shaped(SHAPES[name]), torch.randn(2, 3, 6, 4)
+    run, strategy = run_of(model), ChannelsLast()
+    with torch.set_grad_enabled(not is_evaluation):
+        expected = model(images)
+        run.observed.note_outputs(expected)
+        strategy.enable(run, None)
+        actual = model(images)
+        strategy.disable(run)
+    for wanted, got in zip(tensors(expected), tensors(actual), strict=True):
+        torch.testing.assert_close(got, wanted)
+        assert order(got) == order(wanted)
+        assert got.is_contiguous() or not wanted.is_contiguous()
+
+
+def test_without_a_plain_call_outputs_are_laid_out_in_the_order_of_their_dimensions() -> None:
+    model, strategy = Shaped(SHAPES["flat"]), ChannelsLast()
+    run = run_of(model)
+    strategy.enable(run, None)
+    assert model(torch.randn(2, 3, 6, 4)).is_contiguous()
+    strategy.disable(run)
+
+
+def test_a_model_with_a_hook_of_the_loops_is_left_alone() -> None:
+    """What the hook takes out would be in another layout."""
+    model = nn.Sequential(nn.utils.spectral_norm(nn.Conv2d(3, 8, 3)), nn.ReLU())
+    run, strategy = run_of(model), ChannelsLast()
+    run.has_module = lambda *kinds: True
+    run.observed.conv_input = True
+    assert strategy.refusal(run) == strategy.failure(run) == ""
+    handle = model[1].register_forward_hook(lambda module, args, output: None)
+    assert "hook" in strategy.refusal(run)
+    assert "hook" in strategy.failure(run)
+    handle.remove()
+    assert strategy.refusal(run) == ""
+
+
+class Batch:
+    """Holds images and labels, as attributes."""
+
+
+@dataclass
+class Open(Batch):
+    image: Tensor
+    label: Tensor
+    more: Any = None
+
+
+@dataclass(frozen=True)
+class Frozen(Batch):
+    image: Tensor
+    label: Tensor
+
+
+class Normalizes(nn.Module):
+    """Writes what it has computed into the container that it is given, and returns that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Conv2d(3, 8, 3)
+
+    def forward(self, batch: Any, log: list[Any]) -> Any:
+        fields = vars(batch) if isinstance(batch, Batch) else batch
+        fields["image"] = (fields["image"] - fields["image"].mean()) / fields["image"].std()
+        features = self.layer(fields["image"])
+        log.append(features.mean((2, 3)))
+        log[0]["features"] = {"last": features}
+        if "label" in fields:
+            log.append(fields.pop("label"))
+        return batch
+
+
+@pytest.mark.parametrize("kind", [dict, UserDict, Open, Frozen])
+def test_the_loop_gets_what_the_model_writes_into_a_container(kind: Any) -> None:
+    torch.manual_seed(0)
+    model = Normalizes()
+    image, label = torch.randn(2, 3, 6, 4), torch.zeros(2)
+
+    def called() -> tuple[dict[str, Any], list[Any], bool]:
+        batch, log = kind(image=image, label=label), [{"inner": image}]
+        returned = model(batch, log)
+        fields = vars(batch) if isinstance(batch, Batch) else dict(batch)
+        assert log[0]["inner"] is image  # untouched, and the loop's own
+        return fields, log, returned is batch
+
+    expected, expected_log, _ = called()
+    run, strategy = run_of(model), ChannelsLast()
+    strategy.enable(run, None)
+    fields, log, is_same = called()
+    strategy_failed = strategy.failure(run)
+    strategy.disable(run)
+    assert is_same and strategy_failed == ""
+    assert fields.keys() == expected.keys()
+    pairs = zip(tensors((expected, expected_log)), tensors((fields, log)), strict=True)
+    for wanted, got in pairs:
+        torch.testing.assert_close(got, wanted)
+        assert got.is_contiguous()
+    assert log[-1] is label
+
+
+def test_a_call_that_fails_leaves_the_loops_containers_as_they_were() -> None:
+    class Fails(nn.Module):
+        def forward(self, batch: Any) -> Any:
+            raise ValueError("mine")
+
+    image, nested = torch.randn(2, 3, 6, 4), [torch.randn(2, 3, 6, 4)]
+    batch = {"image": image, "nested": nested, "pair": (image, nested)}
+    before = dict(batch)
+    run, strategy = run_of(Fails()), ChannelsLast()
+    strategy.enable(run, None)
+    with pytest.raises(ValueError, match="mine"):
+        run.model(batch)
+    strategy.disable(run)
+    assert all(batch[name] is value for name, value in before.items())
+    assert nested[0].is_contiguous()
+
+
+def test_an_image_that_is_passed_on_is_the_loops_own() -> None:
+    class Passes(nn.Module):
+        def forward(self, x: Tensor, pair: tuple[Tensor, Tensor]) -> Any:
+            return x, pair[0]
+
+    image, other = torch.randn(2, 3, 6, 4), torch.randn(2, 3, 6, 4)
+    run, strategy = run_of(Passes()), ChannelsLast()
+    strategy.enable(run, None)
+    first, second = run.model(image, (other, image))
+    strategy.disable(run)
+    assert first is image and second is other
+
+
+def test_a_container_that_holds_itself_is_passed_on() -> None:
+    class Looks(nn.Module):
+        def forward(self, batch: Any) -> Tensor:
+            assert batch["self"] is batch
+            return batch["image"].mean()  # type: ignore[no-any-return]
+
+    batch: dict[str, Any] = {"image": torch.ones(2, 3, 6, 4)}
+    batch["self"] = batch
+    run, strategy = run_of(Looks()), ChannelsLast()
+    strategy.enable(run, None)
+    assert run.model(batch) == 1.0
+    strategy.disable(run)
+
+
+def test_a_run_whose_model_writes_into_its_batch_has_the_plain_losses() -> None:
+    images = torch.randn(32, 3, 8, 8, generator=torch.Generator().manual_seed(1))
+
+    class Normalized(InPlace):
+        def forward(self, batch: Any) -> Any:
+            batch["x"] = (batch["x"] - batch["x"].mean()) / batch["x"].std()
+            return self.layers(batch["x"])
+
+    def losses(optimized: bool) -> list[float]:
+        torch.manual_seed(0)
+        model: Any = Normalized()
+        loader: Any = DataLoader(TensorDataset(images), batch_size=8)
+        optimizer: Any = torch.optim.SGD(model.parameters(), 0.05)
+        if optimized:
+            plan = accel.Plan(
+                fingerprint=accel.search.plan.fingerprint(model), model="Normalized", strategies={"channels_last": None}
+            )
+            model, loader, optimizer = accel.optimize(model, loader, optimizer, plan=plan, enable=("channels_last",))
+        curve = []
+        for _ in range(8):
+            for (x,) in loader:
+                batch = {"x": x}
+                optimizer.zero_grad()
+                loss = nn.functional.mse_loss(model(batch), batch["x"])
+                loss.backward()
+                optimizer.step()
+                curve.append(loss.item())
+        if optimized:
+            row = {row.name: row for row in accel.explain(model).rows}["channels_last"]
+            assert "it puts other" not in (row.why or "")
+            accel.undo(model)
+        return curve
+
+    torch.testing.assert_close(torch.tensor(losses(True)), torch.tensor(losses(False)), rtol=1e-3, atol=0)

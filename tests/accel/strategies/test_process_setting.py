@@ -13,6 +13,7 @@ from accel.strategies import cudnn_benchmark, intraop_threads, tf32
 from accel.strategies.base import Strategy
 from accel.strategies.cudnn_benchmark import CudnnBenchmark
 from accel.strategies.intraop_threads import IntraopThreads
+from accel.strategies.process_setting import ProcessSetting
 from accel.strategies.tf32 import TF32
 
 
@@ -68,7 +69,10 @@ def test_threads_are_tried_for_one_model_at_a_time() -> None:
         (1, 1, []),
     ],
 )
-def test_what_other_processes_leave_is_tried_first(threads: int, free_cores: int | None, settings: list[int]) -> None:
+def test_what_other_processes_leave_is_tried_first(
+    threads: int, free_cores: int | None, settings: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(intraop_threads, "_THREADS", ProcessSetting(lambda: threads, lambda value: None))
     assert IntraopThreads().settings(run_of(threads, free_cores)) == settings
 
 
@@ -96,3 +100,29 @@ def test_a_switch_stays_on_for_the_model_that_keeps_it(
         stays.disable(run)
     assert is_on() == before
     assert not any(setting.is_used() for setting in (cudnn_benchmark._BENCHMARK, tf32._TF32, intraop_threads._THREADS))
+
+
+@pytest.mark.usefixtures("four_threads")
+def test_what_the_loop_has_set_since_the_run_began_is_what_is_displaced() -> None:
+    strategy, run = IntraopThreads(), run_of(threads=4)
+    torch.set_num_threads(3)
+    assert strategy.settings(run) == [2, 1]  # of four cores, three threads are in use
+    strategy.enable(run, 1)
+    assert (run.threads, strategy.settings(run)) == (3, [2, 1])
+    strategy.disable(run)
+    assert torch.get_num_threads() == 3
+
+
+@pytest.mark.usefixtures("four_threads")
+def test_what_the_loop_sets_meanwhile_stays() -> None:
+    first, second, run = IntraopThreads(), IntraopThreads(), run_of()
+    first.enable(run, 1)
+    torch.set_num_threads(3)
+    first.disable(run)
+    assert torch.get_num_threads() == 3
+    first.enable(run, 2)
+    second.enable(run, 1)
+    torch.set_num_threads(3)
+    second.disable(run)
+    first.disable(run)
+    assert torch.get_num_threads() == 3

@@ -470,5 +470,5 @@ def test_a_loop_that_uses_a_graph_again_is_not_compiled(step: Any, refusal: str)
 def test_an_output_that_is_a_parameter_keeps_no_hook() -> None:
     model = nn.Linear(2, 2)
     _, run = make(model)
-    run.observed.note_backward_of((model.weight, model(torch.ones(1, 2))))
+    run.observed.note_outputs((model.weight, model(torch.ones(1, 2))))
     assert not model.weight._backward_hooks

@@ -1,0 +1,61 @@
+"""The optimizers of a training, none of which is kept alive by who counts on them."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, overload
+
+from torch.optim import Optimizer
+
+
+class Optimizers(Sequence[Optimizer]):
+    """The optimizers of a model, or of a script, that somebody uses, in the order in which they came.
+
+    None is kept alive by this: one that a loop has replaced, as after a search for the learning rate or at a new stage
+    of the training, is freed with its state.
+
+    Args:
+        optimizers: those that are known from the start.
+    """
+
+    def __init__(self, optimizers: Iterable[Optimizer] = ()) -> None:
+        self._references: list[weakref.ref[Optimizer]] = []
+        self._any = False
+        for optimizer in optimizers:
+            self.append(optimizer)
+
+    def append(self, optimizer: Optimizer) -> None:
+        """Add one."""
+        self._references = [*self._references, weakref.ref(optimizer, self._forget)]
+        self._any = True
+
+    def _forget(self, reference: weakref.ref[Optimizer]) -> None:
+        self._references = [each for each in self._references if each is not reference]
+
+    def __iter__(self) -> Iterator[Optimizer]:
+        return map(_referent, self._references)  # without a line of Python for each: it is asked for twice a step
+
+    @overload
+    def __getitem__(self, place: int) -> Optimizer: ...
+
+    @overload
+    def __getitem__(self, place: slice) -> list[Optimizer]: ...
+
+    def __getitem__(self, place: int | slice) -> Optimizer | list[Optimizer]:
+        return list(self)[place]
+
+    def __len__(self) -> int:
+        return len(self._references)
+
+    def __bool__(self) -> bool:
+        """Return whether there has been one: the loop is one with an optimizer, also between two of them."""
+        return self._any
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Optimizers | list) and list(self) == list(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+_referent: Any = weakref.ref.__call__

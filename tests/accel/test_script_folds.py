@@ -1,0 +1,190 @@
+"""Scripts whose models come and go: folds, clients, models by turns. What is gone is let go of, at a bounded cost."""
+
+from __future__ import annotations
+
+import copy
+import threading
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import accel
+from accel import entry
+from accel.profiler.clocks import called_modules
+from accel.run import ranks
+from accel.script.looks import Looks
+from accel.script.training import ScriptTraining
+from accel.search.budget import Budget
+from tests.accel.loops import PlayedClock, Quick, make
+from tests.accel.script_followed import OPTIONS, epochs, step, training
+
+__all__ = ["training"]
+
+
+def steps(model: Any, optimizer: Any, count: int) -> None:
+    """Take some steps without a loader."""
+    for _ in range(count):
+        step(model, optimizer, torch.randn(8, 6), torch.randint(9, (8,)))
+
+
+# -- what looking at new models may take -------------------------------------------------------------------------------
+
+
+def test_ever_new_models_are_looked_at_within_the_budget(only_quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Federated training copies the model for each client, which takes some steps: each was looked at for 20 ms."""
+    clock, looks, plain = PlayedClock(), list[int](), called_modules._modules
+
+    def look() -> list[nn.Module]:
+        looks.append(1)
+        clock.sleep(0.1)
+        return plain()
+
+    monkeypatch.setattr(called_modules, "_modules", look)
+    training = ScriptTraining({**OPTIONS, "budget": "3%"}, threading.get_ident(), whole="", clock=clock)
+    training.start()
+    try:
+        model, *_ = make()
+        for client in range(12):
+            if client == 11:
+                assert len(looks) <= 6
+                clock.sleep(60)
+                looks.clear()
+            copied = copy.deepcopy(model)
+            steps(copied, torch.optim.SGD(copied.parameters(), lr=0.01), 3)
+        assert looks == [1]  # the run has lasted long enough for another one
+    finally:
+        training.stop()
+        training.undo()
+
+
+def test_the_first_look_is_always_taken_and_a_long_one_is_not_soon_repeated() -> None:
+    clock = PlayedClock()
+    looks = Looks(Budget.parse("3%"), clock)
+    assert looks.are_affordable(0)
+    with looks.take():
+        clock.sleep(3)
+    clock.sleep(100)
+    assert not looks.are_affordable(10**6)
+    clock.sleep(100)
+    assert looks.are_affordable(0)
+
+
+def test_ranks_look_at_new_models_after_as_many_updates(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "are_several", lambda: True)
+    looks = Looks(Budget.parse("3%"), PlayedClock())
+    while looks.are_affordable(0):
+        with looks.take():
+            pass
+    assert looks.taken == 16
+    assert [looks.are_affordable(updates) for updates in (999, 1000)] == [False, True]
+
+
+def test_why_an_optimizer_for_each_step_gains_nothing_is_told(training: ScriptTraining) -> None:
+    model, *_ = make()
+    for _ in range(10):
+        steps(model, torch.optim.SGD(model.parameters(), lr=0.01), 1)
+    told = "each of the 10 optimizers looked at stepped only once; make one before the loop"
+    assert training.why_nothing() == told
+
+
+# -- models that are trained no more -----------------------------------------------------------------------------------
+
+
+def test_the_model_of_a_fold_is_freed_when_the_next_one_is_trained(training: ScriptTraining) -> None:
+    folds: list[weakref.ref[Any]] = []
+    for seed in range(3):
+        model, loader, optimizer = make(seed)
+        epochs(model, loader, optimizer, 1)
+        folds.append(weakref.ref(model))
+        assert [fold() is None for fold in folds] == [True] * seed + [False]
+
+
+def test_so_it_is_in_a_loop_without_a_loader(training: ScriptTraining) -> None:
+    first: list[weakref.ref[Any]] = []
+    for seed in range(2):
+        model, _, optimizer = make(seed)
+        first += [weakref.ref(model), weakref.ref(optimizer)]
+        steps(model, optimizer, 300 if seed == 0 else 250)
+    del _
+    assert [each() is None for each in first] == [True, True, False, False]
+
+
+def test_what_a_fold_has_kept_is_off_while_the_next_one_is_measured(training: ScriptTraining) -> None:
+    model, loader, optimizer = make()
+    epochs(model, loader, optimizer, 20)
+    assert accel.explain(model).plan == {"quick": None}
+    model, loader, optimizer = make(1)
+    for number, (x, target) in enumerate(loader):
+        step(model, optimizer, x, target)
+        assert not Quick.on or number < 2
+
+
+def test_a_model_that_is_trained_again_is_optimized_again(training: ScriptTraining) -> None:
+    first, second = make(0), make(1)
+    epochs(*first, 4)
+    epochs(*second, 20)
+    assert entry.optimized(first[0]) is None
+    epochs(*first, 4)
+    assert training.models == 3
+    assert accel.explain(first[0]).steps >= 40
+
+
+def test_models_that_are_trained_by_turns_with_new_optimizers_are_let_go_of_once_at_most(
+    training: ScriptTraining,
+) -> None:
+    models, (_, loader, _) = [make(seed)[0] for seed in range(2)], make()
+    for _ in range(6):
+        for model in models:
+            epochs(model, loader, torch.optim.SGD(model.parameters(), lr=0.01), 1)
+    assert training.models == 4
+    assert all(entry.optimized(model) is not None for model in models)
+
+
+def test_an_optimizer_for_each_parameter_is_no_end_of_a_model(
+    training: ScriptTraining, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step of the model comes after hundreds of updates then; and its modules are looked for once."""
+    looks, plain = list[int](), called_modules._modules
+
+    def look() -> list[nn.Module]:
+        looks.append(1)
+        return plain()
+
+    monkeypatch.setattr(called_modules, "_modules", look)
+    model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(120)))
+    optimizers = [torch.optim.SGD([parameter], lr=0.01) for parameter in model.parameters()]
+    for _ in range(4):
+        model(torch.randn(8, 6)).sum().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert (training.models, len(looks)) == (1, 1) and entry.optimized(model) is not None
+
+
+def test_beyond_eight_models_at_a_time_others_wait_and_that_is_told_once(
+    training: ScriptTraining, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = [make(seed) for seed in range(9)]
+    for _ in range(6):
+        for model, _, optimizer in made:
+            steps(model, optimizer, 1)
+    assert training.models == 8
+    assert capsys.readouterr().err.count("8 models are optimized at a time; others are left alone") == 1
+    (left,) = [each for each in made if entry.optimized(each[0]) is None]
+    steps(left[0], left[2], 550)
+    assert entry.optimized(left[0]) is not None
+    assert "at a time" not in capsys.readouterr().err
+
+
+def test_the_report_of_an_earlier_fold_says_how_its_search_ended(training: ScriptTraining, tmp_path: Path) -> None:
+    training._options["report"] = tmp_path / "runs"
+    for seed, count in enumerate((20, 1, 1)):
+        model, loader, optimizer = make(seed)
+        epochs(model, loader, optimizer, count)
+    done, interrupted = (accel.Report.load(tmp_path / name / "report.json") for name in ("runs", "runs-2"))
+    assert (done.state, interrupted.state) == ("done", "interrupted")
+    assert interrupted.verdict().startswith("no verdict: the run ended after")
