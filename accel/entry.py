@@ -220,6 +220,8 @@ def optimize(
     proxy = _proxy_of(loader)
 
     optimized = _optimized.get(model)
+    if optimized is not None and optimized.elastic is not None:
+        settings = optimized.elastic.settings_for(proxy, settings)
     # A checkpoint is read, and other ranks are waited for, by the script's wish.
     with contextlib.nullcontext() if settings.is_elastic else startup.counted():
         if optimized is None or optimized.settings != settings:
@@ -302,7 +304,7 @@ def _start(
         replayed=settings.plan is not None,
     )
     session.start(settled=journal.settled)
-    elastic = _elastic_run(session, optimizer, settings, announcer)
+    elastic = _elastic_run(session, optimizer, settings, announcer, None if previous is None else previous.elastic)
     if elastic is not None:
         journal.batch = elastic.batch
     optimized = _Optimized(session, journal, announcer, settings, elastic)
@@ -312,7 +314,11 @@ def _start(
 
 
 def _elastic_run(
-    session: Session, optimizer: Optimizer | None, settings: OptimizeSettings, announcer: Announcer
+    session: Session,
+    optimizer: Optimizer | None,
+    settings: OptimizeSettings,
+    announcer: Announcer,
+    previous: ElasticRun | None,
 ) -> ElasticRun | None:
     """Return what changes the batch size and saves the run; None if nothing does."""
     if not settings.is_elastic:
@@ -320,7 +326,7 @@ def _elastic_run(
     from accel.elastic.run import ElasticRun
 
     try:
-        return ElasticRun(session, optimizer, settings, announcer.say)
+        return ElasticRun(session, optimizer, settings, announcer.say, previous)
     except Exception:
         session.close()
         raise

@@ -28,6 +28,8 @@ from accel.dataio.sampling.round_robin import RoundRobin, Tail, world
 T = TypeVar("T")
 _VERSION = 1
 _BLOCK = 4096  # indices computed at once: 109 ns each in batches of 32; one batch at a time it was 1,314 ns
+MOST_HELD = 9
+"""Batches that a loop may hold, of those that it took last, and that can be left out of the state."""
 
 
 class _DealtStep(NamedTuple):
@@ -36,6 +38,15 @@ class _DealtStep(NamedTuple):
     stop: int
     fresh: int
     fresh_of_all: int
+
+
+class SamplerPlace(NamedTuple):
+    """Where a sampler is: epoch and samples of it, and its steps so far, with those before this epoch."""
+
+    epoch: int
+    position: int
+    taken: int
+    taken_before: int
 
 
 class ElasticSampler(Sampler[list[int]]):
@@ -64,6 +75,11 @@ class ElasticSampler(Sampler[list[int]]):
     Raises:
         ValueError: if an argument is out of range, or torchrun started several ranks and there is no process group.
 
+    Attributes:
+        held: batches of those taken last that the loop has not trained on; a state leaves them out. Default 0.
+        turns: how often the loop has been through what it calls an epoch, which may be less than the data; a state has
+            it where it is known. Default None.
+
     Example:
         >>> from torch.utils.data import DataLoader
         >>> def run(sampler, steps):
@@ -79,6 +95,9 @@ class ElasticSampler(Sampler[list[int]]):
         >>> sorted(seen) == list(range(100))
         True
     """
+
+    _least = 1
+    """Samples of each rank in an epoch's last step, as far as the last two have enough."""
 
     def __init__(
         self,
@@ -107,6 +126,9 @@ class ElasticSampler(Sampler[list[int]]):
         self._deals = [(0, self._deal(batch_size))]  # from which step on which batch sizes hold, in order
         self._under_way: deque[_DealtStep] = deque()  # dealt, but not taken by the loop
         self._in_hand: _DealtStep | None = None
+        self._last_taken: deque[tuple[int, _DealtStep]] = deque(maxlen=MOST_HELD)  # of this epoch, and where they began
+        self.held = 0
+        self.turns: int | None = None
         self._counting = False
 
     def consumed(self, batches: Iterable[T]) -> Iterator[T]:
@@ -162,6 +184,7 @@ class ElasticSampler(Sampler[list[int]]):
             )
         self._counting = True
         self._in_hand = self._under_way.popleft()
+        self._last_taken.append((self._position, self._in_hand))
         self._position = self._in_hand.stop
         self._taken += 1
 
@@ -219,6 +242,11 @@ class ElasticSampler(Sampler[list[int]]):
         return self._in_hand.fresh if self._in_hand else 0
 
     @property
+    def fresh_in_training(self) -> int:
+        """`fresh` of the batch that the loop trains on: that before those it holds."""
+        return self._last_taken[-1 - self.held][1].fresh if self.held < len(self._last_taken) else self.fresh
+
+    @property
     def weight(self) -> float:
         """W · fresh / Σ_ranks fresh: what to multiply the mean loss over the `fresh` samples by.
 
@@ -245,7 +273,43 @@ class ElasticSampler(Sampler[list[int]]):
         position = position or 0
         _check(0 <= position <= self.length, f"position must be from 0 to {self.length}, got {position}")
         self.epoch, self._position, self._taken_before = epoch, position, self._taken
+        self._begin_anew()
+
+    def _begin_anew(self) -> None:
         self._under_way, self._in_hand = deque(), None
+        self._last_taken.clear()
+        self.held = 0
+
+    @property
+    def place(self) -> SamplerPlace:
+        """Where the sampler is, for `return_to`."""
+        return SamplerPlace(self.epoch, self._position, self._taken, self._taken_before)
+
+    def return_to(self, place: SamplerPlace) -> None:
+        """Take back what was counted since a moment, its steps included: the loop has only looked at those batches.
+
+        A batch size that was to change at a step still does so at that step, on ranks that have not looked too.
+
+        Args:
+            place: what `place` was then.
+        """
+        self.epoch, self._position, self._taken, self._taken_before = place
+        self._begin_anew()
+        first, deal = self._deals[0]
+        if first > self._taken:  # sizes were set since then, and those before them are forgotten
+            self._deals = [(self._taken, deal), *self._deals[1:]]
+
+    def give_back(self, batches: int) -> None:
+        """Take back the batches counted last in this epoch: the loop has left them, and its next pass begins with them.
+
+        Args:
+            batches: how many; not more than `MOST_HELD` are known.
+        """
+        batches = min(batches, len(self._last_taken))
+        if batches > 0:
+            position = self._last_taken[-batches][0]
+            place = self.place
+            self.return_to(place._replace(position=position, taken=place.taken - batches))
 
     def set_batch_size(self, batch_size: int | Sequence[int], *, delay: int | None = None) -> None:
         """Change the batch size; call it on all ranks after the same step.
@@ -278,7 +342,10 @@ class ElasticSampler(Sampler[list[int]]):
                 f"consumed batches must be counted, got {len(self._under_way)} dealt and none counted; iterate over "
                 "sampler.consumed(loader), or call sampler.advance() after each batch"
             )
-        return {"version": _VERSION, **self._identity(), "epoch": self.epoch, "position": self._position}
+        held = min(self.held, len(self._last_taken))
+        position = self._last_taken[-held][0] if held else self._position
+        turns = {} if self.turns is None else {"turns": self.turns}
+        return {"version": _VERSION, **self._identity(), "epoch": self.epoch, "position": position, **turns}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where a state was taken, on this sampler's number of ranks and with its batch sizes.
@@ -296,7 +363,10 @@ class ElasticSampler(Sampler[list[int]]):
                 f"a state continues only the order it was taken from: it has {name} {state.get(name)!r}, "
                 f"this sampler {own!r}; make the sampler with the same {name} or start the epoch anew",
             )
+        turns = state.get("turns")
+        _check(turns is None or (isinstance(turns, int) and turns >= 0), f"turns must be at least 0, got {turns!r}")
         self.set_epoch(state["epoch"], state["position"])
+        self.turns = turns
 
     def _identity(self) -> dict[str, Any]:
         return {"length": self.length, "seed": self.seed, "shuffle": self.shuffle, "order": self.order}
@@ -375,7 +445,7 @@ class ElasticSampler(Sampler[list[int]]):
             len(sizes) == self.num_replicas,
             f"batch_size must be one number or one for each of the {self.num_replicas} ranks, got {len(sizes)}",
         )
-        return RoundRobin(sizes, self.rank, self.tail, self.drop_last)
+        return RoundRobin(sizes, self.rank, self.tail, self.drop_last, least=self._least)
 
     def _deal_at(self, step: int) -> RoundRobin:
         return next(deal for at, deal in reversed(self._deals) if at <= step)

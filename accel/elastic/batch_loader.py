@@ -18,6 +18,7 @@ from torch.utils.data.distributed import DistributedSampler
 from accel.dataio.elastic_sampler import ElasticSampler
 from accel.dataio.peek import PeekedEpoch
 from accel.dataio.sampling.round_robin import Tail, world
+from accel.elastic.worker_signals import outliving
 from accel.errors import InvalidArgument
 
 _REMEDY = (
@@ -32,6 +33,7 @@ class EpochBatches(ElasticSampler):
     way; and another run goes on with the seed and the kind of order that the state has, which were accel's choice.
     """
 
+    _least = 2  # a changed batch may leave a single sample where the loader never does: batch norm needs two
     generator: torch.Generator | None = None
     """Of the loader; None if it is the user's on several ranks, where each may have another one."""
     _before_pass: Tensor | None = None
@@ -97,8 +99,9 @@ class EpochBatches(ElasticSampler):
 def elastic_loader(loader: Any) -> DataLoader[Any]:
     """Return a loader as `loader`, with an `ElasticSampler` in place of its batch sampler.
 
-    A loader that has one already comes back as it is. The order is another shuffle of the same kind: under the seed of
-    the loader's generator, or of torch's.
+    Its workers end with this process, and not by a SIGTERM to all of a group. A loader that has such a sampler already
+    keeps it, and comes back as it is if it has no workers. The order is another shuffle of the same kind: under the
+    seed of the loader's generator, or of torch's.
 
     Args:
         loader: a map-style `DataLoader` in order of the dataset, shuffled, or with a `DistributedSampler`.
@@ -116,9 +119,9 @@ def elastic_loader(loader: Any) -> DataLoader[Any]:
             f"max_batch_size and checkpoint need a loader whose batches accel can deal out, but {reason}; {_REMEDY}"
         )
     if isinstance(loader.batch_sampler, ElasticSampler):
-        return loader  # type: ignore[no-any-return]
+        is_taken_over = loader.num_workers == 0 or plain_loader(loader) is not loader
+        return loader if is_taken_over else _copied(loader)
     replicas, rank = world()
-    elastic = copy.copy(loader)
     batches = EpochBatches(
         loader.dataset,
         batch_size=loader.batch_size,
@@ -132,10 +135,14 @@ def elastic_loader(loader: Any) -> DataLoader[Any]:
     # a training that is resumed in the midst of an epoch asks for an iterator once more than one that was not.
     generator = loader.generator or torch.Generator().manual_seed(batches.seed)
     batches.generator = generator if loader.generator is None or replicas == 1 else None
-    vars(elastic).update(
-        batch_sampler=batches, sampler=batches, generator=generator, _iterator=None, plain_loader=loader
-    )
-    return elastic  # type: ignore[no-any-return]
+    return _copied(loader, batch_sampler=batches, sampler=batches, generator=generator)
+
+
+def _copied(loader: DataLoader[Any], **others: Any) -> DataLoader[Any]:
+    elastic = copy.copy(loader)
+    init = outliving(loader.worker_init_fn) if loader.num_workers else loader.worker_init_fn
+    vars(elastic).update(others, worker_init_fn=init, _iterator=None, plain_loader=loader)
+    return elastic
 
 
 def plain_loader(loader: Any) -> Any:

@@ -28,7 +28,7 @@ from accel.elastic.controller import TIMED, BatchController, BatchDecision
 from accel.elastic.exchange import exchange_of
 from accel.elastic.loss_reduction import LossReduction
 from accel.elastic.loss_trend import LossTrend
-from accel.elastic.meeting import AgreedBatch, met
+from accel.elastic.meeting import AgreedBatch, first_of, met
 from accel.elastic.noise_interval import interval_of
 from accel.elastic.rehearsal import BatchRehearsal
 from accel.elastic.scaling_rules import Rule
@@ -219,7 +219,7 @@ class BatchRun(Onlooker):
             if self._scaler is not None and self._scaler.is_enabled():
                 roots = [root.detach() / self._scaler.scale(torch.ones_like(root)) for root in roots[:1]]
             self._trend.add(roots)
-            self._reduction.add(self._sampler.fresh, roots)
+            self._reduction.add(self._sampler.fresh_in_training, roots)
             alone = self._sampler.num_replicas == 1  # several decide at the same step, within some more
             if alone and self._reduction.is_sum and self.controller is not None:
                 self._rates.follow_no_more()  # a larger batch makes this very step longer by itself
@@ -257,7 +257,9 @@ class BatchRun(Onlooker):
             self._meter.end_step()
         elif self._meter is not None:
             self._meter.skip_step(self._samples // self._sampler.num_replicas)
-        if is_usual and self.controller is not None and not self._exchange_changed(self.controller):
+        if self.controller is None:
+            self._step.end(self._batches, ends_epoch=self._sampler.steps_left == 0)
+        elif is_usual and not self._exchange_changed(self.controller):
             self.controller.timed(self._samples, self.end.at - self._began, self._batches // self._step.by_loop)
         if self._steps >= self._decision_due and not self._is_busy:
             self._decide() if self._planned is None else self._rehearse(self._planned)
@@ -289,7 +291,8 @@ class BatchRun(Onlooker):
         self._planned, self._session.events.heard = None, None
         self._session.leave_out_step()
         local = self._local(planned)
-        problem = self._rehearsal.problem(local, keeps_gradients=planned.accumulated > 1)
+        agree = partial(self._met, "compare the memory they have", answer=first_of)
+        problem = self._rehearsal.problem(local, keeps_gradients=planned.accumulated > 1, agree=agree)
         mine = problem, self._sampler.dealt_ahead
         decision, ahead = self._met("rehearse a larger batch", mine, partial(self._rehearsed, planned))
         self._decision_due = self._steps + decision.steps
@@ -318,7 +321,7 @@ class BatchRun(Onlooker):
         """Make the controller, with the batch that the loop has without it."""
         self._ranks = Ranks()
         self._ranks.join(since=self._called_at)
-        self._step.by_loop = max(1, self._batches)
+        self._step.judge(before=self._restored.get("micro_batches"))
         replicas = self._sampler.num_replicas
         if self._base is None or self._step.by_loop != self._restored["micro_batches"]:
             self._base = self._local_base * replicas * self._step.by_loop
@@ -331,7 +334,7 @@ class BatchRun(Onlooker):
         )
         self._step.watch(self._run.model, self._run.optimizers, self._scaler)
         self.controller.accumulates = not self._step.refusal
-        gather = partial(self._gathered, "measure the gradient noise") if replicas > 1 else None
+        gather = partial(self._met, "measure the gradient noise", answer=list) if replicas > 1 else None
         self._meter = NoiseMeter(
             self._run.model,
             self._run.optimizers,
@@ -365,9 +368,6 @@ class BatchRun(Onlooker):
             decision = self.controller.decide(self._steps, noise)
         most_ahead = max(ahead for ahead, *_ in brought)
         return AgreedBatch(decision, most_ahead, self.controller.is_settled, noise)
-
-    def _gathered(self, what: str, mine: Any) -> list[Any]:
-        return self._met(what, mine, list)
 
     def _met(self, what: str, mine: Any, answer: Callable[[list[Any]], T]) -> T:
         assert self._ranks is not None
@@ -403,7 +403,7 @@ class BatchRun(Onlooker):
             save_s: what a checkpoint takes, which a change of the placement costs beside the start of a process.
         """
         controller, noise = self.controller, self._known_noise
-        if controller is None or noise is None:
+        if controller is None or noise is None or self._ranks is None or not self._ranks.leads:
             return None
         return profile_of(
             controller,

@@ -38,6 +38,7 @@ class Checkpoints:
         folder: where they are kept; made when the first is saved. With several ranks one that all of them can read.
         keep: how many of them, the newest ones, at least 1; default 3. While one is saved there is one more.
         disk: what reaches the file system; default the system's own.
+        alone: from the first save on no other process may save here with this, until `release` or this one's end.
 
     Attributes:
         refused: one sentence for each checkpoint that the last `load_latest` did not take, and why.
@@ -53,13 +54,17 @@ class Checkpoints:
         ('00000001-step-3', 3)
     """
 
-    def __init__(self, folder: str | os.PathLike[str], keep: int = 3, *, disk: Disk | None = None) -> None:
+    def __init__(
+        self, folder: str | os.PathLike[str], keep: int = 3, *, disk: Disk | None = None, alone: bool = False
+    ) -> None:
         if type(keep) is not int or keep < 1:
             raise InvalidArgument(f"keep must be a whole number of checkpoints, at least 1, got {keep!r}")
         self.folder, self.keep = Path(folder), keep
         self.refused: list[str] = []
         self._bad: set[int] = set()
         self._disk = disk or Disk()
+        self._alone = alone
+        self._claim: int | None = None
 
     def save(self, state: Mapping[str, Any]) -> Path:
         """Write a checkpoint and return its folder, when it is durable and old ones are removed.
@@ -117,6 +122,12 @@ class Checkpoints:
             )
         return state
 
+    def release(self) -> None:
+        """Let other processes save here."""
+        if self._claim is not None:
+            os.close(self._claim)
+            self._claim = None
+
     @property
     def latest(self) -> Path | None:
         """The folder of the newest checkpoint, by its name and size alone; None if there is none."""
@@ -126,6 +137,8 @@ class Checkpoints:
 
     def _save(self, state: dict[str, Any], step: int, world_size: int) -> Path:
         self._make_root()
+        if self._alone and self._claim is None:
+            self._claim = self._disk.claim(self.folder)
         with self._disk.only_writer(self.folder) as alone:
             if alone:
                 self._clear()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -30,6 +31,8 @@ _REQUESTS_ELSEWHERE = 4
 """Of batches, by another thread than the one that trains, after which the loop is taken to fetch there."""
 _START_S = 30.0
 """By which ranks may come to `accel.optimize` at different times: twice as much is waited for."""
+_WRITING_S = 30.0
+"""That the first rank may write for, after the others: as long as torchrun lets ranks live that it has told to end."""
 
 
 class CheckpointRun(Onlooker):
@@ -56,8 +59,8 @@ class CheckpointRun(Onlooker):
         terminate: Callable[[], None] = lambda: os.kill(os.getpid(), signal.SIGTERM),
     ) -> None:
         super().__init__()
-        self.checkpoints = Checkpoints(settings.folder, settings.keep)
-        self._model, self._optimizer, self._settings = model, optimizer, settings
+        self.checkpoints = Checkpoints(settings.folder, settings.keep, alone=True)
+        self._model, self._optimizer, self._settings, self._sampler = model, optimizer, settings, sampler
         self._say, self._terminate = say, terminate
         self._more: dict[str, Any] = {
             "sampler": sampler,
@@ -82,6 +85,8 @@ class CheckpointRun(Onlooker):
         self._policy: SavePolicy | None = None
         self._is_requested = False
         """A checkpoint was asked for before the first step had ended."""
+        self._is_put_off = False
+        """What was asked for at an epoch's end is saved again after a step of the next one."""
         self._apart_since: int | None = None
         """The step at which ranks didn't meet, until they do again."""
         self._alive = True
@@ -119,6 +124,20 @@ class CheckpointRun(Onlooker):
         for sentence in notes:
             self._say(sentence)
 
+    def takes_over(self, earlier: CheckpointRun) -> bool:
+        """Return whether an earlier run of this process has saved this training in this folder; go on from its steps.
+
+        Args:
+            earlier: of the same model; closed. What it has trained since its last save would be lost by a load.
+        """
+        same_folder = self.checkpoints.folder.absolute() == earlier.checkpoints.folder.absolute()
+        same_loop = self._optimizer is earlier._optimizer and self._sampler is earlier._sampler
+        if not (same_folder and same_loop):
+            return False
+        self._steps_before = earlier.step
+        self._say(f"goes on from step {self.step} in this process: nothing is loaded from {self._settings.folder}")
+        return True
+
     def _check_states(self, schedulers: list[Stateful]) -> None:
         """Raise if a state can't be held; the model's is of tensors, which it may not have yet (`LazyLinear`)."""
         try:
@@ -148,8 +167,24 @@ class CheckpointRun(Onlooker):
             ends = self._failed(error)
         # The signal was held back for a save that won't be: other ranks may have died, say.
         if ends or (self._policy is not None and self._policy.terminated and self._apart_since is not None):
-            self.close()
-            self._terminate()
+            self._end()
+
+    def _end(self) -> None:
+        """End the process as the signal would have; where that leaves it to the script, save on."""
+        assert self._policy is not None
+        if self._policy.is_survived:
+            self._policy.go_on()
+            return
+        self._wait_for_writer()
+        self.close()
+        self._terminate()
+
+    def _wait_for_writer(self) -> None:
+        """Wait until rank 0 has written: an agent ends all ranks soon after the first has ended."""
+        assert self._ranks is not None
+        if self._apart_since is None:
+            with contextlib.suppress(RuntimeError):  # one that has ended, or writes for longer, is waited for no more
+                self._ranks.decide(None, lambda _: None, "did not come to end", _WRITING_S)
 
     def _is_apart(self) -> bool:
         """Return whether ranks have not met, and some are still missing; asked ever less often, at the same steps."""
@@ -204,13 +239,24 @@ class CheckpointRun(Onlooker):
         )
 
     def _step_ended(self) -> bool:
-        """Save if it is time to; return whether the process is to end."""
+        """Save if it is time to; return whether the process is to end.
+
+        Resumed at an epoch's end, the loop would begin with a pass without a batch, of which many compute a mean. So
+        that save is put off until the next epoch's first step. What was asked for is saved at once as well: the process
+        may be killed before that step, or the epoch be the last one.
+        """
         if self._policy is None:
             self._begin()
-        assert self._policy is not None
-        if self._policy.due():
-            self.save()
-        return self._policy.stop
+        policy = self._policy
+        assert policy is not None
+        is_between = self._sampler.steps_left == 0
+        if not policy.due() or (is_between and not policy.is_wanted):
+            return policy.stop and not self._is_put_off
+        self.save()
+        self._is_put_off = is_between
+        if is_between:
+            policy.request()
+        return policy.stop and not is_between
 
     def _begin(self) -> None:
         self._ranks = Ranks()
@@ -246,6 +292,7 @@ class CheckpointRun(Onlooker):
         """Save no more, and leave SIGTERM to whom it was before."""
         self._alive = False
         self._hook.remove()
+        self.checkpoints.release()
         if self._policy is not None:
             self._policy.close()
 

@@ -76,3 +76,22 @@ class Disk:
                 if locked:
                     # Said, not left to the close: a worker process that was forked meanwhile has the file open too.
                     fcntl.flock(file, fcntl.LOCK_UN)
+
+    def claim(self, folder: Path) -> int | None:
+        """Keep a folder for this process until the handle that this returns is closed, between its saves too.
+
+        The lock is this process's alone: workers that it has forked, and that outlive it for a while, don't hold it.
+        Returns None where the file system has no locks.
+
+        Raises:
+            OSError: if another process has it.
+        """
+        handle = os.open(folder / ".owner", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(handle)
+            if isinstance(error, BlockingIOError | PermissionError):
+                raise OSError(errno.EBUSY, "another process saves its training there: give each a folder") from None
+            return None
+        return handle

@@ -23,6 +23,11 @@ class AgreedBatch(NamedTuple):
     """The last one that says something, by which all ranks scale their rates."""
 
 
+def first_of(reasons: list[str]) -> str:
+    """Return the first reason that a rank brings; "" if none does."""
+    return next((reason for reason in reasons if reason), "")
+
+
 def met(ranks: Ranks, what: str, mine: Any, answer: Callable[[list[Any]], T]) -> T:
     """Return rank 0's answer to what the ranks bring, on all of them.
 

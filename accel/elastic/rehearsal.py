@@ -19,6 +19,7 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -27,6 +28,7 @@ from accel.device_memory import give_memory_back
 from accel.goodput.gradient_scales import GradientScales
 from accel.guard import guard
 from accel.guard.guard import Recording
+from accel.guard.sharded import is_sharded
 from accel.profiler.host import available_memory, resident_memory
 from accel.run import backward
 
@@ -82,27 +84,36 @@ class BatchRehearsal:
             with contextlib.suppress(Exception):  # inputs that can't be copied: then nothing is rehearsed
                 self._recording = guard.record(self._model, self._device, args, kwargs)
 
-    def problem(self, samples: int, *, keeps_gradients: bool = False) -> str:
+    def problem(
+        self, samples: int, *, keeps_gradients: bool = False, agree: Callable[[str], str] = lambda reason: reason
+    ) -> str:
         """Return why the loop can't take a batch of so many samples, '' if nothing speaks against it; record no more.
 
-        Nothing does where no call was recorded, such as of a model whose inputs don't have a dimension of the samples.
+        Nothing does where no call was recorded, such as of a model whose inputs don't have a dimension of the samples,
+        or where ranks exchange values within a call: one that ran out of memory there would leave the others waiting.
 
         Args:
             samples: of the larger batch, on this rank.
             keeps_gradients: memory is held for two more gradients of each parameter: what was kept of batches before,
                 and the sum that the last one's backward pass begins with.
+            agree: with several ranks, gives all the reason of one of them against a call: all make it, or none.
         """
         recording, self._recording = self._recording, None
         held = 2 * self._trained() if keeps_gradients else []
-        if reason := self._exhausted(samples, sum(parameter.nbytes for parameter in held)):
+        if reason := agree(self._exhausted(samples, sum(parameter.nbytes for parameter in held))):
             return reason
-        if recording is None:
+        if recording is None or self._talks_within_calls():
             return ""
         with guard.untouched(self._model, self._device), GradientScales(self._model).unnoticed():
             reason = self._rehearsed(recording, samples, held)
         if reason:
             give_memory_back()
         return reason
+
+    def _talks_within_calls(self) -> bool:
+        if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+            return False
+        return is_sharded(self._model) or any(isinstance(each, nn.SyncBatchNorm) for each in self._model.modules())
 
     def _rehearsed(self, recording: Recording, samples: int, held: list[nn.Parameter]) -> str:
         try:

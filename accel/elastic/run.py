@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
@@ -38,6 +39,7 @@ class ElasticRun:
         optimizer: as it was passed; checkpoints need it.
         settings: what is wanted.
         say: prints one line for the user.
+        previous: of the same model, which has just ended: what it has trained is not loaded from before its last steps.
 
     Raises:
         CheckpointError: if there is a checkpoint of another training.
@@ -45,8 +47,14 @@ class ElasticRun:
     """
 
     def __init__(
-        self, session: Session, optimizer: Optimizer | None, settings: OptimizeSettings, say: Callable[[str], None]
+        self,
+        session: Session,
+        optimizer: Optimizer | None,
+        settings: OptimizeSettings,
+        say: Callable[[str], None],
+        previous: ElasticRun | None = None,
     ) -> None:
+        self._settings, self._say = settings, say
         self.loader: Any = session.run.loader
         sampler = self.loader.batch_sampler
         self.batch: BatchRun | None = None
@@ -74,13 +82,38 @@ class ElasticRun:
             model = session.run.model
             self.checkpoint = CheckpointRun(model, optimizer, sampler, how, batch=self.batch, say=say)
         try:
-            if self.checkpoint is not None:
+            if self.checkpoint is not None and not self._goes_on(previous):
                 self.checkpoint.restore()
             if self.batch is not None:
                 self.batch.check()  # only now: on more ranks than the training began on, the user's batch stays
         except BaseException:
             self.close()
             raise
+
+    def _goes_on(self, previous: ElasticRun | None) -> bool:
+        """Return whether the training goes on in this process, past what is saved; take over what was learnt."""
+        if previous is None or previous.checkpoint is None or self.checkpoint is None:
+            return False
+        if not self.checkpoint.takes_over(previous.checkpoint):
+            return False
+        if self.batch is not None and previous.batch is not None:
+            self.batch.load_state_dict(previous.batch.state_dict())
+        return True
+
+    def settings_for(self, proxy: LoaderProxy, settings: OptimizeSettings) -> OptimizeSettings:
+        """Return the settings of a further call with the model: for another loader it goes on under those of this run.
+
+        Args:
+            proxy: of the loader that the call is for.
+            settings: of that call. Those that name a batch or a checkpoint hold.
+        """
+        if settings.is_elastic or proxy._accel_loader is self.loader:
+            return settings
+        own = self._settings
+        named = replace(settings, max_batch_size=own.max_batch_size, scaling_rule=own.scaling_rule, places=own.places)
+        if named != own:
+            self._say("another loader of the model: it is followed under the settings of the training loader")
+        return own
 
     def profile(self) -> JobProfile | None:
         """Return what a scheduler needs to know of the job; None while it is not known, and on other ranks than 0."""

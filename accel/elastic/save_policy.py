@@ -50,6 +50,7 @@ class SavePolicy:
 
     Attributes:
         stop: True on all ranks once one of them was sent SIGTERM, from the step on that is to be saved.
+        is_wanted: what is due was asked for, by a request or SIGTERM, and not by the interval; the same on all ranks.
 
     Raises:
         InvalidArgument: if a number is out of its range.
@@ -89,7 +90,7 @@ class SavePolicy:
         self._asked = self._answered = False
         self._steps = self._to_next = 0
         """Steps since the last meeting, and how many there are to be until the next."""
-        self.stop = False
+        self.stop = self.is_wanted = False
 
     def due(self) -> bool:
         """Return whether to save now; call it after each step.
@@ -131,6 +132,17 @@ class SavePolicy:
             self._asked = False
             self._answered = self.stop
 
+    @property
+    def is_survived(self) -> bool:
+        """Whether this process goes on after SIGTERM, since it is ignored or the script has a handler of its own."""
+        return self._termination is not None and self._termination.is_survived
+
+    def go_on(self) -> None:
+        """Be ready for the next SIGTERM: this one has been answered by a save."""
+        self.stop = self._answered = False
+        if self._termination is not None:
+            self._termination.requested = False
+
     def close(self) -> None:
         """Put back the handler of SIGTERM that was there."""
         if self._termination is not None:
@@ -152,7 +164,8 @@ class SavePolicy:
     def _decide(self, reports: list[_RankReport]) -> bool:
         """Return whether to save: the same on all ranks, since the reports are."""
         self.stop = self.stop or any(report.terminated for report in reports)
-        if (self.stop and not self._answered) or any(report.asked for report in reports):
+        self.is_wanted = (self.stop and not self._answered) or any(report.asked for report in reports)
+        if self.is_wanted:
             return True
         # The clock of rank 0 counts, and the slowest save: the others wait for it.
         longest = max(report.save_s for report in reports)

@@ -12,6 +12,9 @@ from torch.optim import Optimizer
 from accel.dataio.elastic_sampler import ElasticSampler
 from accel.elastic.accumulation import GradientAccumulation
 
+_CERTAIN = 3
+"""Of the first steps, that have another number of batches than the run before, from which on the loop has changed."""
+
 
 class StepBatches:
     """Group the batches of a training loader into steps.
@@ -31,8 +34,31 @@ class StepBatches:
         self._accumulation: GradientAccumulation | None = None
         self._pass: weakref.ref[object] | None = None
         self._has_ended = False
+        self._full: list[int] = []
+        self._last: list[int] = []
+        """Batches of the first steps: of full ones, and of those that an epoch ends with, which may have fewer."""
         self._steps_of: dict[int, int] = {}
         """Steps of the loop that are one of the optimizer, by the rank's batch; one where none are named."""
+
+    def end(self, batches: int, *, ends_epoch: bool) -> None:
+        """One of the loop's first steps has ended.
+
+        Args:
+            batches: that were delivered for it, or for a look before it.
+            ends_epoch: no batch of the epoch is left.
+        """
+        (self._last if ends_epoch else self._full).append(batches)
+
+    def judge(self, before: int | None) -> None:
+        """Take the loop to accumulate as many batches as most of its first steps had.
+
+        Args:
+            before: what it accumulated in the run that this one goes on from, if there was one.
+        """
+        counts = self._full or self._last or [1]
+        most = max(map(counts.count, counts))
+        if before is None or most >= _CERTAIN:
+            self.by_loop = max(1, min(number for number in counts if counts.count(number) == most))
 
     def watch(
         self, model: nn.Module, optimizers: Sequence[Optimizer], scaler: torch.amp.GradScaler | None = None

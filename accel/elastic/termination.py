@@ -43,6 +43,14 @@ class Termination:
         if self.installed:
             self._previous = signal.signal(number, self._note)
 
+    @property
+    def is_survived(self) -> bool:
+        """Whether the process goes on after the signal: it was ignored before, or is left to the script's handler."""
+        earlier = getattr(self._previous, "__self__", None)
+        if isinstance(earlier, Termination):  # of another training in this process
+            return earlier.is_survived
+        return self._previous == signal.SIG_IGN or (callable(self._previous) and not self._is_default())
+
     def close(self) -> None:
         """Put back the handler that was there, unless somebody has set another one since; that one may call ours."""
         self._closed = True

@@ -36,7 +36,7 @@ def capture_state(
     *,
     step: int = 0,
     gather: Callable[[Any], list[Any]] | None = None,
-    **more: Stateful,
+    **more: Stateful | None,
 ) -> dict[str, Any]:
     """Return the state of a training, between two of its steps.
 
@@ -85,7 +85,7 @@ def restore_state(
     schedulers: Stateful | Sequence[Stateful] = (),
     *,
     rank: int | None = None,
-    **more: Stateful,
+    **more: Stateful | None,
 ) -> list[str]:
     """Put a training where a state was captured, or change nothing.
 
@@ -160,7 +160,7 @@ def copied(value: Any) -> Any:
 
 def _parts(model: nn.Module, optimizers: Any, schedulers: Any, more: Mapping[str, Any]) -> dict[str, Stateful]:
     """Return everything with a state by name. What is small and may refuse comes first, the model last."""
-    parts: dict[str, Any] = {f"{name!r}": part for name, part in more.items()}
+    parts: dict[str, Any] = {f"{name!r}": part for name, part in more.items() if part is not None}
     parts |= {f"scheduler {number}": part for number, part in enumerate(_several(schedulers))}
     parts |= {f"optimizer {number}": part for number, part in enumerate(_several(optimizers))}
     parts["model"] = unwrapped(model)

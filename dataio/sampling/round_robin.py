@@ -17,7 +17,8 @@ and of what is left, so it is the same on every rank. After "pad" and "drop" ran
 their smaller batch holds. Under "uneven" the last two steps share their samples where m < W would leave a rank without
 any, so that each has one in both; only where there are too few for that (n < W, batches of 1, or an epoch that is
 resumed with m < W left) does a rank get an empty batch, of which few loops can take a step. "fill" is "uneven", but
-such a rank gets a repeat.
+such a rank gets a repeat. With `least` = 2 they share them too where m < 2·W would leave a rank with a single sample,
+of which batch norm can't train.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ class RoundRobin:
         rank: this one, an index into `sizes`.
         tail: what becomes of a last step that doesn't fill all batches; see the module.
         drop_last: leave that step out if a rank's batch in it were short.
+        least: samples of each rank in the last step, as far as the last two have enough for that.
 
     Raises:
         ValueError: if a size is less than 1, or `tail` is unknown.
@@ -50,13 +52,13 @@ class RoundRobin:
         [[0, 2, 4, 5], [1, 3]]
     """
 
-    def __init__(self, sizes: Sequence[int], rank: int, tail: Tail, drop_last: bool = False) -> None:
+    def __init__(self, sizes: Sequence[int], rank: int, tail: Tail, drop_last: bool = False, *, least: int = 1) -> None:
         if min(sizes) < 1:
             raise ValueError(f"batch_size must be at least 1 on every rank, got {min(sizes)}")
         if tail not in get_args(Tail):
             raise ValueError(f"tail must be one of {get_args(Tail)}, got {tail!r}")
         self.sizes, self.tail, self.drop_last = tuple(sizes), tail, drop_last
-        self._ranks = len(sizes)
+        self._ranks, self._least = len(sizes), min(least, *sizes)
         self._ends = np.cumsum(_with_room(sizes, max(sizes)))
         before = np.concatenate([[0], self._ends[: sizes[rank] - 1]])
         self._places = before + _with_room(sizes[:rank], sizes[rank])
@@ -85,7 +87,7 @@ class RoundRobin:
             most: places to return, but for a single step's; what bounds memory.
         """
         width = self.width(left)
-        alike = (left - self._ranks) // self._all  # with fewer than W left after a step, it may be shared
+        alike = (left - self._least * self._ranks) // self._all  # with fewer left after a step, it may be shared
         rows = max(1, min(most // len(self._places), alike))
         return width * np.arange(rows)[:, None] + self.mine(width)
 
@@ -95,9 +97,13 @@ class RoundRobin:
         return full + (self.width(rest) > 0)
 
     def _shares(self, left: int) -> bool:
-        """Return whether this step and the last one share what is left, so that each rank has a sample in both."""
-        alone = 0 < left - self._all < self._ranks
-        return self.tail in ("uneven", "fill") and not self.drop_last and alone and left >= 2 * self._ranks
+        """Return whether this step and the last one share what is left, so that no rank has too few in the last."""
+        if self.tail not in ("uneven", "fill") or self.drop_last:
+            return False
+        rest = left - self._all
+        return any(
+            0 < rest < least * self._ranks and left >= 2 * least * self._ranks for least in range(1, self._least + 1)
+        )
 
     def _last(self, left: int) -> int:
         if left == 0 or self.tail == "uneven":

@@ -346,3 +346,42 @@ def late_leader(rank: int, world: int, folder: Path) -> dict[str, Any]:
 
 def late_follower(rank: int, world: int, folder: Path) -> dict[str, Any]:
     return late(rank, world, folder, late_rank=1)
+
+
+WRITING_S = 1.0
+
+
+def rank_0_writes_slowly(rank: int, world: int, folder: Path) -> dict[str, Any]:
+    """Train until rank 1 is sent SIGTERM; return when this rank ended, and when it had written."""
+    written: list[float] = []
+    save = Checkpoints.save
+
+    def slowly(self: Checkpoints, state: Any) -> Path:
+        time.sleep(WRITING_S)
+        path = save(self, state)
+        written.append(time.monotonic())
+        return path
+
+    Checkpoints.save = slowly  # type: ignore[method-assign]
+    model, optimizer = made(rank)
+    data = TensorDataset(torch.randn(4000, 3))
+    loader: Any = DataLoader(data, batch_size=4, sampler=DistributedSampler(data))
+    settings: dict[str, Any] = {"checkpoint": folder, "allow": "exact", "cache": False}
+    model, loader, optimizer = accel.optimize(model, loader, optimizer, **settings)
+    run = entry.optimized(model)
+    assert run is not None and run.elastic is not None and run.elastic.checkpoint is not None
+
+    def ended() -> None:
+        raise _Ended
+
+    run.elastic.checkpoint._terminate = ended
+    try:
+        for step, (x,) in enumerate(loader):
+            optimizer.zero_grad()
+            model(x).sum().backward()
+            optimizer.step()
+            if rank == 1 and step == 20:
+                os.kill(os.getpid(), signal.SIGTERM)
+    except _Ended:
+        return {"ended": time.monotonic(), "written": written}
+    raise AssertionError("it was not ended")

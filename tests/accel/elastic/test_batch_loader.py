@@ -131,3 +131,14 @@ def test_a_distributed_sampler_hands_over_seed_and_order() -> None:
     assert [b.tolist() for b in batches_of(loader).consumed(loader)] == [b.tolist() for b in plain]
     sampler.set_epoch(1)
     assert [b.tolist() for b in batches_of(loader).consumed(loader)] == [b.tolist() for b in plain]
+
+
+@pytest.mark.parametrize(
+    ("n", "batch", "expected"), [(40, 13, [13, 13, 7, 7]), (41, 8, [8] * 4 + [5, 4]), (9, 8, [5, 4])]
+)
+def test_no_step_is_left_with_a_single_sample(n: int, batch: int, expected: list[int]) -> None:
+    """Batch norm raises at one, in the loop, where the loader's own batch never leaves that."""
+    loader = elastic_loader(DataLoader(range(n), batch_size=8))  # type: ignore[arg-type]
+    batches_of(loader).set_batch_size(batch)
+    assert len(loader) == len(expected)
+    assert [len(each) for each in batches_of(loader).consumed(loader)] == expected

@@ -21,10 +21,12 @@ from accel.elastic.batch_run import BatchRun
 from accel.elastic.controller import BatchController, BatchDecision
 from accel.elastic.running import progress_of
 from accel.elastic.scaling_rules import BatchScale, Linear, NoScaling
+from accel.elastic.step_batches import StepBatches
 from accel.errors import InvalidArgument
 from accel.goodput.efficiency import NoiseInterval
 from accel.integrations.trackers import metrics
 from accel.run import Run
+from accel.run.ranks import Ranks
 from accel.session.session import Session
 
 PLAIN = {"cache": False, "budget": 0.001}
@@ -595,3 +597,57 @@ def test_rates_stay_those_of_the_batch_where_the_session_hears_of_no_steps(
     optimized.session.close()  # as where the search itself fails
     taken = train(model, loader, optimizer, clock, nothing)
     assert scaler.multipliers[0].lr == max(1.0, len(taken[-1]) / 8)
+
+
+@pytest.mark.parametrize(
+    ("counts", "before", "expected"),
+    [
+        ([(1, False)] * 4, None, 1),
+        ([(5, False), (1, False), (1, False), (1, False)], None, 1),  # a look at five batches
+        ([(4, False), (4, False), (4, False), (1, True)], None, 4),  # an epoch ends with fewer
+        ([(2, True)] * 4, None, 2),  # each epoch is one step
+        ([(4, False), (4, False), (1, True), (4, False)], 1, 4),
+        ([(3, False), (1, False), (1, True), (3, False)], 1, 1),  # what the run before knew
+        ([], None, 1),
+    ],
+)
+def test_what_a_loop_accumulates_is_what_most_of_its_first_steps_do(
+    counts: list[tuple[int, bool]], before: int | None, expected: int
+) -> None:
+    """It was what the fourth one did, also where that was an epoch's last, or came after a look."""
+    step = StepBatches(ElasticSampler(100, batch_size=4))
+    step.by_loop = before or 1
+    for batches, ends_epoch in counts:
+        step.end(batches, ends_epoch=ends_epoch)
+    step.judge(before)
+    assert step.by_loop == expected
+
+
+def test_a_look_before_the_fourth_step_is_no_accumulation(
+    job: Any, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known_noise(monkeypatch, 5000.0)
+    model, loader, optimizer = accel.optimize(*job, max_batch_size=64, **PLAIN)
+    batches = iter(loader)
+    for step in range(90):
+        if step == 3:
+            del batches
+            list(itertools.islice(loader, 3))
+            batches = iter(loader)
+        x, y, _ = next(batches)
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(x), y).backward()
+        clock.now += 1e-3
+        optimizer.step()
+    controller = batch_run(model).controller
+    assert controller is not None and controller.base_batch == 8
+    assert controller.batch == 64
+
+
+def test_a_profile_is_rank_0s() -> None:
+    """Each rank wrote one, those that don't decide with a model of the times that they never fitted."""
+    run = _batch_run(2, 8, 256)
+    run.controller = create_autospec(BatchController, instance=True, base_batch=16, replicas=2, micro_batches=1)
+    run._known_noise = NoiseInterval(5000.0, 4000.0, 6000.0)
+    run._ranks = create_autospec(Ranks, instance=True, leads=False)
+    assert run.profile() is None

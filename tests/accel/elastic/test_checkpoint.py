@@ -10,7 +10,9 @@ import os
 import pickle
 import re
 import resource
+import signal
 import stat
+import time
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -460,3 +462,61 @@ def test_a_folder_that_not_all_ranks_see_ends_no_training(tmp_path: Path, other:
     with pytest.raises(CheckpointError, match=rf"are 4 \(rank 0\), {other or None} \(rank 1\); mount the same"):
         Checkpoints(tmp_path, keep=2).load_latest(gather_with(other))
     assert len(names(tmp_path)) == 2
+
+
+def saves_and_stays(folder: Path, told: Path) -> None:
+    """Save into a folder of its own, and say so; in a process that is killed."""
+    try:
+        Checkpoints(folder, alone=True).save(state_of(1))
+        told.touch()
+        time.sleep(60)
+    finally:
+        os._exit(1)
+
+
+def test_a_folder_is_one_trainings_until_its_process_ends(tmp_path: Path) -> None:
+    """Between their saves two jobs shared it, and each removed what the other had saved."""
+    mine = Checkpoints(tmp_path, alone=True)
+    told = tmp_path / "told"
+    other = os.fork()
+    if other == 0:
+        saves_and_stays(tmp_path, told)
+    deadline = time.monotonic() + 60
+    while not told.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    with pytest.raises(CheckpointError, match="another process saves its training there: give each a folder"):
+        mine.save(state_of(2))
+    os.kill(other, signal.SIGKILL)
+    os.waitpid(other, 0)
+    mine.save(state_of(3))
+    assert step_loaded(tmp_path) == (3, [])
+    mine.release()
+    mine.save(state_of(4))
+
+
+def test_a_worker_that_outlives_its_loop_keeps_no_folder(tmp_path: Path) -> None:
+    loop = os.fork()
+    if loop == 0:
+        try:
+            Checkpoints(tmp_path, alone=True).save(state_of(1))
+            if worker := os.fork():
+                (tmp_path / "worker").write_text(str(worker))
+            else:
+                time.sleep(60)
+        finally:
+            os._exit(0)
+    os.waitpid(loop, 0)
+    Checkpoints(tmp_path, alone=True).save(state_of(2))
+    os.kill(int((tmp_path / "worker").read_text()), signal.SIGKILL)
+
+
+def test_without_locks_a_folder_is_kept_by_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_locks(*_: Any) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "lockf", no_locks)
+    checkpoints = Checkpoints(tmp_path, alone=True)
+    checkpoints.save(state_of(1))
+    checkpoints.save(state_of(2))
+    assert step_loaded(tmp_path) == (2, [])

@@ -106,7 +106,8 @@ def test_a_loop_stopped_after_a_save_goes_on_bit_for_bit(
     end = second.run()
 
     assert same(end, uninterrupted[0])
-    kept = sum(min(BATCH, SAMPLES - BATCH * (step % 7)) for step in range(save_at))
+    saved = save_at + (save_at == 7)  # what was asked for at an epoch's end is saved again after the next step
+    kept = sum(min(BATCH, SAMPLES - BATCH * (step % 7)) for step in range(saved))
     assert first.seen[:kept] + second.seen == uninterrupted[1]
 
 
@@ -388,3 +389,73 @@ def test_a_script_of_another_seed_goes_on_in_the_order_begun(tmp_path: Path, see
     first = taken(4)
     torch.manual_seed(seed)
     assert sorted(first + taken(6)) == list(range(20))
+
+
+def test_a_loader_for_validation_leaves_the_training_and_its_checkpoints_as_they_are(tmp_path: Path) -> None:
+    """A call for it, without the settings of the first, ended the checkpoints without a word."""
+    training = Training(tmp_path)
+    checkpoint = training.checkpoint
+    validation = DataLoader(TensorDataset(torch.randn(8, 5), torch.randn(8, 1)), batch_size=4)
+    model, loader, *_ = accel.optimize(training.model, validation, **PLAIN)
+    assert len(list(loader)) == 2
+    accel.optimize(model, validation, cache=False)  # it names other settings, too
+    assert training.checkpoint is checkpoint
+    training.run(save_at=3)
+    assert Training(tmp_path).checkpoint.step == 3
+
+
+def test_a_call_with_other_settings_goes_on_in_the_process(tmp_path: Path) -> None:
+    """The newest checkpoint was loaded, and what was trained since then lost."""
+    training = Training(tmp_path)
+    seen: list[int] = []
+
+    def steps(loader: Any, until: int) -> None:
+        for x, y, index in loader:
+            training.optimizer.zero_grad()
+            nn.functional.mse_loss(training.model(x), y).backward()
+            training.optimizer.step()
+            seen.extend(index.tolist())
+            if len(seen) == 2 * BATCH:
+                save_checkpoint(training.model)
+            if len(seen) >= until:
+                break
+
+    steps(training.loader, 5 * BATCH)
+    weights = {name: value.clone() for name, value in training.model.state_dict().items()}
+    settings = Checkpointing(folder=tmp_path, schedulers=[training.schedule], interval_s=1e6)
+    training.model, training.loader, training.optimizer = accel.optimize(
+        training.model, training.loader, training.optimizer, checkpoint=settings, cache=False, allow="reordered"
+    )
+    assert same(dict(training.model.state_dict()), weights)
+    assert training.checkpoint.step == 5
+    steps(training.loader, SAMPLES)
+    assert sorted(seen) == list(range(SAMPLES))
+    save_checkpoint(training.model)
+    accel.undo(training.model)
+    assert Training(tmp_path).checkpoint.step == 7
+
+
+@pytest.mark.parametrize("handler", ["the script's", "ignored"])
+def test_where_the_script_decides_on_its_end_each_signal_is_answered_by_a_checkpoint(
+    tmp_path: Path, handler: str
+) -> None:
+    """The signal was sent on to a handler that notes it, and after that nothing was saved any more."""
+    training, noted = Training(tmp_path), []
+    own: Any = (lambda number, frame: noted.append(number)) if handler == "the script's" else signal.SIG_IGN
+    before = signal.signal(signal.SIGTERM, own)
+    plain = training.model.forward
+
+    def interrupted(x: Tensor) -> Tensor:
+        if training.model.training and len(training.seen) in (2 * BATCH, 5 * BATCH):
+            os.kill(os.getpid(), signal.SIGTERM)
+        return plain(x)
+
+    training.model.forward = interrupted
+    try:
+        training.run()
+    finally:
+        after = signal.signal(signal.SIGTERM, before)
+    assert len(training.seen) == EPOCHS * SAMPLES
+    assert sorted(path.name for path in tmp_path.glob("*-step-*")) == ["00000001-step-3", "00000002-step-6"]
+    assert after == own
+    assert not noted or noted == [signal.SIGTERM] * len(noted)

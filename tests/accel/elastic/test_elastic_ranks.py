@@ -95,3 +95,10 @@ def test_a_rank_that_is_late_once_does_not_end_checkpoints(tmp_path: Path, case:
         (said,) = rank["said"]
         assert said.startswith("all ranks have come: checkpoints are saved again from step")
         assert rank["saved"] == elastic_ranks.ASK_AT + 1
+
+
+def test_no_rank_ends_before_rank_0_has_written(tmp_path: Path) -> None:
+    """An agent ends all ranks of a job soon after the first of them."""
+    ranks = run_ranks(elastic_ranks.rank_0_writes_slowly, 2, tmp_path, timeout_s=60)
+    assert len(ranks[0]["written"]) == 1 and not ranks[1]["written"]
+    assert min(rank["ended"] for rank in ranks) >= ranks[0]["written"][0]

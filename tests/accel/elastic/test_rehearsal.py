@@ -288,3 +288,23 @@ def test_inputs_that_can_not_be_copied_are_no_error_of_the_loop(monkeypatch: pyt
 
     monkeypatch.setattr("accel.elastic.rehearsal.guard.record", failing)
     assert rehearsal(Bounded(1), 8, torch.randn(8, 8)).problem(16) == ""
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_model_whose_calls_exchange_values_is_not_rehearsed(monkeypatch: pytest.MonkeyPatch, ranks: int) -> None:
+    """One rank that ran out of memory within the call would leave the others waiting there."""
+    CALLS.clear()
+    model = nn.Sequential(Bounded(8), nn.SyncBatchNorm(1).eval())
+    made = rehearsal(model, 8, torch.randn(8, 8))
+    if ranks > 1:
+        monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+        monkeypatch.setattr("torch.distributed.get_world_size", lambda: ranks)
+    assert made.problem(16) == ("they do not fit into memory" if ranks == 1 else "")
+    assert ([16] if ranks == 1 else []) == CALLS
+
+
+def test_no_rank_makes_a_call_for_which_another_has_no_memory() -> None:
+    CALLS.clear()
+    made = rehearsal(Bounded(100), 8, torch.randn(8, 8))
+    assert made.problem(16, agree=lambda reason: reason or "rank 1 has none") == "rank 1 has none"
+    assert CALLS == []

@@ -128,3 +128,13 @@ def test_closing_twice_does_no_harm() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     termination.close()
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
+
+
+@pytest.mark.parametrize(("before", "is_survived"), [(signal.SIG_IGN, True), (signal.SIG_DFL, False)])
+def test_whether_the_process_goes_on_is_for_the_handler_before(before: Any, is_survived: bool) -> None:
+    signal.signal(signal.SIGTERM, before)
+    with Termination() as outer, Termination() as inner:
+        assert (outer.is_survived, inner.is_survived) == (is_survived, is_survived)
+    signal.signal(signal.SIGTERM, lambda number, frame: None)
+    with Termination() as outer, Termination() as inner:
+        assert outer.is_survived and inner.is_survived

@@ -432,3 +432,13 @@ def test_states_that_torch_itself_does_not_keep_so_are_taken() -> None:
     model, optimizer = made()
     assert restore_state(state, model, optimizer) == []
     assert float(optimizer.state[model.weight]["exp_avg_sq"]) == 2.0
+
+
+def test_none_among_more_is_passed_over() -> None:
+    """`scaler=None`, as a script has it that uses one on a GPU only."""
+    model = model_of()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    state = capture_state(model, optimizer, scaler=None)
+    assert restore_state(state, model, optimizer, scaler=None) == []
+    with pytest.raises(CheckpointError, match="it has no 'scaler'"):
+        restore_state(state, model, optimizer, scaler=torch.amp.GradScaler("cpu"))

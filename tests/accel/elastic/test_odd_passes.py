@@ -1,0 +1,393 @@
+"""Loops that fetch ahead, look at batches, or leave their passes: what is saved of them, and what comes again."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import accel
+from accel import entry
+from accel.dataio.elastic_sampler import MOST_HELD, ElasticSampler
+from accel.dataio.passes.proxy import LoaderProxy
+from accel.elastic.checkpoint import Checkpoints
+from accel.elastic.checkpoint_run import CheckpointRun
+from accel.elastic.checkpointing import Checkpointing
+from accel.elastic.held_batches import HeldBatches
+from accel.elastic.running import request_checkpoint, save_checkpoint
+from accel.elastic.sample_position import SamplePosition, remaining_epochs
+from accel.session.listeners import follow
+from tests.accel.elastic.test_batch_run import PLAIN, batch_run
+from tests.sampling import examples
+
+SAMPLES, BATCH = 40, 4
+
+
+class Training:
+    """A loop over numbered samples, in the batches that it takes by a way of its own."""
+
+    def __init__(self, folder: Path | None, samples: int = SAMPLES, **arguments: Any) -> None:
+        torch.manual_seed(3)
+        self.model: nn.Module = nn.Linear(1, 1)
+        self.optimizer: Any = torch.optim.SGD(self.model.parameters(), 1e-4)
+        data = TensorDataset(torch.arange(float(samples))[:, None])
+        loader = DataLoader(data, batch_size=BATCH, shuffle=True)
+        if folder is not None:
+            arguments["checkpoint"] = Checkpointing(folder=folder, interval_s=1e6)
+        self.model, self.loader, self.optimizer = accel.optimize(
+            self.model, loader, self.optimizer, **PLAIN, **arguments
+        )
+        self.seen: list[int] = []
+        self.in_hand = 0
+
+    @property
+    def checkpoint(self) -> CheckpointRun:
+        optimized = entry.optimized(self.model)
+        assert optimized is not None and optimized.elastic is not None and optimized.elastic.checkpoint is not None
+        return optimized.elastic.checkpoint
+
+    def take(self, batch: Any) -> None:
+        (x,) = batch
+        self.optimizer.zero_grad()
+        self.model(x).square().mean().backward()
+        self.optimizer.step()
+        self.seen += x.flatten().int().tolist()
+
+    def end(self) -> None:
+        accel.undo(self.model)
+
+
+def fetched_ahead(loader: Any, ahead: int) -> Iterator[Any]:
+    """Yield batches, with so many in hand, as scripts do to copy the next to the GPU meanwhile."""
+    batches = iter(loader)
+    queue = list(itertools.islice(batches, ahead))
+    while queue:
+        queue += itertools.islice(batches, 1)
+        yield queue.pop(0)
+
+
+# A loop that fetches ahead
+
+
+@pytest.mark.parametrize("ahead", [1, 2])
+@pytest.mark.parametrize("asked_at", [2, 5, 8])
+def test_batches_that_the_loop_holds_are_not_lost_when_it_is_resumed(tmp_path: Path, ahead: int, asked_at: int) -> None:
+    first = Training(tmp_path)
+    for step, batch in enumerate(fetched_ahead(first.loader, ahead), start=1):
+        first.take(batch)
+        if step == asked_at:
+            request_checkpoint(first.model)
+        if list(tmp_path.glob("*-step-*")):
+            break
+    saved = first.checkpoint.checkpoints.load_latest()
+    assert saved is not None
+    first.end()
+    second = Training(tmp_path)
+    for batch in fetched_ahead(second.loader, ahead):
+        second.take(batch)
+    assert sorted(first.seen[: saved["step"] * BATCH] + second.seen) == list(range(SAMPLES))
+    second.end()
+
+
+@pytest.mark.parametrize("before_the_step", [False, True])
+def test_a_state_that_is_saved_in_the_loops_body_has_the_batches_trained_on(
+    tmp_path: Path, before_the_step: bool
+) -> None:
+    first = Training(tmp_path)
+    for step, batch in enumerate(first.loader):
+        if step == 5 and before_the_step:
+            save_checkpoint(first.model)
+            break
+        first.take(batch)
+        if step == 4 and not before_the_step:
+            save_checkpoint(first.model)
+            break
+    first.end()
+    second = Training(tmp_path)
+    assert second.checkpoint.step == 5
+    for batch in second.loader:
+        second.take(batch)
+    assert sorted(first.seen + second.seen) == list(range(SAMPLES))
+    second.end()
+
+
+def test_two_batches_for_a_step_are_none_ahead(tmp_path: Path) -> None:
+    first = Training(tmp_path)
+    batches = iter(first.loader)
+    for step in range(4):
+        (x,), (y,) = next(batches), next(batches)
+        first.take((torch.cat([x, y]),))
+        if step == 2:
+            request_checkpoint(first.model)
+    first.end()
+    second = Training(tmp_path)
+    for batch in second.loader:
+        second.take(batch)
+    assert sorted(first.seen[: 6 * BATCH] + second.seen) == list(range(SAMPLES))
+    second.end()
+
+
+@settings(max_examples=examples(60), deadline=None)
+@given(st.integers(0, 12), st.integers(2, 12), st.integers(1, 3))
+def test_a_loop_is_known_by_its_first_batches(ahead: int, steps: int, passes: int) -> None:
+    counts = HeldBatches()
+    for _ in range(passes):
+        one = object()
+        for _ in range(ahead):
+            counts.delivered(one)
+        for _ in range(steps):
+            counts.delivered(one)
+            counts.trained()
+        assert counts.batches == (ahead if ahead < MOST_HELD else 0)
+
+
+def test_a_batch_that_is_passed_over_is_none_ahead() -> None:
+    counts, one = HeldBatches(), object()
+    for step in range(20):
+        counts.delivered(one)
+        if step % 5 != 4:
+            counts.trained()
+    assert counts.batches == 0
+
+
+def test_a_loss_belongs_to_the_batch_that_is_trained_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of the batch before was taken for the first of the larger one, and a sum so for a mean."""
+    training = Training(None, 2000, max_batch_size=8)
+    added: list[tuple[int, int]] = []
+    monkeypatch.setattr(
+        batch_run(training.model)._reduction, "add", lambda samples, roots: added.append((samples, training.in_hand))
+    )
+    for step, (x,) in enumerate(fetched_ahead(training.loader, 1)):
+        training.in_hand = len(x)
+        training.take((x,))
+        if step == 20:
+            training.loader.batch_sampler.set_batch_size(8)
+        if step == 40:
+            break
+    assert {trained for _, trained in added} == {4, 8}
+    assert all(booked == trained for booked, trained in added)
+    training.end()
+
+
+# A look
+
+
+def test_a_look_on_one_rank_leaves_a_change_of_the_batch_at_its_step() -> None:
+    """Its steps counted, and the change came one step sooner there than on the other ranks."""
+    samplers = [ElasticSampler(408, batch_size=4, num_replicas=2, rank=rank, tail="fill") for rank in range(2)]
+    proxies = [LoaderProxy(DataLoader(range(408), batch_sampler=sampler)) for sampler in samplers]  # type: ignore[arg-type]
+    for proxy, sampler in zip(proxies, samplers, strict=True):
+        follow(proxy, SamplePosition(sampler, lambda: 0))
+        assert len(list(proxy)) == 51
+        sampler.set_batch_size(8, delay=8)
+    next(iter(proxies[0]))
+    epochs = [[batch.tolist() for batch in proxy] for proxy in proxies]
+    assert [len(batch) for batch in epochs[0]] == [len(batch) for batch in epochs[1]] == [4] * 8 + [8] * 21 + [4]
+    assert sorted(itertools.chain(*epochs[0], *epochs[1])) == list(range(408))
+
+
+def test_a_batch_size_that_is_set_within_a_look_holds_after_it() -> None:
+    sampler = ElasticSampler(40, batch_size=4)
+    before = sampler.place
+    batches = sampler.consumed(sampler)
+    list(itertools.islice(batches, 2))
+    sampler.set_batch_size(8)
+    sampler.return_to(before)
+    assert [len(batch) for batch in sampler.consumed(sampler)] == [4, 4, 8, 8, 8, 8]
+    sampler.set_epoch(1)
+    assert len(next(sampler.consumed(sampler))) == 8
+
+
+def test_the_length_of_an_epoch_is_the_same_after_a_look_in_its_midst(tmp_path: Path) -> None:
+    training = Training(tmp_path)
+    for step, batch in enumerate(training.loader, start=1):
+        training.take(batch)
+        if step == 3:
+            break
+    with torch.no_grad():
+        next(iter(training.loader))
+    iter(training.loader)
+    assert len(training.loader) == SAMPLES // BATCH
+    training.end()
+
+
+# A pass that is left
+
+
+def turns(training: Training, total: int, steps: int, stop_after: int | None = None) -> list[int]:
+    """Go through epochs of some steps each, and return their numbers."""
+    numbers, taken = [], 0
+    for epoch in remaining_epochs(training.loader, total):
+        numbers.append(epoch)
+        for step, batch in enumerate(training.loader):
+            if step == steps:
+                break
+            training.take(batch)
+            taken += 1
+            if taken == stop_after:
+                request_checkpoint(training.model)
+        if stop_after is not None and taken > stop_after:
+            break
+    return numbers
+
+
+def test_each_sample_comes_once_where_passes_are_left_before_they_train(tmp_path: Path) -> None:
+    """The batch at which the loop leaves a pass was counted as trained on."""
+    training = Training(tmp_path)
+    assert turns(training, 6, 3) == list(range(6))  # 3, 3, 3 and the last 1 of ten; 3 and 3
+    assert sorted(training.seen[:SAMPLES]) == list(range(SAMPLES))
+    assert len(set(training.seen[SAMPLES:])) == 6 * BATCH
+    training.end()
+
+
+@pytest.mark.parametrize(("stop_after", "turn"), [(1, 0), (7, 2), (10, 4), (13, 4)])
+def test_epochs_that_are_left_early_are_counted_by_turns(tmp_path: Path, stop_after: int, turn: int) -> None:
+    """They were counted by the whole passes over the data."""
+    first = Training(tmp_path)
+    turns(first, 8, 3, stop_after)
+    first.end()
+    second = Training(tmp_path)
+    saved = second.checkpoint.step
+    assert turns(second, 8, 3) == list(range(turn, 8))
+    taken = first.seen[: saved * BATCH] + second.seen
+    assert sorted(taken[:SAMPLES]) == list(range(SAMPLES))
+    second.end()
+
+
+def test_what_is_saved_between_two_turns_goes_on_with_the_next(tmp_path: Path) -> None:
+    first = Training(tmp_path)
+    for epoch in remaining_epochs(first.loader, 5):
+        for step, batch in enumerate(first.loader):
+            first.take(batch)
+            if step == 2:
+                break
+        if epoch == 1:
+            save_checkpoint(first.model)
+            break
+    first.end()
+    second = Training(tmp_path)
+    assert list(remaining_epochs(second.loader, 5)) == [2, 3, 4]
+    second.end()
+
+
+@pytest.mark.parametrize("passes", [1, 3], ids=["a pass", "a batch of each pass"])
+def test_epochs_of_whole_passes_are_counted(tmp_path: Path, passes: int) -> None:
+    first = Training(tmp_path)
+    for epoch in remaining_epochs(first.loader, 5):
+        if passes == 1:
+            for batch in first.loader:
+                first.take(batch)
+        else:
+            for _ in range(3 * SAMPLES // BATCH):
+                first.take(next(iter(first.loader)))
+        save_checkpoint(first.model)
+        if epoch == 1:
+            break
+    first.end()
+    second = Training(tmp_path)
+    assert list(remaining_epochs(second.loader, 5)) == [2, 3, 4]
+    second.end()
+
+
+def test_the_epochs_are_a_sequence(tmp_path: Path) -> None:
+    training = Training(tmp_path)
+    epochs = remaining_epochs(training.loader, 4)
+    assert (len(epochs), list(epochs), 3 in epochs, 4 in epochs, epochs[-1]) == (4, [0, 1, 2, 3], True, False, 3)
+    assert repr(epochs) == "range(0, 4)"
+    training.end()
+
+
+def test_a_pass_that_is_left_after_its_last_batch_was_the_epoch(tmp_path: Path) -> None:
+    """The next one had no batch at all."""
+    training = Training(tmp_path)
+    for _ in range(2):
+        taken = 0
+        for batch in training.loader:
+            training.take(batch)
+            taken += 1
+            if taken == SAMPLES // BATCH:
+                break
+        assert taken == SAMPLES // BATCH
+    assert sorted(training.seen) == sorted([*range(SAMPLES)] * 2)
+    training.end()
+
+
+# The end of an epoch
+
+
+def steps_saved(folder: Path) -> list[int]:
+    return sorted(int(path.name.rpartition("-")[2]) for path in folder.glob("*-step-*"))
+
+
+def test_no_checkpoint_of_the_interval_is_saved_at_an_epochs_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Resumed there, the loop began with a pass without a batch, in which many compute a mean."""
+    training = Training(tmp_path)
+    due: list[int] = []
+    monkeypatch.setattr("accel.elastic.save_policy.SavePolicy.due", lambda policy: bool(due))
+    for _ in range(2):
+        for step, batch in enumerate(training.loader):
+            training.take(batch)
+            due[:] = [1] if step == 9 else due
+        assert not steps_saved(tmp_path) or steps_saved(tmp_path) == [11]
+        for step, batch in enumerate(training.loader):
+            training.take(batch)
+            if step == 1:
+                assert steps_saved(tmp_path) == [11]
+                due.clear()
+        break
+    training.end()
+
+
+def test_one_that_is_asked_for_there_is_saved_at_once_and_after_the_next_step(tmp_path: Path) -> None:
+    training = Training(tmp_path)
+    for step, batch in enumerate(training.loader, start=1):
+        training.take(batch)
+        if step == 10:
+            request_checkpoint(training.model)
+    assert steps_saved(tmp_path) == [10]
+    for step, batch in enumerate(training.loader):
+        training.take(batch)
+        assert steps_saved(tmp_path) == ([10] if step == 0 else [10, 11])
+    training.end()
+
+
+class Ended(Exception):
+    """In place of the process's end."""
+
+
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_sigterm_in_an_epochs_last_step_is_saved_there_and_ends_the_process_after_the_next(
+    tmp_path: Path, epochs: int
+) -> None:
+    training = Training(tmp_path)
+
+    def terminate() -> None:
+        raise Ended
+
+    training.checkpoint._terminate = terminate
+    ended = False
+    try:
+        for _ in remaining_epochs(training.loader, epochs):
+            for step, batch in enumerate(training.loader, start=1):
+                training.take(batch)
+                if step == 10:
+                    os.kill(os.getpid(), signal.SIGTERM)
+            assert steps_saved(tmp_path) == [10]
+    except Ended:
+        ended = True
+    assert ended is (epochs == 2)  # after the last epoch the script comes to its own end
+    assert steps_saved(tmp_path) == ([10, 11] if ended else [10])
+    training.end()
+    assert Checkpoints(tmp_path).load_latest() is not None
