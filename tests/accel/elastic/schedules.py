@@ -21,6 +21,7 @@ from typing import Any
 
 from torch.distributed import TCPStore
 
+from accel.elastic.checkpoint import Checkpoints
 from tests.accel.elastic.scheduled_job import EPOCHS, MOMENTS, SAMPLES, End, Run, forked
 from tests.forks import ForkServer
 
@@ -99,7 +100,7 @@ class Training:
         return str(ends.pop())
 
     def _run(self, run: Run) -> list[int]:
-        before = newest_step(self.checkpoints)
+        before = saved_steps(self.checkpoints)
         statuses = self._statuses(run)
         logs = [lines(self._log(len(self.runs), rank)) for rank in range(run.world)]
         self.runs.append(logs)
@@ -116,7 +117,7 @@ class Training:
         assert set(statuses) <= {0} or set(statuses) == {-signal.SIGTERM}, f"{statuses}:\n{self._errors()}"
         if run.ends and statuses[0]:
             taken = max(line["step"] + 1 for rank in self.runs[-1] for line in rank if "step" in line)
-            assert newest_step(self.checkpoints) == taken, f"{taken} steps were taken on from step {before}"
+            assert saved_steps(self.checkpoints) == taken, f"{taken} steps were taken on from step {before}"
 
     def _log(self, number: int, rank: int) -> Path:
         return self._logs / f"{number}-{rank}"
@@ -151,6 +152,12 @@ def newest_step(folder: Path) -> int:
     """Return the step of the newest checkpoint, by its name; 0 without one."""
     names = [re.fullmatch(r"(\d+)-step-(\d+)", path.name) for path in folder.glob("*")]
     return max(((int(name[1]), int(name[2])) for name in names if name), default=(0, 0))[1]
+
+
+def saved_steps(folder: Path) -> int:
+    """Return the job's own steps in the newest whole checkpoint, several of one update counted each; 0 without one."""
+    state = Checkpoints(folder).load_latest()
+    return 0 if state is None else state["parts"][repr("count")]["steps"]
 
 
 def surviving(runs: list[list[list[dict[str, Any]]]]) -> dict[int, list[dict[str, Any]]]:
