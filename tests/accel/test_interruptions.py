@@ -51,7 +51,7 @@ def passes_are_heard() -> bool:
 @pytest.mark.parametrize(
     ("folder", "stride"),
     [
-        pytest.param("accel", 11_987, id="accel"),
+        pytest.param("accel", 20_011, id="accel"),
         pytest.param("accel", 307, id="accel, closely", marks=pytest.mark.slow),
         pytest.param(GRAD_MODE, 7, id="no_grad"),
         pytest.param(GRAD_MODE, 1, id="no_grad, each", marks=pytest.mark.slow),

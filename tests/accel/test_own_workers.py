@@ -36,7 +36,7 @@ def train(epochs: int, *, wrap: bool, steps: int | None = None, **options: Any) 
     torch.manual_seed(3)
     model: Any = Net()
     optimizer = torch.optim.SGD(model.parameters(), 0.05)
-    loader: Any = DataLoader(Augmented(), 8, shuffle=True, num_workers=2, **options)
+    own = loader = DataLoader(Augmented(), 8, shuffle=True, num_workers=2, **options)
     if wrap:
         model, loader, optimizer = accel.optimize(model, loader, optimizer, allow="exact", budget=600, disable=OTHERS)
     for _ in range(epochs):
@@ -49,6 +49,8 @@ def train(epochs: int, *, wrap: bool, steps: int | None = None, **options: Any) 
     report = accel.explain(model) if wrap else None
     if wrap:
         accel.undo(model)
+    if own._iterator is not None:  # left to the garbage collector, torch waits five seconds for each worker
+        own._iterator._shutdown_workers()  # type: ignore[attr-defined]
     return {**model.state_dict(), "random": torch.get_rng_state()}, report
 
 

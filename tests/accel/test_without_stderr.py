@@ -66,7 +66,7 @@ loader = DataLoader(TensorDataset(torch.randn(64, 4)), batch_size=2)
 optimizer = torch.optim.SGD(model.parameters(), 0.01)
 model, loader, optimizer = accel.optimize(model, loader, optimizer, cache=False, report={report!r}, budget=0.5)
 steps = 0
-while steps < 1500:
+while steps < 600:
     for (x,) in loader:
         optimizer.zero_grad()
         model(x).sum().backward()
