@@ -7,19 +7,19 @@ closure has run.
 from __future__ import annotations
 
 import functools
-import types
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeGuard
+
+from torch import nn
 
 Arguments: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and named, as a pre-hook of `Optimizer.step` gets and may return them."""
-_FUNCTIONS = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, functools.partial)
 
 
 def followed_by(act: Callable[[], None], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
     """Return a step's arguments with a closure that ends with an action; None if it has no closure.
 
-    An object that is called, such as a module, is no closure: an optimizer that is given one may want more of it.
+    A module is no closure, although it can be called: an optimizer that is given one wants more of it.
 
     Args:
         act: called each time that the closure has run.
@@ -32,10 +32,14 @@ def followed_by(act: Callable[[], None], args: tuple[Any, ...], kwargs: dict[str
         gradients are there
         0.5
     """
-    if len(args) > 1 and isinstance(args[1], _FUNCTIONS):
+    if len(args) > 1 and _is_closure(args[1]):
         return (args[0], _followed(args[1], act), *args[2:]), kwargs
     closure = kwargs.get("closure")
-    return (args, {**kwargs, "closure": _followed(closure, act)}) if isinstance(closure, _FUNCTIONS) else None
+    return (args, {**kwargs, "closure": _followed(closure, act)}) if _is_closure(closure) else None
+
+
+def _is_closure(argument: Any) -> TypeGuard[Callable[..., Any]]:
+    return callable(argument) and not isinstance(argument, nn.Module)
 
 
 def _followed(closure: Callable[..., Any], act: Callable[[], None]) -> Callable[..., Any]:

@@ -19,7 +19,6 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -28,7 +27,7 @@ from accel.device_memory import give_memory_back
 from accel.goodput.gradient_scales import GradientScales
 from accel.guard import guard
 from accel.guard.guard import Recording
-from accel.guard.sharded import is_sharded
+from accel.guard.sharded import talks_within_calls
 from accel.profiler.host import available_memory, resident_memory
 from accel.run import backward
 
@@ -102,18 +101,13 @@ class BatchRehearsal:
         held = 2 * self._trained() if keeps_gradients else []
         if reason := agree(self._exhausted(samples, sum(parameter.nbytes for parameter in held))):
             return reason
-        if recording is None or self._talks_within_calls():
+        if recording is None or talks_within_calls(self._model):
             return ""
         with guard.untouched(self._model, self._device), GradientScales(self._model).unnoticed():
             reason = self._rehearsed(recording, samples, held)
         if reason:
             give_memory_back()
         return reason
-
-    def _talks_within_calls(self) -> bool:
-        if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
-            return False
-        return is_sharded(self._model) or any(isinstance(each, nn.SyncBatchNorm) for each in self._model.modules())
 
     def _rehearsed(self, recording: Recording, samples: int, held: list[nn.Parameter]) -> str:
         try:

@@ -27,6 +27,8 @@ _guarded = 0
 def outliving(init: Callable[[int], None] | None) -> Callable[[int], None]:
     """Return a `worker_init_fn` that does the same as another one, in workers that only this process ends.
 
+    Where the system does not tell who has sent a signal, as macOS, workers end by any.
+
     Args:
         init: the loader's own; None if it has none.
 
@@ -39,7 +41,8 @@ def outliving(init: Callable[[int], None] | None) -> Callable[[int], None]:
 def _begin_worker(init: Callable[[int], None] | None, loop: int, number: int) -> None:
     global _guarded
     is_main = threading.current_thread() is threading.main_thread()
-    if is_main and os.getpid() not in (loop, _guarded):  # a worker may also be a thread of the loop's process
+    tells = hasattr(signal, "sigwaitinfo")
+    if tells and is_main and os.getpid() not in (loop, _guarded):  # a worker may also be a thread of the loop's process
         _guarded = os.getpid()
         signal.pthread_sigmask(signal.SIG_BLOCK, _TERMINATION)
         thread = threading.Thread(

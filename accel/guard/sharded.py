@@ -10,6 +10,8 @@ import sys
 
 from torch import nn
 
+from accel.run import ranks
+
 
 def is_sharded(model: nn.Module) -> bool:
     """Return whether a model, or a part of it, is sharded (FSDP), or has parameters spread by tensor parallelism.
@@ -22,6 +24,17 @@ def is_sharded(model: nn.Module) -> bool:
     if wrappers and any(isinstance(module, wrappers) for module in model.modules()):
         return True
     return bool(spread) and any(isinstance(parameter, spread) for parameter in model.parameters())
+
+
+def talks_within_calls(model: nn.Module) -> bool:
+    """Return whether ranks exchange activations or weights within a call: synchronised norms, FSDP, tensor parallel.
+
+    Args:
+        model: a module of any kind.
+    """
+    if not ranks.are_several():
+        return False
+    return is_sharded(model) or any(isinstance(module, nn.SyncBatchNorm) for module in model.modules())
 
 
 def _loaded(module: str, *names: str) -> tuple[type, ...]:

@@ -22,7 +22,6 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -35,8 +34,8 @@ from accel.guard.late_values import LateValues
 from accel.guard.module_state import ModuleState
 from accel.guard.nested_state import entries_within
 from accel.guard.random_states import RandomStates
-from accel.guard.sharded import is_sharded
-from accel.run import backward
+from accel.guard.sharded import talks_within_calls
+from accel.run import backward, ranks
 from accel.run.gate import Call, Gate
 
 log = logging.getLogger("accel")
@@ -134,7 +133,7 @@ class Watch:
             problem = "" if self._excuse.holds() else self._judged(self._problem, outputs)
             if not problem:
                 return outputs
-            if _talks_within_calls(self._gate.model):
+            if talks_within_calls(self._gate.model):
                 self._trip(f"{problem}, and no rank can make this model's call again alone")
                 return outputs
             if not before.put_arguments_back():
@@ -327,7 +326,7 @@ def _gpus_of(model: nn.Module) -> list[torch.device]:
 
 def _data_parallel(model: nn.Module) -> list[nn.Module]:
     """Return the modules in which this rank talks to others, if there are any."""
-    return [m for m in model.modules() if isinstance(m, DistributedDataParallel)] if _has_other_ranks() else []
+    return [m for m in model.modules() if isinstance(m, DistributedDataParallel)] if ranks.are_several() else []
 
 
 @contextlib.contextmanager
@@ -339,17 +338,6 @@ def _noting(modules: list[nn.Module], called: list[nn.Module]) -> Iterator[None]
     finally:
         for hook in hooks:
             hook.remove()
-
-
-def _has_other_ranks() -> bool:
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-
-
-def _talks_within_calls(model: nn.Module) -> bool:
-    """Return whether ranks exchange activations or weights within a call: synchronised norms, FSDP, tensor parallel."""
-    if not _has_other_ranks():
-        return False
-    return is_sharded(model) or any(isinstance(module, nn.SyncBatchNorm) for module in model.modules())
 
 
 class _Inputs:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from accel.guard import guard
 from accel.guard.guard import Comparison
-from accel.strategies.base import Exactness
+from tests.accel.guard_replays import replayed_both_ways
 from tests.accel.loops import Longer
 
 CPU = torch.device("cpu")
@@ -25,12 +25,7 @@ def checked(model: nn.Module, at_boundary: Callable[[], object], wrap: Callable[
     recording.listen(outputs)
     outputs.square().mean().backward()
     at_boundary()
-    with guard.untouched(model, CPU):
-        recording.modules.restore()
-        plain = guard.replay(model, model, recording)
-        recording.modules.restore()
-        candidate = guard.replay(model, wrap(model), recording)
-    return guard.compare(plain, candidate, Exactness.REORDERED)
+    return replayed_both_ways(model, wrap, recording)
 
 
 def longer(call: Any) -> Any:

@@ -15,6 +15,7 @@ from accel.guard import guard
 from accel.guard.guard import Comparison, Replayed
 from accel.run.layouts import in_order, is_kept, order
 from accel.strategies.base import Exactness
+from tests.accel.guard_replays import replayed_both_ways
 from tests.sampling import examples
 
 CPU = torch.device("cpu")
@@ -25,12 +26,7 @@ def compared(model: nn.Module, wrap: Callable[[Any], Any], *args: Any) -> Compar
     """Record one call, then compare the plain one with a wrapped one."""
     recording = guard.record(model, CPU, args, {})
     model(*args)
-    with guard.untouched(model, CPU):
-        recording.modules.restore()
-        plain = guard.replay(model, model, recording)
-        recording.modules.restore()
-        candidate = guard.replay(model, wrap(model), recording)
-    return guard.compare(plain, candidate, Exactness.REORDERED)
+    return replayed_both_ways(model, wrap, recording)
 
 
 def in_channels_last(call: Any) -> Any:

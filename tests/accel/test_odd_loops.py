@@ -287,6 +287,17 @@ def test_a_closure_goes_on_with_what_follows_it() -> None:
     assert followed_by(lambda: None, (None, None), {"closure": None}) is None
 
 
+def test_a_closure_may_be_an_object_that_is_called() -> None:
+    class Closure:
+        def __call__(self) -> float:
+            return 0.5
+
+    heard: list[str] = []
+    followed = followed_by(lambda: heard.append("after"), (None, Closure()), {})
+    assert followed is not None and followed[0][1]() == 0.5
+    assert heard == ["after"]
+
+
 def test_an_optimizer_is_given_the_module_that_the_loop_passes() -> None:
     model = nn.Linear(2, 2)  # as one that measures it, and wants its parameters
     assert followed_by(lambda: None, (None, model), {}) is None

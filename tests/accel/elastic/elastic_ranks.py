@@ -22,6 +22,7 @@ from accel.elastic import batch_run, rehearsal
 from accel.elastic.accumulation import GradientAccumulation
 from accel.elastic.bucket_order import BucketOrder
 from accel.elastic.checkpoint import Checkpoints
+from accel.elastic.run import ElasticRun
 from accel.elastic.sample_position import remaining_epochs
 from accel.elastic.save_policy import SavePolicy
 from accel.elastic.training_state import capture_state, restore_state
@@ -101,6 +102,18 @@ class _Ended(Exception):
     """In place of the process's end."""
 
 
+def _raise_at_the_end(model: Any) -> ElasticRun:
+    """Have `_Ended` raised where the process would be ended by SIGTERM; return what saves the run."""
+    run = entry.optimized(model)
+    assert run is not None and run.elastic is not None and run.elastic.checkpoint is not None
+
+    def ended() -> None:
+        raise _Ended
+
+    run.elastic.checkpoint._terminate = ended
+    return run.elastic
+
+
 def optimized(rank: int, world: int, folder: Path, signal_at: int) -> dict[str, Any]:
     """Train under `optimize` with a growing batch; rank 1 is sent SIGTERM after some steps.
 
@@ -116,13 +129,7 @@ def optimized(rank: int, world: int, folder: Path, signal_at: int) -> dict[str, 
     loader: Any = DataLoader(data, batch_size=4, sampler=sampler)
     settings: dict[str, Any] = {"max_batch_size": 96, "checkpoint": folder, "allow": "exact", "cache": False}
     model, loader, optimizer = accel.optimize(model, loader, optimizer, **settings)
-    run = entry.optimized(model)
-    assert run is not None and run.elastic is not None and run.elastic.checkpoint is not None
-
-    def ended() -> None:
-        raise _Ended
-
-    run.elastic.checkpoint._terminate = ended
+    elastic = _raise_at_the_end(model)
     taken: dict[int, list[list[int]]] = {}
     steps = 0
     try:
@@ -138,9 +145,10 @@ def optimized(rank: int, world: int, folder: Path, signal_at: int) -> dict[str, 
     except _Ended:
         pass
     weights = numbers(model)
-    decisions = run.elastic.batch.controller.decisions if run.elastic.batch and run.elastic.batch.controller else []
-    note = run.elastic.batch.note if run.elastic.batch else ""
-    base = run.elastic.batch._base if run.elastic.batch else None
+    batch = elastic.batch
+    decisions = batch.controller.decisions if batch and batch.controller else []
+    note = batch.note if batch else ""
+    base = batch._base if batch else None
     accel.undo(model)
     return {"taken": taken, "weights": weights, "batches": [d.batch for d in decisions], "note": note, "base": base}
 
@@ -368,13 +376,7 @@ def rank_0_writes_slowly(rank: int, world: int, folder: Path) -> dict[str, Any]:
     loader: Any = DataLoader(data, batch_size=4, sampler=DistributedSampler(data))
     settings: dict[str, Any] = {"checkpoint": folder, "allow": "exact", "cache": False}
     model, loader, optimizer = accel.optimize(model, loader, optimizer, **settings)
-    run = entry.optimized(model)
-    assert run is not None and run.elastic is not None and run.elastic.checkpoint is not None
-
-    def ended() -> None:
-        raise _Ended
-
-    run.elastic.checkpoint._terminate = ended
+    _raise_at_the_end(model)
     try:
         for step, (x,) in enumerate(loader):
             optimizer.zero_grad()
