@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from accel.guard import watch as watching
+from accel.run import ranks
 from accel.run.gate import Call
 from tests.accel.test_guard_alone import Parallel, state
 from tests.accel.test_watch_outputs import broken
@@ -20,7 +20,7 @@ def times_nan(call: Call) -> Call:
 
 @pytest.fixture
 def two_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watching, "_has_other_ranks", lambda: True)
+    monkeypatch.setattr(ranks, "are_several", lambda: True)
 
 
 @pytest.mark.parametrize("within", [False, True])
