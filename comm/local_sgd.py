@@ -102,6 +102,8 @@ class LocalSGD:
         self._names = {id(parameter): name for name, parameter in ddp.module.named_parameters()}
         self._ignored = ignored_names(ddp)
         self._broadcast_buffers = ddp.broadcast_buffers
+        self._moved: set[str] = set()
+        """Parameters that local steps have trained since the last averaging, some of which may be frozen by now."""
         self._named({})
         self._group: Any = ddp.process_group
         self._weights = WeightMean(ddp, self._group, timeout)
@@ -175,7 +177,9 @@ class LocalSGD:
         return result
 
     def _stepped(self) -> None:
-        self._apart |= self.local
+        if self.local:
+            self._apart = True
+            self._moved |= self._movable()
         self.step += 1
         if self._apart and (self.step - self.start_step) % self.every == 0:
             self.average()
@@ -198,6 +202,7 @@ class LocalSGD:
         self._weights.average(named, self.step)
         round_off(masters)
         self._apart = False
+        self._moved.clear()
 
     def _make_same(self) -> None:
         """Leave the same weights, buffers, optimizer state and loss scale on all ranks: from here all step alike."""
@@ -242,7 +247,7 @@ class LocalSGD:
                     f"the optimizer must have all parameters that require gradients, got none of {name!r}; it would "
                     "drift apart unseen: give one optimizer all of them"
                 )
-            if parameter.requires_grad:
+            if parameter.requires_grad or name in self._moved:
                 named.append((name, masters.get(parameter, parameter.detach())))
                 if self.average_momentum:
                     named += self._moments(name, parameter)
@@ -253,6 +258,14 @@ class LocalSGD:
                 raise ValueError(f"LocalSGD averages dense, real floating point, got {tensor.dtype} in {name!r}")
         return named
 
+    def _owned(self) -> Iterator[tuple[str, nn.Parameter]]:
+        own = (parameter for group in self._optimizer.param_groups for parameter in group["params"])
+        return ((self._names[id(parameter)], parameter) for parameter in own if id(parameter) in self._names)
+
+    def _movable(self) -> set[str]:
+        """Return the parameters that a step may move: a frozen one too, while it has a gradient."""
+        return {name for name, parameter in self._owned() if parameter.requires_grad or parameter.grad is not None}
+
     def _moments(self, name: str, parameter: Tensor) -> list[tuple[str, Tensor]]:
         state = self._optimizer.state.get(parameter, {})
         others = [key for key in sorted(state) if key != "step" and not is_master(key, parameter)]
@@ -262,8 +275,8 @@ class LocalSGD:
     # -- saving and the end ------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return how many steps have been taken, and whether ranks have had local ones since the last averaging."""
-        return {"version": _VERSION, "step": self.step, "apart": self._apart}
+        """Return how many steps have been taken, and what local ones have moved since the last averaging."""
+        return {"version": _VERSION, "step": self.step, "apart": self._apart, "moved": sorted(self._moved)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on at a saved step, on every rank.
@@ -274,6 +287,8 @@ class LocalSGD:
         if state.get("version") != _VERSION:
             raise ValueError(f"the state's version must be {_VERSION}, got {state.get('version')!r}")
         self.step, self._apart, self._backwards = state["step"], state["apart"], 0
+        owned = [name for name, parameter in self._owned() if parameter.is_floating_point() and self._apart]
+        self._moved = set(state.get("moved", owned))  # earlier versions did not save it
         self._enter_phase()
 
     def close(self, *, average: bool = True) -> None:

@@ -20,6 +20,7 @@ from accel.amp.master_option import MasterOption, leave_no_masters
 from accel.amp.masters import MasterWeights, masters_of
 from accel.amp.moments import MomentDtypes
 from accel.amp.ranks import SharedMasters
+from accel.amp.step_checks import keeps_own_lists
 from accel.errors import InvalidArgument
 
 LossScale = DynamicLossScale | float | Literal["dynamic"] | None
@@ -252,8 +253,9 @@ def _check(given: list[Any], models: list[Any], optimizers: list[Any], keeps_mas
     for optimizer in optimizers:
         if not isinstance(optimizer, Optimizer):
             raise InvalidArgument(f"optimizers must be torch.optim.Optimizer. Found: {type(optimizer).__name__}.")
-        if keeps_masters and isinstance(optimizer, torch.optim.LBFGS):
-            raise InvalidArgument("LBFGS can't have master weights: it keeps a list of parameters of its own. Use O1.")
+        if keeps_masters and keeps_own_lists(optimizer):
+            kind = type(optimizer).__name__
+            raise InvalidArgument(f"{kind} can't have master weights: it keeps its own list of parameters. Use O1.")
         if masters_of(optimizer) is not None:
             raise InvalidArgument(f"the optimizer {type(optimizer).__name__} is decorated already.")
         if any(id(p) not in own for group in optimizer.param_groups for p in group["params"]):

@@ -88,17 +88,19 @@ def register_function(owner: Any, name: str, kind: Callable[[Any], Any]) -> None
 
 def _cast_first(function: _F, target: _Target) -> _F:
     # Checkpointing runs it again within the backward pass, where the model's call that it belongs to has ended.
-    latest: dict[_Kind, Call | None] = {}
+    latest: dict[_Kind, Call] = {}
 
     @functools.wraps(function)
     def casting(*args: Any, **kwargs: Any) -> Any:
         call = current()
         if not torch.compiler.is_compiling():
             kind = _kind((args, kwargs))
-            if call is None and torch._C._current_graph_task_id() != -1:
+            if call is not None:
+                latest[kind] = call._replace(owner=None)  # the model may be let go
+            elif torch._C._current_graph_task_id() != -1:
                 call = latest.get(kind)
-            else:
-                latest[kind] = None if call is None else call._replace(owner=None)  # the model may be let go
+            elif torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+                latest.pop(kind, None)  # an ordinary model's, which may checkpoint it; others run once
         if call is None:
             return function(*args, **kwargs)
         dtype = target(call, (args, kwargs))

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from accel.amp.gradients import any_value
 from accel.errors import InvalidArgument
 
 
@@ -66,7 +67,10 @@ class DynamicLossScale:
         self._overflows_left = torch.tensor(hysteresis)
         # On the device, as all that decides: a captured step notes its overflow where no Python runs.
         self._noted, self._overflow = torch.tensor(False), torch.tensor(False)
+        self._may_be_noted = False
         self._task = -1
+        self._is_passing, self._is_taken = False, False
+        """A backward pass is under way through it, and a step within that has come."""
         self.came_through = False
         """A gradient has come through it since the last step."""
         self.on_forward: list[Callable[[], None]] = []
@@ -76,7 +80,9 @@ class DynamicLossScale:
         self.on_create_graph: list[Callable[[], None]] = []
         """Called for each gradient that comes through it and may be differentiated again."""
         self.holds: list[Callable[[], bool]] = []
-        """Asked before it changes: whether gradients that are scaled by it are waiting for their step."""
+        """Asked before it changes: whether it must stay."""
+        self.waiting: list[Callable[[], list[Tensor]]] = []
+        """Asked before it changes: gradients that are scaled by it and wait for their step, unless they are zeros."""
 
     def get_scale(self) -> float:
         """Return the scale as a number, as GradScaler does: within a backward pass that of its gradients.
@@ -115,8 +121,9 @@ class DynamicLossScale:
         """
         self._overflow.logical_or_(overflow.detach().to(self.value.device).reshape(()) != 0)
         self._noted.fill_(True)
-        # Others may step within this very pass too, each after gradients of its own.
-        self.came_through = self.is_passing
+        self._may_be_noted = True
+        # Others may step within the pass that is under way too, each after gradients of its own.
+        self.came_through = self._is_taken = self._is_passing
 
     @torch.no_grad()
     def update(self, overflow: Tensor) -> None:
@@ -140,46 +147,55 @@ class DynamicLossScale:
         for own, value in zip((self.value, self._good_steps, self._overflows_left), values, strict=True):
             own.copy_(value)
 
-    def _settled(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return scale, good steps and overflows left with what was noted taken into account."""
+    def _settled(self, counts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return scale, good steps and overflows left with what was noted taken into account, if it counts."""
         before = self.value, self._good_steps, self._overflows_left
         after = self._after(self._overflow)
-        scale, good_steps, left = (torch.where(self._noted, b, a) for a, b in zip(before, after, strict=True))
+        scale, good_steps, left = (torch.where(counts, b, a) for a, b in zip(before, after, strict=True))
         return scale, good_steps, left
 
     @torch.no_grad()
     def settle(self) -> None:
         """Take the steps into account that were noted, unless scaled gradients still wait for theirs."""
-        if not any(holds() for holds in self.holds):
-            self._become(self._settled())
+        if any(holds() for holds in self.holds):
+            return
+        waiting = [gradient for each in self.waiting for gradient in each()]
+        if not waiting:
+            self._become(self._settled(self._noted))
             self._forget()
+        elif self._may_be_noted:  # else their values are not worth a look
+            held = any_value(waiting, self.value.device)
+            self._become(self._settled(self._noted & ~held))
+            self._noted.logical_and_(held)
+            self._overflow.logical_and_(held)
 
     def _forget(self) -> None:
         self._noted.fill_(False)
         self._overflow.fill_(False)
+        self._may_be_noted = False
 
     def _begin_backward(self) -> None:
         """Be called when a gradient comes through."""
         task = torch._C._current_graph_task_id()
         if task != -1 and task == self._task:
             return
-        self._task, self.came_through = task, True
-        self.settle()
+        self._task, self.came_through, self._is_passing = task, True, task != -1
+        if task != -1:
+            # To the end of this pass: what is checkpointed within it may have its gradients in a task of its own.
+            engine: Any = torch.autograd.Variable._execution_engine
+            engine.queue_callback(lambda: engine.queue_callback(self._end_backward))
         for listener in self.on_backward:
             listener()
+        self._is_taken = False
+        self.settle()  # after them: each may note a step that the loop has left out, and these count as one
 
-    @property
-    def is_passing(self) -> bool:
-        """A gradient has come through it in the backward pass that is under way in this thread."""
-        return self._task != -1 and self._task == torch._C._current_graph_task_id()
-
-    def end_pass(self) -> None:
-        """Be told that a backward pass is over within which optimizers have taken its gradients."""
-        self.came_through = False
+    def _end_backward(self) -> None:
+        self._is_passing = False
+        self.came_through = self.came_through and not self._is_taken
 
     def state_dict(self) -> dict[str, float]:
         """Return what it has learnt, as numbers; this waits for the device, and changes nothing."""
-        scale, good_steps, left = self._settled()
+        scale, good_steps, left = self._settled(self._noted)
         fixed = {"is_fixed": True} if self._growth == self._backoff == 1.0 else {}
         return {"scale": float(scale), "good_steps": int(good_steps), "overflows_left": int(left), **fixed}
 

@@ -16,13 +16,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from accel.amp.gradients import HiddenGradients, ScaledGradients, values_of
+from accel.amp.gradients import HiddenGradients, ScaledGradients, take_memory, values_of
 from accel.amp.hook_order import put_first, put_last
 from accel.amp.loss_scale import DynamicLossScale
 from accel.amp.master_option import without_bare_masters
 from accel.amp.moments import begins_momentum
 from accel.amp.ready import ReadyGradients
 from accel.amp.stand_ins import NAME, StandIns
+from accel.amp.step_checks import check_came_through, check_not_written, check_unchanged
 from accel.amp.unrounded import opened, sealed
 from accel.errors import InvalidArgument
 from accel.optim import MultiTensorOptimizer
@@ -89,6 +90,8 @@ class MasterWeights:
         """What torch.amp.GradScaler has set for this step."""
         self._hands_over = False
         """The optimizer has been given a scale, or whether gradients overflowed, for this step."""
+        self.waits_to_begin = False
+        """Its last step had to wait for the device, as none will once the optimizer's momentum has begun."""
         own = [p for p in self._params() if keeps and p in values]
         for p in own:
             optimizer.state[p][NAME] = values[p]
@@ -115,7 +118,7 @@ class MasterWeights:
         self._loaded_scale: Any = None
         if scale is not None:
             scale.on_backward.append(self._begin_backward)
-            scale.holds.append(self._holds)
+            scale.waiting.append(self._scaled.waiting)
         _all[optimizer] = self
 
     def remove(self) -> dict[Tensor, Tensor]:
@@ -127,7 +130,7 @@ class MasterWeights:
             handle.remove()
         if self._scale is not None:
             self._scale.on_backward.remove(self._begin_backward)
-            self._scale.holds.remove(self._holds)
+            self._scale.waiting.remove(self._scaled.waiting)
         if optimizer is None:
             return masters
         for p in masters:
@@ -141,8 +144,8 @@ class MasterWeights:
 
     @property
     def is_between_steps(self) -> bool:
-        """False while gradients are scaled, and wait for their step."""
-        return self._scale is None or not self._scaled.wait
+        """False while gradients are scaled, and wait for their step; to know this may wait for the device."""
+        return not any(bool(values_of(gradient).any()) for gradient in self._scaled.waiting())
 
     def _params(self) -> list[Tensor]:
         optimizer = self._optimizer()
@@ -200,15 +203,14 @@ class MasterWeights:
     def begin_call(self, model: nn.Module) -> None:
         """Be told that a call of the model begins."""
         self.recover()
+        if self._scale is None and torch.is_grad_enabled():  # a scale tells when a backward pass begins
+            self._ready.close()
         optimizer = self._optimizer()
         if optimizer is not None:
             # Hooks of the user's may change gradients, of which masters are given theirs.
             put_last(optimizer._optimizer_step_pre_hooks, self._begins)
 
     # -- gradients -----------------------------------------------------------------------------------------------------
-
-    def _holds(self) -> bool:
-        return self._scaled.wait
 
     def _begin_backward(self) -> None:
         self.recover()
@@ -230,11 +232,14 @@ class MasterWeights:
 
     def _skip(self, overflow: Tensor) -> None:
         """Take a step that the loop has left out for done: the scale must fall where it did so for an overflow."""
+        self._scaled.take(self._params())  # no gradient waits for its step, though zeros may stand there
         if self._scale is not None:
-            self._scaled.forget(self._params())  # no gradient waits for its step, though zeros may stand there
             self._scale.note(overflow)
-            self._scale.settle()
-            self._scale.came_through = True  # it does, at this moment
+        self.forget_ready()
+
+    def forget_ready(self) -> None:
+        """Let go what was made ready for a step, as in a capture that failed, where it was never computed."""
+        self.recover(goes_on=True)
         self._ready.forget()
         self._clear_masters()
 
@@ -247,19 +252,9 @@ class MasterWeights:
         """Raise if the gradients of this step are not those that a scaled backward pass has left."""
         assert self._scale is not None
         there = [p for p in self._params() if p.grad is not None]
-        if there and not self._scale.came_through and not self._scaled:
-            raise InvalidArgument(
-                "the gradients must come through the output of the decorated model, where the loss scale is applied. "
-                "Found: gradients of a step in which nothing did. Decorate the module that the loop calls, or scale "
-                "the loss by torch.amp.GradScaler and pass loss_scale=None."
-            )
-        for p in there:
-            if self._scaled.was_changed(p) and not self._ready.has(p, self.of(p)):
-                raise InvalidArgument(
-                    f"gradients must not be changed while they are scaled, by {float(self._scale.value):g} now. Found: "
-                    "one that was, between backward and step. Clip or change those of "
-                    f"accel.amp.master_params({type(optimizer).__name__.lower()}), which are not scaled."
-                )
+        check_came_through(there, self._scaled.came_through or bool(self._scaled))
+        was_changed = any(self._scaled.was_changed(p) and not self._ready.has(p, self.of(p)) for p in there)
+        check_unchanged(was_changed, self._scale.value, optimizer)
 
     @torch.no_grad()
     def unscaled(self, value: Tensor | None = None) -> list[Tensor]:
@@ -274,7 +269,7 @@ class MasterWeights:
             return [p for group in optimizer.param_groups for p in group["params"]]
         self.recover()
         if self._scale is not None:
-            if not self._scaled and not self._scale.came_through:  # no backward pass since the last step
+            if not self._scaled and not self._scaled.came_through:  # no backward pass since the last step
                 return self._updated()
             value = self._scale.value
         if value is not None and self._ready.are_scaled:
@@ -331,11 +326,13 @@ class MasterWeights:
                 self._check_unchanged(optimizer)
             self.unscaled()
             overflow = self._ready.overflow if self._scale is not None else None
-        if overflow is not None and self._skips_itself and not begins_momentum(optimizer):
+        self.waits_to_begin = overflow is not None and self._skips_itself and begins_momentum(optimizer)
+        if overflow is not None and self._skips_itself and not self.waits_to_begin:
             self._hand_over(optimizer, grad_scale=None, found_inf=overflow)
         elif overflow is not None and bool(overflow.to("cpu") != 0):  # this waits for the device
             self._hidden.hide(self._params())
             return None
+        self.waits_to_begin = False
         self._stand_ins.put_in(optimizer)
         return None
 
@@ -384,10 +381,8 @@ class MasterWeights:
     def _finish(self, overflow: Tensor | None) -> None:
         if self._scale is not None:
             self._scale.note(torch.zeros(()) if overflow is None else overflow)
-            if self._scale.is_passing:
-                engine: Any = torch.autograd.Variable._execution_engine
-                engine.queue_callback(self._scale.end_pass)
-        self._scaled.forget(self._params())
+        take_memory(self._params())
+        self._scaled.take(self._params())
         self._ready.forget()
 
     def _take_back(self, optimizer: Optimizer) -> None:
@@ -398,10 +393,14 @@ class MasterWeights:
     @torch.no_grad()
     def _swap_out(self, optimizer: Optimizer) -> None:
         """Put the parameters back, as their masters round."""
-        for p, master in self._stand_ins.take_out(optimizer).items():
+        masters = self._stand_ins.take_out(optimizer)
+        known = self._known()
+        written = next((p for p in masters if known.get(p) != p._version), None)
+        for p, master in masters.items():
             p.copy_(master)
             master.grad = None
             self.agree([p])
+        check_not_written(written, optimizer)
 
     @torch.no_grad()
     def recover(self, *, goes_on: bool = False) -> None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from accel.amp.gradients import Seen, unscale
+from accel.amp.gradients import Seen, seen, take_memory, unscale
 
 Pairs = Sequence[tuple[Tensor, Tensor]]
 """Parameters, each with what the step updates: its master weights, or itself."""
@@ -24,12 +23,24 @@ class ReadyGradients:
         """They were made without a scale."""
         self._made_of: dict[Tensor, Seen] = {}
         """Parameter with masters → the gradient that theirs was made of."""
-        self._divided: dict[Tensor, weakref.ref[Tensor]] = {}
+        self._divided: dict[Tensor, Seen] = {}
         """Parameter without → its gradient, which was divided in place."""
+        self._is_closed = False
+        """Whoever writes to those from now on makes others of them."""
 
     def forget(self) -> None:
         """Begin anew: the step is over, or the gradients are others."""
         self.overflow, self.are_scaled, self._made_of, self._divided = None, False, {}, {}
+        self._is_closed = False
+
+    def close(self) -> None:
+        """Be told that the model is called again: what comes after clipping is a backward pass of another step.
+
+        Gradients that were cleared in place are the same tensors in it.
+        """
+        if not self._is_closed:
+            self._divided = seen([p for p in self._divided if self._was_divided(p)])
+            self._is_closed = True
 
     def are_all(self, pairs: Pairs) -> bool:
         """Return whether all gradients that are there now are ready."""
@@ -37,7 +48,7 @@ class ReadyGradients:
         if self.overflow is None or {p for p, own in there if own is not p} != set(self._made_of):
             return False
         if self._made_of:
-            return all(seen.is_still(p) for p, seen in self._made_of.items())
+            return all(own.is_still(p) for p, own in self._made_of.items())
         return all(self._was_divided(p) for p, _ in there)  # there are no masters, which would tell
 
     def has(self, p: Tensor, master: Tensor | None) -> bool:
@@ -52,10 +63,13 @@ class ReadyGradients:
         if self.are_scaled or not self._was_divided(p):
             return False
         # Clipping may have written to it, or a new backward pass: that writes to all.
-        return not self._made_of or any(seen.is_still(other) for other, seen in self._made_of.items())
+        return not self._made_of or any(own.is_still(other) for other, own in self._made_of.items())
 
     def _was_divided(self, p: Tensor) -> bool:
-        return p in self._divided and self._divided[p]() is p.grad
+        own = self._divided.get(p)
+        if own is None:
+            return False
+        return own.is_still(p) if self._is_closed else own.gradient() is p.grad
 
     def make(self, pairs: Pairs, scale: Tensor | None) -> None:
         """Give all their gradients that have not got them yet.
@@ -81,7 +95,7 @@ class ReadyGradients:
         self._note(pairs, scale)
 
     def _note(self, pairs: Pairs, scale: Tensor | None) -> None:
-        there = [(p, p.grad, own is not p) for p, own in pairs if p.grad is not None]
-        self._made_of = {p: Seen(weakref.ref(grad), grad._version) for p, grad, has_master in there if has_master}
-        self._divided = {p: weakref.ref(grad) for p, grad, has_master in there if not has_master}
-        self.are_scaled = scale is None
+        take_memory(p for p, own in pairs if own is p)  # the loop may clip them in place
+        self._made_of = seen(p for p, own in pairs if own is not p)
+        self._divided = seen(p for p, own in pairs if own is p)
+        self.are_scaled, self._is_closed = scale is None, False

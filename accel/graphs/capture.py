@@ -220,7 +220,7 @@ class CapturedStep:
             return captured.replay(inputs)
         if key in self._eager or description in self._eager:
             return _detached(self._step(*args, **kwargs))
-        if self._calls[key] < self._warmup:
+        if self._calls[key] < self._warmup or self._owners.wait_to_begin():
             return self._warm(recorder, key, args, kwargs)
         return self._captured(recorder, description, inputs, args, kwargs)
 
@@ -317,8 +317,9 @@ class CapturedStep:
                 self._owners, description, lambda: self._key(description, recorder), record, undo, is_whole=True
             )
         except Exception as error:
+            self._owners.forget_failed()
             self._owners.put(before)
-            is_first = states.have_more()
+            is_first = states.have_more() or self._owners.wait_to_begin()
             states.put_back()
             own_object.clear()
             own_object.update(object_before)

@@ -172,6 +172,16 @@ class Owners:
             elif masters := masters_of(optimizer):
                 masters.follow_all()
 
+    def forget_failed(self) -> None:
+        """Put back what a capture that failed has left of steps with master weights: nothing of it was computed."""
+        for each in self.optimizers:
+            if masters := masters_of(each):
+                masters.forget_ready()
+
+    def wait_to_begin(self) -> bool:
+        """Return whether an optimizer's last step had to wait for the device, as none will once it has begun."""
+        return any(masters.waits_to_begin for each in self.optimizers if (masters := masters_of(each)))
+
     def gradients(self) -> list[Tensor | None]:
         """Return the gradients, tensor by tensor."""
         return [None if t is None else t.grad for t in self._held()]

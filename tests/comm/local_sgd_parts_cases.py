@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -100,6 +101,46 @@ def unused_by_one(rank: int, world: int) -> tuple[int, bool]:
             optimizer.step()
         same = same_everywhere(_flat(optimizer))
     return len(masters(optimizer)), same
+
+
+ENDS: dict[str, Callable[[LocalSGD], Any]] = {
+    "averaging": lambda local: None,
+    "average()": lambda local: local.average(),
+    "close()": lambda local: local.close(),
+    "resumed": lambda local: (local.load_state_dict(pickle.loads(pickle.dumps(local.state_dict()))), local.average()),
+    "of an earlier version": lambda local: (
+        local.load_state_dict({"version": 1, "step": local.step, "apart": True}),
+        local.average(),
+    ),
+}
+"""What comes after steps with a frozen layer, whose last averaging was before it was frozen."""
+
+
+def frozen_between(rank: int, world: int) -> dict[str, dict[str, bool]]:
+    """Freeze a layer after two of four local steps, as one that trains the head first, or last."""
+    found = {}
+    for how, end in ENDS.items():
+        ddp = DistributedDataParallel(Net(), find_unused_parameters=True)
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05, momentum=0.9)
+        every = 4 if how == "averaging" else 9
+        local = LocalSGD(ddp, optimizer, 0, every, within="rank", timeout=SECONDS)
+        for step in range(2):
+            _step(ddp, optimizer, rank, step)
+        weight = ddp.module.first.weight
+        before, apart = weight.detach().clone(), not same_everywhere(weight.detach())
+        ddp.module.first.requires_grad_(False)
+        for step in range(2, 4 if how == "averaging" else 3):
+            _step(ddp, optimizer, rank, step)
+        end(local)
+        same = same_everywhere(torch.cat([p.detach().view(-1) for p in ddp.parameters()]))
+        after = weight.detach().clone()
+        if how == "close()":
+            found[how] = {"apart": apart, "same": same, "frozen": not torch.equal(before, after)}
+            continue
+        local.average()
+        found[how] = {"apart": apart, "same": same, "frozen": torch.equal(after, weight.detach())}
+        local.close()
+    return found
 
 
 def ignored(rank: int, world: int) -> dict[str, Any]:

@@ -195,6 +195,13 @@ def test_master_weights_of_a_layer_that_one_rank_has_not_used() -> None:
     assert run_ranks(parts.unused_by_one, 2) == [(4, True)] * 2
 
 
+def test_a_parameter_that_is_frozen_between_two_averagings_is_the_same_on_all_ranks() -> None:
+    for found in run_ranks(parts.frozen_between, 2):
+        assert found.keys() == parts.ENDS.keys()
+        for how, one in found.items():
+            assert one == {"apart": True, "same": True, "frozen": True}, how
+
+
 def test_what_ddp_was_told_to_ignore_stays_each_ranks_own() -> None:
     for rank, found in enumerate(run_ranks(parts.ignored, 2)):
         assert found == {"own": True, "counted": 10 * rank + 2, "others": True, "momentum": True}

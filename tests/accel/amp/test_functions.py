@@ -106,6 +106,33 @@ def test_checkpointing_computes_again_what_it_was(
     assert all(map(torch.equal, *gradients))
 
 
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("has_gradients", [False, True])
+def test_a_call_outside_before_the_backward_pass_changes_nothing_of_checkpointing(
+    has_gradients: bool, use_reentrant: bool
+) -> None:
+    """As of an ordinary teacher with 16-bit weights: the part was then computed again without casts."""
+    gradients = []
+    for checkpointing in (None, use_reentrant):
+        model = decorate(Checkpointed(float_function, checkpointing), dtype=HALF)
+        output = model(torch.randn(4, 8, generator=torch.Generator().manual_seed(1)))
+        with torch.set_grad_enabled(has_gradients):
+            model.function(torch.ones(2, 8, dtype=HALF, requires_grad=True))
+        output.square().sum().backward()
+        gradients.append([p.grad for p in model.parameters()])
+        assert model.seen == [SINGLE, HALF, SINGLE][: 2 if checkpointing is None else 3]
+    assert all(map(torch.equal, *gradients))
+
+
+def test_an_ordinary_model_s_own_checkpointing_is_left_alone() -> None:
+    """Of the same function, with arguments of the same dtype, after a decorated model's calls."""
+    model = decorate(Checkpointed(float_function, None), dtype=HALF)
+    model(torch.randn(4, 8))
+    x = torch.ones(2, 8, dtype=HALF, requires_grad=True)
+    checkpoint(model.function, x, use_reentrant=False).sum().backward()
+    assert model.seen == [SINGLE, HALF, HALF]
+
+
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_checkpointing_outside_of_a_model_is_left_alone(level: str) -> None:
     seen: list[torch.dtype] = []

@@ -54,6 +54,25 @@ def train(after, dtype, make, as_view, seed=0):
     return flat
 
 
+def clip_halves(as_view, level):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+    optimizers = [torch.optim.SGD(model[part].parameters(), 0.1, momentum=0.9) for part in (0, 2)]
+    model = DistributedDataParallel(model, gradient_as_bucket_view=as_view)
+    model, optimizers = decorate(model, optimizers, level=level, dtype=torch.float16, loss_scale=256.0)
+    for step in range(3):
+        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * step + rank))
+        model(x).square().mean().backward()
+        for optimizer in optimizers:
+            nn.utils.clip_grad_norm_(master_params(optimizer), 0.1)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+    return torch.cat([m.detach().flatten() for optimizer in optimizers for m in master_params(optimizer)])
+
+
+for level in ("O1", "O2"):
+    assert torch.equal(clip_halves(False, level), clip_halves(True, level))
 for dtype in (torch.float16, torch.bfloat16):
     for make in (lambda p: torch.optim.SGD(p, 0.1, momentum=0.9), lambda p: optim.FusedAdamW(p, 0.01)):
         for as_view in (False, True):

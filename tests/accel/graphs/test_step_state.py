@@ -157,6 +157,45 @@ def test_a_loss_scale_whose_step_is_outside_is_refused() -> None:
         outcome(True, strict=True)
 
 
+_SGD: dict[str, Callable[[Any], Any]] = {
+    "fused": lambda params: torch.optim.SGD(params, 0.05, momentum=0.9, fused=True),
+    "waits": lambda params: torch.optim.SGD(params, 0.05, momentum=0.9, foreach=False),
+}
+
+
+@pytest.mark.parametrize("warmup", [0, 2])
+@pytest.mark.parametrize("name", _SGD)
+def test_a_loss_scale_and_momentum_that_begins_late(name: str, warmup: int) -> None:
+    """Steps that overflow leave no momentum, and wait for the device; such ones once ended the capture for good."""
+
+    def outcome(captured: bool) -> tuple[list[Any], Any]:
+        torch.manual_seed(0)
+        model = nn.Linear(6, 3)
+        optimizer = _SGD[name](model.parameters())
+        scale = DynamicLossScale(initial=2.0**10)
+        decorate(model, optimizer, dtype=torch.float16, loss_scale=scale)
+
+        def whole(x: Tensor) -> Tensor:
+            optimizer.zero_grad()
+            loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        run: Any = taped_step(whole, modules=[model], optimizers=[optimizer], warmup=warmup) if captured else whole
+        results: list[Any] = []
+        for number in range(14):
+            x = batch(8, number)
+            results.append(run(x * torch.inf if number < 6 else x).detach().nan_to_num(7.0))
+            results += [scale.value.clone(), *(value.clone() for value in model.state_dict().values())]
+        return results, run
+
+    (expected, _), (found, run) = outcome(False), outcome(True)
+    assert all(map(torch.equal, found, expected))
+    assert (run.replays > 4) == (name == "fused")
+    assert bool(run.why_eager) == (name == "waits")
+
+
 def test_a_learning_rate_that_changes_before_each_capture_is_said() -> None:
     model = nn.Linear(6, 3)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
