@@ -119,6 +119,10 @@ class ContinuousLoader(DataLoader[Any]):
             if callable(getattr(each, "set_epoch", None)):
                 each.set_epoch(epoch)  # type: ignore[union-attr]
 
+    def leave_counting(self) -> None:
+        """Count no batches of an `ElasticSampler` any more: the caller does, by `advance` for each one it gets."""
+        self._core.counts = False
+
     def state_dict(self) -> dict[str, Any]:
         """Return where the loop stands: numbers and random states, fit for `torch.load(weights_only=True)`.
 

@@ -16,9 +16,10 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sequential
 from torch.utils.data.distributed import DistributedSampler
 
 from accel.dataio.elastic_sampler import ElasticSampler
+from accel.dataio.loader import ContinuousLoader
 from accel.dataio.peek import PeekedEpoch
 from accel.dataio.sampling.round_robin import Tail, world
-from accel.elastic.worker_signals import outliving
+from accel.elastic.worker_signals import outliving, outliving_context
 from accel.errors import InvalidArgument
 
 _REMEDY = (
@@ -100,8 +101,9 @@ def elastic_loader(loader: Any) -> DataLoader[Any]:
     """Return a loader as `loader`, with an `ElasticSampler` in place of its batch sampler.
 
     Its workers end with this process, and not by a SIGTERM to all of a group. A loader that has such a sampler already
-    keeps it, and comes back as it is if it has no workers. The order is another shuffle of the same kind: under the
-    seed of the loader's generator, or of torch's.
+    keeps it, and comes back as it is if it has no workers, or is a `ContinuousLoader`, which puts others in their place
+    and from now on leaves the counting to its caller. The order is another shuffle of the same kind: under the seed of
+    the loader's generator, or of torch's.
 
     Args:
         loader: a map-style `DataLoader` in order of the dataset, shuffled, or with a `DistributedSampler`.
@@ -119,6 +121,9 @@ def elastic_loader(loader: Any) -> DataLoader[Any]:
             f"max_batch_size and checkpoint need a loader whose batches accel can deal out, but {reason}; {_REMEDY}"
         )
     if isinstance(loader.batch_sampler, ElasticSampler):
+        if isinstance(loader, ContinuousLoader):
+            loader.leave_counting()
+            return loader
         is_taken_over = loader.num_workers == 0 or plain_loader(loader) is not loader
         return loader if is_taken_over else _copied(loader)
     replicas, rank = world()
@@ -140,8 +145,10 @@ def elastic_loader(loader: Any) -> DataLoader[Any]:
 
 def _copied(loader: DataLoader[Any], **others: Any) -> DataLoader[Any]:
     elastic = copy.copy(loader)
-    init = outliving(loader.worker_init_fn) if loader.num_workers else loader.worker_init_fn
-    vars(elastic).update(others, worker_init_fn=init, _iterator=None, plain_loader=loader)
+    vars(elastic).update(others, _iterator=None, plain_loader=loader)
+    if loader.num_workers:
+        elastic.worker_init_fn = outliving(loader.worker_init_fn)
+        elastic.multiprocessing_context = outliving_context(loader.multiprocessing_context)
     return elastic
 
 

@@ -256,30 +256,51 @@ class ThreadEngine:
         self._quiet = False
         self._held_back: deque[BatchJob] = deque()
         self._check: _DrawCheck | None = None
+        self._modes: ThreadModes | None = None  # of the loop, under which the threads make what they have
         self._owner = os.getpid()
 
     def start(self) -> None:
         """Make the pool; its threads start with the first jobs."""
         if os.getpid() != self._owner:  # a copy of the loader in a forked process, where no thread came along
             self._owner, self._pool, self._check = os.getpid(), None, None
-            self._held_back.extendleft(job for job, _ in reversed(self._futures))
-            self._futures.clear()
+            self._hold_back()
         if self._pool is None:
             self._pool = ThreadPool(self.workers, "accel-loader")
 
     def submit(self, job: BatchJob) -> None:
         """Hand a job to the threads."""
         self.start()
+        self._follow_modes()
         self._held_back.append(job)
         if self._quiet:
             self._hand_out()
 
+    def _follow_modes(self) -> None:
+        """Have batches made anew that were begun under modes of torch in which the loop does not ask for them.
+
+        They are begun when the loop is at those before: the first of an epoch under the modes of a validation, say.
+        """
+        now = ThreadModes.now()
+        if now == self._modes:
+            return
+        self._modes = now
+        self._abandon_check()
+        for _, future in self._futures:
+            future.cancel()
+        self._hold_back()
+
+    def _hold_back(self) -> None:
+        """Take back the jobs that the threads have."""
+        self._held_back.extendleft(job for job, _ in reversed(self._futures))
+        self._futures.clear()
+
     def _hand_out(self) -> None:
         assert self._pool is not None
+        assert self._modes is not None
         while self._held_back:
             job = self._held_back.popleft()
             self._check = check = None if self._quiet else _DrawCheck()
-            future = self._pool.submit(self._made_under, ThreadModes.now(), job, check)
+            future = self._pool.submit(self._made_under, self._modes, job, check)
             self._futures.append((job, future))
             if check is not None:
                 check.future = future
@@ -288,8 +309,9 @@ class ThreadEngine:
     def collect(self) -> Any:
         """Return the batch of the oldest job; raises what fetching it raised."""
         self.start()
+        self._follow_modes()
         try:
-            if not self._futures:
+            if self._quiet or not self._futures:
                 self._hand_out()
             batch, future = self._oldest()
         except BaseException:

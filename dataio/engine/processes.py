@@ -251,7 +251,7 @@ class ProcessEngine:
             handle.number,
             self.workers,
             fetch_of(loader),
-            loader.worker_init_fn,
+            None if self._as_loop else loader.worker_init_fn,
             self.base_seed,
             self._threads,
             most_free=self.capacity // self.workers + 2,

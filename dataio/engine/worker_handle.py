@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import multiprocessing.process
 import os
@@ -16,7 +17,7 @@ from socket import socket
 from typing import Any
 
 from accel.dataio.dataset.snapshot import Path
-from accel.dataio.engine import worker
+from accel.dataio.engine import sigterm, worker
 from accel.dataio.engine.engine import BatchJob
 from accel.dataio.engine.inbox import Inbox
 from accel.dataio.engine.slots import SlotReader
@@ -75,8 +76,10 @@ class WorkerHandle:
         # Known before it is started: if Ctrl-C comes between, there is somebody to end it.
         process = self.process = context.Process(target=worker.run, args=(theirs, task), name=name, daemon=True)
         self.connection = ours
+        answers = sigterm.is_answered(task.init)
         try:
-            process.start()
+            with sigterm.blocked(context.get_start_method()) if answers else contextlib.nullcontext():
+                process.start()
         except Exception:
             ours.close()
             self.process = self.connection = None

@@ -24,14 +24,17 @@ class Words(Dataset[Tensor]):
         return torch.tensor(index % 3)
 
 
-def trained(wrap: Callable[[DataLoader[Any]], Any], epochs: int = 2) -> list[float]:
-    """Train the table, and return the losses."""
+def trained(wrap: Callable[[DataLoader[Any]], Any], epochs: int = 2, *, evaluates: bool = False) -> list[float]:
+    """Train the table, and return the losses; each epoch may begin with those of a pass without gradients."""
     torch.manual_seed(0)
     table = torch.nn.Embedding(3, 2)
     optimizer = torch.optim.SGD(table.parameters(), lr=0.05)
     loader = wrap(DataLoader(Words(), 4, collate_fn=lambda samples: table(torch.stack(samples))))
     losses = []
     for _ in range(epochs):
+        if evaluates:
+            with torch.no_grad():
+                losses += [float(batch.square().sum()) for batch in loader]
         for batch in loader:
             loss = batch.square().sum()
             optimizer.zero_grad()
@@ -55,6 +58,13 @@ def test_a_table_is_trained_as_by_the_plain_loader(options: dict[str, Any]) -> N
 def test_threads_go_on_in_the_loop() -> None:
     with pytest.warns(UserWarning, match="batches hang on a graph.*goes on in the loop's own thread"):
         assert trained(lambda loader: ContinuousLoader(loader, mode="threads", workers=2)) == PLAIN
+
+
+def test_what_threads_made_ahead_without_gradients_is_not_trained_on() -> None:
+    """It was, and was an error in the first step after an evaluation of the training samples."""
+    plain = trained(lambda loader: loader, evaluates=True)
+    with pytest.warns(UserWarning, match="batches hang on a graph"):
+        assert trained(lambda loader: ContinuousLoader(loader, mode="threads", workers=2), evaluates=True) == plain
 
 
 def test_a_process_does_not_send_a_graph_as_a_leaf() -> None:

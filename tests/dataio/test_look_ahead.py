@@ -92,3 +92,18 @@ def test_a_running_loop_gets_a_longer_queue_and_the_same_batches(prefetch: int |
     for epoch in seen[:3]:
         assert [b.tolist() for b in epoch] == [b.tolist() for b in plain]
     assert all("each 2 batches ahead" in line for line in told) == (prefetch == 2), told
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_pass_in_inference_mode_does_not_make_the_next_epochs_batches_so(workers: int) -> None:
+    """They can't be saved for a backward pass, which torch said in the user's call of the model."""
+    model = torch.nn.Linear(2, 1)
+    plain = DataLoader(torch.utils.data.TensorDataset(torch.ones(24, 2)), 4)
+    looked_at = []
+    with ContinuousLoader(plain, mode="threads", workers=workers) as loader:
+        for _ in range(3):
+            for (x,) in loader:
+                model(x).sum().backward()
+            with torch.inference_mode():
+                looked_at += [x.is_inference() for (x,) in loader]
+    assert looked_at == [True] * 18

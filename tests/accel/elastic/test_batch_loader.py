@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, WeightedRandomSampler
+from torch import nn
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
 from torch.utils.data.distributed import DistributedSampler
 
+import accel
 from accel.dataio.elastic_sampler import ElasticSampler
 from accel.dataio.loader import ContinuousLoader
 from accel.elastic.batch_loader import EpochBatches, elastic_loader
 from accel.errors import InvalidArgument
+from tests.accel.elastic.test_batch_run import PLAIN
+from tests.accel.elastic.test_sample_position import followed
+from tests.sampling import examples
 
 
 def batches_of(loader: DataLoader[Any]) -> EpochBatches:
@@ -142,3 +155,54 @@ def test_no_step_is_left_with_a_single_sample(n: int, batch: int, expected: list
     batches_of(loader).set_batch_size(batch)
     assert len(loader) == len(expected)
     assert [len(each) for each in batches_of(loader).consumed(loader)] == expected
+
+
+# A ContinuousLoader, which by itself counts what an ElasticSampler deals
+
+
+def elastic(**options: Any) -> DataLoader[Any]:
+    return DataLoader(TensorDataset(torch.arange(40.0)), batch_sampler=ElasticSampler(40, batch_size=4), **options)
+
+
+def trained(loader: DataLoader[Any], stops: list[int | None]) -> list[Any]:
+    """Train on a followed loader, each pass up to a step or to its end; return batches and where the sampler was."""
+    sampler: Any = loader.batch_sampler
+    updates, seen = 0, []
+    proxy = followed(sampler, elastic_loader(loader), lambda: updates)
+    for stop in stops:
+        for step, (batch,) in enumerate(proxy):
+            seen.append((batch.tolist(), sampler.epoch, sampler.position))
+            updates += 1
+            if step == stop:
+                break
+    return seen
+
+
+@settings(max_examples=examples(20), deadline=None)
+@given(
+    st.sampled_from([{"mode": "inline"}, {"mode": "threads", "workers": 2}, {"mode": "inline", "device": "cpu"}]),
+    st.lists(st.none() | st.integers(0, 9), max_size=4),
+)
+def test_batches_of_a_continuous_loader_are_counted_once(options: Any, stops: list[int | None]) -> None:
+    """They were counted twice: an error at the second one, or a position that ran at double speed."""
+    with ContinuousLoader(elastic(), **options) as loader:
+        assert trained(loader, stops) == trained(elastic(), stops)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_continuous_loader_stays_the_users(workers: int, tmp_path: Path) -> None:
+    """With workers of the wrapped loader a second one was made around it, which `close` did not reach."""
+    model: nn.Module = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    with ContinuousLoader(elastic(num_workers=workers), mode="fork", workers=1) as own:
+        assert elastic_loader(own) is own
+        model, loader, optimizer = accel.optimize(model, own, optimizer, checkpoint=tmp_path, **PLAIN)
+        positions = []
+        for (x,) in loader:
+            model(x[:, None]).sum().backward()
+            optimizer.step()
+            positions.append(own.batch_sampler.position)  # type: ignore[union-attr]
+        accel.undo(model)
+        assert positions == list(range(4, 41, 4))
+        assert own.worker_processes == 1
+    assert own.worker_processes == 0
