@@ -27,7 +27,10 @@ INTERRUPTED = 128 + signal.SIGINT
 _PACKAGE = os.path.dirname(os.path.dirname(__file__))
 _PASSES_ON = tuple(
     os.path.join(_PACKAGE, *folder.split("/"), "")
-    for folder in ("profiler", "script", "session", "run", "strategies", "dataio/passes")
+    for folder in (
+        *("profiler", "script", "session", "run", "strategies", "guard", "graphs", "amp"),
+        *("dataio/passes", "dataio/engine", "dataio/fetching"),
+    )
 )
 """Where calls of the script's pass through that it would not pass without a command of accel's."""
 
@@ -172,7 +175,8 @@ def _own_frames_removed(trace: TracebackType | None) -> TracebackType | None:
     end = max((place for place, entry in enumerate(entries) if not _passes_on(entry)), default=-1)
     for place, entry in reversed(list(enumerate(entries))):
         if place > end or not _passes_on(entry):
-            rest = TracebackType(rest, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
+            line = entry.tb_lineno  # None where Ctrl-C came at an instruction of no line
+            rest = TracebackType(rest, entry.tb_frame, entry.tb_lasti, -1 if line is None else line)
     return rest
 
 

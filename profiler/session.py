@@ -79,6 +79,7 @@ class ProfileSession:
     ) -> None:
         ident, native = thread or (threading.get_ident(), threading.get_native_id())
         self.recorder = Recorder(loaders=loaders, thread=ident)
+        self.recorder.has_ranks = exchange.launched
         self.exchange = exchange
         self.experiments: dict[str, Experiment] = {}
         """By the cause they tested."""

@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from accel.dataio.batches import map_tensors, tensors
 from accel.device_memory import give_memory_back
 from accel.goodput.gradient_scales import GradientScales
-from accel.guard import guard
+from accel.guard import guard, own_state
 from accel.guard.guard import Recording
 from accel.guard.sharded import talks_within_calls
 from accel.profiler.host import available_memory, resident_memory
@@ -103,7 +103,9 @@ class BatchRehearsal:
             return reason
         if recording is None or talks_within_calls(self._model):
             return ""
-        with guard.untouched(self._model, self._device), GradientScales(self._model).unnoticed():
+        written = own_state.without_gradient(self._model)
+        untouched = guard.untouched(self._model, self._device, recording.args, recording.kwargs, written=written)
+        with untouched, GradientScales(self._model).unnoticed():
             reason = self._rehearsed(recording, samples, held)
         if reason:
             give_memory_back()
@@ -165,15 +167,23 @@ class BatchRehearsal:
         return map_tensors(larger, recording.args), map_tensors(larger, recording.kwargs)
 
     def _step(self, recording: Recording, args: Any, kwargs: Any) -> None:
-        try:
-            self._forward_and_backward(recording, args, kwargs, self._gradients)
-        except RuntimeError as error:
-            # Reentrant activation checkpointing wants a backward pass, to which others may listen at the parameters.
-            if "use_reentrant" not in str(error) or self._is_listened_to():
-                raise
+        if not self._is_made(recording, args, kwargs):
             self._forward_and_backward(recording, args, kwargs, self._accumulated)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
+
+    def _is_made(self, recording: Recording, args: Any, kwargs: Any) -> bool:
+        """Make a step, and return False if it wants a backward pass to which others may listen at the parameters.
+
+        What it has computed by then is let go of with the error, before another step needs memory.
+        """
+        try:
+            self._forward_and_backward(recording, args, kwargs, self._gradients)
+        except RuntimeError as error:
+            if "use_reentrant" not in str(error) or self._is_listened_to():  # of activation checkpointing
+                raise
+            return False
+        return True
 
     def _forward_and_backward(
         self, recording: Recording, args: Any, kwargs: Any, send: Callable[[list[Tensor], list[Tensor]], None]

@@ -18,7 +18,7 @@ from accel.goodput.noise_parts import PartSums
 from accel.goodput.noise_refusal import Unmeasurable, reason_of
 from accel.goodput.noise_replay import Call, ReplayedParts
 from accel.goodput.noise_scale import NoiseSums
-from accel.guard import guard
+from accel.guard import guard, own_state
 from accel.guard.guard import Recording
 
 
@@ -115,12 +115,12 @@ class MeasuredStep:
 
     def _replayed(self, replay: ReplayedParts) -> NoiseSums:
         assert self._recording is not None and self._call is not None
-        total = self._vector(self._taken())
-        with guard.untouched(self._model, self._parameters[0].device), self._scales.unnoticed():
+        recording, total = self._recording, self._vector(self._taken())
+        given, written = (recording.args, recording.kwargs), own_state.without_gradient(self._model)
+        untouched = guard.untouched(self._model, self._parameters[0].device, *given, written=written)
+        with untouched, self._scales.unnoticed():
             try:
-                return replay.sums(
-                    self._recording, self._call, total, self._vector, self._coordinates, int(self._samples)
-                )
+                return replay.sums(recording, self._call, total, self._vector, self._coordinates, int(self._samples))
             finally:
                 self._tap.take()  # a replay's gradients come by, too
 

@@ -2,28 +2,73 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import dataclasses
+from collections import UserDict, deque
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from accel.dataio.batches import leaves, map_tensors
 from accel.guard.bits import same_bits
 
 
 def copied(value: Any) -> Any:
-    """Return arguments with copies of their tensors, in lists and dicts of their own: the call may write to both.
+    """Return arguments with copies of their tensors, in containers of their own: the call may write to both.
+
+    Lists, dicts, sets, deques and dataclasses keep their class, a `defaultdict` its factory. What else there is, such
+    as an object of another class, is the same.
 
     Args:
         value: arguments of a call, or a part of them.
     """
     if isinstance(value, Tensor):
         return value.detach().clone().requires_grad_(value.requires_grad)
-    if type(value) in (list, tuple):
-        return type(value)(map(copied, value))
+    if isinstance(value, tuple):
+        return _with_entries(value, list(map(copied, value)))
     if type(value) is dict:
         return {key: copied(entry) for key, entry in value.items()}
+    if isinstance(value, list | deque | set | dict | UserDict) or _is_dataclass(value):
+        with contextlib.suppress(TypeError, AttributeError):  # one that can't be copied, or written to
+            return _copied(value)
     return map_tensors(copied, value)
+
+
+def _copied(value: Any) -> Any:
+    """Return a copy of a container that can be written to, with copies of its entries."""
+    made = copy.copy(value)
+    if isinstance(value, list):
+        made[:] = map(copied, value)
+    elif isinstance(value, deque):
+        made.clear()
+        made.extend(map(copied, value))
+    elif isinstance(value, dict | UserDict):
+        for key, entry in value.items():
+            made[key] = copied(entry)
+    elif not isinstance(value, set):
+        for name, entry in _fields(value).items():
+            object.__setattr__(made, name, copied(entry))  # of a frozen one too
+    return made
+
+
+def _with_entries(value: tuple[Any, ...], entries: list[Any]) -> tuple[Any, ...]:
+    if all(new is old for new, old in zip(entries, value, strict=True)):
+        return value
+    kind: Any = type(value)
+    made: tuple[Any, ...] = kind(*entries) if hasattr(value, "_fields") else kind(entries)
+    return made
+
+
+def _is_dataclass(value: Any) -> bool:
+    return dataclasses.is_dataclass(value) and not isinstance(value, type | nn.Module)
+
+
+def _fields(value: Any) -> dict[str, Any]:
+    """Return what stands in a dataclass, in fields and attributes beside them."""
+    names = dict.fromkeys([*(each.name for each in dataclasses.fields(value)), *getattr(value, "__dict__", ())])
+    return {name: getattr(value, name) for name in names if hasattr(value, name)}
 
 
 def entries(arguments: Any, given: list[Tensor]) -> tuple[int, list[Tensor]]:

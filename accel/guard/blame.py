@@ -13,6 +13,7 @@ are replayed plainly and under the strategies, and the arrived gradients are sen
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -66,8 +67,9 @@ class Blame:
     """
 
     def __init__(self, model: nn.Module, note: Callable[[Tensor], None] = _let_pass) -> None:
-        self._note = note
-        self._parameters = [p for p in model.parameters() if p.requires_grad]
+        self._model, self._note = model, note
+        self._parameters = list(map(weakref.ref, model.parameters()))
+        """As far as they are known: to list them takes longer than all else that is done in each step."""
         self.calls: list[KeptCall] = []
         """The calls that are kept now."""
         self._nodes: set[int] = set()
@@ -91,7 +93,7 @@ class Blame:
 
     def backward_begins(self) -> None:
         """Record whether there are gradients from before."""
-        self._clean = all(p.grad is None for p in self._parameters)
+        self._clean = all(each is None or each.grad is None for each in map(_referent, self._parameters))
 
     def gradients_checked(self) -> None:
         """The gradients have been checked: the next call starts a new collection."""
@@ -121,8 +123,22 @@ class Blame:
             finite = finite and all(
                 bool(t.isfinite().all()) for t in flowed if t.layout == torch.strided and not t.is_nested
             )
-        if not finite or roots is None or not self._clean:
+        if not finite or roots is None or not self._was_clean():
             return ""
-        if leads_past(roots, self._nodes, {id(p) for p in self._parameters}):
+        if leads_past(roots, self._nodes, set(map(id, self._model.parameters()))):
             return ""
         return "a gradient is not finite, and the same call made again plainly gives one that is"
+
+    def _was_clean(self) -> bool:
+        """Return whether it is certain that there were no gradients from before.
+
+        Where a loop has put other parameters into the model it is not, the first time that it is asked.
+        """
+        parameters = list(self._model.parameters())
+        if set(map(id, parameters)) == set(map(id, map(_referent, self._parameters))):
+            return self._clean
+        self._parameters = list(map(weakref.ref, parameters))
+        return False
+
+
+_referent: Any = weakref.ref.__call__

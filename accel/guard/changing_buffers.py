@@ -22,7 +22,7 @@ _ELEMENTS = 1_000_000
 _PLAIN = (Tensor, nn.Parameter)
 _SCALARS = (int, float, bool, str, type(None))
 _REPLACED = (Tensor, tuple)
-"""Put back by reference, where a call has put another in its place: a recurrent state, say."""
+"""Put back by reference, where a call has put another in its place: a recurrent state, say, or a codebook."""
 
 
 class ChangedState(NamedTuple):
@@ -37,6 +37,8 @@ class ChangedState(NamedTuple):
 
 class ChangingBuffers:
     """Buffers and plain attributes of `model` that change from call to call, and its random generators.
+
+    Parameters too, where a call puts others in their places.
 
     Args:
         model: the model that is observed.
@@ -80,7 +82,7 @@ class ChangingBuffers:
         values = {
             (id(module), name): (owner, _reference(value))
             for module in self._model.modules()
-            for owner in (vars(module), vars(module).get("_buffers"))
+            for owner in (vars(module), vars(module).get("_buffers"), vars(module).get("_parameters"))
             if isinstance(owner, dict)  # a scripted module's is another mapping
             for name, value in owner.items()
             if name != "training" and isinstance(value, (*_SCALARS, *_REPLACED))
@@ -157,7 +159,7 @@ class _Copies:
         self.places = places
         # What is made in inference mode operators refuse to write in the next training step.
         with torch.inference_mode(False):
-            owns = [_detached(buffer) for buffer in buffers]
+            owns = [_memory_of(buffer) for buffer in buffers]
             self._copies = [own.clone() for own in owns]
         self._pairs = _pairs(self._copies, owns)
 
@@ -168,15 +170,17 @@ class _Copies:
 
     def put_back(self, buffers: Iterable[Tensor]) -> None:
         """Make the buffers what they were, wherever they lie now; one that has been resized stays as it is."""
-        same = [(_detached(b), copy) for b, copy in zip(buffers, self._copies, strict=False) if b.shape == copy.shape]
+        same = [(_memory_of(b), copy) for b, copy in zip(buffers, self._copies, strict=False) if b.shape == copy.shape]
         for owns, copies in _pairs(*map(list, zip(*same, strict=True))) if same else []:
             torch._foreach_copy_(owns, copies)
 
 
-def _detached(buffer: Tensor) -> Tensor:
-    """Return its memory: torch's no_grad is lines of Python, and Ctrl-C between two of them leaves gradients off."""
-    # A parameter by `data`, as the model writes it: its version is that of the graphs there may be.
-    return buffer.data if isinstance(buffer, nn.Parameter) else buffer.detach()
+def _memory_of(buffer: Tensor) -> Tensor:
+    """Return its memory: torch's no_grad is lines of Python, and Ctrl-C between two of them leaves gradients off.
+
+    By `data`: the graphs of calls before, which may have saved the buffer, go by its version.
+    """
+    return buffer.data
 
 
 def _pairs(some: list[Tensor], others: list[Tensor]) -> list[tuple[list[Tensor], list[Tensor]]]:

@@ -8,15 +8,20 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from accel.dataio.batches import shape_of
 from accel.guard import own_state
 from accel.guard.nested_state import NestedState, entries_within
 
+_OF_TENSORS = ("_buffers", "_parameters")
+"""Dicts of a module in which its tensors stand."""
 _MOST_IN_AN_ATTRIBUTE = 100
 """Tensors of a list or dict that are looked at: it may be a whole data set."""
 
 
 class ModuleState:
     """What a forward pass may change in a model: buffers, generators, plain attributes such as counters and caches.
+
+    Also which parameters stand in its modules: those of a codebook may be replaced in each call.
 
     Args:
         model: whose state this is.
@@ -38,10 +43,14 @@ class ModuleState:
                 del attributes[name]
             attributes.update(state)
         self._within.restore()
+        # By `data`: the graphs of calls before, which may have saved them, go by their versions.
         for buffer, value in self._buffers:
-            buffer.detach().copy_(value)
+            if shape_of(buffer) == shape_of(value):
+                buffer.data.copy_(value)
+            else:  # it has grown
+                buffer.data = value.clone()
         for parameter, value in self._written:
-            parameter.data.copy_(value)  # as the model does; its version is that of the graphs there may be
+            parameter.data.copy_(value)
         own_state.put_back(self._generators)
 
     def changed(self) -> tuple[list[tuple[dict[str, Any], str]], list[Tensor]]:
@@ -61,7 +70,7 @@ class ModuleState:
 
 
 def _plain(attributes: dict[str, Any]) -> dict[str, Any]:
-    return {n: v for n, v in attributes.items() if n == "_buffers" or not (n.startswith("_") or n == "training")}
+    return {n: v for n, v in attributes.items() if n in _OF_TENSORS or not (n.startswith("_") or n == "training")}
 
 
 def tensors_in_attributes(model: nn.Module) -> dict[str, list[Tensor]]:
@@ -74,7 +83,7 @@ def tensors_in_attributes(model: nn.Module) -> dict[str, list[Tensor]]:
         f"{path}.{name}".lstrip("."): [each.detach() for each in values if isinstance(each, Tensor)]
         for path, module in model.named_modules()
         for name, attribute in _plain(vars(module)).items()
-        if name != "_buffers" and (values := _values(attribute))
+        if name not in _OF_TENSORS and (values := _values(attribute))
     }
 
 

@@ -99,6 +99,15 @@ def entries_within(value: Any) -> Contents:
     return contents
 
 
+def as_now(contents: Contents) -> Contents:
+    """Return the same containers with the entries that they have now.
+
+    Args:
+        contents: containers with entries that they had.
+    """
+    return [(container, _entries(container)) for container, _ in contents]
+
+
 def put_back(contents: Contents) -> None:
     """Give containers the entries again that they had.
 

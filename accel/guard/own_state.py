@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from accel.dataio.batches import leaves
+from accel.guard.nested_state import MOST_BYTES
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -77,6 +78,24 @@ def _write(generator: Any, state: Any) -> None:
         generator.set_state(state)
 
 
+def without_gradient(model: nn.Module) -> list[Tensor]:
+    """Return the parameters that no gradient has come to, as none does to a codebook that calls write to.
+
+    The smallest first, and as many as copies are made of: most of them may be a frozen model.
+
+    Args:
+        model: after a backward pass, before its gradients are cleared.
+    """
+    small, bytes_left = list[Tensor](), MOST_BYTES
+    plain = (p for p in model.parameters() if p.grad is None and _has_plain_memory(p))
+    for parameter in sorted(plain, key=lambda each: each.nbytes):
+        bytes_left -= parameter.nbytes
+        if bytes_left < 0:
+            break
+        small.append(parameter)
+    return small
+
+
 class WrittenParameters:
     """Finds the parameters that a call of the model writes to, as a codebook that is a moving average is written.
 
@@ -107,11 +126,15 @@ class WrittenParameters:
 
 def _sum_of_bits(parameter: Tensor) -> Tensor:
     """Return the sum of a parameter's elements, taken as integers; 0 of one whose memory is not plain."""
-    plain = type(parameter) in (Tensor, nn.Parameter) and parameter.layout == torch.strided
-    if not plain or parameter.is_quantized or parameter.is_meta:
+    if not _has_plain_memory(parameter):
         return torch.zeros((), dtype=torch.int64)
     data = torch.view_as_real(parameter.detach()) if parameter.is_complex() else parameter.detach()
     aligned = data.nbytes % 8 == 0 and data.storage_offset() * data.element_size() % 8 == 0
     if aligned and data.is_contiguous():
         return data.view(-1).view(torch.int64).sum()  # other integers would be copied to these first
     return data.view(_INTEGERS[data.element_size()]).sum(dtype=torch.int64)
+
+
+def _has_plain_memory(parameter: Tensor) -> bool:
+    plain = type(parameter) in (Tensor, nn.Parameter) and parameter.layout == torch.strided
+    return plain and not (parameter.is_quantized or parameter.is_meta)

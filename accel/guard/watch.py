@@ -138,16 +138,17 @@ class Watch:
                 return outputs
             if not before.put_arguments_back():
                 return outputs
+            del outputs  # beside their activations there may be no room for others
             return self._again(before, reached, problem, args, kwargs)
         # Outside the handler: the user's own error must not carry this one as its context.
-        why = f"it raised {type(raised).__name__}: {raised}"
-        if before.put_arguments_back():
-            return self._again(before, reached, why, args, kwargs)
-        self._trip(f"{why}, and what it has done to its inputs can't be undone, to make the call again")
         try:
-            raise raised
+            why = f"it raised {type(raised).__name__}: {raised}"
+            if not before.put_arguments_back():
+                self._trip(f"{why}, and what it has done to its inputs can't be undone, to make the call again")
+                raise raised
         finally:
-            del raised  # it holds this frame
+            del raised  # its traceback holds this frame, a cycle, and the activations of the call that has failed
+        return self._again(before, reached, why, args, kwargs)
 
     def _before(self, args: Any, kwargs: Any) -> _CallState | None:
         """Return the state before a call; None if it can't be read, and so the call not be made again."""
@@ -300,13 +301,18 @@ class _CallState:
     def put_arguments_back(self) -> bool:
         """Give the arguments the entries again that a call has taken or exchanged; tell whether it can be repeated.
 
-        It can't where it has written to a tensor that is not kept, or has exchanged what can't be put back.
+        It can't where it has written to a tensor that is not kept, or has exchanged what can't be put back. The
+        arguments then stay as the call has left them.
         """
         if self._inputs is None and versions(self._tensors) != self._written:
             return False
+        left = nested_state.as_now(self._contents)
         nested_state.put_back(self._contents)
         now = list(leaves(self._given))
-        return len(now) == len(self._passed) and all(map(operator.is_, now, self._passed))
+        if len(now) == len(self._passed) and all(map(operator.is_, now, self._passed)):
+            return True
+        nested_state.put_back(left)
+        return False
 
     def put_back(self) -> None:
         """Make it what it was."""

@@ -22,13 +22,19 @@ if TYPE_CHECKING:
     from accel.run.gate import Gate
 
 Shapes = tuple[tuple[int, ...], ...]
-"""Of the tensors that the model is called with, in order."""
+"""Of the tensors that the model is called with, or of those that it returns, in order."""
+Orders = tuple[tuple[int, ...], ...]
+"""Of the dimensions of tensors in memory (`layouts.order`)."""
 _MOST_SHAPES = 64
 
 
 def shapes_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Shapes:
     """Return the shapes of the tensors in a call's arguments."""
-    return tuple(tuple(shape_of(tensor)) for tensor in tensors((args, kwargs)))
+    return _shapes(tensors((args, kwargs)))
+
+
+def _shapes(of: list[Tensor]) -> Shapes:
+    return tuple(tuple(shape_of(tensor)) for tensor in of)
 
 
 @dataclass
@@ -49,8 +55,8 @@ class Observed:
     """Of the calls with gradients, the first `_MOST_SHAPES` different ones."""
     needs_graphs: str = ""
     """What the loop does in backward passes that only autograd's own graphs can: '' if nothing was seen."""
-    output_orders: tuple[tuple[int, ...], ...] = ()
-    """How the tensors that the last call with gradients has returned lie in memory (`layouts.order`)."""
+    output_orders: dict[Shapes, Orders] = field(default_factory=dict)
+    """How the tensors that a call with gradients has returned lie in memory, by their shapes; the latest stand last."""
     batch: Hashable = None
     """Shapes of the tensors in the usual batch; "varying" if there is no usual one."""
     free_cores: int | None = None
@@ -72,10 +78,22 @@ class Observed:
     def note_outputs(self, outputs: Any) -> None:
         """Note how outputs of a plain call lie in memory, and what the loop will do with its graph."""
         returned = tensors(outputs)
-        self.output_orders = tuple(map(order, returned))
+        shapes = _shapes(returned)
+        self.output_orders.pop(shapes, None)  # the latest stands last
+        if len(self.output_orders) >= _MOST_SHAPES:
+            del self.output_orders[next(iter(self.output_orders))]
+        self.output_orders[shapes] = tuple(map(order, returned))
         for tensor in returned:
             if tensor.grad_fn is not None:  # on a leaf, such as a parameter, the hook would stay
                 tensor.register_hook(self.note_backward)  # type: ignore[no-untyped-call]
+
+    def orders_of(self, returned: list[Tensor]) -> Orders:
+        """Return how the tensors that a call returns would lie in memory in a plain one, as far as that is known.
+
+        As those of the same shapes did, or else those of the last call: a loop may call its model in several ways.
+        """
+        latest = next(reversed(self.output_orders.values()), ())
+        return self.output_orders.get(_shapes(returned), latest)
 
     def note_backward(self, gradient: Tensor) -> None:
         """Note, in a backward pass, what the loop does with the graph of a call."""

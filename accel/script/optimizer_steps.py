@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from accel.profiler.clocks.called_modules import CalledModules
@@ -30,7 +31,7 @@ class OptimizerSteps:
         optimizer: has just stepped for the first time.
         batches: how many the script has been given so far.
         after: called after each of its steps, with these steps.
-        among: modules that own its parameters, if that is known.
+        among: modules that own its parameters, if that is known. Of none nothing is learnt: steps are only followed.
 
     Attributes:
         parameters: the identities of those that it trains.
@@ -141,4 +142,4 @@ def _counting_hooks(calls: list[int]) -> tuple[Callable[..., None], Callable[...
 
 
 def _size(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
+    return sum(parameter.numel() for parameter in module.parameters() if not is_lazy(parameter))

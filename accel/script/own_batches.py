@@ -9,6 +9,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from accel.dataio.passes.proxy import LoaderProxy
+from accel.run import ranks
 from accel.session.events import StepEvents
 
 _LOST = 50
@@ -40,6 +41,7 @@ class UpdateBoundary:
         self._latest: _Reference = self._first
         self._others = 0
         """Updates of others since its last one."""
+        self._has_begun = False
 
     def join(self, events: StepEvents) -> None:
         """Begin the steps of a session that follows the proxy."""
@@ -52,8 +54,8 @@ class UpdateBoundary:
         first, this = self._first(), weakref.ref(optimizer)
         if optimizer is first:
             self._last, self._others = self._latest, 0
-        elif first is None or self._others >= _LOST:
-            self._first = self._last = this
+        elif self._is_gone(first) or self._others >= _LOST:
+            self._first, self._last, self._has_begun = this, this, True
             self._others = 0
         else:
             self._others += 1
@@ -61,3 +63,11 @@ class UpdateBoundary:
         if optimizer is self._last() and self.proxy._accel_listener is not None:
             self.proxy._accel_listener.batch_requested()
             self.proxy._accel_listener.batch_delivered(None)
+
+    def _is_gone(self, first: Optimizer | None) -> bool:
+        """Return whether another one may begin the turns at once.
+
+        Not where ranks must pass the same boundaries: they may free an optimizer at different steps, as their garbage
+        collectors have it.
+        """
+        return first is None and not (self._has_begun and ranks.are_several())

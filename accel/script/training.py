@@ -87,6 +87,8 @@ class ScriptTraining:
         self._own_batches: weakref.WeakSet[OptimizerSteps] = weakref.WeakSet()
         self._known: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         """Those that have been looked at, and need not be again."""
+        self._later: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        """Those that have come to a model which is optimized already, in a loop that makes its own batches."""
         self._left: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         """Those that were followed in vain, or whose models were let go of; they may step again."""
         self._met = 0
@@ -172,6 +174,9 @@ class ScriptTraining:
 
     def _newcomer(self, optimizer: Optimizer) -> None:
         """Look at an optimizer that is not known, unless that must wait for one of its later steps."""
+        if any(model.makes_batches and model.is_trained_by(optimizer) for model in self._optimized.values()):
+            self._go_on_with(optimizer)
+            return
         if self._learning.is_hopeless:
             return
         owners = self._learning.owners(optimizer)
@@ -187,6 +192,17 @@ class ScriptTraining:
         self._known.add(optimizer)
         with startup.counted():
             self._meet(optimizer, owners)
+
+    def _go_on_with(self, optimizer: Optimizer) -> None:
+        """End steps where this optimizer has stepped: a loop that makes its own batches has it in the place of another.
+
+        From its second step on: one that steps only once would wait, with its state, for the garbage collector.
+        """
+        if optimizer not in self._later:
+            self._later.add(optimizer)
+            return
+        self._known.add(optimizer)
+        self._own_batches.add(OptimizerSteps(optimizer, self.loaders.delivered, self._stepped, among=()))
 
     def _want_room(self, optimizer: Optimizer) -> None:
         """Have models that are trained no more let go of for that of an optimizer; say so, once, if there are none."""
@@ -314,10 +330,10 @@ class ScriptTraining:
         if report is None:
             optimized.journal.whole = whole
         session = optimized.session
-        follow = optimized.follow if loader is not None else lambda proxy: None
+        follow = None if loader is None else optimized.follow
         self._optimized[id(model)] = _Model(model, session, follow, self.updates, id(model) in self._let_go)
         for proxy in self.loaders.proxies:
-            follow(proxy)
+            self._optimized[id(model)].follow(proxy)
         if loader is None:
             self._boundary.join(session.events)
         else:
@@ -372,7 +388,7 @@ class _Model:
     Args:
         module: the model.
         session: counts its steps.
-        follow: lets the session follow a loader.
+        follow: lets the session follow a loader; None if the loop makes its own batches.
         updates: made in all by now.
         has_returned: it was taken to be trained no more before, and was trained again.
     """
@@ -381,14 +397,28 @@ class _Model:
         self,
         module: nn.Module,
         session: Session,
-        follow: Callable[[LoaderProxy], None],
+        follow: Callable[[LoaderProxy], None] | None,
         updates: int,
         has_returned: bool,
     ) -> None:
-        self.module, self.follow = module, follow
+        self.module, self._follow = module, follow
         self._session, self._steps = session, 0
         self._updates, self._has_returned = updates, has_returned
         """Made in all when it was last seen to be trained."""
+
+    @property
+    def makes_batches(self) -> bool:
+        """Whether the loop makes its own batches: steps end where its optimizers have stepped."""
+        return self._follow is None
+
+    def follow(self, proxy: LoaderProxy) -> None:
+        """Let the session follow a loader, if it follows any."""
+        if self._follow is not None:
+            self._follow(proxy)
+
+    def is_trained_by(self, optimizer: Optimizer) -> bool:
+        """Return whether its session has seen this optimizer train it."""
+        return any(optimizer is mine for mine in self.optimizers)
 
     def has_ended(self, updates: int, turn: int, at_once: bool) -> bool:
         """Return whether it is taken to be trained no more.

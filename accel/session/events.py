@@ -124,7 +124,6 @@ class StepEvents:
         """What measures the gradient noise, if something does."""
         self.heard: Callable[[tuple[Any, ...], dict[str, Any]], None] | None = None
         """Told of the calls of a loop whose noise is measured, before they are made."""
-        self._parameters = {id(p) for p in run.model.parameters()}
         self._strangers: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._epoch_is_new = False
         self._updated = False
@@ -260,7 +259,8 @@ class StepEvents:
             return True  # it stands in for one in a scaled step, whose class calls its base's step
         if self._strangers.get(optimizer) == len(optimizer.param_groups):
             return False  # searched once: a cross validation leaves many sessions, and each sees every optimizer's step
-        mine = any(id(p) in self._parameters for group in optimizer.param_groups for p in group["params"])
+        trained = set(map(id, self._run.model.parameters()))  # of now: the loop may have put others in their places
+        mine = any(id(p) in trained for group in optimizer.param_groups for p in group["params"])
         if mine:
             self._run.optimizers.append(optimizer)
         else:

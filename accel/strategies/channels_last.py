@@ -104,7 +104,8 @@ class ChannelsLast(Strategy):
 
     def _as_in_plain_calls(self, exchanged: ExchangedArguments, outputs: Any) -> Callable[[Tensor], Tensor]:
         """Return what makes of each tensor among the outputs what the loop would have got."""
-        returned, orders = tensors(outputs), self._observed.output_orders
+        returned = tensors(outputs)
+        orders = self._observed.orders_of(returned)
         known = dict(zip(map(id, returned), orders, strict=True)) if len(returned) == len(orders) else {}
 
         def as_in_plain_calls(tensor: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from accel.profiler.evidence import LoaderFacts, OptimizerFacts
@@ -69,7 +70,7 @@ def of_optimizers(optimizers: Iterable[Optimizer]) -> OptimizerFacts:
     return OptimizerFacts(
         name=type(largest).__name__,
         tensors=len(parameters),
-        elements=sum(p.numel() for p in parameters),
+        elements=sum(p.numel() for p in parameters if not is_lazy(p)),
         multi_tensor=third_party or one_path or batched,
         fused=all(bool(g.get("fused")) for g in groups),
     )

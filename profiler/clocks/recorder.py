@@ -64,6 +64,8 @@ class Recorder(BatchMarks):
         """Updates in other threads."""
         self.optimizers = Optimizers()
         """Those that the script still has."""
+        self.has_ranks = False
+        """Others train in step with this one."""
         self.trained = facts.Trained()
         self.probes = Probes(self, loaders)
         self.roots = CalledModules(self.calling, self.call_hooks)
@@ -266,7 +268,7 @@ class Recorder(BatchMarks):
         if self._on_update is not None:
             self._on_update(optimizer)
         if not any(optimizer is other for other in self.optimizers):
-            self._meet(optimizer)
+            self._guarded(functools.partial(self._meet, optimizer))
         elif self.steps < _LEARNING_STEPS:
             self.roots.descend(self.steps)
         self.clock.skip()  # to look for the model takes 20 ms and more, which are not the loop's
@@ -281,10 +283,14 @@ class Recorder(BatchMarks):
             self.roots.release_others({id(p) for o in self.optimizers for g in o.param_groups for p in g["params"]})
 
     def _ends_step(self, optimizer: Optimizer) -> bool:
-        """Return whether an update ends a step that no loader ends; of two alternating optimizers only one does."""
+        """Return whether an update ends a step that no loader ends; of two alternating optimizers only one does.
+
+        Ranks must end the same steps, and may free an optimizer at different ones.
+        """
         hot = self._hot
         ending = hot.optimizer()
-        if ending is not None and optimizer is not ending:
+        is_gone = ending is None and not (self.has_ranks and self.optimizers)
+        if not is_gone and optimizer is not ending:
             self._other_updates += 1
             if self._other_updates <= _LOST:
                 return False

@@ -322,6 +322,9 @@ def test_inputs_that_can_not_be_copied_are_passed_on_and_nothing_is_tried(only_q
         def __init__(self, first: Tensor, second: Tensor) -> None:
             super().__init__([first, second])
 
+        def __copy__(self) -> Any:
+            raise TypeError("there is one of it")
+
     class Takes(Net):
         def forward(self, x: Any) -> Tensor:
             return super().forward(x[0])

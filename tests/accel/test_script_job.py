@@ -334,6 +334,22 @@ def test_a_traceback_has_no_frames_of_ours_in_between(capsys: pytest.CaptureFixt
     assert capsys.readouterr().err.count(ours) == 2  # what fails in accel itself is shown whole
 
 
+def test_a_traceback_is_shown_though_a_line_of_it_is_not_known() -> None:
+    """Ctrl-C may come at an instruction that belongs to no line."""
+
+    def broken() -> None:
+        raise KeyError
+
+    broken.__code__ = broken.__code__.replace(co_linetable=b"\xff" * 8)
+    trace = None
+    try:
+        broken()
+    except KeyError as error:
+        trace = error.__traceback__
+    shown = script_module._own_frames_removed(trace)
+    assert shown is not None and shown.tb_frame.f_code is broken.__code__
+
+
 # -- the path ----------------------------------------------------------------------------------------------------------
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 import accel
+from accel.profiler.script import Script
 from accel.report import Report
 from accel.search.plan import Plan, fingerprint
 from tests import warm
@@ -35,6 +36,7 @@ from tests.accel.loops import (
     settled,
     training,
 )
+from tests.accel.test_watch import watched
 from tests.forks import ROOT
 
 PLACES = ("forward", "loss", "dataset", "collate")
@@ -292,3 +294,16 @@ def test_a_plain_run_is_the_reference() -> None:
     one, other = plain_run(5), plain_run(6)
     with pytest.raises(AssertionError):
         assert_same(one, other)
+
+
+def test_a_script_that_fails_in_its_model_shows_no_frames_of_the_guard(capsys: pytest.CaptureFixture[str]) -> None:
+    class Fails(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            raise BrokenSample("forward", 3)
+
+    gate, watch, _ = watched(Fails())
+    with Script("none.py", []):
+        watch.call(gate.call, (torch.randn(8, 6),), {})
+    printed = capsys.readouterr().err
+    assert printed.count("in forward") == printed.count("forward is broken at 3") == 1
+    assert not any(os.path.join("accel", folder, "") in printed for folder in ("guard", "run", "profiler"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections import deque
 from dataclasses import dataclass
@@ -265,3 +266,52 @@ def test_that_the_loop_differentiates_gradients_again_is_seen_whenever_a_call_is
     observed.needs_graphs = ""
     penalised(runner.recorded((x,), {}))
     assert "create_graph" in observed.needs_graphs
+
+
+@pytest.mark.parametrize("raises", [True, False])
+def test_arguments_that_cannot_be_put_back_stay_as_the_call_has_left_them(raises: bool) -> None:
+    class PopsAndLogs(nn.Linear):
+        def forward(self, batch: Any, log: list[str]) -> Tensor:
+            log.append("called")
+            outputs = super().forward(vars(batch).pop("x"))
+            if raises:
+                raise ValueError("mine")
+            return outputs * float("nan")
+
+    gate, watch, _ = broken(PopsAndLogs(2, 2), lambda call: lambda *args: call(*args))
+    log: list[str] = []
+    expected: Any = pytest.raises(ValueError, match="mine") if raises else contextlib.nullcontext()
+    with expected:
+        assert watch.call(gate.call, (Passed(torch.ones(1, 2)), log), {}).isnan().all()
+    assert log == ["called"]
+
+
+class Replaces(nn.Module):
+    """Puts another codebook in the place of the one before, as a moving average of what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.code = nn.Linear(2, 2), nn.Parameter(torch.zeros(2), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.code = nn.Parameter(0.5 * self.code + 0.5 * x.detach().mean(0), requires_grad=False)
+        return self.layer(x + self.code)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("is_recorded", [True, False])
+def test_a_parameter_that_a_bad_call_has_replaced_is_put_back(is_recorded: bool) -> None:
+    torch.manual_seed(0)
+    model, x = Replaces(), torch.ones(1, 2)
+    gate, watch, trips = broken(model, gives_nan)
+    if is_recorded:
+        runner_of(gate, watch)
+    else:
+        for _ in range(3):
+            watch.learn(gate.plain(x))
+    kept = model.code
+    expected, after = gate.plain(x), model.code
+    model.code = kept
+    outputs = watch.call(gate.call, (x,), {})
+    assert len(trips) == 1
+    assert torch.equal(outputs, expected)
+    assert torch.equal(model.code, after)

@@ -367,3 +367,37 @@ def test_a_run_whose_model_writes_into_its_batch_has_the_plain_losses() -> None:
         return curve
 
     torch.testing.assert_close(torch.tensor(losses(True)), torch.tensor(losses(False)), rtol=1e-3, atol=0)
+
+
+class TwoWays(nn.Module):
+    """Returns features with their channels at the end, if it is asked to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Conv2d(3, 8, 3, padding=1)
+
+    def forward(self, x: Tensor, is_last: bool) -> Tensor:
+        return self.layer(x).permute(0, 2, 3, 1) if is_last else self.layer(x)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("kinds", [(True, False), (False, True)])
+def test_outputs_of_two_kinds_of_calls_have_each_their_own_layout(kinds: tuple[bool, bool]) -> None:
+    """That of the last one seen is not that of the call in hand."""
+    model, images, strategy = TwoWays(), torch.randn(2, 3, 6, 4), ChannelsLast()
+    run = run_of(model)
+    expected = [model(images, is_last) for is_last in kinds]
+    for outputs in expected:
+        run.observed.note_outputs(outputs)
+    strategy.enable(run, None)
+    actual = [model(images, is_last) for is_last in kinds]
+    strategy.disable(run)
+    assert list(map(order, actual)) == list(map(order, expected))
+
+
+def test_only_so_many_kinds_of_outputs_are_remembered() -> None:
+    run = run_of(TwoWays())
+    for rows in range(1, 100):
+        run.observed.note_outputs(torch.ones(2, rows))
+    assert len(run.observed.output_orders) <= 64
+    assert run.observed.orders_of([torch.ones(2, 99)]) == ((0, 1),)
+    assert run.observed.orders_of([torch.ones(3, 3)]) == ((0, 1),)  # as of the latest

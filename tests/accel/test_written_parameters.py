@@ -1,0 +1,82 @@
+"""Parameters that the model's own call writes to, or replaces, are those of the plain loop if the batch size is chosen.
+
+For that, calls are made again on parts of a batch, and on a larger one.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from accel.elastic.rehearsal import BatchRehearsal
+from accel.guard import own_state
+from tests.accel.goodput.noise_loops import finish, meter_for, train
+from tests.accel.loops import Net, loss_of
+from tests.accel.test_own_state import Codebook, Replaced
+
+pytestmark = pytest.mark.usefixtures("only_quick")
+CALLS: list[int] = []
+"""Samples of each call; a list of the model's own would be put back."""
+
+
+class CountsAndWrites(Codebook):
+    def forward(self, x: Tensor) -> Tensor:
+        CALLS.append(len(x))
+        return super().forward(x)
+
+
+class CountsAndReplaces(Replaced):
+    def forward(self, x: Tensor) -> Tensor:
+        CALLS.append(len(x))
+        return super().forward(x)
+
+
+KINDS = pytest.mark.parametrize("kind", [CountsAndWrites, CountsAndReplaces])
+
+
+def batch(number: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(number)
+    return torch.randn(16, 6, generator=generator), torch.randint(3, (16,), generator=generator)
+
+
+@KINDS
+def test_measuring_the_noise_leaves_them_as_they_were(kind: type[Net]) -> None:
+    codes = []
+    for is_metered in (False, True):
+        torch.manual_seed(0)
+        model = kind()
+        optimizer = torch.optim.SGD([p for name, p in model.named_parameters() if name != "code"], lr=0.05)
+        meter = meter_for(model, optimizer)
+        if not is_metered:
+            meter.close()
+        CALLS.clear()
+        finish(train(meter, model, optimizer, batch, loss_of, steps=12))
+        assert (len(CALLS) > 12) == is_metered
+        codes.append([value.tolist() for value in model.state_dict().values()])
+    assert codes[0] == codes[1]
+
+
+@KINDS
+def test_rehearsing_a_larger_batch_leaves_them_as_they_were(kind: type[Net]) -> None:
+    model = kind()
+    rehearsal = BatchRehearsal(model, model, torch.device("cpu"))
+    rehearsal.prepare(16)
+    x, target = batch(0)
+    rehearsal.hear((x,), {})
+    loss_of(model(x), target).backward()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    CALLS.clear()
+    assert rehearsal.problem(32) == ""
+    assert CALLS == [32]
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_of_a_large_frozen_model_no_copy_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.ModuleDict({"frozen": nn.Linear(10, 10), "code": nn.Linear(2, 2, bias=False), "lazy": nn.LazyLinear(2)})
+    model["trained"] = nn.Linear(1, 1)
+    for parameter in model["trained"].parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    monkeypatch.setattr(own_state, "MOST_BYTES", 100)
+    found = own_state.without_gradient(model)
+    assert list(map(id, found)) == [id(model["code"].weight), id(model["frozen"].bias)]
