@@ -48,6 +48,10 @@ class SamplerPlace(NamedTuple):
     taken: int
     taken_before: int
 
+    def at_epoch(self, epoch: int) -> SamplerPlace:
+        """Return the beginning of an epoch, after as many steps."""
+        return SamplerPlace(epoch, 0, self.taken, self.taken)
+
 
 class ElasticSampler(Sampler[list[int]]):
     """Deal batches of indices so that each sample comes once per epoch, whatever happens to ranks and batch size.
@@ -77,6 +81,9 @@ class ElasticSampler(Sampler[list[int]]):
 
     Attributes:
         held: batches of those taken last that the loop has not trained on; a state leaves them out. Default 0.
+        unfinished: epoch and position of the first batch that is trained on without an update so far; a state goes on
+            there. Default None.
+        counted: how often `advance` was called.
         turns: how often the loop has been through what it calls an epoch, which may be less than the data; a state has
             it where it is known. Default None.
 
@@ -127,8 +134,11 @@ class ElasticSampler(Sampler[list[int]]):
         self._under_way: deque[_DealtStep] = deque()  # dealt, but not taken by the loop
         self._in_hand: _DealtStep | None = None
         self._last_taken: deque[tuple[int, _DealtStep]] = deque(maxlen=MOST_HELD)  # of this epoch, and where they began
-        self.held = 0
+        self.held = self.counted = 0
+        self.unfinished: tuple[int, int] | None = None
         self.turns: int | None = None
+        self._begun_last: deque[_DealtStep] = self._under_way
+        self._elsewhere: SamplerPlace | None = None  # where passes begin that begin now
         self._counting = False
 
     def consumed(self, batches: Iterable[T]) -> Iterator[T]:
@@ -183,6 +193,7 @@ class ElasticSampler(Sampler[list[int]]):
                 "DataLoader(batch_sampler=sampler), and neither load a state nor change the epoch while iterating it"
             )
         self._counting = True
+        self.counted += 1
         self._in_hand = self._under_way.popleft()
         self._last_taken.append((self._position, self._in_hand))
         self._position = self._in_hand.stop
@@ -192,6 +203,15 @@ class ElasticSampler(Sampler[list[int]]):
     def running_pass(self) -> object:
         """The pass over this sampler whose batches `advance` counts: the one begun last, or that was gone on with."""
         return self._under_way
+
+    @property
+    def begun_last(self) -> object:
+        """The pass over this sampler that was begun last, by the name that `go_on_with` takes."""
+        return self._begun_last
+
+    def begin_elsewhere(self, place: SamplerPlace | None) -> None:
+        """Let passes begin at another place from now on, and `advance` count the one under way; None for no more."""
+        self._elsewhere = place
 
     def go_on_with(self, running: object | None) -> None:
         """Let `advance` count the batches of another pass; for loops that begin one within another.
@@ -222,6 +242,11 @@ class ElasticSampler(Sampler[list[int]]):
         return self._taken - self._taken_before
 
     @property
+    def taken_back(self) -> int:
+        """Batches that were counted and count no more: the loop has left them, or only looked at them."""
+        return self.counted - self._taken
+
+    @property
     def dealt_ahead(self) -> int:
         """Batches that are dealt but not yet taken by the loop: they keep the batch size they were dealt with."""
         return len(self._under_way)
@@ -241,10 +266,10 @@ class ElasticSampler(Sampler[list[int]]):
         """Samples at the head of the batch in hand that are no repeats; those after them fill up the last step."""
         return self._in_hand.fresh if self._in_hand else 0
 
-    @property
-    def fresh_in_training(self) -> int:
-        """`fresh` of the batch that the loop trains on: that before those it holds."""
-        return self._last_taken[-1 - self.held][1].fresh if self.held < len(self._last_taken) else self.fresh
+    def samples_before(self, later: int) -> tuple[int, int]:
+        """Return `fresh` and `samples_in_hand` of the batch that was taken before so many others, which are held."""
+        step = self._last_taken[-1 - later][1] if later < len(self._last_taken) else self._in_hand
+        return (step.fresh, step.fresh_of_all) if step else (0, 0)
 
     @property
     def weight(self) -> float:
@@ -299,17 +324,15 @@ class ElasticSampler(Sampler[list[int]]):
         if first > self._taken:  # sizes were set since then, and those before them are forgotten
             self._deals = [(self._taken, deal), *self._deals[1:]]
 
-    def give_back(self, batches: int) -> None:
-        """Take back the batches counted last in this epoch: the loop has left them, and its next pass begins with them.
+    def place_before(self, batches: int) -> SamplerPlace:
+        """Return where the sampler was before the batches counted last in this epoch.
 
         Args:
             batches: how many; not more than `MOST_HELD` are known.
         """
         batches = min(batches, len(self._last_taken))
-        if batches > 0:
-            position = self._last_taken[-batches][0]
-            place = self.place
-            self.return_to(place._replace(position=position, taken=place.taken - batches))
+        position = self._last_taken[-batches][0] if batches else self._position
+        return self.place._replace(position=position, taken=self._taken - batches)
 
     def set_batch_size(self, batch_size: int | Sequence[int], *, delay: int | None = None) -> None:
         """Change the batch size; call it on all ranks after the same step.
@@ -342,10 +365,9 @@ class ElasticSampler(Sampler[list[int]]):
                 f"consumed batches must be counted, got {len(self._under_way)} dealt and none counted; iterate over "
                 "sampler.consumed(loader), or call sampler.advance() after each batch"
             )
-        held = min(self.held, len(self._last_taken))
-        position = self._last_taken[-held][0] if held else self._position
+        epoch, position = self.unfinished or (self.epoch, self.place_before(self.held).position)
         turns = {} if self.turns is None else {"turns": self.turns}
-        return {"version": _VERSION, **self._identity(), "epoch": self.epoch, "position": position, **turns}
+        return {"version": _VERSION, **self._identity(), "epoch": epoch, "position": position, **turns}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where a state was taken, on this sampler's number of ranks and with its batch sizes.
@@ -366,7 +388,7 @@ class ElasticSampler(Sampler[list[int]]):
         turns = state.get("turns")
         _check(turns is None or (isinstance(turns, int) and turns >= 0), f"turns must be at least 0, got {turns!r}")
         self.set_epoch(state["epoch"], state["position"])
-        self.turns = turns
+        self.unfinished, self.turns = None, turns
 
     def _identity(self) -> dict[str, Any]:
         return {"length": self.length, "seed": self.seed, "shuffle": self.shuffle, "order": self.order}
@@ -405,8 +427,17 @@ class ElasticSampler(Sampler[list[int]]):
         return ahead
 
     def __iter__(self) -> Iterator[list[int]]:
-        self._under_way, self._in_hand = deque(), None
-        return self._batches(self._under_way, self._position, self._taken, self.epoch)
+        under_way: deque[_DealtStep] = deque()
+        start = self._begin(under_way)
+        return self._batches(under_way, start.position, start.taken, start.epoch)
+
+    def _begin(self, under_way: deque[_DealtStep]) -> SamplerPlace:
+        """Begin a pass; return where."""
+        self._begun_last = under_way
+        if self._elsewhere is not None:
+            return self._elsewhere
+        self._under_way, self._in_hand = under_way, None
+        return self.place
 
     def peek_epoch(self, epoch: int) -> PeekedEpoch | None:
         """Return the pass over `epoch` that follows when this one is over; None if nothing counts what the loop took.
@@ -419,10 +450,10 @@ class ElasticSampler(Sampler[list[int]]):
         step, deals = self._taken + self.steps_left, self._deals
 
         def holds() -> bool:
-            return (self.epoch, self._position, self._taken) == (epoch, 0, step) and self._deals is deals
+            return (self._elsewhere or self.place)[:3] == (epoch, 0, step) and self._deals is deals
 
         def begin() -> None:
-            self._under_way, self._in_hand = under_way, None
+            self._begin(under_way)
 
         return PeekedEpoch(self._batches(under_way, 0, step, epoch), holds, begin)
 
@@ -448,7 +479,8 @@ class ElasticSampler(Sampler[list[int]]):
         return RoundRobin(sizes, self.rank, self.tail, self.drop_last, least=self._least)
 
     def _deal_at(self, step: int) -> RoundRobin:
-        return next(deal for at, deal in reversed(self._deals) if at <= step)
+        # Of steps before the first that is known, as a pass that begins elsewhere may have, those sizes are as good.
+        return next((deal for at, deal in reversed(self._deals) if at <= step), self._deals[0][1])
 
     def _order(self, epoch: int) -> Callable[[Items], Items]:
         if not self.shuffle:

@@ -29,7 +29,7 @@ from accel.elastic.exchange import exchange_of
 from accel.elastic.loss_reduction import LossReduction
 from accel.elastic.loss_trend import LossTrend
 from accel.elastic.meeting import AgreedBatch, first_of, met
-from accel.elastic.noise_interval import interval_of
+from accel.elastic.noise_interval import interval_of, meter_of
 from accel.elastic.rehearsal import BatchRehearsal
 from accel.elastic.scaling_rules import Rule
 from accel.elastic.step_batches import StepBatches
@@ -39,7 +39,6 @@ from accel.errors import InvalidArgument
 from accel.goodput.efficiency import NoiseInterval
 from accel.goodput.job import JobProfile
 from accel.goodput.noise_meter import NoiseMeter
-from accel.goodput.noise_scale import NoiseScale
 from accel.profiler.host import seconds_since_start
 from accel.report.model import BatchRow
 from accel.run import backward
@@ -56,9 +55,6 @@ _WARM_UP = 4
 """Steps before the first one that is timed."""
 _FIRST_STEPS = 300
 """In which the search for strategies waits until the batch stands."""
-_CONFIDENCE = 0.3
-"""Of the noise scale's interval, by whose ends decisions are made: each end is right in 65 % of cases. A batch of
-half the best size costs as much as one of twice that, so that being surer than that costs more than it saves."""
 _HEARD = 2
 """Steps in which a call is recorded before a larger batch is rehearsed: one of them may measure the noise."""
 _AHEAD = 8
@@ -124,12 +120,11 @@ class BatchRun(Onlooker):
         self._known_noise: NoiseInterval | None = None
         """Rank 0's last one that says something; the batch stays while none does, and so do its rates."""
         self._steps, self._decision_due = 0, _WARM_UP
-        self._batches = self._samples = 0
-        """Of the present step: a loop may accumulate the gradients of several batches."""
-        self._standing: tuple[int, int] | None = None
         self._is_settled = False
         """As rank 0 has it."""
         self._is_first = True
+        self._followed = 0
+        """Samples of the step that the learning rate is meant for."""
         self._began = self._start_s = 0.0
         """Of the present step; from the start of the process to the end of its first step."""
         self._most_replicas = sampler.num_replicas
@@ -186,23 +181,26 @@ class BatchRun(Onlooker):
             except Exception as error:
                 self._fail(error)
         if has_stepped:
-            self._batches = self._samples = 0
-        if not self._batches:
+            self._step.begin()
+        if self._step.begins_anew() or not self._step.batches:
             self._begin_step()
 
     def batch_delivered(self, batch: Any, proxy: LoaderProxy) -> None:
         """Count the batch, and let the learning rate follow the size of the step."""
-        before, self._standing = self._standing, (self._sampler.epoch, self._sampler.position)
-        if self._standing == before:  # the loop only looks at it
-            return
-        self._step.begin_pass(proxy._accel_fetching.underway.newest)
-        self._batches += 1
-        self._samples += self._sampler.samples_in_hand
-        if self._base is None:
+        if self._step.begins_anew():
+            self._begin_step()
+        if not self._step.take(proxy._accel_fetching.underway.current) or self._base is None:
             return
         samples = self._step.begin_batch()
         if self._alive and self._is_metered and self._meter is not None:
-            self._meter.begin_batch(self._sampler.fresh, self._step.accumulated)
+            self._meter.begin_batch(self._step.next_trained[0], self._step.accumulated)
+        self._follow(samples)
+
+    def _follow(self, samples: int) -> None:
+        """Let the learning rate be that of a step of so many samples, over all ranks."""
+        self._followed = samples
+        if self._base is None:
+            return
         try:
             self._rates.follow(samples, self._base, self._known_noise, self._epoch)
         except Exception as error:  # of a rule of the user's, say
@@ -219,13 +217,18 @@ class BatchRun(Onlooker):
             if self._scaler is not None and self._scaler.is_enabled():
                 roots = [root.detach() / self._scaler.scale(torch.ones_like(root)) for root in roots[:1]]
             self._trend.add(roots)
-            self._reduction.add(self._sampler.fresh_in_training, roots)
+            fresh, of_all = self._sampler.samples_before(self._sampler.held)
+            self._reduction.add(fresh, roots)
             alone = self._sampler.num_replicas == 1  # several decide at the same step, within some more
             if alone and self._reduction.is_sum and self.controller is not None:
                 self._rates.follow_no_more()  # a larger batch makes this very step longer by itself
                 self._decision_due = self._decision_due if self.controller.sums else 0
         except Exception as error:
             self._fail(error)
+        else:  # of a loop that fetches ahead, no batch is delivered before an epoch's last steps
+            samples = of_all * self._step.by_loop
+            if samples not in (0, self._followed) and self._step.accumulated == 1:
+                self._follow(samples)
 
     # -- a step --------------------------------------------------------------------------------------------------------
 
@@ -256,11 +259,12 @@ class BatchRun(Onlooker):
             is_usual = is_usual and not self._meter.is_measuring
             self._meter.end_step()
         elif self._meter is not None:
-            self._meter.skip_step(self._samples // self._sampler.num_replicas)
+            self._meter.skip_step(self._step.samples // self._sampler.num_replicas)
         if self.controller is None:
-            self._step.end(self._batches, ends_epoch=self._sampler.steps_left == 0)
+            self._step.end(ends_epoch=self._sampler.steps_left == 0)
         elif is_usual and not self._exchange_changed(self.controller):
-            self.controller.timed(self._samples, self.end.at - self._began, self._batches // self._step.by_loop)
+            step = self._step
+            self.controller.timed(step.samples, self.end.at - self._began, step.batches // step.by_loop)
         if self._steps >= self._decision_due and not self._is_busy:
             self._decide() if self._planned is None else self._rehearse(self._planned)
 
@@ -335,15 +339,7 @@ class BatchRun(Onlooker):
         self._step.watch(self._run.model, self._run.optimizers, self._scaler)
         self.controller.accumulates = not self._step.refusal
         gather = partial(self._met, "measure the gradient noise", answer=list) if replicas > 1 else None
-        self._meter = NoiseMeter(
-            self._run.model,
-            self._run.optimizers,
-            noise=NoiseScale(confidence=_CONFIDENCE),
-            replicas=replicas,
-            gather=gather,
-            scaler=self._scaler,
-            clock=self._clock,
-        )
+        self._meter = meter_of(self._run, replicas, gather, self._scaler, self._clock)
         self._session.events.noise = self._meter
         if self._restored.get("controller") is not None:
             self.controller.load_state_dict(self._restored["controller"])

@@ -15,12 +15,14 @@ from torch import nn
 from torch.optim import Optimizer
 
 from accel.dataio.elastic_sampler import ElasticSampler
+from accel.dataio.passes.proxy import LoaderProxy
 from accel.elastic.bucket_order import BucketOrder
 from accel.elastic.checkpoint import Checkpoints
 from accel.elastic.checkpointing import Checkpointing
 from accel.elastic.plain_values import check_plain
 from accel.elastic.save_policy import SavePolicy
 from accel.elastic.training_state import Stateful, capture_state, restore_state
+from accel.elastic.updates import all_updates
 from accel.errors import CheckpointError, InvalidArgument
 from accel.run import backward
 from accel.run.ranks import Ranks
@@ -29,6 +31,8 @@ from accel.session.own_warning import warn
 
 _REQUESTS_ELSEWHERE = 4
 """Of batches, by another thread than the one that trains, after which the loop is taken to fetch there."""
+_UPDATES_ELSEWHERE = 100
+"""Without a request for a batch, after which the loop is taken to train on those of another loader."""
 _START_S = 30.0
 """By which ranks may come to `accel.optimize` at different times: twice as much is waited for."""
 _WRITING_S = 30.0
@@ -76,8 +80,15 @@ class CheckpointRun(Onlooker):
         """That trains; None until it is known."""
         self._requests_elsewhere = self._uncounted = 0
         """Of batches, since the thread that trains has asked for one; and updates since then."""
+        self._by_step, self._has_ended = 1, False
+        """Updates of a step; and whether a pass over the loader has ended since the last request."""
+        self._since_request = 0
+        """Updates of all optimizers."""
+        self._is_away = self._has_warned = False
+        """The loop trains on batches of another loader."""
         # Of its own: a session that has failed, or is suspended, hears of no more steps.
         self._hook = optimizer.register_step_post_hook(self._stepped)
+        all_updates().listen(self)
         self._called_at = time.time()
         self._ranks: Ranks | None = None
         self._gather: Callable[[Any], list[Any]] | None = None
@@ -86,7 +97,7 @@ class CheckpointRun(Onlooker):
         self._is_requested = False
         """A checkpoint was asked for before the first step had ended."""
         self._is_put_off = False
-        """What was asked for at an epoch's end is saved again after a step of the next one."""
+        """What was due at an epoch's end is saved after a step of the next one."""
         self._apart_since: int | None = None
         """The step at which ranks didn't meet, until they do again."""
         self._alive = True
@@ -94,7 +105,14 @@ class CheckpointRun(Onlooker):
     @property
     def step(self) -> int:
         """Steps of the training so far, those of the runs before included."""
-        return self._steps_before + self._steps + self._updated  # the loop may ask in its body, before the step ends
+        return self._steps_before + self._steps + self._unheard  # the loop may ask in its body, before the step ends
+
+    @property
+    def _unheard(self) -> int:
+        """Steps since the last request: after an epoch's end those on the batches that the loop has fetched before."""
+        if not self._updated or self._is_threaded or not self._has_ended:
+            return int(self._updated)
+        return max(1, self._uncounted // self._by_step)
 
     @property
     def save_s(self) -> float:
@@ -152,15 +170,23 @@ class CheckpointRun(Onlooker):
 
     def batch_requested(self) -> None:
         """Save, if it is time to and a step has ended."""
-        if not self._alive or not self._updated:
+        self._since_request = 0
+        if not self._alive:
+            return
+        if self._is_away:
+            self._come_back()
+        if not self._updated:
+            self._has_ended = False
             return
         if self._thread not in (None, get_ident()):
             self._requests_elsewhere += 1
             if self._requests_elsewhere == _REQUESTS_ELSEWHERE:
                 self._leave_to_the_script()
             return
-        self._updated, self._requests_elsewhere, self._uncounted = False, 0, 0
-        self._steps += 1
+        self._steps += self._unheard
+        if not self._has_ended:
+            self._by_step = self._uncounted
+        self._updated, self._has_ended, self._requests_elsewhere, self._uncounted = False, False, 0, 0
         try:
             ends = not self._is_apart() and self._step_ended()
         except Exception as error:
@@ -168,6 +194,10 @@ class CheckpointRun(Onlooker):
         # The signal was held back for a save that won't be: other ranks may have died, say.
         if ends or (self._policy is not None and self._policy.terminated and self._apart_since is not None):
             self._end()
+
+    def epoch_ended(self, proxy: LoaderProxy) -> None:
+        """Note that no request tells the ends of the next steps, if the loop holds batches."""
+        self._has_ended = True
 
     def _end(self) -> None:
         """End the process as the signal would have; where that leaves it to the script, save on."""
@@ -209,7 +239,7 @@ class CheckpointRun(Onlooker):
         text = f"no checkpoints are saved from step {self.step} on: {type(error).__name__}: {error}"
         warn(text, stacklevel=5)
         self.close()
-        return self._policy is not None and self._policy.terminated
+        return self._policy is not None and (self._policy.stop or self._policy.terminated)  # the others end, too
 
     def request(self) -> None:
         """Save at the end of the step under way."""
@@ -225,6 +255,34 @@ class CheckpointRun(Onlooker):
         self._updated, self._uncounted = True, self._uncounted + 1
         if not backward.is_running():  # on CUDA a backward pass has threads of its own
             self._thread = get_ident()
+
+    def updated(self) -> None:
+        """An optimizer has stepped (updates.UpdateListener): notice that the loop has gone on to another loader."""
+        self._since_request += 1
+        if self._since_request == _UPDATES_ELSEWHERE and not self._is_threaded:
+            self._go_away()
+
+    def _go_away(self) -> None:
+        """Leave SIGTERM to whom it was before, since nothing here would act on it, until the loop comes back."""
+        self._is_away = True
+        if self._uncounted > 1 and not self._has_warned:  # it is this model that goes on
+            self._has_warned = True
+            warn(
+                f"no checkpoints are saved from step {self.step} on: the loop asks for no more batches of the loader "
+                "that was passed with checkpoint=; call accel.elastic.running.save_checkpoint(model) between two steps",
+                stacklevel=6,
+            )
+        if (policy := self._policy) is None:
+            return
+        policy.leave_signal()
+        if policy.terminated and not policy.is_survived:
+            self.close()
+            self._terminate()
+
+    def _come_back(self) -> None:
+        self._is_away = False
+        if self._policy is not None:
+            self._policy.take_signal()
 
     def _leave_to_the_script(self) -> None:
         """Save only when the script says so: another thread takes the batches, while the training is within a step."""
@@ -242,21 +300,23 @@ class CheckpointRun(Onlooker):
         """Save if it is time to; return whether the process is to end.
 
         Resumed at an epoch's end, the loop would begin with a pass without a batch, of which many compute a mean. So
-        that save is put off until the next epoch's first step. What was asked for is saved at once as well: the process
-        may be killed before that step, or the epoch be the last one.
+        that save is put off until the next epoch's first step; once, since that step may be its last one, too. What was
+        asked for is saved at once as well: the process may be killed before that step, or the epoch be the last one.
         """
         if self._policy is None:
             self._begin()
         policy = self._policy
         assert policy is not None
-        is_between = self._sampler.steps_left == 0
-        if not policy.due() or (is_between and not policy.is_wanted):
+        if not policy.due():
             return policy.stop and not self._is_put_off
-        self.save()
-        self._is_put_off = is_between
-        if is_between:
+        is_put_off = self._sampler.steps_left == 0 and not self._is_put_off
+        self._is_put_off = False
+        if policy.is_wanted or not is_put_off:
+            self.save()
+        self._is_put_off = is_put_off
+        if is_put_off and policy.is_wanted:
             policy.request()
-        return policy.stop and not is_between
+        return policy.stop and not is_put_off
 
     def _begin(self) -> None:
         self._ranks = Ranks()
@@ -272,7 +332,8 @@ class CheckpointRun(Onlooker):
         if self._policy is None:
             self._begin()
         assert self._policy is not None and self._ranks is not None
-        with self._policy.saving():
+        self._is_put_off = self._is_put_off and self._policy.is_requested
+        with self._policy.saving(keeps_request=self._is_put_off):
             state = capture_state(
                 self._model,
                 self._optimizer,
@@ -292,6 +353,7 @@ class CheckpointRun(Onlooker):
         """Save no more, and leave SIGTERM to whom it was before."""
         self._alive = False
         self._hook.remove()
+        all_updates().forget(self)
         self.checkpoints.release()
         if self._policy is not None:
             self._policy.close()

@@ -16,6 +16,9 @@ from accel.dataio.elastic_sampler import MOST_HELD
 class HeldBatches:
     """Count batches and backward passes.
 
+    Args:
+        batches: of the passes before.
+
     Attributes:
         batches: that are delivered, and not trained on, when a step ends; as in the pass before until it is known.
 
@@ -29,11 +32,18 @@ class HeldBatches:
         1
     """
 
-    def __init__(self) -> None:
-        self.batches = 0
+    def __init__(self, batches: int = 0) -> None:
+        self.batches = batches
         self._pass: object | None = None
         self._delivered = self._trained = self._at_first = 0
         """In the pass; and how many were ahead when the first was trained on."""
+        self._is_new = False
+        """A batch was delivered since the last backward pass."""
+
+    @property
+    def untrained(self) -> int:
+        """Batches of this pass that are delivered, and for which no backward pass has begun."""
+        return max(0, self._delivered - self._trained)
 
     def delivered(self, one: object) -> None:
         """A batch has come.
@@ -44,9 +54,13 @@ class HeldBatches:
         if one is not self._pass:
             self._pass, self._delivered, self._trained = one, 0, 0
         self._delivered += 1
+        self._is_new = True
 
     def trained(self) -> None:
-        """The first backward pass since a batch was delivered begins."""
+        """A backward pass begins; the first one since a batch was delivered counts."""
+        if not self._is_new:
+            return
+        self._is_new = False
         self._trained += 1
         ahead = self._delivered - self._trained
         if self._trained == 1:
@@ -54,7 +68,3 @@ class HeldBatches:
         elif self._trained == 2:
             # One more is in hand while a batch is trained on.
             self.batches = ahead if ahead == self._at_first and ahead < MOST_HELD else 0
-
-    def leave_out(self, one: object) -> None:
-        """Judge by the pass before: of this one, batches were trained on before it was known to be trained in."""
-        self._pass, self._delivered, self._trained = one, 0, 2

@@ -8,48 +8,34 @@ at does not count, since it would be missing in the epoch's training:
     any other that is left early, such as `next(iter(loader))` between two epochs   unless a backward pass is made in it
 
 A pass that is trained in and left, by a `break`, is gone on with by the next one. Batches that the loop holds then and
-has not trained on come again there; at any time they are left out of what is saved.
+has not trained on come again there; at any time they are left out of what is saved, and so are those whose backward
+pass no update has followed. A loop may still hold the iterator that it has left: whether a pass that begins meanwhile
+goes on with the epoch, or is a look within the other one, is seen by which of the two is trained on.
 """
 
 from __future__ import annotations
 
-import functools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, overload
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from accel.dataio.elastic_sampler import ElasticSampler, SamplerPlace
 from accel.dataio.passes.proxy import LoaderProxy
+from accel.dataio.passes.underway import PassesUnderWay
 from accel.elastic.held_batches import HeldBatches
 from accel.elastic.left_alone import is_left_alone
-from accel.elastic.loop_turns import turns_of
+from accel.elastic.loop_turns import RemainingEpochs, turns_of
+from accel.elastic.updates import all_updates
 from accel.run import backward
 from accel.session.listeners import Onlooker
 
 
-class _Updates:
-    """Counts the steps of all optimizers of the process."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        register_optimizer_step_post_hook(self._stepped)
-
-    def _stepped(self, *_: Any) -> None:
-        self.count += 1
-
-
-@functools.cache
-def _counter() -> _Updates:
-    return _Updates()
-
-
 def _updates_so_far() -> int:
-    return _counter().count
+    return all_updates().count
 
 
 class _Look(NamedTuple):
@@ -58,6 +44,36 @@ class _Look(NamedTuple):
     place: SamplerPlace
     updates: int
     has_gradients: bool
+
+
+class _Apart(NamedTuple):
+    """A pass begun while the loop held another one: where that was, and where this one's batches begin."""
+
+    at: SamplerPlace
+    start: SamplerPlace
+
+
+class _Inner:
+    """Batches in a row of a pass within another one, which the loop may train on if it has left the other.
+
+    Args:
+        dealt: the pass, as the sampler calls it.
+        updates: before the first batch.
+        ahead: batches that the loop holds, by the passes before.
+    """
+
+    def __init__(self, dealt: Any, updates: int, ahead: int) -> None:
+        self.dealt, self.updates, self.has_gradients = dealt, updates, torch.is_grad_enabled()
+        self.batches, self.ahead = 0, HeldBatches(ahead)
+
+    def is_of(self, dealt: Mapping[Any, Any], one: Any) -> bool:
+        """Return whether it is this pass that the sampler has dealt so."""
+        return one in dealt and dealt[one] is self.dealt
+
+    def delivered(self) -> None:
+        """Count a batch."""
+        self.batches += 1
+        self.ahead.delivered(self.dealt)
 
 
 class SamplePosition(Onlooker):
@@ -69,16 +85,19 @@ class SamplePosition(Onlooker):
     """
 
     def __init__(self, sampler: ElasticSampler, updates: Callable[[], int] | None = None) -> None:
+        super().__init__()
         self.sampler = sampler
-        self.counts = True
-        """The batch delivered last is one that the loop trains on, as far as is known."""
         self._updates = _updates_so_far if updates is None else updates
         self._dealt: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
         """What the sampler calls each pass."""
         self._began: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         """Updates when each pass had begun."""
-        self._inner: tuple[Any, int, int] | None = None
-        """A pass within another one, as the sampler calls it: batches looked at, and updates before the first."""
+        self._begins_apart: _Apart | None = None
+        """The pass that begins now, until it is known by name."""
+        self._apart: WeakKeyDictionary[Any, _Apart] = WeakKeyDictionary()
+        self._underway = PassesUnderWay()
+        """Of the loader."""
+        self._inner: _Inner | None = None
         self._look: _Look | None = None
         self._has_gone_backward = False
         """Since the look began."""
@@ -86,155 +105,208 @@ class SamplePosition(Onlooker):
         """The loop makes backward passes that are heard of: a batch without one is not trained on."""
         self._is_waiting = False
         """The batch counted last has not been trained on, as far as is known."""
-        self._updates_before = self._updates()  # that batch; from now on they are counted
+        self._is_ending = False
+        """The pass has no more batches, but the loop holds some that it has not trained on."""
+        self._updates_before = self._updates_at_first = self._updates()
+        """That batch, and all; from now on they are counted."""
         self._last: weakref.ref[Any] | None = None
         """The pass that it is of."""
         self._ahead, self._turns = HeldBatches(), turns_of(sampler)
-        super().__init__()
+        if updates is None:
+            all_updates().listen(self)
 
     def epoch_begins(self, proxy: LoaderProxy) -> None:
-        """Go back to before a pass that was only looked at, so that the next one has all its samples."""
+        """Let the pass begin where the loop is to go on: so that the next one has what was only looked at, too."""
         self._note(proxy)
-        outer = proxy._accel_fetching.underway.oldest
-        if outer is None or self._began.get(outer, self._updates()) == self._updates():
-            self._leave()  # else the other one is trained on
-            self._turns.pass_begins()
+        self._notice_update()
+        if self._is_ending:
+            self._finish()
+        outer = self._underway.oldest
+        if outer is not None:
+            self._begin_apart(outer)
+        elif self._look is not None:
+            self._move(self._next_place())
+
+    def _begin_apart(self, outer: Any) -> None:
+        """Let a pass begin while another one is held: the loop has left that one, or only looks at this one."""
+        is_trained_in = self._began.get(outer, self._updates()) != self._updates()
+        place, start = self.sampler.place, self._next_place()
+        if start == place.at_epoch(place.epoch + 1) and (is_trained_in or self._look is None):
+            # Nothing is left of the other one, and the loop may never ask for its end.
+            self._move(start)
+            self._turns.pass_is_over()
+        elif is_trained_in and not torch.is_grad_enabled():
+            start = place.at_epoch(place.epoch)  # an evaluation has all samples
+        self._begins_apart = _Apart(self.sampler.place, start)
+        self.sampler.begin_elsewhere(start)
 
     def batch_requested(self) -> None:
-        """Notice an update whose gradients came without a backward pass that was heard of."""
-        if self._is_waiting and self._updates() != self._updates_before:
-            self._trained()
+        """Notice what was trained on since the last batch: before anything is saved."""
+        self._notice_update()
+        inner, current = self._inner, self._underway.current
+        if inner is not None and inner.is_of(self._dealt, current) and self._updates() != inner.updates:
+            self._take_over(current, inner)
+        elif current is self._underway.oldest and (self._last is None or self._last() is not current):
+            self._turns.pass_begins()
 
     def batch_delivered(self, batch: Any, proxy: LoaderProxy) -> None:
         """Count the batch as consumed, if it is one that the loop trains on."""
         self._note(proxy)
-        underway = proxy._accel_fetching.underway
-        dealt, outer = self._dealt[underway.current], underway.oldest
-        if outer is underway.current or outer not in self._dealt:
+        current, outer = self._underway.current, self._underway.oldest
+        if outer is current or outer not in self._dealt:
             self._inner = None
-            self._count(dealt, underway.current)
+            self._settle(current)
+            self._count(current)
             return
-        known, batches, updates = self._inner or (dealt, 0, self._updates())
-        if known is not dealt:
-            batches, updates = 0, self._updates()
-        self._inner = dealt, batches + 1, updates
-        self.counts = batches > 0 and self._updates() != updates
-        if not self.counts:
-            self.sampler.go_on_with(self._dealt[outer])
-            return
-        # An optimizer steps between its batches: the other pass is held by a variable and was left.
-        underway.leave(outer)
-        self._ahead.leave_out(dealt)
-        for _ in range(batches + 1):
-            self._count(dealt, underway.current)
+        dealt = self._dealt[current]
+        if self._inner is None or not self._inner.is_of(self._dealt, current):
+            self._inner = _Inner(dealt, self._updates(), self._ahead.batches)
+        self._inner.delivered()
+        self.sampler.go_on_with(self._dealt[outer])
+        backward.listen(self)
 
     def epoch_ended(self, proxy: LoaderProxy) -> None:
-        """Go on to the next epoch."""
+        """Go on to the next epoch, once the loop has trained on what it holds."""
         self._note(proxy)
-        underway = proxy._accel_fetching.underway
-        if underway.current is not underway.oldest:
+        if self._underway.current is not self._underway.oldest:
             return
+        self.sampler.unfinished = None  # gradients that are left at an epoch's end come to nothing in most loops
         if self._look is not None and self._look.has_gradients:
             self._look = None  # a whole pass with gradients is an epoch, whatever the loop makes of it
-        if not self._go_back():
-            self.sampler.end_epoch()
-            self._turns.pass_is_over()
+        if self._go_back():
+            return
+        if self.sampler.held and self._last is not None and self._last() is self._underway.current:
+            self._is_ending = True
+            backward.listen(self)
+        else:
+            self._finish()
 
     # -- the backward pass (backward.BackwardListener) -----------------------------------------------------------------
 
     def backward_begins(self, roots: list[Tensor]) -> None:
         """Note that what was looked at is trained on: also in a step that is left out, or not ended."""
+        if self.sampler.unfinished is None and self._updates() != self._updates_at_first:
+            place = self.sampler.place_before(self.sampler.held)
+            self.sampler.unfinished = place.epoch, place.position
         self._has_gone_backward = self._is_heard = True
         self._ahead.trained()
+        if self._inner is not None:
+            self._inner.ahead.trained()
         self._trained()
-        backward.forget(self)  # until the next batch
+        if not self._is_ending:
+            backward.forget(self)  # until the next batch
 
     def backward_ended(self, roots: list[Tensor]) -> None:
         """Nothing."""
 
+    # -- updates (updates.UpdateListener) ------------------------------------------------------------------------------
+
+    def updated(self) -> None:
+        """What went backward before is in the weights."""
+        self.sampler.unfinished = None
+        if self._is_ending and not self.sampler.held:
+            self._finish()
+
+    def _notice_update(self) -> None:
+        """Notice an update whose gradients came without a backward pass that was heard of."""
+        if self._is_waiting and self._updates() != self._updates_before:
+            self._trained()
+
     # -- counting ------------------------------------------------------------------------------------------------------
 
-    def _count(self, dealt: Any, one: Any) -> None:
-        self.counts = True
+    def _count(self, one: Any) -> None:
+        if self._is_ending:
+            self._finish()
         has_gradients = torch.is_grad_enabled()
         if self._look is None or self._look.has_gradients != has_gradients:
             self._look = _Look(self.sampler.place, self._updates(), has_gradients)
             self._has_gone_backward = False
         if self._last is None or self._last() is not one:
             self._last = weakref.ref(one, self._freed)
-        self.sampler.go_on_with(dealt)
+        self.sampler.go_on_with(self._dealt[one])
         self.sampler.advance()
-        self._ahead.delivered(dealt)
+        self._ahead.delivered(self._dealt[one])
         self._is_waiting, self._updates_before = True, self._updates()
         self.sampler.held = self._ahead.batches + self._is_heard
         backward.listen(self)
 
     def _trained(self) -> None:
         """The batch counted last is trained on, or that before those which the loop fetches ahead."""
-        self._is_waiting, self.sampler.held = False, self._ahead.batches
+        self._is_waiting = False
+        self.sampler.held = max(0, self.sampler.held - 1) if self._is_ending else self._ahead.batches
         self._turns.trained()
 
-    def _leave(self) -> None:
-        """Let a pass that begins go on where the one before was left; or begin with what was only looked at."""
-        if self._look is not None and not self._go_back():
-            self.sampler.give_back(self.sampler.held)
-            self.sampler.end_epoch()
+    def _finish(self) -> None:
+        """The epoch is over, if all of it was taken."""
+        self._is_ending = False
+        self.sampler.end_epoch()
+        self._turns.pass_is_over()
+
+    # -- passes that are left, or only looked at -----------------------------------------------------------------------
+
+    def _next_place(self) -> SamplerPlace:
+        """Return where a pass goes on, where the one before was left; it begins with what was only looked at."""
+        sampler = self.sampler
+        if self._look is not None and self._is_only_seen(self._look):
+            return self._look.place
+        place = sampler.place_before(sampler.held)
+        is_over = place == sampler.place and sampler.steps_left == 0
+        return place.at_epoch(place.epoch + 1) if is_over else place
 
     def _go_back(self) -> bool:
         """Undo the counting of a pass that nothing was trained in; return whether there was one."""
         look, self._look = self._look, None
-        if look is None or self._updates() != look.updates or (look.has_gradients and self._has_gone_backward):
+        if look is None or not self._is_only_seen(look):
             return False
-        self.sampler.return_to(look.place)
+        self._move(look.place)
         return True
+
+    def _is_only_seen(self, look: _Look) -> bool:
+        return self._updates() == look.updates and not (look.has_gradients and self._has_gone_backward)
+
+    def _move(self, place: SamplerPlace) -> None:
+        self._look, self._is_waiting = None, False
+        if place != self.sampler.place:
+            self.sampler.return_to(place)
+
+    def _settle(self, one: Any) -> None:
+        """Let the sampler go on where a pass was begun, since the loop has left the other one that it held."""
+        apart = self._apart.pop(one, None)
+        if apart is not None and apart.at == self.sampler.place:
+            self._move(apart.start)
+
+    def _take_over(self, one: Any, inner: _Inner) -> None:
+        """Count the batches of a pass in which an optimizer steps: others are held by variables, and were left."""
+        while (oldest := self._underway.oldest) is not None and oldest is not one:
+            self._underway.leave(oldest)
+        self._settle(one)
+        place = self.sampler.place
+        for _ in range(inner.batches):
+            self._count(one)
+        self._look = _Look(place, inner.updates, inner.has_gradients)
+        self._inner, self._ahead, self._is_waiting = None, inner.ahead, False
+        self.sampler.held = self._ahead.untrained if self._is_heard else 0
+        self._turns.pass_begins()
+        self._turns.trained()
 
     def _freed(self, one: weakref.ref[Any]) -> None:
         """The loop has left a pass, or come to its end."""
         if one is self._last:
+            if self._is_ending:
+                self._finish()
             self._turns.pass_is_over()
 
     def _note(self, proxy: LoaderProxy) -> None:
         """Note what the sampler calls the pass begun last: nothing else has begun since then."""
-        newest = proxy._accel_fetching.underway.newest
+        self._underway = proxy._accel_fetching.underway
+        newest = self._underway.newest
         if newest is not None and newest not in self._dealt:
-            self._dealt[newest] = self.sampler.running_pass
+            self._dealt[newest] = self.sampler.begun_last
             self._began[newest] = self._updates()
-
-
-class RemainingEpochs(Sequence[int]):
-    """Numbers of epochs, as a range of them; going through them tells the loader which are over.
-
-    Args:
-        sampler: of the loader.
-        numbers: that are left.
-    """
-
-    def __init__(self, sampler: ElasticSampler, numbers: range) -> None:
-        self._sampler, self._numbers = sampler, numbers
-
-    def __iter__(self) -> Iterator[int]:
-        turns = turns_of(self._sampler)
-        for number in self._numbers:
-            turns.begin(number)
-            yield number
-        if self._numbers:
-            turns.finish(self._numbers.stop)
-
-    @overload
-    def __getitem__(self, index: int) -> int: ...
-    @overload
-    def __getitem__(self, index: slice) -> range: ...
-    def __getitem__(self, index: int | slice) -> int | range:
-        return self._numbers[index]
-
-    def __len__(self) -> int:
-        return len(self._numbers)
-
-    def __contains__(self, number: object) -> bool:
-        return number in self._numbers
-
-    def __repr__(self) -> str:
-        return repr(self._numbers)
+            if self._begins_apart is not None:
+                self._apart[newest] = self._begins_apart
+        self._begins_apart = None
+        self.sampler.begin_elsewhere(None)
 
 
 def remaining_epochs(loader: Any, total: int) -> Sequence[int]:

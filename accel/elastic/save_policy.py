@@ -120,16 +120,25 @@ class SavePolicy:
         """Save after the next step; with several ranks one of them is enough, and it waits for their meeting."""
         self._asked = True
 
+    @property
+    def is_requested(self) -> bool:
+        """Whether `request` was called since the last save."""
+        return self._asked
+
     @contextlib.contextmanager
-    def saving(self) -> Iterator[None]:
-        """Save inside of this: what it takes is measured, and the interval begins anew, whether it succeeds or not."""
+    def saving(self, keeps_request: bool = False) -> Iterator[None]:
+        """Save inside of this: what it takes is measured, and the interval begins anew, whether it succeeds or not.
+
+        Args:
+            keeps_request: what was requested is to be saved later all the same; default False.
+        """
         begin = self._clock()
         try:
             yield
         finally:
             self._last_save = self._clock()
             self._save_s = self._last_save - begin
-            self._asked = False
+            self._asked = self._asked and keeps_request
             self._answered = self.stop
 
     @property
@@ -143,10 +152,19 @@ class SavePolicy:
         if self._termination is not None:
             self._termination.requested = False
 
-    def close(self) -> None:
-        """Put back the handler of SIGTERM that was there."""
+    def leave_signal(self) -> None:
+        """Put back the handler of SIGTERM that was there, until `take_signal`: `due` is not asked for a while."""
         if self._termination is not None:
             self._termination.close()
+
+    def take_signal(self) -> None:
+        """Note SIGTERM again; one that has come before counts."""
+        if self._termination is not None:
+            self._termination.open()
+
+    def close(self) -> None:
+        """Put back the handler of SIGTERM that was there."""
+        self.leave_signal()
 
     def __enter__(self) -> SavePolicy:
         return self

@@ -25,12 +25,16 @@ class StepBatches:
     Attributes:
         by_loop: batches of a step whose gradients the loop accumulates itself; nothing is accumulated beyond them.
         has_room: memory for accumulated gradients has been rehearsed.
+        batches, samples: that were delivered for the present step, or for a look before it.
     """
 
     def __init__(self, sampler: ElasticSampler) -> None:
         self.by_loop = 1
         self.has_room = False
+        self.batches = self.samples = 0
         self._sampler = sampler
+        self._counted, self._taken_back = sampler.counted, sampler.taken_back
+        """By the sampler, when they were looked at last."""
         self._accumulation: GradientAccumulation | None = None
         self._pass: weakref.ref[object] | None = None
         self._has_ended = False
@@ -40,14 +44,43 @@ class StepBatches:
         self._steps_of: dict[int, int] = {}
         """Steps of the loop that are one of the optimizer, by the rank's batch; one where none are named."""
 
-    def end(self, batches: int, *, ends_epoch: bool) -> None:
+    def begin(self) -> None:
+        """A step begins."""
+        self.batches = self.samples = 0
+
+    def begins_anew(self) -> bool:
+        """Return whether batches of the step come again, as the loop has left their pass: then it begins anew."""
+        before, self._taken_back = self._taken_back, self._sampler.taken_back
+        if self._taken_back != before:
+            self.begin()
+        return self._taken_back != before
+
+    def take(self, one: object) -> bool:
+        """A batch was delivered; return whether it counts: not one that the loop only looks at.
+
+        Args:
+            one: the pass that it is of; None where it is not known.
+        """
+        before, self._counted = self._counted, self._sampler.counted
+        if self._counted == before:
+            return False
+        self.begin_pass(one)
+        self.batches += 1
+        self.samples += self.next_trained[1]
+        return True
+
+    @property
+    def next_trained(self) -> tuple[int, int]:
+        """Samples of the batch that the loop trains on next, without repeats, here and on all ranks."""
+        return self._sampler.samples_before(max(0, self._sampler.held - 1))
+
+    def end(self, *, ends_epoch: bool) -> None:
         """One of the loop's first steps has ended.
 
         Args:
-            batches: that were delivered for it, or for a look before it.
             ends_epoch: no batch of the epoch is left.
         """
-        (self._last if ends_epoch else self._full).append(batches)
+        (self._last if ends_epoch else self._full).append(self.batches)
 
     def judge(self, before: int | None) -> None:
         """Take the loop to accumulate as many batches as most of its first steps had.
@@ -91,15 +124,15 @@ class StepBatches:
         return 1 if self._accumulation is None else self._accumulation.batches
 
     def begin_batch(self) -> int:
-        """Return the samples, over all ranks, of the step that the batch in hand belongs to; let one begin with it.
+        """Return the samples, over all ranks, of the step that is trained on next; the batch in hand may begin it.
 
-        By the batch in hand: steps that a suspended session does not hear of would add up.
+        By one batch: steps that a suspended session does not hear of would add up.
         """
-        in_hand = self._sampler.samples_in_hand
+        _, samples = self.next_trained
         if self._accumulation is None or not self._accumulation.is_at_work:
-            return in_hand * self.by_loop
-        self._accumulation.begin_batch(self._sizes(in_hand))
-        return self._accumulation.samples if self._accumulation.batches > 1 else in_hand
+            return samples * self.by_loop
+        self._accumulation.begin_batch(self._sizes(self._sampler.samples_in_hand))
+        return self._accumulation.samples if self._accumulation.batches > 1 else samples
 
     def _sizes(self, in_hand: int) -> list[int]:
         """Return the samples of each batch of a step that begins; all have one size, but for an epoch's last."""

@@ -36,20 +36,24 @@ class Termination:
     """
 
     def __init__(self, number: int = signal.SIGTERM) -> None:
-        self._number, self._closed, self._process = number, False, os.getpid()
+        self._number, self._process = number, os.getpid()
         self._previous: Any = None
-        self.requested = False
-        self.installed = threading.current_thread() is threading.main_thread()
-        if self.installed:
-            self._previous = signal.signal(number, self._note)
+        self.requested = self.installed = False
+        self.open()
 
     @property
     def is_survived(self) -> bool:
         """Whether the process goes on after the signal: it was ignored before, or is left to the script's handler."""
-        earlier = getattr(self._previous, "__self__", None)
-        if isinstance(earlier, Termination):  # of another training in this process
-            return earlier.is_survived
-        return self._previous == signal.SIG_IGN or (callable(self._previous) and not self._is_default())
+        earlier = self._earlier
+        if (other := _owner(earlier)) is not None:
+            return other.is_survived
+        return earlier == signal.SIG_IGN or (callable(earlier) and not self._is_default())
+
+    def open(self) -> None:
+        """Note the signal, also after `close`."""
+        self._closed = False
+        if not self.installed and threading.current_thread() is threading.main_thread():
+            self._previous, self.installed = signal.signal(self._number, self._note), True
 
     def close(self) -> None:
         """Put back the handler that was there, unless somebody has set another one since; that one may call ours."""
@@ -57,7 +61,8 @@ class Termination:
         # A bound method is made anew each time, so == and not `is`.
         in_main = threading.current_thread() is threading.main_thread()
         if self.installed and in_main and signal.getsignal(self._number) == self._note:
-            signal.signal(self._number, signal.SIG_DFL if self._previous is None else self._previous)
+            earlier = self._earlier
+            signal.signal(self._number, signal.SIG_DFL if earlier is None else earlier)
             self.installed = False
 
     def __enter__(self) -> Termination:
@@ -72,11 +77,25 @@ class Termination:
             # Nobody looks at the flag in a forked process, which terminate() is to end, or under a handler that was set
             # over this one and calls it.
             if self._closed or os.getpid() != self._process:
-                signal.signal(number, self._previous)
+                signal.signal(number, self._earlier)
                 os.kill(os.getpid(), number)
-        elif callable(self._previous):
-            self._previous(number, frame)
+        elif callable(earlier := self._earlier):
+            earlier(number, frame)
+
+    @property
+    def _earlier(self) -> Any:
+        """The handler that was there; where that is one of these and closed since, what was there before it."""
+        earlier = self._previous
+        while (other := _owner(earlier)) is not None and other._closed:
+            earlier = other._previous
+        return earlier
 
     def _is_default(self) -> bool:
         """Return whether the handler before ends the process, under accel's own commands by unwinding the script."""
-        return self._previous == signal.SIG_DFL or isinstance(self._previous, UnwindOnTermination)
+        return self._earlier == signal.SIG_DFL or isinstance(self._earlier, UnwindOnTermination)
+
+
+def _owner(handler: Any) -> Termination | None:
+    """Return whose handler it is, of another training in this process; None for any other."""
+    owner = getattr(handler, "__self__", None)
+    return owner if isinstance(owner, Termination) else None

@@ -120,23 +120,28 @@ class _Listened:
         self._batches, self._listener, self._loader = batches, listener, loader
         self._underway, self._transforms = fetching.underway, fetching.transforms
         self._name = self._underway.begin(self)
+        self._has_ended = False
 
     def __iter__(self) -> Iterator[Any]:
         return self
 
     def __next__(self) -> Any:
+        if self._has_ended:  # a loop that fetches ahead may ask again: that ends neither a step nor an epoch
+            raise StopIteration
         position = self._batches.position
         try:
-            self._listener.batch_requested()
             self._underway.asked = self._name
+            self._listener.batch_requested()
             try:
                 batch = next(self._batches)
             except StopIteration:
+                self._has_ended = True
                 self._listener.epoch_ended()
                 self._underway.end(self._name)
                 raise
-            for transform in self._transforms.values():
-                batch = transform(batch)
+            if self._transforms:
+                for transform in self._transforms.values():
+                    batch = transform(batch)
             self._listener.batch_delivered(batch)
             return batch
         except Exception:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from accel import entry
 from accel.dataio.elastic_sampler import ElasticSampler
 from accel.elastic.checkpointing import Checkpointing
 from accel.elastic.sample_position import remaining_epochs
+from accel.elastic.scaling_rules import Linear
 from accel.errors import InvalidArgument
 from tests.accel.elastic.test_batch_run import (
     PLAIN,
@@ -28,6 +30,7 @@ from tests.accel.elastic.test_batch_run import (
     nothing,
     train,
 )
+from tests.accel.elastic.test_odd_passes import fetched_ahead
 
 __all__ = ["clock", "job"]
 
@@ -159,3 +162,61 @@ def test_a_loss_that_is_a_sum_keeps_the_batch(
     assert all(rate == 1.0 for _, rate in larger)
     assert sizes[-1] == 8
     assert "a sum over the batch" in accel.explain(model).batch_rows[-1].why
+
+
+def in_parts(steps: int, loader: Any, held: bool, most: int) -> Iterator[Any]:
+    """Yield batches of passes that are left after so many steps, at the batch that follows."""
+    taken, batches = 0, None
+    while taken < most:
+        if not held:
+            batches = None
+        batches = enumerate(loader)
+        for step, batch in batches:
+            if step == steps:
+                break
+            yield batch
+            taken += 1
+
+
+@pytest.mark.parametrize("held", [False, True])
+@pytest.mark.parametrize("steps", [1, 7])
+def test_a_batch_that_comes_again_after_a_break_is_no_look(
+    job: Any, clock: Clock, monkeypatch: pytest.MonkeyPatch, steps: int, held: bool
+) -> None:
+    """Its backward pass was one without a batch, and gradients were not accumulated any more."""
+    known_noise(monkeypatch, 5000.0)
+    model, loader, optimizer = accel.optimize(*job, max_batch_size=64, **PLAIN)
+    seen: list[int] = []
+    for x, y, index in in_parts(steps, loader, held, most=120):
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(x), y).backward()
+        clock.now += 1e-3 + len(x) * clock.sample_s
+        optimizer.step()
+        seen += index.tolist()
+    run = batch_run(model)
+    assert run.controller is not None
+    assert (run.note, run._step.refusal, run.controller.base_batch) == ("", "", 8)
+    assert len(set(seen[:3000])) == len(seen[:3000])
+
+
+@pytest.mark.parametrize("ahead", [1, 2])
+def test_the_rate_is_that_of_the_batch_that_is_trained_on(
+    job: Any, clock: Clock, monkeypatch: pytest.MonkeyPatch, ahead: int
+) -> None:
+    """It was that of the batch fetched last: the last steps on the small batch ran at the rate of the large one."""
+    known_noise(monkeypatch, 5000.0)
+    model, loader, optimizer = accel.optimize(*job, max_batch_size=64, scaling_rule=Linear(), **PLAIN)
+    in_training: list[int] = []
+    rates: list[tuple[int, float]] = []
+    optimizer.register_step_pre_hook(
+        lambda *_: rates.append((in_training[-1], batch_run(model)._rates._scalers[0][1].multipliers[0].lr))
+    )
+    for _ in range(2):
+        for x, y, _ in fetched_ahead(loader, ahead):
+            in_training.append(len(x))
+            optimizer.zero_grad()
+            nn.functional.mse_loss(model(x), y).backward()
+            clock.now += 1e-3 + len(x) * clock.sample_s
+            optimizer.step()
+    assert {size for size, _ in rates} >= {8, 16, 32, 64}
+    assert [rate for _, rate in rates[8:]] == [max(1.0, size / 8) for size, _ in rates[8:]]

@@ -617,8 +617,8 @@ def test_what_a_loop_accumulates_is_what_most_of_its_first_steps_do(
     """It was what the fourth one did, also where that was an epoch's last, or came after a look."""
     step = StepBatches(ElasticSampler(100, batch_size=4))
     step.by_loop = before or 1
-    for batches, ends_epoch in counts:
-        step.end(batches, ends_epoch=ends_epoch)
+    for step.batches, ends_epoch in counts:
+        step.end(ends_epoch=ends_epoch)
     step.judge(before)
     assert step.by_loop == expected
 

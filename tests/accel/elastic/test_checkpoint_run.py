@@ -459,3 +459,69 @@ def test_where_the_script_decides_on_its_end_each_signal_is_answered_by_a_checkp
     assert sorted(path.name for path in tmp_path.glob("*-step-*")) == ["00000001-step-3", "00000002-step-6"]
     assert after == own
     assert not noted or noted == [signal.SIGTERM] * len(noted)
+
+
+def trained_elsewhere(training: Training, updates: int) -> None:
+    """Train the same model on batches of a loader of its own."""
+    for _ in range(updates):
+        training.optimizer.zero_grad()
+        training.model(torch.randn(4, 5)).square().mean().backward()
+        training.optimizer.step()
+
+
+def test_a_loop_that_goes_on_with_another_loader_is_not_deaf_to_sigterm(tmp_path: Path) -> None:
+    """The signal was noted, and nobody asked for it any more."""
+    before = signal.getsignal(signal.SIGTERM)
+    training = Training(tmp_path)
+    for x, y, _ in training.loader:
+        nn.functional.mse_loss(training.model(x), y).backward()
+        training.optimizer.step()
+    noting = signal.getsignal(signal.SIGTERM)
+    assert noting != before
+    with pytest.warns(RuntimeWarning, match="from step 107 on: the loop asks for no more batches of the loader"):
+        trained_elsewhere(training, 100)
+    assert signal.getsignal(signal.SIGTERM) == before
+    for x, y, _ in training.loader:  # it comes back
+        nn.functional.mse_loss(training.model(x), y).backward()
+        training.optimizer.step()
+        assert signal.getsignal(signal.SIGTERM) == noting
+    trained_elsewhere(training, 100)  # said once
+    accel.undo(training.model)
+
+
+def test_sigterm_that_came_before_the_loop_went_on_elsewhere_ends_the_process(tmp_path: Path) -> None:
+    training = Training(tmp_path)
+
+    def terminate() -> None:
+        raise Stopped
+
+    training.checkpoint._terminate = terminate
+    for x, y, _ in training.loader:
+        nn.functional.mse_loss(training.model(x), y).backward()
+        training.optimizer.step()
+    os.kill(os.getpid(), signal.SIGTERM)
+    with pytest.warns(RuntimeWarning, match="asks for no more batches"), pytest.raises(Stopped):
+        trained_elsewhere(training, 100)
+    accel.undo(training.model)
+
+
+def test_a_rank_that_fails_to_save_ends_with_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where another one was sent SIGTERM, it trained on alone, and waited in the next collective for ever."""
+    training = Training(tmp_path)
+
+    def terminate() -> None:
+        raise Stopped
+
+    def told_by_another_rank(policy: Any) -> bool:
+        policy.stop = policy.is_wanted = len(training.seen) == 3 * BATCH
+        return policy.stop
+
+    def no_memory(state: Any) -> None:
+        raise MemoryError
+
+    training.checkpoint._terminate = terminate
+    monkeypatch.setattr("accel.elastic.save_policy.SavePolicy.due", told_by_another_rank)
+    monkeypatch.setattr(training.checkpoint.checkpoints, "save", no_memory)
+    with pytest.raises(Stopped), pytest.warns(RuntimeWarning, match="no checkpoints are saved from step 3 on: Memory"):
+        training.run()
+    assert len(training.seen) == 3 * BATCH

@@ -26,7 +26,7 @@ from accel.elastic.checkpointing import Checkpointing
 from accel.elastic.held_batches import HeldBatches
 from accel.elastic.running import request_checkpoint, save_checkpoint
 from accel.elastic.sample_position import SamplePosition, remaining_epochs
-from accel.session.listeners import follow
+from accel.session.listeners import Onlooker, follow
 from tests.accel.elastic.test_batch_run import PLAIN, batch_run
 from tests.sampling import examples
 
@@ -80,10 +80,11 @@ def fetched_ahead(loader: Any, ahead: int) -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("ahead", [1, 2])
-@pytest.mark.parametrize("asked_at", [2, 5, 8])
+@pytest.mark.parametrize("asked_at", [2, 5, 8, 9])
 def test_batches_that_the_loop_holds_are_not_lost_when_it_is_resumed(tmp_path: Path, ahead: int, asked_at: int) -> None:
     first = Training(tmp_path)
-    for step, batch in enumerate(fetched_ahead(first.loader, ahead), start=1):
+    both_epochs = itertools.chain(fetched_ahead(first.loader, ahead), fetched_ahead(first.loader, ahead))
+    for step, batch in enumerate(both_epochs, start=1):
         first.take(batch)
         if step == asked_at:
             request_checkpoint(first.model)
@@ -95,7 +96,9 @@ def test_batches_that_the_loop_holds_are_not_lost_when_it_is_resumed(tmp_path: P
     second = Training(tmp_path)
     for batch in fetched_ahead(second.loader, ahead):
         second.take(batch)
-    assert sorted(first.seen[: saved["step"] * BATCH] + second.seen) == list(range(SAMPLES))
+    taken = first.seen[: saved["step"] * BATCH] + second.seen
+    assert len(taken) in (SAMPLES, 2 * SAMPLES)
+    assert all(sorted(taken[at : at + SAMPLES]) == list(range(SAMPLES)) for at in range(0, len(taken), SAMPLES))
     second.end()
 
 
@@ -221,6 +224,92 @@ def test_the_length_of_an_epoch_is_the_same_after_a_look_in_its_midst(tmp_path: 
     training.end()
 
 
+def test_a_pass_that_has_ended_tells_nobody(tmp_path: Path) -> None:
+    """Of a loop that fetches ahead, a batch that it held was taken for trained on."""
+    told: list[str] = []
+
+    class Hears(Onlooker):
+        def batch_requested(self) -> None:
+            told.append("requested")
+
+        def epoch_ended(self, proxy: LoaderProxy) -> None:
+            told.append("ended")
+
+    proxy = LoaderProxy(DataLoader(range(2)))  # type: ignore[arg-type]
+    follow(proxy, Hears())
+    batches = iter(proxy)
+    assert len(list(batches)) == 2
+    assert list(batches) == [] and next(batches, None) is None
+    assert told == ["requested"] * 3 + ["ended"]
+
+
+# A pass within another one
+
+
+def test_a_loop_may_hold_the_iterator_of_the_epoch_before(tmp_path: Path) -> None:
+    """The next pass was without a batch: `next` raised StopIteration in the loop."""
+    training = Training(tmp_path)
+    for epoch in range(3):
+        batches = iter(training.loader)
+        assert len(training.loader) == SAMPLES // BATCH
+        for _ in range(SAMPLES // BATCH):
+            training.take(next(batches))
+        assert sorted(training.seen[epoch * SAMPLES :]) == list(range(SAMPLES))
+    training.end()
+
+
+def test_resumed_at_an_epochs_end_a_held_iterator_costs_no_further_epoch(tmp_path: Path) -> None:
+    first = Training(tmp_path)
+    batches = iter(first.loader)
+    for _ in range(len(first.loader)):
+        first.take(next(batches))
+    save_checkpoint(first.model)
+    first.end()
+    second = Training(tmp_path)
+    lengths = []
+    for _ in range(3):
+        batches = iter(second.loader)
+        lengths.append(len(second.loader))
+        for _ in range(lengths[-1]):
+            second.take(next(batches))
+    assert lengths == [0, 10, 10]
+    second.end()
+
+
+@pytest.mark.parametrize("trained_before", [False, True])
+@pytest.mark.parametrize("last", [False, True])
+def test_an_evaluation_within_a_step_has_all_samples(tmp_path: Path, trained_before: bool, last: bool) -> None:
+    """It had those that the epoch had left: none in its last step."""
+    training = Training(tmp_path)
+    for _ in range(2):
+        for number, batch in enumerate(training.loader, start=1):
+            if trained_before:
+                training.take(batch)
+            if number == (10 if last else 4):
+                next(iter(training.loader))
+                with torch.no_grad():
+                    assert sorted(int(i) for (x,) in training.loader for i in x) == list(range(SAMPLES))
+            if not trained_before:
+                training.take(batch)
+    assert sorted(training.seen[:SAMPLES]) == sorted(training.seen[SAMPLES:]) == list(range(SAMPLES))
+    training.end()
+
+
+@pytest.mark.parametrize("looks", [1, 2])
+def test_a_look_in_the_first_step_leaves_the_position_and_the_length(tmp_path: Path, looks: int) -> None:
+    """The batch in hand was uncounted: a checkpoint after that step had it twice."""
+    training = Training(tmp_path)
+    sampler = training.loader.batch_sampler
+    for number, batch in enumerate(training.loader, start=1):
+        if number == 1:
+            for _ in range(looks):
+                next(iter(training.loader))
+        training.take(batch)
+        assert sampler.state_dict()["position"] == number * BATCH
+        assert len(training.loader) == SAMPLES // BATCH
+    training.end()
+
+
 # A pass that is left
 
 
@@ -299,6 +388,68 @@ def test_epochs_of_whole_passes_are_counted(tmp_path: Path, passes: int) -> None
     second.end()
 
 
+def saved_turns(training: Training) -> int | None:
+    turns = training.loader.batch_sampler.state_dict().get("turns")
+    assert turns is None or isinstance(turns, int)
+    return turns
+
+
+def test_turns_that_nobody_goes_on_with_are_not_counted(tmp_path: Path) -> None:
+    """They swung between two numbers in the loop that followed: a resume at epoch 25 began at the first again."""
+    training = Training(tmp_path)
+    assert next(iter(remaining_epochs(training.loader, 30))) == 0
+    for _ in range(3):
+        for batch in training.loader:
+            training.take(batch)
+        assert saved_turns(training) is None
+    assert remaining_epochs(training.loader, 30)[0] == 3
+    for epoch in remaining_epochs(training.loader, 30):
+        for batch in training.loader:
+            training.take(batch)
+        if epoch == 4:  # early stopping
+            break
+    assert saved_turns(training) == 5
+    for batch in training.loader:
+        training.take(batch)
+    assert saved_turns(training) is None
+    assert remaining_epochs(training.loader, 30)[0] == 6
+    training.end()
+
+
+def test_a_list_of_the_epochs_changes_no_number(tmp_path: Path) -> None:
+    training = Training(tmp_path)
+    assert turns(training, 4, 3) == [0, 1, 2, 3]
+    assert list(remaining_epochs(training.loader, 6)) == [4, 5]
+    assert list(remaining_epochs(training.loader, 6)) == [4, 5]
+    training.end()
+
+
+def test_an_iterator_that_is_made_between_two_turns_takes_none_back(tmp_path: Path) -> None:
+    training = Training(tmp_path)
+    for epoch in remaining_epochs(training.loader, 4):
+        for step, batch in enumerate(training.loader):
+            training.take(batch)
+            if step == 2:
+                break
+        made = iter(training.loader)
+        assert saved_turns(training) == epoch + 1
+        del made
+    training.end()
+
+
+def test_a_turn_of_two_passes_is_over_after_the_second(tmp_path: Path) -> None:
+    training, saved = Training(tmp_path), []
+    for _ in remaining_epochs(training.loader, 3):
+        for _ in range(2):
+            for step, batch in enumerate(training.loader):
+                training.take(batch)
+                saved.append(saved_turns(training))
+                if step == 1:
+                    break
+    assert saved == [0] * 4 + [1] * 4 + [2] * 4
+    training.end()
+
+
 def test_the_epochs_are_a_sequence(tmp_path: Path) -> None:
     training = Training(tmp_path)
     epochs = remaining_epochs(training.loader, 4)
@@ -363,8 +514,75 @@ def test_one_that_is_asked_for_there_is_saved_at_once_and_after_the_next_step(tm
     training.end()
 
 
+def test_epochs_of_one_step_are_saved_by_the_interval_and_once_more_on_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each is an epoch's last: by the interval nothing was saved, and what was asked for at each step for ever."""
+    training = Training(tmp_path, samples=BATCH)
+    for number in range(6):
+        for batch in training.loader:
+            training.take(batch)
+            if number == 1:
+                request_checkpoint(training.model)
+    assert steps_saved(tmp_path) == [2, 3]
+    monkeypatch.setattr("accel.elastic.save_policy.SavePolicy.due", lambda policy: True)
+    for _ in range(2):
+        for batch in training.loader:
+            training.take(batch)
+    assert steps_saved(tmp_path) == [2, 3, 8]
+    training.end()
+
+
+def test_a_save_by_the_script_between_two_epochs_leaves_what_was_put_off(tmp_path: Path) -> None:
+    """SIGTERM in an epoch's last step, and `save_checkpoint` at its end: the process never ended."""
+    training, ended = Training(tmp_path), []
+
+    def terminate() -> None:
+        ended.append(len(training.seen))
+        raise Ended
+
+    training.checkpoint._terminate = terminate
+
+    def loop() -> None:
+        for _ in range(2):
+            for step, batch in enumerate(training.loader, start=1):
+                training.take(batch)
+                if step == 10:
+                    os.kill(os.getpid(), signal.SIGTERM)
+            save_checkpoint(training.model)
+
+    with pytest.raises(Ended):
+        loop()
+    assert ended == [SAMPLES + BATCH]
+    assert steps_saved(tmp_path)[-1] == 11
+    training.end()
+
+
 class Ended(Exception):
     """In place of the process's end."""
+
+
+@pytest.mark.parametrize("steps", [1, 2, 10])
+def test_sigterm_ends_the_process_after_a_step_or_two(tmp_path: Path, steps: int) -> None:
+    """Where each step was an epoch's last, one full checkpoint a step was saved, and it ended by SIGKILL only."""
+    training = Training(tmp_path, samples=steps * BATCH)
+
+    def terminate() -> None:
+        raise Ended
+
+    training.checkpoint._terminate = terminate
+
+    def loop() -> None:
+        for _ in range(30):
+            for batch in training.loader:
+                training.take(batch)
+                if len(training.seen) == 20 * BATCH:
+                    os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(Ended):
+        loop()
+    assert steps_saved(tmp_path) == [20, 21]
+    training.end()
 
 
 @pytest.mark.parametrize("epochs", [1, 2])

@@ -138,3 +138,31 @@ def test_whether_the_process_goes_on_is_for_the_handler_before(before: Any, is_s
     signal.signal(signal.SIGTERM, lambda number, frame: None)
     with Termination() as outer, Termination() as inner:
         assert outer.is_survived and inner.is_survived
+
+
+def test_one_that_was_closed_below_another_ends_nothing() -> None:
+    """The signal reached the closed one, which ended the process before the other could act on it."""
+    pid = os.fork()
+    if pid == 0:  # the child: exits with 0, or with 3, or ends by the signal
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        lower = Termination()
+        with Termination() as upper:
+            lower.close()
+            send()
+            noted = upper.requested and not upper.is_survived
+        os._exit(0 if noted and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL else 3)
+    _, status = os.waitpid(pid, 0)
+    assert status == 0
+
+
+def test_opened_again_it_notes_the_signal() -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    termination = Termination()
+    termination.close()
+    send()
+    assert not termination.requested
+    termination.open()
+    send()
+    assert termination.requested
+    termination.close()
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN

@@ -1,0 +1,44 @@
+"""The updates of all optimizers of the process: how many there were, and who is told of each."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from typing import Any, Protocol
+
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+
+class UpdateListener(Protocol):
+    """Called after each update."""
+
+    def updated(self) -> None:
+        """An optimizer has stepped."""
+
+
+class AllUpdates:
+    """Count the steps of all optimizers, and tell listeners, which are not kept alive."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._listeners: weakref.WeakSet[UpdateListener] = weakref.WeakSet()
+        register_optimizer_step_post_hook(self._stepped)
+
+    def listen(self, one: UpdateListener) -> None:
+        """Tell it of each update from now on."""
+        self._listeners.add(one)
+
+    def forget(self, one: UpdateListener) -> None:
+        """Tell it no more."""
+        self._listeners.discard(one)
+
+    def _stepped(self, *_: Any) -> None:
+        self.count += 1
+        for one in list(self._listeners):
+            one.updated()
+
+
+@functools.cache
+def all_updates() -> AllUpdates:
+    """Return what counts them; from the first call on they are counted."""
+    return AllUpdates()
