@@ -27,6 +27,7 @@ RECORD = Record(
         "gain": Column("in its own trial; none without one"),
         "gain_low": Column("of its interval"),
         "gain_high": Column("of its interval"),
+        "why": Column("the report's reason"),
     },
     key=("model", "variant", "strategy"),
 )
@@ -41,7 +42,7 @@ def rows_of(process: Row, report: Sequence[dict[str, Any]]) -> list[Row]:
         report: the rows of accel's report; empty without accel.
     """
     shared = {name: process[name] for name in ("model", "variant", "allow", "size", "data")}
-    columns = ("status", "setting", "gain", "gain_low", "gain_high")
+    columns = ("status", "setting", "gain", "gain_low", "gain_high", "why")
     return [{**shared, "strategy": row["name"], **{name: row[name] for name in columns}} for row in report]
 
 

@@ -51,7 +51,7 @@ class Course:
     peak_mb: float = 0.0
     """Largest resident memory, or largest memory allocated on the GPU, MB."""
     rows: list[dict[str, Any]] = field(default_factory=list)
-    """Of accel's report: name, status, setting and gain of each strategy."""
+    """Of accel's report: name, status, setting, gain and reason of each strategy."""
     remembered: str = ""
     """What accel took over from an earlier run."""
 
@@ -169,7 +169,7 @@ def work(
         import accel
 
         report = accel.explain(workload.model)
-        columns = ("name", "status", "setting", "gain", "gain_low", "gain_high")
+        columns = ("name", "status", "setting", "gain", "gain_low", "gain_high", "why")
         course.rows = [{column: getattr(row, column) for column in columns} for row in report.rows]
         course.remembered = report.remembered
     return course
