@@ -243,6 +243,7 @@ def check_epochs(seen: list[int], length: int) -> None:
         assert len(set(epoch)) == len(epoch), f"epoch {at // length} has a sample twice: {epoch}"
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("ask", ASKS)
 @pytest.mark.parametrize("loop", [*WHOLE, *IN_PARTS])
 @settings(max_examples=examples(20), deadline=None)

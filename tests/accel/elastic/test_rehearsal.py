@@ -101,6 +101,7 @@ def test_the_loop_never_gets_a_batch_that_does_not_fit(
     assert batch_run(model).controller.fits == max(taken)  # type: ignore[union-attr]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("keeps_zeros", [False, True])
 @pytest.mark.parametrize("half", [False, True])
 def test_a_rehearsal_leaves_everything_as_it_was(
