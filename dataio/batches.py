@@ -53,12 +53,23 @@ def map_tensors(function: Callable[[Tensor], Tensor], batch: Any) -> Any:
         values = [map_tensors(function, value) for value in batch]
         if isinstance(batch, PackedSequence):
             values[1] = batch.batch_sizes  # which stay on the CPU
-        if all(new is old for new, old in zip(values, batch, strict=True)):
-            return batch
-        return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)
+        return with_entries(batch, values)
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
         return _rebuild_dataclass(function, batch)
     return batch
+
+
+def with_entries(sequence: Any, entries: list[Any]) -> Any:
+    """Return a tuple or list of the same class with other entries; the very same object where none is another."""
+    if all(new is old for new, old in zip(entries, sequence, strict=True)):
+        return sequence
+    return type(sequence)(*entries) if hasattr(sequence, "_fields") else type(sequence)(entries)
+
+
+def fields_of(instance: Any) -> dict[str, Any]:
+    """Return what stands in a dataclass, in its fields and in attributes beside them."""
+    names = dict.fromkeys([*(each.name for each in dataclasses.fields(instance)), *getattr(instance, "__dict__", ())])
+    return {name: getattr(instance, name) for name in names if hasattr(instance, name)}
 
 
 def _rebuild_mapping(batch: Mapping[Any, Any], values: dict[Any, Any]) -> Any:
@@ -76,8 +87,7 @@ def _rebuild_mapping(batch: Mapping[Any, Any], values: dict[Any, Any]) -> Any:
 
 
 def _rebuild_dataclass(function: Callable[[Tensor], Tensor], batch: Any) -> Any:
-    names = dict.fromkeys([*(each.name for each in dataclasses.fields(batch)), *getattr(batch, "__dict__", ())])
-    old = {name: getattr(batch, name) for name in names if hasattr(batch, name)}
+    old = fields_of(batch)
     new = {name: map_tensors(function, value) for name, value in old.items()}
     changed = {name: value for name, value in new.items() if value is not old[name]}
     if not changed:

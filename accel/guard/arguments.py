@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from accel.dataio.batches import leaves, map_tensors
+from accel.dataio.batches import fields_of, leaves, map_tensors, with_entries
 from accel.guard.bits import same_bits
 
 
@@ -27,7 +27,7 @@ def copied(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.detach().clone().requires_grad_(value.requires_grad)
     if isinstance(value, tuple):
-        return _with_entries(value, list(map(copied, value)))
+        return with_entries(value, list(map(copied, value)))
     if type(value) is dict:
         return {key: copied(entry) for key, entry in value.items()}
     if isinstance(value, list | deque | set | dict | UserDict) or _is_dataclass(value):
@@ -48,27 +48,13 @@ def _copied(value: Any) -> Any:
         for key, entry in value.items():
             made[key] = copied(entry)
     elif not isinstance(value, set):
-        for name, entry in _fields(value).items():
+        for name, entry in fields_of(value).items():
             object.__setattr__(made, name, copied(entry))  # of a frozen one too
-    return made
-
-
-def _with_entries(value: tuple[Any, ...], entries: list[Any]) -> tuple[Any, ...]:
-    if all(new is old for new, old in zip(entries, value, strict=True)):
-        return value
-    kind: Any = type(value)
-    made: tuple[Any, ...] = kind(*entries) if hasattr(value, "_fields") else kind(entries)
     return made
 
 
 def _is_dataclass(value: Any) -> bool:
     return dataclasses.is_dataclass(value) and not isinstance(value, type | nn.Module)
-
-
-def _fields(value: Any) -> dict[str, Any]:
-    """Return what stands in a dataclass, in fields and attributes beside them."""
-    names = dict.fromkeys([*(each.name for each in dataclasses.fields(value)), *getattr(value, "__dict__", ())])
-    return {name: getattr(value, name) for name in names if hasattr(value, name)}
 
 
 def entries(arguments: Any, given: list[Tensor]) -> tuple[int, list[Tensor]]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from accel.dataio.batches import map_tensors
+from accel.dataio.batches import map_tensors, with_entries
 
 
 class ExchangedArguments:
@@ -54,7 +54,7 @@ class ExchangedArguments:
             if other is not value:
                 self.pairs.append((value, other))
         elif isinstance(value, tuple):
-            other = _with_entries(value, [self.put_in(entry) for entry in value])
+            other = with_entries(value, [self.put_in(entry) for entry in value])
         else:
             other = map_tensors(self.put_in, value)
         self._given[id(value)] = value, other
@@ -96,14 +96,6 @@ class ExchangedArguments:
             tensor: that the call returns, say.
         """
         return self._own.get(id(tensor))
-
-
-def _with_entries(value: tuple[Any, ...], entries: list[Any]) -> tuple[Any, ...]:
-    if all(new is old for new, old in zip(entries, value, strict=True)):
-        return value
-    kind: Any = type(value)
-    made: tuple[Any, ...] = kind(*entries) if hasattr(value, "_fields") else kind(entries)
-    return made
 
 
 def _held(value: Any) -> Any:

@@ -16,7 +16,7 @@ from accel.graphs.host_draws import HostDraws, without_draws
 from accel.graphs.model_calls import CaptureError
 from accel.graphs.owners import Owners
 from accel.optim import FusedAdamW
-from tests.accel.graphs.model_loops import Tied, batch, both, step
+from tests.accel.graphs.model_loops import Tied, batch, both, squares_step, step
 from tests.accel.graphs.tape import TapeRecorder
 
 pytestmark = pytest.mark.filterwarnings("ignore:accel.graphs.capture:RuntimeWarning")
@@ -207,13 +207,7 @@ def test_state_that_the_first_step_makes_is_not_made_anew_in_each_replay(name: s
         model = nn.Linear(6, 3)
         optimizer = makes[name](model.parameters())
 
-        def whole(x: Tensor) -> Tensor:
-            optimizer.zero_grad()
-            loss = model(x).square().mean()
-            loss.backward()
-            optimizer.step()
-            return loss
-
+        whole = squares_step(model, optimizer)
         run: Any = taped_step(whole, modules=[model], optimizers=[optimizer], warmup=warmup) if captured else whole
         results = [run(batch(8, seed)).detach() for seed in range(8)]
         return [*results, *model.parameters()], run.replays if captured else 0

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from accel.amp import DynamicLossScale, decorate
 from accel.graphs import CaptureError
-from tests.accel.graphs.model_loops import batch
+from tests.accel.graphs.model_loops import batch, squares_step
 from tests.accel.graphs.test_frozen import beside_a_gpu, taped_step
 
 pytestmark = pytest.mark.filterwarnings("ignore:accel.graphs.capture:RuntimeWarning")
@@ -107,13 +107,7 @@ def test_a_state_that_was_cleared_begins_anew(cleared: str) -> None:
         model = nn.Linear(6, 3)
         optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, foreach=False)
 
-        def whole(x: Tensor) -> Tensor:
-            optimizer.zero_grad()
-            loss = model(x).square().mean()
-            loss.backward()
-            optimizer.step()
-            return loss
-
+        whole = squares_step(model, optimizer)
         run: Any = taped_step(whole, modules=[model], optimizers=[optimizer], warmup=1) if captured else whole
         results = []
         for seed in range(16):
@@ -175,13 +169,7 @@ def test_a_loss_scale_and_momentum_that_begins_late(name: str, warmup: int) -> N
         scale = DynamicLossScale(initial=2.0**10)
         decorate(model, optimizer, dtype=torch.float16, loss_scale=scale)
 
-        def whole(x: Tensor) -> Tensor:
-            optimizer.zero_grad()
-            loss = model(x).square().mean()
-            loss.backward()
-            optimizer.step()
-            return loss
-
+        whole = squares_step(model, optimizer)
         run: Any = taped_step(whole, modules=[model], optimizers=[optimizer], warmup=warmup) if captured else whole
         results: list[Any] = []
         for number in range(14):
