@@ -31,8 +31,9 @@ from accel.session.own_warning import warn
 
 _REQUESTS_ELSEWHERE = 4
 """Of batches, by another thread than the one that trains, after which the loop is taken to fetch there."""
-_UPDATES_ELSEWHERE = 100
-"""Without a request for a batch, after which the loop is taken to train on those of another loader."""
+_UPDATES_ELSEWHERE, _STEPS_ELSEWHERE = 100, 10
+"""Without a request for a batch, after which the loop is taken to train on those of another loader: so many updates, or
+those of so many steps where a step has several."""
 _START_S = 30.0
 """By which ranks may come to `accel.optimize` at different times: twice as much is waited for."""
 _WRITING_S = 30.0
@@ -259,7 +260,8 @@ class CheckpointRun(Onlooker):
     def updated(self) -> None:
         """An optimizer has stepped (updates.UpdateListener): notice that the loop has gone on to another loader."""
         self._since_request += 1
-        if self._since_request == _UPDATES_ELSEWHERE and not self._is_threaded:
+        longest = max(_UPDATES_ELSEWHERE, _STEPS_ELSEWHERE * self._by_step)
+        if self._since_request == longest and self._steps and not self._is_threaded:
             self._go_away()
 
     def _go_away(self) -> None:

@@ -489,6 +489,19 @@ def test_a_loop_that_goes_on_with_another_loader_is_not_deaf_to_sigterm(tmp_path
     accel.undo(training.model)
 
 
+def test_many_updates_with_each_batch_are_no_other_loader(tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    training = Training(tmp_path)
+    for x, y, _ in training.loader:  # as in reinforcement learning: another loop over what a batch has brought
+        noting = signal.getsignal(signal.SIGTERM)
+        for _ in range(150):
+            nn.functional.mse_loss(training.model(x), y).backward()
+            training.optimizer.step()
+        assert signal.getsignal(signal.SIGTERM) == noting
+    assert noting != before
+    accel.undo(training.model)
+
+
 def test_sigterm_that_came_before_the_loop_went_on_elsewhere_ends_the_process(tmp_path: Path) -> None:
     training = Training(tmp_path)
 
