@@ -378,9 +378,11 @@ def _candidate(strategy: Strategy, run: Run, settings: OptimizeSettings, fetchin
 def _refusal(strategy: Strategy, run: Run) -> str:
     if "model" in strategy.touches and run.observed.uncalled:
         return run.observed.uncalled
-    if "model" in strategy.touches and is_sharded(run.model):
+    if why := strategy.refusal(run):
+        return why
+    if "model" in strategy.touches and is_sharded(run.model):  # after it: that looks at all modules
         return "the model is sharded (FSDP, tensor parallel), which replays can't compare"
-    return strategy.refusal(run) or run.refused_elsewhere.get(strategy.name, "")
+    return run.refused_elsewhere.get(strategy.name, "")
 
 
 def _ruled_out(strategy: Strategy, settings: OptimizeSettings, fetching_in_use: bool) -> tuple[str, str] | None:

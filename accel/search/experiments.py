@@ -130,6 +130,7 @@ class Experiments:
     def _act(self, action: Action) -> Generator[Action, Result, Result]:
         looks = self.elapsed_s >= self._next_look_s and bool(self._freeing())
         result = yield replace(action, base=action.plan == self.plan, host=looks)
+        self._ledger.begin_turn()
         self.steps += result.steps
         self.elapsed_s += result.elapsed_s + result.aside_s
         self.saved_s += result.elapsed_s * (self._shown_gain(action.plan) - 1)

@@ -154,7 +154,7 @@ class StepEvents:
         """Let the profiler observe the coming steps, or stop it."""
         if self.observation is not None:
             self.observation.close()
-        self.observation = Observation(self._clock, self._run) if enabled else None
+        self.observation = Observation(self._clock, self._run, lambda: self.steps) if enabled else None
 
     # -- the loader (listeners.Follower) -------------------------------------------------------------------------------
 

@@ -1,17 +1,20 @@
 """The profiler's evidence on steps that the controller wants diagnosed: the same as in `accel profile`.
 
-Only while it is open: a wrapper around the backward pass, DDP's own timers, and the training thread's CPU times from
-the system, read when a batch is requested and delivered. Once it is closed, steps cost nothing more.
+Only while it is open: a wrapper around the backward pass, DDP's own timers, the training thread's CPU times from the
+system, read when a batch is requested and delivered, and on a GPU an event at each mark and wrappers around copies to
+it. Once it is closed, steps cost nothing more.
 """
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 import torch
 
 from accel.profiler import page_faults
 from accel.profiler.clocks import facts
+from accel.profiler.clocks.device_steps import DeviceSteps
 from accel.profiler.clocks.probes import BackwardProbe
 from accel.profiler.diagnose import anatomy
 from accel.profiler.evidence import Evidence, ThreadShare
@@ -27,9 +30,10 @@ class Observation:
     Args:
         clock: receives the times of the backward pass.
         run: the user's objects.
+        number: tells the number of the step that ends.
     """
 
-    def __init__(self, clock: StepClock, run: Run) -> None:
+    def __init__(self, clock: StepClock, run: Run, number: Callable[[], int]) -> None:
         self._clock, self._run = clock, run
         self._probe = BackwardProbe(clock.backward, clock.backwarded)
         self._ddp_wait = DdpWait()
@@ -38,12 +42,17 @@ class Observation:
         self._began = self._meter.read()
         self._requested: ThreadTime | None = None
         self._waits: list[tuple[float, float, float]] = []
+        self._device = DeviceSteps(clock, number, run.device) if run.cuda else None
         self._probe.install()
+        if self._device is not None:
+            self._device.install()
         clock.backward_is_seen = True
 
     def close(self) -> None:
         """Remove the wrapper and stop the timers."""
         self._ddp_wait.stop()
+        if self._device is not None:
+            self._device.remove()
         self._probe.remove()
         self._clock.backward_is_seen = False
         self._meter.close()
@@ -62,7 +71,9 @@ class Observation:
             )
 
     def evidence(self, steps: list[Measurement]) -> Evidence:
-        """Return the evidence on these steps."""
+        """Return the evidence on these steps, which get the times of a GPU that has done them."""
+        if self._device is not None:
+            self._device.apply(steps)
         run, now = self._run, self._meter.read()
         fault_s = page_faults.cost_s() if run.device.type == "cpu" else None
         return Evidence(

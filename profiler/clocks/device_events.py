@@ -19,8 +19,36 @@ READ_AFTER_STEPS = 8
 """Steps after which events are read; by then the device has passed them, or the step is left out."""
 
 
-def _cuda_event() -> Any:
-    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+class CudaEvent:
+    """An event on a device's current stream, whichever device is the current one.
+
+    Args:
+        device: default the current one.
+    """
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        self._device = device
+        self._event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+    def record(self) -> None:
+        """Let the device mark when it gets here."""
+        self._event.record(torch.cuda.current_stream(self._device))
+
+    def query(self) -> bool:
+        """Return whether the device has got here."""
+        passed: bool = self._event.query()  # type: ignore[no-untyped-call]
+        return passed
+
+    def elapsed_time(self, later: CudaEvent) -> float:
+        """Return the ms from this event to a later one."""
+        ms: float = self._event.elapsed_time(later._event)
+        return ms
+
+
+def _is_capturing() -> bool:
+    """Return whether the current stream records a graph: an event would become a part of that."""
+    started: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return started and torch.cuda.is_current_stream_capturing()
 
 
 def has_gpu() -> bool:
@@ -38,16 +66,22 @@ class DeviceEvents:
     Args:
         write: the clock's own `write`; each pair goes there too.
         make: makes an event with `record`, `query` and `elapsed_time`; default a CUDA event on the current stream.
+        each: called with phase → ms of each step that is read, in order; None if the device had not passed it.
 
     Attributes:
         on: False records nothing. Recording costs the host some microseconds a mark.
         steps: steps read.
     """
 
-    def __init__(self, write: Callable[[Any], None], make: Callable[[], Any] = _cuda_event) -> None:
+    def __init__(
+        self,
+        write: Callable[[Any], None],
+        make: Callable[[], Any] = CudaEvent,
+        each: Callable[[dict[str, float] | None], None] = lambda ms: None,
+    ) -> None:
         self.on = False
         self.steps = 0
-        self._write, self._make = write, make
+        self._write, self._make, self._each = write, make, each
         self._free: list[Any] = []
         self._step: list[tuple[str, Any]] = []
         self._pending: deque[list[tuple[str, Any]]] = deque()
@@ -64,7 +98,7 @@ class DeviceEvents:
             self._step[-1:] = [(pair[1], event) for _, event in self._step[-1:]]
         elif pair[0] is SETTLED:
             self._step = [(settled(code, within=pair[1]), event) for code, event in self._step]
-        elif pair[0] in MEANING or pair[0] in PROVISIONAL:
+        elif (pair[0] in MEANING or pair[0] in PROVISIONAL) and not _is_capturing():
             event = self._free.pop() if self._free else self._make()
             event.record()
             self._step.append((pair[0], event))
@@ -80,11 +114,21 @@ class DeviceEvents:
             self._read(self._pending.popleft())
 
     def _read(self, marks: list[tuple[str, Any]]) -> None:
+        took: defaultdict[str, float] | None = None
         if marks[-1][1].query():
+            took = defaultdict(float)
             for (phase, start), (_, end) in itertools.pairwise(marks):
-                self._ms[settled(phase, within=False)] += start.elapsed_time(end)
+                took[settled(phase, within=False)] += start.elapsed_time(end)
+            for phase, ms in took.items():
+                self._ms[phase] += ms
             self.steps += 1
         self._free += [event for _, event in marks]
+        self._each(took)
+
+    def finish(self) -> None:
+        """Read all steps that have ended."""
+        while self._pending:
+            self._read(self._pending.popleft())
 
     def ms(self) -> dict[str, float]:
         """Return phase → ms per step on the device, for the steps read; {} if there are none."""

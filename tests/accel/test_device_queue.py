@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import accel
 from accel import strategies
+from accel.profiler.clocks import device_steps
 from accel.profiler.phases import Measurement
 from accel.run import Run
 from accel.search.actions import Action, Result
@@ -49,6 +50,22 @@ class Device:
         """Wait until all is done."""
         self.waits += 1
         self.now_s = max(self.now_s, self.free_at)
+
+
+class Event:
+    """Is passed when the work before it is done."""
+
+    def __init__(self, device: Device) -> None:
+        self.device, self.at_s = device, 0.0
+
+    def record(self) -> None:
+        self.at_s = max(self.device.now_s, self.device.free_at)
+
+    def query(self) -> bool:
+        return self.at_s <= self.device.now_s
+
+    def elapsed_time(self, later: Event) -> float:
+        return (later.at_s - self.at_s) * 1e3
 
 
 class Change(Strategy):
@@ -111,6 +128,55 @@ def test_a_gain_is_that_of_the_device(
     assert row.gain is not None, row
     assert row.gain == pytest.approx(gain, rel=0.05), row
     assert samples == 40 or device.waits < steps  # at the edges of blocks, and of epochs
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize(("data_s", "limit"), [(0.001, "compute"), (0.03, "input")])
+def test_where_the_host_waits_for_the_device_is_not_where_the_time_goes(
+    data_s: float, limit: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = Device()
+
+    class Slow(TensorDataset):
+        def __getitems__(self, indices: list[int]) -> list[Any]:
+            device.host(data_s)  # the device does its work of the last step meanwhile
+            return [super(Slow, self).__getitem__(index) for index in indices]
+
+    class Network(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            device.host(0.001)
+            device.work(0.01)
+            return super().forward(x)
+
+    def copied(tensor: Tensor, *args: Any) -> Tensor:
+        device.synchronize()  # as a copy from pageable memory does
+        device.host(0.0005)
+        return tensor
+
+    monkeypatch.setattr(Run, "cuda", property(lambda self: True))
+    monkeypatch.setattr(torch.cuda, "synchronize", device.synchronize)
+    monkeypatch.setattr(Tensor, "cuda", copied)
+    monkeypatch.setattr(device_steps, "CudaEvent", lambda place: Event(device))
+    monkeypatch.setitem(Session.__init__.__kwdefaults__, "clock", device.now)
+    model: Any = Network(4, 2)
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.01)
+    plain = DataLoader(Slow(torch.randn(800, 4), torch.randn(800, 2)), batch_size=16)
+    model, loader, optimizer = accel.optimize(
+        model, plain, optimizer, disable=strategies.names(), budget=60, cache=False
+    )
+    for x, target in loader:
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(x.cuda()), target).backward()
+        optimizer.step()
+    report = accel.explain(model)
+    accel.undo(model)
+    assert Tensor.cuda is copied
+    anatomy = report.anatomy_before
+    assert anatomy["forward"] == pytest.approx(11.0 if limit == "input" else 10.5, rel=0.1), anatomy
+    assert anatomy["copy"] == pytest.approx(0.5, rel=0.1), anatomy
+    assert anatomy["data"] == pytest.approx(data_s * 1e3 - 10 if limit == "input" else 0.0, abs=1.0), anatomy
+    assert anatomy["host"] < 0.5, anatomy
+    assert report.bottleneck in (limit, "crowded cores")
 
 
 def test_the_edges_of_an_action() -> None:

@@ -22,7 +22,7 @@ from accel.session.observation import Observation
 def observed(counts: list[Any]) -> Evidence:
     model = nn.Linear(6, 2)
     run = Run(model, DataLoader(TensorDataset(torch.randn(8, 6))), [], Gate(model, []), SimpleNamespace())  # type: ignore[arg-type]
-    observation = Observation(StepClock(), run)
+    observation = Observation(StepClock(), run, lambda: 0)
     try:
         return observation.evidence(
             [Measurement(step=n, seconds=0.01, page_faults=count) for n, count in enumerate(counts)]

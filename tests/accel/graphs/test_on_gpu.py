@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, TensorDataset
 
 import accel
-from accel import optim
+from accel import optim, strategies
 from accel.graphs import CaptureError, calls_of, capture
 
 pytestmark = [
@@ -234,8 +234,9 @@ def test_the_strategy_in_a_run() -> None:
     data = TensorDataset(torch.randn(512, 64), torch.randint(4, (512,)))
     loader: Any = DataLoader(data, batch_size=32, drop_last=True)
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.05)
+    others = [name for name in strategies.names() if name != "cuda_graphs"]  # 640 steps of 3 ms are few for all
     model, loader, optimizer = accel.optimize(
-        model, loader, optimizer, enable=("cuda_graphs",), disable=("torch_compile",), budget=100.0, cache=False
+        model, loader, optimizer, enable=("cuda_graphs",), disable=others, budget=100.0, cache=False
     )
     for _ in range(40):
         for x, target in loader:
@@ -278,6 +279,9 @@ def train_parallel(kind: str, captured: bool) -> tuple[list[Tensor], Any]:
     return [*losses, *inner.state_dict().values()], run
 
 
+@pytest.mark.filterwarnings(
+    "ignore:The AccumulateGrad node's stream"
+)  # as torch asks, the wrapper is of another stream
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_a_whole_step_under_distributed_data_parallel(kind: str, one_rank: None) -> None:
     expected, _ = train_parallel(kind, captured=False)
