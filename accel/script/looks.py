@@ -1,8 +1,9 @@
 """How much it may take to get to know the models of a script, which may make ever new ones.
 
-To find the modules of an optimizer, all objects of the process are gone through: 20 ms, or seconds beside a dataset of
-many small ones. To begin the search for a model takes as long. Federated training and population loops copy a model
-for each of thousands of clients, which take a few steps each.
+To find the modules of an optimizer, those that were built in the run are gone through, and if they are not among these
+all objects of the process: 20 ms, or seconds beside a dataset of many small ones. To begin the search for a model takes
+as long. Federated training and population loops copy a model for each of thousands of clients, which take a few steps
+each.
 """
 
 from __future__ import annotations

@@ -32,6 +32,7 @@ class OptimizerSteps:
         batches: how many the script has been given so far.
         after: called after each of its steps, with these steps.
         among: modules that own its parameters, if that is known. Of none nothing is learnt: steps are only followed.
+        registered: returns modules among which those may be.
 
     Attributes:
         parameters: the identities of those that it trains.
@@ -49,6 +50,7 @@ class OptimizerSteps:
         batches: int,
         after: Callable[[OptimizerSteps], None],
         among: Sequence[nn.Module] | None = None,
+        registered: Callable[[], Sequence[nn.Module]] = lambda: (),
     ) -> None:
         self.optimizer = optimizer
         self.parameters = parameters_of(optimizer)
@@ -56,7 +58,7 @@ class OptimizerSteps:
         self.from_loader = False
         self._batches, self._after = batches, after
         self._steps = 1
-        self._modules = CalledModules(_counting, _counting_hooks)
+        self._modules = CalledModules(_counting, _counting_hooks, registered)
         self._modules.learn(optimizer, self._steps, among)
         self.roots = self._modules.modules
         """The outermost modules that own its parameters."""

@@ -25,6 +25,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from accel import entry, startup
 from accel.dataio.passes.proxy import LoaderProxy
 from accel.profiler import stderr
+from accel.profiler.clocks.registered_modules import RegisteredModules
 from accel.run import ranks
 from accel.script.learners import Learners
 from accel.script.loaders import ScriptLoaders
@@ -78,6 +79,7 @@ class ScriptTraining:
         self.loaders = ScriptLoaders(thread)
         self._options, self._thread, self._whole, self._earlier = options, thread, whole, earlier
         self._boundary = UpdateBoundary()
+        self._registered = RegisteredModules()
         self._looks = Looks(Budget.parse(options["budget"]), clock)
         self._learning = Learners(_AT_ONCE, self._leave)
         self._due: list[OptimizerSteps] = []
@@ -104,11 +106,13 @@ class ScriptTraining:
         """Follow loaders and optimizers from now on."""
         self.loaders.on_new, self.loaders.on_request = self._follow, self._between_steps
         self.loaders.start()
+        self._registered.start()
         self._hook = register_optimizer_step_post_hook(self._updated)
 
     def stop(self) -> None:
         """Restore torch and the script's objects; what has been optimized stays so."""
         self.loaders.stop()
+        self._registered.stop()
         if self._hook is not None:
             self._hook.remove()
         self._learning.release()
@@ -230,7 +234,7 @@ class ScriptTraining:
             return
         self._met += 1
         with self._looks.take() if owners is None else contextlib.nullcontext():
-            steps = OptimizerSteps(optimizer, self.loaders.delivered, self._stepped, owners)
+            steps = OptimizerSteps(optimizer, self.loaders.delivered, self._stepped, owners, self._registered.seen)
         if any(entry.optimized(root) for root in steps.roots) or not steps.roots:
             steps.release()  # its model's session meets it too; parameters of no module are nobody's
             return

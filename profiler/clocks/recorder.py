@@ -26,6 +26,7 @@ from accel.profiler.clocks.batches import BatchMarks
 from accel.profiler.clocks.called_modules import CalledModules
 from accel.profiler.clocks.device_events import DeviceEvents, has_gpu
 from accel.profiler.clocks.probes import Function, Loaders, Probes
+from accel.profiler.clocks.registered_modules import RegisteredModules
 from accel.profiler.evidence import LoaderFacts
 from accel.profiler.optimizers import Optimizers
 from accel.profiler.phases import MAYBE_FORWARD, MAYBE_HOST, PairTape, StepClock, Tape
@@ -68,14 +69,17 @@ class Recorder(BatchMarks):
         """Others train in step with this one."""
         self.trained = facts.Trained()
         self.probes = Probes(self, loaders)
-        self.roots = CalledModules(self.calling, self.call_hooks)
+        self._registered = RegisteredModules()
+        self.roots = CalledModules(self.calling, self.call_hooks, self._registered.seen)
 
     def start(self) -> None:
         """Start recording."""
+        self._registered.start()
         self.probes.install()
 
     def stop(self) -> None:
         """Restore torch and the models."""
+        self._registered.stop()
         self.probes.remove()
         self.roots.release()
 
