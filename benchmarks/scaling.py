@@ -1,11 +1,12 @@
 """Scaling: how many samples a second 1, 2, 4 … ranks train, with and without accel.
 
-    python -m benchmarks.scaling [MODEL …] [--shape 1x1 --shape 2x1 …] [--rate 1gbit] [--record] [--plot scaling.svg]
+    python -m benchmarks.scaling [MODEL …] [--shape 1x1 --shape 2x1 …] [--rate 1gbit] [--allow lossy] [--record]
+    python -m benchmarks.scaling --plot docs/scaling.svg
 
 Strong scaling keeps the batch of the whole group, weak scaling that of each rank. Ranks run under torchrun. As root
 with iproute2 each host of a shape (hosts x ranks of each) is a network namespace whose link is shaped to `--rate`; with
 GPUs, or without root, there is one host. Each launch trains one variant, plain and accelerated ones in turns A B B A; a
-step is that of the slowest rank, after the search.
+step is that of the slowest rank, after the search. `--plot` draws what is recorded, and measures nothing.
 """
 
 from __future__ import annotations
@@ -49,6 +50,12 @@ def _percent(side: str) -> Callable[[Row], str | None]:
     return cell
 
 
+def _title(row: Row) -> str:
+    links = f", links of {row['rate']}" if row["rate"] else ""
+    level = "" if row["allow"] == "reordered" else f", allow={row['allow']!r}"
+    return f"{row['model']}, {row['kind']}{links}{level}"
+
+
 RECORD = Record(
     "scaling",
     "samples a second of a whole group under DistributedDataParallel, with and without accel",
@@ -56,6 +63,7 @@ RECORD = Record(
         "model": Column("of the suite", "model"),
         "size": Column('"tiny" or "full"'),
         "kind": Column("strong: the group's batch stays; weak: the rank's"),
+        "allow": Column("of accel.optimize"),
         "rate": Column("of each host's link; empty where it is not shaped"),
         "shape": Column("hosts x ranks of each", "hosts x ranks"),
         "ranks": Column("in all"),
@@ -83,8 +91,8 @@ RECORD = Record(
         f"{SOURCE}, {{cores}} cores: ranks beyond that share them. Efficiency is over as many plain ranks that each "
         "train as one alone."
     ),
-    title=lambda row: f"{row['model']}, {row['kind']}" + (f", links of {row['rate']}" if row["rate"] else ""),
-    key=("model", "size", "kind", "rate", "shape"),
+    title=_title,
+    key=("model", "size", "kind", "rate", "allow", "shape"),
 )
 
 
@@ -244,6 +252,7 @@ def compare(launch: Launch, shape: tuple[int, int], rate: str, rounds: int, star
         "model": launch.model,
         "size": launch.size,
         "rate": rate,
+        "allow": launch.allow,
         "shape": f"{shape[0]}x{shape[1]}",
         "ranks": ranks,
         "batch": launch.batch,
@@ -271,6 +280,12 @@ def with_efficiency(rows: Sequence[Row]) -> list[Row]:
     return [{**row, **{f"{side}_efficiency": efficiency(row, side) for side in ("plain", "accel")}} for row in rows]
 
 
+def _alone(launch: Launch, kind: str, rate: str) -> list[Row]:
+    """Return what was recorded of one rank: under another `allow` it trains plainly as well."""
+    conditions = {"model": launch.model, "size": launch.size, "kind": kind, "rate": rate, "ranks": 1}
+    return [row for row in RECORD.rows() if all(row[name] == value for name, value in conditions.items())][:1]
+
+
 def default_shapes(gpus: int, cores: int, has_lab: bool) -> list[str]:
     """Return what is measured here: powers of two up to the GPUs, hosts of a lab, or ranks up to the cores."""
     most = gpus or (max(cores, 4) if has_lab else cores)
@@ -279,7 +294,12 @@ def default_shapes(gpus: int, cores: int, has_lab: bool) -> list[str]:
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:
-    """Draw samples a second over ranks, a panel for each curve, axes from zero; dotted is a perfect curve."""
+    """Draw samples a second over ranks, a panel for each curve, axes from zero; dotted is a perfect curve.
+
+    Args:
+        rows: of curves that have one rank, or else follow from one that has.
+        path: of an SVG or PNG file.
+    """
     import io
 
     from matplotlib.figure import Figure
@@ -295,7 +315,8 @@ def draw(rows: Sequence[Row], path: Path) -> None:
         ranks = [row["ranks"] for row in curve]
         for side, marker in (("plain", "o"), ("accel", "s")):
             panel.plot(ranks, [row[f"{side}_samples_s"] for row in curve], marker=marker, label=side)
-        alone = curve[0]["plain_samples_s"] / curve[0]["ranks"]
+        first = curve[0]
+        alone = first["plain_samples_s"] / first["ranks"] / (first["plain_efficiency"] or 1.0)
         panel.plot([0, max(ranks)], [0, alone * max(ranks)], ":", color="grey", label="perfect")
         panel.set(title=title, xlabel="ranks", ylabel="samples/s", xlim=0, ylim=0, xticks=ranks)
         panel.legend()
@@ -333,7 +354,7 @@ def _shape(text: str) -> tuple[int, int]:
 @click.option("--steps", default=30, show_default=True, type=click.IntRange(2), help="Measured in a launch.")
 @click.option("--settle", default=120.0, show_default=True, help="Longest search, s.")
 @click.option("--rounds", default=2, show_default=True, type=click.IntRange(1), help="Launches of each variant.")
-@click.option("--plot", type=click.Path(path_type=Path, dir_okay=False), help="Draw the curves to an SVG or PNG file.")
+@click.option("--plot", type=click.Path(path_type=Path, dir_okay=False), help="Draw what is recorded to this file.")
 @click.option("--record", is_flag=True, help="Write the figures to benchmarks/results/, after each curve.")
 @click.option("--worker", hidden=True)
 def main(
@@ -353,6 +374,8 @@ def main(
     """Measure scaling curves of MODELS (default: resnet)."""
     if worker is not None:
         return work(Launch(**json.loads(worker)))
+    if plot is not None:
+        return draw(RECORD.rows(), plot)
     console = Console(highlight=False, soft_wrap=True)
     gpus = torch.cuda.device_count()
     reason = "GPUs are used" if gpus else why_not()
@@ -361,7 +384,6 @@ def main(
     wanted = [_shape(text) for text in shapes or default_shapes(gpus, usable_cores(), not reason)]
     if reason and any(hosts > 1 for hosts, _ in wanted):
         raise click.ClickException(f"shapes with several hosts can't be had: {reason}")
-    rows: list[Row] = []
     for model, kind in itertools.product(models or ("resnet",), kinds):
         batch = MODELS[model](size).loader.batch_size
         curve = []
@@ -373,11 +395,8 @@ def main(
             launch = Launch(model, size, share, False, allow, steps, settle)
             curve.append({**compare(launch, shape, "" if reason else rate, rounds, launched), "kind": kind})
             console.print(LINE.format_map({**curve[-1], "words": ", ".join(curve[-1]["kept"]) or "nothing"}))
-        rows += with_efficiency(curve)
         if record:
-            RECORD.write(with_efficiency(curve))
-    if plot is not None:
-        draw(rows, plot)
+            RECORD.write(with_efficiency([*curve, *_alone(launch, kind, "" if reason else rate)])[: len(curve)])
 
 
 if __name__ == "__main__":

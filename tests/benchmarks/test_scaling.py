@@ -74,6 +74,28 @@ def test_shapes_fit_the_machine(gpus: int, cores: int, has_lab: bool, shapes: li
     assert default_shapes(gpus, cores, has_lab) == shapes
 
 
+def test_another_level_is_another_curve_from_the_same_plain_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    reordered = curve()
+    lossy = {**reordered[1], "allow": "lossy"}
+    monkeypatch.setattr(scaling.Record, "rows", lambda self: reordered)
+    (alone,) = scaling._alone(LAUNCH, "weak", "1gbit")
+    assert alone == reordered[0]
+    assert with_efficiency([lossy, alone])[0]["plain_efficiency"] == pytest.approx(0.8)
+    assert scaling._alone(LAUNCH, "weak", "") == []
+    assert RECORD.title is not None
+    assert (RECORD.title(lossy), RECORD.title(alone)) == (
+        "ncf, weak, links of 1gbit, allow='lossy'",
+        "ncf, weak, links of 1gbit",
+    )
+
+
+def test_a_plot_measures_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(scaling.Record, "rows", lambda self: curve())
+    monkeypatch.setattr(scaling, "launched", lambda *arguments: pytest.fail("ranks were launched"))
+    done = CliRunner().invoke(scaling.main, ["--plot", str(tmp_path / "curve.svg")])
+    assert done.exit_code == 0 and (tmp_path / "curve.svg").exists()
+
+
 @pytest.mark.parametrize("name", ["curve.svg", "curve.png"])
 def test_curves_are_drawn(name: str, tmp_path: Path) -> None:
     draw(curve(), tmp_path / name)
