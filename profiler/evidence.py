@@ -109,6 +109,8 @@ class SyncPoint:
     """Per step."""
     ms: float
     """Per step."""
+    copies: bool = False
+    """Whether it is the wait of a copy to the device, and not of a read."""
 
 
 @dataclass(kw_only=True)
@@ -130,12 +132,14 @@ class TraceSummary:
     """`backward`, or `forward` with the loss → kind of operator → share of its operators' time; {} on a device."""
     dtypes: dict[str, float] = field(default_factory=dict)
     """Share of matmul time by dtype."""
-    device_busy: float | None = None
-    """Share of the window in which the device ran a kernel; None without a GPU."""
-    launch_gap: float | None = None
-    """Share of the window in which the device waited for its next launch."""
-    copy_share: float | None = None
-    """Share of the window in host-to-device copies that nothing hid."""
+    busy_ms: float | None = None
+    """Per step: the device ran a kernel, NCCL's left out, which wait for other ranks; None without a GPU."""
+    copy_ms: float = 0.0
+    """Per step: host-to-device copies that nothing hid."""
+    read_ms: float = 0.0
+    """Per step: the device idled since it had run dry while the host waited to read from it."""
+    launch_ms: float = 0.0
+    """Per step: the device idled since it had run dry while the host was doing something else."""
     syncs: list[SyncPoint] = field(default_factory=list)
     file: str = ""
     """Chrome trace, relative to the report."""
@@ -218,8 +222,8 @@ class Evidence:
     ddp_wait_share: float | None = None
     """Share of the steps' time in DDP's all-reduce that the backward pass did not hide; None without DDP. In `steps` it
     is part of backward."""
-    device_ms: dict[str, float] = field(default_factory=dict)
-    """Phase → ms per step on the GPU, by events; {} without one."""
+    host_ms: dict[str, float] = field(default_factory=dict)
+    """Phase → ms per step by the host's clock, where `steps` have a GPU's times; {} where they have the host's."""
     trace: TraceSummary | None = None
     roofline: Roofline | None = None
     gpus: list[GpuShare] = field(default_factory=list)

@@ -34,7 +34,7 @@ MEANING = {
 PHASES = tuple(MEANING)
 
 # The other codes on the tape; the entry after each is a time, or what the name says.
-STEP, _RESUME, _SKIP = ".step", ".resume", ".skip"
+STEP, RESUME, SKIP = ".step", ".resume", ".skip"
 _FIRST, _BATCH = ".first", ".batch"
 WAS = ".was"
 """The open phase is renamed, from its beginning, to the one in the next entry."""
@@ -215,7 +215,7 @@ class StepClock:
 
     def skip(self) -> None:
         """Exclude the time since the last mark from the step."""
-        self.write((_SKIP, self.now()))
+        self.write((SKIP, self.now()))
 
     def cut(self) -> None:
         """End the step at the last mark, and begin the next one there."""
@@ -223,7 +223,7 @@ class StepClock:
 
     def resume(self) -> None:
         """Begin the open step only now: the time since its beginning was not the loop's."""
-        self.write((_RESUME, self.now()))
+        self.write((RESUME, self.now()))
 
     def restart(self, *, first: bool = False) -> float:
         """Discard what was booked, begin a step now and return the time; `first` marks the start of an epoch."""
@@ -277,7 +277,7 @@ class StepClock:
         del self.tape[:]
         self._has_segments = True
         now = self.now()
-        self.write((_RESUME, now))
+        self.write((RESUME, now))
         self.write((phase, now))
         return segment
 
@@ -316,7 +316,7 @@ class StepClock:
                 phase = settled(phase, within=at)
             else:
                 self.aside_s += at - last
-                if code == _RESUME:
+                if code == RESUME:
                     opened = at
                     for name in booked:
                         booked[name] = 0.0

@@ -9,6 +9,7 @@ Everything happens between two steps of the script, on its own thread; only the 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import sys
 import threading
@@ -23,13 +24,14 @@ import torch
 from accel.profiler import naming
 from accel.profiler.clocks import called_modules as roots
 from accel.profiler.clocks import facts
-from accel.profiler.clocks.device_events import has_gpu
+from accel.profiler.clocks.backlog import Backlog
+from accel.profiler.clocks.device_events import events_on, has_gpu
 from accel.profiler.clocks.probes import Loaders
 from accel.profiler.clocks.recorder import Recorder
 from accel.profiler.clocks.segments import KEPT_STEPS
 from accel.profiler.clocks.settings import TorchSettings
 from accel.profiler.conclusion import judging
-from accel.profiler.diagnose import one_offs
+from accel.profiler.diagnose import device_time, one_offs
 from accel.profiler.diagnose.causes import CROWDS
 from accel.profiler.evidence import Evidence, TraceSummary
 from accel.profiler.experiments import suspects
@@ -44,6 +46,7 @@ from accel.profiler.system.loop_source import batch_lines, users_frames
 from accel.profiler.system.meters import Crowd, DdpWait, Span, Workers
 from accel.profiler.system.sampler import Sampler
 from accel.profiler.trace import roofline
+from accel.profiler.trace.digest import located
 from accel.profiler.trace.window import Window, WindowTaken
 
 WARM_UP = 3
@@ -80,6 +83,7 @@ class ProfileSession:
         ident, native = thread or (threading.get_ident(), threading.get_native_id())
         self.recorder = Recorder(loaders=loaders, thread=ident)
         self.recorder.has_ranks = exchange.launched
+        self.recorder.drain = self._drain
         self.exchange = exchange
         self.experiments: dict[str, Experiment] = {}
         """By the cause they tested."""
@@ -121,6 +125,7 @@ class ProfileSession:
         self.recorder.stop()
         self._settings.stop()
         self._sampler.stop()
+        self._mark_device(False)
         self._sampler.count(self.recorder.last_boundary)
         if self.stage in ("observing", "watching"):
             self._crowd.end()
@@ -210,9 +215,29 @@ class ProfileSession:
         self._workers.begin(self.recorder.worker_pids())
 
     def _mark_device(self, on: bool) -> None:
-        if self.recorder.events is not None:
-            # An event would start CUDA in a script that trains on the CPU.
-            self.recorder.events.on = on and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        events = self.recorder.events
+        if events is None:
+            return
+        events.stop()
+        # An event would start CUDA in a script that trains on the CPU.
+        if on and (device := self._device()).type == "cuda":
+            events.start(events_on(device))
+
+    def _backlog(self) -> Backlog | None:
+        device = self._device()
+        if device.type != "cuda":
+            return None
+        return Backlog(self.recorder.clock.now, functools.partial(torch.cuda.synchronize, device), events_on(device))
+
+    def _drain(self) -> float:
+        """Wait until a GPU has done what was queued, and return the seconds until then; 0 without one."""
+        device = self.recorder.trained.device
+        if device.type != "cuda":
+            return 0.0
+        began = self.recorder.clock.now()
+        with contextlib.suppress(RuntimeError):  # an error of the script's, which its next call raises
+            torch.cuda.synchronize(device)
+        return self.recorder.clock.now() - began
 
     def _learn_loop(self) -> None:
         """Find out, in the next call of the model and the next update, which lines of the script make batches."""
@@ -237,7 +262,7 @@ class ProfileSession:
         if self._device().type == "cuda":
             lines = yield from self._window(1, None, stacks=True)
             if self._trace is not None and lines is not None:
-                self._trace.syncs = lines.syncs
+                self._trace.syncs = located(self._trace.syncs, lines.syncs)
 
     def _window(
         self, steps: int, file: Path | None, *, stacks: bool = False
@@ -280,9 +305,11 @@ class ProfileSession:
             switch = self._counterfactual(cause) or Unchanged()
             config = TOGETHER if self.exchange.launched else ALONE
             yield
+            self.recorder.on_call = self.recorder.pauses.called if switch.changes_learning else None
             self.experiments[cause] = yield from experiment(
-                switch, config=config, snapshot=self._snapshot, pauses=self.recorder.pauses
+                switch, config=config, snapshot=self._snapshot, pauses=self.recorder.pauses, backlog=self._backlog()
             )
+            self.recorder.on_call = None
 
     def _suspects(self) -> list[str]:
         self._suspected = naming.diagnose(self.evidence()).findings
@@ -312,7 +339,10 @@ class ProfileSession:
         """Return what has been measured so far."""
         recorder, exchange = self.recorder, self.exchange
         trained = self._trained()
-        ordinary, slow_once = one_offs.split(self.steps)
+        taken = recorder.events.taken if recorder.events is not None else {}
+        steps = device_time.by_device(self.steps, taken)
+        is_timed = steps is not self.steps
+        ordinary, slow_once = one_offs.split(steps)
         left_out = [measured.step for measured in slow_once]
         waited = self._ddp_wait.mean(without=left_out)
         step_s = sum(measured.seconds for measured in ordinary) / max(1, len(ordinary))
@@ -339,10 +369,14 @@ class ProfileSession:
             dtype=trained.dtype,
             anomaly_mode=self._settings.anomaly_mode,
             ddp_wait_share=waited / step_s if waited is not None and step_s else None,
-            device_ms=recorder.events.ms() if recorder.events is not None else {},
+            host_ms={p: s * 1e3 for p, s in device_time.means(self.steps).items()} if is_timed else {},
             trace=self._trace,
             model_name=roots.name(recorder.roots.modules),
-            unseen=[*self.unseen, *one_offs.told(ordinary, slow_once)],
+            unseen=[
+                *self.unseen,
+                *([device_time.UNSEEN] if trained.device.type == "cuda" and not is_timed else []),
+                *one_offs.told(ordinary, slow_once),
+            ],
         )
 
     def finish(self) -> Evidence:
@@ -359,9 +393,16 @@ class ProfileSession:
         if self._trace is None:
             evidence.unseen.append("operators: the run ended before the trace window")
         with contextlib.suppress(RuntimeError):  # out of memory: a report without a roofline is still one
-            dtypes = [torch.float32, torch.float64] if evidence.dtype == "float64" else [torch.float32]
-            evidence.roofline = roofline.measure(self._device(), dtypes)
+            evidence.roofline = roofline.measure(self._device(), self._dtypes(evidence))
         return evidence
+
+    def _dtypes(self, evidence: Evidence) -> list[torch.dtype]:
+        """Return those in which to measure products: on a GPU also the one in which most of the script's were."""
+        names = ["float32", *(["float64"] if evidence.dtype == "float64" else [])]
+        products = evidence.trace.dtypes if evidence.trace is not None and evidence.device == "cuda" else {}
+        names += sorted(products, key=lambda name: products[name])[-1:]
+        kinds = (getattr(torch, name, None) for name in dict.fromkeys(names))
+        return [kind for kind in kinds if isinstance(kind, torch.dtype)]
 
     @property
     def samples_per_step(self) -> float | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 
+import torch.distributed as dist
 from torch import nn
 
 from accel.run import ranks
@@ -19,6 +20,8 @@ def is_sharded(model: nn.Module) -> bool:
     Args:
         model: a module of any kind.
     """
+    if not (dist.is_available() and dist.is_initialized()):  # asked at each look: all of 1,000 modules take some ms
+        return False
     wrappers = _loaded("torch.distributed.fsdp", "FullyShardedDataParallel", "FSDPModule")
     spread = _loaded("torch.distributed.tensor", "DTensor")
     if wrappers and any(isinstance(module, wrappers) for module in model.modules()):

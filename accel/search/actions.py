@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from accel.guard.guard import Comparison
@@ -48,13 +48,11 @@ class Action:
     settled: bool = False
     """The search is over; resources of strategies that are off may be released."""
 
-    def may_end_block(self, result: Result) -> bool:
-        """Return whether the next step may be the last one to settle, or to be counted."""
-        if self.whole_epoch:
-            return False
-        if len(result.settling) < self.settle:
-            return len(result.settling) == self.settle - 1
-        return len(result.measurements) >= self.steps - 1
+    def on_idle_device(self) -> Action:
+        """Return the action for a device that has no work when it begins: then no step hides the first one's fetch."""
+        if self.rest or self.whole_epoch or self.check is not None:
+            return self
+        return replace(self, settle=max(1, self.settle))
 
 
 @dataclass(kw_only=True)
@@ -65,6 +63,10 @@ class Result:
     """The counted steps."""
     settling: list[float] = field(default_factory=list)
     """Seconds of the steps left out."""
+    settling_steps: list[int] = field(default_factory=list)
+    """Their numbers."""
+    drained: bool = False
+    """A device has done all work of these steps before the next one begins, so that this costs more than it takes."""
     steps: int = 0
     """All steps, counted or not."""
     aside_s: float = 0.0
@@ -90,6 +92,23 @@ class Result:
             last.seconds += seconds
             for name in [*last.phases][-1:]:
                 last.phases[name] += seconds
+
+    def forget_steps(self) -> None:
+        """Forget the times of the steps so far."""
+        for times in (self.measurements, self.settling, self.settling_steps):
+            times.clear()
+
+    def take_times(self, seconds: Mapping[int, float]) -> None:
+        """Let steps have a device's times; those that were observed have them already, by phases.
+
+        Args:
+            seconds: by the number of the step.
+        """
+        for measured in self.measurements if self.evidence is None else ():
+            if took := seconds.get(measured.step):
+                _scale(measured, took)
+        numbered = zip(self.settling_steps, self.settling, strict=True)
+        self.settling = [seconds.get(number, by_host) for number, by_host in numbered]
 
     @property
     def diagnosis(self) -> naming.Diagnosis:
@@ -121,6 +140,13 @@ class Result:
             if other.finding is not None:
                 merged.finding = other.finding if merged.finding is None else merged.finding.merge(other.finding)
         return merged
+
+
+def _scale(measured: Measurement, seconds: float) -> None:
+    """Let a step take so long, each phase its share."""
+    factor = seconds / measured.seconds if measured.seconds else 1.0
+    measured.seconds = seconds
+    measured.phases = {phase: factor * each for phase, each in measured.phases.items()}
 
 
 @dataclass(frozen=True, kw_only=True)

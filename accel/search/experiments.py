@@ -78,7 +78,7 @@ class Experiments:
         self.plain_ms = 0.0
         self.elapsed_s = self.cost_s = self.saved_s = 0.0
         self._check_s: dict[str, float] = {}
-        """What is compared → what the guard's last comparison of it cost, without one-off work."""
+        """What is compared → what the guard's next comparison of it will cost by the last one, without one-off work."""
         self._passed: dict[str, Choices] = {}
         """The last plan with each candidate that the guard has passed."""
         self._next_trial_s: dict[str, float] = {}
@@ -350,7 +350,8 @@ class Experiments:
         result = yield from self._act(Action(plan=self.plan, steps=steps, check=trial_plan))
         works = candidate.one_off_s or candidate.expected_s is not None
         if not works and self._compiled_without(candidate) is None:  # else it may be mostly that
-            self._check_s[check_cost.compared(candidate)] = self.cost_s - cost_s
+            took_s = check_cost.measured_s(result.finding, steps, self.cost_s - cost_s)
+            self._check_s[check_cost.compared(candidate)] = took_s
         if self._changed(result) or candidate.name in result.trips:
             return False
         finding = result.finding

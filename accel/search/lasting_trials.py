@@ -73,7 +73,7 @@ def before_and_after(
     result = yield from act(Action(plan=b, steps=len(before), settle=settle))
     if result is None:
         return None
-    settling = settling_cost(result.settling, statistics.median(result.seconds))
+    settling = settling_cost(result.settling, reduce(result.seconds))
     tried = _compared(before, result.seconds, settling, config, reduce)
     return tried._replace(outcome=replace(tried.outcome, saved_faults=_saved(faults, result.page_faults)))
 
@@ -99,7 +99,7 @@ def in_turns_unless_it_lasts(
         b: the plan after.
         settle, config, reduce, step_s: as of `before_and_after`.
     """
-    lasting = _Lasting()
+    lasting = _Lasting(reduce)
 
     def watched(action: Action) -> Generator[Action, Result, Result | None]:
         result = yield from act(action)
@@ -116,7 +116,7 @@ def in_turns_unless_it_lasts(
     more = (yield from act(Action(plan=b, steps=missing, settle=settle))) if missing > 0 else Result()
     if more is None:
         return None
-    settling = lasting.settling + settling_cost(more.settling, statistics.median(lasting.with_b_s))
+    settling = lasting.settling + settling_cost(more.settling, reduce(lasting.with_b_s))
     tried = _compared(lasting.before_s, lasting.with_b_s + more.seconds, settling, config, reduce)
     return tried._replace(outcome=replace(tried.outcome, saved_faults=lasting.saved, lasts=True))
 
@@ -129,9 +129,14 @@ def _unless_void(tried: TrialResult, saved: float | None) -> TrialResult:
 
 
 class _Lasting:
-    """Tell by page faults whether the effect of B outlasts it."""
+    """Tell by page faults whether the effect of B outlasts it.
 
-    def __init__(self) -> None:
+    Args:
+        reduce: how a block of step times becomes one number.
+    """
+
+    def __init__(self, reduce: Callable[[Sequence[float]], float]) -> None:
+        self._reduce = reduce
         self.before_s: list[float] = []
         """Seconds of the steps of A that B has not changed."""
         self.with_b_s: list[float] = []
@@ -159,12 +164,12 @@ class _Lasting:
         if arm == "B":
             self._with_b = faults
             self.with_b_s += result.seconds
-            self.settling += settling_cost(result.settling, statistics.median(result.seconds))
+            self.settling += settling_cost(result.settling, self._reduce(result.seconds))
             return
         if not self.with_b_s:
             self._plain = faults
         elif result.settling:  # A's cost, too
-            self.settling += settling_cost(result.settling, statistics.median(result.seconds))
+            self.settling += settling_cost(result.settling, self._reduce(result.seconds))
         self._without = self._without + 1 if self._lacks(faults) else 0
         if not self._without:
             self.before_s += result.seconds
@@ -189,7 +194,7 @@ def _compared(
     reduce: Callable[[Sequence[float]], float],
 ) -> TrialResult:
     """Return what the steps before a switch and those after it show; `settling` is what the latter's settling cost."""
-    slower = statistics.median(after) - statistics.median(before)
+    slower = reduce(after) - reduce(before)
     number = max(2, min(_BLOCKS, len(before), len(after)))
     blocks = [[reduce(block) for block in _blocks(seconds, number)] for seconds in (before, after)]
     differences = log_ratios(*blocks)

@@ -1,6 +1,6 @@
 """Interleaved trials on real steps: the blocks of both plans in turn, and what they cost the run.
 
-What is much slower shows in its first two steps, which then end the trial.
+What is much slower shows in its first two steps, on a GPU in its first block, which then end the trial.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from accel.search.plan import Choices
 _FIRST = 2
 """Steps of B that can end a trial."""
 _MUCH_SLOWER = 1.25
-"""They do so if each took this many times as long as the slowest of A's. Noise of 10 % does that once in 10,000."""
+"""They do so if each took this many times as long as the slowest of A's. Noise of 10 % does that once in 10,000. Of a
+whole block it is the level."""
 
 _SURER = 1.47
 """Half-widths of a 95 % interval that make one of 99.6 %, whose ends are as sure as a keep."""
@@ -65,32 +66,33 @@ def by_blocks(
     """
     trial = Trial(config, reduce=reduce)
     settle = in_phase(settle, config.block_steps)
-    last = None
+    last, is_drained = None, False
     settling = 0.0
     while trial.verdict is None:
         arm = trial.arm
         plan = a if arm == "A" else b
         looks_early = arm == "B" and not trial.steps["B"] and if_much_slower and config.block_steps >= _FIRST
-        steps = _FIRST if looks_early else config.block_steps
+        steps = _FIRST if looks_early and not is_drained else config.block_steps
         result = yield from act(Action(plan=plan, steps=steps, settle=0 if arm == last else settle))
         if result is None:
             return None
-        last, seconds = arm, result.seconds
-        settling += settling_cost(result.settling, statistics.median(seconds))
+        last, seconds, is_drained = arm, result.seconds, result.drained
+        settling += settling_cost(result.settling, reduce(seconds))
         if looks_early:
             plain = trial.steps["A"]
-            if if_much_slower and min(seconds) > _MUCH_SLOWER * max(plain):
-                cost_s = max(0.0, settling) + sum(seconds) - len(seconds) * statistics.median(plain)
-                return TrialResult(_outcome(plain, seconds, if_much_slower), cost_s)
-            if config.block_steps > _FIRST:
-                result = yield from act(Action(plan=plan, steps=config.block_steps - _FIRST))
+            if if_much_slower and _is_much_slower(plain, seconds, reduce if is_drained else None):
+                cost_s = max(0.0, settling) + len(seconds) * (reduce(seconds) - reduce(plain))
+                return TrialResult(_outcome(plain, seconds, if_much_slower, reduce), cost_s)
+            if config.block_steps > len(seconds):
+                result = yield from act(Action(plan=plan, steps=config.block_steps - len(seconds)))
                 if result is None:
                     return None
                 seconds = seconds + result.seconds
         trial.record(seconds)
         if trial.verdict is None and arm == "B" and settling + _slower_s(trial, reduce) > limit_s():
             cost_s = max(0.0, settling) + max(0.0, _slower_s(trial, reduce))
-            return TrialResult(_outcome(trial.steps["A"], trial.steps["B"], "refused"), cost_s, cut_short=True)
+            outcome = _outcome(trial.steps["A"], trial.steps["B"], "refused", reduce)
+            return TrialResult(outcome, cost_s, cut_short=True)
     return TrialResult(trial.outcome(), max(0.0, settling) + max(0.0, _slower_s(trial, reduce)))
 
 
@@ -103,6 +105,21 @@ def in_phase(settle: int, block_steps: int) -> int:
     return settle + 1 if block_steps % 2 and not settle % 2 else settle
 
 
+def _is_much_slower(
+    plain: Sequence[float], slower: Sequence[float], reduce: Callable[[Sequence[float]], float] | None
+) -> bool:
+    """Tell whether B's first steps are much slower than A's, by all of them.
+
+    Args:
+        plain: seconds of A's.
+        slower: seconds of B's.
+        reduce: the level of a whole block; None where it is two steps. The median must agree: one stall moves a mean.
+    """
+    if reduce is None:
+        return min(slower) > _MUCH_SLOWER * max(plain)
+    return all(level(slower) > _MUCH_SLOWER * level(plain) for level in (reduce, statistics.median))
+
+
 def _slower_s(trial: Trial, reduce: Callable[[Sequence[float]], float]) -> float:
     """Return by how many seconds B's steps have been slower than A's, less than 0 if they were faster."""
     return len(trial.steps["B"]) * (reduce(trial.steps["B"]) - reduce(trial.steps["A"]))
@@ -111,15 +128,19 @@ def _slower_s(trial: Trial, reduce: Callable[[Sequence[float]], float]) -> float
 def settling_cost(settling: Sequence[float], step_s: float) -> float:
     """Return what settling steps cost: they are real steps, so only their time above an ordinary one.
 
+    The first after a device was drained is one of them: with no work before it, nothing hides its fetch.
+
     A stall of seconds is another process's, not the candidate's.
     """
     longest_s = max(_LONGEST_SETTLING * step_s, _LONGEST_SETTLING_S)
     return sum(min(seconds, longest_s) - step_s for seconds in settling)
 
 
-def _outcome(plain: Sequence[float], slower: Sequence[float], verdict: Verdict) -> Outcome:
+def _outcome(
+    plain: Sequence[float], slower: Sequence[float], verdict: Verdict, reduce: Callable[[Sequence[float]], float]
+) -> Outcome:
     """Return the outcome of a trial that was ended early; the interval is that of single steps."""
-    before_s, after_s = statistics.median(plain), statistics.median(slower)
+    before_s, after_s = reduce(plain), reduce(slower)
     return Outcome(
         verdict=verdict,
         gain=before_s / after_s,

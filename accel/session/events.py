@@ -7,8 +7,9 @@ optimizer has stepped, or at each batch if the model has no optimizer.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from threading import get_ident
 from typing import Any, Protocol
@@ -23,11 +24,13 @@ from torch.optim.optimizer import (
 
 from accel.dataio import batches
 from accel.dataio.passes.proxy import Fetching, LoaderProxy
+from accel.profiler.clocks import device_events
 from accel.profiler.closures import Arguments, followed_by
 from accel.profiler.phases import StepClock
 from accel.run import backward
 from accel.run.context import Run
 from accel.run.gate import Call
+from accel.session.device_clock import DeviceClock
 from accel.session.guard_runner import GuardRunner
 from accel.session.observation import Observation
 from accel.session.state import Mode, RunState
@@ -55,11 +58,8 @@ class StepListener(Protocol):
     def step_passed(self) -> None:
         """A step of rest has ended."""
 
-    def is_unusual(self, samples: int) -> bool:
-        """Return whether a step of such a batch is left out of what is measured."""
-
-    def device_took(self, seconds: float) -> None:
-        """The device went on so long after the last step had ended, and what comes now is none of it."""
+    def spent_aside(self, seconds: float) -> None:
+        """So much of the step under way was the search's own, and is not counted in it."""
 
     def epoch_ended(self) -> None:
         """The training loader has no more batches in this epoch; its last step has ended."""
@@ -110,8 +110,8 @@ class StepEvents:
         self._guard, self._usage, self._loader, self._listener = guard, usage, loader, listener
         self.steps = 0
         """Steps that have ended."""
-        self.drains = False
-        """Whether the next step ends when the device has done its work, not when the host asks for another batch."""
+        self.device = DeviceClock(lambda: device_events.events_on(run.device)())
+        """Times the steps on a GPU."""
         self.boundaries = 0
         """Boundaries that were passed: also those before the search began, which its steps don't count."""
         self.epochs = 0
@@ -154,7 +154,11 @@ class StepEvents:
         """Let the profiler observe the coming steps, or stop it."""
         if self.observation is not None:
             self.observation.close()
-        self.observation = Observation(self._clock, self._run, lambda: self.steps) if enabled else None
+        self.observation = None
+        if enabled:
+            self.observation = Observation(
+                self._clock, self._run, number=lambda: self.steps, counts=lambda: self._state.mode is _MEASURING
+            )
 
     # -- the loader (listeners.Follower) -------------------------------------------------------------------------------
 
@@ -169,7 +173,7 @@ class StepEvents:
         self._usage.iterated = True
         self._clock.restart(first=True)
         self._epoch_is_new = True
-        self.drains = self._run.cuda  # the first step is left out of blocks, with all its work
+        self.device.begin_again()
 
     def batch_requested(self) -> None:
         """End the step if an optimizer has stepped since the last boundary."""
@@ -193,8 +197,6 @@ class StepEvents:
                 _keeping_grad_mode(self._listener.step_passed)
             return
         ended = self._updated or self._batch_is_step()
-        if ended and self.drains:
-            self.drain()
         self._clock.request()
         if self.observation is not None:
             self.observation.batch_requested()
@@ -219,9 +221,6 @@ class StepEvents:
             self._count_untrained()
         if mode is _MEASURING:
             samples, shape = batches.describe(batch)
-            if self._run.cuda and self._batches == 1 and self._listener.is_unusual(samples):
-                self._listener.device_took(self.drain())
-                self.drains = True
             self._clock.batch(samples, shape)
             if self.observation is not None:
                 self.observation.batch_delivered()
@@ -234,16 +233,35 @@ class StepEvents:
     def epoch_ended(self, proxy: LoaderProxy) -> None:
         """Pass it on: the request that reached the epoch's end has closed its last step."""
         if self._state.mode is _MEASURING and proxy._accel_loader is self._run.loader:
-            self._listener.device_took(self.drain())
             self._listener.epoch_ended()
 
     def drain(self) -> float:
         """Wait until a GPU has done what was queued, and return the seconds until then; 0 without one."""
         if not self._run.cuda:
             return 0.0
-        began = self._clock.now()
+        is_passed, began = self.device.is_passed(), self._clock.now()
         torch.cuda.synchronize(self._run.device)
-        return self._clock.now() - began
+        seconds = self._clock.now() - began
+        if is_passed:
+            self.device.went_on(seconds)
+        return seconds
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """Leave out of the step what is done here within it: it is the search's own."""
+        if self._state.mode is not _MEASURING or self._thread not in (None, get_ident()):
+            yield
+            return
+        clock = self._clock
+        clock.enter(clock.code)
+        self.device.mark()
+        began = clock.now()
+        try:
+            yield
+        finally:
+            self._listener.spent_aside(clock.now() - began)
+            self.device.mark()
+            clock.skip()
 
     def fetching_failed(self, error: Exception) -> None:
         """Pass on that worker processes failed; the proxy has gone back to plain fetching and lost no batch."""

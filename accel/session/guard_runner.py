@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial, reduce
 from typing import Any
 
@@ -20,7 +22,7 @@ from torch.optim.optimizer import Optimizer
 
 from accel.dataio.batches import tensors
 from accel.device_memory import give_memory_back
-from accel.guard import guard, update_guard, watch
+from accel.guard import guard, rounding, update_guard, watch
 from accel.guard.blame import Blame
 from accel.guard.draws import ReplayedDraws
 from accel.guard.guard import Comparison, Recording, Replayed
@@ -60,6 +62,8 @@ class GuardRunner:
         self._plan: Choices | None = None
         self._recording: Recording | None = None
         self._finding: Comparison | None = None
+        self._other_captures: set[str] = set()
+        """Strategies that have captured graphs for comparisons alone, in another precision than that of real steps."""
         self._written: list[Tensor] = []
         """Parameters that the model's own call writes to."""
         self._gradients_checked = False
@@ -77,8 +81,16 @@ class GuardRunner:
 
     def take_finding(self) -> Comparison | None:
         """Return the comparison since the last call, and clear it; None if nothing was compared."""
+        self._release_other_captures()
         finding, self._finding = self._finding, None
         return finding
+
+    def _release_other_captures(self) -> None:
+        names, self._other_captures = self._other_captures, set()
+        try:
+            self._switchboard.release_captures(names)
+        except Exception as error:
+            self._note(_failure(error))
 
     def wants_recording(self) -> bool:
         """Return whether the next call of the model is to be recorded."""
@@ -116,6 +128,7 @@ class GuardRunner:
         """Take a call that was made as the reference; one that has raised can't be."""
         try:
             self._run.observed.note_outputs(outputs)
+            recording.rounding = rounding.rounding_of(self._run.model, recording.autocast, tensors(outputs))
             recording.listen(outputs)
         except Exception as error:  # outputs that can't be looked through
             self._note(_failure(error, "the call can't be recorded: "))
@@ -139,7 +152,7 @@ class GuardRunner:
         recording, self._recording = self._recording, None
         if recording is not None:
             recording.forget()
-        before = dict(self._switchboard.active)
+        before, began = dict(self._switchboard.active), time.perf_counter()
         findings: list[Comparison] = []
         failure: Comparison | None = None
         try:
@@ -152,23 +165,28 @@ class GuardRunner:
         if failure is not None:
             findings.append(failure)
         if findings:
-            self._note(reduce(Comparison.beside, findings))
+            finding = reduce(Comparison.beside, findings)
+            finding.seconds = time.perf_counter() - began
+            self._note(finding)
+        if failure is not None:
+            self._release_other_captures()
         if failure is not None and failure.unsure:
             give_memory_back()  # only now: the exception held the frames, and they the tensors
 
     def _check_touched(self, plan: Choices, recording: Recording | None, findings: list[Comparison]) -> None:
         # A candidate on top of a plan is new only in what it touches itself; the rest was compared when it was new.
-        new = self._switchboard.new_in(plan)
+        on, new = set(self._switchboard.active), self._switchboard.new_in(plan)
         touched = self._switchboard.touched_by(new)
         exactness = self._switchboard.exactness(plan)
         if "model" in touched and recording is not None:
-            with guard.without_tf32(self._run.device, exactness) as without:
+            with rounding.without_tf32(recording.rounding, self._run.device, exactness) as without:
                 try:
                     findings.append(self._check_model(plan, recording, exactness))
                 finally:
-                    if without is not None:  # graphs that were captured so are of no more use
+                    if without is not None:  # graphs that were captured so are of no use in real steps
                         self._switchboard.switch({})
-                        self._switchboard.release_captures(new)
+                        self._switchboard.release_captures(on.intersection(new))
+                        self._other_captures.update(set(new) - on)  # the next of these steps can replay them
         elif "model" in touched:
             findings.append(Comparison(unsure="the model was not called in the recorded steps"))
         if "optimizer" in touched:
@@ -291,7 +309,8 @@ class GuardRunner:
         return [optimizer for optimizer, old, new in pairs if update_guard.differ(old, new)] or optimizers
 
     def _note(self, finding: Comparison) -> None:
-        self._finding = finding if self._finding is None else self._finding.merge(finding)
+        merged = finding if self._finding is None else self._finding.merge(finding)
+        self._finding = replace(merged, seconds=finding.seconds)
 
     # -- in each call --------------------------------------------------------------------------------------------------
 

@@ -31,18 +31,21 @@ class Observation:
         clock: receives the times of the backward pass.
         run: the user's objects.
         number: tells the number of the step that ends.
+        counts: returns whether the loop's own step is under way, and neither a rest nor a block that is not measured.
     """
 
-    def __init__(self, clock: StepClock, run: Run, number: Callable[[], int]) -> None:
+    def __init__(
+        self, clock: StepClock, run: Run, number: Callable[[], int], counts: Callable[[], bool] = lambda: True
+    ) -> None:
         self._clock, self._run = clock, run
-        self._probe = BackwardProbe(clock.backward, clock.backwarded)
+        self._probe = BackwardProbe(clock.backward, clock.backwarded, counts)
         self._ddp_wait = DdpWait()
         self._ddp_wait.sample([run.model])
         self._meter = ThreadMeter(tid=threading.get_native_id())
         self._began = self._meter.read()
         self._requested: ThreadTime | None = None
         self._waits: list[tuple[float, float, float]] = []
-        self._device = DeviceSteps(clock, number, run.device) if run.cuda else None
+        self._device = DeviceSteps(clock, number, run.device, counts) if run.cuda else None
         self._probe.install()
         if self._device is not None:
             self._device.install()
@@ -71,7 +74,7 @@ class Observation:
             )
 
     def evidence(self, steps: list[Measurement]) -> Evidence:
-        """Return the evidence on these steps, which get the times of a GPU that has done them."""
+        """Return the evidence on these steps, which get a GPU's times; those of which it has none are left out."""
         if self._device is not None:
             self._device.apply(steps)
         run, now = self._run, self._meter.read()

@@ -18,18 +18,17 @@ import logging
 import statistics
 import time
 from collections.abc import Callable, Hashable, Iterator
-from functools import partial
 
 import torch
 
-from accel.dataio.passes.proxy import LoaderProxy
 from accel.profiler.phases import Measurement, StepClock
 from accel.run import backward
 from accel.run.context import Run
-from accel.run.ranks import Failure, Ranks
+from accel.run.ranks import Ranks
 from accel.search.actions import Action, Result
 from accel.search.experiments import Decisions
 from accel.search.plan import Choices
+from accel.session.among_ranks import failure_of, for_rank_0
 from accel.session.events import StepEvents
 from accel.session.guard_runner import GuardRunner
 from accel.session.host_meter import HostMeter
@@ -41,7 +40,7 @@ from accel.session.turns import TURNS, Searcher
 from accel.session.usage import Usage
 from accel.session.usual_batch import UsualBatch
 from accel.session.usual_steps import UsualSteps
-from accel.strategies.base import Strategy, asked
+from accel.strategies.base import Strategy
 
 log = logging.getLogger("accel")
 
@@ -81,7 +80,7 @@ class Session:
         self._clock = StepClock(clock)
         self._state = RunState()
         self._usage = Usage(run, say)
-        self._loader = TrainingLoader(run)
+        self._loader = TrainingLoader(run, lambda: self.events.aside())
         self.switchboard = Switchboard(
             run, strategies, suspected=lambda: backward.listen(self.events), tripped=self._wake
         )
@@ -103,6 +102,7 @@ class Session:
         self._boundary_ended = 0.0
         # Until when the steps of a rest are counted in the time of the run.
         self._counted_until = 0.0
+        self._drained_s = 0.0  # at this boundary
         # How many epochs had begun when the action began; when the first step of the epoch it counts was booked.
         self._epochs_before = self._epoch_counted = 0
         self._usual = UsualSteps()
@@ -176,8 +176,7 @@ class Session:
 
     def begin_again(self) -> None:
         """Forget the times of the present action: its steps have another size from now on."""
-        self._result.measurements.clear()
-        self._result.settling.clear()
+        self._result.forget_steps()
 
     @staticmethod
     def _is_base(action: Action | None) -> bool:
@@ -203,31 +202,29 @@ class Session:
     def step_passed(self) -> None:
         """Count a step without measuring it: after the search, 150 of 200 steps."""
         TURNS.step(self)
-        if (successor := self._loader.successor()) is not None:
-            self._move_to(successor)
+        self._follow_loader()
         self.guard.begin_step()
         self.events.steps += 1
         self._result.steps += 1
         self._boundary_ended = self._clock.now()
         if self._state.rested():
-            self._result.elapsed_s += self._clock.restart() - self._counted_until
+            self._result.elapsed_s += self._begin_step() - self._counted_until
+            self._loader.watch(self._action is not None and self._action.anatomy)
 
-    def is_unusual(self, samples: int) -> bool:
-        """Return whether a step of such a batch is left out."""
-        counts_all = self._action is not None and self._action.whole_epoch
-        return not counts_all and self._usual.is_other(samples)
-
-    def device_took(self, seconds: float) -> None:
-        """Add it to the last step, if that was counted."""
-        self._result.lengthen(self.steps - 1, seconds)
+    def spent_aside(self, seconds: float) -> None:
+        """Count it as a cost of the search."""
+        self._result.aside_s += seconds
 
     def epoch_ended(self) -> None:
         """End an action that counts a whole epoch."""
-        if self._action is None or not self._action.whole_epoch or not self._result.measurements:
+        if self._action is None or not self._action.whole_epoch:
+            return
+        if not self._result.measurements:
+            self.events.drain()  # the next epoch is counted, and begins with an idle GPU
             return
         began = self._clock.now()
         self._at_boundary(self._finish_action)
-        self._result.aside_s += self._clock.now() - began
+        self._count_aside(self._clock.now() - began)
 
     def fetching_failed(self, error: Exception) -> None:
         """Switch off the strategies that act on fetching."""
@@ -254,13 +251,19 @@ class Session:
         elif self._action is not None:
             self.begin_again()
             self.switchboard.switch(self._action.plan)
-            self._clock.restart()
+            self._begin_step()
+
+    def _begin_step(self) -> float:
+        """Begin a step that is measured, and return the time."""
+        if self.run.cuda and self._action is not None and not self._action.whole_epoch:
+            self.events.device.begin()
+        return self._clock.restart()
 
     def _boundary(self) -> None:
         began = self._clock.last
+        self.events.device.end(self.steps)
         other = TURNS.step(self)
-        if (successor := self._loader.successor()) is not None:
-            self._move_to(successor)
+        self._follow_loader()
         if self._action is not None:
             self._close_step(other is not None)
         elif other is None:
@@ -268,17 +271,27 @@ class Session:
         else:
             self._wait_for(other)
         self.guard.begin_step()
-        # The host runs ahead of a GPU: without a wait a block of steps would lack what its last ones have queued.
-        self.events.drains = self.run.cuda and self._action is not None and self._action.may_end_block(self._result)
-        # Work done at the boundary is a cost of the search, not part of a step's time.
-        now = self._boundary_ended = self._clock.restart()
-        self._result.aside_s += now - began
+        now = self._boundary_ended = self._begin_step()
+        self._count_aside(now - began)
 
-    def _move_to(self, loader: LoaderProxy) -> None:
-        """Let strategies act on this loader, which the loop now iterates."""
-        self.switchboard.drop_fetching("the loop went on to another loader")
-        self.switchboard.close_fetching()
-        self._loader.move(loader)
+    def _count_aside(self, seconds: float) -> None:
+        """Count the work at a boundary as a cost of the search; waiting for the device's steps is none."""
+        self._result.aside_s += seconds - self._drained_s
+        self._drained_s = 0.0
+
+    def _drain(self) -> None:
+        """Let a GPU do what is left of the step that has ended: the host runs ahead of it."""
+        seconds = self.events.drain()
+        self._drained_s += seconds
+        self._result.elapsed_s += seconds
+        self._result.lengthen(self.steps - 1, seconds)
+
+    def _follow_loader(self) -> None:
+        """Let strategies act on another loader once the loop iterates that."""
+        if (successor := self._loader.successor()) is not None:
+            self.switchboard.drop_fetching("the loop went on to another loader")
+            self.switchboard.close_fetching()
+            self._loader.move(successor)
 
     def _wake(self) -> None:
         """End the rest early: the controller has news. With several ranks it goes on: they end it together."""
@@ -318,8 +331,6 @@ class Session:
         result.steps += 1
         result.elapsed_s += measured.seconds
         self._usual.add(measured)
-        if action.check is not None:
-            self.guard.check(action.check)
         if action.whole_epoch:
             if self._book_epoch(measured, result):
                 self._finish_action()
@@ -327,6 +338,9 @@ class Session:
         if not self._is_left_out:
             self._book(measured, action, result)
         self._is_left_out = False
+        if action.check is not None:
+            self._drain()
+            self.guard.check(action.check)
         if len(result.measurements) >= action.steps:
             if disturbed and action.settled and action.check is None and not self.switchboard.trips:
                 self._pause()
@@ -338,6 +352,7 @@ class Session:
             return
         if len(result.settling) < action.settle:
             result.settling.append(measured.seconds)
+            result.settling_steps.append(measured.step)
         else:
             result.measurements.append(measured)
 
@@ -354,8 +369,8 @@ class Session:
 
     def _pause(self) -> None:
         """Discard what was measured during another model's trials, and rest while they last."""
-        result = self._result
-        self._result = Result(steps=result.steps, elapsed_s=result.elapsed_s, aside_s=result.aside_s)
+        self._result.forget_steps()
+        self.events.device.forget()
         self._rest(_PAUSE)
 
     def _rest(self, steps: int) -> None:
@@ -365,12 +380,15 @@ class Session:
     # -- from action to action -----------------------------------------------------------------------------------------
 
     def _finish_action(self) -> None:
-        self.events.drain()  # a block begins with an idle GPU
+        assert self._action is not None
+        if self._action.check is None:
+            self._drain()  # a block begins with an idle GPU
         if self.events.observation is not None:
             self._result.evidence = self.events.observation.evidence(self._result.measurements)
+        self._result.take_times(self.events.device.seconds())
+        self._result.drained = self.run.cuda
         self.samples_per_step = statistics.median(self._usual.sizes) if self._usual.sizes else None
         self._result.regime = self._regime()
-        assert self._action is not None
         self._result.load = self._host.look(self._action.host)
         self.run.observed.fetch_finding = self._loader.finding
         self._usage.report_submodules()
@@ -394,11 +412,14 @@ class Session:
 
         missed = f"did not come to the end of step {self.steps + first}"
         step_s = self._clock.now() - self._boundary_ended
-        action = self._ranks.decide(self._own_result(), decision, missed, 0.0 if first else step_s)
+        self._result.trips, self._result.finding = self.switchboard.take_trips(), self.guard.take_finding()
+        own = self._result if self._ranks.leads else for_rank_0(self._result, self.strategies, self.run)
+        action = self._ranks.decide(own, decision, missed, 0.0 if first else step_s)
+        action = action.on_idle_device() if self.run.cuda else action
         search_ends = action.settled and not (self._action is not None and self._action.settled)
         self._action, self._result, self._epochs_before = action, Result(), self.events.epochs
         self._rest(action.rest)
-        self._loader.watch(action.anatomy)
+        self._loader.watch(action.anatomy and not action.rest)
         self._host.begin(action.host)
         self.events.observe(action.anatomy)
         self.switchboard.switch_together(action.plan, self._ranks)
@@ -409,17 +430,6 @@ class Session:
         self._is_deciding = False
         if action.settled and not self._is_settled:
             self._settle()
-
-    def _own_result(self) -> Result:
-        """Return what rank 0 needs from this rank: its own in full, of others what may stop a strategy."""
-        assert self._ranks is not None
-        self._result.trips, self._result.finding = self.switchboard.take_trips(), self.guard.take_finding()
-        if self._ranks.leads:
-            return self._result
-        collective = [(name, strategy) for name, strategy in self.strategies.items() if strategy.collective]
-        refusals = {name: why for name, each in collective if (why := asked(partial(each.refusal, self.run)))}
-        own = self._result
-        return Result(trips=own.trips, finding=own.finding, refusals=refusals, load=own.load)
 
     def _settle(self) -> None:
         """The search is over for the first time: report it."""
@@ -436,24 +446,13 @@ class Session:
     # -- ending --------------------------------------------------------------------------------------------------------
 
     def _fail(self, error: Exception) -> None:
-        failure = self._failure(error)
+        failure = failure_of(error, self._ranks, self.run.model)
         self.failed = failure.text
         self._stop(together=failure.everywhere)
         if failure.reported:
             log.info("accel stopped and left the loop as it was: %s", failure.text)
             return
         warn(f"accel stopped and left the loop as it was: {failure.text}", stacklevel=8)
-
-    def _failure(self, error: Exception) -> Failure:
-        if self._ranks is None:
-            return Failure(f"{type(error).__name__}: {error}", everywhere=True)
-        failure = self._ranks.failure(error)
-        return failure._replace(everywhere=False) if self._ranks.distributed and self._joins() else failure
-
-    def _joins(self) -> bool:
-        """Return whether the model is within DDP's join(), where a rank may have ended its steps before the others."""
-        config = getattr(self.run.model, "_join_config", None)
-        return config is not None and bool(config.enable)
 
     @contextlib.contextmanager
     def suspended(self) -> Iterator[None]:
@@ -465,12 +464,14 @@ class Session:
         with self._state.suspended():
             began = clock.now()
             clock.enter(clock.code)
+            self.events.device.mark()
             self.switchboard.switch({})
             try:
                 yield
             finally:
                 if self.alive:
                     self.switchboard.switch(active)
+                self.events.device.mark()
                 clock.skip()  # of the step under way what came before still counts
                 self._counted_until += clock.now() - began
 

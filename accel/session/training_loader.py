@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -22,13 +24,14 @@ class TrainingLoader:
 
     Args:
         run: its loader and fetching are those that strategies act on.
+        aside: leaves what is done within it out of the step.
     """
 
-    def __init__(self, run: Run) -> None:
-        self._run = run
+    def __init__(self, run: Run, aside: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
+        self._run, self._aside = run, aside
         self._met = {id(run.loader)}
         self._steps_without = 0
-        self._fetch_watch = _watch_of(run.loader)
+        self._fetch_watch = self._watch_of(run.loader)
         self.delivered: LoaderProxy | None = None
         """Where the last batch came from."""
         self.source: LoaderProxy | None = None
@@ -44,8 +47,9 @@ class TrainingLoader:
         return self._run.observed.fetch_finding or self._fetch_watch.finding
 
     def watch(self, wanted: bool) -> None:
-        """Watch the next batches being fetched, or no more."""
-        self._run.fetching.fetch_watch = self._fetch_watch if wanted else None
+        """Watch the next batches being fetched, or no more; what worker processes do can't be seen here."""
+        is_seen = not getattr(self._run.loader, "num_workers", 0)
+        self._run.fetching.fetch_watch = self._fetch_watch if wanted and is_seen else None
 
     def turns_to(self, proxy: LoaderProxy) -> None:
         """Note that a batch has come from another loader than the one before."""
@@ -81,9 +85,9 @@ class TrainingLoader:
         self.moves += 1
         self._run.loader, self._run.fetching = loader, free_fetching(successor)
         self._run.observed.fetch_finding = ""
-        self._fetch_watch = _watch_of(loader)
+        self._fetch_watch = self._watch_of(loader)
 
-
-def _watch_of(loader: Any) -> FetchWatch:
-    """Watch all that makes the batches, the collate function too; where they can't be moved, the dataset if any."""
-    return FetchWatch(getattr(loader, "dataset", None) if movable(loader) else fetch_of(loader))
+    def _watch_of(self, loader: Any) -> FetchWatch:
+        """Watch all that makes the batches, the collate function too; where they can't be moved, the dataset if any."""
+        watched = getattr(loader, "dataset", None) if movable(loader) else fetch_of(loader)
+        return FetchWatch(watched, aside=self._aside)

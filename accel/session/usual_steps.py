@@ -47,8 +47,4 @@ class UsualSteps:
         if measured.samples != self._usual or len(self._sizes) < 2:  # counting costs 5 µs: only if it can matter
             size, count = Counter(self._sizes).most_common(1)[0]
             self._usual = size if count >= _USUAL * len(self._sizes) else None
-        return self.is_other(measured.samples)
-
-    def is_other(self, samples: int) -> bool:
-        """Return whether a step of so many samples is left out, by what is known so far."""
-        return self.tells_sizes and self._usual is not None and samples != self._usual
+        return self.tells_sizes and self._usual is not None and measured.samples != self._usual

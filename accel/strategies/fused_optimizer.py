@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
+import torch
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
@@ -64,6 +67,8 @@ class FusedOptimizer(Strategy):
                 saved["foreach"], fused = self._paths.saved[id(group)]
                 if "fused" in saved:
                     saved["fused"] = fused
+                if not fused:
+                    _put_counters_on_cpu(state["state"], saved["params"])
 
     def failure(self, run: Run) -> str:
         """Say that no optimizer takes the path any more: the loop has replaced it, or loaded a state that can't."""
@@ -80,6 +85,18 @@ class FusedOptimizer(Strategy):
     def describe(self, setting: Any) -> str:
         """Return `fused` or `foreach`."""
         return str(setting)
+
+
+def _put_counters_on_cpu(states: dict[Any, Any], keys: Iterable[Any]) -> None:
+    """Let a checkpoint's step counters be on the CPU, where a path that is not fused has them.
+
+    torch leaves a counter that it loads where it is, and that path then waits for each of them twice in each update.
+    The optimizer's own stay where they are.
+    """
+    counted = [key for key in keys if isinstance(states.get(key, {}).get("step"), Tensor)]
+    counters = update_path.moved([states[key]["step"] for key in counted], torch.device("cpu"))
+    for key, counter in zip(counted, counters, strict=True):
+        states[key] = {**states[key], "step": counter}
 
 
 def _refusal(optimizer: Optimizer) -> str:

@@ -31,6 +31,7 @@ class BatchMarks(Delivery):
     Attributes:
         pauses: tells when the loop does something else than steps.
         ahead: True fetches the batches of the open step while its clock is stopped.
+        drain: waits until a GPU has done its work, and returns the seconds.
         loader: the loader of the last training step.
         fetched: batches for training so far.
     """
@@ -43,6 +44,7 @@ class BatchMarks(Delivery):
         super().__init__(clock)
         self.thread = thread
         self.ahead = False
+        self.drain: Callable[[], float] = lambda: 0.0
         self.fetched = 0
         self.loader: Any = None
         self.collating = CollateTimer(clock.now)
@@ -164,6 +166,8 @@ class BatchMarks(Delivery):
             self._starts_epoch = False
             clock.mark_first()
         following = "host" if self.roots.called else "forward"  # forward: no call of a model is marked yet
+        if self.ahead and self.drain() > 0:  # what the device does beside the fetching would be off the clock too
+            clock.enter("data")
         try:
             batch = self.collating.fetch(iterator, original)
         except StopIteration:

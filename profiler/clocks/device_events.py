@@ -1,48 +1,67 @@
-"""How long the device works in each phase: an event at each mark, read some steps later, so that nothing waits.
+"""How long the device takes for each phase: an event at each mark, read once the device has passed it.
 
 The host runs ahead of the device, so its marks say when work was issued. An event recorded beside each mark says when
-the device got there. Events are read once the device has passed them, and reused.
+the device got there. Nothing waits for an event, and events are used again.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections import defaultdict, deque
+import logging
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from accel.profiler.phases import CUT, MEANING, PROVISIONAL, SETTLED, WAS, settled
+from accel.profiler.phases import MEANING, PROVISIONAL, RESUME, SETTLED, SKIP, STEP, WAS, settled
 
-READ_AFTER_STEPS = 8
-"""Steps after which events are read; by then the device has passed them, or the step is left out."""
+log = logging.getLogger("accel")
+
+MOST_PENDING = 256
+"""Steps of which events are kept until the device passes them; the oldest is left out then. A queue holds some thousand
+kernels, and a loop of a few kernels a step runs a hundred steps ahead."""
+_ASIDE = ".aside"
+"""In place of a phase: the device waited for the profiler."""
 
 
 class CudaEvent:
-    """An event on a device's current stream, whichever device is the current one.
+    """An event on one stream of a device, whichever are the current ones when it is recorded.
 
     Args:
-        device: default the current one.
+        stream: whose work is timed.
     """
 
-    def __init__(self, device: torch.device | None = None) -> None:
-        self._device = device
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._stream = stream
         self._event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
     def record(self) -> None:
         """Let the device mark when it gets here."""
-        self._event.record(torch.cuda.current_stream(self._device))
+        self._event.record(self._stream)
 
     def query(self) -> bool:
         """Return whether the device has got here."""
         passed: bool = self._event.query()  # type: ignore[no-untyped-call]
         return passed
 
+    def synchronize(self) -> None:
+        """Wait until the device gets here."""
+        self._event.synchronize()
+
     def elapsed_time(self, later: CudaEvent) -> float:
         """Return the ms from this event to a later one."""
         ms: float = self._event.elapsed_time(later._event)
         return ms
+
+
+def events_on(device: torch.device) -> Callable[[], CudaEvent]:
+    """Return what makes events on the stream that a loop uses now for a device.
+
+    The device need not be the current one (a model on cuda:1), and a loop may copy its batches on another stream.
+    """
+    return functools.partial(CudaEvent, torch.cuda.current_stream(device))
 
 
 def _is_capturing() -> bool:
@@ -61,75 +80,109 @@ def has_gpu() -> bool:
 
 
 class DeviceEvents:
-    """Records an event at each mark of a step clock.
+    """Records an event at each mark of a step clock, between `start` and `stop`.
+
+    Recording costs the host some microseconds a mark. An error, as after a failed assertion on the device, ends it: the
+    loop goes on to its own error.
 
     Args:
         write: the clock's own `write`; each pair goes there too.
-        make: makes an event with `record`, `query` and `elapsed_time`; default a CUDA event on the current stream.
-        each: called with phase → ms of each step that is read, in order; None if the device had not passed it.
+        number: tells the number of the step that ends.
 
     Attributes:
-        on: False records nothing. Recording costs the host some microseconds a mark.
-        steps: steps read.
+        taken: number of a step → phase → s on the device, for the steps that were read. The first one after `start` is
+            not among them: it began before.
     """
 
-    def __init__(
-        self,
-        write: Callable[[Any], None],
-        make: Callable[[], Any] = CudaEvent,
-        each: Callable[[dict[str, float] | None], None] = lambda ms: None,
-    ) -> None:
-        self.on = False
-        self.steps = 0
-        self._write, self._make, self._each = write, make, each
+    def __init__(self, write: Callable[[Any], None], number: Callable[[], int]) -> None:
+        self.taken: dict[int, dict[str, float]] = {}
+        self._write, self._number = write, number
+        self._make: Callable[[], Any] | None = None
         self._free: list[Any] = []
         self._step: list[tuple[str, Any]] = []
-        self._pending: deque[list[tuple[str, Any]]] = deque()
-        self._ms: defaultdict[str, float] = defaultdict(float)
+        self._is_whole = False
+        self._pending: deque[tuple[int, list[tuple[str, Any]]]] = deque()
+
+    def start(self, make: Callable[[], Any]) -> None:
+        """Begin with the next step.
+
+        Args:
+            make: makes an event with `record`, `query`, `synchronize` and `elapsed_time`.
+        """
+        self._make, self._is_whole = make, False
+        self._free, self._step = [], []  # the earlier ones may be of another device
+        self._pending.clear()
+
+    def stop(self) -> None:
+        """Wait until the device has passed all events, read them, and record no more."""
+        if self._make is None:
+            return
+        try:
+            if self._pending:
+                self._pending[-1][1][-1][1].synchronize()
+            self._read_passed()
+        except Exception:
+            log.debug("no events on the device", exc_info=True)
+        self._make = None
 
     def write(self, pair: Any) -> None:
         """Write a pair to the tape, and mark a phase on the device too."""
         self._write(pair)
-        if not self.on:
-            return
-        if pair is CUT:
+        if self._make is not None:
+            try:
+                self._mark(*pair)
+            except Exception:
+                self._make = None
+                log.debug("no events on the device", exc_info=True)
+
+    def _mark(self, code: str, value: Any) -> None:
+        if code == STEP:
             self._cut()
-        elif pair[0] is WAS:
-            self._step[-1:] = [(pair[1], event) for _, event in self._step[-1:]]
-        elif pair[0] is SETTLED:
-            self._step = [(settled(code, within=pair[1]), event) for code, event in self._step]
-        elif (pair[0] in MEANING or pair[0] in PROVISIONAL) and not _is_capturing():
-            event = self._free.pop() if self._free else self._make()
-            event.record()
-            self._step.append((pair[0], event))
+        elif code == WAS:
+            self._step[-1:] = [(value, event) for _, event in self._step[-1:]]
+        elif code == SETTLED:
+            self._step = [(settled(phase, within=value), event) for phase, event in self._step]
+        elif code == RESUME:
+            self._begin(self._step)
+        elif code == SKIP and self._step:
+            phase, event = self._step[-1]
+            self._step[-1] = (_ASIDE, event)
+            self._step.append((phase, self._recorded()))
+        elif (code in MEANING or code in PROVISIONAL) and not _is_capturing():
+            self._step.append((code, self._recorded()))
 
     def _cut(self) -> None:
-        """End a step: the mark before it belongs to both."""
-        if self._step:
-            self._pending.append(self._step)
-            begin = self._free.pop() if self._free else self._make()
-            begin.record()
-            self._step = [(self._step[-1][0], begin)]
-        if len(self._pending) > READ_AFTER_STEPS:
-            self._read(self._pending.popleft())
+        """End a step at its last mark, and begin the next one."""
+        ended, was_whole = self._step, self._is_whole
+        self._step, self._is_whole = [], bool(ended)
+        if ended:
+            self._step = [(ended[-1][0], self._recorded())]
+        if was_whole:
+            self._pending.append((self._number(), ended))
+        else:
+            self._free += [event for _, event in ended]
+        if len(self._pending) > MOST_PENDING:
+            self._free += [event for _, event in self._pending.popleft()[1]]
+        self._read_passed()
 
-    def _read(self, marks: list[tuple[str, Any]]) -> None:
-        took: defaultdict[str, float] | None = None
-        if marks[-1][1].query():
-            took = defaultdict(float)
+    def _begin(self, marks: list[tuple[str, Any]]) -> None:
+        """Begin the open step only now, in the phase that is open."""
+        if marks:
+            self._free += [event for _, event in marks]
+            self._step = [(marks[-1][0], self._recorded())]
+
+    def _recorded(self) -> Any:
+        assert self._make is not None
+        event = self._free.pop() if self._free else self._make()
+        event.record()
+        return event
+
+    def _read_passed(self) -> None:
+        while self._pending and self._pending[0][1][-1][1].query():
+            number, marks = self._pending.popleft()
+            took = self.taken[number] = {}
             for (phase, start), (_, end) in itertools.pairwise(marks):
-                took[settled(phase, within=False)] += start.elapsed_time(end)
-            for phase, ms in took.items():
-                self._ms[phase] += ms
-            self.steps += 1
-        self._free += [event for _, event in marks]
-        self._each(took)
-
-    def finish(self) -> None:
-        """Read all steps that have ended."""
-        while self._pending:
-            self._read(self._pending.popleft())
-
-    def ms(self) -> dict[str, float]:
-        """Return phase → ms per step on the device, for the steps read; {} if there are none."""
-        return {phase: total / self.steps for phase, total in self._ms.items()} if self.steps else {}
+                if phase != _ASIDE:
+                    phase = settled(phase, within=False)
+                    took[phase] = took.get(phase, 0.0) + start.elapsed_time(end) / 1e3
+            self._free += [event for _, event in marks]

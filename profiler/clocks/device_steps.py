@@ -8,18 +8,15 @@ waited for.
 from __future__ import annotations
 
 import functools
-import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from threading import get_ident
-from typing import Any
 
 import torch
 
-from accel.profiler.clocks.device_events import CudaEvent, DeviceEvents
-from accel.profiler.clocks.probes import Function, Patches
-from accel.profiler.phases import CUT, PHASES, Measurement, StepClock
-
-log = logging.getLogger("accel")
+from accel.profiler.clocks import copies, device_events
+from accel.profiler.clocks.device_events import DeviceEvents
+from accel.profiler.clocks.probes import Patches
+from accel.profiler.phases import PHASES, RESUME, Measurement, StepClock
 
 
 class DeviceSteps:
@@ -29,7 +26,7 @@ class DeviceSteps:
         clock: whose marks are followed.
         number: tells the number of the step that ends.
         device: where the model is.
-        make: makes an event, as for `DeviceEvents`; default one on that device's current stream.
+        counts: returns whether the loop's own step is under way.
     """
 
     def __init__(
@@ -37,63 +34,57 @@ class DeviceSteps:
         clock: StepClock,
         number: Callable[[], int],
         device: torch.device,
-        make: Callable[[], Any] | None = None,
+        counts: Callable[[], bool] = lambda: True,
     ) -> None:
-        self._clock, self._number = clock, number
-        self._thread = get_ident()
-        self._numbers: list[int] = []
-        self._steps: list[dict[str, float] | None] = []
+        self._clock, self._device, self._counts = clock, device, counts
         self._patches = Patches()
-        self._events = DeviceEvents(clock.write, make or functools.partial(CudaEvent, device), self._steps.append)
+        self._events = DeviceEvents(clock.write, number)
 
     def install(self) -> None:
-        """Begin with the step that is open."""
-        self._write, self._clock.write = self._clock.write, self._marked
-        self._events.on = True
-        for name in ("to", "cuda"):
-            self._patches.replace(torch.Tensor, name, self._copying)
+        """Begin with the next step; the open one may have begun earlier."""
+        self._patches.replace(self._clock, "write", lambda original: self._events.write)
+        self._patches.replace(self._clock, "restart", self._restarting)
+        for name in copies.NAMES:
+            mark = functools.partial(copies.marked, copying=self._copying, thread=get_ident())
+            self._patches.replace(torch.Tensor, name, mark)
+        self._events.start(device_events.events_on(self._device))
 
     def remove(self) -> None:
         """Mark no more."""
+        self._events.stop()
         self._patches.remove()
-        self._clock.write = self._write
 
-    def apply(self, steps: Sequence[Measurement]) -> None:
-        """Let steps that the device has done have its times; the first one seen, and an epoch's, keep the host's.
+    def apply(self, steps: list[Measurement]) -> None:
+        """Let the steps have the device's times, and leave out those of which they are not known, as of the first one.
+
+        By the host's clock that one would be the shortest: it began with an idle device and only queued its work.
+        Where most are not known, all keep the host's times.
 
         Args:
             steps: of this clock.
         """
-        if not self._events.on:
+        self._events.stop()
+        taken = self._events.taken
+        timed = [step for step in steps if step.step in taken]
+        if len(timed) < len(steps) / 2:
             return
-        self._events.finish()
-        # The first may have begun earlier; the first of an epoch holds what was done between two of them.
-        times = dict(zip(self._numbers[1:], self._steps[1:], strict=True))
+        steps[:] = timed
         for step in steps:
-            took = times.get(step.step)
-            if took and not step.first:
-                step.phases = {phase: took.get(phase, 0.0) / 1e3 for phase in PHASES}
-                step.seconds = sum(step.phases.values())
+            step.phases = {phase: taken[step.step].get(phase, 0.0) for phase in PHASES}
+            step.seconds = sum(step.phases.values())
 
-    def _marked(self, pair: Any) -> None:
-        if pair is CUT:
-            self._numbers.append(self._number())
-        try:
-            self._events.write(pair)
-        except Exception:  # the host's times are left, and the loop goes on
-            self._events.on = False
-            log.debug("no events on the device", exc_info=True)
+    def _restarting(self, original: Callable[..., float]) -> Callable[..., float]:
+        def restart(*, first: bool = False) -> float:
+            now = original(first=first)
+            self._events.write((RESUME, now))
+            return now
 
-    def _copying(self, original: Function) -> Function:
-        @functools.wraps(original)
-        def choosing(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            if tensor.is_cuda or self._thread != get_ident():
-                return original(tensor, *args, **kwargs)
-            before = self._clock.code
-            self._clock.enter("copy")
-            try:
-                return original(tensor, *args, **kwargs)
-            finally:
-                self._clock.enter(before)
+        return restart
 
-        return choosing
+    def _copying(self) -> Callable[[], None] | None:
+        # Without gradients it is an evaluation that copies.
+        if not self._patches.on or not torch.is_grad_enabled() or not self._counts():
+            return None
+        before = self._clock.code
+        self._clock.enter("copy")
+        return functools.partial(self._clock.enter, before)

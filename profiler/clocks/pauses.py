@@ -27,23 +27,35 @@ class Pauses:
         self._clock, self._hot, self._guarded, self._thread = clock, hot, guarded, thread
         self._on_leave: Callable[[bool], None] | None = None
         self._on_return: Callable[[], None] = lambda: None
+        self._on_call: Callable[[], None] = lambda: None
         self._in_step = False
         """Whether the pause came between a batch and its update."""
 
-    def watch(self, left: Callable[[bool], None], returned: Callable[[], None]) -> None:
+    def watch(
+        self,
+        left: Callable[[bool], None],
+        returned: Callable[[], None],
+        called: Callable[[], None] = lambda: None,
+    ) -> None:
         """Call back at each pause until `unwatch`.
 
         Args:
             left: called when it begins, with whether no step is under way.
             returned: called when it ends.
+            called: called by `called`.
         """
-        self._on_leave, self._on_return = left, returned
+        self._on_leave, self._on_return, self._on_call = left, returned, called
         self._hot.away = False
 
     def unwatch(self) -> None:
         """Call back no more."""
         self._on_leave = None
         self._hot.away = False
+
+    def called(self) -> None:
+        """The model is called for training, whether or not a step comes of it."""
+        if self._on_leave is not None:
+            self._guarded(self._on_call)
 
     def begin(self) -> None:
         """The loop leaves its steps."""

@@ -79,22 +79,35 @@ class Marker(Protocol):
 
 
 class Patches:
-    """Attributes replaced for a while."""
+    """Attributes replaced for a while.
+
+    A script may replace the same attribute meanwhile (`mock.patch.object(torch.Tensor, "to")`). What it has put there
+    is its own and stays; it may put the replacement from here back later, which then must do nothing but pass on.
+
+    Attributes:
+        on: whether they are replaced; replacements ask for it where the script goes on after `remove`.
+    """
 
     def __init__(self) -> None:
-        self._saved: list[tuple[Any, str, Any, bool]] = []
+        self.on = False
+        self._saved: list[tuple[Any, str, Any, Any, bool]] = []
 
     def replace(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
         """Replace an attribute by what `make` returns for its value."""
         own = name in vars(owner)
         original = vars(owner)[name] if own else getattr(owner, name)
-        self._saved.append((owner, name, original, own))
-        setattr(owner, name, make(original))
+        made = make(original)
+        self._saved.append((owner, name, original, made, own))
+        setattr(owner, name, made)
+        self.on = True
 
     def remove(self) -> None:
-        """Restore all attributes, the last replaced first."""
+        """Restore all attributes that still are as they were replaced, the last replaced first."""
+        self.on = False
         while self._saved:
-            owner, name, original, own = self._saved.pop()
+            owner, name, original, made, own = self._saved.pop()
+            if vars(owner).get(name) is not made:
+                continue
             if own:
                 setattr(owner, name, original)
             else:
@@ -107,10 +120,13 @@ class BackwardProbe:
     Args:
         begins: called before.
         ended: called after, also if it raised.
+        counts: returns whether a backward pass that begins is one to call back for.
     """
 
-    def __init__(self, begins: Callable[[], None], ended: Callable[[], None]) -> None:
-        self._begins, self._ended = begins, ended
+    def __init__(
+        self, begins: Callable[[], None], ended: Callable[[], None], counts: Callable[[], bool] = lambda: True
+    ) -> None:
+        self._begins, self._ended, self._counts = begins, ended, counts
         self._inside = False
         self._patches = Patches()
 
@@ -126,7 +142,8 @@ class BackwardProbe:
     def _marked(self, original: Function) -> Function:
         @functools.wraps(original)
         def marked(*args: Any, **kwargs: Any) -> Any:
-            if self._inside:  # a backward pass within one (checkpointing) belongs to it
+            # A backward pass within one (checkpointing) belongs to it.
+            if self._inside or not self._patches.on or not self._counts():
                 return original(*args, **kwargs)
             self._inside = True
             self._begins()

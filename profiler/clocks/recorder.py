@@ -21,7 +21,7 @@ from torch import nn
 from torch.nn.modules import module as module_globals
 from torch.optim import Optimizer
 
-from accel.profiler.clocks import facts
+from accel.profiler.clocks import copies, facts
 from accel.profiler.clocks.batches import BatchMarks
 from accel.profiler.clocks.called_modules import CalledModules
 from accel.profiler.clocks.device_events import DeviceEvents, has_gpu
@@ -29,13 +29,15 @@ from accel.profiler.clocks.probes import Function, Loaders, Probes
 from accel.profiler.clocks.registered_modules import RegisteredModules
 from accel.profiler.evidence import LoaderFacts
 from accel.profiler.optimizers import Optimizers
-from accel.profiler.phases import MAYBE_FORWARD, MAYBE_HOST, PairTape, StepClock, Tape
+from accel.profiler.phases import MAYBE_FORWARD, MAYBE_HOST, PROVISIONAL, PairTape, StepClock, Tape
 
 _LEARNING_STEPS = 12
 """Steps in which a module that is never called is replaced by its children."""
 _LOST = 50
 """After this many updates by other optimizers, the one that ended steps is taken to be gone; before the first step has
 ended, after this many updates without a batch, so is the loader."""
+
+_NO_THREAD = -1
 
 
 class Recorder(BatchMarks):
@@ -52,7 +54,7 @@ class Recorder(BatchMarks):
         self.clock.backward_is_seen = True
         self.events: DeviceEvents | None = None
         if has_gpu():
-            self.events = DeviceEvents(self.clock.write)
+            self.events = DeviceEvents(self.clock.write, lambda: self.steps)
             self.clock.write = self.events.write
         self._tape: Tape = self.clock.tape if self.events is None else PairTape(self.events.write)
         self._on_update: Callable[[Optimizer], None] | None = None
@@ -78,7 +80,8 @@ class Recorder(BatchMarks):
         self.probes.install()
 
     def stop(self) -> None:
-        """Restore torch and the models."""
+        """Restore torch and the models; what the script itself puts back later only passes calls on."""
+        self.thread, self._hot.in_backward, self._hot.iterator = _NO_THREAD, True, None
         self._registered.stop()
         self.probes.remove()
         self.roots.release()
@@ -321,14 +324,16 @@ class Recorder(BatchMarks):
         return self._within("communication", original)
 
     def copying(self, original: Function) -> Function:
-        """Mark a copy to the device."""
-        marked = self._within("copy", original)
+        """Mark a copy to the device, unless it is part of an evaluation."""
 
-        @functools.wraps(original)
-        def choosing(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            return original(tensor, *args, **kwargs) if tensor.is_cuda else marked(tensor, *args, **kwargs)
+        def copying() -> Callable[[], None] | None:
+            before = self.clock.code
+            if self.thread == _NO_THREAD or before == "evaluation" or before in PROVISIONAL:
+                return None
+            self.clock.enter("copy")
+            return functools.partial(self.clock.enter, before)
 
-        return choosing
+        return copies.marked(original, copying, self.thread)
 
     def _within(self, phase: str, original: Function) -> Function:
         @functools.wraps(original)

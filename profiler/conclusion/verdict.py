@@ -134,8 +134,8 @@ def tree(evidence: Evidence, anatomy: Anatomy) -> Node:
             parts = _outside_parts(evidence, anatomy, node)
         else:
             parts = _parts(evidence, anatomy, phase, node)
-        on_device = evidence.device_ms.get(phase)
-        phrase = f"; the device works {on_device:.3g} ms in it" if on_device else ""
+        on_host = evidence.host_ms.get(phase)
+        phrase = f"; the host is in it for {on_host:.3g} ms" if on_host else ""
         children.append(node(phase, share, MEANING[phase] + phrase, parts))
     return node("step", 1.0, f"mean of {anatomy.steps} steps{_kinds_of_step(evidence, anatomy)}", children)
 

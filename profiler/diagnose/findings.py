@@ -75,19 +75,27 @@ def where(line: LineTime) -> str:
     return f"{os.path.basename(line.file)}:{line.line}{text}"
 
 
+def rows_in(evidence: Evidence, phases: Sequence[str]) -> list[LineTime]:
+    """Return the sampled lines in some phases; if these are a GPU's, without those in which the host waits for it."""
+    syncs = evidence.trace.syncs if evidence.trace is not None and evidence.host_ms else []
+    waits = {(os.path.basename(sync.file), sync.line) for sync in syncs}  # a trace has other paths than a stack
+    rows = (row for row in evidence.lines if row.phase in phases)
+    return [row for row in rows if (os.path.basename(row.file), row.line) not in waits]
+
+
 def lines_in(evidence: Evidence, phases: Sequence[str]) -> list[LineTime]:
-    return [line for line in evidence.lines if line.phase in phases and line.file]
+    return [line for line in rows_in(evidence, phases) if line.file]
 
 
 def top_lines(evidence: Evidence, phases: Sequence[str], tag: str | None = None) -> list[str]:
     """Return sentences on the lines of the loop's source in which most of the time in some phases was spent."""
     rows = [row for row in lines_in(evidence, phases) if tag is None or tag in row.tags]
-    total = sum(row.seconds for row in evidence.lines if row.phase in phases)
+    total = sum(row.seconds for row in rows_in(evidence, phases))
     return [f"{row.seconds / total:.0%} of it in {where(row)}" for row in rows[:2] if row.seconds >= 0.15 * total]
 
 
 def tagged(evidence: Evidence, phases: Sequence[str], tag: str) -> float:
     """Return the share of the sampled time in some phases that carries a tag."""
-    rows = [row for row in evidence.lines if row.phase in phases]
+    rows = rows_in(evidence, phases)
     total = sum(row.seconds for row in rows)
     return sum(row.seconds for row in rows if tag in row.tags) / total if total > 0 else 0.0

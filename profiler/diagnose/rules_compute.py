@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 
 from accel.profiler.diagnose.anatomy import Anatomy
 from accel.profiler.diagnose.findings import WORTH, finding, ms_of
@@ -14,9 +15,40 @@ SMALL_BATCH_FACTOR = 8
 """How much larger a batch the prediction for small operations assumes."""
 
 
-def transfer(evidence: Evidence, anatomy: Anatomy) -> Finding | None:
+LAUNCH_S = 40e-6
+"""What launching an operation takes a slow host at most; a device that idles for longer waits for something else."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Device:
+    """What a GPU does in the traced steps, as shares of an untraced step: a trace makes steps longer, and no kernel."""
+
+    busy: float
+    copies: float
+    """Host-to-device copies that nothing hides."""
+    reads: float
+    """In the model's phases it has run dry while the host waited to read from it. A loader that is late after that, or
+    the loop's own code, counts as what it is."""
+    launches: float
+    """It waits for the host to launch the next operation."""
+
+
+def _device(evidence: Evidence, anatomy: Anatomy) -> _Device | None:
+    """Return what the GPU does; None without one, or without a trace of it."""
     trace = evidence.trace
-    share = max(anatomy.shares["copy"], (trace.copy_share or 0.0) if trace else 0.0)
+    if trace is None or trace.busy_ms is None or anatomy.step_s <= 0:
+        return None
+    step_ms, model = anatomy.step_s * 1e3, anatomy.computing + anatomy.shares["optimizer"]
+    busy, copies = min(1.0, trace.busy_ms / step_ms), max(anatomy.shares["copy"], trace.copy_ms / step_ms)
+    reads = min(trace.read_ms / step_ms, max(0.0, model - busy))
+    idle = max(0.0, min(model, 1.0 - copies) - busy - reads)
+    launches = min(idle, trace.launch_ms / step_ms, LAUNCH_S * trace.ops_per_step / anatomy.step_s)
+    return _Device(busy=busy, copies=copies, reads=reads, launches=launches)
+
+
+def transfer(evidence: Evidence, anatomy: Anatomy) -> Finding | None:
+    device = _device(evidence, anatomy)
+    share = anatomy.shares["copy"] if device is None else device.copies
     if evidence.device == "cpu" or share < WORTH:
         return None
     why = [f"copies from the host that nothing hides take {ms_of(anatomy, share)}"]
@@ -25,17 +57,16 @@ def transfer(evidence: Evidence, anatomy: Anatomy) -> Finding | None:
 
 
 def sync(evidence: Evidence, anatomy: Anatomy) -> Finding | None:
-    trace = evidence.trace
-    if trace is None or not trace.syncs or trace.device_busy is None:
-        return None
+    device = _device(evidence, anatomy)
+    reads = [point for point in evidence.trace.syncs if not point.copies] if evidence.trace is not None else []
     # A wait for a device that is busy anyway costs nothing: only idle time of the device can be saved.
-    share = min(sum(point.ms for point in trace.syncs) / 1e3 / anatomy.step_s, 1.0 - trace.device_busy)
-    if share < WORTH:
+    if device is None or not reads or device.reads < WORTH:
         return None
-    top = max(trace.syncs, key=lambda point: point.ms)
+    share = device.reads
+    top = max(reads, key=lambda point: point.ms)
     why = [
-        f"the host waits {sum(p.ms for p in trace.syncs):.3g} ms a step for the device, which idles "
-        f"{1 - trace.device_busy:.0%} of the time",
+        f"the host waits {sum(p.ms for p in reads):.3g} ms a step to read from the device, which then has nothing to "
+        f"do for {ms_of(anatomy, share)}",
         f"most of it in {top.name} at {os.path.basename(top.file)}:{top.line}, {top.calls:.3g} times a step",
     ]
     return finding("sync.read", share, why, Saving(value=share, low=0.0, high=share))
@@ -62,10 +93,15 @@ def double(evidence: Evidence, anatomy: Anatomy) -> Finding | None:
         ratio = limits["float64"] / limits["float32"]
         if evidence.device == "cpu":  # a vector register and a cache line hold twice as many float32, no more
             ratio = max(ratio, 0.5)
+        elif evidence.trace is not None:  # an H100 multiplies both alike; the rest moves twice the bytes
+            products = evidence.trace.matmul_share
+            ratio = products * min(ratio, 1.0) + (1.0 - products) * 0.5
         why.append(
             f"this device reaches {limits['float32']:.3g} GFLOP/s in float32, {limits['float64']:.3g} in float64"
         )
-    value = share * (1 - ratio)
+    value = share * (1 - min(ratio, 1.0))
+    if evidence.device != "cpu" and value < WORTH:
+        return None
     return finding("compute.float64", share, why, Saving(value=value, low=0.7 * value, high=min(share, 1.2 * value)))
 
 
@@ -89,10 +125,8 @@ def threads(evidence: Evidence, anatomy: Anatomy) -> Finding | None:
 
 
 def small_ops(evidence: Evidence, anatomy: Anatomy) -> Finding | None:
-    trace = evidence.trace
-    if trace is None or trace.small_share < 0.5:
-        return None
-    if trace.device_busy is not None and trace.device_busy > 0.8:
+    trace, device = evidence.trace, _device(evidence, anatomy)
+    if trace is None or (device is None and trace.small_share < 0.5):
         return None
     # An update of many tensors at once costs the same for a batch of any size; one parameter at a time is a cause
     # of its own.
@@ -100,8 +134,8 @@ def small_ops(evidence: Evidence, anatomy: Anatomy) -> Finding | None:
     share = anatomy.computing * trace.small_share + update
     if trace.operators_ms is not None:
         share = min(share, OVERHEAD * trace.operators_ms / 1e3 / anatomy.step_s)
-    if trace.device_busy is not None:  # a device that waits for a batch is idle too
-        share = min(1.0 - trace.device_busy, anatomy.computing + anatomy.shares["optimizer"])
+    if device is not None:
+        share = device.launches
     if share < WORTH:
         return None
     why = [
@@ -109,8 +143,8 @@ def small_ops(evidence: Evidence, anatomy: Anatomy) -> Finding | None:
         f"their launch",
         f"the prediction is per sample, for a batch {SMALL_BATCH_FACTOR} times as large",
     ]
-    if trace.device_busy is not None:
-        why.append(f"the device runs a kernel {trace.device_busy:.0%} of the time")
+    if device is not None:
+        why.append(f"the device runs a kernel {device.busy:.0%} of the time")
     value = share * (1 - 1 / SMALL_BATCH_FACTOR)
     return finding("launch.small_ops", share, why, Saving(value=value, low=0.7 * value, high=share))
 
@@ -124,7 +158,9 @@ def bandwidth(evidence: Evidence, anatomy: Anatomy) -> Finding | None:
     trace = evidence.trace
     if trace is None or trace.elementwise_share < _MOSTLY or trace.small_share >= 0.5:
         return None
-    share = anatomy.computing * trace.elementwise_share
+    device = _device(evidence, anatomy)
+    computing = anatomy.computing if device is None else min(anatomy.computing, device.busy)
+    share = computing * trace.elementwise_share
     if share < 0.3:
         return None
     why = [f"{trace.elementwise_share:.0%} of the operators' time is element-wise work on large tensors"]

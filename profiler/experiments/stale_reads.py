@@ -2,9 +2,10 @@
 
 What a read returns decides what the script does, so the answer has the type, dtype and shape of the true value, and
 every 64th read is a true one: a loop that goes on until a value changes must terminate. Without gradients all reads are
-true: what an evaluation finds is printed, or decides. `Tensor.numpy()` is not replaced, since tensors on a device don't
-have it. `Tensor.cpu()` is answered only for single values without gradients: larger tensors are what checkpoints are
-made of.
+true: what an evaluation finds is printed, or decides. So are those of a gradient scaler, which leaves an update out
+where it reads of an infinite gradient: by an older answer it would make all weights NaN. `Tensor.numpy()` is not
+replaced, since tensors on a device don't have it. `Tensor.cpu()` is answered only for single values without gradients:
+larger tensors are what checkpoints are made of.
 """
 
 from __future__ import annotations
@@ -19,11 +20,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from accel.profiler.clocks import copies
 from accel.profiler.clocks.probes import Patches
 
 READS = ("item", "tolist", "cpu", "__float__", "__int__", "__bool__", "__index__")
 _TRUE_READ_EVERY = 64
 _TENSOR_FILE = Tensor.__format__.__code__.co_filename
+_SCALER = "grad_scaler.py"
+"""How the names of files end that hold one: torch.amp's, that of FSDP, and those of other libraries."""
 
 _PRECALL = dis.opmap.get("PRECALL")
 _TO_CALL = 4
@@ -73,14 +77,17 @@ class StaleReads:
     def _reading(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         def read(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
             if (
-                not torch.is_grad_enabled()
+                not self._patches.on
+                or not torch.is_grad_enabled()
                 or not self._waits(tensor)
                 or (name == "cpu" and not _is_plain_value(tensor))
             ):
-                return original(tensor, *args, **kwargs)
+                return copies.call(original, tensor, *args, **kwargs)
             frame: Any = sys._getframe(1)
             while frame.f_code.co_filename == _TENSOR_FILE:  # an f-string reads through Tensor.__format__
                 frame = frame.f_back
+            if frame.f_code.co_filename.endswith(_SCALER):
+                return original(tensor, *args, **kwargs)
             site = (name, frame.f_code, _call_at(frame.f_code, frame.f_lasti), tensor.dtype, tensor.shape)
             value = self._value_at(site, tensor)
             return value.clone() if name == "cpu" else original(value, *args, **kwargs)

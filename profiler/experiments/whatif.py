@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from accel.profiler.clocks.backlog import Backlog
 from accel.profiler.clocks.pauses import Pauses
 from accel.profiler.clocks.probes import Patches
 from accel.profiler.clocks.recorder import Recorder
@@ -99,7 +100,7 @@ class NoCollector:
         self._count(off=False)
         self._was_on = gc.isenabled()
         gc.disable()
-        self._patches.replace(gc, "collect", lambda original: lambda *args, **kwargs: 0)
+        self._patches.replace(gc, "collect", self._collecting)
 
     def disable(self) -> None:
         """Switch it on again."""
@@ -111,6 +112,9 @@ class NoCollector:
     def worked(self) -> bool:
         """Return whether it ran for less than half as long: a function that was imported by name goes on."""
         return self._ran[True] < 0.5 * self._ran[False]
+
+    def _collecting(self, original: Callable[..., int]) -> Callable[..., int]:
+        return lambda *args, **kwargs: 0 if self._patches.on else original(*args, **kwargs)
 
     def _count(self, *, off: bool) -> None:
         """Book the time since the last switch."""
@@ -135,7 +139,7 @@ class NoAnomalyMode:
         """Switch it off."""
         self._set(torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled())
         torch.set_anomaly_enabled(False)
-        self._patches.replace(torch, "set_anomaly_enabled", lambda original: self._set)
+        self._patches.replace(torch, "set_anomaly_enabled", self._setting)
 
     def disable(self) -> None:
         """Set what the script asked for."""
@@ -145,6 +149,12 @@ class NoAnomalyMode:
     def worked(self) -> bool:
         """Return whether it would have been on."""
         return self._switched_off > 0
+
+    def _setting(self, original: Callable[..., None]) -> Callable[..., None]:
+        def set_anomaly_enabled(mode: bool, check_nan: bool = True) -> None:
+            (self._set if self._patches.on else original)(mode, check_nan)
+
+        return set_anomaly_enabled
 
     def _set(self, mode: bool, check_nan: bool = True) -> None:
         self._requested = (mode, check_nan)
@@ -282,16 +292,26 @@ _STATE_CALLS = ((torch, "save"), (nn.Module, "state_dict"), (nn.Module, "load_st
 """Where a script saves what it has learned, or puts something else in its place."""
 
 
+_STUCK = 50
+"""A loop that calls its model so many times as often as in the step before, and makes no update, is stuck with what it
+has learned: as one that leaves out each batch whose loss is NaN, once its weights are."""
+
+
 class _Switch:
     """Switches a counterfactual in the steps, and only there.
 
     Args:
         counterfactual: what is switched.
         saved: the state from before, if the model learns something else meanwhile.
+
+    Attributes:
+        is_stuck: the loop got stuck: everything has been put back, and nothing is switched any more.
     """
 
     def __init__(self, counterfactual: Counterfactual, saved: Snapshot | None) -> None:
+        self.is_stuck = False
         self._counterfactual, self._saved = counterfactual, saved
+        self._calls = self._usual_calls = 0
         self._on = self._away = self._has_learned = False
         self._paused = False
         """Whether the loop has left its steps since the last of them ended."""
@@ -307,26 +327,36 @@ class _Switch:
 
     def leave(self, is_between: bool) -> None:
         """Put everything back while the loop does something else; the state only if no step is under way."""
-        self._paused = self._away = True
-        if self._on:
+        if self._on and not self._away:
             self._counterfactual.disable()
+        self._paused = self._away = True
         if is_between:
             self._restore()
 
+    def called(self) -> None:
+        """The model is called for training: put everything back for good if no update comes of that."""
+        self._calls += 1
+        if 0 < _STUCK * self._usual_calls < self._calls and not self.is_stuck:
+            self.is_stuck = True
+            self.leave(is_between=True)
+
     def back(self) -> None:
         """Switch as before."""
+        if self.is_stuck:
+            return
         self._away, self._has_learned = False, True
         if self._on:
             self._counterfactual.enable()
 
     def passed(self) -> bool:
         """Return whether the step that has ended was one without a pause."""
-        paused, self._paused, self._has_learned = self._paused or self._away, False, True
+        self._calls, self._usual_calls = 0, max(1, self._calls)
+        paused, self._paused, self._has_learned = self._paused or self._away, False, not self.is_stuck
         return not paused
 
     def watch(self, pauses: Pauses) -> None:
         """Listen for pauses; where the model learns something else, saving is one too."""
-        pauses.watch(self.leave, self.back)
+        pauses.watch(self.leave, self.back, self.called if self._saved is not None else lambda: None)
         if self._saved is not None:
             for owner, name in _STATE_CALLS:
                 self._patches.replace(owner, name, functools.partial(_after, pauses.begin))
@@ -355,7 +385,12 @@ def _after(first: Callable[[], None], original: Callable[..., Any]) -> Callable[
 
 
 def experiment(
-    counterfactual: Counterfactual, *, config: TrialConfig, snapshot: Callable[[], Snapshot], pauses: Pauses
+    counterfactual: Counterfactual,
+    *,
+    config: TrialConfig,
+    snapshot: Callable[[], Snapshot],
+    pauses: Pauses,
+    backlog: Backlog | None = None,
 ) -> Generator[None, Measurement, Experiment]:
     """Run one counterfactual; each `yield` lets one step pass, also on ranks whose loop pauses while others go on.
 
@@ -364,6 +399,8 @@ def experiment(
         config: statistics of the trial.
         snapshot: saves the state to restore afterwards; called only if the model learns something else.
         pauses: tells when the loop leaves its steps.
+        backlog: of the GPU that the model is on, None without one. A host that runs ahead of it refills its queue after
+            each switch, and a block of four steps would be timed by how fast they are launched.
     """
     switch = _Switch(counterfactual, snapshot() if counterfactual.changes_learning else None)
     # The mean of a block, not its median: workers deliver in bursts, and a burst is time too.
@@ -372,19 +409,27 @@ def experiment(
     switch.watch(pauses)
     try:
         while trial.verdict is None:
-            if switch.set(trial.arm == "B"):
+            changes = switch.set(trial.arm == "B")
+            if backlog is not None:
+                backlog.drain()
+            if changes or backlog is not None:
                 yield  # the first step after a switch still depends on the one before it
                 switch.passed()
+            if backlog is not None:
+                backlog.begin()
             block: list[tuple[float, bool]] = []
             while len(block) < config.block_steps:
                 measured = yield
                 block.append((measured.seconds, switch.passed()))
+            if backlog is not None:
+                more_s = backlog.end() / len(block)
+                block = [(seconds + more_s, was_whole) for seconds, was_whole in block]
             undisturbed = [seconds for seconds, was_whole in block if was_whole]
             whole[trial.arm] += len(undisturbed)
             trial.record(undisturbed or [seconds for seconds, _ in block])
     finally:
         switch.end(pauses)
-    void = not counterfactual.worked() or not all(whole.values())
+    void = switch.is_stuck or not counterfactual.worked() or not all(whole.values())
     return _result(counterfactual, trial.outcome(), void=void)
 
 

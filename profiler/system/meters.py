@@ -15,6 +15,8 @@ from accel.profiler.host import CrowdMeter, ThreadMeter, ThreadTime
 
 _DDP_TIMES_EVERY = 100
 """Steps between two that DDP times; torch's default."""
+_GPU_EVERY = 5
+"""Between two that are timed on a GPU, where the host waits for the device in each of them, and the queue runs dry."""
 
 
 class Span:
@@ -120,7 +122,8 @@ class DdpWait:
     def __init__(self) -> None:
         self._seconds: list[tuple[int, float]] = []
         """Step, s."""
-        self._timed: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
+        self._timed: weakref.WeakKeyDictionary[DistributedDataParallel, object] = weakref.WeakKeyDictionary()
+        """Model → what was read of it last, on a GPU: the same until the next step that is timed."""
 
     def sample(self, modules: Sequence[nn.Module], step: int = -1) -> None:
         """Read the times of the last backward pass: 40 µs a model.
@@ -131,12 +134,15 @@ class DdpWait:
         """
         for module in modules:
             if isinstance(module, DistributedDataParallel):
-                if module not in self._timed:
-                    module._set_ddp_runtime_logging_sample_rate(1)  # type: ignore[no-untyped-call]
-                    self._timed.add(module)
+                on_gpu = getattr(module, "device_type", "cpu") == "cuda"
+                is_new = module not in self._timed
+                if is_new:
+                    module._set_ddp_runtime_logging_sample_rate(_GPU_EVERY if on_gpu else 1)  # type: ignore[no-untyped-call]
                 times = module._get_ddp_logging_data()  # type: ignore[no-untyped-call]
                 exchange, hidden = (times.get(f"backward_{n}", 0) for n in ("comm_time", "compute_comm_overlap_time"))
-                if exchange:
+                is_old = on_gpu and (is_new or self._timed[module] == (exchange, hidden))
+                self._timed[module] = (exchange, hidden)
+                if exchange and not is_old:
                     self._seconds.append((step, max(0, exchange - hidden) * 1e-9))
 
     def stop(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from accel.profiler.evidence import OpTime, SyncPoint, TraceSummary
 from accel.profiler.trace import intervals
@@ -40,7 +41,7 @@ def digest(trace: Trace, steps: int) -> TraceSummary:
         kinds=_kinds(trace, parents) if trace.works is None else {},
     )
     if trace.works is not None:
-        _add_device(summary, trace.works, trace.window)
+        _add_device(summary, trace, steps)
         summary.syncs = _syncs(trace, parents, steps)
     return summary
 
@@ -135,19 +136,50 @@ def _shares(pairs: Iterable[tuple[str, float]]) -> dict[str, float]:
 # -- the device --------------------------------------------------------------------------------------------------------
 
 
-def _add_device(summary: TraceSummary, works: Sequence[Work], window: intervals.Interval) -> None:
-    duration_us = max(window[1] - window[0], 1e-9)
-    running = intervals.clip(((w.start, w.end) for w in works if w.kind in ("kernel", "memory")), window)
+def _add_device(summary: TraceSummary, trace: Trace, steps: int) -> None:
+    works, window, copying = trace.works or [], trace.window, _copying(trace.works or [])
+    kernels = ((w.start, w.end) for w in works if w.kind in ("kernel", "memory") and not w.name.startswith("nccl"))
+    running = intervals.clip(kernels, window)
     copies = intervals.clip(((w.start, w.end) for w in works if w.kind == "copy in"), window)
-    summary.device_busy = intervals.length(running) / duration_us
-    summary.launch_gap = intervals.starved(works, window) / duration_us
-    summary.copy_share = intervals.length(intervals.minus(copies, running)) / duration_us
+    reads_us = launches_us = 0.0
+    for began, ended in intervals.starved(works, window):
+        waits = [wait for wait in trace.waits if wait.start <= began <= wait.end]
+        reads_us += (ended - began) * bool(waits and not any(wait.operator in copying for wait in waits))
+        launches_us += (ended - began) * (not waits)
+    summary.busy_ms = intervals.length(running) / 1e3 / steps
+    summary.copy_ms = intervals.length(intervals.minus(copies, running)) / 1e3 / steps
+    summary.read_ms, summary.launch_ms = reads_us / 1e3 / steps, launches_us / 1e3 / steps
+
+
+def _copying(works: Sequence[Work]) -> set[int]:
+    """Return the operators that copy to the device; their names can't tell, since `cpu` is `to` as well."""
+    return {work.operator for work in works if work.kind == "copy in"} - {0}
+
+
+def located(syncs: Sequence[SyncPoint], lines: Sequence[SyncPoint]) -> list[SyncPoint]:
+    """Return waits with the lines of the script that another window has found for them.
+
+    That window is one step that began with an idle device, and slow: it tells where the waits are, and not how long.
+
+    Args:
+        syncs: waits without lines.
+        lines: waits with lines; those of one kind are divided as they are here.
+    """
+    placed = []
+    for sync in syncs:
+        same = [line for line in lines if (line.name, line.copies) == (sync.name, sync.copies)]
+        ms, calls = sum(line.ms for line in same), sum(line.calls for line in same)
+        placed += [
+            replace(line, ms=sync.ms * line.ms / ms, calls=sync.calls * line.calls / calls) for line in same if ms > 0
+        ] or [sync]
+    return sorted(placed, key=lambda point: point.ms, reverse=True)
 
 
 def _syncs(trace: Trace, parents: Sequence[int], steps: int) -> list[SyncPoint]:
     """Return the waits, those of one operator at one line together, the longest first."""
     index_of = {call.id: index for index, call in enumerate(trace.calls) if call.id}
-    points: dict[tuple[str, str, int], SyncPoint] = {}
+    copying = _copying(trace.works or [])
+    points: dict[tuple[str, str, int, bool], SyncPoint] = {}
     for group in _by_operator(trace.waits):
         first = group[0]
         name = first.name
@@ -155,8 +187,9 @@ def _syncs(trace: Trace, parents: Sequence[int], steps: int) -> list[SyncPoint]:
         while index >= 0:  # the outermost operator is the one that the line calls
             name = base(trace.calls[index].name) if _is_operator(trace.calls[index].name) else name
             index = parents[index]
-        key = (name, first.file, first.line)
-        point = points.setdefault(key, SyncPoint(name=name, file=first.file, line=first.line, calls=0.0, ms=0.0))
+        key = (name, first.file, first.line, first.operator in copying)
+        made = SyncPoint(name=name, file=first.file, line=first.line, calls=0.0, ms=0.0, copies=key[-1])
+        point = points.setdefault(key, made)
         point.calls += 1 / steps
         point.ms += intervals.length((wait.start, wait.end) for wait in group) / 1e3 / steps
     return sorted(points.values(), key=lambda point: point.ms, reverse=True)

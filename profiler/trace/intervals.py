@@ -63,23 +63,23 @@ def clip(intervals: Iterable[Interval], window: Interval) -> list[Interval]:
     return [(start, end) for start, end in parts if start < end]
 
 
-def starved(runs: Iterable[DeviceRun], window: Interval) -> float:
-    """Return for how long the idle device waited for a launch inside the window.
+def starved(runs: Iterable[DeviceRun], window: Interval) -> list[Interval]:
+    """Return when the idle device waited for a launch inside the window.
 
     A gap counts if what ends it was launched after the gap began: the queue was empty and the host was late. A gap
     whose next run had been queued before (it waited for another stream, or for the launch to arrive) does not. The
     whole gap counts, as in Holistic Trace Analysis ("host wait"), and not only the part before the launch. What follows
-    the last run is left out: it is unknown what it waited for.
+    the last run is left out: it is unknown what it waited for. So is what precedes the first one: a window begins with
+    an idle device, whatever the loop does.
     """
-    waited = 0.0
-    free, close = window
-    for run in sorted(runs, key=lambda run: run.start):
-        if run.start >= close:
-            break
+    gaps: list[Interval] = []
+    ordered = sorted((run for run in runs if run.start < window[1]), key=lambda run: run.start)
+    free = ordered[0].end if ordered else 0.0
+    for run in ordered[1:]:
         if run.start > free and run.launch is not None and run.launch >= free:
-            waited += run.start - free
+            gaps.append((free, run.start))
         free = max(free, run.end)
-    return waited
+    return gaps
 
 
 def parents(spans: Sequence[Interval]) -> list[int]:

@@ -130,7 +130,7 @@ class Followed:
         self.controller = Controller(candidates, budget=budget, announce=voice.announce, pace=FAST, **options)
         self.session: Any = SimpleNamespace(rank=0, steps=0, active={}, samples_per_step=32.0, alive=True, failed="")
         self.journal = Journal(
-            run, self.session, self.controller, voice, allow="reordered", budget="", report=None, replayed=False
+            run, self.session, self.controller, voice, allow="reordered", budget="", report=None, replayed=None
         )
         self._machine, self._decisions = machine, self.controller.decisions()
         self._action = next(self._decisions)

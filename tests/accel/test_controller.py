@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from dataclasses import replace
 from typing import Any
 
@@ -292,6 +293,41 @@ def test_what_is_much_slower_is_left_after_two_steps_and_tried_once_more() -> No
     assert controller.rows["terrible"].status == "undone"
     assert controller.rows["terrible"].why == "slower"
     assert controller.rows["terrible"].gain == pytest.approx(0.5, rel=0.2)
+
+
+class Drained(Machine):
+    """A device that ends each action idle."""
+
+    def answer(self, action: Action) -> Result:
+        result = super().answer(action)
+        result.drained = True
+        return result
+
+
+def test_on_a_device_what_is_much_slower_is_left_after_a_whole_block() -> None:
+    """To look after two steps, it would have to be drained within the block."""
+    machine = Drained(speed={"terrible": 0.5, "good": 1.3}, noise=0.03)
+    controller = simulate([candidate("terrible"), candidate("good")], machine, reduce=statistics.fmean)
+
+    slow = [action for action in machine.actions if "terrible" in action.plan]
+    assert [action.steps for action in slow] == [5, 5]
+    assert (controller.rows["terrible"].status, controller.rows["terrible"].why) == ("undone", "slower")
+    assert controller.rows["terrible"].gain == pytest.approx(0.5, rel=0.1)
+    assert {action.steps for action in machine.actions if "good" in action.plan and not action.anatomy} >= {5}
+
+
+def test_on_a_device_one_stall_does_not_end_a_trial() -> None:
+    machine, stalls = Drained(speed={"good": 1.3}), list[int]()
+
+    def stalled(step: int) -> float:
+        if "good" in machine.actions[-1].plan and machine.actions[-1].steps == 5 and not stalls:
+            stalls.append(step + machine.actions[-1].settle + 2)
+        return 30.0 if step in stalls else 1.0
+
+    machine.drift = stalled
+    controller = simulate([candidate("good")], machine, reduce=statistics.fmean)
+    assert stalls and controller.rows["good"].status == "kept"
+    assert len([action for action in machine.actions if "good" in action.plan]) > 4
 
 
 def test_two_slow_steps_by_chance_do_not_cost_a_candidate_its_trial() -> None:

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from accel.guard import guard, random_states, update_guard
 from accel.guard.guard import Comparison, Tolerance
-from accel.precision import fp32_precision
 from accel.profiler.experiments.update_path import Paths
 from accel.strategies.base import Exactness
 
@@ -343,27 +342,3 @@ def test_a_call_may_take_tensors_out_of_the_dict_that_it_is_given() -> None:
     recording = guard.record(model, CPU, ({"x": torch.ones(1, 2), "y": torch.ones(2)},), {})
     replayed = guard.replay(model, lambda batch: model(batch.pop("x")) + batch.pop("y").add_(1), recording)
     assert [written is None for written in replayed.inputs] == [True, False]
-
-
-@pytest.mark.parametrize("products", ["ieee", "tf32"])
-def test_on_a_gpu_what_reorders_sums_is_compared_without_tf32_in_convolutions(products: Any) -> None:
-    """It is on there by default; a switch of the products' would have compiled graphs compiled again."""
-
-    def now() -> tuple[str, str]:
-        backends: Any = torch.backends
-        return backends.cuda.matmul.fp32_precision, backends.cudnn.conv.fp32_precision
-
-    cuda, cpu = torch.device("cuda"), torch.device("cpu")
-    with fp32_precision(products, "tf32"):
-        before = now()
-        for device, exactness in ((cpu, Exactness.REORDERED), (cuda, Exactness.REDUCED), (cuda, Exactness.EXACT)):
-            with guard.without_tf32(device, exactness) as changed:
-                assert changed is None
-                assert now() == before
-        with guard.without_tf32(cuda, Exactness.REORDERED) as changed:
-            assert changed is not None
-            assert now()[0] == before[0]
-            assert now()[1] != "tf32"
-        assert now() == before
-    with fp32_precision("ieee"), guard.without_tf32(cuda, Exactness.REORDERED) as changed:
-        assert changed is None

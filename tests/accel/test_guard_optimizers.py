@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -88,6 +89,40 @@ def test_an_optimizer_that_a_plan_leaves_alone_is_not_stepped(monkeypatch: pytes
     accel.undo(model)
     assert set(compared) == {"AdamW"}
     assert len(own.log) == 4 * len(loader)
+
+
+def test_a_comparison_tells_what_its_last_step_took(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first has work in it that is done once."""
+    monkeypatch.setattr(strategies, "REGISTRY", [FusedOptimizer])
+    real_update, real_finding = update_guard.updated, GuardRunner.take_finding
+    updates: list[float] = []
+    findings: list[Any] = []
+
+    def updated(optimizer: Optimizer) -> list[Tensor]:
+        time.sleep(0.0 if updates else 0.3)
+        updates.append(time.perf_counter())
+        return real_update(optimizer)
+
+    def take_finding(runner: GuardRunner) -> Any:
+        finding = real_finding(runner)
+        findings.extend([] if finding is None else [finding])
+        return finding
+
+    monkeypatch.setattr(update_guard, "updated", updated)
+    monkeypatch.setattr(GuardRunner, "take_finding", take_finding)
+    loader: Any = DataLoader(TensorDataset(torch.randn(128, 3), torch.randn(128, 2)), batch_size=4)
+    model = nn.Linear(3, 2)
+    optimizer: Any = torch.optim.AdamW(model.parameters())
+    model, loader, optimizer = accel.optimize(
+        model, loader, optimizer, budget=60, cache=False, enable=("fused_optimizer",)
+    )
+    for x, target in loader:
+        (model(x) - target).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    accel.undo(model)
+    assert len(updates) >= 4
+    assert 0 < findings[0].seconds < 0.3
 
 
 def test_options_differ_where_a_path_was_switched() -> None:

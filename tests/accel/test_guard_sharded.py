@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import accel
 from accel.guard import guard
+from accel.guard.sharded import is_sharded
 from accel.strategies.base import Exactness
 
 distributed = pytest.importorskip("torch.distributed")
@@ -86,3 +87,17 @@ def test_a_replay_in_which_the_gradients_that_arrived_reach_nothing_compares_not
     finding = guard.compare(plain, candidate, Exactness.REORDERED)
     assert finding.unsure == "gradients arrived at the outputs, and none of them reaches a parameter or an input"
     assert not finding.problem
+
+
+def test_without_a_process_group_no_module_is_looked_at() -> None:
+    """It is asked for each strategy at each look at a plan: 1,000 modules take some ms."""
+    from torch.distributed.fsdp import FSDPModule
+
+    class Sharded(nn.Linear, FSDPModule):
+        def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+            return nn.Linear.__new__(cls)
+
+        def modules(self) -> Any:
+            raise AssertionError("they are gone through")
+
+    assert not is_sharded(Sharded(2, 2))

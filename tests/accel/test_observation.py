@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import time
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import accel
 from accel import entry
+from accel.profiler.clocks import device_events
+from accel.profiler.phases import Measurement, StepClock
+from accel.run import Run
+from accel.run.gate import Gate
+from accel.session.observation import Observation
 from tests.accel import observation_ranks
 from tests.comm.ranks import run_ranks
 
@@ -55,3 +62,78 @@ def accel_names() -> tuple[str, ...]:
     from accel import strategies
 
     return strategies.names()
+
+
+class Gpu:
+    """Is passed at once; each event takes a second."""
+
+    def __init__(self) -> None:
+        self.recorded = 0
+
+    def event(self) -> Any:
+        def record() -> None:
+            self.recorded += 1
+            made.at = self.recorded
+
+        made = SimpleNamespace(at=0, record=record, query=lambda: True, synchronize=lambda: None)
+        made.elapsed_time = lambda later: (later.at - made.at) * 1e3
+        return made
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
+    made = Gpu()
+    monkeypatch.setattr(Run, "cuda", property(lambda self: True))
+    monkeypatch.setattr(device_events, "events_on", lambda device: made.event)
+
+    def cuda(tensor: Tensor) -> Tensor:
+        return tensor
+
+    monkeypatch.setattr(Tensor, "cuda", cuda)
+    return made
+
+
+def observing(clock: StepClock, steps: list[Measurement], counts: Any = lambda: True) -> Observation:
+    model = nn.Linear(4, 2)
+    run = Run(model, DataLoader(TensorDataset(torch.randn(8, 4))), [], Gate(model, []), SimpleNamespace())  # type: ignore[arg-type]
+    return Observation(clock, run, lambda: len(steps), counts)
+
+
+def test_steps_have_the_device_s_times_but_for_the_first_which_begins_with_an_idle_one(gpu: Gpu) -> None:
+    clock, steps = StepClock(), list[Measurement]()
+    observation = observing(clock, steps)
+    for _ in range(8):
+        clock.restart()
+        for phase in ("host", "forward", "backward", "outside", "data"):
+            clock.enter(phase)
+        steps.append(clock.close(len(steps)))
+        gpu.recorded += 5  # what the search does between two steps is none of them
+    evidence = observation.evidence(steps)
+    observation.close()
+
+    assert [step.step for step in evidence.steps] == [*range(1, 8)]
+    assert evidence.steps is steps  # the plain step is told by these too
+    for step in steps:
+        assert (step.seconds, step.phases["forward"], step.phases["data"]) == (5.0, 1.0, 1.0)
+    assert set(vars(clock)) & {"restart"} == set()
+
+
+def test_what_is_not_the_loop_s_own_step_is_not_marked(gpu: Gpu) -> None:
+    """As an evaluation within `accel.disabled`, or the steps of a rest."""
+    clock, aside = StepClock(), list[str]()
+    observation = observing(clock, [], lambda: not aside)
+    clock.enter("host")
+    try:
+        for expected in (["copy", "host", "backward", "host"], []):
+            before = len(clock.tape)
+            x = torch.ones(2, requires_grad=True).cuda()
+            x.sum().backward()
+            assert clock.tape[before::2] == expected
+            aside.append("from the second time on")
+        aside.clear()
+        before = len(clock.tape)
+        with torch.no_grad():
+            torch.ones(2).cuda()
+        assert len(clock.tape) == before
+    finally:
+        observation.close()

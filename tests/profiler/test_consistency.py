@@ -27,7 +27,7 @@ from accel.profiler.phases import PHASES, Measurement
 from accel.profiler.report import Experiment, Finding, Node, ProfileReport, Saving
 from tests.sampling import examples
 
-shares = st.floats(0.0, 1.0)
+shares, times = st.floats(0.0, 1.0), st.floats(0.0, 20.0)
 
 
 @st.composite
@@ -63,8 +63,10 @@ def runs(draw: st.DrawFn) -> Evidence:
         matmul_share=0.3,
         elementwise_share=draw(st.floats(0.0, 0.7)),
         operators_ms=None if device == "cuda" else draw(st.sampled_from([None, 0.01, 1.0, 100.0])),
-        device_busy=draw(shares) if device == "cuda" else None,
-        copy_share=draw(shares) if device == "cuda" else None,
+        busy_ms=draw(times) if device == "cuda" else None,
+        copy_ms=draw(times),
+        read_ms=draw(times),
+        launch_ms=draw(times),
         syncs=[SyncPoint(name="item", file="train.py", line=1, calls=1, ms=draw(st.floats(0, 20)))],
     )
     return Evidence(

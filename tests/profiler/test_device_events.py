@@ -1,18 +1,24 @@
-"""Events are recorded beside the clock's marks, read late, never waited for, and used again."""
+"""Events are recorded beside the clock's marks, read once passed, never waited for within the loop, and used again."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from accel.profiler.clocks.device_events import READ_AFTER_STEPS, DeviceEvents
-from accel.profiler.phases import CUT, MAYBE_DATA, MAYBE_HOST, SETTLED, StepClock
+from accel.profiler.clocks import device_events
+from accel.profiler.clocks.device_events import MOST_PENDING, CudaEvent, DeviceEvents, events_on
+from accel.profiler.phases import CUT, MAYBE_DATA, MAYBE_HOST, RESUME, SETTLED, SKIP, StepClock
+
+PHASES = ("data", "host", "forward", "loss", "backward", "optimizer", "outside")
+SECOND = 1e3
+"""In the events' ms."""
 
 
 class Device:
-    """Passes each event a fixed time after the one before it; `reached` is how far it has come."""
+    """Passes each event a second after the one before it; `reached` is how far it has come."""
 
     def __init__(self) -> None:
         self.events: list[Event] = []
@@ -37,9 +43,12 @@ class Event:
     def query(self) -> bool:
         return self.at <= self.device.reached
 
+    def synchronize(self) -> None:
+        self.device.reached = max(self.device.reached, self.at)
+
     def elapsed_time(self, later: Event) -> float:
         assert self.query() and later.query()
-        return float(later.at - self.at)
+        return (later.at - self.at) * SECOND
 
 
 @pytest.fixture
@@ -47,114 +56,170 @@ def device() -> Device:
     return Device()
 
 
-def steps(events: DeviceEvents, count: int) -> None:
-    for _ in range(count):
-        for phase in ("data", "host", "forward", "loss", "backward", "optimizer", "outside"):
-            events.write((phase, 0.0))
-        events.write(CUT)
+class Loop:
+    """Writes the marks of steps."""
+
+    def __init__(self, device: Device) -> None:
+        self.tape: list[Any] = []
+        self.number = 0
+        self.events = DeviceEvents(self.tape.extend, lambda: self.number)
+        self.events.start(device.event)
+
+    def steps(self, count: int) -> None:
+        for _ in range(count):
+            self.step(*((phase, 0.0) for phase in PHASES))
+
+    def step(self, *pairs: tuple[str, Any]) -> None:
+        for pair in (*pairs, CUT):
+            self.events.write(pair)
+        self.number += 1
 
 
-def test_phases_are_told_per_step(device: Device) -> None:
-    tape: list[Any] = []
-    events = DeviceEvents(tape.extend, device.event)
-    events.on = True
-    steps(events, 20)
+def test_phases_are_told_by_step_and_the_first_one_is_left_out(device: Device) -> None:
+    loop = Loop(device)
+    loop.steps(20)
 
-    assert len(tape) == 2 * 8 * 20
-    assert events.steps == 20 - READ_AFTER_STEPS
-    assert events.ms()["forward"] == pytest.approx(1.0)
-    assert set(events.ms()) <= {"data", "host", "forward", "loss", "backward", "optimizer", "outside"}
+    assert len(loop.tape) == 2 * 8 * 20
+    assert [*loop.events.taken] == [*range(1, 20)]
+    for took in loop.events.taken.values():
+        assert took == pytest.approx(dict.fromkeys(PHASES, 1.0))
 
 
-def test_a_device_that_lags_is_not_waited_for(device: Device) -> None:
-    events = DeviceEvents(lambda pair: None, device.event)
-    events.on = True
+@pytest.mark.parametrize("behind", [1, 20, MOST_PENDING - 1])
+def test_a_device_that_lags_by_many_steps_is_read_in_the_end(device: Device, behind: int) -> None:
+    loop = Loop(device)
     device.reached = 0
-    steps(events, 20)
+    loop.steps(behind + 1)
+    assert loop.events.taken == {}
+    assert device.reached == 0  # and is not waited for
+    loop.events.stop()
 
-    assert events.steps == 0
-    assert events.ms() == {}
+    assert [*loop.events.taken] == [*range(1, behind + 1)]
+
+
+def test_a_device_that_never_gets_there_does_not_fill_the_memory(device: Device) -> None:
+    loop = Loop(device)
+    device.reached = 0
+    loop.steps(3 * MOST_PENDING)
+
+    assert len(device.events) <= 9 * (MOST_PENDING + 3)
 
 
 def test_events_are_used_again(device: Device) -> None:
-    events = DeviceEvents(lambda pair: None, device.event)
-    events.on = True
-    steps(events, 200)
+    loop = Loop(device)
+    loop.steps(200)
 
-    assert len(device.events) <= 8 * (READ_AFTER_STEPS + 3)
-    assert events.steps > 150
+    assert len(device.events) <= 8 * 3
+    assert len(loop.events.taken) == 199
 
 
 def test_switched_off_it_only_passes_on(device: Device) -> None:
-    tape: list[Any] = []
-    events = DeviceEvents(tape.extend, device.event)
-    steps(events, 3)
+    loop = Loop(device)
+    loop.events.stop()
+    loop.steps(3)
 
     assert device.events == []
-    assert len(tape) == 48
+    assert len(loop.tape) == 48
+
+
+def test_what_the_profiler_does_is_in_no_phase(device: Device) -> None:
+    loop = Loop(device)
+    loop.steps(1)
+    began = device.recorded
+    device.recorded += 5  # the device waits while the profiler reads what it needs between two steps
+    loop.events.write((RESUME, 0.0))
+    loop.step(("host", 0.0), ("forward", 0.0), (SKIP, 0.0), ("loss", 0.0))
+    assert began
+
+    # The interval that ends with the skip is left out; forward goes on after it.
+    assert loop.events.taken[1] == pytest.approx({"outside": 1.0, "host": 1.0, "forward": 1.0})
+
+
+def test_a_failing_event_passes_the_loop_by(device: Device) -> None:
+    """As each call does after a failed assertion on the device."""
+    loop = Loop(device)
+    loop.steps(3)
+
+    def failing() -> Any:
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    loop.events._make, loop.events._free = failing, []
+    loop.steps(3)
+    loop.events.stop()
+
+    assert len(loop.tape) == 2 * 8 * 6
+    assert [*loop.events.taken] == [1, 2]
+
+
+def test_events_go_to_the_stream_that_was_the_loop_s_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loop may copy its batches on another stream, or train a model on another device than the current one."""
+    recorded: list[Any] = []
+    current = {torch.device("cuda:0"): "main of 0", torch.device("cuda:1"): "main of 1"}
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current[device])
+    monkeypatch.setattr(torch.cuda, "Event", lambda **_: SimpleNamespace(record=recorded.append))
+    make = events_on(torch.device("cuda:1"))
+    current[torch.device("cuda:1")] = "copies"
+    make().record()
+
+    assert recorded == ["main of 1"]
 
 
 def test_a_clock_s_marks_go_through_it(device: Device) -> None:
     clock = StepClock()
-    events = DeviceEvents(clock.write, device.event)
-    clock.write = events.write  # type: ignore[method-assign]
-    events.on = True
-    for _ in range(READ_AFTER_STEPS + 2):
+    events = DeviceEvents(clock.write, lambda: 0)
+    clock.write = events.write  # type: ignore[assignment]
+    events.start(device.event)
+    for _ in range(10):
         clock.request()
         clock.call()
         clock.updated()
         clock.cut()
 
-    assert len(clock.read()) == READ_AFTER_STEPS + 2
-    assert events.steps > 0
+    assert len(clock.read()) == 10
+    assert events.taken
 
 
 @pytest.mark.gpu
 def test_a_long_kernel_is_seen_in_its_phase() -> None:
     clock = StepClock()
-    events = DeviceEvents(clock.write)
-    clock.write = events.write  # type: ignore[method-assign]
-    events.on = True
+    events = DeviceEvents(clock.write, lambda: 0)
+    clock.write = events.write  # type: ignore[assignment]
     x = torch.randn(4096, 4096, device="cuda")
-    for _ in range(READ_AFTER_STEPS + 20):
+    events.start(device_events.events_on(x.device))
+    for _ in range(20):
         clock.enter("forward")
         for _ in range(4):
             x @ x
         clock.enter("backward")
         clock.cut()
-        torch.cuda.synchronize()
+    events.stop()
 
-    found = events.ms()
-    assert found["forward"] > 10 * found.get("backward", 0.0)
+    took = events.taken[0]
+    assert took["forward"] > 10 * took.get("backward", 0.0)
+    assert isinstance(events._free[0], CudaEvent)
 
 
 def test_a_phase_that_was_another_is_told_as_that(device: Device) -> None:
-    tape: list[Any] = []
+    loop = Loop(device)
     clock = StepClock()
-    events = DeviceEvents(tape.extend, device.event)
-    clock.write = events.write
-    events.on = True
-    for _ in range(READ_AFTER_STEPS + 1):
+    clock.write = loop.events.write  # type: ignore[assignment]
+    for _ in range(10):
         clock.enter("data")
         clock.enter("host")
         clock.rename("forward")
         clock.enter("backward")
         clock.cut()
+        loop.number += 1
 
-    assert {name for name, ms in events.ms().items() if ms} == {"data", "forward"}
-    assert len(tape) == 2 * 5 * (READ_AFTER_STEPS + 1)
+    assert {name for took in loop.events.taken.values() for name in took} == {"data", "forward", "backward"}
+    assert len(loop.tape) == 2 * 5 * 10
 
 
 @pytest.mark.parametrize("within", [True, False])
 def test_provisional_phases_are_told_as_they_were_settled(device: Device, within: bool) -> None:
-    events = DeviceEvents(lambda pair: None, device.event)
-    events.on = True
+    loop = Loop(device)
     for _ in range(20):
-        for phase in (MAYBE_DATA, MAYBE_HOST):
-            events.write((phase, 0.0))
-        events.write((SETTLED, within))
-        events.write(("backward", 0.0))
-        events.write(CUT)
+        loop.step((MAYBE_DATA, 0.0), (MAYBE_HOST, 0.0), (SETTLED, within), ("backward", 0.0))
 
     phases = {"data", "host"} if within else {"evaluation"}
-    assert set(events.ms()) == phases | {"backward"}
+    assert {name for took in loop.events.taken.values() for name in took} == phases | {"backward"}

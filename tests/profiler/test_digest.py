@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from accel.profiler.trace.digest import digest
+from accel.profiler.evidence import SyncPoint, TraceSummary
+from accel.profiler.trace.digest import digest, located
 from accel.profiler.trace.events import OperatorCall, Trace, Wait, Work
 from accel.profiler.trace.groups import call_groups
 
@@ -30,9 +31,10 @@ def test_a_gpus_window() -> None:
     summary = digest(Trace(window=(0.0, 400.0), calls=calls, works=works), steps=2)
 
     assert summary.ops_per_step == 2.0  # four kernels in two steps
-    assert summary.device_busy == pytest.approx((100 + 100 + 10 + 4) / 400)
-    assert summary.launch_gap == pytest.approx((20 + 20) / 400)  # before the first launch, and from 280 to 300
-    assert summary.copy_share == pytest.approx(40 / 400)  # from 240 to 280
+    assert summary.busy_ms == pytest.approx((100 + 100 + 10 + 4) / 2e3)
+    assert summary.launch_ms == pytest.approx(20 / 2e3)  # from 280 to 300; what precedes all work is the window's
+    assert summary.copy_ms == pytest.approx(40 / 2e3)  # from 240 to 280
+    assert summary.read_ms == 0
     assert [row.name for row in summary.ops[:2]] == [GEMM, "Memcpy HtoD (Pinned -> Device)"]
     gemm = summary.ops[0]
     assert (gemm.calls, gemm.ms, gemm.kind, gemm.small) == (1.0, 0.1, "matmul", False)
@@ -49,15 +51,67 @@ def test_kernels_that_are_shorter_than_their_launch() -> None:
     summary = digest(Trace(window=(0.0, 310.0), calls=[], works=works), steps=1)
 
     assert summary.small_share == 1.0
-    assert summary.launch_gap == pytest.approx((10 + 29 * 7) / 310)
+    assert summary.launch_ms == pytest.approx(29 * 7 / 1e3)
 
 
 def test_work_is_clipped_to_the_window() -> None:
     works = [Work(name=GEMM, start=-50, end=50, launch=-60), Work(name=GEMM, start=90, end=150, launch=20)]
     summary = digest(Trace(window=(0.0, 100.0), calls=[], works=works), steps=1)
 
-    assert summary.device_busy == pytest.approx(0.6)
-    assert summary.launch_gap == 0.0
+    assert summary.busy_ms == pytest.approx(0.06)
+    assert summary.launch_ms == 0.0
+
+
+def gaps(operator: int, wait: tuple[float, float]) -> TraceSummary:
+    """A step whose device idles from 100 to 160, after a copy that belongs to operator 1 of `to`, and a read to 2."""
+    calls = [OperatorCall(name="aten::to", id=n, start=start, end=start + 30) for n, start in ((1, 0), (2, 60))]
+    works = [
+        Work(name="Memcpy HtoD (Pageable -> Device)", start=10, end=50, launch=5, kind="copy in", operator=1),
+        Work(name=GEMM, start=50, end=95, launch=20),
+        Work(name="Memcpy DtoH (Device -> Pageable)", start=95, end=100, launch=60, kind="copy out", operator=2),
+        Work(name=GEMM, start=160, end=200, launch=155),
+        Work(name="ncclDevKernel_AllReduce_Sum_f32_RING_LL", start=200, end=400, launch=156),
+    ]
+    waits = [Wait(name="cudaStreamSynchronize", start=wait[0], end=wait[1], operator=operator)]
+    return digest(Trace(window=(0.0, 400.0), calls=calls, works=works, waits=waits), steps=1)
+
+
+@pytest.mark.parametrize(
+    ("operator", "wait", "read_us", "launch_us", "copies"),
+    [
+        (2, (60, 102), 60, 0, False),
+        (1, (60, 102), 0, 0, True),
+        (2, (60, 80), 0, 60, False),
+        (0, (70, 101), 60, 0, False),
+    ],
+    ids=["a read", "a copy", "a launch that is late", "synchronize"],
+)
+def test_a_gap_is_told_by_what_the_host_did_when_the_device_ran_dry(
+    operator: int, wait: tuple[float, float], read_us: float, launch_us: float, copies: bool
+) -> None:
+    """`cpu` is `to` as well: what is copied tells a read from a copy to the device."""
+    summary = gaps(operator, wait)
+
+    assert (summary.read_ms, summary.launch_ms) == (pytest.approx(read_us / 1e3), pytest.approx(launch_us / 1e3))
+    assert summary.busy_ms == pytest.approx((45 + 40) / 1e3)  # NCCL's kernel waits for another rank
+    assert [sync.copies for sync in summary.syncs] == [copies]
+
+
+def test_lines_are_found_in_a_slower_window_and_times_are_not() -> None:
+    found = [
+        SyncPoint(name="item", file="", line=0, calls=2, ms=4),
+        SyncPoint(name="to", file="", line=0, calls=1, ms=1),
+    ]
+    lines = [
+        SyncPoint(name="item", file="train.py", line=7, calls=1, ms=90),
+        SyncPoint(name="item", file="train.py", line=9, calls=1, ms=30),
+        SyncPoint(name="nonzero", file="train.py", line=11, calls=1, ms=30),
+    ]
+    assert [(sync.name, sync.line, sync.calls, sync.ms) for sync in located(found, lines)] == [
+        ("item", 7, 1.0, 3.0),
+        ("item", 9, 1.0, 1.0),
+        ("to", 0, 1, 1),
+    ]
 
 
 def test_waits_are_named_by_the_operator_that_the_line_calls() -> None:

@@ -144,3 +144,28 @@ def test_ddp_s_wait_in_a_step_that_is_left_out_is_left_out(monkeypatch: pytest.M
     assert waits.mean() == pytest.approx(0.08196)
     assert waits.mean(without=[20]) == pytest.approx(0.002)
     assert DdpWait().mean() is None
+
+
+def test_on_a_gpu_ddp_times_a_few_steps_and_each_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It waits for the device in each of those."""
+
+    class Timed(nn.Linear):
+        device_type = "cuda"
+        rate = comm_ns = 0
+
+        def _set_ddp_runtime_logging_sample_rate(self, rate: int) -> None:
+            self.rate = rate
+
+        def _get_ddp_logging_data(self) -> dict[str, float]:
+            return {"backward_comm_time": self.comm_ns}
+
+    monkeypatch.setattr(meters, "DistributedDataParallel", Timed)
+    model, waits = Timed(1, 1), DdpWait()
+    model.comm_ns = 10**9  # of a step long ago
+    for step in range(20):
+        waits.sample([model], step)
+        if step % 5 == 0:
+            model.comm_ns = 2_000_000 + step
+    assert model.rate == meters._GPU_EVERY
+    assert [step for step, _ in waits._seconds] == [1, 6, 11, 16]
+    assert waits.mean() == pytest.approx(0.002, rel=1e-3)

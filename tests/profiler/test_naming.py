@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from typing import Any
 
@@ -64,6 +65,9 @@ def line(phase: str, seconds: float, *tags: str, source: str = "x", blocked: flo
         blocked=blocked,
         tags=list(tags),
     )
+
+
+ITEM = SyncPoint(name="item", file="train.py", line=9, calls=1, ms=4)
 
 
 def trace(**given: Any) -> TraceSummary:
@@ -134,14 +138,15 @@ def test_a_healthy_run_has_no_cause() -> None:
         ({"trace": trace(small_share=0.9)}, "launch.small_ops"),
         ({"trace": trace(elementwise_share=0.8)}, "memory.bound"),
         ({"world_size": 2, "ddp_wait_share": 0.4}, "communication.exposed"),
-        ({"device": "cuda", "trace": trace(device_busy=0.6, copy_share=0.3)}, "transfer.pageable"),
+        ({"device": "cuda", "trace": trace(busy_ms=6, copy_ms=3)}, "transfer.pageable"),
         (
             {
                 "device": "cuda",
-                "trace": trace(device_busy=0.6, syncs=[SyncPoint(name="item", file="train.py", line=9, calls=1, ms=4)]),
+                "trace": trace(busy_ms=6, read_ms=3, syncs=[ITEM]),
             },
             "sync.read",
         ),
+        ({"device": "cuda", "trace": trace(busy_ms=6, launch_ms=5)}, "launch.small_ops"),
     ],
 )
 def test_each_cause_is_named_from_its_evidence(given: dict[str, Any], expected: str) -> None:
@@ -189,9 +194,46 @@ def test_without_workers_none_start_an_epoch(every: int, share: float) -> None:
 
 
 def test_a_device_that_is_busy_anyway_makes_a_read_free() -> None:
-    point = SyncPoint(name="item", file="train.py", line=9, calls=1, ms=4)
+    assert causes(evidence(device="cuda", trace=trace(busy_ms=9.8, read_ms=4, syncs=[ITEM]))) == []
 
-    assert causes(evidence(device="cuda", trace=trace(device_busy=0.99, syncs=[point]))) == []
+
+def test_a_wait_of_a_copy_is_no_read() -> None:
+    point = dataclasses.replace(ITEM, name="to", copies=True)
+
+    assert causes(evidence(device="cuda", trace=trace(busy_ms=6, read_ms=3, syncs=[point]))) == []
+
+
+def test_a_device_waits_for_launches_whatever_its_kernels_take() -> None:
+    """Of 15 µs each, 300 a step; no longer than a launch takes, though."""
+    long = trace(busy_ms=4.5, launch_ms=9, small_share=0.0)
+    assert causes(evidence(device="cuda", trace=long)) == ["launch.small_ops"]
+    few = dataclasses.replace(long, ops_per_step=10)
+    assert causes(evidence(device="cuda", trace=few)) == []
+
+
+def test_a_device_idles_for_one_cause_at_a_time() -> None:
+    """It has run dry by a read, and the loader is late then: that is the loader's, which stands in the phases."""
+    seen = evidence(
+        device="cuda",
+        phases={"data": 4.0},
+        data_thread=RUNNING,
+        trace=trace(busy_ms=9, read_ms=4.2, launch_ms=1, syncs=[ITEM]),
+    )
+    found = diagnose(seen)
+    assert ([f.cause for f in found.findings], found.refused) == (["input.cpu"], "")
+
+
+def test_lines_in_which_the_host_waits_for_a_gpu_are_not_where_the_time_goes() -> None:
+    wait = SyncPoint(name="item", file="train.py", line=7, calls=1, ms=9)
+    logs = dataclasses.replace(line("outside", 0.5, source="print"), line=8)
+    seen = evidence(
+        device="cuda",
+        phases={"outside": 5.0},
+        lines=[line("outside", 0.9, source="loss.item()"), logs],
+        trace=trace(busy_ms=9, syncs=[wait]),
+        host_ms={"outside": 14.0},
+    )
+    assert "100% of it in train.py:8: print" in diagnose(seen).findings[0].why
 
 
 @pytest.mark.parametrize(
@@ -253,16 +295,34 @@ def test_two_causes_of_clearly_different_size_are_ordered() -> None:
     assert found.refused == ""
 
 
-@pytest.mark.parametrize(("device", "float64", "saved"), [("cpu", 40.0, 0.5), ("cpu", 70.0, 0.3), ("cuda", 3.0, 0.97)])
-def test_double_precision_is_predicted_from_the_measured_roof(device: str, float64: float, saved: float) -> None:
-    """On a CPU, whose vectors hold twice as many float32, no more than half is saved."""
+@pytest.mark.parametrize(
+    ("device", "float64", "products", "saved"),
+    [
+        ("cpu", 40.0, 0.5, 0.5),
+        ("cpu", 70.0, 0.5, 0.3),
+        ("cuda", 3.0, 1.0, 0.97),
+        ("cuda", 3.0, 0.5, 0.735),
+        ("cuda", 120.0, 0.5, 0.25),  # an H100 multiplies both alike
+    ],
+)
+def test_double_precision_is_predicted_from_the_measured_roof(
+    device: str, float64: float, products: float, saved: float
+) -> None:
+    """On a CPU, whose vectors hold twice as many float32, no more than half is saved; so it is of work on memory."""
     roof = Roofline(gflops={"float32": 100.0, "float64": float64}, gb_per_s=10.0)
 
-    found = diagnose(evidence(device=device, dtype="float64", roofline=roof)).findings
+    seen = evidence(device=device, dtype="float64", roofline=roof, trace=trace(matmul_share=products))
+    found = diagnose(seen).findings
 
     finding = next(one for one in found if one.cause == "compute.float64")
     assert finding.predicted is not None
     assert finding.predicted.value == pytest.approx(saved * finding.share)
+
+
+def test_double_precision_that_costs_nothing_is_no_cause() -> None:
+    roof = Roofline(gflops={"float32": 100.0, "float64": 120.0}, gb_per_s=10.0)
+
+    assert causes(evidence(device="cuda", dtype="float64", roofline=roof, trace=trace(matmul_share=0.95))) == []
 
 
 def test_step_code_is_not_predicted_to_save_what_the_collector_takes() -> None:

@@ -185,6 +185,7 @@ def test_the_system_s_clocks_tell_asleep_from_running() -> None:
     while time.thread_time() < until:
         pass
     sampler.stop()
+    sampler.count(until=time.perf_counter())
     outside = [line for line in sampler.lines() if line.phase == "outside"]
     assert outside[0].source == "time.sleep(0.3)"
     sleeping, running = sampler.thread("outside"), sampler.thread("forward")

@@ -12,7 +12,10 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from accel.profiler.evidence import LoaderFacts
+from accel.profiler.clocks.backlog import Backlog
+from accel.profiler.clocks.facts import Trained
+from accel.profiler.diagnose import device_time
+from accel.profiler.evidence import LoaderFacts, SyncPoint, TraceSummary
 from accel.profiler.gather import Exchange
 from accel.profiler.phases import Measurement
 from accel.profiler.session import WARM_UP, ProfileSession
@@ -87,7 +90,7 @@ def test_cuda_is_not_started_before_the_script_starts_it(monkeypatch: pytest.Mon
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
 
     session = profiled(around=nullcontext)
-    assert session.recorder.events is not None and not session.recorder.events.on
+    assert session.recorder.events is not None and session.recorder.events.taken == {}
     assert len(session.steps) == 12 - WARM_UP
 
 
@@ -161,3 +164,96 @@ def test_a_step_that_was_slow_once_is_left_out_of_every_share() -> None:
 
     assert [m.step for m in seen.one_offs] == [20]
     assert seen.ddp_wait_share == pytest.approx(0.1)
+
+
+class Event:
+    """Is passed at once, a second after the one before it."""
+
+    recorded = 0
+
+    def record(self) -> None:
+        Event.recorded += 1
+        self.at = Event.recorded
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, later: Event) -> float:
+        return (later.at - self.at) * 1e3
+
+
+@pytest.mark.parametrize("enough", [True, False])
+def test_steps_have_a_gpu_s_times_if_enough_were_read(enough: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(ProfileSession, "_trained", lambda session: Trained(device=torch.device("cuda", 0)))
+    monkeypatch.setattr("accel.profiler.session.events_on", lambda device: Event)
+    monkeypatch.setattr(device_time, "MIN_TIMED", 5 if enough else 50)
+    seen = profiled(around=nullcontext).evidence()
+
+    timed = [measured for measured in seen.steps if measured.phases["forward"] == 1.0]
+    assert len(seen.steps) == 12 - WARM_UP
+    assert len(timed) == (12 - WARM_UP - 1 if enough else 0)
+    assert all(measured.seconds == sum(measured.phases.values()) > 3 for measured in timed)
+    assert (seen.host_ms.get("forward", 0.0) > 0) == enough
+    assert (device_time.UNSEEN in seen.unseen) != enough
+
+
+def test_products_are_held_against_those_of_the_script_s_dtype() -> None:
+    session = profiled(around=nullcontext)
+    seen = session.evidence()
+    seen.device, seen.dtype = "cuda", "float64"
+    seen.trace = summary(dtypes={"float32": 0.2, "bfloat16": 0.8})
+    assert session._dtypes(seen) == [torch.float32, torch.float64, torch.bfloat16]
+    seen.device = "cpu"
+    assert session._dtypes(seen) == [torch.float32, torch.float64]
+
+
+def summary(**given: Any) -> TraceSummary:
+    shares = {"small_share": 0.0, "matmul_share": 1.0, "elementwise_share": 0.0}
+    return TraceSummary(steps=2, ops=[], ops_per_step=1, **shares, **given)
+
+
+def on_cuda(monkeypatch: pytest.MonkeyPatch) -> ProfileSession:
+    monkeypatch.setattr(ProfileSession, "_trained", lambda session: Trained(device=torch.device("cuda", 0)))
+    monkeypatch.setattr("accel.profiler.session.events_on", lambda device: Event)
+    return ProfileSession(confirm=True, trace_file=None, exchange=Exchange())
+
+
+def test_the_window_with_stacks_tells_lines_and_no_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = SyncPoint(name="item", file="", line=0, calls=1, ms=4)
+    placed = SyncPoint(name="item", file="train.py", line=7, calls=1, ms=90)
+
+    def window(session: ProfileSession, steps: int, file: Any, *, stacks: bool = False) -> Any:
+        yield from ()
+        return summary(syncs=[placed if stacks else plain])
+
+    monkeypatch.setattr(ProfileSession, "_window", window)
+    session = on_cuda(monkeypatch)
+    list(session._traced())
+
+    assert session._trace is not None
+    assert [(sync.line, sync.ms) for sync in session._trace.syncs] == [(7, 4)]
+
+
+@pytest.mark.parametrize("cause", ["sync.read", "host.gc"])
+def test_an_experiment_counts_what_a_gpu_still_has_to_do(cause: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: dict[str, Any] = {}
+
+    def experiment(switch: Any, **options: Any) -> Any:
+        seen.update(options, calls=session.recorder.on_call)
+        yield from ()
+
+    monkeypatch.setattr("accel.profiler.session.experiment", experiment)
+    monkeypatch.setattr(ProfileSession, "_suspects", lambda session: [cause])
+    session = on_cuda(monkeypatch)
+    list(session._try())
+
+    assert isinstance(seen["backlog"], Backlog)
+    # What may get a loop stuck is what changes what the model learns.
+    assert (seen["calls"] == session.recorder.pauses.called) == (cause == "sync.read")
+    assert session.recorder.on_call is None
+    monkeypatch.setattr(ProfileSession, "_trained", lambda session: Trained())
+    assert session._backlog() is None

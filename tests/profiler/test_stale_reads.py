@@ -8,9 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from accel.profiler.clocks.recorder import Recorder
 from accel.profiler.experiments.stale_reads import READS, StaleReads
+from accel.profiler.experiments.whatif import _STUCK, ALONE, Snapshot, experiment
+from accel.profiler.phases import Measurement
+from accel.profiler.report import Experiment
 
 
 def waits(tensor: Tensor) -> bool:
@@ -152,3 +156,76 @@ def test_without_gradients_every_read_is_true(switch: StaleReads) -> None:
         assert read(4.0) == 4.0
     assert not switch.worked()
     assert read(5.0) == 1.0
+
+
+def test_a_gradient_scaler_sees_each_infinite_gradient(switch: StaleReads) -> None:
+    """It leaves the update out then; by an older answer all weights would become NaN."""
+    switch._waits = lambda tensor: True
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    taken = []
+    for step in range(6):
+        optimizer.zero_grad()
+        x = torch.full((1, 2), float("inf") if step == 4 else 1.0)
+        before = model.bias.detach().clone()
+        scaler.scale(model(x).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        taken.append(not torch.equal(model.bias.detach(), before))
+
+    assert taken == [True] * 4 + [False, True]
+    assert all(torch.isfinite(p).all() for p in model.parameters())
+    assert scaler._scale is not None
+    assert scaler._scale == 2.0
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_a_loop_that_leaves_out_each_nan_goes_on(micro_batches: int) -> None:
+    """Answered as if the loss were finite, one NaN makes the weights NaN, and then no step would ever end."""
+    model = nn.Linear(2, 1).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    switch, recorder = StaleReads(waits=lambda tensor: tensor.dtype == torch.bool), Recorder()
+    seen = 0
+    ended: list[Experiment] = []
+    poisoned: list[int] = []
+
+    def snapshot() -> Snapshot:
+        return Snapshot([model], [optimizer])
+
+    course = experiment(switch, config=ALONE, snapshot=snapshot, pauses=recorder.pauses)
+
+    def step(measured: Measurement) -> None:
+        nonlocal seen
+        seen += 1
+        if seen == 5:
+            recorder.on_call = recorder.pauses.called
+            next(course)
+        elif seen > 5 and not ended:
+            try:
+                course.send(measured)
+            except StopIteration as end:
+                ended.append(end.value)
+
+    recorder.on_step = step
+    recorder.start()
+    try:
+        for number in range(2000):
+            is_poisoned = switch.answered == 2 and not poisoned
+            poisoned += [number] * is_poisoned
+            x = torch.full((1, 2), float("nan") if is_poisoned else 1.0, dtype=torch.float64)
+            loss = model(x).square().sum()
+            if torch.isnan(loss):
+                continue
+            loss.backward()
+            if number % micro_batches == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+            if ended:
+                break
+    finally:
+        recorder.stop()
+
+    assert [experiment.verdict for experiment in ended] == ["void"]
+    assert all(torch.isfinite(p).all() for p in model.parameters())
+    assert number < poisoned[0] + micro_batches * (_STUCK + 150)

@@ -205,7 +205,7 @@ def test_on_a_gpu_a_search_ends_with_the_same_kind_of_model() -> None:
 @pytest.mark.gpu
 def test_on_a_gpu_reordered_convolutions_are_not_taken_for_wrong_ones() -> None:
     """cuDNN's are in TF32 by default: through eight layers its rounding moves gradients by more than is allowed."""
-    from accel.guard import guard
+    from accel.guard import guard, rounding
     from accel.strategies.channels_last import ChannelsLast
 
     torch.manual_seed(0)
@@ -223,7 +223,10 @@ def test_on_a_gpu_reordered_convolutions_are_not_taken_for_wrong_ones() -> None:
         out = model(x)
         recording.listen(out)
         nn.functional.cross_entropy(out, target).backward()
-        with guard.without_tf32(run.device, strategy.exactness), guard.untouched(model, run.device):
+        with (
+            rounding.without_tf32(recording.rounding, run.device, strategy.exactness),
+            guard.untouched(model, run.device),
+        ):
             plain = guard.replay(model, run.gate.plain, recording)
             strategy.enable(run, None)
             candidate = guard.replay(model, run.gate.call, recording)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import accel
 from accel.graphs import ModelCalls, capture, model_graph, release, room
 from accel.graphs.room import DeviceMemory
+from accel.guard import rounding
 from accel.run import Run
 from accel.run.gate import Gate
 from accel.search.actions import Action, Result
@@ -322,4 +324,24 @@ def test_a_wrong_graph_is_caught_before_a_real_step(
     row, model, optimizer = tried()
     assert row.status == "undone"
     assert row.why.startswith("wrong"), row.why
+    loops.assert_same(loops.everything(model, optimizer), plain_run())
+
+
+def test_both_steps_of_a_comparison_without_tf32_take_one_capture(
+    calls: list[ModelCalls], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Graphs captured for it are of no use in the trial: they were captured anew in each of its steps."""
+    held: list[bool] = []
+    close = CudaGraphs.close
+
+    def closed(strategy: CudaGraphs, run: Run) -> None:
+        held.append(strategy._calls is not None and strategy._calls.has_graphs)
+        close(strategy, run)
+
+    monkeypatch.setattr(CudaGraphs, "close", closed)
+    monkeypatch.setattr(rounding, "without_tf32", lambda *args: contextlib.nullcontext(object()))
+    row, model, optimizer = tried()
+    assert row.output_error == 0.0
+    assert True in held  # given back
+    assert calls[0].captures == 2  # for the comparison and for the trial
     loops.assert_same(loops.everything(model, optimizer), plain_run())

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import Optimizer
 
 import accel
@@ -76,3 +77,35 @@ def test_on_a_gpu_foreach_is_the_default_and_not_tried(monkeypatch: pytest.Monke
         run: Any = SimpleNamespace(optimizers=[optimizer], cuda=cuda)
         assert strategy.settings(run) == settings
         assert bool(strategy.refusal(run)) == (not settings)
+
+
+def test_a_checkpoint_of_a_gpu_has_the_step_counters_of_the_plain_path() -> None:
+    """torch leaves a counter that it loads on its device, and a plain update then waits for each of them twice."""
+    with FakeTensorMode():
+        params = [nn.Parameter(torch.randn(3, device="cuda")) for _ in range(4)]
+        optimizer = torch.optim.Adam(params[:3])
+        for p in params[:2]:  # the third has no state yet
+            optimizer.state[p] = {"step": torch.tensor(3.0), "exp_avg": torch.zeros_like(p)}
+        strategy, run = FusedOptimizer(), SimpleNamespace(optimizers=[optimizer])
+        strategy.enable(run, "fused")  # type: ignore[arg-type]
+        optimizer.add_param_group({"params": params[3:], "fused": True})  # the loop's own choice
+        optimizer.state[params[3]] = {"step": torch.tensor(0.0, device="cuda")}
+        saved = optimizer.state_dict()
+        own = {number: optimizer.state[params[number]] for number in saved["state"]}
+        assert {number: each["step"].device.type for number, each in saved["state"].items()} == {
+            0: "cpu",
+            1: "cpu",
+            3: "cuda",
+        }
+        assert [group["fused"] for group in saved["param_groups"]] == [None, True]
+        assert all(saved["state"][number]["exp_avg"] is own[number]["exp_avg"] for number in range(2))
+        assert all(state["step"].device.type == "cuda" for state in own.values())  # the run goes on along its path
+        strategy.disable(run)  # type: ignore[arg-type]
+        assert optimizer.state_dict()["state"][0]["step"] is optimizer.state[params[0]]["step"]
+
+
+def test_a_checkpoint_of_the_cpu_holds_the_optimizers_own_counters() -> None:
+    model, _, optimizer = kept()
+    saved = optimizer.state_dict()["state"]
+    assert all(saved[n]["step"] is optimizer.state[p]["step"] for n, p in enumerate(model.parameters()))
+    accel.undo(model)
