@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
+import multiprocessing
 import os
 import statistics
-import sys
 import weakref
 from collections.abc import Iterable, Iterator
 from enum import Enum
+from multiprocessing.util import Finalize
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 from torch import nn
@@ -23,14 +25,16 @@ from accel.errors import InvalidArgument
 from accel.guard.sharded import is_sharded
 from accel.profiler import stderr
 from accel.report import Report
-from accel.run import Run
+from accel.run import Run, ranks
 from accel.run.gate import Gate
 from accel.search.actions import Candidate
 from accel.search.controller import Controller
 from accel.search.plan import Plan
 from accel.session.announcer import Announcer
+from accel.session.interrupts import end_as_interrupted, is_interactive
 from accel.session.journal import Journal
 from accel.session.listeners import follow, free_fetching, leave
+from accel.session.report_places import own_place
 from accel.session.session import Session
 from accel.settings import OptimizeSettings, check_objects, check_settings
 from accel.strategies.base import Strategy
@@ -71,16 +75,16 @@ class _Optimized:
         self.settings = settings
         self.elastic = elastic
         self.process = os.getpid()
-        self._followed: weakref.WeakValueDictionary[int, LoaderProxy] = weakref.WeakValueDictionary()
+        self.followed: weakref.WeakValueDictionary[int, LoaderProxy] = weakref.WeakValueDictionary()
 
     @property
     def proxies(self) -> list[LoaderProxy]:
         """The loaders' proxies that are in use."""
-        return list(self._followed.values())
+        return list(self.followed.values())
 
     def follow(self, proxy: LoaderProxy) -> None:
         """Follow a loader of the model: for training, for validation, or one that replaces the first."""
-        self._followed[id(proxy)] = proxy  # it hashes and compares as its loader does: a list has no hash
+        self.followed[id(proxy)] = proxy  # it hashes and compares as its loader does: a list has no hash
         if self.elastic is not None and proxy._accel_loader is self.elastic.loader:
             self.elastic.follow(proxy, self.session.events)
         else:
@@ -225,6 +229,7 @@ def optimize(
     # A checkpoint is read, and other ranks are waited for, by the script's wish.
     with contextlib.nullcontext() if settings.is_elastic else startup.counted():
         if optimized is None or optimized.settings != settings:
+            _close_ended(model, proxy)
             if settings.is_elastic:
                 from accel.elastic.left_alone import take_back
 
@@ -245,6 +250,21 @@ def _proxy_of(loader: Any) -> LoaderProxy:
         if own is loader or getattr(own, "plain_loader", None) is loader:
             return proxy
     return LoaderProxy(loader)
+
+
+def _close_ended(model: nn.Module, proxy: LoaderProxy) -> None:
+    """Close other sessions on this loader whose optimizers are gone, where a cell of a notebook was run again.
+
+    They would keep the loader from the strategies of the new model. A script may go on with them.
+    """
+    others = [key for key, other in _optimized.items() if key is not model and id(proxy) in other.followed]
+    if not others or not is_interactive() or ranks.are_several():
+        return
+    gc.collect()  # an optimizer with a scheduler is in a circle
+    for other in others:
+        optimizers = _optimized[other].session.run.optimizers
+        if optimizers and not len(optimizers):
+            undo(other)
 
 
 def _elastic(model: nn.Module, proxy: LoaderProxy) -> LoaderProxy:
@@ -281,6 +301,7 @@ def _start(
     fetching = free_fetching(proxy)
     run = Run(model, proxy._accel_loader, [] if optimizer is None else [optimizer], gate, fetching)
     announcer = Announcer()
+    taken = [other.journal.target for key, other in _optimized.items() if key is not model]
     fetching_in_use = fetching is not proxy._accel_fetching
     controller = Controller(
         [_candidate(s, run, settings, fetching_in_use) for s in chosen.values()],
@@ -300,10 +321,12 @@ def _start(
         announcer,
         allow=settings.level.word,
         budget=settings.budget.text,
-        report=settings.report,
-        replayed=settings.plan is not None,
+        report=own_place(settings.report, taken, type(model).__name__, announcer.say),
+        replayed=settings.plan,
     )
     session.start(settled=journal.settled)
+    if multiprocessing.parent_process() is not None:  # a forked one leaves without exit handlers
+        Finalize(None, _conclude, exitpriority=0)
     elastic = _elastic_run(session, optimizer, settings, announcer, None if previous is None else previous.elastic)
     if elastic is not None:
         journal.batch = elastic.batch
@@ -458,6 +481,12 @@ def optimized(model: nn.Module) -> _Optimized | None:
 
 @atexit.register
 def _at_exit() -> None:
+    _conclude()
+    end_as_interrupted()
+
+
+def _conclude() -> None:
+    """Write the reports of this process, which ends."""
     for optimized in list(_optimized.values()):
         if optimized.process != os.getpid():  # the end of a forked child is not that of the run
             continue
@@ -467,20 +496,3 @@ def _at_exit() -> None:
             optimized.journal.say_interrupted()
         except Exception as error:
             stderr.write(f"accel: the report could not be written: {error}")
-    if getattr(sys, "last_type", None) is KeyboardInterrupt and not _is_interactive():
-        _die_of_the_interrupt()
-
-
-def _is_interactive() -> bool:
-    """Return whether the interpreter went on after what was interrupted: a statement typed, or a script with -i."""
-    return hasattr(sys, "ps1") or bool(sys.flags.interactive)
-
-
-def _die_of_the_interrupt() -> None:
-    """Let the process end by SIGINT, as Python has it when nobody catches Ctrl-C: a shell's loop then ends too.
-
-    CPython remembers what the last source text that it ran ended with, not the script. Imports for the report run
-    some: dataclasses and named tuples are made from text.
-    """
-    with contextlib.suppress(KeyboardInterrupt):
-        exec("raise KeyboardInterrupt")

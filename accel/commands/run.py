@@ -138,7 +138,8 @@ class RunJob(ScriptJob):
             with startup.counted():
                 from accel.script.training import ScriptTraining
 
-            self._training = ScriptTraining(self._options, self._thread, whole="run it with --report FOLDER")
+            whole = "run it with --report FOLDER"
+            self._training = ScriptTraining(self._options, self._thread, whole, from_start=True)
             self._training.start()
         except Exception as fault:
             say(f"accel: {type(fault).__name__}: {fault}; the script goes on without accel")

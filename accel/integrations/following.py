@@ -14,6 +14,9 @@ from accel.report import Report
 from accel.script.training import ScriptTraining
 from accel.settings import check_settings
 
+_under_way: dict[int, Following] = {}
+"""The one whose training goes on, by thread."""
+
 
 class Following:
     """Find the model, the optimizer and the loader that a framework trains, and optimize them.
@@ -54,14 +57,15 @@ class Following:
         """Follow the training of this thread from now on; does nothing where ACCEL=0.
 
         The models of the training before are restored and let go of: each fold of a cross validation has another one,
-        and one that is trained again starts with what is remembered of it.
+        and one that is trained again starts with what is remembered of it. So are those of another callback that was
+        not told of the end of its training.
         """
-        if self._training is not None:
-            self._training.stop()
-            self._training.undo()
-            self._earlier += self._training.models
-            self._training = None
+        unended = _under_way.pop(get_ident(), None)
+        for following in (unended, self):
+            if following is not None:
+                following._let_go()
         if os.environ.get("ACCEL") != "0":
+            _under_way[get_ident()] = self
             self._training = ScriptTraining(
                 self._options, get_ident(), whole="print(callback.report)", earlier=self._earlier
             )
@@ -73,9 +77,24 @@ class Following:
         Args:
             together: all ranks end after the same step; False after an exception, which others may not have met.
         """
+        self._is_over()
         if self._training is not None:
             self._training.stop()
             self._training.end_trials(together)
+
+    def _is_over(self) -> None:
+        for thread, following in list(_under_way.items()):
+            if following is self:
+                del _under_way[thread]
+
+    def _let_go(self) -> None:
+        """Restore torch and the models, and forget the training."""
+        self._is_over()
+        if self._training is not None:
+            self._training.stop()
+            self._training.undo()
+            self._earlier += self._training.models
+            self._training = None
 
     @property
     def report(self) -> Report | None:

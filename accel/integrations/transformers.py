@@ -16,10 +16,10 @@ class TransformersCallback(TrainerCallback):
     """Let a Trainer train with `accel.optimize`.
 
     The Trainer's loop, model, optimizer and checkpoints stay as they are. Its loader is one of accelerate's, which
-    fetches as ever; strategies for models and optimizers are tried.
+    takes its batches from a plain DataLoader: strategies for loaders are tried on that one.
 
     A Trainer tells its callbacks nothing of an exception that ends its training, such as Ctrl-C in a notebook. Call
-    `end` then, or plain loops after it are followed too, until the next training begins.
+    `end` then, or plain loops after it are followed too, until the next training begins, with this callback or another.
 
     Args:
         allow: how far the numbers may move, as for `accel.optimize`: "exact", "reordered" (default), "reduced",

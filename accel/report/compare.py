@@ -106,7 +106,7 @@ def compare(
         before: the older report.
         after: the newer report.
         threshold: slow-down of the step that still counts as the same; 0.05 is 5 %. The step is the accelerated one,
-            or the mean one of a profile; where the batches of two profiles differ in size, it is 1,000 samples.
+            or the mean one of a profile; where the batches differ in size, it is 1,000 samples.
 
     Raises:
         ReportError: if the reports are of two kinds, or one has no step time.
@@ -126,19 +126,43 @@ def _differences(pairs: Sequence[tuple[str, object, object]]) -> list[str]:
     return [f"{name.replace('_', ' ')} went from {old!r} to {new!r}" for name, old, new in pairs if old != new]
 
 
+def _batch_note(old: float, new: float) -> list[str]:
+    """Say that the batches differ in size, if they are known to.
+
+    Args:
+        old: samples per step of the older run, 0 if that is not known.
+        new: of the newer run.
+    """
+    if old <= 0 or new <= 0 or abs(new / old - 1) <= _SAME_BATCH:
+        return []
+    return [f"samples per step went from {ms_text(old)} to {ms_text(new)}; so samples/s are compared"]
+
+
+def _unit(batch_note: list[str]) -> str:
+    return "1,000 samples" if batch_note else "step"
+
+
 # --- two runs under accel.optimize -----------------------------------------------------------------------------------
 
 
 def _compare_runs(before: Report, after: Report, threshold: float) -> ReportComparison:
+    old_ms, new_ms = _accel_ms(before, "first"), _accel_ms(after, "second")
     old, new = ({row.name: row for row in report.rows} for report in (before, after))
+    old_batch, new_batch = (finite(report.samples_per_step) or 0.0 for report in (before, after))
+    # The batch is that of one rank: with another number of them, neither steps nor samples are the same work.
+    is_same_launch = before.machine.world_size == after.machine.world_size
+    batch_note = _batch_note(old_batch, new_batch) if is_same_launch else []
+    if batch_note:
+        old_ms, new_ms = 1e3 * old_ms / old_batch, 1e3 * new_ms / new_batch
     return ReportComparison(
-        old_ms=_accel_ms(before, "first"),
-        new_ms=_accel_ms(after, "second"),
+        old_ms=old_ms,
+        new_ms=new_ms,
         threshold=threshold,
+        unit=_unit(batch_note),
         strategies=_changes(old, new),
         phases=_changes(before.anatomy_after, after.anatomy_after),
         step="accelerated step in ms",
-        notes=tuple(_run_notes(before, after)),
+        notes=tuple(_run_notes(before, after, batch_note)),
     )
 
 
@@ -155,8 +179,8 @@ def _accel_ms(report: Report, which: str) -> float:
     return value
 
 
-def _run_notes(before: Report, after: Report) -> list[str]:
-    names = ("model", "parameters", "fingerprint", "allow", "samples_per_step")
+def _run_notes(before: Report, after: Report, batch_note: list[str]) -> list[str]:
+    names = ["model", "parameters", "fingerprint", "allow", *([] if batch_note else ["samples_per_step"])]
     notes = _differences(
         [
             *((name, getattr(before, name), getattr(after, name)) for name in names),
@@ -164,7 +188,8 @@ def _run_notes(before: Report, after: Report) -> list[str]:
         ]
     )
     states = (("first", before.state), ("second", after.state))
-    return notes + [f"the {which} run is {state}" for which, state in states if state in {"searching", "interrupted"}]
+    unended = [f"the {which} run is {state}" for which, state in states if state in {"searching", "interrupted"}]
+    return notes + batch_note + unended
 
 
 # --- two profiled runs -----------------------------------------------------------------------------------------------
@@ -172,7 +197,8 @@ def _run_notes(before: Report, after: Report) -> list[str]:
 
 def _compare_profiles(before: ProfileReport, after: ProfileReport, threshold: float) -> ReportComparison:
     old_ms, new_ms = _step_ms(before, "first"), _step_ms(after, "second")
-    batch_note = _batch_note(before, after)
+    batches = [finite((report.samples_per_s or 0.0) * report.step_ms / 1e3) or 0.0 for report in (before, after)]
+    batch_note = _batch_note(*batches)
     if batch_note and before.samples_per_s and after.samples_per_s:
         old_ms, new_ms = 1e6 / before.samples_per_s, 1e6 / after.samples_per_s
     rates = [ms_text(report.samples_per_s) for report in (before, after)]
@@ -182,7 +208,7 @@ def _compare_profiles(before: ProfileReport, after: ProfileReport, threshold: fl
         old_ms=old_ms,
         new_ms=new_ms,
         threshold=threshold,
-        unit="1,000 samples" if batch_note else "step",
+        unit=_unit(batch_note),
         facts=(
             *([] if set(rates) == {"-"} else [("samples/s", rates[0], rates[1])]),
             ("bottleneck", limits[0], limits[1]),
@@ -231,13 +257,6 @@ def _profile_notes(before: ProfileReport, after: ProfileReport) -> list[str]:
 
 def _hosts(report: ProfileReport) -> str:
     return ", ".join(sorted({row.host for row in report.ranks}))
-
-
-def _batch_note(before: ProfileReport, after: ProfileReport) -> list[str]:
-    old, new = (finite((report.samples_per_s or 0.0) * report.step_ms / 1e3) or 0.0 for report in (before, after))
-    if old <= 0 or new <= 0 or abs(new / old - 1) <= _SAME_BATCH:
-        return []
-    return [f"samples per step went from {ms_text(old)} to {ms_text(new)}; so samples/s are compared"]
 
 
 # --- as text ---------------------------------------------------------------------------------------------------------

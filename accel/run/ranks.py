@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
@@ -29,6 +30,10 @@ such as saving a checkpoint, may occasionally take longer."""
 _REMEDY = (
     "every rank must call accel.optimize and take as many steps as the others, so give each as many batches "
     "(DistributedSampler does; within join() they differ)"
+)
+STARTED_BY_SCRIPT = (
+    "nothing is made faster: the script has started its other ranks itself, without accel; start them all with "
+    "torchrun --nproc-per-node N -m accel run, or use LightningCallback"
 )
 _created = itertools.count()
 
@@ -51,6 +56,23 @@ def leads() -> bool:
 def are_several() -> bool:
     """Return whether other processes take part in the training."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def are_launched() -> bool:
+    """Return whether the environment tells how many ranks there are."""
+    return "WORLD_SIZE" in os.environ
+
+
+def are_started_by_script(were_launched: bool) -> bool:
+    """Return whether the script has started the other ranks itself, as Lightning does: without accel.
+
+    It has then told them by the environment how many they are, and has no number itself, which a script that is started
+    once for each rank has.
+
+    Args:
+        were_launched: what `are_launched` returned when the script began.
+    """
+    return are_several() and are_launched() and not were_launched and "RANK" not in os.environ
 
 
 class Ranks:

@@ -1,7 +1,8 @@
 """The script's DataLoaders: those that it iterates with gradients hand out their batches through a proxy.
 
-Only `DataLoader.__iter__` is replaced, while the script runs: the loaders, their classes and their pickles stay as they
-are. A proxy that nobody but this module follows fetches as the loader itself does.
+Only `DataLoader.__iter__` is replaced, once, while anything follows loaders: these, their classes and their pickles
+stay as they are. Of those that follow loaders in one thread only the latest does: a callback in a script under
+`accel run`, say. A proxy that nobody but this module follows fetches as the loader itself does.
 
 Left alone are loaders iterated without gradients (for an evaluation), in another thread, or by a class with an
 `__iter__` of its own, whose batches are not those that `DataLoader.__iter__` yields.
@@ -13,7 +14,7 @@ import functools
 import sys
 from collections import OrderedDict
 from collections.abc import Callable
-from threading import get_ident
+from threading import Lock, get_ident
 from types import FrameType
 from typing import Any
 
@@ -35,6 +36,7 @@ class ScriptLoaders:
         thread: the one that runs the script.
 
     Attributes:
+        thread: the same.
         delivered: batches that it was given.
         has_workers: one of the loaders fetches in processes of its own.
         latest: where the last of them came from.
@@ -44,7 +46,7 @@ class ScriptLoaders:
     """
 
     def __init__(self, thread: int) -> None:
-        self._thread = thread
+        self.thread = thread
         self.delivered = 0
         self.has_workers = False
         self.latest: LoaderProxy | None = None
@@ -52,7 +54,6 @@ class ScriptLoaders:
         self.on_new: Callable[[LoaderProxy], None] = lambda proxy: None
         self.on_request: Callable[[], None] = lambda: None
         self._proxies: OrderedDict[int, LoaderProxy] = OrderedDict()
-        self._patches = Patches()
 
     @property
     def proxies(self) -> list[LoaderProxy]:
@@ -60,25 +61,27 @@ class ScriptLoaders:
         return list(self._proxies.values())
 
     def start(self) -> None:
-        """Follow loaders from now on."""
-        self._patches.replace(DataLoader, "__iter__", self._handing_out)
+        """Follow loaders from now on, in place of others that follow those of this thread."""
+        _FOLLOWERS.add(self)
 
     def stop(self) -> None:
-        """Restore `DataLoader.__iter__`."""
-        self._patches.remove()
+        """Leave loaders alone from now on; `DataLoader.__iter__` is restored once nobody follows any."""
+        _FOLLOWERS.remove(self)
 
-    def _handing_out(self, original: Function) -> Function:
-        @functools.wraps(original)
-        def iterate(loader: Any) -> Any:
-            if get_ident() != self._thread or not self._follows(loader, sys._getframe(1)):
-                return original(loader)
-            return HandedOut(iter(self._proxy_of(loader)), self._thread, lambda: self.on_request())
+    @property
+    def is_latest(self) -> bool:
+        """Whether no other follower of this thread stands before this one."""
+        return _FOLLOWERS.latest(self.thread) is self
 
-        return iterate
+    def iterate(self, loader: Any, caller: FrameType) -> Any:
+        """Return what the script is to iterate; None if the loader is left alone."""
+        if not self._follows(loader, caller):
+            return None
+        return HandedOut(iter(self._proxy_of(loader)), self.thread, lambda: self.on_request())
 
     def _follows(self, loader: Any, caller: FrameType) -> bool:
-        if caller.f_globals.get("__name__", "").startswith("accel.dataio."):
-            return False  # a proxy, or a loader of ours, asks for torch's own iterator
+        if _is_within_ours(caller):
+            return False
         if type(loader).__iter__ is not DataLoader.__iter__:
             return False
         return id(loader) in self._proxies or torch.is_grad_enabled()
@@ -122,6 +125,63 @@ class ScriptLoaders:
 
     def fetching_failed(self, error: Exception) -> None:
         """Nothing: the fetching of a loader is a session's."""
+
+
+def _is_within_ours(caller: FrameType) -> bool:
+    """Return whether a proxy, or a loader of ours, asks for torch's own iterator: itself, or by a wrapper in between.
+
+    A library of the script may have replaced `DataLoader.__iter__` once more, so the caller alone does not tell.
+    """
+    frame: FrameType | None = caller
+    while frame is not None:
+        if frame.f_globals.get("__name__", "").startswith("accel.dataio."):
+            return True
+        frame = frame.f_back
+    return False
+
+
+class _Followers:
+    """Those that follow loaders at present, which may end in any order.
+
+    Were each of them to replace `DataLoader.__iter__`, one would take the loader that the proxy of another one iterates
+    for the script's, and so on without end.
+    """
+
+    def __init__(self) -> None:
+        self._present: tuple[ScriptLoaders, ...] = ()  # another one with each change: other threads read it meanwhile
+        self._patches = Patches()
+        self._changing = Lock()
+
+    def add(self, follower: ScriptLoaders) -> None:
+        with self._changing:
+            if not self._present:
+                self._patches = Patches()
+                self._patches.replace(DataLoader, "__iter__", self._handing_out)
+            self._present = (*self._present, follower)
+
+    def remove(self, follower: ScriptLoaders) -> None:
+        with self._changing:
+            self._present = tuple(each for each in self._present if each is not follower)
+            if not self._present:
+                self._patches.remove()
+
+    def latest(self, thread: int) -> ScriptLoaders | None:
+        """Return the one that has begun last of those of a thread."""
+        return next((each for each in reversed(self._present) if each.thread == thread), None)
+
+    def _handing_out(self, original: Function) -> Function:
+        patches = self._patches  # of this time: what the script has wrapped stays, and only passes on later
+
+        @functools.wraps(original)
+        def iterate(loader: Any) -> Any:
+            follower = self.latest(get_ident()) if patches.on else None
+            handed_out = None if follower is None else follower.iterate(loader, sys._getframe(1))
+            return original(loader) if handed_out is None else handed_out
+
+        return iterate
+
+
+_FOLLOWERS = _Followers()
 
 
 class HandedOut:

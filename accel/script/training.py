@@ -34,6 +34,7 @@ from accel.script.optimizer_steps import OptimizerSteps, parameters_of
 from accel.script.own_batches import UpdateBoundary
 from accel.search.budget import Budget
 from accel.session.listeners import leave
+from accel.session.report_places import numbered
 from accel.session.session import Session
 
 _AT_ONCE = 8
@@ -56,6 +57,7 @@ class ScriptTraining:
         thread: the one that runs the script.
         whole: how to see the whole report, where it goes to no file.
         earlier: models that were optimized before these; reports are numbered on from them.
+        from_start: it begins before the script makes any module, so that all can be noted.
         clock: seconds, monotonic.
 
     Attributes:
@@ -72,6 +74,7 @@ class ScriptTraining:
         whole: str,
         earlier: int = 0,
         *,
+        from_start: bool = False,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.updates = self.updates_elsewhere = self.models = 0
@@ -79,7 +82,8 @@ class ScriptTraining:
         self.loaders = ScriptLoaders(thread)
         self._options, self._thread, self._whole, self._earlier = options, thread, whole, earlier
         self._boundary = UpdateBoundary()
-        self._registered = RegisteredModules()
+        self._registered, self._from_start = RegisteredModules(), from_start
+        self._was_launched = ranks.are_launched()
         self._looks = Looks(Budget.parse(options["budget"]), clock)
         self._learning = Learners(_AT_ONCE, self._leave)
         self._due: list[OptimizerSteps] = []
@@ -97,6 +101,8 @@ class ScriptTraining:
         """Optimizers that were looked at; whether one of them stepped again."""
         self._has_stepped_again = self._has_told_limit = False
         self._is_check_due = self._wants_room = self._has_asked = False
+        self._has_stood_back = False
+        """A callback in the script followed a training itself."""
         self._optimized: dict[int, _Model] = {}
         self._let_go: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
         """Models that were taken to be trained no more."""
@@ -106,7 +112,8 @@ class ScriptTraining:
         """Follow loaders and optimizers from now on."""
         self.loaders.on_new, self.loaders.on_request = self._follow, self._between_steps
         self.loaders.start()
-        self._registered.start()
+        if self._from_start:
+            self._registered.start()
         self._hook = register_optimizer_step_post_hook(self._updated)
 
     def stop(self) -> None:
@@ -142,7 +149,7 @@ class ScriptTraining:
 
     def why_nothing(self) -> str:
         """Say why no model was optimized, '' if one was or that was said."""
-        if self.models or self.has_failed:
+        if self.models or self.has_failed or self._has_stood_back:
             return ""
         if self.updates_elsewhere:
             return f"{self.updates_elsewhere} updates ran in other threads; train in the thread that runs the script"
@@ -162,6 +169,9 @@ class ScriptTraining:
         if get_ident() != self._thread:
             self.updates_elsewhere += 1
             return
+        if not self.loaders.is_latest:
+            self._has_stood_back = True
+            return
         self.updates += 1
         if self.has_failed:
             return
@@ -180,6 +190,10 @@ class ScriptTraining:
         """Look at an optimizer that is not known, unless that must wait for one of its later steps."""
         if any(model.makes_batches and model.is_trained_by(optimizer) for model in self._optimized.values()):
             self._go_on_with(optimizer)
+            return
+        if ranks.are_started_by_script(self._was_launched):
+            self.has_failed = True
+            _say(ranks.STARTED_BY_SCRIPT)
             return
         if self._learning.is_hopeless:
             return
@@ -346,8 +360,10 @@ class ScriptTraining:
     def _place_of_report(self, model: int) -> tuple[Path | None, str]:
         """Return where the report of the n-th model goes, and how to see the whole if it goes nowhere."""
         report = self._options["report"]
-        if report is None or model <= _REPORTS:
-            return _numbered(report, model), self._whole
+        if report is None:
+            return None, self._whole
+        if model <= _REPORTS:
+            return numbered(report, model), self._whole
         if model == _REPORTS + 1:
             _say(f"{_REPORTS} models have been optimized; no more reports are written")
         return None, f"reports are written of the first {_REPORTS} models only"
@@ -473,15 +489,6 @@ class _Model:
         session.guard.expect(None)
         kept = record.journal.kept
         session.switchboard.switch(kept if together else {**kept, **session.switchboard.collective()})
-
-
-def _numbered(report: Path | None, model: int) -> Path | None:
-    """Return where the report of the n-th model goes."""
-    if report is None or model == 1:
-        return report
-    if report.suffix in (".json", ".html"):
-        return report.with_name(f"{report.stem}-{model}{report.suffix}")
-    return report.with_name(f"{report.name}-{model}")  # a folder, such as lr0.001
 
 
 def _say(line: str) -> None:

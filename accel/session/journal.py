@@ -76,7 +76,7 @@ class Journal:
         allow: the exactness asked for.
         budget: the budget, as text.
         report: a `.json` or `.html` file, a folder, or None for the terminal alone.
-        replayed: True if a plan was replayed.
+        replayed: the plan that is replayed, None if one is searched for.
     """
 
     def __init__(
@@ -89,18 +89,20 @@ class Journal:
         allow: str,
         budget: str,
         report: str | os.PathLike[str] | None,
-        replayed: bool,
+        replayed: Plan | None,
     ) -> None:
         self._run, self._session, self._controller, self._announcer = run, session, controller, announcer
-        self._target = None if report is None else Path(report)
-        if self._target is not None and self._target.suffix != ".json":
+        self.target = None if report is None else Path(report)
+        """Where the report goes: a file, a folder, or None for the terminal alone."""
+        if self.target is not None and self.target.suffix != ".json":
             # Now, not at exit: there the import makes Python forget that Ctrl-C ended the run: exit status 1, not 130.
             import_module("accel.report.page")
-        self.whole = _whole_text(self._target)
+        self.whole = _whole_text(self.target)
         """How to see the whole report."""
         self.batch: BatchHistory | None = None
         """What decides the batch size, if anything does."""
         self._replayed = replayed
+        self._is_on_gpu = run.cuda  # at the end a framework may have taken the model back to the CPU
         self._finished = False
         self._concluded: Report | None = None
         """The report at the end of the last search: its conclusions hold while another search runs."""
@@ -162,11 +164,12 @@ class Journal:
         return self._session.rank == 0
 
     def _write(self, report: Report) -> None:
-        if self._target is None:
+        if self.target is None:
             return
         try:
-            self._save(report, self._target)
-        except (OSError, ValueError) as error:  # a full disk must neither end the plan nor raise from `undo`
+            self._save(report, self.target)
+        # A full disk, or a setting that JSON does not know, must neither end the plan nor raise from `undo`.
+        except (OSError, TypeError, ValueError) as error:
             stderr.write(f"accel: the report could not be written: {error}")
 
     def _save(self, report: Report, target: Path) -> None:
@@ -185,7 +188,9 @@ class Journal:
         return {} if self._session.trying else self._session.active
 
     def plan(self, report: Report) -> Plan:
-        """Return the present plan."""
+        """Return the present plan; one that is replayed stays as it was made, whatever of it applies in this run."""
+        if self._replayed is not None:
+            return self._replayed
         return Plan(
             fingerprint=report.fingerprint,
             model=report.model,
@@ -242,7 +247,7 @@ class Journal:
             return "undone"
         if controller.searching:
             return "interrupted" if self._finished else "searching"
-        return "replayed" if self._replayed else "done"
+        return "done" if self._replayed is None else "replayed"
 
     def _speed(self, report: Report, controller: Controller) -> None:
         closing = controller.closed
@@ -256,7 +261,7 @@ class Journal:
 
     def _unseen(self, session: Session) -> list[str]:
         unseen = ["the loss: outputs, gradients and updates were compared instead"]
-        if not self._run.cuda:
+        if not self._is_on_gpu:
             unseen.append("GPU phases: the model runs on the CPU")
         if not self._run.optimizers:
             unseen.append(

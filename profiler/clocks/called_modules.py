@@ -92,7 +92,7 @@ class CalledModules:
             owners = [module for module in _modules() if _owns(module, owned)]
             if gc.get_freeze_count() and not _own_all(owners, own):
                 owners = [module for module in _frozen_and_other_modules() if _owns(module, owned)]
-        inner = {id(child) for module in owners for child in module.children()}
+        inner = parts_of(owners)
         for module in owners:
             if id(module) not in inner:
                 self._watch(module, 0, step)
@@ -167,6 +167,17 @@ def _owns(module: nn.Module, parameters: Set[int]) -> bool:
 
 def _own_all(modules: Iterable[nn.Module], parameters: Mapping[int, Tensor]) -> bool:
     return parameters.keys() <= {id(p) for module in modules for p in module.parameters()}
+
+
+def parts_of(modules: Iterable[nn.Module]) -> set[int]:
+    """Return the ids of all parts of these modules, at any depth: those in between need not be among them."""
+    parts, due = set[int](), list(modules)
+    while due:
+        for child in getattr(due.pop(), "_modules", {}).values():  # a class may have a `children` of its own
+            if child is not None and id(child) not in parts:
+                parts.add(id(child))
+                due.append(child)
+    return parts
 
 
 def _modules() -> list[nn.Module]:

@@ -105,6 +105,33 @@ def test_other_machine_or_model_is_noted() -> None:
     assert "note: cores went from 2 to 8" in compare(old, new).render(width=100, color=False)
 
 
+@pytest.mark.parametrize(
+    ("batches", "new_ms", "ratio", "unit"),
+    [
+        ((64.0, 32.0), 9.0, 1.8, "1,000 samples"),  # a shorter step, and fewer samples a second
+        ((32.0, 64.0), 19.0, 0.95, "1,000 samples"),
+        ((64.0, 60.0), 10.0, 1.0, "step"),  # a mean over a run
+        ((None, 32.0), 9.0, 0.9, "step"),
+        ((64.0, float("nan")), 9.0, 0.9, "step"),
+    ],
+)
+def test_where_the_batch_changed_samples_are_compared(
+    batches: tuple[float | None, float], new_ms: float, ratio: float, unit: str
+) -> None:
+    old, new = _report(10.0, samples_per_step=batches[0]), _report(new_ms, samples_per_step=batches[1])
+    comparison = compare(old, new)
+    assert comparison.ratio == pytest.approx(ratio)
+    assert f"ms per {unit}" in comparison.verdict()
+    assert any("so samples/s are compared" in note for note in comparison.notes) == (unit != "step")
+
+
+def test_with_another_number_of_ranks_steps_are_compared() -> None:
+    old = _report(10.0, samples_per_step=64.0)
+    new = _report(9.0, samples_per_step=32.0, machine=Machine(world_size=2))
+    assert compare(old, new).unit == "step"
+    assert "samples per step went from 64.0 to 32.0" in compare(old, new).notes
+
+
 def test_same_setup_needs_no_note() -> None:
     assert compare(_report(1.0), _report(2.0)).notes == ()
 

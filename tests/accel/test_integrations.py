@@ -6,6 +6,7 @@ import copy
 import gc
 import math
 import textwrap
+import threading
 import weakref
 from dataclasses import replace
 from pathlib import Path
@@ -23,9 +24,11 @@ from accel.integrations.following import Following
 from accel.integrations.trackers import log_batches, log_report, metrics
 from accel.report import Report, StrategyRow
 from accel.report.model import BatchRow
+from accel.script.training import ScriptTraining
 from tests import warm
 from tests.accel.frameworks import LET_TORCHVISION_IMPORT, need
 from tests.accel.loops import Quick, advance, advance_until, in_trial, make, training
+from tests.accel.script_followed import OPTIONS as SCRIPT_OPTIONS
 
 OPTIONS: dict[str, Any] = {"allow": "exact", "budget": 60, "enable": (), "disable": (), "report": None, "cache": True}
 
@@ -224,6 +227,39 @@ def test_what_is_on_trial_when_a_training_ends_is_switched_off(only_quick: None,
     steps = accel.explain(model).steps
     advance(loop, 40)  # as a notebook may go on with the iterator that it has
     assert not Quick.on and accel.explain(model).steps == steps
+
+
+def test_a_training_that_another_callback_was_not_told_the_end_of_is_let_go_of(only_quick: None) -> None:
+    """A notebook's cell with a Trainer, interrupted and run again: its loop recursed without end."""
+    replaced = DataLoader.__iter__
+    job = make()
+    first, second = (Following(**{**OPTIONS, "cache": False}) for _ in range(2))
+    first.begin()
+    loop = training(*job)
+    advance_until(loop, in_trial)
+    del loop
+    assert fit(second, job, 240).plan == {"quick": None}
+    assert first.report is None
+    assert DataLoader.__iter__ is replaced
+    first.end()
+
+
+def test_a_callback_in_a_script_that_is_followed_comes_first(
+    only_quick: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Under `accel run`; what the script trains after the Trainer is followed as before."""
+    script = ScriptTraining(dict(SCRIPT_OPTIONS), threading.get_ident(), whole="", from_start=True)
+    script.start()
+    try:
+        following = Following(**{**OPTIONS, "cache": False})
+        found = fit(following, make(), 240)
+        assert found.plan == {"quick": None} and found.steps > 200
+        assert (script.models, script.why_nothing()) == (0, "")
+        other = make(1)
+        advance(training(*other), 26)
+        assert script.modules == [other[0]]
+    finally:
+        script.stop()
 
 
 def test_several_ranks_keep_what_is_on_unless_it_is_on_trial(only_quick: None) -> None:

@@ -135,6 +135,47 @@ def test_the_plan_of_a_search_is_taken_over_in_the_next_run(only_quick: None, tm
     assert Plan.load(tmp_path / "second" / "plan.json").strategies == plan.strategies
 
 
+@pytest.mark.parametrize("steps", [0, 60])
+@pytest.mark.parametrize("applies", [True, False])
+def test_a_plan_that_is_replayed_stays_as_it_was_made(
+    only_quick: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, steps: int, applies: bool
+) -> None:
+    """With the folder of the report as its own: a run that failed early emptied it, and no later one searched."""
+    model, loader, optimizer = make()
+    plan = Plan(fingerprint=fingerprint(model), model="Net", strategies={"quick": None}, allow="exact", speedup=8.0)
+    plan.save(tmp_path / "plan.json")
+    if not applies:
+        monkeypatch.setattr(Quick, "refusal", lambda self, run: "not on this machine")
+    model, loader, optimizer = accel.optimize(
+        model, loader, optimizer, allow="exact", plan=tmp_path / "plan.json", report=tmp_path
+    )
+    advance(training(model, loader, optimizer), steps)
+    accel.undo(model)
+    assert accel.Report.load(tmp_path / "report.json").plan == ({"quick": None} if steps and applies else {})
+    assert Plan.load(tmp_path / "plan.json") == plan
+
+
+class Dtypes(Quick):
+    """Has a setting that JSON does not know."""
+
+    def settings(self, run: Run) -> list[Any]:
+        return [torch.bfloat16]
+
+
+def test_a_setting_that_json_does_not_know_costs_the_report_and_not_the_plan(
+    only_quick: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(strategies, "REGISTRY", [Dtypes])
+    model, loader, optimizer = accel.optimize(*make(), allow="exact", budget=60, report=tmp_path / "report.json")
+    loop = training(model, loader, optimizer)
+    advance_until(loop, settled(model))
+    advance(loop, 5)
+    assert Quick.on and accel.explain(model).plan == {"quick": torch.bfloat16}
+    told = capsys.readouterr().err
+    assert "the report could not be written" in told and "not JSON serializable" in told
+    assert "accel stopped" not in told
+
+
 def test_a_plan_that_is_wrong_here_is_undone_by_the_guard(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(strategies, "REGISTRY", [Quick, Turned, Unfit])
     model, loader, optimizer = make()

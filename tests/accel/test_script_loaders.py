@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import pickle
+import threading
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -12,6 +14,7 @@ import pytest
 from torch.utils.data import DataLoader, IterableDataset
 
 from accel import entry
+from accel.script.loaders import ScriptLoaders
 from accel.script.training import ScriptTraining
 from tests.accel.loops import Samples, make, make_loader
 from tests.accel.script_followed import epochs, step, steps_of, training
@@ -119,3 +122,78 @@ def test_what_the_script_gets_from_iter_answers_as_torch_s_iterator(training: Sc
     assert iter(iterator) is iterator
     assert not hasattr(iterator, "__array__")
     assert pickle.loads(pickle.dumps(loader)).batch_size == copy.copy(loader).batch_size == 8
+
+
+# -- several that follow loaders ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ending", list(itertools.permutations(range(3))))
+def test_of_several_followers_the_latest_is_told_in_whatever_order_they_end(ending: tuple[int, ...]) -> None:
+    """A callback under `accel run`, say: each took what the other asked for for a loop's request."""
+    plain = DataLoader.__iter__
+    followers = [ScriptLoaders(threading.get_ident()) for _ in range(3)]
+    for follower in followers:
+        follower.start()
+    present = list(followers)
+    for number in (None, *ending):
+        if number is not None:
+            followers[number].stop()
+            present.remove(followers[number])
+        before = [follower.delivered for follower in followers]
+        assert len(list(make_loader())) == 13
+        told = [follower for follower, count in zip(followers, before, strict=True) if follower.delivered > count]
+        assert told == present[-1:]
+        assert [follower.is_latest for follower in followers] == [follower in told for follower in followers]
+    assert DataLoader.__iter__ is plain
+
+
+def test_followers_in_two_threads_each_get_their_own_loader() -> None:
+    counts: dict[str, int] = {}
+    together = threading.Barrier(2, timeout=20)
+
+    def follow(name: str, batches: int) -> None:
+        follower = ScriptLoaders(threading.get_ident())
+        follower.start()
+        together.wait()
+        list(make_loader(Samples(8 * batches)))
+        together.wait()
+        follower.stop()
+        counts[name] = follower.delivered
+
+    plain = DataLoader.__iter__
+    threads = [threading.Thread(target=follow, args=job) for job in (("one", 3), ("other", 5))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert counts == {"one": 3, "other": 5}
+    assert DataLoader.__iter__ is plain
+
+
+def test_a_library_may_wrap_the_iterator_of_loaders_meanwhile(
+    training: ScriptTraining, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its frame stood between a proxy and torch's own iterator, which was taken for the script's."""
+    replaced = DataLoader.__iter__
+    asked: list[int] = []
+    model, loader, optimizer = make()
+    with monkeypatch.context() as library:
+        library.setattr(DataLoader, "__iter__", lambda loader: asked.append(1) or replaced(loader))
+        epochs(model, loader, optimizer, 2)
+    assert asked and entry._optimized[model].session.run.loader is loader
+
+
+def test_what_a_library_has_wrapped_does_nothing_once_nobody_follows_loaders(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = DataLoader.__iter__
+    first, second = (ScriptLoaders(threading.get_ident()) for _ in range(2))
+    first.start()
+    replaced = DataLoader.__iter__
+    with monkeypatch.context() as library:
+        library.setattr(DataLoader, "__iter__", lambda loader: replaced(loader))
+        first.stop()
+        assert len(list(make_loader())) == 13 and first.delivered == 0
+        second.start()
+        assert type(replaced(make_loader())) is type(plain(make_loader()))
+        assert len(list(make_loader())) == second.delivered == 13
+        second.stop()
+    DataLoader.__iter__ = plain  # type: ignore[method-assign]

@@ -10,7 +10,8 @@ import pytest
 
 import accel
 from accel import entry
-from accel.script.training import ScriptTraining, _numbered
+from accel.script.training import ScriptTraining
+from accel.session.report_places import numbered
 from tests.accel.loops import make
 from tests.accel.script_followed import OPTIONS, epochs, training
 
@@ -31,8 +32,7 @@ def test_each_model_s_report_has_a_place(training: ScriptTraining, tmp_path: Any
     [("runs/lr0.001", "runs/lr0.001-2"), ("runs/a.b.json", "runs/a.b-2.json"), ("page.html", "page-2.html")],
 )
 def test_only_what_names_a_kind_of_report_stays_at_the_end(place: str, second: str) -> None:
-    assert [_numbered(Path(place), model) for model in (1, 2)] == [Path(place), Path(second)]
-    assert _numbered(None, 2) is None
+    assert [numbered(Path(place), model) for model in (1, 2)] == [Path(place), Path(second)]
 
 
 def test_reports_are_written_of_so_many_models_only(

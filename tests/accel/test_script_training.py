@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader
 import accel
 from accel import entry
 from accel.profiler.clocks import called_modules, callslot
+from accel.run import ranks
 from accel.run.gate import Gate
 from accel.script.training import ScriptTraining
 from tests.accel.loops import Net, Quick, assert_same, everything, loss_of, make, make_loader
@@ -411,3 +412,43 @@ def test_training_in_another_thread_is_told(training: ScriptTraining) -> None:
     thread.join()
     assert training.models == 0
     assert training.why_nothing() == "13 updates ran in other threads; train in the thread that runs the script"
+
+
+@pytest.mark.parametrize(
+    ("before", "meanwhile", "left_alone"),
+    [
+        ({}, {"WORLD_SIZE": "2", "LOCAL_RANK": "0"}, True),  # Lightning starts `python train.py` for the others
+        ({}, {"WORLD_SIZE": "2", "RANK": "0"}, False),  # a script that is started by hand for each rank
+        ({}, {}, False),
+        ({"WORLD_SIZE": "2", "RANK": "0"}, {}, False),  # torchrun
+        ({"WORLD_SIZE": "2"}, {"LOCAL_RANK": "0"}, False),
+    ],
+)
+def test_ranks_that_the_script_starts_itself_are_without_accel(
+    only_quick: None,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    before: dict[str, str],
+    meanwhile: dict[str, str],
+    left_alone: bool,
+) -> None:
+    """Rank 0 waited ten seconds for them, and then said that every rank must call accel.optimize."""
+    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in before.items():
+        monkeypatch.setenv(name, value)
+    training = ScriptTraining(dict(OPTIONS), threading.get_ident(), whole="")
+    training.start()
+    for name, value in meanwhile.items():
+        monkeypatch.setenv(name, value)
+    begun: list[nn.Module] = []
+    monkeypatch.setattr(training, "_begin", lambda model, loader, optimizer: begun.append(model))
+    monkeypatch.setattr(ranks, "are_several", lambda: True)
+    try:
+        epochs(*make(), 1)
+    finally:
+        training.stop()
+    told = capsys.readouterr().err
+    assert (not begun) == left_alone
+    assert told.count("start them all with torchrun") == left_alone
+    assert training.why_nothing() == "" or not left_alone

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 
@@ -52,6 +53,27 @@ def _put_in_later() -> nn.Module:
     return model
 
 
+def _layers_that_are_copied() -> nn.Module:
+    layer = nn.TransformerEncoderLayer(4, 1, 4, batch_first=True)
+    return Wrapper(nn.TransformerEncoder(layer, 3, enable_nested_tensor=False))
+
+
+def _loaded_by_assignment() -> nn.Module:
+    """Each layer registers its parameters, those in between nothing."""
+    model = _layers_that_are_copied()
+    model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
+    return model
+
+
+def _parts_changed(model: nn.Module) -> nn.Module:
+    """As pruning does: each layer registers a parameter."""
+    for module in list(model.modules()):
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            delattr(module, name)
+            module.register_parameter(f"{name}_orig", nn.Parameter(parameter.detach().clone()))
+    return model
+
+
 BUILT: dict[str, Callable[[], nn.Module]] = {
     "one layer": lambda: nn.Linear(2, 2),
     "a class": Block,
@@ -60,12 +82,29 @@ BUILT: dict[str, Callable[[], nn.Module]] = {
     "a dictionary": _dictionary,
     "put in later": _put_in_later,
     "shared": lambda: nn.Sequential(*[nn.Linear(2, 2)] * 2),
+    "a transformer": _layers_that_are_copied,
+    "loaded by assignment": _loaded_by_assignment,
+    "a copied part": lambda: Wrapper(copy.deepcopy(Block())),
     "normed by parametrization": lambda: nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(2, 2)), Block()),
 }
+
+
+class CopiedByHand(Wrapper):
+    """Is copied without a word to torch."""
+
+    def __deepcopy__(self, memo: dict[int, object]) -> CopiedByHand:
+        other = type(self).__new__(type(self))
+        other.__dict__ = copy.deepcopy(self.__dict__, memo)
+        return other
+
+
 OTHERS: dict[str, Callable[[], nn.Module]] = {
     "copied": lambda: copy.deepcopy(Block()),
     "unpickled": lambda: pickle.loads(pickle.dumps(Block())),
-    "a copied part": lambda: Wrapper(copy.deepcopy(Block())),
+    "copied, parts changed since": lambda: _parts_changed(copy.deepcopy(Wrapper(Block()))),
+    "unpickled, parts changed since": lambda: _parts_changed(pickle.loads(pickle.dumps(Wrapper(Block())))),
+    "copied by hand": lambda: copy.deepcopy(CopiedByHand(Block())),
+    "copied by hand, parts changed since": lambda: _parts_changed(copy.deepcopy(CopiedByHand(Block()))),
 }
 
 
@@ -97,11 +136,58 @@ def test_without_going_through_all_objects(
 
 
 @pytest.mark.parametrize("build", OTHERS.values(), ids=OTHERS)
-def test_what_registers_nothing_is_found_among_all_objects(
+def test_what_may_be_a_part_of_something_unseen_is_found_among_all_objects(
     build: Callable[[], nn.Module], registered: RegisteredModules
 ) -> None:
     model = build()
     assert roots(model, registered.seen) == [model]
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+@pytest.mark.parametrize("kind", [Wrapper, CopiedByHand])
+def test_a_head_that_replaces_a_part_of_a_copy_is_not_taken_for_the_whole(
+    kind: type[Wrapper], copied: Callable[[nn.Module], Wrapper], registered: RegisteredModules
+) -> None:
+    """Of a model that was loaded whole, only the head is trained: the list in which it lies was optimized."""
+    model = copied(kind(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))))
+    model.inner[1] = nn.Linear(2, 1)
+    assert roots(model.inner[1], registered.seen) == [model]
+
+
+def test_what_was_there_before_is_found_with_a_new_part(registered: RegisteredModules) -> None:
+    registered.stop()
+    model = Wrapper(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+    registered.start()
+    model.inner[1] = nn.Linear(2, 1)
+    assert roots(model.inner[1], registered.seen) == [model]
+
+
+def test_a_scripted_model_is_found_beside_the_one_it_was_made_of(registered: RegisteredModules) -> None:
+    net = Block()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch.jit is deprecated
+        scripted = torch.jit.script(net)
+    assert {id(root) for root in roots(net, registered.seen)} == {id(net), id(scripted)}
+
+
+def test_a_class_may_have_children_of_its_own(registered: RegisteredModules) -> None:
+    class Tree(Wrapper):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__(inner)
+            self.children = [1, 2]  # type: ignore[assignment]
+
+    tree = Tree(copy.deepcopy(Block()))
+    assert roots(tree, registered.seen) == [tree]
+
+
+def test_torch_is_restored(registered: RegisteredModules) -> None:
+    registered.stop()
+    before = nn.Module.__setstate__, torch.jit.ScriptModule.__init__
+    registered.start()
+    assert nn.Module.__setstate__ is not before[0]
+    registered.stop()
+    assert (nn.Module.__setstate__, torch.jit.ScriptModule.__init__) == before
+    registered.start()
 
 
 def test_none_is_kept_alive_and_hooks_are_removed(registered: RegisteredModules) -> None:
