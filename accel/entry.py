@@ -229,7 +229,7 @@ def optimize(
     # A checkpoint is read, and other ranks are waited for, by the script's wish.
     with contextlib.nullcontext() if settings.is_elastic else startup.counted():
         if optimized is None or optimized.settings != settings:
-            _close_ended(model, proxy)
+            _close_ended(model, proxy, settings.report)
             if settings.is_elastic:
                 from accel.elastic.left_alone import take_back
 
@@ -252,19 +252,19 @@ def _proxy_of(loader: Any) -> LoaderProxy:
     return LoaderProxy(loader)
 
 
-def _close_ended(model: nn.Module, proxy: LoaderProxy) -> None:
-    """Close other sessions on this loader whose optimizers are gone, where a cell of a notebook was run again.
+def _close_ended(model: nn.Module, proxy: LoaderProxy, report: str | None) -> None:
+    """Close other sessions whose optimizers are gone and whose loader or place of the report is the new model's.
 
-    They would keep the loader from the strategies of the new model. A script may go on with them.
+    Where a cell of a notebook was run again they would keep these from it. A script may go on with them.
     """
-    others = [key for key, other in _optimized.items() if key is not model and id(proxy) in other.followed]
-    if not others or not is_interactive() or ranks.are_several():
+    if not _optimized or not is_interactive() or ranks.are_several():
         return
     gc.collect()  # an optimizer with a scheduler is in a circle
-    for other in others:
-        optimizers = _optimized[other].session.run.optimizers
-        if optimizers and not len(optimizers):
-            undo(other)
+    for key, other in list(_optimized.items()):
+        is_in_its_way = id(proxy) in other.followed or (report is not None and report == other.settings.report)
+        optimizers = other.session.run.optimizers
+        if key is not model and is_in_its_way and optimizers and not len(optimizers):
+            undo(key)
 
 
 def _elastic(model: nn.Module, proxy: LoaderProxy) -> LoaderProxy:

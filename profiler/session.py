@@ -33,6 +33,7 @@ from accel.profiler.clocks.settings import TorchSettings
 from accel.profiler.conclusion import judging
 from accel.profiler.diagnose import device_time, one_offs
 from accel.profiler.diagnose.causes import CROWDS
+from accel.profiler.diagnose.findings import collected
 from accel.profiler.evidence import Evidence, TraceSummary
 from accel.profiler.experiments import suspects
 from accel.profiler.experiments.whatif import ALONE, TOGETHER, Counterfactual, Snapshot, Unchanged, experiment
@@ -412,7 +413,7 @@ class ProfileSession:
     def diagnose(self, evidence: Evidence) -> Diagnosis:
         """Name the causes, with the results of the experiments."""
         diagnosis = naming.diagnose(evidence)
-        shares = {"host.gc": evidence.gc_share}
+        shares = {"host.gc": collected(evidence, diagnosis.anatomy)}
         self.unseen += judging.judge(diagnosis, self.experiments, self._suspected, self._why_untried, shares)
         return diagnosis
 

@@ -32,7 +32,7 @@ class Interrupter:
 
     def __init__(self, folder: str, at: int | None) -> None:
         self.at, self.places, self.place = at, 0, ""
-        self._folder = str(ROOT / folder)
+        self._folder = _real(str(ROOT / folder))
         self._is_ours = self._folder.startswith(_LIBRARY) or f"{self._folder}/" in _LIBRARY
 
     @contextmanager

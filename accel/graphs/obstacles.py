@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -112,7 +113,8 @@ def _line() -> str:
     frame = sys._getframe(1)
     while frame is not None:
         path = frame.f_code.co_filename
-        if not path.startswith((_HERE, _TORCH, "<frozen")):
+        # An environment may be reached through a link.
+        if not path.startswith("<frozen") and not os.path.realpath(path).startswith((_HERE, _TORCH)):
             return f"{path}:{frame.f_lineno}"
         if frame.f_back is None:
             break

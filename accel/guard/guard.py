@@ -53,7 +53,7 @@ from accel.guard.draws import Draw, ReplayedDraws, difference
 from accel.guard.module_state import ModuleState, tensors_in_attributes
 from accel.guard.noise import noise_like
 from accel.guard.random_states import RandomStates, devices_of
-from accel.guard.rounding import FINEST, Rounding, coarser, eps_of, rounding_of
+from accel.guard.rounding import FINEST, MOST_REORDERED, Rounding, coarser, eps_of, rounding_of
 from accel.run.layouts import is_kept
 from accel.strategies.base import Exactness
 
@@ -467,15 +467,14 @@ def _compare_sizes(
     for (name, _, _), tolerance, error, size in zip(compared, tolerances, errors, sizes, strict=True):
         if not error <= tolerance.gradient * max(size, 0.05 * total):
             off = error / size if size > 0 else math.inf
-            return Comparison(
-                f"its gradient for {name} is off by {off:.1e}, allowed {tolerance.gradient:.1e}",
-                0.0,
-                off,
-                tolerance.gradient,
-            )
+            problem = f"its gradient for {name} is off by {off:.1e}, allowed {tolerance.gradient:.1e}"
+            return Comparison(problem, 0.0, off, tolerance.gradient)
     scale = math.fsum(products) / total**2 if total > 0 else 1.0
     if exactness == Exactness.REORDERED:
         scale = math.sqrt(max(0.0, 2 * scale - 1 + overall**2)) if total > 0 else 1.0  # ‖g_c‖ ÷ ‖g_r‖
+    if exactness == Exactness.REORDERED and overall > MOST_REORDERED:
+        problem = f"its gradients are off by {overall:.1e}, allowed {MOST_REORDERED:.1e}"
+        return Comparison(problem, 0.0, overall, MOST_REORDERED)
     if abs(scale - 1) > widest.scale:
         problem = f"its gradients are {scale:.3f} times as long, allowed 1 ± {widest.scale:.1e}"
         return Comparison(problem, 0.0, overall, widest.gradient)

@@ -43,6 +43,7 @@ class ScriptLoaders:
         fetching: no loader's (a follower has one).
         on_new: called with each proxy that is made.
         on_request: called before a batch is asked for in that thread.
+        on_later: called when another one begins to follow the loaders of that thread, before it does.
     """
 
     def __init__(self, thread: int) -> None:
@@ -53,6 +54,7 @@ class ScriptLoaders:
         self.fetching = Fetching()
         self.on_new: Callable[[LoaderProxy], None] = lambda proxy: None
         self.on_request: Callable[[], None] = lambda: None
+        self.on_later: Callable[[], None] = lambda: None
         self._proxies: OrderedDict[int, LoaderProxy] = OrderedDict()
 
     @property
@@ -62,6 +64,8 @@ class ScriptLoaders:
 
     def start(self) -> None:
         """Follow loaders from now on, in place of others that follow those of this thread."""
+        if (earlier := _FOLLOWERS.latest(self.thread)) is not None:
+            earlier.on_later()
         _FOLLOWERS.add(self)
 
     def stop(self) -> None:

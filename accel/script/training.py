@@ -13,7 +13,7 @@ import contextlib
 import gc
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from threading import get_ident
 from typing import Any
@@ -32,19 +32,14 @@ from accel.script.loaders import ScriptLoaders
 from accel.script.looks import Looks
 from accel.script.optimizer_steps import OptimizerSteps, parameters_of
 from accel.script.own_batches import UpdateBoundary
+from accel.script.script_model import GONE_AFTER, ScriptModel
 from accel.search.budget import Budget
-from accel.session.listeners import leave
 from accel.session.report_places import numbered
-from accel.session.session import Session
 
 _AT_ONCE = 8
 """Models that are optimized at a time."""
 _REPORTS = 32
 """Models of which reports are written: a loop may copy its model for each of a hundred thousand tasks."""
-_GONE_AFTER = 200
-"""Updates without a step of a model after which it is taken to be trained no more."""
-_PATIENCE = 10
-"""How many times as many for one that was taken so before, and was trained again: some loops train models by turns."""
 _CHECK_EVERY = 50
 """Updates between two looks for what is trained no more."""
 
@@ -103,7 +98,7 @@ class ScriptTraining:
         self._is_check_due = self._wants_room = self._has_asked = False
         self._has_stood_back = False
         """A callback in the script followed a training itself."""
-        self._optimized: dict[int, _Model] = {}
+        self._optimized: dict[int, ScriptModel] = {}
         self._let_go: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
         """Models that were taken to be trained no more."""
         self._hook: Any = None
@@ -111,6 +106,7 @@ class ScriptTraining:
     def start(self) -> None:
         """Follow loaders and optimizers from now on."""
         self.loaders.on_new, self.loaders.on_request = self._follow, self._between_steps
+        self.loaders.on_later = self._stand_back
         self.loaders.start()
         if self._from_start:
             self._registered.start()
@@ -141,6 +137,23 @@ class ScriptTraining:
         for model in self._optimized.values():
             model.undo()
         self._optimized.clear()
+
+    def _stand_back(self) -> None:
+        """Leave all to a follower that begins later; what steps again after its end is looked at again.
+
+        No step of a loop that another one follows would end a trial, and what is optimized here would be no longer its.
+        """
+        try:
+            for steps in [*self._learning, *self._due, *self._own_batches]:
+                self._leave(steps.optimizer)
+                steps.release()
+            self._learning.release()
+            self._due.clear()
+            self._own_batches.clear()
+            for key in list(self._optimized):
+                self._let_go_of(self._optimized.pop(key))
+        except Exception as error:
+            self._fail(error)
 
     @property
     def modules(self) -> list[nn.Module]:
@@ -203,7 +216,7 @@ class ScriptTraining:
         if len(self._optimized) >= _AT_ONCE:
             self._want_room(optimizer)
             # A loop without a loader has a place between two steps only where an optimizer is followed.
-            if not (self._is_check_due and self.updates % _GONE_AFTER == 0):
+            if not (self._is_check_due and self.updates % GONE_AFTER == 0):
                 return
         if optimizer in self._left and not self._learning.has_room_for(optimizer):
             return
@@ -349,7 +362,7 @@ class ScriptTraining:
             optimized.journal.whole = whole
         session = optimized.session
         follow = None if loader is None else optimized.follow
-        self._optimized[id(model)] = _Model(model, session, follow, self.updates, id(model) in self._let_go)
+        self._optimized[id(model)] = ScriptModel(model, session, follow, self.updates, id(model) in self._let_go)
         for proxy in self.loaders.proxies:
             self._optimized[id(model)].follow(proxy)
         if loader is None:
@@ -388,7 +401,7 @@ class ScriptTraining:
                 self._let_go_of(self._optimized.pop(key))
             gc.collect()  # a session is full of circles, and the memory of its model may be needed for the next one
 
-    def _let_go_of(self, model: _Model) -> None:
+    def _let_go_of(self, model: ScriptModel) -> None:
         others = [optimizer for other in self._optimized.values() for optimizer in other.optimizers]
         optimizers = [mine for mine in model.optimizers if not any(mine is optimizer for optimizer in others)]
         for steps in list(self._own_batches):
@@ -400,95 +413,6 @@ class ScriptTraining:
                 self._leave(optimizer)
         model.undo()
         self._let_go[id(model.module)] = model.module
-
-
-class _Model:
-    """A model that has been optimized.
-
-    Args:
-        module: the model.
-        session: counts its steps.
-        follow: lets the session follow a loader; None if the loop makes its own batches.
-        updates: made in all by now.
-        has_returned: it was taken to be trained no more before, and was trained again.
-    """
-
-    def __init__(
-        self,
-        module: nn.Module,
-        session: Session,
-        follow: Callable[[LoaderProxy], None] | None,
-        updates: int,
-        has_returned: bool,
-    ) -> None:
-        self.module, self._follow = module, follow
-        self._session, self._steps = session, 0
-        self._updates, self._has_returned = updates, has_returned
-        """Made in all when it was last seen to be trained."""
-
-    @property
-    def makes_batches(self) -> bool:
-        """Whether the loop makes its own batches: steps end where its optimizers have stepped."""
-        return self._follow is None
-
-    def follow(self, proxy: LoaderProxy) -> None:
-        """Let the session follow a loader, if it follows any."""
-        if self._follow is not None:
-            self._follow(proxy)
-
-    def is_trained_by(self, optimizer: Optimizer) -> bool:
-        """Return whether its session has seen this optimizer train it."""
-        return any(optimizer is mine for mine in self.optimizers)
-
-    def has_ended(self, updates: int, turn: int, at_once: bool) -> bool:
-        """Return whether it is taken to be trained no more.
-
-        Args:
-            updates: made in all.
-            turn: how many may be made between two of its own.
-            at_once: also if its optimizers are gone.
-        """
-        before, self._steps = self._steps, self._session.steps
-        if self._steps > before:
-            self._updates = updates
-        patience = _PATIENCE if self._has_returned else 1
-        if updates - self._updates >= max(patience * _GONE_AFTER, 2 * turn):
-            return True
-        return at_once and not self._has_returned and bool(self.optimizers) and not len(self.optimizers)
-
-    @property
-    def is_followed(self) -> bool:
-        """Whether its session goes on."""
-        return self._session.alive
-
-    @property
-    def optimizers(self) -> Sequence[Optimizer]:
-        """Those that train it, as far as the script still has them; true if it ever had one."""
-        return self._session.run.optimizers
-
-    @property
-    def record(self) -> Any:
-        """What `entry` holds of it; None once it was undone, or optimized anew, by the script itself."""
-        record = entry.optimized(self.module)
-        return record if record is not None and record.session is self._session else None
-
-    def undo(self) -> None:
-        """Restore it; its report is one of a training that has ended."""
-        if (record := self.record) is not None:
-            record.journal.finish()
-            entry.undo(self.module)
-
-    def end_trial(self, together: bool) -> None:
-        """Let nothing be on that has not been kept, if the search has not ended; see `ScriptTraining.end_trials`."""
-        record, session = self.record, self._session
-        if record is None or not session.searching:
-            return
-        for proxy in record.proxies:
-            leave(proxy, session.events)  # a pass that goes on would count these steps as ones of the trial
-        session.events.observe(False)
-        session.guard.expect(None)
-        kept = record.journal.kept
-        session.switchboard.switch(kept if together else {**kept, **session.switchboard.collective()})
 
 
 def _say(line: str) -> None:

@@ -46,9 +46,7 @@ def measured_s(finding: Comparison | None, steps: int, cost_s: float) -> float:
 
     Args:
         finding: what the comparison has found.
-        steps: in which it was made.
+        steps: in which the next one will be made.
         cost_s: what all of it has cost.
     """
-    if finding is None or not finding.seconds or steps < 2:
-        return cost_s
-    return min(cost_s, steps * finding.seconds)
+    return steps * finding.seconds if finding is not None and finding.seconds else cost_s

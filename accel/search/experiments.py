@@ -350,7 +350,8 @@ class Experiments:
         result = yield from self._act(Action(plan=self.plan, steps=steps, check=trial_plan))
         works = candidate.one_off_s or candidate.expected_s is not None
         if not works and self._compiled_without(candidate) is None:  # else it may be mostly that
-            took_s = check_cost.measured_s(result.finding, steps, self.cost_s - cost_s)
+            # The session books a check after the last step to the next action: its own time says what it took.
+            took_s = check_cost.measured_s(result.finding, self._pace.guard, self.cost_s - cost_s)
             self._check_s[check_cost.compared(candidate)] = took_s
         if self._changed(result) or candidate.name in result.trips:
             return False

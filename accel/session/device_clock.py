@@ -97,9 +97,14 @@ class DeviceClock:
         self._free += itertools.chain.from_iterable(self._ended.values())
         self._ended.clear()
 
-    def _fail(self) -> None:
+    def close(self) -> None:
+        """Record no more, and let all events go."""
         self._fails, self._open = True, None
         self._ended.clear()
+        self._free.clear()
+
+    def _fail(self) -> None:
+        self.close()
         log.debug("no events on the device", exc_info=True)
 
 

@@ -148,6 +148,7 @@ class StepEvents:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
+        self.device.close()
         backward.forget(self)
 
     def observe(self, enabled: bool) -> None:
@@ -173,7 +174,8 @@ class StepEvents:
         self._usage.iterated = True
         self._clock.restart(first=True)
         self._epoch_is_new = True
-        self.device.begin_again()
+        if self._state.mode is _MEASURING:
+            self.device.begin_again()
 
     def batch_requested(self) -> None:
         """End the step if an optimizer has stepped since the last boundary."""

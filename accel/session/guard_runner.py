@@ -114,21 +114,21 @@ class GuardRunner:
                 give_memory_back()
             return self._run.gate.plain(*args, **kwargs)
         given = tensors((args, kwargs))
-        versions = watch.versions(given)
+        versions, before = watch.versions(given), {tensor.grad_fn for tensor in given} - {None}
         outputs = self._run.gate.plain(*args, **kwargs)
         if watch.versions(given) != versions:
             self._watch.keep_inputs()
         self._watch.changed_by_call(recording.modules, recording.state)
         if self._learn_written(written):
             return outputs  # what was in the parameters before is gone: the next call is recorded
-        self._listen(recording, outputs)
+        self._listen(recording, outputs, before)
         return outputs
 
-    def _listen(self, recording: Recording, outputs: Any) -> None:
+    def _listen(self, recording: Recording, outputs: Any, before: set[Any]) -> None:
         """Take a call that was made as the reference; one that has raised can't be."""
         try:
             self._run.observed.note_outputs(outputs)
-            recording.rounding = rounding.rounding_of(self._run.model, recording.autocast, tensors(outputs))
+            recording.rounding = rounding.rounding_of(self._run.model, recording.autocast, tensors(outputs), before)
             recording.listen(outputs)
         except Exception as error:  # outputs that can't be looked through
             self._note(_failure(error, "the call can't be recorded: "))
@@ -179,7 +179,8 @@ class GuardRunner:
         touched = self._switchboard.touched_by(new)
         exactness = self._switchboard.exactness(plan)
         if "model" in touched and recording is not None:
-            with rounding.without_tf32(recording.rounding, self._run.device, exactness) as without:
+            compiles = self._switchboard.compiles(plan) or self._run.gate.compiled_by_user
+            with rounding.without_tf32(recording.rounding, self._run.device, exactness, compiles=compiles) as without:
                 try:
                     findings.append(self._check_model(plan, recording, exactness))
                 finally:

@@ -222,7 +222,7 @@ class Session:
         if not self._result.measurements:
             self.events.drain()  # the next epoch is counted, and begins with an idle GPU
             return
-        began = self._clock.now()
+        began, self._drained_s = self._clock.now(), 0.0
         self._at_boundary(self._finish_action)
         self._count_aside(self._clock.now() - began)
 
@@ -260,7 +260,7 @@ class Session:
         return self._clock.restart()
 
     def _boundary(self) -> None:
-        began = self._clock.last
+        began, self._drained_s = self._clock.last, 0.0
         self.events.device.end(self.steps)
         other = TURNS.step(self)
         self._follow_loader()
@@ -277,7 +277,6 @@ class Session:
     def _count_aside(self, seconds: float) -> None:
         """Count the work at a boundary as a cost of the search; waiting for the device's steps is none."""
         self._result.aside_s += seconds - self._drained_s
-        self._drained_s = 0.0
 
     def _drain(self) -> None:
         """Let a GPU do what is left of the step that has ended: the host runs ahead of it."""

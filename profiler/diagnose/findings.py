@@ -14,6 +14,8 @@ from accel.profiler.trial import interval
 
 WORTH = 0.10
 """Share of the step from which something is called a cause."""
+_BESIDE = ("data", "host", "evaluation", "outside")
+"""Phases in which a GPU has work only if it was launched before."""
 
 
 def finding(cause: str, share: float, why: list[str], predicted: Saving | None) -> Finding:
@@ -78,7 +80,8 @@ def where(line: LineTime) -> str:
 def rows_in(evidence: Evidence, phases: Sequence[str]) -> list[LineTime]:
     """Return the sampled lines in some phases; if these are a GPU's, without those in which the host waits for it."""
     syncs = evidence.trace.syncs if evidence.trace is not None and evidence.host_ms else []
-    waits = {(os.path.basename(sync.file), sync.line) for sync in syncs}  # a trace has other paths than a stack
+    # A trace has other paths than a stack; and a wait that it has no line of is not in all samples without one.
+    waits = {(os.path.basename(sync.file), sync.line) for sync in syncs if sync.file}
     rows = (row for row in evidence.lines if row.phase in phases)
     return [row for row in rows if (os.path.basename(row.file), row.line) not in waits]
 
@@ -99,3 +102,16 @@ def tagged(evidence: Evidence, phases: Sequence[str], tag: str) -> float:
     rows = rows_in(evidence, phases)
     total = sum(row.seconds for row in rows)
     return sum(row.seconds for row in rows if tag in row.tags) / total if total > 0 else 0.0
+
+
+def collected(evidence: Evidence, anatomy: Anatomy) -> float:
+    """Return the share of the step that the garbage collector takes: of a GPU's, no more than it idles."""
+    return min(evidence.gc_share, _idle(evidence, anatomy))
+
+
+def _idle(evidence: Evidence, anatomy: Anatomy) -> float:
+    """Return the most that a GPU can idle for the sake of the host, as a share of the step; 1 without a GPU."""
+    trace = evidence.trace
+    if trace is not None and trace.busy_ms is not None and anatomy.step_s > 0:
+        return max(0.0, 1.0 - trace.busy_ms / (anatomy.step_s * 1e3) - anatomy.shares["communication"])
+    return sum(anatomy.shares[phase] for phase in _BESIDE) if evidence.host_ms else 1.0

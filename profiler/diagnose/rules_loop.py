@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 from accel.profiler.diagnose.anatomy import COMPUTING, Anatomy
-from accel.profiler.diagnose.findings import WORTH, finding, ms_of, of_phases, of_share, scaled, tagged, top_lines
+from accel.profiler.diagnose.findings import (
+    WORTH,
+    collected,
+    finding,
+    ms_of,
+    of_phases,
+    of_share,
+    scaled,
+    tagged,
+    top_lines,
+)
 from accel.profiler.evidence import Evidence
 from accel.profiler.report import Finding, Saving
 
 
 def collector(evidence: Evidence, anatomy: Anatomy) -> Finding | None:
-    if evidence.gc_share < WORTH:
+    share = collected(evidence, anatomy)
+    if share < WORTH:
         return None
-    why = [f"the garbage collector ran for {ms_of(anatomy, evidence.gc_share)}"]
-    share = evidence.gc_share
+    why = [f"the garbage collector ran for {ms_of(anatomy, share)}"]
     return finding("host.gc", share, why, Saving(value=share, low=0.9 * share, high=min(1.0, 1.1 * share)))
 
 
@@ -36,7 +46,7 @@ def step_code(evidence: Evidence, anatomy: Anatomy) -> Finding | None:
 def _collected_in(evidence: Evidence, anatomy: Anatomy, phase: str) -> float:
     """Return the part of a phase that the garbage collector explains: it is booked to the largest of the two."""
     largest = max(("host", "outside"), key=lambda name: anatomy.shares[name])
-    return min(anatomy.shares[phase], evidence.gc_share) if phase == largest else 0.0
+    return min(anatomy.shares[phase], collected(evidence, anatomy)) if phase == largest else 0.0
 
 
 def communication(evidence: Evidence, anatomy: Anatomy) -> Finding | None:

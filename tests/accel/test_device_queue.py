@@ -347,6 +347,27 @@ def test_a_host_that_runs_ahead_makes_no_settling_step_dear() -> None:
     assert run.report.rows[0].cost_s == pytest.approx(8 * UNDER_WAY.launch, rel=0.3)
 
 
+def test_a_clock_that_was_closed_makes_no_more_events() -> None:
+    """Of a session that had ended, each `accel.disabled()` of the loop left two in memory."""
+    device, made = Device(), list[Event]()
+
+    def make() -> Event:
+        made.append(Event(device))
+        return made[-1]
+
+    clock = DeviceClock(make)
+    clock.begin()
+    clock.mark()
+    clock.close()
+    for _ in range(3):
+        clock.mark()
+        clock.begin()
+        clock.begin_again()
+        clock.end(1)
+    assert len(made) == 2
+    assert clock.seconds() == {} and not clock.is_passed()
+
+
 def test_in_a_whole_epoch_every_step_counts_and_nothing_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     device, results = Device(), list[Result]()
     play(device, monkeypatch)

@@ -648,6 +648,28 @@ def test_a_cell_that_is_run_again_has_the_loader_for_its_new_model(
     assert (entry.optimized(before) is None) == interactive
 
 
+@pytest.mark.parametrize("interactive", [True, False])
+def test_a_cell_that_makes_its_loader_anew_too_has_the_place_of_its_report(
+    only_quick: None,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    interactive: bool,
+) -> None:
+    """Each run of it had a report of another number."""
+    if interactive:
+        monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
+    trained = [accel.optimize(*make(9), budget=60, report=report)[0] for report in (None, tmp_path / "other")]
+    for seed in range(3):
+        model, loader, optimizer = make(seed)
+        model, loader, optimizer = accel.optimize(model, loader, optimizer, budget=60, report=tmp_path / "one")
+        advance(training(model, loader, optimizer), 20)
+    assert ("has the report of another model" in capsys.readouterr().err) != interactive
+    accel.undo(model)
+    assert (tmp_path / "one-3").exists() != interactive
+    assert all(entry.optimized(model) is not None for model in trained)
+
+
 def test_the_other_model_of_a_loader_keeps_it_while_it_is_trained(
     only_quick: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

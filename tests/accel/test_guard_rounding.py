@@ -224,7 +224,6 @@ def test_tf32_counts_as_the_format_with_its_mantissa_where_it_is_used() -> None:
         (Rounding(FINEST, False), "ieee", False),  # BERT has nothing that would use it
         (Rounding(torch.float16, True), "ieee", False),  # cuDNN computes in float16
         (Rounding(torch.bfloat16, True), "ieee", False),
-        (Rounding(FINEST, True), "tf32", False),  # products are as coarse, and compiled graphs look at their switch
     ],
 )
 def test_convolutions_leave_tf32_only_where_something_is_finer_for_it(seen: Any, products: Any, changes: bool) -> None:
@@ -237,16 +236,70 @@ def test_convolutions_leave_tf32_only_where_something_is_finer_for_it(seen: Any,
     with fp32_precision(products, "tf32"):
         before = now()
         for device, exactness in ((CPU, Exactness.REORDERED), (CUDA, Exactness.REDUCED), (CUDA, Exactness.EXACT)):
-            with rounding.without_tf32(seen, device, exactness) as changed:
+            with rounding.without_tf32(seen, device, exactness, compiles=False) as changed:
                 assert changed is None
                 assert now() == before
-        with rounding.without_tf32(seen, CUDA, Exactness.REORDERED) as changed:
+        with rounding.without_tf32(seen, CUDA, Exactness.REORDERED, compiles=True) as changed:
             assert (changed is not None) == changes
             assert now()[0] == before[0]
             assert (now()[1] != "tf32") == changes
         assert now() == before
-    with fp32_precision("ieee"), rounding.without_tf32(seen, CUDA, Exactness.REORDERED) as changed:
+    with fp32_precision("ieee"), rounding.without_tf32(seen, CUDA, Exactness.REORDERED, compiles=False) as changed:
         assert changed is None
+
+
+@pytest.mark.parametrize("convolves", [False, True])
+@pytest.mark.parametrize("compiles", [False, True])
+def test_products_that_the_user_has_set_to_tf32_are_fine_ones_in_a_comparison_unless_graphs_look_at_them(
+    compiles: bool, convolves: bool
+) -> None:
+    """With `torch.set_float32_matmul_precision("high")` an output that is 5 % off passed for rounding."""
+    seen = Rounding(FINEST, convolves)
+    with fp32_precision("tf32"):
+        assert seen.now("cuda") == torch.float16
+        with rounding.without_tf32(seen, CUDA, Exactness.REORDERED, compiles=compiles):
+            assert seen.now("cuda") == (torch.float16 if compiles else FINEST)
+
+
+class Named(torch.autograd.Function):
+    """Keeps an attribute with a name of the graph's own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.name = "mine"
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        return gradient
+
+
+def test_only_what_a_model_computes_itself_makes_it_coarse() -> None:
+    """A head in float32 on the features of a backbone in bfloat16: a candidate that is 10 % off passed."""
+    head = nn.Linear(16, 5)
+    backbone = nn.Conv2d(3, 16, 3)
+    with torch.autocast("cpu", torch.bfloat16):
+        features = backbone(torch.randn(2, 3, 8, 8)).mean((2, 3))
+    given = features.float()
+    out = Named.apply(head(given))
+    whole = rounding.rounding_of(head, (False, torch.float32), [out])
+    assert (whole.coarsest, whole.convolves) == (torch.bfloat16, True)
+    own = rounding.rounding_of(head, (False, torch.float32), [out], {given.grad_fn})
+    assert (own.coarsest, own.convolves) == (FINEST, False)
+
+
+def test_gradients_of_the_right_length_in_another_direction_are_found_in_sixteen_bits() -> None:
+    """As of a backward pass whose masks of dropout are others than the forward pass's."""
+    torch.manual_seed(0)
+    right = torch.randn(1000)
+    other = torch.randn(1000)
+    other -= right * (other @ right) / (right @ right)
+    other *= right.norm() / other.norm()
+    for sine, problem in ((0.3, False), (0.47, True)):
+        turned = right * (1 - sine**2 / 2) + other * sine
+        turned *= right.norm() / turned.norm()
+        finding = guard._compare_sizes([("w", right, turned)], Exactness.REORDERED, torch.bfloat16)
+        assert bool(finding.problem) == problem, finding
 
 
 def test_in_evaluation_mode_the_format_of_the_training_call_counts() -> None:

@@ -262,6 +262,47 @@ def test_a_callback_in_a_script_that_is_followed_comes_first(
         script.stop()
 
 
+@pytest.mark.parametrize("scheduled", [True, False])
+@pytest.mark.parametrize("steps", [1, 4, 30, 60, 240])
+def test_a_callback_takes_over_what_the_script_has_trained_before(
+    only_quick: None, steps: int, scheduled: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It did nothing where `accel run` had the model, and had no say where that followed the optimizer."""
+    script = ScriptTraining(dict(SCRIPT_OPTIONS), threading.get_ident(), whole="", from_start=True)
+    script.start()
+    try:
+        job = make()
+        advance(training(*job), steps)
+        if scheduled:
+            torch.optim.lr_scheduler.ExponentialLR(job[2], 0.9)  # wraps the step that it comes to
+        following = Following(**{**OPTIONS, "cache": False, "budget": 50})
+        found = fit(following, job, 240)
+        assert found.plan == {"quick": None} and found.steps > 200
+        record = entry.optimized(job[0])
+        assert record is not None and record.settings.budget.text == "50s"
+        assert script.modules == []
+        following._let_go()
+        advance(training(*job), 26)
+        assert script.modules == [job[0]]
+    finally:
+        script.stop()
+    assert "goes on without accel" not in capsys.readouterr().err
+
+
+def test_what_is_on_trial_is_off_when_a_callback_begins(only_quick: None) -> None:
+    """It stayed on for the whole training, where no step ended its trial."""
+    script = ScriptTraining(dict(SCRIPT_OPTIONS), threading.get_ident(), whole="", from_start=True)
+    script.start()
+    try:
+        advance_until(training(*make()), in_trial)
+        following = Following(**{**OPTIONS, "cache": False})
+        following.begin()
+        assert not Quick.on
+        following.end()
+    finally:
+        script.stop()
+
+
 def test_several_ranks_keep_what_is_on_unless_it_is_on_trial(only_quick: None) -> None:
     model, loader, optimizer = accel.optimize(*make(), allow="exact", budget=60)
     loop = training(model, loader, optimizer)

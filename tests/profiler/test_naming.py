@@ -236,6 +236,34 @@ def test_lines_in_which_the_host_waits_for_a_gpu_are_not_where_the_time_goes() -
     assert "100% of it in train.py:8: print" in diagnose(seen).findings[0].why
 
 
+def test_a_wait_without_a_line_is_not_in_all_samples_without_one() -> None:
+    wait = SyncPoint(name="item", file="", line=0, calls=1, ms=9)
+    elsewhere = dataclasses.replace(line("outside", 0.5), file="", line=0)
+    seen = evidence(
+        device="cuda",
+        phases={"outside": 5.0},
+        lines=[line("outside", 0.5, source="print"), elsewhere],
+        trace=trace(busy_ms=9, syncs=[wait]),
+        host_ms={"outside": 14.0},
+    )
+    assert "50% of it in train.py:7: print" in diagnose(seen).findings[0].why
+
+
+@pytest.mark.parametrize("traced", [True, False])
+@pytest.mark.parametrize(("idle_ms", "share"), [(0.1, 0.0), (5.0, 0.33)])
+def test_a_collection_that_a_gpu_hides_costs_nothing(traced: bool, idle_ms: float, share: float) -> None:
+    """It took 10 of 60 ms of the host, which then waited for less long: 17 % were said to be saved without it."""
+    seen = evidence(
+        device="cuda",
+        phases={"outside": idle_ms},
+        gc_share=0.6,
+        trace=trace(busy_ms=9.8) if traced else None,
+        host_ms={"outside": 10.0},
+    )
+    named = {finding.cause: finding.share for finding in diagnose(seen).findings}
+    assert named == ({"host.gc": pytest.approx(share, abs=0.04)} if share else {})
+
+
 @pytest.mark.parametrize(
     "given",
     [

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -32,6 +34,16 @@ def test_an_operator_that_waits_is_named(name: str) -> None:
     assert operator in {obstacle.operator.removeprefix("aten.") for obstacle in obstacles}
     assert all(__file__ in obstacle.line and obstacle.remedy for obstacle in obstacles)
     assert str(obstacles[0]).startswith(__file__)
+
+
+def test_torch_may_be_reached_through_a_link(tmp_path: Path) -> None:
+    """Of an environment in a linked folder, torch's own lines were named in place of the user's."""
+    link = tmp_path / "torch"
+    link.symlink_to(Path(torch.__file__).resolve().parent)
+    names: dict[str, Any] = {}
+    exec(compile("def read(x): return x.item()", str(link / "reading.py"), "exec"), names)
+    (obstacle,) = why_not_capturable(lambda x: names["read"](x[0]), torch.randn(4))
+    assert obstacle.line.startswith(__file__)
 
 
 def test_a_training_step_without_any() -> None:
