@@ -140,6 +140,10 @@ def _run(
         except subprocess.TimeoutExpired:
             os.killpg(running.pid, signal.SIGKILL)
             return Outcome(None)
+        except BaseException:  # else leaving the block would wait for it
+            os.killpg(running.pid, signal.SIGKILL)
+            running.wait()
+            raise
     if running.returncode not in _ENDS_WELL:
         DATA.mkdir(exist_ok=True)
         with open(DATA / "repeated-tests.log", "a", encoding="utf-8") as log:
@@ -207,11 +211,13 @@ def main(names: tuple[str, ...], times: int | None, first: int, record: bool) ->
     """Run the tests under CONDITIONS (default: all), and exit with 1 if one has failed or was left out."""
     console = Console(highlight=False, soft_wrap=True)
     rows: list[Row] = []
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # what has run is recorded
     try:
         for row in runs(names or list(CONDITIONS), times, first):
             rows.append(row)
             console.print(one_line(row), markup=False)
     finally:  # not sooner: tests compare the pages with what is recorded
+        signal.signal(signal.SIGTERM, before)
         if record and rows:
             RECORD.write(rows, "python -m benchmarks.repeated_tests")
     if not all(map(is_green, rows)):

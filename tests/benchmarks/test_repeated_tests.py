@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 from benchmarks import repeated_tests
 from benchmarks.repeated_tests import CONDITIONS, Outcome, is_green, table_block
@@ -121,3 +125,37 @@ def test_a_recording_can_be_gone_on_with(
     monkeypatch.setitem(repeated_tests.CONDITIONS, "quiet", condition)
     rows = list(repeated_tests.runs(["quiet"], times, first))
     assert [row["number"] for row in rows] == [row["passed"] for row in rows] == numbers
+
+
+def test_what_has_run_is_recorded_when_the_rest_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight minutes of tests were lost with the run after them."""
+
+    def tests(number: int) -> Outcome:
+        if number == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(30)
+        return Outcome(0, {"passed": 5})
+
+    written: list[Any] = []
+    monkeypatch.setitem(repeated_tests.CONDITIONS, "quiet", repeated_tests.Condition("short", 3, tests))
+    monkeypatch.setattr(repeated_tests.Record, "write", lambda self, rows, command: written.extend(rows))
+    before = signal.getsignal(signal.SIGTERM)
+    done = CliRunner().invoke(repeated_tests.main, ["quiet", "--record"])
+    assert (done.exit_code, [row["number"] for row in written]) == (128 + signal.SIGTERM, [1])
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_a_run_is_ended_with_what_waits_for_it() -> None:
+    def stop(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, stop)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.5)
+        began = time.monotonic()
+        with pytest.raises(KeyboardInterrupt):
+            repeated_tests._run([sys.executable, "-c", "import time; time.sleep(60)"])
+        assert time.monotonic() - began < 30
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
