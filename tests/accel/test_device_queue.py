@@ -23,6 +23,7 @@ from accel.search.actions import Action, Result
 from accel.session.device_clock import DeviceClock
 from accel.session.session import Session
 from accel.strategies.base import Exactness, Strategy
+from tests.played_events import Event, counted
 
 QUEUE_S = 0.03
 """By which the host runs ahead at most."""
@@ -53,26 +54,6 @@ class Device:
         """Wait until all is done."""
         self.waits += 1
         self.now_s = max(self.now_s, self.free_at)
-
-
-class Event:
-    """Is passed when the work before it is done."""
-
-    def __init__(self, device: Device) -> None:
-        self.device, self.at_s = device, 0.0
-
-    def record(self) -> None:
-        self.at_s = max(self.device.now_s, self.device.free_at)
-
-    def query(self) -> bool:
-        return self.at_s <= self.device.now_s
-
-    def elapsed_time(self, later: Event) -> float:
-        assert self.query() and later.query()
-        return (later.at_s - self.at_s) * 1e3
-
-    def synchronize(self) -> None:
-        self.device.now_s = max(self.device.now_s, self.at_s)
 
 
 def play(device: Device, patch: pytest.MonkeyPatch) -> None:
@@ -349,12 +330,8 @@ def test_a_host_that_runs_ahead_makes_no_settling_step_dear() -> None:
 
 def test_a_clock_that_was_closed_makes_no_more_events() -> None:
     """Of a session that had ended, each `accel.disabled()` of the loop left two in memory."""
-    device, made = Device(), list[Event]()
-
-    def make() -> Event:
-        made.append(Event(device))
-        return made[-1]
-
+    device = Device()
+    made, make = counted(device)
     clock = DeviceClock(make)
     clock.begin()
     clock.mark()
@@ -424,12 +401,8 @@ def test_without_events_the_host_s_times_are_left_and_the_loop_goes_on(monkeypat
 
 
 def test_what_is_aside_within_a_step_is_not_counted_and_events_are_used_again() -> None:
-    device, made = Device(), list[Event]()
-
-    def make() -> Event:
-        made.append(Event(device))
-        return made[-1]
-
+    device = Device()
+    made, make = counted(device)
     clock = DeviceClock(make)
     for first in (0, 2):
         for number in (first, first + 1):

@@ -18,6 +18,7 @@ from accel.profiler.experiments.whatif import ALONE, FetchedAhead, Snapshot, Unc
 from accel.profiler.naming import Diagnosis, diagnose
 from accel.profiler.phases import Measurement, StepClock
 from accel.profiler.report import Experiment
+from tests.played_events import Event
 
 MS = 1e-3
 WARM_UP = 60
@@ -54,24 +55,6 @@ class Gpu:
 
     def event(self) -> Event:
         return Event(self)
-
-
-class Event:
-    def __init__(self, gpu: Gpu) -> None:
-        self.gpu, self.at_s = gpu, 0.0
-
-    def record(self) -> None:
-        self.at_s = max(self.gpu.now_s, self.gpu.free_at)
-
-    def query(self) -> bool:
-        return self.at_s <= self.gpu.now_s
-
-    def synchronize(self) -> None:
-        self.gpu.now_s = max(self.gpu.now_s, self.at_s)
-
-    def elapsed_time(self, later: Event) -> float:
-        assert self.query() and later.query()
-        return (later.at_s - self.at_s) / MS
 
 
 class Backward(torch.autograd.Function):

@@ -223,30 +223,24 @@ def test_a_device_idles_for_one_cause_at_a_time() -> None:
     assert ([f.cause for f in found.findings], found.refused) == (["input.cpu"], "")
 
 
+def waiting(wait: SyncPoint, lines: list[LineTime]) -> list[str]:
+    """Return why a loop is named that spends its time between two steps, and waits for the device there."""
+    trace_of_it = trace(busy_ms=9, syncs=[wait])
+    seen = evidence(device="cuda", phases={"outside": 5.0}, lines=lines, trace=trace_of_it, host_ms={"outside": 14.0})
+    return diagnose(seen).findings[0].why
+
+
 def test_lines_in_which_the_host_waits_for_a_gpu_are_not_where_the_time_goes() -> None:
     wait = SyncPoint(name="item", file="train.py", line=7, calls=1, ms=9)
     logs = dataclasses.replace(line("outside", 0.5, source="print"), line=8)
-    seen = evidence(
-        device="cuda",
-        phases={"outside": 5.0},
-        lines=[line("outside", 0.9, source="loss.item()"), logs],
-        trace=trace(busy_ms=9, syncs=[wait]),
-        host_ms={"outside": 14.0},
-    )
-    assert "100% of it in train.py:8: print" in diagnose(seen).findings[0].why
+    why = waiting(wait, [line("outside", 0.9, source="loss.item()"), logs])
+    assert "100% of it in train.py:8: print" in why
 
 
 def test_a_wait_without_a_line_is_not_in_all_samples_without_one() -> None:
     wait = SyncPoint(name="item", file="", line=0, calls=1, ms=9)
     elsewhere = dataclasses.replace(line("outside", 0.5), file="", line=0)
-    seen = evidence(
-        device="cuda",
-        phases={"outside": 5.0},
-        lines=[line("outside", 0.5, source="print"), elsewhere],
-        trace=trace(busy_ms=9, syncs=[wait]),
-        host_ms={"outside": 14.0},
-    )
-    assert "50% of it in train.py:7: print" in diagnose(seen).findings[0].why
+    assert "50% of it in train.py:7: print" in waiting(wait, [line("outside", 0.5, source="print"), elsewhere])
 
 
 @pytest.mark.parametrize("traced", [True, False])
