@@ -20,7 +20,7 @@ from accel.profiler import stderr
 from accel.profiler.diagnose.consistency import PhaseShares
 from accel.profiler.naming import PHASES_OF
 from accel.profiler.report import utf8
-from accel.report.model import BatchRow, Machine, Report, State
+from accel.report.model import BatchRow, Machine, Report, State, StrategyRow
 from accel.run import Run
 from accel.run.machine import machine_name
 from accel.search.controller import Controller
@@ -31,7 +31,7 @@ from accel.session.session import Session
 _ANATOMIES = ("anatomy_before", "anatomy_after")
 _CONCLUSIONS = (
     *("plain_ms", "accel_ms", "speedup", "speedup_low", "speedup_high", "training_same", "break_even_step"),
-    *("bottleneck", "bottleneck_share", "bottleneck_advice", "plan", "rows"),
+    *("bottleneck", "bottleneck_share", "bottleneck_advice", "plan"),
     *_ANATOMIES,
 )
 """Fields of a report that hold a search's conclusions."""
@@ -234,11 +234,15 @@ class Journal:
             self._concluded = copy.deepcopy(report)
             return
         concluded = self._concluded
-        # If a strategy was undone since, the stored conclusions no longer hold, and there are no new ones yet.
+        # If a strategy was undone since, or one added, the stored conclusions no longer hold, and there are no new
+        # ones yet. A search that has begun from the plain loop again has added nothing before it has all of the plan.
         if concluded is None or any(controller.rows[name].status == "undone" for name in concluded.plan):
+            return
+        if controller.plan.keys() > concluded.plan.keys():
             return
         for name in _CONCLUSIONS:
             setattr(report, name, copy.deepcopy(getattr(concluded, name)))
+        report.rows = [_latest(row, controller.rows[row.name]) for row in concluded.rows]
         if self._finished:
             report.state = concluded.state
 
@@ -274,6 +278,12 @@ class Journal:
         if session.failed:
             unseen.append(f"anything after accel itself failed and left the loop as it was: {session.failed}")
         return unseen
+
+
+def _latest(concluded: StrategyRow, present: StrategyRow) -> StrategyRow:
+    """Return the row of a strategy while another search runs: the stored one, unless it was decided about since."""
+    is_decided = concluded.status != "kept" and (present.status != "not tried" or bool(present.why))
+    return present if is_decided and present.status != "kept" else copy.deepcopy(concluded)
 
 
 def _anatomy(report: Report, controller: Controller) -> None:

@@ -202,9 +202,11 @@ def test_reports_of_a_search_agree_at_every_moment(
         assert of_report(report, forms=looks != seen) == []
         seen = looks
         if last and not last.startswith("no verdict"):
-            # What a search has found stands until another one has ended, unless it was undone.
+            # What a search has found stands until another one has ended, unless it was undone, or more is kept.
             undone = any(row.status == "undone" for row in search.controller.rows.values())
-            assert undone or not report.verdict().startswith("no verdict")
+            assert undone or report.plan or not report.verdict().startswith("no verdict")
+        if not search.controller._reopened:  # else what was found before stands until it has been found again
+            assert report.plan.keys() >= search.controller.plan.keys()
         last = report.verdict()
     search.journal._finished = True
     ended = search.journal.report()
@@ -242,6 +244,27 @@ def test_left_as_it_was_stays_the_verdict_while_the_search_goes_on() -> None:
     search.journal._finished = True
     assert search.journal.report().state == "done"
     assert of_report(report) == of_report(search.journal.report()) == []
+
+
+def test_what_a_later_search_has_kept_and_undone_is_reported_while_it_goes_on() -> None:
+    """The report said that nothing was kept, of a run on a GPU that had kept a strategy for half of its time."""
+    candidates = [candidate(name, one_off_s=s) for name, s in {"dear": 3.0, "dearer": 3.2, "dearest": 4.0}.items()]
+    search = Followed(candidates, Machine(noise=0.01, speed={"dearer": 1.5}), budget="10%")
+    while search.controller.rows["dear"].status != "undone":
+        search.step()
+    assert search.settled and search.controller.searching
+    report = search.journal.report()
+    assert report.verdict().startswith("left as it was: nothing tried")
+    assert {row.name: row.status for row in report.rows}["dear"] == "undone"
+
+    while not search.controller.plan:
+        search.step()
+    assert search.controller.searching
+    report = search.journal.report()
+
+    assert report.plan.keys() == {"dearer"}
+    assert "not yet compared as a whole: dearer 1.5" in report.verdict()
+    assert of_report(report) == []
 
 
 def test_a_run_that_ended_before_its_search_is_interrupted_and_says_so() -> None:

@@ -129,7 +129,10 @@ def test_verdict_is_in_samples_where_they_are_known() -> None:
 def test_verdict_without_a_plan_claims_no_gain() -> None:
     report = _report()
     report.plan = {}
+    report.rows[0].status = "undone"
     assert report.verdict() == "left as it was: nothing tried made the step faster (20 ms)"
+    report.rows[0].status = "not tried"
+    assert report.verdict() == "left as it was: nothing was tried (20 ms)"
 
 
 def test_verdict_of_a_search_that_is_over_says_that_no_more_will_come() -> None:
