@@ -312,6 +312,7 @@ def _start(
         replay=None if settings.plan is None else settings.plan.strategies,
         memory=_memory(run, settings, fetching_in_use),
         startup_s=startup.charge,
+        ran_s=startup.ran_s,
     )
     session = Session(run, chosen, controller.decisions, say=announcer.say)
     journal = Journal(
@@ -493,6 +494,6 @@ def _conclude() -> None:
         # A report that can't be written must not change the exit status of a good run.
         try:
             optimized.journal.finish()
-            optimized.journal.say_interrupted()
+            optimized.journal.say_how_it_ended()
         except Exception as error:
             stderr.write(f"accel: the report could not be written: {error}")

@@ -52,6 +52,7 @@ class Controller(SharedHost):
         replay: choices to take over from a plan, without a search.
         memory: keeps what is found from run to run; None remembers nothing.
         startup_s: tells what accel's start has cost the run before the search, s.
+        ran_s: tells how long the run had lasted by then, s.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class Controller(SharedHost):
         replay: Choices | None = None,
         memory: PlanMemory | None = None,
         startup_s: Callable[[], float] = lambda: 0.0,
+        ran_s: Callable[[], float] = lambda: 0.0,
     ) -> None:
         super().__init__(
             candidates,
@@ -79,7 +81,7 @@ class Controller(SharedHost):
         )
         self._say = say
         self._replay, self._follows_host = replay, replay is None
-        self._startup_s = startup_s
+        self._startup_s, self._ran_s = startup_s, ran_s
         self.anatomy_before: dict[str, float] = {}
         self.plain_diagnosis = self.diagnosis
         """The verdict on the plain loop."""
@@ -92,7 +94,8 @@ class Controller(SharedHost):
 
     def decisions(self) -> Decisions:
         """Yield actions for as long as the run lasts."""
-        self.elapsed_s = self.cost_s = self._startup_s()
+        self.cost_s = self._startup_s()
+        self.elapsed_s = max(self.cost_s, self._ran_s())
         yield from self._observe()
         while True:
             if self._is_interrupted():
@@ -443,6 +446,15 @@ class Controller(SharedHost):
     def closed(self) -> Outcome | None:
         """The closing trial, if it was of the plan that is on: not once a part of that was undone, or one added."""
         return self.closing if self.plan and not self._is_unclosed() else None
+
+    @property
+    def is_too_early(self) -> bool:
+        """True while nothing has been tried, and something may be tried later in this run."""
+        if any(row.status in ("kept", "undone", "refused") for row in self.rows.values()):
+            return False
+        waiting = [name for name in self._pending if not self.recollection.postponed(name, self.elapsed_s)]
+        expected = (self._expected_s(self._candidates[name]) for name in waiting)
+        return not all(self._budget.exhausted(self.cost_s, seconds) for seconds in expected)
 
     def break_even_step(self) -> int | None:
         """Return the step at which the search has paid for itself, or None if it never does."""

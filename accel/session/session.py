@@ -111,11 +111,11 @@ class Session:
         self._is_left_out = False
         """The present step's time is not that of others."""
         self._waits_for = ""
-        self._on_settled: Callable[[], None] | None = None
+        self._on_settled: Callable[[], bool] = lambda: True
         self._is_settled = False
 
-    def start(self, settled: Callable[[], None] = lambda: None) -> None:
-        """Listen to the loop from now on; `settled` is called on rank 0 when the search is over."""
+    def start(self, settled: Callable[[], bool] = lambda: True) -> None:
+        """Listen to the loop from now on; `settled` is called on rank 0 when the search is over, until it says yes."""
         self._on_settled = settled
         self._loader.watch(True)
         self.events.start()
@@ -431,10 +431,8 @@ class Session:
             self._settle()
 
     def _settle(self) -> None:
-        """The search is over for the first time: report it."""
-        self._is_settled = True
-        if self._on_settled is not None and self._ranks is not None and self._ranks.leads:
-            self._on_settled()
+        """The search is over: report it, once."""
+        self._is_settled = self._ranks is None or not self._ranks.leads or self._on_settled()
 
     def _quieten(self, action: Action) -> None:
         """Remove the gate from the model's calls when nothing needs it."""

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import accel
-from accel import entry, strategies
+from accel import entry, startup, strategies
 from accel.search import controller
 from accel.search.remembered import Recollection
 from tests.accel import loops
@@ -28,6 +28,12 @@ def _nothing_stays_optimized() -> Iterator[None]:
     for model in list(entry._optimized):
         accel.undo(model)
     Quick.on = False
+
+
+@pytest.fixture(autouse=True)
+def _young_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let each run begin with its first step: how long the tests have gone on must not widen its budget."""
+    monkeypatch.setattr(startup, "_has_aged", True)
 
 
 @pytest.fixture(autouse=True)

@@ -142,8 +142,7 @@ class Followed:
             self._action = self._decisions.send(self._machine.answer(self._action))
             self.session.steps = self._machine.step
             if self._action.settled and not self.settled:
-                self.settled = True
-                self.journal.settled()
+                self.settled = self.journal.settled()
 
 
 def some_candidates() -> list[Any]:
@@ -246,9 +245,34 @@ def test_left_as_it_was_stays_the_verdict_while_the_search_goes_on() -> None:
     assert of_report(report) == of_report(search.journal.report()) == []
 
 
+def test_nothing_is_said_while_the_run_is_too_young_for_a_first_trial_and_once_it_has_ended() -> None:
+    """In the middle of each short run stood that nothing had been tried; what won later was told beside it."""
+    search = Followed([candidate("dear", one_off_s=3.0)], Machine(noise=0.01, speed={"dear": 1.5}), budget="10%")
+    while not search.controller.rows["dear"].why:
+        search.step()
+    for _ in range(2):
+        search.step()
+    assert not search.settled and not search.printed.getvalue()
+    search.journal._finished = True
+    with redirect_stderr(search.printed):
+        search.journal.say_how_it_ended()
+    ended = search.printed.getvalue()
+    assert "left as it was: nothing was tried" in ended and ended.endswith("; not tried yet: dear\n")
+
+    search.journal._finished = False
+    while not search.settled:
+        search.step()
+    assert "dear" in search.controller.plan and "kept: dear" in search.printed.getvalue()
+    search.printed.truncate(0)
+    with redirect_stderr(search.printed):
+        search.journal.say_how_it_ended()
+    assert not search.printed.getvalue()
+
+
 def test_what_a_later_search_has_kept_and_undone_is_reported_while_it_goes_on() -> None:
     """The report said that nothing was kept, of a run on a GPU that had kept a strategy for half of its time."""
-    candidates = [candidate(name, one_off_s=s) for name, s in {"dear": 3.0, "dearer": 3.2, "dearest": 4.0}.items()]
+    costs = {"cheap": 0.0, "dear": 3.0, "dearer": 3.2, "dearest": 4.0}
+    candidates = [candidate(name, one_off_s=seconds) for name, seconds in costs.items()]
     search = Followed(candidates, Machine(noise=0.01, speed={"dearer": 1.5}), budget="10%")
     while search.controller.rows["dear"].status != "undone":
         search.step()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 import subprocess
 import sys
@@ -54,6 +55,15 @@ def test_nothing_is_tried_before_the_budget_has_room_for_the_start(startup_s: fl
     began_s = seconds_before(machine, lambda action: action.plan)
     assert began_s == pytest.approx(startup_s / 0.03, abs=1.0)
     assert controller.plan == {"free": None} and controller.cost_s >= startup_s
+
+
+def test_what_the_run_has_lasted_before_its_first_step_counts() -> None:
+    """A process on a GPU is 8 s old by then: imports, the device's start, the model."""
+    machine = Machine(speed={"free": 1.3})
+    offered = [candidate("free", is_compared=False)]
+    controller = simulate(offered, machine, budget="3%", startup_s=lambda: 0.4, ran_s=lambda: 8.0)
+    assert seconds_before(machine, lambda action: action.plan) == pytest.approx(0.4 / 0.03 - 8.0, abs=1.0)
+    assert controller.elapsed_s == pytest.approx(8.0 + machine.step * PLAIN_S, rel=0.05)
 
 
 def test_nothing_is_observed_while_it_waits() -> None:
@@ -224,3 +234,27 @@ def test_what_trips_after_another_was_cut_short_is_not_tried_again() -> None:
     assert controller.rows["heap"].status == "undone"
     began = [action for action in machine.actions if "heap" in action.plan]
     assert len(began) == 1 and "heap" not in controller._pending
+
+
+def test_the_age_of_the_process_counts_once_and_only_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(startup, "_has_aged", False)
+    assert 0.0 < startup.ran_s() <= startup._OLDEST_S
+    assert startup.ran_s() == 0.0
+    script = "import time; time.sleep(0.3); from accel import startup; print(startup.ran_s())"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert 0.25 < float(done.stdout) <= startup._OLDEST_S
+
+
+@pytest.mark.parametrize("was_on", [True, False])
+def test_the_collector_rests_while_accel_starts_and_is_left_as_it_was(was_on: bool) -> None:
+    before = gc.isenabled()
+    try:
+        (gc.enable if was_on else gc.disable)()
+        with startup.counted(), startup.counted():
+            assert not gc.isenabled()
+        assert gc.isenabled() == was_on
+        with pytest.raises(KeyError), startup.uncollected():
+            raise KeyError
+        assert gc.isenabled() == was_on
+    finally:
+        (gc.enable if before else gc.disable)()
