@@ -16,7 +16,6 @@ import torch
 from torch.nn.parameter import is_lazy
 
 import accel
-from accel import startup
 from accel.profiler import stderr
 from accel.profiler.diagnose.consistency import PhaseShares
 from accel.profiler.naming import PHASES_OF
@@ -131,8 +130,7 @@ class Journal:
         """
         if self._controller.is_too_early:
             return False
-        with startup.uncollected():
-            from accel.report.summary import summary  # brings rich: only where there is something to print
+        from accel.report.summary import summary  # brings rich: only where there is something to print
 
         report = self.report()
         stderr.write(summary(report, self.whole))
