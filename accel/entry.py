@@ -312,7 +312,7 @@ def _start(
         replay=None if settings.plan is None else settings.plan.strategies,
         memory=_memory(run, settings, fetching_in_use),
         startup_s=startup.charge,
-        ran_s=startup.ran_s,
+        ran_s=(lambda: 0.0) if is_interactive() else startup.ran_s,
     )
     session = Session(run, chosen, controller.decisions, say=announcer.say)
     journal = Journal(

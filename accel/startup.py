@@ -8,20 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import os
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 _OLDEST_S = 10.0
-"""How much of the time before the first step counts, s: a notebook may have been open for hours."""
+"""How much of the time before the first step counts, s."""
 
 _imported_at = time.perf_counter()
 """`accel` is imported first of all."""
 _seconds = 0.0
 _depth = 0
-
-
 _has_aged = False
 
 
@@ -72,22 +68,13 @@ def charge() -> float:
 
 
 def ran_s() -> float:
-    """Return how long this process has run, 10 s at most, the first time this is called; 0 later.
+    """Return how long this process has worked by now, 10 s at most, the first time this is called; 0 later.
 
-    A later search in the same process begins with a run of its own.
+    A later search in the same process begins with a run of its own. What counts is the calling thread's time on a
+    processor: a notebook, or a worker of a pool, may have been idle for hours.
     """
     global _has_aged
     if _has_aged:
         return 0.0
     _has_aged = True
-    return min(_OLDEST_S, _age_s() or time.perf_counter() - _imported_at)
-
-
-def _age_s() -> float:
-    """Return how long ago this process was started, s; 0 where the system does not tell."""
-    try:
-        # The second field, the name in parentheses, may hold anything; starttime is the 22nd, in ticks since the boot.
-        ticks = int(Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19])
-        return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
-    except (OSError, ValueError, IndexError, AttributeError):
-        return 0.0
+    return min(_OLDEST_S, time.thread_time())

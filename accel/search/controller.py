@@ -33,6 +33,8 @@ from accel.search.remembered import PlanMemory, Recollection
 from accel.search.shared_host import SharedHost
 from accel.search.step_level import StepLevel
 
+_SILENT_S = 60.0
+"""How long a run may be too young for a first trial without a word of that, s."""
 _GLANCE = 2
 """Steps after which the host is looked at for the first time, if they take long enough."""
 
@@ -94,8 +96,8 @@ class Controller(SharedHost):
 
     def decisions(self) -> Decisions:
         """Yield actions for as long as the run lasts."""
-        self.cost_s = self._startup_s()
-        self.elapsed_s = max(self.cost_s, self._ran_s())
+        self.elapsed_s = self.cost_s = self._startup_s()
+        self._before_s = max(0.0, self._ran_s() - self.cost_s)
         yield from self._observe()
         while True:
             if self._is_interrupted():
@@ -179,9 +181,9 @@ class Controller(SharedHost):
     def _begin_affordably(self) -> Decisions:
         """Let the loop run until the budget allows for more than accel's start has taken, and look at it anew."""
         from_s = self._budget.allowed_from(spent=self.cost_s, expected=0.0, saved=self.saved_s)
-        if not self.elapsed_s < from_s < math.inf or self.plain_ms <= 0:
+        if not self._lasted_s < from_s < math.inf or self.plain_ms <= 0:
             return
-        while (wait_s := from_s - self.elapsed_s) > 0 and self._neighbours.news is None:
+        while (wait_s := from_s - self._lasted_s) > 0 and self._neighbours.news is None:
             # In pieces: a run may end before, and what is known is kept.
             rest = min(self._pace.rest, math.ceil(wait_s / (self.plain_ms / 1e3)))
             if self._freeing():
@@ -443,14 +445,21 @@ class Controller(SharedHost):
         return bool(self.plan) and (not self._closed or self._closed not in (self.plan, self._quiet_plan()))
 
     @property
+    def reopened(self) -> int:
+        """How often the search has begun again from the plain loop."""
+        return self._reopened
+
+    @property
     def closed(self) -> Outcome | None:
         """The closing trial, if it was of the plan that is on: not once a part of that was undone, or one added."""
         return self.closing if self.plan and not self._is_unclosed() else None
 
     @property
     def is_too_early(self) -> bool:
-        """True while nothing has been tried, and something may be tried later in this run."""
-        if any(row.status in ("kept", "undone", "refused") for row in self.rows.values()):
+        """True in the first minute while nothing has been tried, and something may be tried later in this run."""
+        if self._replay is not None or self.elapsed_s > _SILENT_S:
+            return False
+        if any(row.steps or row.status in ("kept", "undone") for row in self.rows.values()):
             return False
         waiting = [name for name in self._pending if not self.recollection.postponed(name, self.elapsed_s)]
         expected = (self._expected_s(self._candidates[name]) for name in waiting)

@@ -77,6 +77,8 @@ class Experiments:
         self.steps = self.search_steps = 0
         self.plain_ms = 0.0
         self.elapsed_s = self.cost_s = self.saved_s = 0.0
+        self._before_s = 0.0
+        """How long the run had lasted before its first step, as far as that counts in the budget."""
         self._check_s: dict[str, float] = {}
         """What is compared → what the guard's next comparison of it will cost by the last one, without one-off work."""
         self._passed: dict[str, Choices] = {}
@@ -274,8 +276,8 @@ class Experiments:
 
     def _trial_limit_s(self) -> float:
         """Return what a trial may cost before it is cut short: doubled, that is what its next one must wait for."""
-        left_s = self._budget.in_all(elapsed=self.elapsed_s, saved=self.saved_s) - self.cost_s
-        return max(left_s, _OVERSPENT * self.elapsed_s)
+        left_s = self._budget.in_all(elapsed=self._lasted_s, saved=self.saved_s) - self.cost_s
+        return max(left_s, _OVERSPENT * self._lasted_s)
 
     def _one_off_s(self, candidate: Candidate) -> float:
         """Return the seconds of one-off work to expect of the setting that is tried next."""
@@ -299,8 +301,13 @@ class Experiments:
             return None
         return next((other for name in self.plan if (other := self._candidates[name]).compiles), None)
 
+    @property
+    def _lasted_s(self) -> float:
+        """How long the run has lasted, as the budget has it: nothing shortens what came before the first step."""
+        return self._before_s + self.elapsed_s
+
     def _affordable(self, expected: float) -> bool:
-        return self._budget.allows(spent=self.cost_s, expected=expected, elapsed=self.elapsed_s, saved=self.saved_s)
+        return self._budget.allows(spent=self.cost_s, expected=expected, elapsed=self._lasted_s, saved=self.saved_s)
 
     def _affordable_in_a_run_of(self, expected: float, length_s: float, saved_s: float) -> bool:
         """Return whether a cost is allowed, if this run lasts, and is shortened, as an earlier one."""
@@ -315,7 +322,7 @@ class Experiments:
         if not expected or self.plain_ms <= 0:
             return math.inf
         from_s = self._budget.allowed_from(spent=self.cost_s, expected=min(expected), saved=self.saved_s)
-        return _MARGIN * max(0.0, from_s - self.elapsed_s) / (self.plain_ms / 1e3) + 1
+        return _MARGIN * max(0.0, from_s - self._lasted_s) / (self.plain_ms / 1e3) + 1
 
     # -- measuring ---------------------------------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ import os
 import platform
 import shlex
 import sys
+from collections.abc import Iterable
 from datetime import datetime
 from importlib import import_module
 from pathlib import Path
@@ -29,12 +30,12 @@ from accel.session.announcer import Announcer
 from accel.session.session import Session
 
 _ANATOMIES = ("anatomy_before", "anatomy_after")
-_CONCLUSIONS = (
-    *("plain_ms", "accel_ms", "speedup", "speedup_low", "speedup_high", "training_same", "break_even_step"),
-    *("bottleneck", "bottleneck_share", "bottleneck_advice", "plan"),
+_MEASURED = (
+    *("plain_ms", "accel_ms", "speedup", "speedup_low", "speedup_high", "break_even_step"),
+    *("bottleneck", "bottleneck_share", "bottleneck_advice"),
     *_ANATOMIES,
 )
-"""Fields of a report that hold a search's conclusions."""
+"""Fields of a report that hold what was measured of a finished plan."""
 _LIMITS = {
     "host.oversubscribed": "crowded cores",
     "host.own_processes": "crowded cores",
@@ -104,6 +105,8 @@ class Journal:
         self._replayed = replayed
         self._is_on_gpu = run.cuda  # at the end a framework may have taken the model back to the CPU
         self._finished = self._has_told = False
+        self._concluded_in = 0
+        """How often the search had begun again by then."""
         self._concluded: Report | None = None
         """The report at the end of the last search: its conclusions hold while another search runs."""
         self._report = Report(
@@ -124,20 +127,19 @@ class Journal:
         self._report.fingerprint = fingerprint(self._run.model)
 
     def settled(self) -> bool:
-        """The search is over: print its outcome in a few lines and write the files; return whether that was done.
+        """A search is over: print the outcome of the first in a few lines and write the files; return whether it was.
 
-        Nothing is told before a first trial that is still to come: that costs a short run 0.05 to 0.25 s.
+        In the first minute nothing is told before a first trial that is still to come: that takes 0.05 to 0.25 s.
         """
-        if self._controller.is_too_early:
-            return False
-        from accel.report.summary import summary  # brings rich: only where there is something to print
+        report = self.report()  # whose conclusions stand while another search runs
+        if not self._has_told and not self._controller.is_too_early:
+            from accel.report.summary import summary  # brings rich: only where there is something to print
 
-        report = self.report()
-        stderr.write(summary(report, self.whole))
-        self._announcer.search_has_ended()
-        self._has_told = True
-        self._write(report)
-        return True
+            stderr.write(summary(report, self.whole))
+            self._announcer.search_has_ended()
+            self._has_told = True
+            self._write(report)
+        return self._has_told
 
     def finish(self) -> None:
         """The run is over, or accel was undone: write the files with the last numbers."""
@@ -240,20 +242,25 @@ class Journal:
         return report
 
     def _stand_by(self, report: Report, controller: Controller) -> None:
-        """Store the conclusions of a search that has ended; while another one runs, report the stored ones."""
+        """Store the conclusions of a search that has ended; while another one runs, report what of them holds."""
         if not controller.searching:
-            self._concluded = copy.deepcopy(report)
+            self._concluded, self._concluded_in = copy.deepcopy(report), controller.reopened
             return
         concluded = self._concluded
-        # If a strategy was undone since, or one added, the stored conclusions no longer hold, and there are no new
-        # ones yet. A search that has begun from the plain loop again has added nothing before it has all of the plan.
+        # If a strategy was undone since, the stored conclusions no longer hold, and there are no new ones yet.
         if concluded is None or any(controller.rows[name].status == "undone" for name in concluded.plan):
             return
-        if controller.plan.keys() > concluded.plan.keys():
+        if controller.reopened == self._concluded_in and concluded.plan != controller.plan:
+            # What was added since is in the plan, and not in the speed-up of the whole. Of none that would be a 1.
+            if concluded.plan and concluded.plan.items() <= controller.plan.items():
+                self._repeat(concluded, report, _MEASURED)
             return
-        for name in _CONCLUSIONS:
-            setattr(report, name, copy.deepcopy(getattr(concluded, name)))
+        self._repeat(concluded, report, (*_MEASURED, "plan", "training_same"))
         report.rows = [_latest(row, controller.rows[row.name]) for row in concluded.rows]
+
+    def _repeat(self, concluded: Report, report: Report, names: Iterable[str]) -> None:
+        for name in names:
+            setattr(report, name, copy.deepcopy(getattr(concluded, name)))
         if self._finished:
             report.state = concluded.state
 
@@ -261,7 +268,9 @@ class Journal:
         if not self._session.alive:
             return "undone"
         if controller.searching:
-            return "interrupted" if self._finished else "searching"
+            if self._finished:
+                return "interrupted" if controller.closed is None else "done"
+            return "searching"
         return "done" if self._replayed is None else "replayed"
 
     def _speed(self, report: Report, controller: Controller) -> None:
@@ -293,8 +302,10 @@ class Journal:
 
 def _latest(concluded: StrategyRow, present: StrategyRow) -> StrategyRow:
     """Return the row of a strategy while another search runs: the stored one, unless it was decided about since."""
-    is_decided = concluded.status != "kept" and (present.status != "not tried" or bool(present.why))
-    return present if is_decided and present.status != "kept" else copy.deepcopy(concluded)
+    if "kept" in (concluded.status, present.status):
+        return copy.deepcopy(concluded)
+    is_decided = present.status != "not tried" or (concluded.status == "not tried" and bool(present.why))
+    return present if is_decided else copy.deepcopy(concluded)
 
 
 def _anatomy(report: Report, controller: Controller) -> None:

@@ -138,10 +138,11 @@ class Followed:
 
     def step(self) -> None:
         """Take one action; the report is printed when a search ends, as in a run."""
+        was_settled = self._action.settled
         with redirect_stderr(self.printed):
             self._action = self._decisions.send(self._machine.answer(self._action))
             self.session.steps = self._machine.step
-            if self._action.settled and not self.settled:
+            if self._action.settled and not (self.settled and was_settled):
                 self.settled = self.journal.settled()
 
 
@@ -289,6 +290,39 @@ def test_what_a_later_search_has_kept_and_undone_is_reported_while_it_goes_on() 
     assert report.plan.keys() == {"dearer"}
     assert "not yet compared as a whole: dearer 1.5" in report.verdict()
     assert of_report(report) == []
+
+
+def test_what_the_last_finished_search_has_found_stands_though_nobody_asked_then() -> None:
+    """A report was stored only when somebody asked for one: the second search's speed-up was never known."""
+    costs = {"cheap": 0.0, "dear": 3.0, "dearest": 6.0}
+    speed = {"cheap": 1.3, "dear": 1.4, "dearest": 1.5}
+    candidates = [candidate(name, one_off_s=seconds) for name, seconds in costs.items()]
+    search = Followed(candidates, Machine(noise=0.01, speed=speed), budget="10%")
+    for plan in ({"cheap"}, {"cheap", "dear"}):
+        while search.controller.plan.keys() != plan or search.controller.searching:
+            search.step()
+    both = search.controller.closed
+    while not search.controller.searching:
+        search.step()
+    search.journal._finished = True
+    report = search.journal.report()
+
+    assert both is not None and report.speedup == both.gain > 1.6 and report.state == "done"
+    assert report.plan.keys() == {"cheap", "dear"} and of_report(report) == []
+
+    while "dearest" not in search.controller.plan:
+        search.step()
+    assert search.controller.searching
+    report = search.journal.report()
+    assert report.plan.keys() == costs.keys() and report.speedup == both.gain
+    assert of_report(report) == []
+
+
+def test_a_replay_of_nothing_that_applies_says_so() -> None:
+    search = Followed([candidate("barred", refusal=lambda: "it does not apply")], Machine(), budget="3%", replay={})
+    while not search.settled:
+        search.step()
+    assert "left as it was" in search.printed.getvalue() or "replayed" in search.printed.getvalue()
 
 
 def test_a_run_that_ended_before_its_search_is_interrupted_and_says_so() -> None:

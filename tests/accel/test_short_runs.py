@@ -63,7 +63,7 @@ def test_what_the_run_has_lasted_before_its_first_step_counts() -> None:
     offered = [candidate("free", is_compared=False)]
     controller = simulate(offered, machine, budget="3%", startup_s=lambda: 0.4, ran_s=lambda: 8.0)
     assert seconds_before(machine, lambda action: action.plan) == pytest.approx(0.4 / 0.03 - 8.0, abs=1.0)
-    assert controller.elapsed_s == pytest.approx(8.0 + machine.step * PLAIN_S, rel=0.05)
+    assert controller.elapsed_s == pytest.approx(0.4 + machine.step * PLAIN_S, rel=0.05)  # of which plans save a part
 
 
 def test_nothing_is_observed_while_it_waits() -> None:
@@ -236,13 +236,13 @@ def test_what_trips_after_another_was_cut_short_is_not_tried_again() -> None:
     assert len(began) == 1 and "heap" not in controller._pending
 
 
-def test_the_age_of_the_process_counts_once_and_only_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_work_of_the_process_counts_once_and_only_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(startup, "_has_aged", False)
     assert 0.0 < startup.ran_s() <= startup._OLDEST_S
     assert startup.ran_s() == 0.0
-    script = "import time; time.sleep(0.3); from accel import startup; print(startup.ran_s())"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert 0.25 < float(done.stdout) <= startup._OLDEST_S
+    # Neither does it count what it has slept: a notebook, between two cells.
+    script = "import time; from accel import startup; time.sleep(1); sum(range(10**6)); print(startup.ran_s())"
+    assert 0.005 < _printed(script) < 0.9
 
 
 @pytest.mark.parametrize("was_on", [True, False])
