@@ -65,6 +65,7 @@ class ElasticRun:
         wanted = settings.checkpoint
         how = wanted if wanted is None or isinstance(wanted, Checkpointing) else Checkpointing(folder=wanted)
         if settings.max_batch_size is not None:
+            session.events.kept.is_possible = False  # a step here ends with a request
             self.batch = BatchRun(
                 session,
                 session.run,

@@ -115,6 +115,10 @@ class Gate:
         """Call the model through the wrappers that are on, unwatched."""
         return self._chain(*args, **kwargs)
 
+    def again(self, *args: Any, **kwargs: Any) -> Any:
+        """Make a call that was being watched as it would be made now."""
+        return self.call(*args, **kwargs) if self.watcher is None else self._watched(*args, **kwargs)
+
     def _rebuild(self) -> None:
         self._adopt()
         self._chain = self._wrapped()

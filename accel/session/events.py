@@ -2,14 +2,15 @@
 
 The loader reports when a batch is requested and delivered, the optimizers when an update begins and ends, the gate when
 the model is called, autograd when a backward pass has ended. A step ends where the next batch is requested after an
-optimizer has stepped, or at each batch if the model has no optimizer.
+optimizer has stepped, or at each batch if the model has no optimizer; where batches are repeated (`kept_batches`), at
+the first call of the model after an update.
 """
 
 from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from functools import partial
 from threading import get_ident
 from typing import Any, Protocol
@@ -32,6 +33,7 @@ from accel.run.context import Run
 from accel.run.gate import Call
 from accel.session.device_clock import DeviceClock
 from accel.session.guard_runner import GuardRunner
+from accel.session.kept_batches import FEW, KeptBatches, outside_autocast
 from accel.session.observation import Observation
 from accel.session.state import Mode, RunState
 from accel.session.training_loader import TrainingLoader
@@ -66,6 +68,13 @@ class StepListener(Protocol):
 
     def fetching_failed(self, error: Exception) -> None:
         """Fetching ahead failed; the loop fetches plainly again, and no batch is lost."""
+
+    def leave_out_step(self) -> None:
+        """The step under way is like no other one."""
+
+    @property
+    def usual_batch(self) -> tuple[int, Hashable]:
+        """Samples of most steps, 0 if unknown, and the shape of most batches."""
 
 
 class NoiseSource(Protocol):
@@ -131,6 +140,8 @@ class StepEvents:
         """That trains, once it is known."""
         self._batches = 0
         """Since the last boundary."""
+        self.kept = KeptBatches()
+        """Whether the loop repeats batches instead of requesting them."""
         self._learnt_steps, self._learnt_at = 0, -1
         """Steps with a plain call that was learnt from, and the boundary before the last of them."""
         self._hooks: list[Any] = []
@@ -182,6 +193,8 @@ class StepEvents:
         mode = self._state.mode
         if mode is _SUSPENDED or mode is _CLOSED:
             return
+        if self.kept.updates and torch.is_grad_enabled():  # else it is a batch to validate on
+            self.kept.requested()
         if self._thread != get_ident() and self._thread is not None:
             self._usage.requested_elsewhere()  # the training is anywhere in its step
             return
@@ -192,7 +205,11 @@ class StepEvents:
             _keeping_grad_mode(self._listener.epoch_begins)
             if self._state.mode is _CLOSED:
                 return
-        if mode is _RESTING:
+        self._end_step()
+
+    def _end_step(self) -> None:
+        """End the step, if there was one."""
+        if self._state.mode is _RESTING:
             if self._updated or self._batch_is_step():
                 self._updated, self._batches = False, 0
                 self.boundaries += 1
@@ -291,6 +308,7 @@ class StepEvents:
         mode = self._state.mode
         if mode is _SUSPENDED or not self._owns(optimizer):
             return None
+        self.kept.is_updating = True
         if mode is _MEASURING:
             self._clock.update()
         if args[1:] or kwargs:  # seldom
@@ -318,7 +336,13 @@ class StepEvents:
         self._updated = True
         if self._thread != get_ident() and not backward.is_running():  # on CUDA a backward pass has threads of its own
             self._thread = get_ident()
-        self._loader.source = self._loader.delivered
+        kept = self.kept
+        if not kept.updates:  # the next ones are by batches that the loop has kept
+            self._loader.source = self._loader.delivered
+        kept.updates += 1
+        kept.is_updating = False
+        if kept.updates > FEW:
+            kept.updated(optimizer)
         if not self._usage.iterated:
             self._usage.updated_without_batch()
 
@@ -347,6 +371,8 @@ class StepEvents:
         if not torch.is_grad_enabled():
             return self._guard.evaluate(call, args, kwargs)
         self._usage.called = True
+        if self.kept.updates > FEW and self._is_repeated():
+            return self._next_repeated(args, kwargs)
         if mode is _RESTING:
             return self._called(call, args, kwargs)
         if not self._usage.iterated:
@@ -360,6 +386,23 @@ class StepEvents:
             return outputs
         finally:
             self._clock.returned()
+
+    def _is_repeated(self) -> bool:
+        """Return whether the call that is about to be made begins a step with a batch that the loop has kept."""
+        return self._updated and self._thread == get_ident() and self._usage.iterated and self.kept.ends_step()
+
+    def _next_repeated(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """End the step of a batch that was repeated, and make the first call of the next one as the gate is then."""
+        if self.kept.has_just_begun:
+            self._listener.leave_out_step()  # it is all those since the last request
+        with outside_autocast(self._run.device.type):
+            self._end_step()
+            self._batches += 1
+            if self._state.mode is _MEASURING:
+                self._clock.batch(*self._listener.usual_batch)
+                if self.observation is not None:
+                    self.observation.batch_delivered()
+        return self._run.gate.again(*args, **kwargs)
 
     def _learn(self, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> None:
         """Learn from a plain call, in the first steps that have one and after each change of the usual batch."""

@@ -40,6 +40,7 @@ from accel.session.turns import TURNS, Searcher
 from accel.session.usage import Usage
 from accel.session.usual_batch import UsualBatch
 from accel.session.usual_steps import UsualSteps
+from accel.session.whole_epoch import WholeEpoch
 from accel.strategies.base import Strategy
 
 log = logging.getLogger("accel")
@@ -103,8 +104,7 @@ class Session:
         # Until when the steps of a rest are counted in the time of the run.
         self._counted_until = 0.0
         self._drained_s = 0.0  # at this boundary
-        # How many epochs had begun when the action began; when the first step of the epoch it counts was booked.
-        self._epochs_before = self._epoch_counted = 0
+        self._whole_epoch = WholeEpoch()
         self._usual = UsualSteps()
         self._batch = UsualBatch()
         self._host = HostMeter(run)
@@ -231,6 +231,11 @@ class Session:
         first_line = next(iter(str(error).splitlines()), "")
         self.switchboard.drop_fetching(f"fetching failed: {type(error).__name__}: {first_line}")
 
+    @property
+    def usual_batch(self) -> tuple[int, Hashable]:
+        """Samples of most steps, 0 if unknown, and the shape of most batches."""
+        return self._usual.size, self._batch.shape
+
     # -- the boundary --------------------------------------------------------------------------------------------------
 
     def _at_boundary(self, work: Callable[[], None]) -> None:
@@ -330,13 +335,16 @@ class Session:
         result.steps += 1
         result.elapsed_s += measured.seconds
         self._usual.add(measured)
+        is_left_out, self._is_left_out = self._is_left_out, False
         if action.whole_epoch:
-            if self._book_epoch(measured, result):
+            repeated = self.events.kept.are_repeated
+            if not (repeated and is_left_out) and self._whole_epoch.book(
+                measured, result, self.events.epochs, repeated
+            ):
                 self._finish_action()
             return
-        if not self._is_left_out:
+        if not is_left_out:
             self._book(measured, action, result)
-        self._is_left_out = False
         if action.check is not None:
             self._drain()
             self.guard.check(action.check)
@@ -354,17 +362,6 @@ class Session:
             result.settling_steps.append(measured.step)
         else:
             result.measurements.append(measured)
-
-    def _book_epoch(self, measured: Measurement, result: Result) -> bool:
-        """Book each step of the first epoch that begins within the action; tell whether the next epoch has begun."""
-        is_counting = bool(result.measurements)
-        if measured.first and self.events.epochs > (self._epoch_counted if is_counting else self._epochs_before):
-            if is_counting:
-                return True  # the loop has left the epoch before its end
-            self._epoch_counted, is_counting = self.events.epochs, True
-        if is_counting:
-            result.measurements.append(measured)
-        return False
 
     def _pause(self) -> None:
         """Discard what was measured during another model's trials, and rest while they last."""
@@ -416,7 +413,7 @@ class Session:
         action = self._ranks.decide(own, decision, missed, 0.0 if first else step_s)
         action = action.on_idle_device() if self.run.cuda else action
         search_ends = action.settled and not (self._action is not None and self._action.settled)
-        self._action, self._result, self._epochs_before = action, Result(), self.events.epochs
+        self._action, self._result, self._whole_epoch = action, Result(), WholeEpoch(self.events.epochs)
         self._rest(action.rest)
         self._loader.watch(action.anatomy and not action.rest)
         self._host.begin(action.host)
@@ -427,17 +424,19 @@ class Session:
         if search_ends:
             self.switchboard.close_idle()
         self._is_deciding = False
-        if action.settled and not self._is_settled:
-            self._settle()
+        if action.settled:
+            self._settle(search_ends)
 
-    def _settle(self) -> None:
-        """The search is over: report it, once."""
-        self._is_settled = self._ranks is None or not self._ranks.leads or self._on_settled()
+    def _settle(self, search_ends: bool) -> None:
+        """A search is over: report it, the first time; where there was nothing to tell yet, ask again."""
+        leads = self._ranks is not None and self._ranks.leads
+        if leads and (search_ends or not self._is_settled):
+            self._is_settled = self._on_settled()
 
     def _quieten(self, action: Action) -> None:
         """Remove the gate from the model's calls when nothing needs it."""
         needed = action.check is not None or action.anatomy or self.switchboard.active or not self._usage.called
-        needed = needed or self.events.noise is not None
+        needed = needed or self.events.noise is not None or self.events.kept.are_repeated
         self.run.gate.watch(self.events if needed else None)
 
     # -- ending --------------------------------------------------------------------------------------------------------

@@ -35,6 +35,11 @@ class UsualSteps:
         """Samples of the last steps."""
         return self._sizes
 
+    @property
+    def size(self) -> int:
+        """Samples of most steps, 0 if unknown."""
+        return Counter(self._sizes).most_common(1)[0][0] if self._sizes else 0
+
     def add(self, measured: Measurement) -> None:
         """Take in a step."""
         self._sizes.append(measured.samples)

@@ -34,7 +34,7 @@ def training(model: nn.Module, loader: Any, optimizer: torch.optim.Optimizer) ->
 
 
 def test_an_idle_session_adds_a_fixed_number_of_instructions_to_a_step() -> None:
-    """In Python 3.11 37 calls and 565 instructions idle, of which two ask for the thread; 14 and 195 disabled."""
+    """In Python 3.11 40 calls and 644 instructions idle, of which two ask for the thread; 14 and 195 disabled."""
     model, optimizer, batches = make()
 
     def of_a_step(loader: Any) -> Effort:
@@ -50,7 +50,7 @@ def test_an_idle_session_adds_a_fixed_number_of_instructions_to_a_step() -> None
         disabled = of_a_step(loader) - plain
     accel.undo(model)
 
-    assert idle.calls <= 38 and idle.instructions <= 580, idle
+    assert idle.calls <= 41 and idle.instructions <= 660, idle
     assert disabled.calls <= 15 and disabled.instructions <= 200, disabled
 
 

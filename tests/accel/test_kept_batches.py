@@ -1,0 +1,294 @@
+"""Loops that repeat batches which they have kept: in a list, by itertools.cycle, one for ever."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import accel
+from accel import strategies
+from accel.run import Run, ranks
+from accel.session.kept_batches import _REPEATED_AFTER, KeptBatches
+from tests.accel import loops
+from tests.accel.loops import Quick, assert_same, everything, loss_of, make, play_clock
+from tests.accel.test_odd_loops import threaded
+from tests.sampling import examples
+
+Batches = Iterator[Any]
+
+
+class Dragging(Quick):
+    """The plain call, and a wait beside it."""
+
+    name = "dragging"
+
+    def enable(self, run: Run, setting: Any) -> None:
+        def wrap(call: Any) -> Any:
+            def drags(*args: Any) -> Any:
+                assert loops.clock is not None
+                loops.clock.sleep(0.001)
+                return call(*args)
+
+            return drags
+
+        run.gate.add(self.name, wrap)
+
+
+def cycled(loader: Any) -> Batches:
+    return itertools.cycle(loader)
+
+
+def listed(loader: Any) -> Batches:
+    batches = list(loader)
+    while True:
+        yield from batches
+
+
+def one(loader: Any) -> Batches:
+    return itertools.repeat(next(iter(loader)))
+
+
+def step(model: Any, optimizer: Any, x: Any, target: Any) -> None:
+    optimizer.zero_grad()
+    loss_of(model(x), target).backward()
+    optimizer.step()
+
+
+def train(
+    batches: Callable[[Any], Batches],
+    *,
+    steps: int = 600,
+    wraps: bool = True,
+    each: int = 1,
+    context: Callable[[], Any] = contextlib.nullcontext,
+) -> tuple[dict[str, Any], Any]:
+    """Train, and return all that was trained, and the report."""
+    model, loader, optimizer = make()
+    if wraps:
+        model, loader, optimizer = accel.optimize(model, loader, optimizer, budget=60)
+    for number, (x, target) in enumerate(itertools.islice(batches(loader), steps)):
+        with context():
+            loss = loss_of(model(x), target)
+        loss.backward()
+        if number % each == each - 1:
+            optimizer.step()
+            optimizer.zero_grad()
+    report = copy.deepcopy(accel.explain(model)) if wraps else None
+    accel.undo(model)
+    return everything(model, optimizer), report
+
+
+def bf16() -> Any:
+    return torch.autocast("cpu", torch.bfloat16)
+
+
+@pytest.mark.parametrize("context", [contextlib.nullcontext, bf16])
+@pytest.mark.parametrize("batches", [cycled, listed, one])
+def test_a_loop_that_repeats_batches_is_made_faster_and_trains_the_same(
+    only_quick: None, batches: Callable[[Any], Batches], context: Callable[[], Any]
+) -> None:
+    plain, _ = train(batches, wraps=False, context=context)
+    trained, report = train(batches, context=context)
+    assert_same(trained, plain)
+    assert report.state == "done" and report.plan == {"quick": None} and report.speedup > 1.2
+    assert 600 - 3 * _REPEATED_AFTER < report.steps <= 600
+
+
+@settings(max_examples=examples(15), deadline=None)
+@given(each=st.integers(1, 3), steps=st.integers(100, 500), batches=st.sampled_from([cycled, listed, one]))
+def test_whatever_the_loop_repeats_and_accumulates_it_trains_the_same(
+    each: int, steps: int, batches: Callable[[Any], Batches]
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(strategies, "REGISTRY", [Quick])
+        plain, _ = train(batches, wraps=False, steps=steps, each=each)
+        trained, _ = train(batches, steps=steps, each=each)
+    assert_same(trained, plain)
+
+
+def test_what_is_being_tried_when_the_requests_end_does_not_stay_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(strategies, "REGISTRY", [Dragging])
+    play_clock(monkeypatch.setattr)
+    model, loader, optimizer = make()
+    model, loader, optimizer = accel.optimize(model, loader, optimizer, budget=60)
+    session = accel.entry._optimized[model].session
+
+    while not session.active:
+        for x, target in loader:
+            step(model, optimizer, x, target)
+            if session.active:
+                break
+    for _ in range(4 * _REPEATED_AFTER):
+        step(model, optimizer, x, target)
+
+    assert not session.active
+    assert accel.explain(model).rows[0].status == "undone"
+
+
+def test_several_updates_with_each_batch_are_one_step(only_quick: None) -> None:
+    model, loader, optimizer = make()
+    model, loader, optimizer = accel.optimize(model, loader, optimizer, budget=60)
+    for _ in range(3):
+        for x, target in loader:
+            for _ in range(5):
+                optimizer.zero_grad()
+                loss_of(model(x), target).backward()
+                optimizer.step()
+    assert accel.explain(model).steps <= 3 * 13
+
+
+def test_a_closure_that_calls_the_model_ends_no_step_within_its_update(only_quick: None) -> None:
+    def run(wraps: bool) -> dict[str, Any]:
+        model, loader, _ = make()
+        optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=2)
+        if wraps:
+            model, loader, optimizer = accel.optimize(model, loader, optimizer, budget=60)
+        x, target = next(iter(loader))
+
+        def closure() -> Any:
+            optimizer.zero_grad()
+            loss = loss_of(model(x), target)
+            loss.backward()
+            return loss
+
+        for _ in range(2 * _REPEATED_AFTER):
+            optimizer.step(closure)
+        accel.undo(model)
+        return everything(model, optimizer)
+
+    plain = run(False)
+    assert_same(run(True), plain)
+
+
+def test_of_several_ranks_none_ends_steps_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "are_several", lambda: True)
+    kept, optimizer = KeptBatches(), make()[2]
+
+    def ends_step() -> bool:
+        kept.updates += 1
+        kept.updated(optimizer)
+        return kept.ends_step()
+
+    assert not any(ends_step() for _ in range(3 * _REPEATED_AFTER))
+    monkeypatch.setattr(ranks, "are_several", lambda: False)
+    assert [ends_step() for _ in range(_REPEATED_AFTER)].index(True) == _REPEATED_AFTER - 1
+    assert kept.has_just_begun and not kept.ends_step()
+    assert ends_step() and not kept.has_just_begun
+    kept.requested()
+    assert not kept.are_repeated and not ends_step()
+
+
+# -- what a review found -----------------------------------------------------------------------------------------------
+
+
+def test_batches_that_another_thread_takes_are_requests() -> None:
+    """Boundaries came in the loop's thread while the other one fetched: see test_odd_loops for the numbers."""
+    model, loader, optimizer = make()
+    model, loader, optimizer = accel.optimize(model, loader, optimizer, budget=60)
+    for _ in range(12):
+        for x, target in threaded(loader):
+            step(model, optimizer, x, target)
+    assert not accel.entry._optimized[model].session.events.kept.are_repeated
+
+
+def test_an_optimizer_for_each_parameter_makes_no_steps_of_its_own(only_quick: None) -> None:
+    model, loader, _ = make()
+    optimizers = [torch.optim.SGD([parameter], lr=0.01) for parameter in model.parameters() for _ in range(12)]
+    model, loader = accel.optimize(model, loader, budget=60)
+    for x, target in loader:
+        loss_of(model(x), target).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    assert accel.explain(model).steps <= 13 and not accel.entry._optimized[model].session.events.kept.are_repeated
+
+
+def test_the_short_last_batch_is_not_taken_for_all_of_them(only_quick: None) -> None:
+    _, report = train(cycled, steps=800)
+    assert report.samples_per_step == 8 and not any("searching again" in event.text for event in report.events)
+
+
+def test_a_validation_on_another_optimized_loader_is_no_request(only_quick: None) -> None:
+    model, loader, optimizer = make()
+    held_out = make()[1]
+    model, loader, optimizer = accel.optimize(model, loader, optimizer, budget=60)
+    model, held_out, optimizer = accel.optimize(model, held_out, optimizer, budget=60)
+    batches = list(loader)
+    for _ in range(60):
+        for x, target in batches:
+            step(model, optimizer, x, target)
+        with torch.no_grad():
+            for x, _ in held_out:
+                model(x)
+    session = accel.entry._optimized[model].session
+    assert session.steps > 500 and session._loader.moves == 0
+    assert accel.explain(model).plan == {"quick": None}
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_no_step_ends_within_what_autograd_makes_again(only_quick: None, reentrant: bool) -> None:
+    def run(wraps: bool) -> dict[str, Any]:
+        model, loader, optimizer = make()
+        if wraps:
+            model, loader, optimizer = accel.optimize(model, loader, optimizer, budget=60)
+        for x, target in itertools.islice(cycled(loader), 300):
+            optimizer.zero_grad()
+            loss_of(checkpoint(model, x.requires_grad_(), use_reentrant=reentrant), target).backward()
+            optimizer.step()
+        accel.undo(model)
+        return everything(model, optimizer)
+
+    plain = run(False)
+    assert_same(run(True), plain)
+
+
+def test_what_the_loop_has_cast_stays_cast(only_quick: None) -> None:
+    def run(wraps: bool) -> dict[str, Any]:
+        model, loader, _ = make()
+        shared = nn.Linear(6, 6)
+        optimizer = torch.optim.SGD([*model.parameters(), *shared.parameters()], lr=0.05)
+        if wraps:
+            model, loader, optimizer = accel.optimize(model, loader, optimizer, budget=60)
+        for x, target in itertools.islice(cycled(loader), 400):
+            optimizer.zero_grad()
+            with bf16():
+                first = shared(x)
+                loss = loss_of(model(first), target) + shared(x + 1).square().mean()
+            loss.backward()
+            optimizer.step()
+        accel.undo(model)
+        return everything(model, optimizer) | dict(shared.named_parameters())
+
+    plain = run(False)
+    assert_same(run(True), plain)
+
+
+def test_two_optimizers_of_one_model_step_in_one_step(only_quick: None) -> None:
+    model, loader, _ = make()
+    halves = list(model.parameters())
+    one_half, other = (torch.optim.SGD(part, lr=0.01) for part in (halves[:3], halves[3:]))
+    model, loader = accel.optimize(model, loader, budget=60)
+    for x, target in itertools.islice(cycled(loader), 300):
+        for optimizer in (one_half, other):
+            step(model, optimizer, x, target)
+    assert 150 < accel.explain(model).steps <= 300
+    assert accel.explain(model).plan == {"quick": None}
+
+
+def test_calls_in_inference_mode_with_gradients_end_no_step(only_quick: None) -> None:
+    model, loader, optimizer = make()
+    model, loader, optimizer = accel.optimize(model, loader, optimizer, budget=60)
+    for x, target in itertools.islice(cycled(loader), 200):
+        step(model, optimizer, x, target)
+        with torch.inference_mode(), torch.enable_grad():
+            model(x)
+    assert accel.explain(model).steps > 50
