@@ -166,8 +166,10 @@ class Report(ReportHead):
         if self.speedup is None or self.plain_ms is None or self.accel_ms is None:
             return self._without_speedup()
         if not self.plan:
-            tried = any(row.status in ("undone", "refused") or row.steps for row in self.rows)
-            why = "nothing tried made the step faster" if tried else "nothing was tried"
+            if any(row.status in ("undone", "refused") for row in self.rows):
+                why = "nothing tried made the step faster"
+            else:
+                why = "no trial came to a verdict" if any(row.steps for row in self.rows) else "nothing was tried"
             return f"left as it was: {why} ({ms_text(self.plain_ms)} ms)"
         same = f", {self.training_same}" if self.training_same else ""
         return f"{self.speedup:.2f}x: {self.throughput()}{same}"

@@ -102,6 +102,7 @@ class ScriptModel:
             return
         for proxy in record.proxies:
             leave(proxy, session.events)  # a pass that goes on would count these steps as ones of the trial
+        session.events.kept.is_possible = False  # so would a loop of another kind
         session.events.observe(False)
         session.guard.expect(None)
         kept = record.journal.kept

@@ -455,11 +455,14 @@ class Controller(SharedHost):
         return self.closing if self.plan and not self._is_unclosed() else None
 
     @property
+    def has_tried(self) -> bool:
+        """True if there is anything to tell of trials."""
+        return any(row.steps or row.status in ("kept", "undone") for row in self.rows.values())
+
+    @property
     def is_too_early(self) -> bool:
         """True in the first minute while nothing has been tried, and something may be tried later in this run."""
-        if self._replay is not None or self.elapsed_s > _SILENT_S:
-            return False
-        if any(row.steps or row.status in ("kept", "undone") for row in self.rows.values()):
+        if self._replay is not None or self.elapsed_s > _SILENT_S or self.has_tried:
             return False
         waiting = [name for name in self._pending if not self.recollection.postponed(name, self.elapsed_s)]
         expected = (self._expected_s(self._candidates[name]) for name in waiting)

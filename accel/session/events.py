@@ -193,10 +193,10 @@ class StepEvents:
         mode = self._state.mode
         if mode is _SUSPENDED or mode is _CLOSED:
             return
-        if self.kept.updates and torch.is_grad_enabled():  # else it is a batch to validate on
-            self.kept.requested()
+        self.kept.has_batch = False
         if self._thread != get_ident() and self._thread is not None:
             self._usage.requested_elsewhere()  # the training is anywhere in its step
+            self.kept.is_possible = False
             return
         if torch.is_inference_mode_enabled() and self._run.optimizers:
             return  # an evaluation, before the training asks for its next batch: calls in this mode have no gradients
@@ -234,6 +234,7 @@ class StepEvents:
         if mode is _SUSPENDED or mode is _CLOSED:
             return
         self._batches += 1
+        self.kept.has_batch = True
         if proxy is not self._loader.delivered:
             self._loader.turns_to(proxy)
         if not self.steps and not self._usage.called:
@@ -337,12 +338,15 @@ class StepEvents:
         if self._thread != get_ident() and not backward.is_running():  # on CUDA a backward pass has threads of its own
             self._thread = get_ident()
         kept = self.kept
-        if not kept.updates:  # the next ones are by batches that the loop has kept
+        if kept.has_batch:  # else the update is by one that the loop has kept
             self._loader.source = self._loader.delivered
+            kept.begin_again()
         kept.updates += 1
         kept.is_updating = False
         if kept.updates > FEW:
             kept.updated(optimizer)
+            if self._run.gate.watcher is None and kept.is_possible:
+                self._run.gate.watch(self)
         if not self._usage.iterated:
             self._usage.updated_without_batch()
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from datetime import datetime
 from importlib import import_module
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch.nn.parameter import is_lazy
@@ -104,7 +104,9 @@ class Journal:
         """What decides the batch size, if anything does."""
         self._replayed = replayed
         self._is_on_gpu = run.cuda  # at the end a framework may have taken the model back to the CPU
-        self._finished = self._has_told = False
+        self._finished = False
+        self._reported: Literal["trials", "nothing tried"] | None = None
+        """Of what the last outcome that was printed told."""
         self._concluded_in = 0
         """How often the search had begun again by then."""
         self._concluded: Report | None = None
@@ -127,19 +129,23 @@ class Journal:
         self._report.fingerprint = fingerprint(self._run.model)
 
     def settled(self) -> bool:
-        """A search is over: print the outcome of the first in a few lines and write the files; return whether it was.
+        """A search is over: print its outcome in a few lines, write the files; return whether one has been printed.
 
-        In the first minute nothing is told before a first trial that is still to come: that takes 0.05 to 0.25 s.
+        That of a later search is printed only where nothing had been tried before. In the first minute nothing is told
+        before a first trial that is still to come: that takes 0.05 to 0.25 s.
         """
         report = self.report()  # whose conclusions stand while another search runs
-        if not self._has_told and not self._controller.is_too_early:
+        tried = self._controller.has_tried
+        if self._reported is None and self._controller.is_too_early:
+            return False
+        if self._reported is None or (tried and self._reported == "nothing tried"):
             from accel.report.summary import summary  # brings rich: only where there is something to print
 
             stderr.write(summary(report, self.whole))
             self._announcer.search_has_ended()
-            self._has_told = True
+            self._reported = "trials" if tried else "nothing tried"
             self._write(report)
-        return self._has_told
+        return True
 
     def finish(self) -> None:
         """The run is over, or accel was undone: write the files with the last numbers."""
@@ -159,7 +165,7 @@ class Journal:
             self._announcer.say(what)
 
     def _ending(self, report: Report) -> str:
-        if report.state == "done" and not self._has_told:
+        if report.state == "done" and self._reported is None:
             untried = ", ".join(row.name for row in report.rows if row.status == "not tried")
             return f"{report.model} {report.verdict()}; not tried yet: {untried}"
         if report.state != "interrupted":

@@ -16,9 +16,9 @@ from accel.run import backward, ranks
 from accel.session.update_turns import UpdateTurns
 
 FEW = 8
-"""Updates between two requests that nothing is made of: a GAN makes a few with each batch."""
+"""Updates by one batch that nothing is made of: a GAN makes a few with each."""
 _REPEATED_AFTER = 64
-"""Further steps without a request from which on batches are taken to be repeated."""
+"""Further steps from which on batches are taken to be repeated."""
 
 
 class KeptBatches:
@@ -26,13 +26,16 @@ class KeptBatches:
 
     def __init__(self) -> None:
         self.are_repeated = False
-        """There were so many that no request is waited for; the next one ends that."""
+        """No request is waited for; an update by a batch that was asked for ends that."""
         self.is_possible = True
         """Steps may end without a request: not where the batch size is chosen with each of these."""
+        self.has_batch = False
+        """A batch was delivered, and neither another one requested nor an update made since: the events set it. At the
+        end of a validation the last request gets no batch."""
         self.updates = 0
-        """Since the last request, kept by the events."""
+        """Since the last batch that was asked for; the events count them."""
         self.is_updating = False
-        """An optimizer is stepping, as the events have it."""
+        """An optimizer is stepping; the events set it."""
         self._steps = 0
         """After the first few updates, as far as calls after an update tell."""
         self._turns = UpdateTurns()
@@ -43,10 +46,10 @@ class KeptBatches:
         """True at the first step that ends without a request."""
         return self._is_first
 
-    def requested(self) -> None:
-        """A batch is requested, for the training."""
+    def begin_again(self) -> None:
+        """Count from an update by a batch that was asked for."""
         self.updates = self._steps = 0
-        self.are_repeated = self.is_updating = self._has_updated = False
+        self.has_batch = self.are_repeated = self._has_updated = False
 
     def updated(self, optimizer: Optimizer) -> None:
         """An optimizer has stepped, after the first few updates."""

@@ -318,6 +318,19 @@ def test_what_the_last_finished_search_has_found_stands_though_nobody_asked_then
     assert of_report(report) == []
 
 
+def test_what_wins_after_a_minute_without_a_trial_is_told_too() -> None:
+    search = Followed([candidate("dear", one_off_s=9.0)], Machine(noise=0.01, speed={"dear": 1.5}), budget="10%")
+    while not search.settled:
+        search.step()
+    told = search.printed.getvalue()
+    assert "nothing was tried" in told and 60 < search.controller.elapsed_s < 80
+    while not search.controller.closed:
+        search.step()
+    for _ in range(3):
+        search.step()
+    assert "kept: dear" in search.printed.getvalue().removeprefix(told)
+
+
 def test_a_replay_of_nothing_that_applies_says_so() -> None:
     search = Followed([candidate("barred", refusal=lambda: "it does not apply")], Machine(), budget="3%", replay={})
     while not search.settled:

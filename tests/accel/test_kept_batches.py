@@ -184,7 +184,7 @@ def test_of_several_ranks_none_ends_steps_by_itself(monkeypatch: pytest.MonkeyPa
     assert [ends_step() for _ in range(_REPEATED_AFTER)].index(True) == _REPEATED_AFTER - 1
     assert kept.has_just_begun and not kept.ends_step()
     assert ends_step() and not kept.has_just_begun
-    kept.requested()
+    kept.begin_again()
     assert not kept.are_repeated and not ends_step()
 
 
@@ -217,7 +217,8 @@ def test_the_short_last_batch_is_not_taken_for_all_of_them(only_quick: None) -> 
     assert report.samples_per_step == 8 and not any("searching again" in event.text for event in report.events)
 
 
-def test_a_validation_on_another_optimized_loader_is_no_request(only_quick: None) -> None:
+@pytest.mark.parametrize("within", [True, False])
+def test_a_validation_on_another_optimized_loader_is_no_request(only_quick: None, within: bool) -> None:
     model, loader, optimizer = make()
     held_out = make()[1]
     model, loader, optimizer = accel.optimize(model, loader, optimizer, budget=60)
@@ -226,9 +227,10 @@ def test_a_validation_on_another_optimized_loader_is_no_request(only_quick: None
     for _ in range(60):
         for x, target in batches:
             step(model, optimizer, x, target)
-        with torch.no_grad():
+        with torch.no_grad() if within else contextlib.nullcontext():
             for x, _ in held_out:
-                model(x)
+                with torch.no_grad():
+                    model(x)
     session = accel.entry._optimized[model].session
     assert session.steps > 500 and session._loader.moves == 0
     assert accel.explain(model).plan == {"quick": None}
@@ -292,3 +294,52 @@ def test_calls_in_inference_mode_with_gradients_end_no_step(only_quick: None) ->
         with torch.inference_mode(), torch.enable_grad():
             model(x)
     assert accel.explain(model).steps > 50
+
+
+def test_a_search_that_waits_for_its_budget_goes_on_when_batches_are_repeated(only_quick: None) -> None:
+    """Nothing looked at the model's calls while it waited, so that none of them ended a step."""
+    model, loader, optimizer = make()
+    model, loader, optimizer = accel.optimize(model, loader, optimizer, budget="1%")
+    record = accel.entry._optimized[model]
+    record.journal._controller._startup_s = lambda: 0.01  # a second, of some 600 steps, is waited for
+    for x, target in itertools.islice(cycled(loader), 3000):
+        step(model, optimizer, x, target)
+    assert accel.explain(model).plan == {"quick": None}
+
+
+def test_batches_that_are_taken_without_gradients_are_requests(only_quick: None) -> None:
+    model, _, optimizer = make()
+
+    @torch.no_grad()
+    def augmented(batches: Any) -> Batches:
+        for x, target in batches:
+            yield x * 1.01, target
+
+    for _ in range(6):
+        model, followed, optimizer = accel.optimize(model, make()[1], optimizer, budget=60)
+        for _ in range(4):
+            for x, target in augmented(followed):
+                step(model, optimizer, x, target)
+                step(model, optimizer, x, target)
+    session = accel.entry._optimized[model].session
+    assert not session.events.kept.are_repeated and session._loader.moves >= 4
+    assert session.steps <= 6 * 4 * 13
+
+
+def test_many_updates_with_each_of_few_batches_go_on_step_by_step(only_quick: None) -> None:
+    """As in reinforcement learning: some of each batch's updates end steps, and a trial is never on for long."""
+
+    def run(wraps: bool) -> dict[str, Any]:
+        model, loader, optimizer = make()
+        if wraps:
+            model, loader, optimizer = accel.optimize(model, loader, optimizer, budget=60)
+        for x, target in itertools.islice(loader, 8):
+            for _ in range(150):
+                step(model, optimizer, x, target)
+        if wraps:
+            assert accel.explain(model).steps > 8 * 60
+        accel.undo(model)
+        return everything(model, optimizer)
+
+    plain = run(False)
+    assert_same(run(True), plain)
