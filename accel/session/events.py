@@ -159,6 +159,7 @@ class StepEvents:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
+        self.kept.is_possible = False
         self.device.close()
         backward.forget(self)
 
@@ -398,7 +399,7 @@ class StepEvents:
     def _next_repeated(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """End the step of a batch that was repeated, and make the first call of the next one as the gate is then."""
         if self.kept.has_just_begun:
-            self._listener.leave_out_step()  # it is all those since the last request
+            self._listener.leave_out_step()
         with outside_autocast(self._run.device.type):
             self._end_step()
             self._batches += 1

@@ -167,7 +167,7 @@ class Journal:
     def _ending(self, report: Report) -> str:
         if report.state == "done" and self._reported is None:
             untried = ", ".join(row.name for row in report.rows if row.status == "not tried")
-            return f"{report.model} {report.verdict()}; not tried yet: {untried}"
+            return f"{report.model} {report.verdict()}" + (f"; not tried yet: {untried}" if untried else "")
         if report.state != "interrupted":
             return ""
         if report.steps == 0:

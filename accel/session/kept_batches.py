@@ -27,8 +27,11 @@ class KeptBatches:
     def __init__(self) -> None:
         self.are_repeated = False
         """No request is waited for; an update by a batch that was asked for ends that."""
+        self.has_just_begun = False
+        """The step that ends now is the first without a request: it is all those since the last one."""
         self.is_possible = True
-        """Steps may end without a request: not where the batch size is chosen with each of these."""
+        """Steps may end without a request: not where the batch size is chosen at each, another thread makes them, or
+        the trials have ended."""
         self.has_batch = False
         """A batch was delivered, and neither another one requested nor an update made since: the events set it. At the
         end of a validation the last request gets no batch."""
@@ -39,12 +42,7 @@ class KeptBatches:
         self._steps = 0
         """After the first few updates, as far as calls after an update tell."""
         self._turns = UpdateTurns()
-        self._has_updated = self._is_first = False
-
-    @property
-    def has_just_begun(self) -> bool:
-        """True at the first step that ends without a request."""
-        return self._is_first
+        self._has_updated = False
 
     def begin_again(self) -> None:
         """Count from an update by a batch that was asked for."""
@@ -68,7 +66,7 @@ class KeptBatches:
         self._steps += 1
         if self._steps < _REPEATED_AFTER:
             return False
-        self._is_first, self.are_repeated = not self.are_repeated, True
+        self.has_just_begun, self.are_repeated = not self.are_repeated, True
         return True
 
 

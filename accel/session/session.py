@@ -115,7 +115,7 @@ class Session:
         self._is_settled = False
 
     def start(self, settled: Callable[[], bool] = lambda: True) -> None:
-        """Listen to the loop from now on; `settled` is called on rank 0 when the search is over, until it says yes."""
+        """Listen to the loop from now on; `settled` is called on rank 0 as a search ends, and until it says yes."""
         self._on_settled = settled
         self._loader.watch(True)
         self.events.start()
