@@ -58,7 +58,9 @@ def runs_fused(x: Tensor) -> bool:
 
     A program that is exported or traced holds the library's own operators, and so runs where this package is not.
     """
-    return support.runs_triton(x) and not torch.compiler.is_exporting() and not torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
+    # The flag itself: in code that torch 2.11 compiles, `is_exporting()` is True as well.
+    exports = torch.compiler._is_exporting_flag
+    return support.runs_triton(x) and not exports and not torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
 
 
 def _hooked(*modules: Any) -> bool:

@@ -30,6 +30,11 @@ def serve_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(window_attention, "_runs_kernels", lambda qkv: False)
 
 
+def window_operators(*graphs: torch.fx.GraphModule) -> int:
+    """Return how often the op stands in graphs."""
+    return sum(str(node.target) == "accel.window_attention.default" for graph in graphs for node in graph.graph.nodes)
+
+
 class OfficialWindowAttention(nn.Module):
     """Attributes and results of the official repository's module, which no package holds."""
 

@@ -22,7 +22,7 @@ from accel.kernels.window_attention import libraries as window_hosts
 from accel.kernels.window_attention import shifted_window_attention
 from accel.kernels.window_attention.libraries import DropIn
 from accel.kernels.window_dropins import fuse_window_attention
-from tests.kernels.hosts import MODELS, MODULES, OfficialWindowAttention, randomised, serve_cpu
+from tests.kernels.hosts import MODELS, MODULES, OfficialWindowAttention, randomised, serve_cpu, window_operators
 from tests.kernels.test_window_dropins import run, shift_mask
 from tests.sampling import examples
 
@@ -292,8 +292,10 @@ def test_on_a_gpu_a_model_is_validated_compiled_exported_and_trained(name: str) 
     with torch.inference_mode():
         model(x)
     torch._dynamo.reset()
+    counter = CompileCounterWithBackend("inductor")
     with torch.no_grad():
-        compiled = torch.compile(model, fullgraph=True, dynamic=False)(x)
+        compiled = torch.compile(model, backend=counter, fullgraph=True, dynamic=False)(x)
+    assert window_operators(*counter.graphs) == 4  # two stages of two blocks
     exported = torch.export.export(model, (x,)).module()(x)
     found = run(model, x)
     for out in (compiled, exported, found["output"]):

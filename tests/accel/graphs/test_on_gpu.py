@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, TensorDataset
@@ -120,6 +121,45 @@ def test_draws_go_on_after_a_capture_that_fails() -> None:
     torch.cuda.manual_seed(3)
     assert torch.equal(first, nn.functional.dropout(x))
     assert first.count_nonzero() not in (0, first.numel())
+
+
+def drawn_alike(call: Callable[[Tensor], Tensor], x: Tensor, modules: list[nn.Module]) -> None:
+    """Compare calls with those of a graph, from the same seed; neither is differentiated."""
+    with torch.no_grad():
+        torch.cuda.manual_seed(3)
+        expected = [call(x) for _ in range(3)]
+        run = capture(call, strict=True, modules=modules, optimizers=[])
+        for _ in range(4):
+            run(x)
+        torch.cuda.manual_seed(3)
+        for each in expected:
+            torch.testing.assert_close(run(x), each, rtol=0, atol=0)
+        assert run.replays >= 3
+
+
+@pytest.mark.parametrize("backend", ["FLASH_ATTENTION", "EFFICIENT_ATTENTION", "CUDNN_ATTENTION", "MATH"])
+def test_attention_draws_its_dropout_as_eager_calls_do(backend: str) -> None:
+    """A search took a captured BERT for wrong: were its masks others?"""
+
+    def attend(q: Tensor) -> Tensor:
+        with sdpa_kernel(getattr(SDPBackend, backend)):
+            attended = nn.functional.scaled_dot_product_attention(q, q, q, dropout_p=0.5)
+        return nn.functional.dropout(attended)  # from where attention leaves the generator
+
+    drawn_alike(attend, torch.randn(2, 4, 128, 64, device="cuda", dtype=torch.bfloat16), [])
+
+
+def test_a_librarys_model_draws_its_dropout_as_eager_calls_do() -> None:
+    """It may take another path while a stream is captured, as those of transformers look for that."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 128}
+    model = transformers.BertForMaskedLM(transformers.BertConfig(vocab_size=256, **sizes)).cuda().train()
+
+    def logits(x: Tensor) -> Tensor:
+        with torch.autocast("cuda", torch.bfloat16):
+            return model(x).logits  # type: ignore[no-any-return]
+
+    drawn_alike(logits, torch.randint(256, (4, 128), device="cuda"), [model])
 
 
 def test_a_step_that_the_loop_holds_on_to_is_named() -> None:
