@@ -7,6 +7,7 @@ model in evaluation mode. At the step boundary, where calls are replayed, the fl
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Iterator
 
 from torch import nn
@@ -22,6 +23,12 @@ class CallFlags:
     def __init__(self, model: nn.Module) -> None:
         self._training = [(module, module.training) for module in model.modules()]
         self._requires_grad = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+
+    def evaluating(self) -> CallFlags:
+        """Return the same with all modules in evaluation mode."""
+        flags = copy.copy(self)
+        flags._training = [(module, False) for module, _ in self._training]
+        return flags
 
     @contextlib.contextmanager
     def set(self) -> Iterator[None]:

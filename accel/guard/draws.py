@@ -5,11 +5,16 @@ So under another layout or dtype dropout drops other values, of the same distrib
 is made in float32 on contiguous memory and copied over: paths that draw alike are then alike, and the outputs of a
 model with dropout can be compared.
 
+A fused attention draws within its kernel: those for float32 and bfloat16 have other masks, and leave the generator
+elsewhere, so that all dropout after them is another one too. Its dropout is left out of canonical replays, forward and
+backward; its probability is noted and must be the same in both paths.
+
 What is noted of each draw shows whether two paths draw from the same distributions.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -18,6 +23,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 Draw = tuple[str, tuple[int, ...], tuple[Any, ...]]
 """Operator, shape and parameters of one draw, such as the probability."""
+_ATTENTION = "left out: "
+"""What the name of an operator begins with whose draw was left out."""
+_NOWHERE = 2**31
 
 
 class ReplayedDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -25,21 +33,26 @@ class ReplayedDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Args:
         canonical: whether to draw in float32 on contiguous memory.
+        with_attention: whether a fused attention draws, since it does so in what this is compared with, out of sight.
 
     Attributes:
         noted: the draws so far, in their order.
         other_order: whether a draw that was canonical would have come out otherwise.
     """
 
-    def __init__(self, canonical: bool) -> None:
+    def __init__(self, canonical: bool, *, with_attention: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._canonical = canonical
+        self._canonical, self._with_attention = canonical, with_attention
         self.noted: list[Draw] = []
         self.other_order = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operator; one that draws is noted first."""
         kwargs = kwargs or {}
+        if self._canonical and not self._with_attention and (place := _dropout_of_attention(func)) < len(args):
+            if args[place] and not func._schema.arguments[0].name.startswith("grad"):  # not in the backward pass
+                self.noted.append((f"{_ATTENTION}{func}", tuple(args[0].shape), (args[place],)))
+            return func(*args[:place], 0.0, *args[place + 1 :], **kwargs)
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **kwargs)
         like = args[0] if args and isinstance(args[0], Tensor) else None
@@ -49,6 +62,14 @@ class ReplayedDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return func(*args, **kwargs)
         self.other_order = True
         return _canonically(func, like, args, kwargs)
+
+
+@functools.cache
+def _dropout_of_attention(func: Any) -> int:
+    """Return the place among the arguments of a fused attention's dropout; beyond all places if there is none."""
+    names, returns = [argument.name for argument in func._schema.arguments], func._schema.returns
+    has_dropout = "dropout_p" in names and returns and str(returns[0].type) == "Tensor"  # no choice between kernels
+    return names.index("dropout_p") if has_dropout else _NOWHERE
 
 
 def _is_plain(tensor: Tensor) -> bool:
@@ -92,6 +113,22 @@ def difference(plain: list[Draw], candidate: list[Draw]) -> str:
     if len(plain) != len(candidate):
         return f"it draws random numbers {len(candidate)} times, the plain path {len(plain)}"
     return ""
+
+
+def leave_out_alike(plain: list[Draw], candidate: list[Draw]) -> bool:
+    """Return whether the draws of attention that were left out of two paths have the same probabilities."""
+    probabilities = [[parameters for _, _, parameters in _left_out(draws)] for draws in (plain, candidate)]
+    return probabilities[0] == probabilities[1]
+
+
+def by_other_kernels(plain: list[Draw], candidate: list[Draw]) -> bool:
+    """Return whether draws that were left out are those of other kernels, which draw other numbers."""
+    operators = [[operator for operator, _, _ in _left_out(draws)] for draws in (plain, candidate)]
+    return operators[0] != operators[1]
+
+
+def _left_out(draws: list[Draw]) -> list[Draw]:
+    return [draw for draw in draws if draw[0].startswith(_ATTENTION)]
 
 
 def _text(draw: Draw) -> str:

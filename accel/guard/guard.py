@@ -49,7 +49,7 @@ from accel.guard import arguments
 from accel.guard.alone import on_this_rank_alone
 from accel.guard.bits import as_real, same_bits
 from accel.guard.call_flags import CallFlags
-from accel.guard.draws import Draw, ReplayedDraws, difference
+from accel.guard.draws import Draw, ReplayedDraws, by_other_kernels, difference, leave_out_alike
 from accel.guard.module_state import ModuleState, tensors_in_attributes
 from accel.guard.noise import noise_like
 from accel.guard.random_states import RandomStates, devices_of
@@ -348,9 +348,9 @@ def compare(plain: Replayed, candidate: Replayed, exactness: Exactness) -> Compa
     finding = finding.merge(_compare_left(plain, candidate, exactness))
     if not finding.problem:
         finding = finding.merge(_compare_gradients(plain, candidate, exactness))
-    finding.other_draws = candidate.other_draws
-    drawn = difference(plain.draws, candidate.draws)
-    if drawn and (finding.problem or exactness == Exactness.EXACT):
+    finding.other_draws = candidate.other_draws or by_other_kernels(plain.draws, candidate.draws)
+    drawn, alike = difference(plain.draws, candidate.draws), leave_out_alike(plain.draws, candidate.draws)
+    if drawn and (finding.problem or exactness == Exactness.EXACT or not alike):
         finding.problem = f"{finding.problem}; {drawn}" if finding.problem else drawn
     return finding
 
@@ -367,7 +367,7 @@ def _compare_output(plain: Tensor, candidate: Tensor, exactness: Exactness, coar
     tolerance = Tolerance.of(exactness, coarser(plain.dtype, coarsest)).output
     if not _is_finite(candidate):
         return Comparison("its output is not finite, unlike the plain one", math.inf)
-    error, size, _ = _sizes(plain, candidate)
+    error, size, _ = sizes_of(plain, candidate)
     relative = error / size if size > 0 else error
     if relative > tolerance:
         return Comparison(f"its output is off by {relative:.1e}, allowed {tolerance:.1e}", relative)
@@ -459,7 +459,7 @@ def _compare_sizes(
 ) -> Comparison:
     tolerances = [Tolerance.of(exactness, coarser(expected.dtype, coarsest)) for _, expected, _ in compared]
     widest = max(tolerances, key=lambda each: each.gradient)
-    errors, sizes, products = zip(*(_sizes(expected, actual) for _, expected, actual in compared), strict=True)
+    errors, sizes, products = zip(*(sizes_of(expected, actual) for _, expected, actual in compared), strict=True)
     if not all(map(math.isfinite, sizes)):
         return Comparison()  # the plain gradients are not finite: the loop's own fault, and nothing to compare with
     total = math.hypot(*sizes)
@@ -486,7 +486,7 @@ def _is_finite(tensor: Tensor) -> bool:
     return not tensor.is_floating_point() or bool(tensor.isfinite().all())
 
 
-def _sizes(expected: Tensor, actual: Tensor) -> tuple[float, float, float]:
+def sizes_of(expected: Tensor, actual: Tensor) -> tuple[float, float, float]:
     """Return the size of the difference and that of `expected`, and their product, piece by piece: double is large."""
     differences, sizes, products = [], [], []
     pieces = (torch.split(tensor.reshape(-1), _PIECE) for tensor in (expected, actual))

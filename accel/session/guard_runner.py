@@ -34,6 +34,7 @@ from accel.run import backward
 from accel.run.context import Run
 from accel.run.gate import Call
 from accel.search.plan import Choices
+from accel.session import graph_check
 from accel.session.state import RunState
 from accel.session.switchboard import Switchboard
 from accel.strategies.base import Exactness
@@ -63,7 +64,9 @@ class GuardRunner:
         self._recording: Recording | None = None
         self._finding: Comparison | None = None
         self._other_captures: set[str] = set()
-        """Strategies that have captured graphs for comparisons alone, in another precision than that of real steps."""
+        """Strategies that have captured graphs for comparisons alone, in another precision or mode than real steps'."""
+        self._graphs_agreed = False
+        """In one of the steps compared, graphs and eager calls did the same from the same random state."""
         self._written: list[Tensor] = []
         """Parameters that the model's own call writes to."""
         self._gradients_checked = False
@@ -82,7 +85,7 @@ class GuardRunner:
     def take_finding(self) -> Comparison | None:
         """Return the comparison since the last call, and clear it; None if nothing was compared."""
         self._release_other_captures()
-        finding, self._finding = self._finding, None
+        finding, self._finding, self._graphs_agreed = self._finding, None, False
         return finding
 
     def _release_other_captures(self) -> None:
@@ -204,7 +207,7 @@ class GuardRunner:
             if finding.unsure:  # what is compared beside this call would hide it
                 return finding
             if not finding.problem and self._switchboard.captures(plan):
-                finding = finding.merge(self._check_graphs(plan, recording, exactness))
+                finding = finding.merge(self._check_graphs(plan, recording, exactness, draws=draws))
             if finding.problem or not draws or self._finding is not None:  # once: a plan is checked in two steps
                 return finding
             return finding.merge(self._check_evaluation(plan, recording, exactness))
@@ -218,18 +221,21 @@ class GuardRunner:
         """Restore, at the end, whatever replays of a call have changed."""
         return guard.untouched(self._run.model, self._run.device, call.args, call.kwargs, written=self._written)
 
-    def _check_graphs(self, plan: Choices, recording: Recording, exactness: Exactness) -> Comparison:
+    def _check_graphs(self, plan: Choices, recording: Recording, exactness: Exactness, *, draws: bool) -> Comparison:
         """Compare a plan's graphs, which run eagerly under the mode that notes draws, with the plan without them."""
-        graphs = self._switchboard.acting_on("model", plan)
-        eager = {name: setting for name, setting in graphs.items() if not self._switchboard.captures([name])}
+        with_graphs = self._switchboard.acting_on("model", plan)
+        captured = [name for name in with_graphs if self._switchboard.captures([name])]
+        without = {name: setting for name, setting in with_graphs.items() if name not in captured}
         replay = partial(guard.replay, self._run.model)
-        expected = self._replayed(eager, recording, replay)
-        finding = Comparison()
-        for _ in range(2):  # captured, and then replayed; one is freed before the next is made
-            finding = finding.merge(guard.compare(expected, self._replayed(graphs, recording, replay), exactness))
-            if finding.problem:
-                break
-        return finding
+        eager, graphs = (partial(self._replayed, each, replay=replay) for each in (without, with_graphs))
+        finding = graph_check.compared(eager, graphs, recording, exactness)
+        self._graphs_agreed |= not finding.problem
+        if self._graphs_agreed or not draws:  # what agreed in another step draws as eager calls do
+            return finding
+        # The next of these steps replays, on its own inputs, what is captured in evaluation mode now.
+        self._other_captures.update(captured)
+        without_draws = graph_check.compared_without_draws(self._run.model, eager, graphs, recording, exactness)
+        return without_draws or finding
 
     def _replayed(self, plan: Choices, recording: Recording, replay: Callable[..., Replayed]) -> Replayed:
         """Replay the call under a plan."""
@@ -260,28 +266,33 @@ class GuardRunner:
         self, plan: Choices, recording: Recording, replay: Callable[..., Replayed], exactness: Exactness
     ) -> tuple[Replayed, Replayed]:
         """Replay the call plainly and under the plan."""
-        canonical = exactness != Exactness.EXACT
+        canonical, compiles = exactness != Exactness.EXACT, self._switchboard.compiles(plan)
         self._switchboard.switch({})
         recording.modules.restore()
         try:
-            plain = replay(self._run.gate.plain, recording, draws=self._draws(canonical))
+            plain = replay(self._run.gate.plain, recording, draws=self._draws(canonical, compiles=compiles))
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
             raise _NotReplayable(f"{type(error).__name__}: {error}") from error
-        compiles = self._switchboard.compiles(plan)
         noting = partial(replay, draws=None if compiles else self._draws(canonical))
         candidate = self._replayed(self._switchboard.acting_on("model", plan), recording, noting)
         if compiles:
             candidate.draws = plain.draws
         return plain, candidate
 
-    def _draws(self, canonical: bool) -> ReplayedDraws | None:
-        """Return what notes the draws of a replay; None where the user has compiled: that runs under no mode."""
+    def _draws(self, canonical: bool, *, compiles: bool = False) -> ReplayedDraws | None:
+        """Return what notes the draws of a replay; None where the user has compiled: that runs under no mode.
+
+        Args:
+            canonical: draw in canonical order.
+            compiles: it is compared with compiled code, which runs under no mode either.
+        """
         model = self._run.model  # whose own slot the gate is in
         inner = any(module._compiled_call_impl for module in model.modules() if module is not model)
         wrapped = any(hasattr(module, "_orig_mod") for module in model.modules())
-        return None if inner or wrapped or self._run.gate.compiled_by_user else ReplayedDraws(canonical)
+        is_compiled = inner or wrapped or self._run.gate.compiled_by_user
+        return None if is_compiled else ReplayedDraws(canonical, with_attention=compiles)
 
     def _check_update(self, plan: Choices, exactness: Exactness) -> Comparison:
         findings = []
@@ -405,7 +416,7 @@ class GuardRunner:
                 # The kept call has the random state of the CPU only: the rest is as now in both replays.
                 modules = ModuleState(model, self._written)
                 drawn = RandomStates(devices_of(model, self._run.device, *given), *given)
-                plain = guard.replay(model, gate.plain, call, draws=self._draws(canonical))
+                plain = guard.replay(model, gate.plain, call, draws=self._draws(canonical, compiles=compiles))
                 modules.restore()
                 drawn.restore()
             finally:
