@@ -15,7 +15,7 @@ What is noted of each draw shows whether two paths draw from the same distributi
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,7 +25,8 @@ Draw = tuple[str, tuple[int, ...], tuple[Any, ...]]
 """Operator, shape and parameters of one draw, such as the probability."""
 _ATTENTION = "left out: "
 """What the name of an operator begins with whose draw was left out."""
-_NOWHERE = 2**31
+_DROPOUT = "dropout_p"
+"""What all of torch's fused attentions call it, and others after them."""
 
 
 class ReplayedDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -49,10 +50,12 @@ class ReplayedDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operator; one that draws is noted first."""
         kwargs = kwargs or {}
-        if self._canonical and not self._with_attention and (place := _dropout_of_attention(func)) < len(args):
-            if args[place] and not func._schema.arguments[0].name.startswith("grad"):  # not in the backward pass
-                self.noted.append((f"{_ATTENTION}{func}", tuple(args[0].shape), (args[place],)))
-            return func(*args[:place], 0.0, *args[place + 1 :], **kwargs)
+        if self._canonical and not self._with_attention and (dropout := _dropout_of_attention(func)):
+            args, kwargs, p = dropout.taken_out(args, kwargs)
+            if p and not dropout.is_backward:
+                self.noted.append((f"{_ATTENTION}{func}", tuple(args[0].shape), (p,)))
+            if p:
+                return func(*args, **kwargs)
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **kwargs)
         like = args[0] if args and isinstance(args[0], Tensor) else None
@@ -64,12 +67,31 @@ class ReplayedDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return _canonically(func, like, args, kwargs)
 
 
+class _AttentionDropout(NamedTuple):
+    """Where a fused attention has its dropout."""
+
+    place: int
+    """Among its arguments."""
+    is_backward: bool
+
+    def taken_out(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
+        """Return arguments that drop nothing, and the probability that they had."""
+        if self.place < len(args):
+            return (*args[: self.place], 0.0, *args[self.place + 1 :]), kwargs, args[self.place]
+        return args, {**kwargs, _DROPOUT: 0.0} if kwargs.get(_DROPOUT) else kwargs, kwargs.get(_DROPOUT)
+
+
 @functools.cache
-def _dropout_of_attention(func: Any) -> int:
-    """Return the place among the arguments of a fused attention's dropout; beyond all places if there is none."""
-    names, returns = [argument.name for argument in func._schema.arguments], func._schema.returns
-    has_dropout = "dropout_p" in names and returns and str(returns[0].type) == "Tensor"  # no choice between kernels
-    return names.index("dropout_p") if has_dropout else _NOWHERE
+def _dropout_of_attention(func: Any) -> _AttentionDropout | None:
+    """Return where an operator has the dropout of a fused attention; None if it has none."""
+    arguments, returns = func._schema.arguments, func._schema.returns
+    names = [argument.name for argument in arguments]
+    if _DROPOUT not in names or not any("Tensor" in str(each.type) for each in returns):  # as the choice of a kernel
+        return None
+    place = names.index(_DROPOUT)
+    if str(arguments[place].type) not in ("float", "Optional[float]"):
+        return None
+    return _AttentionDropout(place, names[0].startswith(("grad", "dout")))
 
 
 def _is_plain(tensor: Tensor) -> bool:

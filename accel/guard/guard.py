@@ -367,7 +367,7 @@ def _compare_output(plain: Tensor, candidate: Tensor, exactness: Exactness, coar
     tolerance = Tolerance.of(exactness, coarser(plain.dtype, coarsest)).output
     if not _is_finite(candidate):
         return Comparison("its output is not finite, unlike the plain one", math.inf)
-    error, size, _ = sizes_of(plain, candidate)
+    error, size, _ = _sizes(plain, candidate)
     relative = error / size if size > 0 else error
     if relative > tolerance:
         return Comparison(f"its output is off by {relative:.1e}, allowed {tolerance:.1e}", relative)
@@ -459,7 +459,7 @@ def _compare_sizes(
 ) -> Comparison:
     tolerances = [Tolerance.of(exactness, coarser(expected.dtype, coarsest)) for _, expected, _ in compared]
     widest = max(tolerances, key=lambda each: each.gradient)
-    errors, sizes, products = zip(*(sizes_of(expected, actual) for _, expected, actual in compared), strict=True)
+    errors, sizes, products = zip(*(_sizes(expected, actual) for _, expected, actual in compared), strict=True)
     if not all(map(math.isfinite, sizes)):
         return Comparison()  # the plain gradients are not finite: the loop's own fault, and nothing to compare with
     total = math.hypot(*sizes)
@@ -486,7 +486,7 @@ def _is_finite(tensor: Tensor) -> bool:
     return not tensor.is_floating_point() or bool(tensor.isfinite().all())
 
 
-def sizes_of(expected: Tensor, actual: Tensor) -> tuple[float, float, float]:
+def _sizes(expected: Tensor, actual: Tensor) -> tuple[float, float, float]:
     """Return the size of the difference and that of `expected`, and their product, piece by piece: double is large."""
     differences, sizes, products = [], [], []
     pieces = (torch.split(tensor.reshape(-1), _PIECE) for tensor in (expected, actual))

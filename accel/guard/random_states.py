@@ -37,25 +37,15 @@ class RandomStates:
     """
 
     def __init__(self, devices: Iterable[torch.device], *given: Any) -> None:
-        self._places = list(devices)
         self._given = own_state.states_of(own_state.generators_given(*given))
         self._host = [(stream, stream.read()) for stream in streams()]
         self._devices = [
-            (module, at, module.get_rng_state(*at)) for module, at in map(_generator_of, self._places) if module
+            (module, at, module.get_rng_state(*at)) for module, at in map(_generator_of, devices) if module
         ]
 
     def drawn_from(self) -> list[Stream]:
         """Return the generators of the host that have been drawn from since."""
         return [stream for stream, state in self._host if stream.read() != state]
-
-    def later(self) -> RandomStates:
-        """Return other states, in which torch's generators have gone on; the present states become these."""
-        self.restore()
-        for device in (torch.device("cpu"), *self._places):
-            torch.rand((), device=device)
-        later = RandomStates(self._places)
-        later._given = self._given
-        return later
 
     def restore(self) -> None:
         """Restore the states that have changed; the others are not written, since other threads may draw from them."""

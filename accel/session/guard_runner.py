@@ -64,9 +64,7 @@ class GuardRunner:
         self._recording: Recording | None = None
         self._finding: Comparison | None = None
         self._other_captures: set[str] = set()
-        """Strategies that have captured graphs for comparisons alone, in another precision or mode than real steps'."""
-        self._graphs_agreed = False
-        """In one of the steps compared, graphs and eager calls did the same from the same random state."""
+        """Strategies that have captured graphs for comparisons alone, in another precision than that of real steps."""
         self._written: list[Tensor] = []
         """Parameters that the model's own call writes to."""
         self._gradients_checked = False
@@ -85,7 +83,7 @@ class GuardRunner:
     def take_finding(self) -> Comparison | None:
         """Return the comparison since the last call, and clear it; None if nothing was compared."""
         self._release_other_captures()
-        finding, self._finding, self._graphs_agreed = self._finding, None, False
+        finding, self._finding = self._finding, None
         return finding
 
     def _release_other_captures(self) -> None:
@@ -223,19 +221,15 @@ class GuardRunner:
 
     def _check_graphs(self, plan: Choices, recording: Recording, exactness: Exactness, *, draws: bool) -> Comparison:
         """Compare a plan's graphs, which run eagerly under the mode that notes draws, with the plan without them."""
-        with_graphs = self._switchboard.acting_on("model", plan)
-        captured = [name for name in with_graphs if self._switchboard.captures([name])]
-        without = {name: setting for name, setting in with_graphs.items() if name not in captured}
+        graphs = self._switchboard.acting_on("model", plan)
+        eager = {name: setting for name, setting in graphs.items() if not self._switchboard.captures([name])}
+
         replay = partial(guard.replay, self._run.model)
-        eager, graphs = (partial(self._replayed, each, replay=replay) for each in (without, with_graphs))
-        finding = graph_check.compared(eager, graphs, recording, exactness)
-        self._graphs_agreed |= not finding.problem
-        if self._graphs_agreed or not draws:  # what agreed in another step draws as eager calls do
+        by_calls, by_graphs = (partial(self._replayed, each, replay=replay) for each in (eager, graphs))
+        finding = graph_check.compared(by_calls, by_graphs, recording, exactness)
+        if not finding.problem or not draws or self._switchboard.compiles(plan):  # what is compiled takes one path
             return finding
-        # The next of these steps replays, on its own inputs, what is captured in evaluation mode now.
-        self._other_captures.update(captured)
-        without_draws = graph_check.compared_without_draws(self._run.model, eager, graphs, recording, exactness)
-        return without_draws or finding
+        return graph_check.compared_on_its_path(by_calls, by_graphs, recording, exactness) or finding
 
     def _replayed(self, plan: Choices, recording: Recording, replay: Callable[..., Replayed]) -> Replayed:
         """Replay the call under a plan."""

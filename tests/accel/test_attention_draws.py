@@ -195,6 +195,29 @@ def test_what_is_compared_as_it_draws_leaves_out_nothing(options: dict[str, bool
     assert torch.equal(gradient, plain.grad)  # type: ignore[arg-type]
 
 
+def test_a_dropout_by_name_alone_is_left_out_too() -> None:
+    @torch.library.custom_op("accel_tests::by_name", mutates_args=(), tags=[torch.Tag.nondeterministic_seeded])
+    def by_name(query: Tensor, *, dropout_p: float = 0.0) -> list[Tensor]:
+        return [query * (torch.rand_like(query) >= dropout_p) / (1 - dropout_p)]
+
+    x = torch.randn(2, 8, 4)
+    with ReplayedDraws(canonical=True) as draws:
+        (out,) = by_name(x, dropout_p=0.5)
+    assert torch.equal(out, x)
+    assert [parameters for _, _, parameters in draws.noted] == [(0.5,)]
+
+
+def test_what_is_no_number_is_left_as_it_is() -> None:
+    @torch.library.custom_op("accel_tests::by_tensor", mutates_args=())
+    def by_tensor(query: Tensor, dropout_p: Tensor) -> Tensor:
+        return query * dropout_p
+
+    x = torch.randn(2, 8, 4)
+    with ReplayedDraws(canonical=True) as draws:
+        assert torch.equal(by_tensor(x, torch.tensor(0.5)), 0.5 * x)
+    assert not draws.noted
+
+
 def test_what_was_left_out_is_compared() -> None:
     one = [("left out: wide", (2, 8, 4), (0.5,)), ("bernoulli_", (2, 8), (0.5,))]
     other = [("left out: narrow", (2, 8, 4), (0.5,)), ("bernoulli_", (2, 8), (0.4,))]
