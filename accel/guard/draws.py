@@ -76,7 +76,7 @@ class _AttentionDropout(NamedTuple):
 
     def taken_out(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
         """Return arguments that drop nothing, and the probability that they had."""
-        if self.place < len(args):
+        if self.place < len(args) and args[self.place]:
             return (*args[: self.place], 0.0, *args[self.place + 1 :]), kwargs, args[self.place]
         return args, {**kwargs, _DROPOUT: 0.0} if kwargs.get(_DROPOUT) else kwargs, kwargs.get(_DROPOUT)
 

@@ -227,9 +227,14 @@ class GuardRunner:
         replay = partial(guard.replay, self._run.model)
         by_calls, by_graphs = (partial(self._replayed, each, replay=replay) for each in (eager, graphs))
         finding = graph_check.compared(by_calls, by_graphs, recording, exactness)
-        if not finding.problem or not draws or self._switchboard.compiles(plan):  # what is compiled takes one path
+        if not finding.problem or not draws or self._switchboard.compiles(plan):
             return finding
-        return graph_check.compared_on_its_path(by_calls, by_graphs, recording, exactness) or finding
+
+        def noting(call: Recording) -> Replayed:
+            return self._replayed(eager, call, partial(replay, draws=self._draws(canonical=True)))
+
+        on_its_path = graph_check.compared_on_its_path(by_calls, noting, by_graphs, recording, exactness)
+        return on_its_path or finding
 
     def _replayed(self, plan: Choices, recording: Recording, replay: Callable[..., Replayed]) -> Replayed:
         """Replay the call under a plan."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 import accel
@@ -34,13 +36,16 @@ class Path(nn.Module):
 
     also: Callable[[Tensor], Tensor] = staticmethod(lambda x: x)
     """What else it does then."""
+    trains = True
+    """The last one that was called did."""
 
     def forward(self, x: Tensor) -> Tensor:
         if torch.cuda.is_current_stream_capturing():
             if self.training:
                 torch.rand(())
+            Path.trains = self.training
             x = type(self).also(x)
-        return nn.functional.dropout(x, 0.5, self.training)
+        return functional.dropout(x, 0.5, self.training)
 
 
 def captures(call: Call) -> Call:
@@ -86,7 +91,22 @@ def test_equal_masks_are_compared_as_they_are(loop: Loop, monkeypatch: pytest.Mo
     assert (finding.problem, finding.other_draws) == ("", False)
 
 
-@pytest.mark.parametrize("also", [lambda x: x + 1, lambda x: 1.01 * x, lambda x: x.detach()])
+def of_training(factor: float) -> Callable[[Tensor], Tensor]:
+    """Return what gives no number in training, and in evaluation mode what it is given."""
+    return lambda x: x * factor if x.requires_grad and Path.trains else x
+
+
+@pytest.mark.parametrize(
+    "also",
+    [
+        lambda x: x + 1,
+        lambda x: 1.01 * x,
+        lambda x: x.detach(),
+        of_training(float("nan")),
+        lambda x: functional.dropout(x, 0.2, Path.trains),
+        lambda x: 1 / 0,
+    ],
+)
 def test_a_path_that_does_something_else_is_wrong(
     also: Callable[[Tensor], Tensor], loop: Loop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -166,7 +186,7 @@ def test_another_mask_in_the_backward_pass_is_wrong(loop: Loop, monkeypatch: pyt
 
     def fault(graph: Call, args: Any) -> Any:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(nn.functional, "dropout", dropped)
+            patch.setattr(functional, "dropout", dropped)
             return graph(*args)
 
     assert checked(loop, monkeypatch, in_graphs(fault)).problem
@@ -235,3 +255,26 @@ def test_other_threads_are_told_nothing() -> None:
     as_captured(replay)(None)  # type: ignore[arg-type]
     replay(None)
     assert told == [False, False, False, True, False, False]
+
+
+def test_threads_that_tell_at_once_leave_torchs_own_answer() -> None:
+    asked, met = torch.cuda.is_current_stream_capturing, threading.Barrier(4)
+
+    def tells() -> None:
+        met.wait()
+        for _ in range(200):
+            as_captured(lambda _: time.sleep(0))(None)  # type: ignore[arg-type, func-returns-value, return-value]
+
+    threads = [threading.Thread(target=tells) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert torch.cuda.is_current_stream_capturing is asked
+
+
+def test_a_backward_pass_is_told_in_the_same_thread() -> None:
+    told: list[bool] = []
+    assert torch._C._is_multithreading_enabled()
+    as_captured(lambda _: told.append(torch._C._is_multithreading_enabled()))(None)  # type: ignore[arg-type, func-returns-value, return-value]
+    assert torch._C._is_multithreading_enabled() and told == [False]
