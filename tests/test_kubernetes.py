@@ -18,9 +18,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend, create_handler
+from torch.distributed.run import get_args_parser
 
 from tests import manifests, warm
 from tests.manifests import FOLDER, JOBS, JOBSETS, MANIFESTS, Manifest, faults, load
+
+pytestmark = pytest.mark.skipif(
+    "--shutdown-timeout" not in get_args_parser().format_help(),
+    reason=f"the manifests are for a torchrun with --shutdown-timeout, which that of torch {torch.__version__} has not",
+)
 
 TRAIN = FOLDER / "train.py"
 PAGE = (FOLDER.parent.parent / "docs" / "kubernetes.md").read_text(encoding="utf-8")
