@@ -223,11 +223,10 @@ class GuardRunner:
         """Compare a plan's graphs, which run eagerly under the mode that notes draws, with the plan without them."""
         graphs = self._switchboard.acting_on("model", plan)
         eager = {name: setting for name, setting in graphs.items() if not self._switchboard.captures([name])}
-
         replay = partial(guard.replay, self._run.model)
         by_calls, by_graphs = (partial(self._replayed, each, replay=replay) for each in (eager, graphs))
         finding = graph_check.compared(by_calls, by_graphs, recording, exactness)
-        if not finding.problem or not draws or self._switchboard.compiles(plan):
+        if not finding.problem or not draws or self._switchboard.compiles(plan):  # that would be compiled for each path
             return finding
 
         def noting(call: Recording) -> Replayed:
