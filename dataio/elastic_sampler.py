@@ -330,9 +330,12 @@ class ElasticSampler(Sampler[list[int]]):
         Args:
             batches: how many; not more than `MOST_HELD` are known.
         """
-        batches = min(batches, len(self._last_taken))
-        position = self._last_taken[-batches][0] if batches else self._position
-        return self.place._replace(position=position, taken=self._taken - batches)
+        taken = self._taken - min(batches, len(self._last_taken))
+        return self.place._replace(position=self.position_before(batches), taken=taken)
+
+    def position_before(self, batches: int) -> int:
+        """Return the samples of this epoch that were consumed before the batches counted last, as `place_before`."""
+        return self._last_taken[-known][0] if (known := min(batches, len(self._last_taken))) else self._position
 
     def set_batch_size(self, batch_size: int | Sequence[int], *, delay: int | None = None) -> None:
         """Change the batch size; call it on all ranks after the same step.
@@ -365,7 +368,7 @@ class ElasticSampler(Sampler[list[int]]):
                 f"consumed batches must be counted, got {len(self._under_way)} dealt and none counted; iterate over "
                 "sampler.consumed(loader), or call sampler.advance() after each batch"
             )
-        epoch, position = self.unfinished or (self.epoch, self.place_before(self.held).position)
+        epoch, position = self.unfinished or (self.epoch, self.position_before(self.held))
         turns = {} if self.turns is None else {"turns": self.turns}
         return {"version": _VERSION, **self._identity(), "epoch": epoch, "position": position, **turns}
 
@@ -464,9 +467,8 @@ class ElasticSampler(Sampler[list[int]]):
             if deal is not dealer or not ready:
                 places = position + deal.ahead(left, _BLOCK)
                 dealer, ready = deal, deque(order(places % self.length).tolist())
-            under_way.append(
-                _DealtStep(min(position + width, self.length), deal.count(min(width, left)), min(width, left))
-            )
+            fresh = min(width, left)
+            under_way.append(_DealtStep(position + fresh, deal.count(fresh), fresh))
             position, step = under_way[-1].stop, step + 1
             yield ready.popleft()
 
@@ -479,6 +481,8 @@ class ElasticSampler(Sampler[list[int]]):
         return RoundRobin(sizes, self.rank, self.tail, self.drop_last, least=self._least)
 
     def _deal_at(self, step: int) -> RoundRobin:
+        if self._deals[-1][0] <= step:
+            return self._deals[-1][1]
         # Of steps before the first that is known, as a pass that begins elsewhere may have, those sizes are as good.
         return next((deal for at, deal in reversed(self._deals) if at <= step), self._deals[0][1])
 

@@ -142,13 +142,15 @@ class GradientAccumulation:
         if not self._has_batch and not self.is_open:  # else the loop may have called the model with the one before
             self._sizes = [*sizes]
         self._has_batch, self._passes = True, 0
-        self._set_sync()
+        if self._syncs is not None:
+            self._set_sync()
 
     def drop(self) -> None:
         """Forget the step under way: the loop has left its pass over the data."""
         self._sizes, self._kept, self._taken = [], {}, 0
         self._end_batch()
-        self._set_sync()
+        if self._syncs is not None:
+            self._set_sync()
 
     def close(self) -> None:
         """Accumulate no more; what a step under way has of batches before is left out."""

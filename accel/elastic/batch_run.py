@@ -39,6 +39,7 @@ from accel.errors import InvalidArgument
 from accel.goodput.efficiency import NoiseInterval
 from accel.goodput.job import JobProfile
 from accel.goodput.noise_meter import NoiseMeter
+from accel.goodput.observations import WINDOW
 from accel.profiler.host import seconds_since_start
 from accel.report.model import BatchRow
 from accel.run import backward
@@ -55,6 +56,8 @@ _WARM_UP = 4
 """Steps before the first one that is timed."""
 _FIRST_STEPS = 300
 """In which the search for strategies waits until the batch stands."""
+_JUDGED = 2 * WINDOW
+"""Steps before a decision that are timed: it forgets those before them, and some are left out."""
 _HEARD = 2
 """Steps in which a call is recorded before a larger batch is rehearsed: one of them may measure the noise."""
 _AHEAD = 8
@@ -251,7 +254,10 @@ class BatchRun(Onlooker):
         self._began = self._clock()
 
     def _step_ended(self) -> None:
-        TURNS.step(self)
+        if self._steps <= _FIRST_STEPS:
+            TURNS.step(self)
+        else:
+            TURNS.leave(self)  # the session, alone from now on, need not ask whose turn it is
         self._start_s = self._start_s or seconds_since_start()
         is_usual = not self._is_first and not self._is_busy
         self._is_first = False
@@ -262,7 +268,7 @@ class BatchRun(Onlooker):
             self._meter.skip_step(self._step.samples // self._sampler.num_replicas)
         if self.controller is None:
             self._step.end(ends_epoch=self._sampler.steps_left == 0)
-        elif is_usual and not self._exchange_changed(self.controller):
+        elif is_usual and not self._exchange_changed(self.controller) and self._decision_due - self._steps < _JUDGED:
             step = self._step
             self.controller.timed(step.samples, self.end.at - self._began, step.batches // step.by_loop)
         if self._steps >= self._decision_due and not self._is_busy:

@@ -165,8 +165,9 @@ class LearningRateScaler:
         self._is_stepping = False
         self.steps += 1
         self.progress += self._gain
-        scales = any(one.lr != 1 for one in self._multipliers)
-        if scales and not self._scaled_step.was_read and not self._warned:
+        if not self._scales or self._scaled_step.was_read or self._warned:
+            return
+        if any(one.lr != 1 for one in self._multipliers):
             self._warned = True
             warnings.warn(
                 f"{type(self._optimizer).__name__} did not read the learning rate of its own param_groups in its step, "

@@ -17,6 +17,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from accel.elastic.loss_trend import loss_of
+
 _MOST, _LEAST = 64, 8
 """Losses of a batch that are looked at, and of the one before at least."""
 _GROWTH = 1.4
@@ -57,7 +59,7 @@ class LossReduction:
         """
         if self._is_known or samples < self._samples:
             return
-        loss = next((root.detach() for root in roots if root.numel() == 1 and root.is_floating_point()), None)
+        loss = loss_of(roots)
         if loss is None:
             return
         if samples > self._samples:

@@ -54,11 +54,9 @@ class LossTrend:
         Args:
             roots: of the pass; the loss is a single number among them.
         """
-        for root in roots:
-            if root.numel() == 1 and root.is_floating_point():
-                self._waiting.append(root.detach())
-                self._seen += 1
-                break
+        if (loss := loss_of(roots)) is not None:
+            self._waiting.append(loss)
+            self._seen += 1
         if len(self._waiting) > _LONG:
             self._read()
 
@@ -95,6 +93,14 @@ class LossTrend:
         if any(_t(look) < -_STEEP for look in looks):
             self._fell_at = self._seen
         return self._seen <= 2 * self._fell_at and self._seen > 0
+
+
+def loss_of(roots: Iterable[Tensor]) -> Tensor | None:
+    """Return what a backward pass begins at, if it is a loss: the first single number, without its graph."""
+    for root in roots:
+        if root.numel() == 1 and root.is_floating_point():
+            return root.detach()
+    return None
 
 
 def _t(losses: list[float]) -> float:

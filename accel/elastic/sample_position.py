@@ -155,7 +155,8 @@ class SamplePosition(Onlooker):
         current, outer = self._underway.current, self._underway.oldest
         if outer is current or outer not in self._dealt:
             self._inner = None
-            self._settle(current)
+            if len(self._apart):
+                self._settle(current)
             self._count(current)
             return
         dealt = self._dealt[current]
@@ -186,8 +187,7 @@ class SamplePosition(Onlooker):
     def backward_begins(self, roots: list[Tensor]) -> None:
         """Note that what was looked at is trained on: also in a step that is left out, or not ended."""
         if self.sampler.unfinished is None and self._updates() != self._updates_at_first:
-            place = self.sampler.place_before(self.sampler.held)
-            self.sampler.unfinished = place.epoch, place.position
+            self.sampler.unfinished = self.sampler.epoch, self.sampler.position_before(self.sampler.held)
         self._has_gone_backward = self._is_heard = True
         self._ahead.trained()
         if self._inner is not None:
@@ -223,9 +223,10 @@ class SamplePosition(Onlooker):
             self._has_gone_backward = False
         if self._last is None or self._last() is not one:
             self._last = weakref.ref(one, self._freed)
-        self.sampler.go_on_with(self._dealt[one])
+        dealt = self._dealt[one]
+        self.sampler.go_on_with(dealt)
         self.sampler.advance()
-        self._ahead.delivered(self._dealt[one])
+        self._ahead.delivered(dealt)
         self._is_waiting, self._updates_before = True, self._updates()
         self.sampler.held = self._ahead.batches + self._is_heard
         backward.listen(self)
@@ -305,8 +306,9 @@ class SamplePosition(Onlooker):
             self._began[newest] = self._updates()
             if self._begins_apart is not None:
                 self._apart[newest] = self._begins_apart
-        self._begins_apart = None
-        self.sampler.begin_elsewhere(None)
+        if self._begins_apart is not None:
+            self._begins_apart = None
+            self.sampler.begin_elsewhere(None)
 
 
 def remaining_epochs(loader: Any, total: int) -> Sequence[int]:

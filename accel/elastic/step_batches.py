@@ -26,12 +26,15 @@ class StepBatches:
         by_loop: batches of a step whose gradients the loop accumulates itself; nothing is accumulated beyond them.
         has_room: memory for accumulated gradients has been rehearsed.
         batches, samples: that were delivered for the present step, or for a look before it.
+        next_trained: samples of the batch that the loop trains on next, without repeats, here and on all ranks, as of
+            the last one that was delivered.
     """
 
     def __init__(self, sampler: ElasticSampler) -> None:
         self.by_loop = 1
         self.has_room = False
         self.batches = self.samples = 0
+        self.next_trained = (0, 0)
         self._sampler = sampler
         self._counted, self._taken_back = sampler.counted, sampler.taken_back
         """By the sampler, when they were looked at last."""
@@ -66,13 +69,9 @@ class StepBatches:
             return False
         self.begin_pass(one)
         self.batches += 1
+        self.next_trained = self._sampler.samples_before(max(0, self._sampler.held - 1))
         self.samples += self.next_trained[1]
         return True
-
-    @property
-    def next_trained(self) -> tuple[int, int]:
-        """Samples of the batch that the loop trains on next, without repeats, here and on all ranks."""
-        return self._sampler.samples_before(max(0, self._sampler.held - 1))
 
     def end(self, *, ends_epoch: bool) -> None:
         """One of the loop's first steps has ended.
@@ -141,6 +140,8 @@ class StepBatches:
         if self._accumulation is not None and self._accumulation.refusal and self._sampler.num_replicas == 1:
             steps = 1  # several ranks go on until they have agreed
         sizes = [in_hand]
+        if steps == 1:
+            return sizes
         for samples in self._sampler.samples_ahead(steps - 1):
             if samples > in_hand:
                 break

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 
 from torch.optim import Optimizer
 
@@ -26,6 +26,8 @@ class StepRates:
         self._counts: list[StepCount] | None = None
         """Of the optimizers' steps, once they are scaled no more."""
         self._scale: BatchScale | None = None
+        self._followed: tuple[int, int, NoiseInterval | None, float] | None = None
+        """What that is of."""
         self.progress_before = 0.0
         """Of the runs that this one goes on from."""
 
@@ -35,13 +37,12 @@ class StepRates:
         counts = [scaler for _, scaler in self._scalers] if self._counts is None else self._counts
         return self.progress_before + max((count.progress for count in counts), default=0.0)
 
-    def adopt(self, optimizers: Iterable[Optimizer]) -> None:
+    def adopt(self, optimizers: Collection[Optimizer]) -> None:
         """Scale these too, from their next step on.
 
         Raises:
             InvalidArgument: if the step of one can't be scaled.
         """
-        optimizers = list(optimizers)
         if len(optimizers) == len(self._scalers):
             return
         known = {id(optimizer) for optimizer, _ in self._scalers}
@@ -64,16 +65,21 @@ class StepRates:
             noise: the noise scale; None while it is not known.
             epoch: passes over the data so far.
         """
+        followed = samples, base, noise, round(epoch, 2)  # a rule is asked again only when something changes
+        if followed == self._followed:
+            return
+        self._followed = followed
         size = max(samples, base)
+        if size == base and (self._scale is None or self._scale.batch_size == base):
+            return  # as the optimizers' own
         scale = BatchScale(
             batch_size=size,
             base_batch_size=base,
             noise=None if noise is None else noise.at(size),
             noise_bounds=None if noise is None else (noise.at(size, "low"), noise.at(size, "high")),
-            epoch=round(epoch, 2),  # a rule is asked again only when something changes
+            epoch=round(epoch, 2),
         )
-        is_plain = scale.batch_size == base and (self._scale is None or self._scale.batch_size == base)
-        if is_plain or scale == self._scale:
+        if scale == self._scale:
             return
         self._scale = scale
         for _, scaler in self._scalers:

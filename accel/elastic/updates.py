@@ -21,21 +21,26 @@ class AllUpdates:
 
     def __init__(self) -> None:
         self.count = 0
-        self._listeners: weakref.WeakSet[UpdateListener] = weakref.WeakSet()
+        self._listeners: tuple[weakref.ref[UpdateListener], ...] = ()  # a WeakSet takes 3 µs to be gone through
         register_optimizer_step_post_hook(self._stepped)
 
     def listen(self, one: UpdateListener) -> None:
         """Tell it of each update from now on."""
-        self._listeners.add(one)
+        self.forget(one)
+        self._listeners = (*self._listeners, weakref.ref(one, self._drop))
 
     def forget(self, one: UpdateListener) -> None:
         """Tell it no more."""
-        self._listeners.discard(one)
+        self._listeners = tuple(each for each in self._listeners if each() is not one)
+
+    def _drop(self, reference: weakref.ref[UpdateListener]) -> None:
+        self._listeners = tuple(each for each in self._listeners if each is not reference)
 
     def _stepped(self, *_: Any) -> None:
         self.count += 1
-        for one in list(self._listeners):
-            one.updated()
+        for reference in self._listeners:
+            if (one := reference()) is not None:
+                one.updated()
 
 
 @functools.cache

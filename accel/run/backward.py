@@ -33,9 +33,9 @@ class _Mark:
         self._inside = False
 
     def add(self, listener: BackwardListener) -> None:
-        if not any(listener is existing for existing in self.listeners):
+        if id(listener) not in map(id, self.listeners):  # some listen anew with each batch
             self.listeners.append(listener)
-        if not self._is_in_place():
+        if torch.autograd.backward is not self._marked and not self._is_in_place():
             self._original = torch.autograd.backward
             self._marked = torch.autograd.backward = self._mark(self._original)
 

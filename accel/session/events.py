@@ -81,6 +81,10 @@ class NoiseSource(Protocol):
     """Measures the gradient noise in some of the steps."""
 
     @property
+    def is_measuring(self) -> bool:
+        """True within a measured step."""
+
+    @property
     def wants_call(self) -> bool:
         """True while the model's calls should go through `call`."""
 
@@ -322,7 +326,7 @@ class StepEvents:
 
     def _before_update(self, optimizer: Optimizer) -> None:
         self._guard.before_update(optimizer)
-        if self.noise is not None:
+        if self.noise is not None and self.noise.is_measuring:
             with self._state.suspended():  # it may call the model again
                 _keeping_grad_mode(partial(self.noise.before_update, optimizer))
 

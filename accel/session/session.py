@@ -151,7 +151,7 @@ class Session:
     @property
     def trying(self) -> bool:
         """True while a candidate is on, or steps are observed, compared or counted by the epoch; alike on all ranks."""
-        return self.searching and self._state.mode is not Mode.RESTING and not self._is_base(self._action)
+        return self._state.mode is not Mode.RESTING and self.searching and not self._is_base(self._action)
 
     @property
     def alive(self) -> bool:

@@ -37,9 +37,15 @@ class PassesUnderWay:
     @property
     def newest(self) -> Any:
         """The pass that was begun last, of those that are held and have not ended; None if there is none."""
-        return next((one for each in reversed(self._begun) if (one := each()) is not None), None)
+        begun = self._begun
+        if len(begun) == 1:  # in nearly every loop, with each batch
+            return begun[0]()
+        return next((one for each in reversed(begun) if (one := each()) is not None), None)
 
     @property
     def oldest(self) -> Any:
         """The pass that was begun first, of those that are held and have not ended; None if there is none."""
-        return next((one for each in self._begun if (one := each()) is not None), None)
+        begun = self._begun
+        if len(begun) == 1:
+            return begun[0]()
+        return next((one for each in begun if (one := each()) is not None), None)

@@ -63,6 +63,8 @@ class RoundRobin:
         before = np.concatenate([[0], self._ends[: sizes[rank] - 1]])
         self._places = before + _with_room(sizes[:rank], sizes[rank])
         self._all = int(self._ends[-1])
+        self._plenty = self._all + self._least * self._ranks
+        """Places from which on a full step leaves enough for another one."""
 
     def mine(self, width: int) -> NDArray[np.int64]:
         """Return this rank's places, ascending, of a step that takes `width` places."""
@@ -70,10 +72,12 @@ class RoundRobin:
 
     def count(self, places: int) -> int:
         """Return how many of the step's first `places` are this rank's."""
-        return int(np.searchsorted(self._places, places))
+        return len(self._places) if places >= self._all else int(np.searchsorted(self._places, places))
 
     def width(self, left: int) -> int:
         """Return how many places the next step takes when `left` are left of the epoch; 0 if it is over."""
+        if left >= self._plenty:
+            return self._all
         if left >= self._all:
             return (left + 1) // 2 if self._shares(left) else self._all
         width = self._last(left)
