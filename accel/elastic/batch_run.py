@@ -56,8 +56,7 @@ _WARM_UP = 4
 """Steps before the first one that is timed."""
 _FIRST_STEPS = 300
 """In which the search for strategies waits until the batch stands."""
-_JUDGED = 2 * WINDOW
-"""Steps before a decision that are timed: it forgets those before them, and some are left out."""
+_JUDGED = 2 * WINDOW  # steps before a decision that are timed: it forgets those before, and some are left out
 _HEARD = 2
 """Steps in which a call is recorded before a larger batch is rehearsed: one of them may measure the noise."""
 _AHEAD = 8
@@ -266,11 +265,12 @@ class BatchRun(Onlooker):
             self._meter.end_step()
         elif self._meter is not None:
             self._meter.skip_step(self._step.samples // self._sampler.num_replicas)
+        is_judged = self._decision_due - self._steps < _JUDGED or self._sampler.num_replicas > 1
         if self.controller is None:
             self._step.end(ends_epoch=self._sampler.steps_left == 0)
-        elif is_usual and not self._exchange_changed(self.controller) and self._decision_due - self._steps < _JUDGED:
-            step = self._step
-            self.controller.timed(step.samples, self.end.at - self._began, step.batches // step.by_loop)
+        elif is_usual and not self._exchange_changed(self.controller) and is_judged:
+            batches = self._step.batches // self._step.by_loop
+            self.controller.timed(self._step.samples, self.end.at - self._began, batches)
         if self._steps >= self._decision_due and not self._is_busy:
             self._decide() if self._planned is None else self._rehearse(self._planned)
 

@@ -307,8 +307,8 @@ class SamplePosition(Onlooker):
             if self._begins_apart is not None:
                 self._apart[newest] = self._begins_apart
         if self._begins_apart is not None:
-            self._begins_apart = None
             self.sampler.begin_elsewhere(None)
+            self._begins_apart = None
 
 
 def remaining_epochs(loader: Any, total: int) -> Sequence[int]:

@@ -46,7 +46,7 @@ class StepRates:
         if len(optimizers) == len(self._scalers):
             return
         known = {id(optimizer) for optimizer, _ in self._scalers}
-        for optimizer in optimizers:
+        for optimizer in list(optimizers):  # which the run does not keep alive
             if id(optimizer) in known:
                 continue
             scaler = LearningRateScaler(optimizer, self._rule)

@@ -66,7 +66,9 @@ class GradientTap:
         self._arrived.clear()
         return [None if gradient is None else gradient.detach() for gradient in arrived]
 
-    def _arrive(self, number: int, gradient: Tensor) -> None:
+    def _arrive(self, number: int, gradient: Tensor | None) -> None:
+        if gradient is None:  # a function of the user's has returned none
+            return
         # This very tensor is kept: autograd then copies it into `.grad` instead of moving it, and clipping leaves it.
         if number in self._arrived:  # a second pass over the same batch
             gradient = self._arrived[number] + gradient

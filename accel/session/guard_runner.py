@@ -28,6 +28,7 @@ from accel.guard.draws import ReplayedDraws
 from accel.guard.guard import Comparison, Recording, Replayed
 from accel.guard.module_state import ModuleState
 from accel.guard.own_state import WrittenParameters
+from accel.guard.own_step import OwnStep
 from accel.guard.random_states import RandomStates, devices_of
 from accel.guard.watch import Excuse, Watch
 from accel.run import backward
@@ -62,6 +63,10 @@ class GuardRunner:
         self._excuse = Excuse()
         self._plan: Choices | None = None
         self._recording: Recording | None = None
+        self.own_step: OwnStep | None = None
+        """Of the step under way, with which the plan is to be compared before the optimizer changes the weights."""
+        self._agreed: Choices | None = None
+        """A plan that agrees with the step under way itself."""
         self._finding: Comparison | None = None
         self._other_captures: set[str] = set()
         """Strategies that have captured graphs for comparisons alone, in another precision than that of real steps."""
@@ -123,7 +128,21 @@ class GuardRunner:
         if self._learn_written(written):
             return outputs  # what was in the parameters before is gone: the next call is recorded
         self._listen(recording, outputs, before)
+        if self._recording is not None and self._takes_own_step():
+            with contextlib.suppress(Exception):  # arguments that can't be looked through once more
+                self.own_step = OwnStep(self._run.model, recording, (args, kwargs), given, outputs)
+                self.own_step.listen()
         return outputs
+
+    def _takes_own_step(self) -> bool:
+        """Return whether the plan may be compared with the step itself: where it only uses fewer cores.
+
+        That is wanted where others keep these busy, and there a plain call that is made once more takes as long as a
+        step of the loop's. Several ranks replay alike, since a model may exchange values in its call.
+        """
+        plan = self._plan or {}
+        is_alone = self.steps_alone and len(self._run.optimizers) == 1
+        return bool(plan) and is_alone and not self._switchboard.active and self._switchboard.only_frees_cores(plan)
 
     def _listen(self, recording: Recording, outputs: Any, before: set[Any]) -> None:
         """Take a call that was made as the reference; one that has raised can't be."""
@@ -148,8 +167,40 @@ class GuardRunner:
         self._watch.writes_to(new)
         return bool(new)
 
+    def compare_with_own_step(self) -> None:
+        """Compare the plan with the step under way; if it does not agree, it is compared as usual after the step."""
+        own, recording, plan = self._forget_own_step(), self._recording, self._plan
+        if own is None or recording is None or not plan or backward.is_running():
+            return
+        try:
+            computed = own.computed()
+            if computed is None:
+                return
+            with self._untouched(recording), self._state.suspended():
+                candidate = self._replayed(plan, recording, partial(guard.replay, self._run.model))
+                finding = guard.compare(computed, candidate, self._switchboard.exactness(plan))
+        except Exception as error:
+            log.debug("accel: a plan could not be compared with the step itself: %s", error)
+            return
+        if not finding.problem and not finding.unsure:
+            self._agreed = dict(plan)
+            self._note(finding)
+
+    def _forget_own_step(self) -> OwnStep | None:
+        own, self.own_step = self.own_step, None
+        if own is not None:
+            own.close()
+        return own
+
     def check(self, plan: Choices) -> None:
         """Compare a plan with the plain path, in the objects that it touches."""
+        self._forget_own_step()
+        agreed, self._agreed = self._agreed, None
+        if agreed == plan:
+            recording, self._recording = self._recording, None
+            if recording is not None:
+                recording.forget()
+            return
         recording, self._recording = self._recording, None
         if recording is not None:
             recording.forget()
@@ -239,8 +290,8 @@ class GuardRunner:
         """Replay the call under a plan."""
         self._switchboard.switch({})
         recording.modules.restore()
-        self._switchboard.switch(plan)
         try:
+            self._switchboard.switch(plan)
             return replay(self._run.gate.call, recording)
         finally:
             self._switchboard.switch({})  # before attributes are restored: a strategy undoes its own changes
@@ -330,6 +381,8 @@ class GuardRunner:
 
     def call(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make a call, check its outputs, and keep it until its gradients have been checked."""
+        if self.own_step is not None:
+            self._forget_own_step()  # the step's gradients are not those of one call
         if not self._run.gate.wrapped or self._run.device.type != "cpu" or backward.is_running():
             return self._watch.call(call, args, kwargs)
         kept_call = self._blame.begin(args, kwargs)
@@ -427,6 +480,8 @@ class GuardRunner:
     def close(self) -> None:
         """Release the calls that were kept or recorded."""
         self._blame.forget()
+        self._forget_own_step()
+        self._agreed = None
         if self._recording is not None:
             self._recording.forget()
             self._recording = None
