@@ -22,7 +22,7 @@ import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Literal, get_args
 
 from accel.profiler import t_distribution as student
 
@@ -63,6 +63,8 @@ class TrialConfig:
     is not worth the time, in which half of the steps go without it."""
     worth_gain: float = 0.03
     """What looks faster by more than this may take the further looks."""
+    first: Arm = "A"
+    """The arm of the first block; "B" where plain steps are very slow."""
 
     def __post_init__(self) -> None:
         if self.block_steps < 1:
@@ -72,6 +74,8 @@ class TrialConfig:
             raise ValueError(f"looks must be increasing and start at 2 or more, got {looks}")
         if not 0 < self.alpha < 0.5 or not 0 < self.drop_alpha < 0.5:
             raise ValueError(f"alpha and drop_alpha must lie in (0, 0.5), got {self.alpha} and {self.drop_alpha}")
+        if self.first not in get_args(Arm):
+            raise ValueError(f"first must be one of {get_args(Arm)}, got {self.first!r}")
         if self.min_pairs < 2:
             raise ValueError(f"min_pairs must be at least 2, got {self.min_pairs}")
 
@@ -168,9 +172,10 @@ class Trial:
 
     @property
     def arm(self) -> Arm:
-        """The arm whose block comes next: A B B A A B B A …"""
+        """The arm whose block comes next: A B B A A B B A …, or B A A B B A A B …"""
         done = len(self.blocks["A"]) + len(self.blocks["B"])
-        return "AB"[((done + 1) // 2) % 2]  # type: ignore[return-value]
+        arms: tuple[Arm, Arm] = ("A", "B") if self.config.first == "A" else ("B", "A")
+        return arms[((done + 1) // 2) % 2]
 
     def record(self, seconds: Sequence[float]) -> None:
         """Take the step times of one block of the current arm, s; sets `verdict` once it is decided."""

@@ -7,6 +7,8 @@ gain is far above the noise that other processes make, and gone, or a loss, as s
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from accel.search.candidate_trials import CandidateTrials
 from accel.search.experiments import Decisions
 from accel.search.host_load import Before, HostLoad
@@ -35,7 +37,8 @@ class SharedHost(CandidateTrials):
         """Try at length what uses fewer cores, for it is noisy here; only a keep counts.
 
         Neither the budget nor an earlier verdict holds it up: the one is for gains that may not come, the other was
-        found under another load. Only compiling once more for it must be affordable.
+        found under another load. Only compiling once more for it must be affordable. Its trial begins with it: plain
+        steps are slow here, and in a run that ends soon they are all that there is time for.
         """
         for candidate in self._freeing():
             name = candidate.name
@@ -47,7 +50,7 @@ class SharedHost(CandidateTrials):
                 continue
             before = self._neighbours.beside[name] = Before(self.rows[name], name in self._pending)
             self._ledger.withdraw(name)
-            yield from self._try(candidate, self._config.early())
+            yield from self._try(candidate, replace(self._config.early(), first="B"))
             if self._is_interrupted():
                 return
             self._left.forget(name)

@@ -71,7 +71,8 @@ def by_blocks(
     while trial.verdict is None:
         arm = trial.arm
         plan = a if arm == "A" else b
-        looks_early = arm == "B" and not trial.steps["B"] and if_much_slower and config.block_steps >= _FIRST
+        is_first = arm == "B" and bool(trial.steps["A"]) and not trial.steps["B"]
+        looks_early = is_first and if_much_slower and config.block_steps >= _FIRST
         steps = _FIRST if looks_early and not is_drained else config.block_steps
         result = yield from act(Action(plan=plan, steps=steps, settle=0 if arm == last else settle))
         if result is None:
@@ -89,7 +90,8 @@ def by_blocks(
                     return None
                 seconds = seconds + result.seconds
         trial.record(seconds)
-        if trial.verdict is None and arm == "B" and settling + _slower_s(trial, reduce) > limit_s():
+        is_judged = arm == "B" and trial.steps["A"] and trial.verdict is None
+        if is_judged and settling + _slower_s(trial, reduce) > limit_s():
             cost_s = max(0.0, settling) + max(0.0, _slower_s(trial, reduce))
             outcome = _outcome(trial.steps["A"], trial.steps["B"], "refused", reduce)
             return TrialResult(outcome, cost_s, cut_short=True)

@@ -141,6 +141,14 @@ def test_whatever_others_do_the_run_hardly_becomes_longer(spans: list[int], nois
     assert machine.spent_s < 1.01 * machine.plain_s + 0.4 * late_s
 
 
+def test_its_trial_begins_with_it() -> None:
+    machine = Host([0])
+    simulate([threads()], machine, steps=100)
+    (compared,) = [number for number, action in enumerate(machine.actions) if action.check]
+    first, second, third = [action.plan for action in machine.actions[compared + 1 : compared + 4]]
+    assert (first, second, third) == ({"threads": 1}, {}, {})
+
+
 def test_a_wrong_one_is_tried_once() -> None:
     machine = Host([0], wrong=frozenset({"threads"}))
     controller = simulate([threads(), candidate("none")], machine, steps=8000, until_settled=False)

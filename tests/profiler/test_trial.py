@@ -191,3 +191,16 @@ def test_a_large_gain_may_show_after_four_pairs() -> None:
     config = TrialConfig().early()
     assert config.looks == (4, *TrialConfig().looks)
     assert config.early() == config
+
+
+def test_a_trial_may_begin_with_either_arm() -> None:
+    order = {}
+    for first in ("A", "B"):
+        trial, order[first] = Trial(TrialConfig(first=first)), ""
+        while trial.verdict is None:
+            order[first] += trial.arm
+            trial.record([0.02] if trial.arm == "A" else [0.01])
+        assert trial.outcome().gain == pytest.approx(2.0)
+    assert order["A"][:8] == "ABBAABBA" and order["B"][:8] == "BAABBAAB"
+    with pytest.raises(ValueError, match="first must be one of"):
+        TrialConfig(first="C")  # type: ignore[arg-type]
