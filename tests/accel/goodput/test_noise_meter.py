@@ -526,3 +526,27 @@ def test_a_tensor_without_gradients_so_far_is_left_out() -> None:
     found = gradient_vector.denominators([used, unused], [optimizer])
     assert found is not None
     assert (torch.ones(5) / found).tolist() == pytest.approx([1, 1, 1, 0, 0], rel=1e-6)
+
+
+class _WithoutGradient(torch.autograd.Function):
+    """Gives its second input no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        return x * weight
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return gradients[0], None
+
+
+def test_a_tap_takes_a_parameter_that_a_function_gives_no_gradient() -> None:
+    x, weight = (torch.ones(2, requires_grad=True) for _ in range(2))
+    tap = GradientTap([x, weight])
+    tap.install()
+    for _ in range(2):  # a hook that raised would raise in the loop's own backward pass
+        _WithoutGradient.apply(x, weight).sum().backward()
+    own, other = tap.take()
+    tap.remove()
+    assert own is not None and own.tolist() == [2.0, 2.0]
+    assert other is None
