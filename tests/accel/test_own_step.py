@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -14,10 +14,9 @@ from torch.utils.data import DataLoader, TensorDataset
 import accel
 from accel import entry, strategies
 from accel.guard.guard import Comparison
-from accel.run import Run
-from accel.run.gate import Call
 from accel.session.guard_runner import GuardRunner
-from accel.strategies.base import Exactness, Strategy
+from tests.accel.autograd_functions import OneGradient
+from tests.accel.test_guard_no_room import Large
 
 PLAN: dict[str, Any] = {"fewer": None}
 CALLS: list[int] = []
@@ -26,24 +25,11 @@ BY_ITSELF, AS_USUAL = 2, 5
 """Calls of the model: the loop's and the candidate's; or the loop's, and two in each mode, since it draws."""
 
 
-class Fewer(Strategy):
-    """Calls the model as it is."""
+class Fewer(Large):
+    """Calls the model as it is, on fewer cores."""
 
     name = "fewer"
-    summary = "nothing"
-    treats = frozenset()
-    exactness = Exactness.REORDERED
     frees_cores = True
-    act: ClassVar[Callable[[Call], Call]] = staticmethod(lambda call: call)
-
-    def refusal(self, run: Run) -> str:
-        return ""
-
-    def enable(self, run: Run, setting: Any) -> None:
-        run.gate.add(self.name, type(self).act)
-
-    def disable(self, run: Run) -> None:
-        run.gate.remove(self.name)
 
 
 class Net(nn.Module):
@@ -190,21 +176,9 @@ def test_a_call_that_fails_under_it_is_compared_as_usual(loop: Loop, monkeypatch
     assert loop.end().problem == "RuntimeError: of its own"
 
 
-class Half(torch.autograd.Function):
-    """Gives one of its two inputs no gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        return x * weight
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return gradients[0], None
-
-
 def test_a_parameter_that_a_function_gives_no_gradient_breaks_no_backward_pass(loop: Loop) -> None:
     loop.model.weight = nn.Parameter(torch.ones(2))
-    loop.model.forward = lambda x: Half.apply(Net.forward(loop.model, x), loop.model.weight)  # type: ignore[method-assign]
+    loop.model.forward = lambda x: OneGradient.apply(Net.forward(loop.model, x), loop.model.weight)  # type: ignore[method-assign]
     loop.step(*loop.begin())
     finding = loop.end()
     assert (finding.problem, finding.unsure) == ("", "")

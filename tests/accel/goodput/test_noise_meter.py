@@ -28,6 +28,7 @@ from accel.goodput import (
 from accel.goodput.gradient_tap import GradientTap
 from accel.goodput.noise_meter import NoiseMeter
 from accel.goodput.noise_schedule import _AFTERWARDS, _EVENTS_S, OVERHEAD, NoiseSchedule
+from tests.accel.autograd_functions import OneGradient
 from tests.accel.goodput.noise_loops import (
     OPTIMIZERS,
     Kept,
@@ -528,24 +529,12 @@ def test_a_tensor_without_gradients_so_far_is_left_out() -> None:
     assert (torch.ones(5) / found).tolist() == pytest.approx([1, 1, 1, 0, 0], rel=1e-6)
 
 
-class _WithoutGradient(torch.autograd.Function):
-    """Gives its second input no gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        return x * weight
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return gradients[0], None
-
-
 def test_a_tap_takes_a_parameter_that_a_function_gives_no_gradient() -> None:
     x, weight = (torch.ones(2, requires_grad=True) for _ in range(2))
     tap = GradientTap([x, weight])
     tap.install()
     for _ in range(2):  # a hook that raised would raise in the loop's own backward pass
-        _WithoutGradient.apply(x, weight).sum().backward()
+        OneGradient.apply(x, weight).sum().backward()
     own, other = tap.take()
     tap.remove()
     assert own is not None and own.tolist() == [2.0, 2.0]
