@@ -1,11 +1,17 @@
-"""What measuring the gradient noise scale adds to a step, on one replica: loops with and without, in turns.
+"""What measuring the noise scale, and the batch controller, add to a step of one replica: with and without, in turns.
 
-    python -m benchmarks.noise_overhead [--rounds 60] [--record]
+    python -m benchmarks.noise_overhead [--part noise] [--rounds 60] [--record]
 
-Two loops train alike models in one process, one with a `NoiseMeter` that gets all events, in pieces of 0.4 s, A B B A …
-Of a piece the mean step counts, not the median: most steps are not measured, and those that are must weigh in it. The
-ratio is that of neighbouring pieces, with its 95 % interval; beside it how often a step was measured, and what one
-measurement took of the meter's own time. The first measurement, which looks for the way to replay a part, comes before.
+| part | the loop with it | the loop without |
+|---|---|---|
+| `noise` | a `NoiseMeter` that gets all events | batches from a list |
+| `controller` | `accel.optimize(…, max_batch_size=…)` at the loop's own batch: all it does | a `DataLoader` |
+
+Two loops train alike models in one process, in pieces of 0.4 s, A B B A … Of a piece the mean step counts, not the
+median: most steps are not measured, and those that are must weigh in it. The ratio is that of neighbouring pieces, with
+its 95 % interval; beside it how often a step was measured, and what one measurement took of the meter's own time. What
+comes once in a run is left out: the first measurement, which looks for the way to replay a part, and those of the first
+steps, which come sooner.
 """
 
 from __future__ import annotations
@@ -13,13 +19,17 @@ from __future__ import annotations
 import math
 import statistics
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import click
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
 
+import accel
+from accel import strategies
 from accel.goodput.noise_meter import NoiseMeter
 from accel.profiler.trial import interval, winsorised
 from benchmarks.record import Column, Record
@@ -27,24 +37,40 @@ from benchmarks.render import SOURCE, Row
 
 PIECE_S = 0.4
 WARM_UP_S = 3.0
+SETTLED_S = 10.0
+"""Until the controller's first measurements, which come sooner, have been paid for."""
+EPOCH = 1000
+"""Batches."""
+
+
+def _or_none(value: float | None, digits: int) -> str | None:
+    return None if value is None else f"{value:.{digits}f}"
+
 
 RECORD = Record(
     "noise-overhead",
-    "what measuring the gradient noise scale adds to a step",
+    "what measuring the gradient noise scale, and the batch controller, add to a step",
     {
         "model": Column("model, batch and optimizer", "model"),
+        "part": Column("what was added: the noise meter alone, or the whole batch controller", "with"),
         "step_ms": Column("a step without, median of the pieces' means", "step ms", ":.2f"),
         "added": Column(
             "of a step, by the ratio of neighbouring pieces", "added [95 %]", "{added:+.1%} [{low:+.1%}, {high:+.1%}]"
         ),
         "low": Column("lower end of the interval"),
         "high": Column("upper end"),
-        "every": Column("steps for one that was measured", "one step in", ":.0f"),
-        "measuring_ms": Column("the meter's own time in a measured step, median", "measuring ms", ":.2f"),
+        "every": Column(
+            "steps for one that was measured; of the meter alone", "one step in", lambda row: _or_none(row["every"], 0)
+        ),
+        "measuring_ms": Column(
+            "the meter's own time in a measured step, median; of the meter alone",
+            "measuring ms",
+            lambda row: _or_none(row["measuring_ms"], 2),
+        ),
         "rounds": Column("pairs of pieces", "pairs"),
     },
-    key=("model",),
-    head=f"{SOURCE}. Mean steps of pieces of {PIECE_S} s, with and without a meter in turns, in one process.",
+    key=("model", "part"),
+    head=f"{SOURCE}. Mean steps of pieces of {PIECE_S} s, with and without in turns, in one process.",
 )
 
 
@@ -81,108 +107,186 @@ CASES: dict[str, tuple[Callable[[], nn.Module], int, int, Callable[[Any], torch.
 """Name → model, inputs, batch, optimizer."""
 
 
-class Loop:
-    """A training loop, with a meter or without.
+class Loop(ABC):
+    """A training loop.
 
     Args:
         case: one of `CASES`.
-        metered: whether it has one.
     """
 
-    def __init__(self, case: str, metered: bool) -> None:
-        make, features, batch, optimizer = CASES[case]
+    def __init__(self, case: str) -> None:
+        make, self._features, self._batch, optimizer = CASES[case]
         torch.manual_seed(0)
         self._model = make()
         self._optimizer = optimizer(self._model.parameters())
-        self._batches = [(torch.randn(batch, features), torch.randint(0, 10, (batch,))) for _ in range(16)]
-        self.meter = NoiseMeter(self._model, [self._optimizer]) if metered else None
-        self.measuring_s: list[float] = []
+        self._running = self._train()
         self.steps = 0
-        self._steps = self._metered(self.meter) if self.meter is not None else self._bare()
+        self.measuring_s: list[float] = []
+        """The meter's own time in each measured step."""
+
+    @abstractmethod
+    def _train(self) -> Iterator[None]:
+        """Train step by step."""
 
     def piece(self, seconds: float) -> float:
         """Train for so long, and return the mean step, s."""
         began, steps = time.perf_counter(), 0
         while time.perf_counter() - began < seconds:
             for _ in range(4):
-                next(self._steps)
+                next(self._running)
             steps += 4
         self.steps += steps
         return (time.perf_counter() - began) / steps
 
-    def _bare(self) -> Iterator[None]:
+    def count_anew(self) -> None:
+        """Forget the steps so far, which have warmed all up."""
+        self.steps, self.measuring_s = 0, []
+
+    def _backward(self, output: Tensor, y: Tensor) -> None:
+        self._optimizer.zero_grad()
+        nn.functional.cross_entropy(output, y).backward()  # type: ignore[no-untyped-call]
+
+    def _listed(self) -> list[tuple[Tensor, Tensor]]:
+        return [(torch.randn(self._batch, self._features), torch.randint(0, 10, (self._batch,))) for _ in range(16)]
+
+
+class Listed(Loop):
+    """Batches from a list."""
+
+    def _train(self) -> Iterator[None]:
+        batches = self._listed()
         while True:
-            for x, y in self._batches:
-                output = self._model(x)
-                self._optimizer.zero_grad()
-                nn.functional.cross_entropy(output, y).backward()  # type: ignore[no-untyped-call]
+            for x, y in batches:
+                self._backward(self._model(x), y)
                 self._optimizer.step()
                 yield
 
-    def _metered(self, meter: NoiseMeter) -> Iterator[None]:
+
+class Metered(Loop):
+    """The same with a noise meter."""
+
+    def _train(self) -> Iterator[None]:
+        batches, meter = self._listed(), NoiseMeter(self._model, [self._optimizer])
         while True:
-            for x, y in self._batches:
+            for x, y in batches:
                 meter.begin_step()
                 meter.begin_batch(len(x))
-                output = meter.call(self._model, (x,), {}) if meter.wants_call else self._model(x)
-                self._optimizer.zero_grad()
-                nn.functional.cross_entropy(output, y).backward()  # type: ignore[no-untyped-call]
+                self._backward(meter.call(self._model, (x,), {}) if meter.wants_call else self._model(x), y)
                 meter.before_update(self._optimizer)
                 self._optimizer.step()
                 count = meter.noise.measured
                 meter.end_step()
                 if meter.noise.measured > count:
                     self.measuring_s.append(meter.last_cost_s)
+                if meter.refusal:
+                    raise RuntimeError(f"nothing was measured: {meter.refusal}")
                 yield
 
 
-def measure(case: str, rounds: int) -> Row:
-    """Time a case."""
-    bare, metered = Loop(case, metered=False), Loop(case, metered=True)
+class Rows(Dataset[Any]):
+    """Samples that are fetched a batch at a time, so that fetching takes no longer than it must.
+
+    Args:
+        count: of samples.
+        features: of each.
+    """
+
+    def __init__(self, count: int, features: int) -> None:
+        self._x, self._y = torch.randn(count, features), torch.randint(0, 10, (count,))
+
+    def __len__(self) -> int:
+        return len(self._x)
+
+    def __getitems__(self, indices: list[int]) -> tuple[Tensor, Tensor]:
+        return self._x[indices], self._y[indices]
+
+
+class Loaded(Loop):
+    """Batches from a loader."""
+
+    def _loader(self) -> Any:
+        rows = Rows(EPOCH * self._batch, self._features)
+        return DataLoader(rows, self._batch, shuffle=True, collate_fn=_as_it_is)
+
+    def _train(self) -> Iterator[None]:
+        loader = self._loader()
+        while True:
+            for x, y in loader:
+                self._backward(self._model(x), y)
+                self._optimizer.step()
+                yield
+
+
+class Controlled(Loaded):
+    """The same with the batch controller, and no strategies; the batch can't be changed."""
+
+    def _loader(self) -> Any:
+        _, loader, _ = accel.optimize(
+            self._model,
+            super()._loader(),
+            self._optimizer,
+            max_batch_size=self._batch,
+            disable=strategies.names(),
+            cache=False,
+        )
+        return loader
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
+
+
+PARTS: dict[str, tuple[type[Loop], type[Loop], float]] = {
+    "noise": (Listed, Metered, WARM_UP_S),
+    "controller": (Loaded, Controlled, SETTLED_S),
+}
+"""Part → the loop without it, that with it, and what that takes to warm up, s."""
+
+
+def measure(case: str, part: str, rounds: int) -> Row:
+    """Time a case with and without a part."""
+    kind, kind_with, warm_up_s = PARTS[part]
+    bare, laden = kind(case), kind_with(case)
     bare.piece(WARM_UP_S / 3)
-    metered.piece(WARM_UP_S)
-    assert metered.meter is not None
-    if metered.meter.refusal:
-        raise RuntimeError(f"nothing was measured: {metered.meter.refusal}")
-    metered.steps, metered.measuring_s = 0, []
+    laden.piece(warm_up_s)
+    laden.count_anew()
     without: list[float] = []
     logs: list[float] = []
     for turn in range(rounds):
-        order = (bare, metered) if turn % 2 == 0 else (metered, bare)
+        order = (bare, laden) if turn % 2 == 0 else (laden, bare)
         took = {loop: loop.piece(PIECE_S) for loop in order}
         without.append(took[bare])
-        logs.append(math.log(took[metered] / took[bare]))
+        logs.append(math.log(took[laden] / took[bare]))
     logs = winsorised(logs)
     low, high = interval(logs, 0.025)
+    measured = laden.measuring_s
     return {
         "model": case,
+        "part": part,
         "step_ms": 1e3 * statistics.median(without),
         "added": math.expm1(statistics.fmean(logs)),
         "low": math.expm1(low),
         "high": math.expm1(high),
-        "every": metered.steps / max(1, len(metered.measuring_s)),
-        "measuring_ms": 1e3 * statistics.median(metered.measuring_s or [math.nan]),
+        "every": laden.steps / len(measured) if measured else None,
+        "measuring_ms": 1e3 * statistics.median(measured) if measured else None,
         "rounds": rounds,
     }
 
 
 @click.command()
+@click.option("--part", "parts", multiple=True, type=click.Choice(list(PARTS)), help="Only these.")
 @click.option("--rounds", default=60, show_default=True, help="Pairs of pieces for each model.")
 @click.option("--record", is_flag=True, help="Write the figures to benchmarks/results/.")
-def main(rounds: int, record: bool) -> None:
+def main(parts: tuple[str, ...], rounds: int, record: bool) -> None:
     """Measure."""
     torch.set_num_threads(1)
-    rows = []
-    for case in CASES:
-        row = measure(case, rounds)
-        print(
-            f"{case:24} {row['step_ms']:6.2f} ms, added {row['added']:+.1%} [{row['low']:+.1%}, {row['high']:+.1%}], "
-            f"one step in {row['every']:.0f}, measuring {row['measuring_ms']:.2f} ms",
-            flush=True,
-        )
-        rows.append(row)
-    if record:
-        RECORD.write(rows)
+    for part in parts or PARTS:
+        for case in CASES:
+            row = measure(case, part, rounds)
+            added = "{added:+.1%} [{low:+.1%}, {high:+.1%}]".format_map(row)
+            print(f"{part:10} {case:24} {row['step_ms']:6.2f} ms, added {added}", flush=True)
+            if record:
+                RECORD.write([row])
 
 
 if __name__ == "__main__":

@@ -37,6 +37,8 @@ _GROWTH = 2
 """Times the largest batch timed so far, which a batch that is tried may have at most."""
 _PATIENCE = 16, 256
 """Steps until the next decision: after a change, and once nothing has changed for long; doubled each time."""
+_UNKNOWN = 8
+"""While the noise scale is not known, it is asked for again after so much of the run so far."""
 _RETRY = 256
 """Steps until a batch that was tried in vain may be tried again; doubled each time."""
 
@@ -267,9 +269,10 @@ class BatchController:
         own = self._configuration(self._now)
         self._speed.timed(own, self.times.median(own))
         self._complete_last(noise)
-        self.model = fit(self.times, self.model)
         if noise is None or not noise.is_known:
-            return self._decided(step, noise, "the noise scale is not known yet", _PATIENCE[0])
+            patience = min(max(_PATIENCE[0], step // _UNKNOWN), _PATIENCE[1])
+            return self._decided(step, noise, "the noise scale is not known yet", patience)
+        self.model = fit(self.times, self.model)
         self._forget_old_failures(step)
         if step >= self._asked_again and self.shares(settled).steps == 1:  # else it would be taken at once from now on
             self._largest = self._asked_again = math.inf

@@ -349,7 +349,8 @@ class Controller(SharedHost):
             check = dict(self.plan) if self.plan and self.steps >= next_check else None
             preparing = self._preparations.under_way(self._charged)
             steps = 1 if check else self._pace.observe if preparing else self._pace.hold
-            rest = 0 if check or preparing or (self.plan and level.is_open) else self._pace.rest
+            idle = self._pace.rest if self.plan or self._pending else self._pace.idle_rest(step_s)
+            rest = 0 if check or preparing or (self.plan and level.is_open) else idle
             if self._freeing() and not check:
                 steps, most = self._pace.hold_steps(step_s, steps)
                 rest = min(rest, most)

@@ -61,6 +61,14 @@ class Pace:
         steps = min(steps, max(_FEWEST, most))
         return steps, max(0, most - steps)
 
+    def idle_rest(self, step_s: float) -> int:
+        """Return the steps between two measurements while nothing is on or waits: only another loop is looked for.
+
+        Args:
+            step_s: what a step takes, s. Of a short one a measurement is a large part: 50 µs.
+        """
+        return max(self.rest, math.ceil(self.look_s / max(step_s, 1e-6)))
+
     def crowded_rest(self, step_s: float) -> int:
         """Return the steps to wait for a quiet machine, few where they are slow."""
         return max(self.observe, min(self.recheck, int(self.crowded_wait_s / max(step_s, 1e-6))))

@@ -177,6 +177,7 @@ class Session:
     def begin_again(self) -> None:
         """Forget the times of the present action: its steps have another size from now on."""
         self._result.forget_steps()
+        self._wake()
 
     @staticmethod
     def _is_base(action: Action | None) -> bool:

@@ -11,7 +11,7 @@ import pytest
 
 from accel.profiler.trial import TrialConfig
 from accel.search.actions import Action, Result
-from tests.accel.simulation import FAST, INPUT, QUIET, Machine, candidate, simulate, step_of_first
+from tests.accel.simulation import FAST, INPUT, PLAIN_S, QUIET, Machine, candidate, simulate, step_of_first
 
 
 def test_the_known_best_combination_is_found_on_a_noisy_machine() -> None:
@@ -422,6 +422,16 @@ def test_a_finished_plan_is_looked_at_now_and_then_only() -> None:
     assert {action.rest for action in held[:3]} == {0}  # the usual step time is learnt first
     rested = sum(action.rest for action in held)
     assert rested > 0.7 * sum(action.rest + action.steps for action in held)
+
+
+def test_where_nothing_is_on_or_waits_the_loop_is_hardly_looked_at() -> None:
+    """A measured step takes 50 µs: 50 of 200 steps of 0.5 ms added 2.5 %."""
+    machine = Machine(speed={"slow": 0.9}, drift=lambda step: 0.0005 / PLAIN_S)
+    controller = simulate([candidate("slow")], machine, steps=40_000, until_settled=False)
+    held = [action for action in machine.actions if action.settled]
+    assert controller.plan == {} and held
+    rested = sum(action.rest for action in held)
+    assert rested > 0.99 * sum(action.rest + action.steps for action in held)
 
 
 def test_a_plan_that_is_not_faster_as_a_whole_is_undone() -> None:

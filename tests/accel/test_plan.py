@@ -15,6 +15,7 @@ import accel
 from accel import entry, strategies
 from accel.errors import PlanError
 from accel.run import Run
+from accel.search.pace import Pace
 from accel.search.plan import Plan, fingerprint
 from tests.accel.loops import (
     WAIT_S,
@@ -220,8 +221,11 @@ def test_a_plan_without_strategies_leaves_the_loop_as_it_is(only_quick: None) ->
     assert not Quick.on
 
 
-def test_the_run_is_as_long_as_its_steps_however_short_its_epochs_are(only_quick: None) -> None:
+def test_the_run_is_as_long_as_its_steps_however_short_its_epochs_are(
+    only_quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What has waited for the budget is tried once the run is long enough, and most steps are rest."""
+    monkeypatch.setattr(Pace, "idle_rest", lambda self, step_s: self.rest)
     model, loader, optimizer = make()
     model, loader, optimizer = accel.optimize(model, loader, optimizer, disable=("quick",))
     advance(training(model, loader, optimizer), 700)

@@ -114,6 +114,18 @@ def test_pure_noise_and_unknown_noise_keep_the_batch(job: Job) -> None:
         assert set(job.batches) == {32}
 
 
+def test_an_unknown_noise_scale_is_asked_for_ever_more_seldom_and_soon_enough_all_the_same() -> None:
+    job = Job(0.01, 1e-5, None)
+    controller = BatchController(32, 1024)
+    early, late = job.run(controller, 200), job.run(controller, 3800)
+    assert len(early) <= 200 / 16 + 3 and len(late) <= 30
+    unknown = job.step
+    job.noise = interval(1e4)
+    while controller.batch == 32:
+        job.run(controller, 1)
+    assert job.step - unknown <= 256
+
+
 def test_a_growing_noise_scale_lets_the_batch_grow_and_a_falling_one_shrink() -> None:
     job = Job(0.01, 1e-4, interval(300.0))
     controller = BatchController(32, 4096)
