@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import click
 
+from accel.profiler.host import usable_cores
 from benchmarks.record import Column, Record
 from benchmarks.render import Cell, Row, block
 from benchmarks.spread import Spread, extremes
@@ -137,10 +138,11 @@ def table_block(result: Row) -> str:
     """Return the comparison as a table."""
     data = "; ".join(dict.fromkeys(f"{row['job']}: {row['data']}" for row in result["rows"]))
     targets = "; ".join(dict.fromkeys(f"{row['job']}: {row['target']:g} {row['unit']}" for row in result["rows"]))
+    threads = ", ".join(str(count) for count in sorted({row["threads"] for row in result["rows"]}))
     head = (
         f"`{result['command']}`, {result['date']}, {result['machine']}, torch {result['torch']}. {data}. Targets: "
-        f"{targets}, the mean of three evaluations in a row. Time without evaluations, with all that accel does; "
-        "median over the seeds, ratios of pairs, lowest and highest. `x1` is the batch of the loop; the others' "
+        f"{targets}, the mean of three evaluations in a row. Threads of torch: {threads}. Time without evaluations, with "
+        "all that accel does; median over the seeds, ratios of pairs, lowest and highest. `x1` is the batch of the loop; the others' "
         "learning rates are scaled as accel scales them."
     )
     columns: dict[str, Cell] = {
@@ -184,10 +186,11 @@ def as_wanted(found: Comparison) -> bool:
     return is_whole and start.median >= FASTER and best.median >= 1.0  # type: ignore[union-attr]
 
 
-def race(job: str, variants: Sequence[str], seed: int, options: Sequence[str]) -> list[Row]:
+def race(job: str, variants: Sequence[str], seed: int, threads: int, options: Sequence[str] = ()) -> list[Row]:
     """Run variants of one job and seed in turns, and return their rows."""
+    options = [f"--threads={threads}", *options]
     start = ["-m", "benchmarks.turn_clock", str(TURN_S), "to_target.process", job]
-    environ = {"OMP_NUM_THREADS": "1"}
+    environ = {"OMP_NUM_THREADS": str(threads)}
     commands = [Command([*start, name, f"--seed={seed}", *options], environ) for name in variants]
     rows = []
     for name, done in zip(variants, take_turns(commands), strict=True):
@@ -208,7 +211,7 @@ def row_of(outcome: dict[str, Any]) -> Row:
 @click.option("--job", "jobs", multiple=True, type=click.Choice(list(JOBS)), help="Only these jobs.")
 @click.option("--variant", "variants", multiple=True, type=click.Choice(VARIANTS), help="Only these variants.")
 @click.option("--seeds", default=3, show_default=True, help="Runs of each variant.")
-@click.option("--threads", default=1, show_default=True, help="Of torch in each run.")
+@click.option("--threads", default=usable_cores(), show_default="one per core", help="Of torch in each run.")
 @click.option("--short", is_flag=True, help="Targets that are reached in a few seconds: to see whether all works.")
 @click.option("--cpu", is_flag=True, help="Compare processor time, which a busy machine hardly changes.")
 @click.option("--record", is_flag=True, help="Write the figures to benchmarks/results/.")
@@ -225,10 +228,10 @@ def main(
     if record and short:
         raise click.UsageError("--record is for the real targets: leave out --short, got both")
     rows: list[Row] = []
-    options = [f"--threads={threads}", *(["--short"] if short else [])]
+    options = ["--short"] if short else []
     for job in jobs or JOBS:
         for seed in range(seeds):
-            new = race(job, variants or VARIANTS, seed, options)
+            new = race(job, variants or VARIANTS, seed, threads, options)
             rows += new
             if record:
                 RECORD.write(new)

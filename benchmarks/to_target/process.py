@@ -6,7 +6,7 @@
 |---|---|---|
 | `x1` | as the job has it | as the job has it |
 | `x4` | four times that, throughout | by the rule that accel takes for the optimizer, at the job's noise scale |
-| `accel` | `accel.optimize(…, max_batch_size=…)`, its strategies left off by a tiny budget | as accel does |
+| `accel` | `accel.optimize(…, max_batch_size=…)`, all strategies disabled | as accel does |
 | `accel and strategies` | the same, and strategies are searched for by default | as accel does |
 
 The clock runs from the loader's first batch to the evaluation that reaches the target, with all that accel does, and
@@ -29,12 +29,14 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from accel import strategies
 from accel.elastic.scaled_step import scaled_values
 from accel.elastic.scaling_rules import BatchScale, rule_for
+from accel.profiler.host import usable_cores
 from benchmarks.to_target.jobs import JOBS, SHORT, Job, Source, loss
 
 ACCEL: dict[str, dict[str, Any]] = {
-    "accel": {"budget": 0.001},
+    "accel": {"disable": strategies.names()},
     "accel and strategies": {},
 }
 """Arguments of `accel.optimize` by variant, besides the largest batch."""
@@ -204,7 +206,7 @@ def evaluate(job: Job, source: Source, model: nn.Module) -> float:
 @click.argument("name", type=click.Choice(list(JOBS)))
 @click.argument("variant")
 @click.option("--seed", default=0, show_default=True)
-@click.option("--threads", default=1, show_default=True, help="Of torch.")
+@click.option("--threads", default=usable_cores(), show_default="one per core", help="Of torch.")
 @click.option("--target", type=float, help="Another one than the job's.")
 @click.option("--short", is_flag=True, help="A target that is reached in a few seconds.")
 @click.option("--folder", help="Where the data is; default looks for it.")
