@@ -141,9 +141,9 @@ def table_block(result: Row) -> str:
     threads = ", ".join(str(count) for count in sorted({row["threads"] for row in result["rows"]}))
     head = (
         f"`{result['command']}`, {result['date']}, {result['machine']}, torch {result['torch']}. {data}. Targets: "
-        f"{targets}, the mean of three evaluations in a row. Threads of torch: {threads}. Time without evaluations, with "
-        "all that accel does; median over the seeds, ratios of pairs, lowest and highest. `x1` is the batch of the loop; the others' "
-        "learning rates are scaled as accel scales them."
+        f"{targets}, the mean of three evaluations in a row. Threads of torch: {threads}. Time without "
+        "evaluations, with all that accel does; median over the seeds, ratios of pairs, lowest and highest. `x1` is "
+        "the batch of the loop; the others' learning rates are scaled as accel scales them."
     )
     columns: dict[str, Cell] = {
         "job": "{job}",

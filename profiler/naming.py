@@ -2,7 +2,8 @@
 
 Each rule looks for one cause and returns a finding or None. A cause counts if it takes a tenth of the step or more. No
 finding is an answer too: the step takes what the model costs. A verdict is refused with too few steps, on a crowded
-machine (which is then the finding), and when the two largest findings can't be told apart within noise.
+machine (which is then the finding), and when the two largest findings can't be told apart within noise. Neighbours that
+keep a part of the cores busy change no verdict, and are told beside it.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ from accel.profiler.report import Finding
 MIN_STEPS = 20
 CROWDED_WAIT = 0.25
 """Share of the time the training thread waits for a core, above which no other figure is trusted."""
-CROWDED_CORES = 0.3
-"""Share of the cores kept busy by others, above which no other figure is trusted if that delays this run."""
+SHARED_CORES, CROWDED_CORES = 0.3, 0.6
+"""Shares of the cores kept busy by others, if that delays this run: told beside the verdict, and above which no other
+figure is trusted. With 0.5 (one of two cores) nearly all scripts with a fault had the verdict of a quiet machine."""
 THROTTLED = 0.1
 """Share of throttled quota periods, above which a run that waits for a core waits for its own quota."""
 OVERLAP = "two causes overlap within noise"
@@ -52,6 +54,8 @@ class Diagnosis:
     refused: str = ""
     retracted: list[str] = field(default_factory=list)
     """Findings that contradicted the phases, a sentence each."""
+    crowd: Finding | None = None
+    """Others that keep cores busy, or this run's own processes; among `findings` only if no other figure is trusted."""
 
     @property
     def limits(self) -> list[Bottleneck]:
@@ -76,9 +80,9 @@ def diagnose(evidence: Evidence, *, min_steps: int = MIN_STEPS) -> Diagnosis:
     if anatomy.steps < min_steps:
         result.refused = f"{anatomy.steps} steps were seen, {min_steps} are needed"
         return result
-    crowd = _crowded(evidence)
-    if crowd is not None:
-        result.findings = [crowd]
+    result.crowd = _crowded(evidence)
+    if result.crowd is not None and _hides_all(evidence):
+        result.findings = [result.crowd]
         return result
     findings = [f for rule in _RULES if (f := rule(evidence, anatomy)) is not None]
     if any(f.cause == "launch.small_ops" for f in findings):  # the update is part of that
@@ -118,9 +122,8 @@ def refusal(findings: Sequence[Finding], retracted: Sequence[str]) -> str:
 
 def _crowded(evidence: Evidence) -> Finding | None:
     thread, others = evidence.thread, evidence.foreign_cores
-    waits = thread is not None and thread.wait > CROWDED_WAIT
-    occupied = others is not None and others > CROWDED_CORES * evidence.cores and _disturbed(evidence, others)
-    if not waits and not occupied:
+    occupied = _occupied(evidence, SHARED_CORES)
+    if not _waits(evidence) and not occupied:
         return None
     why = []
     if thread is not None:
@@ -133,6 +136,21 @@ def _crowded(evidence: Evidence) -> Finding | None:
     own = not occupied and (others is not None or throttled or evidence.loader.workers > 0)
     name = CROWDS[own]
     return finding(name, thread.wait if thread is not None else 0.0, why, None)
+
+
+def _hides_all(evidence: Evidence) -> bool:
+    """Return whether a crowd leaves no other figure to be trusted; without the thread's times that isn't known."""
+    return evidence.thread is None or _waits(evidence) or _occupied(evidence, CROWDED_CORES)
+
+
+def _waits(evidence: Evidence) -> bool:
+    return evidence.thread is not None and evidence.thread.wait > CROWDED_WAIT
+
+
+def _occupied(evidence: Evidence, share: float) -> bool:
+    """Return whether others keep more than a share of the cores busy, and delay this run."""
+    others = evidence.foreign_cores
+    return others is not None and others > share * evidence.cores and _disturbed(evidence, others)
 
 
 def _disturbed(evidence: Evidence, others: float) -> bool:

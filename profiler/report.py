@@ -164,6 +164,8 @@ class ProfileReport(ReportHead):
     """The class of the first finding; `none` if nothing holds the run back; '' if no verdict was reached."""
     refused: str = ""
     """Why there is no verdict, '' if there is one."""
+    beside: str = ""
+    """Who else kept cores busy, where the verdict stands all the same; '' on a quiet machine."""
     findings: list[Finding] = field(default_factory=list)
     """The largest first."""
     next: list[str] = field(default_factory=list)

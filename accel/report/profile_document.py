@@ -78,6 +78,8 @@ def _phases(report: ProfileReport) -> list[str]:
 def _lead(report: ProfileReport) -> Iterator[Paragraph]:
     if ended := words.ended_text(report):
         yield Paragraph(text=ended, tone="warn")
+    if report.beside:
+        yield Paragraph(text=report.beside, tone="warn")
     yield Paragraph(text=words.run_text(report))
 
 

@@ -478,4 +478,4 @@ class Controller(SharedHost):
 
 
 def _is_crowded(diagnosis: naming.Diagnosis) -> bool:
-    return any(finding.cause == causes.OVERSUBSCRIBED for finding in diagnosis.findings)
+    return diagnosis.crowd is not None and diagnosis.crowd.cause == causes.OVERSUBSCRIBED

@@ -55,9 +55,18 @@ def build_report(evidence: Evidence, diagnosis: Diagnosis) -> ProfileReport:
         host=_host(evidence),
         trace_file=trace.file if trace else "",
         unseen=[*evidence.unseen, *(sentence for sentence in diagnosis.retracted if sentence not in evidence.unseen)],
+        beside=_beside(diagnosis),
     )
     conclude(report, anatomy)
     return report
+
+
+def _beside(diagnosis: Diagnosis) -> str:
+    """Return a sentence on others that keep cores busy, where they are not the finding themselves."""
+    crowd = diagnosis.crowd
+    if crowd is None or crowd in diagnosis.findings:
+        return ""
+    return f"{'; '.join(crowd.why)}: on a quiet machine steps are shorter, and parts of the step have other shares"
 
 
 def _last_steps(evidence: Evidence) -> list[Measurement]:
@@ -250,7 +259,7 @@ def rank_summary(evidence: Evidence, diagnosis: Diagnosis) -> dict[str, Any]:
     return {
         "row": dataclasses.asdict(row(evidence, anatomy)),
         "wait_s": anatomy.shares.get("communication", 0.0) * anatomy.step_s,
-        "crowded": any(finding.cause in CROWDS for finding in diagnosis.findings),
+        "crowded": diagnosis.crowd is not None,
     }
 
 

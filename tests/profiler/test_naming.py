@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from accel.profiler.clocks import facts
+from accel.profiler.conclusion.verdict import build_report
 from accel.profiler.diagnose.causes import CAUSES
 from accel.profiler.diagnose.findings import saving
 from accel.profiler.evidence import (
@@ -400,10 +401,10 @@ QUEUING = ThreadShare(run=0.04, wait=0.12, blocked=0.84)
 @pytest.mark.parametrize(
     ("thread", "others", "threads", "named"),
     [
-        (ASLEEP, 1.2, 2, "input.storage"),
+        (ASLEEP, 1.3, 2, "input.storage"),
         (ASLEEP, 2.0, 2, "input.storage"),
-        (QUEUING, 1.2, 2, "host.oversubscribed"),
-        (RUNNING, 1.2, 2, "host.oversubscribed"),  # the pool's second thread has no core
+        (QUEUING, 1.3, 2, "host.oversubscribed"),
+        (RUNNING, 1.3, 2, "host.oversubscribed"),  # the pool's second thread has no core
         (RUNNING, 0.9, 1, "input.storage"),
     ],
 )
@@ -414,3 +415,17 @@ def test_crowded_cores_refuse_a_verdict_only_where_they_hold_the_run_up(
         phases={"data": 60}, thread=thread, data_thread=ASLEEP, foreign_cores=others, cores=2, threads=threads
     )
     assert diagnose(held).findings[0].cause == named
+
+
+@pytest.mark.parametrize(("others", "is_told"), [(0.5, False), (0.7, True), (1.1, True)])
+def test_a_neighbour_on_one_of_two_cores_changes_no_verdict_and_is_told(others: float, is_told: bool) -> None:
+    """It did: beside one busy process every script was `host.oversubscribed`, whatever was wrong with it."""
+    beside = evidence(
+        phases={"data": 60}, thread=RUNNING, data_thread=RUNNING, foreign_cores=others, cores=2, threads=2
+    )
+    found = diagnose(beside)
+    assert [finding.cause for finding in found.findings] == causes(dataclasses.replace(beside, foreign_cores=0.0))
+    assert (found.crowd is not None) is is_told
+    report = build_report(beside, found)
+    assert report.verdict.startswith(found.findings[0].cause)
+    assert (f"kept {others:.2g} of 2 cores busy" in report.beside) is is_told

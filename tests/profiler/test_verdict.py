@@ -36,7 +36,7 @@ def merged(*ranks: tuple[Evidence, Diagnosis]) -> ProfileReport:
 
 def crowded(of: tuple[Evidence, Diagnosis]) -> tuple[Evidence, Diagnosis]:
     finding = Finding(cause="host.oversubscribed", bottleneck="host", title="", why=[], remedy="", share=0.4)
-    return of[0], Diagnosis(anatomy=of[1].anatomy, findings=[finding])
+    return of[0], Diagnosis(anatomy=of[1].anatomy, findings=[finding], crowd=finding)
 
 
 def test_what_ddp_waits_is_communication_in_every_table() -> None:
