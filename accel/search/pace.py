@@ -13,6 +13,10 @@ _LOOKING = 0.005
 """Share of the time that looks at the host may take."""
 
 
+_IDLE = 10
+"""Times the usual rest, while nothing is on or waits: steps may be longer by then."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Pace:
     """The controller's step counts."""
@@ -67,7 +71,7 @@ class Pace:
         Args:
             step_s: what a step takes, s. Of a short one a measurement is a large part: 50 µs.
         """
-        return max(self.rest, math.ceil(self.look_s / max(step_s, 1e-6)))
+        return max(self.rest, min(math.ceil(self.look_s / max(step_s, 1e-6)), _IDLE * self.rest))
 
     def crowded_rest(self, step_s: float) -> int:
         """Return the steps to wait for a quiet machine, few where they are slow."""

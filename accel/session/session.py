@@ -175,9 +175,10 @@ class Session:
         self._is_left_out = self._state.mode is Mode.MEASURING
 
     def begin_again(self) -> None:
-        """Forget the times of the present action: its steps have another size from now on."""
+        """Forget the times of the present action, and end an idle rest: steps have another size from now on."""
         self._result.forget_steps()
-        self._wake()
+        if self._action is not None and self._action.settled:
+            self._wake()
 
     @staticmethod
     def _is_base(action: Action | None) -> bool:
@@ -201,7 +202,7 @@ class Session:
         self._at_boundary(self._boundary)
 
     def step_passed(self) -> None:
-        """Count a step without measuring it: after the search, 150 of 200 steps."""
+        """Count a step without measuring it: after the search, most steps."""
         TURNS.step(self)
         self._follow_loader()
         self.guard.begin_step()
@@ -297,6 +298,7 @@ class Session:
             self.switchboard.drop_fetching("the loop went on to another loader")
             self.switchboard.close_fetching()
             self._loader.move(successor)
+            self._wake()
 
     def _wake(self) -> None:
         """End the rest early: the controller has news. With several ranks it goes on: they end it together."""

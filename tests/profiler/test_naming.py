@@ -429,3 +429,27 @@ def test_a_neighbour_on_one_of_two_cores_changes_no_verdict_and_is_told(others: 
     report = build_report(beside, found)
     assert report.verdict.startswith(found.findings[0].cause)
     assert (f"kept {others:.2g} of 2 cores busy" in report.beside) is is_told
+
+
+@pytest.mark.parametrize(
+    ("wait", "others", "ranks", "named"),
+    [
+        (0.35, 0.75, 1, "input.cpu"),  # one busy process on two cores
+        (0.50, 1.0, 1, "host.oversubscribed"),  # two
+        (0.35, 0.1, 1, "host.own_processes"),
+        (0.35, 0.75, 2, "host.oversubscribed"),  # the other rank may have been delayed instead
+    ],
+)
+def test_what_a_thread_waits_for_neighbours_hides_less(wait: float, others: float, ranks: int, named: str) -> None:
+    thread = ThreadShare(run=1 - wait, wait=wait, blocked=0.0)
+    beside = evidence(
+        phases={"data": 60},
+        thread=thread,
+        data_thread=RUNNING,
+        foreign_cores=others,
+        cores=2,
+        threads=2,
+        world_size=ranks,
+        local_world_size=ranks,
+    )
+    assert diagnose(beside).findings[0].cause == named
