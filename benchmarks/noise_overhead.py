@@ -127,8 +127,17 @@ class Loop(ABC):
         """The meter's own time in each measured step."""
 
     @abstractmethod
+    def _batches(self) -> Any:
+        """Return the batches of an epoch, to be gone through again and again."""
+
     def _train(self) -> Iterator[None]:
         """Train step by step."""
+        batches = self._batches()
+        while True:
+            for x, y in batches:
+                self._backward(self._model(x), y)
+                self._optimizer.step()
+                yield
 
     def piece(self, seconds: float) -> float:
         """Train for so long, and return the mean step, s."""
@@ -152,27 +161,19 @@ class Loop(ABC):
         self._optimizer.zero_grad()
         nn.functional.cross_entropy(output, y).backward()  # type: ignore[no-untyped-call]
 
-    def _listed(self) -> list[tuple[Tensor, Tensor]]:
-        return [(torch.randn(self._batch, self._features), torch.randint(0, 10, (self._batch,))) for _ in range(16)]
-
 
 class Listed(Loop):
     """Batches from a list."""
 
-    def _train(self) -> Iterator[None]:
-        batches = self._listed()
-        while True:
-            for x, y in batches:
-                self._backward(self._model(x), y)
-                self._optimizer.step()
-                yield
+    def _batches(self) -> Any:
+        return [(torch.randn(self._batch, self._features), torch.randint(0, 10, (self._batch,))) for _ in range(16)]
 
 
-class Metered(Loop):
+class Metered(Listed):
     """The same with a noise meter."""
 
     def _train(self) -> Iterator[None]:
-        batches, meter = self._listed(), NoiseMeter(self._model, [self._optimizer])
+        batches, meter = self._batches(), NoiseMeter(self._model, [self._optimizer])
         while True:
             for x, y in batches:
                 meter.begin_step()
@@ -210,26 +211,18 @@ class Rows(Dataset[Any]):
 class Loaded(Loop):
     """Batches from a loader."""
 
-    def _loader(self) -> Any:
+    def _batches(self) -> Any:
         rows = Rows(EPOCH * self._batch, self._features)
         return DataLoader(rows, self._batch, shuffle=True, collate_fn=_as_it_is)
-
-    def _train(self) -> Iterator[None]:
-        loader = self._loader()
-        while True:
-            for x, y in loader:
-                self._backward(self._model(x), y)
-                self._optimizer.step()
-                yield
 
 
 class Controlled(Loaded):
     """The same with the batch controller, and no strategies; the batch can't be changed."""
 
-    def _loader(self) -> Any:
+    def _batches(self) -> Any:
         _, loader, _ = accel.optimize(
             self._model,
-            super()._loader(),
+            super()._batches(),
             self._optimizer,
             max_batch_size=self._batch,
             disable=strategies.names(),

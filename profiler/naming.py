@@ -30,7 +30,7 @@ SHARED_WAIT = 0.42
 left the shares of the step as they were, two made them wait 0.50."""
 SHARED_CORES, CROWDED_CORES = 0.3, 0.6
 """Shares of the cores kept busy by others, if that delays this run: told beside the verdict, and above which no other
-figure is trusted. Beside a busy process on one of two cores nearly all scripts had the verdict of a quiet machine."""
+figure is trusted. Beside a busy process on one of two cores most scripts had the verdict of a quiet machine."""
 THROTTLED = 0.1
 """Share of throttled quota periods, above which a run that waits for a core waits for its own quota."""
 OVERLAP = "two causes overlap within noise"
