@@ -93,6 +93,7 @@ BLOCKS = (
     Block("docs/gpu.md", "windows", "gpu", gpu.windows_block),
     Block("docs/gpu.md", "assignment", "gpu", gpu.assignment_block),
     Block("docs/gpu.md", "training", "gpu", gpu.training_block),
+    Block("docs/gpu.md", "gradients", "gpu", gpu.gradients_block),
 )
 
 

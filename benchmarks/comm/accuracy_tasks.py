@@ -195,7 +195,7 @@ class Transformer(nn.Module):
 
     def forward(self, codes: Tensor) -> Tensor:
         """Return the scores."""
-        x: Tensor = self.letters(codes) + self.places(torch.arange(codes.shape[1]))
+        x: Tensor = self.letters(codes) + self.places(torch.arange(codes.shape[1], device=codes.device))
         scores: Tensor = self.scores(self.norm(self.layers(x)))
         return scores
 

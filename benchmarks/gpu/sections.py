@@ -50,6 +50,18 @@ def faults() -> Figures:
         yield "summary", summarise(rows)
 
 
+def to_target() -> Figures:
+    """Train two real jobs to a target score: by the user's batch, by larger ones, and by one that accel chooses."""
+    from benchmarks.time_to_accuracy import compare, race
+    from benchmarks.to_target.jobs import JOBS
+
+    rows = []
+    for job in JOBS:
+        rows += race(job, ["x1", "x8", "x32", "accel"], 0, 1, ["--device=cuda"])
+        yield "rows", rows
+        yield "comparison", [row._asdict() for row in compare(rows)]
+
+
 SECTIONS: dict[str, Callable[[], Figures]] = {
     "window_attention": partial(_of, "window_attention"),
     "assignment": partial(_of, "assignment"),
@@ -60,6 +72,7 @@ SECTIONS: dict[str, Callable[[], Figures]] = {
     "copy_overlap": partial(_of, "copy_overlap"),
     "gradient_kernels": partial(_of, "gradient_kernels"),
     "search": search,
+    "to_target": to_target,
     "faults": faults,
 }
 """In the order in which they are worth the time."""

@@ -132,5 +132,19 @@ def training_block(result: Row) -> str:
     return "\n".join(found)
 
 
+def gradients_block(result: Row) -> str:
+    """Return the kernels of gradient compressors."""
+    columns: dict[str, Cell] = {
+        "op": "{op}",
+        "launched µs": _us("ms"),
+        "device µs": lambda row: None if row["device_ms"] is None else _us("device_ms")(row),
+        "share of bandwidth": lambda row: f"{row['roofline']:.0%}" if row["device_ms"] else None,
+        "against": lambda row: ", ".join(f"{name}: {times:.3g}x" for name, times in row["speedup"].items()),
+    }
+    section = result["gradient_kernels"]
+    head = f"`python -m benchmarks.gradient_kernels`, {section['run']}, {result['device']}, torch {result['torch']}."
+    return block(head, columns, [row for row in section["rows"] if "failed" not in row])
+
+
 def _over(rival: str) -> Callable[[Row], str | None]:
     return lambda row: f"{row['speedup'][rival]:.1f}x" if rival in row["speedup"] else None

@@ -122,7 +122,12 @@ def scale_by_hand(optimizer: Optimizer, job: Job, batch: int) -> None:
 
 
 def train(
-    job: Job, source: Source, outcome: Outcome, between: Callable[[], None] = lambda: None, **clocks: Any
+    job: Job,
+    source: Source,
+    outcome: Outcome,
+    between: Callable[[], None] = lambda: None,
+    device: str = "cpu",
+    **clocks: Any,
 ) -> Outcome:
     """Train until the target, or the most samples, or a loss that is not finite.
 
@@ -131,10 +136,12 @@ def train(
         source: its data.
         outcome: names job, variant and seed; returned with the rest.
         between: called between two steps.
+        device: that trains.
         clocks: of the `Stopwatch`.
     """
     torch.manual_seed(outcome.seed)
-    model = job.model(source)
+    model = job.model(source).to(device)
+    source = source._replace(held_out=[(x.to(device), y.to(device)) for x, y in source.held_out])
     optimizer = job.optimizer(model)
     loader, close = _prepared(job, source, outcome, model, optimizer)
     due = job.every
@@ -142,7 +149,7 @@ def train(
     while True:
         for x, y in loader:
             optimizer.zero_grad()
-            step_loss = loss(model, x, y)
+            step_loss = loss(model, x.to(device), y.to(device))
             step_loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             outcome.steps += 1
@@ -183,6 +190,8 @@ def _prepared(
 
 def _judged(job: Job, source: Source, model: nn.Module, outcome: Outcome, watch: Stopwatch, batch: int) -> bool:
     """Evaluate, and return whether the run ends here."""
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.synchronize()  # the steps so far are to be in the time
     outcome.seconds, outcome.cpu_s = watch.read()
     outcome.batch = batch
     score = watch.without(lambda: evaluate(job, source, model))
@@ -207,6 +216,7 @@ def evaluate(job: Job, source: Source, model: nn.Module) -> float:
 @click.argument("variant")
 @click.option("--seed", default=0, show_default=True)
 @click.option("--threads", default=usable_cores(), show_default="one per core", help="Of torch.")
+@click.option("--device", default="cpu", show_default=True, help="That trains.")
 @click.option("--target", type=float, help="Another one than the job's.")
 @click.option("--short", is_flag=True, help="A target that is reached in a few seconds.")
 @click.option("--folder", help="Where the data is; default looks for it.")
@@ -218,6 +228,7 @@ def main(
     variant: str,
     seed: int,
     threads: int,
+    device: str,
     target: float | None,
     short: bool,
     folder: str | None,
@@ -230,7 +241,7 @@ def main(
     job = job if target is None else dataclasses.replace(job, target=target)
     source = job.load(folder)
     outcome = Outcome(name, variant, seed, job.target, threads, data=source.name)
-    train(job, source, outcome, between or _go_on)
+    train(job, source, outcome, between or _go_on, device)
     click.echo(json.dumps(dataclasses.asdict(outcome)))
 
 

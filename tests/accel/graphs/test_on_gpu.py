@@ -149,9 +149,12 @@ def test_attention_draws_its_dropout_as_eager_calls_do(backend: str) -> None:
     drawn_alike(attend, torch.randn(2, 4, 128, 64, device="cuda", dtype=torch.bfloat16), [])
 
 
-def test_a_librarys_model_draws_its_dropout_as_eager_calls_do() -> None:
+def test_a_librarys_model_draws_its_dropout_as_eager_calls_do(request: pytest.FixtureRequest) -> None:
     """It may take another path while a stream is captured, as those of transformers look for that."""
     transformers = pytest.importorskip("transformers")
+    if tuple(int(part) for part in transformers.__version__.split(".")[:2]) < (5, 23):
+        reason = "these make a mask while a stream is captured, and attention takes another kernel"
+        request.applymarker(pytest.mark.xfail(reason=reason))
     sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 128}
     model = transformers.BertForMaskedLM(transformers.BertConfig(vocab_size=256, **sizes)).cuda().train()
 
