@@ -142,11 +142,13 @@ def agreement(row: Row) -> str:
     """Return how many of the repeated runs named the same first cause, quiet and half-busy; '' if there were none."""
     if row.stability is None:
         return ""
+    seen = row.stability
     quiet, half_busy = (
-        f"{row.stability.agreeing(causes)} of {len(causes)}"
-        for causes in (row.stability.quiet, row.stability.half_busy)
+        f"{count} of {len(causes)}"
+        for count, causes in zip(seen.agreeing, (seen.quiet, seen.half_busy), strict=True)
     )
-    others = ", ".join(f"{cause} {count}x" for cause, count in row.stability.others().items())
+    half_busy += f" `{seen.beside}`" if seen.beside else ""
+    others = ", ".join(f"{cause} {count}x" for cause, count in seen.others().items())
     return f"{quiet}, half-busy {half_busy}" + (f" ({others})" if others else "") + ("" if row.is_stable else " ✗")
 
 

@@ -163,6 +163,8 @@ def _disturbed(evidence: Evidence, others: float) -> bool:
     thread = evidence.thread
     if thread is None or thread.wait >= WORTH:
         return True
+    if evidence.world_size > 1:  # a rank that sleeps may do so for one whose core was taken
+        return evidence.local_world_size * evidence.threads + others > evidence.cores
     # The pool's threads are not measured. A training thread that mostly sleeps leaves them little to do.
     return thread.blocked < 0.5 and evidence.threads + others > evidence.cores
 

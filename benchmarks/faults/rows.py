@@ -67,24 +67,30 @@ class Stability:
     quiet: list[str]
     half_busy: list[str]
     """While other processes kept half of the cores busy."""
+    beside: str = ""
+    """The cause to be named then, where that is another one."""
 
     @property
     def cause(self) -> str:
         """The one that came most often on the quiet machine; of two the earlier."""
         return Counter(self.quiet).most_common(1)[0][0]
 
-    def agreeing(self, causes: Sequence[str]) -> int:
-        """Return how many of the runs named it."""
-        return sum(cause == self.cause for cause in causes)
+    @property
+    def agreeing(self) -> tuple[int, int]:
+        """How many of the quiet runs named it, and how many of the others what is to be named then."""
+        return self.quiet.count(self.cause), self.half_busy.count(self.beside or self.cause)
 
     @property
     def share(self) -> float:
-        """Of the runs that named it: the lesser one of both kinds of run."""
-        return min(self.agreeing(causes) / len(causes) for causes in (self.quiet, self.half_busy))
+        """Of the runs that agree: the lesser one of both kinds of run."""
+        quiet, half_busy = self.agreeing
+        return min(quiet / len(self.quiet), half_busy / len(self.half_busy))
 
     def others(self) -> dict[str, int]:
         """Return what the other runs named, and how often."""
-        return dict(Counter(cause or "no verdict" for cause in (*self.quiet, *self.half_busy) if cause != self.cause))
+        quiet = [cause for cause in self.quiet if cause != self.cause]
+        half_busy = [cause for cause in self.half_busy if cause != (self.beside or self.cause)]
+        return dict(Counter(cause or "no verdict" for cause in quiet + half_busy))
 
 
 @dataclass(frozen=True)
@@ -213,13 +219,16 @@ def _rival_figures(name: str, rows: Sequence[Row]) -> dict[str, int]:
 
 def merged(recorded: Sequence[dict[str, Any]], rows: Sequence[Row]) -> list[Row]:
     """Return recorded rows with those of the cases that were run again in their places; what was not asked again, of
-    rivals or by repeated runs, stays."""
+    rivals, remedies or by repeated runs, stays."""
     new = {row.case.name: row for row in rows}
     result = []
     for held in recorded:
         old = row_of(held)
         row = new.pop(old.case.name, old)
-        result.append(replace(row, rivals=row.rivals or old.rivals, stability=row.stability or old.stability))
+        remedy = row.remedy or (None if row.remedy_failed else old.remedy)
+        error = error_of(row.answer, remedy, right=row.right)
+        rivals, stability = row.rivals or old.rivals, row.stability or old.stability
+        result.append(replace(row, remedy=remedy, error=error, rivals=rivals, stability=stability))
     return [*result, *new.values()]
 
 

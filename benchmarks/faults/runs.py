@@ -127,14 +127,15 @@ def profile(case: Case, steps: int) -> Answer:
 
 def repeated(case: Case, steps: int, times: int) -> Stability:
     """Profile a case again and again, on a quiet machine and on a half-busy one in turns: drifts fall on both."""
-    causes: dict[int, list[str]] = {0: [], max(1, usable_cores() // 2): []}
+    cores = usable_cores()
+    half = max(1, cores // 2)
+    causes: dict[int, list[str]] = {0: [], half: []}
     for _ in range(times):
         for others, named in causes.items():
             settle()
             with busy(others):
                 named.append(profile(case, steps).cause)
-    quiet, half_busy = causes.values()
-    return Stability(quiet, half_busy)
+    return Stability(causes[0], causes[half], case.cause_beside(half, cores))
 
 
 def consult(rival: str, case: Case, python: str, steps: int) -> RivalAnswer:

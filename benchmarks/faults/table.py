@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from accel.profiler.diagnose.causes import OVERSUBSCRIBED
+
 Compare = Literal["seconds_per_step", "samples_per_second"]
 
 HEALTHY = "none"
@@ -35,6 +37,19 @@ class Case:
     def bottleneck(self) -> str:
         """The class of the cause: what stands before the dot."""
         return self.cause.partition(".")[0]
+
+    def cause_beside(self, others: int, cores: int) -> str:
+        """Return the cause to be named beside other busy processes, '' for the same as without.
+
+        Args:
+            others: processes that each keep a core busy.
+            cores: of the machine.
+        """
+        if self.ranks > 1 and self.ranks + others > cores:
+            return OVERSUBSCRIBED  # ranks wait for whoever has no core: it can't be told who is slow by itself
+        if self.cause == "compute.threads" and cores - others == 1:
+            return HEALTHY  # there is no core for a second thread
+        return ""
 
     @property
     def healthy(self) -> bool:

@@ -12,8 +12,9 @@ from accel.profiler.report import Finding, Saving
 HANDOVER_S = 0.5e-3
 """Handing a batch over from a worker process takes this long: a loop that needed 0.15 ms took 0.78 ms with one."""
 _ASLEEP = 0.4
-"""Share of the wait spent asleep from which the cause is storage. Each of many short reads wakes the thread, which
-takes time on a core: with reads of 0.2 ms and nothing else it was 46 to 85 % asleep, depending on the load then."""
+"""Share of the wait spent asleep from which the cause is storage, waiting for a core left out. Each of many short reads
+wakes the thread, which takes time on a core: with reads of 0.2 ms and nothing else it was 46 to 85 % asleep, depending
+on the load then."""
 _WHERE = {
     "loss": "between the forward and the backward pass, where the clock of the loss runs",
     "host": "between the backward pass and the update",
@@ -65,7 +66,7 @@ def loader(evidence: Evidence, anatomy: Anatomy) -> Finding | None:
     if thread is not None:
         why.append(f"meanwhile the training thread is {thread_text(thread)}")
     why += top_lines(evidence, ["data"])
-    blocked = thread is not None and thread.blocked >= _ASLEEP
+    blocked = thread is not None and _asleep(thread) >= _ASLEEP
     if not blocked and share * anatomy.step_s < HANDOVER_S:
         why.append(f"handing a batch over from a worker process takes some {HANDOVER_S * 1e3:.1g} ms, which is more")
         return dataclasses.replace(finding("input.cpu", share, why, predicted), remedy=WHOLE_BATCHES, strategy="")
@@ -88,7 +89,12 @@ def _from_workers(evidence: Evidence, share: float, why: list[str], predicted: S
     )
     why.append(f"{len(shares)} workers are {thread_text(mean)}")
     # While the loop waits, all work has been handed out: a worker that sleeps does so inside its task.
-    return finding("input.worker_storage" if mean.blocked >= 0.5 else "input.workers", share, why, predicted)
+    return finding("input.worker_storage" if _asleep(mean) >= 0.5 else "input.workers", share, why, predicted)
+
+
+def _asleep(thread: ThreadShare) -> float:
+    """Return the share of the time asleep, as if no other process had been on its core."""
+    return thread.blocked / (thread.run + thread.blocked) if thread.blocked else 0.0
 
 
 def iterator(evidence: Evidence, anatomy: Anatomy) -> Finding | None:

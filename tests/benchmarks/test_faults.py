@@ -390,7 +390,7 @@ def test_rival_that_fails_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     assert told.failed.startswith("FileNotFoundError")
 
 
-def test_cases_run_again_replace_their_recorded_rows_and_keep_the_rivals() -> None:
+def test_cases_run_again_replace_their_recorded_rows_and_keep_what_was_not_asked() -> None:
     timing = fault_rows.Timing(260, 0.02, 100.0)
     fixed = fault_rows.Timing(260, 0.01, 200.0)
     remedy = fault_rows.remedy_of([timing] * 2, [fixed] * 2, "seconds_per_step")
@@ -402,7 +402,9 @@ def test_cases_run_again_replace_their_recorded_rows_and_keep_the_rivals() -> No
     recorded = json.loads(json.dumps([dataclasses.asdict(row) for row in (old, control)]))
 
     assert fault_rows.merged(recorded, []) == [old, control]
-    assert fault_rows.merged(recorded, [again]) == [dataclasses.replace(again, rivals=rivals), control]
+    assert fault_rows.merged(recorded, [again]) == [dataclasses.replace(again, rivals=rivals, remedy=remedy), control]
+    failed = dataclasses.replace(again, remedy_failed="exit status 1")
+    assert fault_rows.merged(recorded, [failed])[0].remedy is None
 
 
 # The same cause each time
@@ -415,7 +417,7 @@ def stability(quiet: list[str], half_busy: list[str]) -> fault_rows.Stability:
 def test_runs_agree_with_the_commonest_cause_of_the_quiet_machine() -> None:
     seen = stability(["input.cpu"] * 19 + [""], ["input.cpu"] * 17 + ["host.oversubscribed"] * 3)
     assert seen.cause == "input.cpu"
-    assert [seen.agreeing(causes) for causes in (seen.quiet, seen.half_busy)] == [19, 17]
+    assert seen.agreeing == (19, 17)
     assert seen.share == pytest.approx(0.85)
     assert seen.others() == {"no verdict": 1, "host.oversubscribed": 3}
 
@@ -424,6 +426,28 @@ def test_runs_agree_with_the_commonest_cause_of_the_quiet_machine() -> None:
 def test_nineteen_of_twenty_are_stable(others: int, stable: bool) -> None:
     seen = stability(["input.storage"] * 20, ["input.storage"] * (20 - others) + ["none"] * others)
     assert dataclasses.replace(row("input_storage", "input.storage"), stability=seen).is_stable is stable
+
+
+@pytest.mark.parametrize(
+    ("name", "others", "cores", "cause"),
+    [
+        ("one_thread", 1, 2, "none"),
+        ("one_thread", 2, 4, ""),
+        ("straggler", 1, 2, "host.oversubscribed"),
+        ("healthy_ddp", 2, 4, ""),
+        ("input_cpu", 1, 2, ""),
+    ],
+)
+def test_what_is_to_be_named_beside_neighbours(name: str, others: int, cores: int, cause: str) -> None:
+    assert CASES[name].cause_beside(others, cores) == cause
+
+
+def test_another_cause_is_right_beside_neighbours() -> None:
+    seen = fault_rows.Stability(["compute.threads"] * 2, ["none", "compute.threads"], "none")
+    assert (seen.agreeing, seen.share) == ((2, 1), 0.5)
+    assert seen.others() == {"compute.threads": 1}
+    shown = fault_matrix.agreement(dataclasses.replace(row("one_thread", "compute.threads"), stability=seen))
+    assert shown == "2 of 2, half-busy 1 of 2 `none` (compute.threads 1x) ✗"
 
 
 def test_repeated_runs_are_quiet_and_half_busy_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:

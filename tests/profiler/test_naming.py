@@ -97,6 +97,8 @@ def test_a_healthy_run_has_no_cause() -> None:
         ({"phases": {"data": 20}, "data_thread": RUNNING}, "input.cpu"),
         ({"phases": {"data": 20}, "data_thread": ASLEEP}, "input.storage"),
         ({"phases": {"data": 20}, "data_thread": ThreadShare(run=0.52, wait=0.02, blocked=0.46)}, "input.storage"),
+        # beside a busy process, which shares the core of what runs
+        ({"phases": {"data": 20}, "data_thread": ThreadShare(run=0.32, wait=0.34, blocked=0.34)}, "input.storage"),
         ({"phases": {"data": 20}, "data_thread": RUNNING, "collate_share": 0.8}, "input.collate"),
         (
             {"phases": {"data": 20}, "loader": LoaderFacts(kind="DataLoader", workers=2), "workers": [worker(RUNNING)]},
@@ -413,6 +415,22 @@ def test_crowded_cores_refuse_a_verdict_only_where_they_hold_the_run_up(
 ) -> None:
     held = evidence(
         phases={"data": 60}, thread=thread, data_thread=ASLEEP, foreign_cores=others, cores=2, threads=threads
+    )
+    assert diagnose(held).findings[0].cause == named
+
+
+@pytest.mark.parametrize(("cores", "named"), [(2, "host.oversubscribed"), (4, "communication.exposed")])
+def test_a_rank_that_sleeps_may_wait_for_one_whose_core_was_taken(cores: int, named: str) -> None:
+    """Beside one busy process the healthy rank of a straggler said that the link was slow."""
+    asleep = ThreadShare(run=0.25, wait=0.05, blocked=0.7)
+    held = evidence(
+        thread=asleep,
+        foreign_cores=0.4 * cores,
+        cores=cores,
+        threads=1,
+        world_size=2,
+        local_world_size=2,
+        ddp_wait_share=0.6,
     )
     assert diagnose(held).findings[0].cause == named
 
