@@ -144,8 +144,7 @@ def agreement(row: Row) -> str:
         return ""
     seen = row.stability
     quiet, half_busy = (
-        f"{count} of {len(causes)}"
-        for count, causes in zip(seen.agreeing, (seen.quiet, seen.half_busy), strict=True)
+        f"{count} of {len(causes)}" for count, causes in zip(seen.agreeing, (seen.quiet, seen.half_busy), strict=True)
     )
     half_busy += f" `{seen.beside}`" if seen.beside else ""
     others = ", ".join(f"{cause} {count}x" for cause, count in seen.others().items())
