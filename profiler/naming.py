@@ -25,12 +25,15 @@ from accel.profiler.report import Finding
 MIN_STEPS = 20
 CROWDED_WAIT = 0.25
 """Share of the time the training thread waits for a core, above which no other figure is trusted."""
-SHARED_WAIT = 0.42
-"""The same where others are the reason: one busy process on two cores made threads wait 0.31 to 0.38 of the time and
-left the shares of the step as they were, two made them wait 0.50."""
 SHARED_CORES, CROWDED_CORES = 0.3, 0.6
 """Shares of the cores kept busy by others, if that delays this run: told beside the verdict, and above which no other
 figure is trusted. Beside a busy process on one of two cores most scripts had the verdict of a quiet machine."""
+CROWDED_TOGETHER = 0.88
+"""Share of the cores held by others plus share of the time waited for one, above which no other figure is trusted. One
+busy process on two cores: 0.66 to 0.79, and the shares of the step were as without it; two: 0.95 to 1.01."""
+WORTH_BESIDE = 0.15
+"""Least share of a finding beside such neighbours: what a healthy script's loader takes was 0.07 of a step without a
+busy process, and 0.09 to 0.11 beside one. The faults of the matrix were 0.2 and more."""
 THROTTLED = 0.1
 """Share of throttled quota periods, above which a run that waits for a core waits for its own quota."""
 OVERLAP = "two causes overlap within noise"
@@ -87,7 +90,8 @@ def diagnose(evidence: Evidence, *, min_steps: int = MIN_STEPS) -> Diagnosis:
     if result.crowd is not None and _hides_all(evidence):
         result.findings = [result.crowd]
         return result
-    findings = [f for rule in _RULES if (f := rule(evidence, anatomy)) is not None]
+    least = 0.0 if result.crowd is None else WORTH_BESIDE
+    findings = [f for rule in _RULES if (f := rule(evidence, anatomy)) is not None and f.share >= least]
     if any(f.cause == "launch.small_ops" for f in findings):  # the update is part of that
         findings = [f for f in findings if f.cause != "optimizer.update"]
     findings, result.retracted = consistency.check(findings, PhaseShares.of_anatomy(anatomy))
@@ -145,7 +149,9 @@ def _hides_all(evidence: Evidence) -> bool:
     """Return whether a crowd leaves no other figure to be trusted; several ranks also wait for whoever it delays."""
     if evidence.thread is None or evidence.world_size > 1 or _occupied(evidence, CROWDED_CORES):
         return True
-    return evidence.thread.wait > (SHARED_WAIT if _occupied(evidence, SHARED_CORES) else CROWDED_WAIT)
+    if _occupied(evidence, SHARED_CORES):
+        return evidence.thread.wait + (evidence.foreign_cores or 0.0) / evidence.cores > CROWDED_TOGETHER
+    return evidence.thread.wait > CROWDED_WAIT
 
 
 def _waits(evidence: Evidence) -> bool:

@@ -449,11 +449,20 @@ def test_a_neighbour_on_one_of_two_cores_changes_no_verdict_and_is_told(others: 
     assert (f"kept {others:.2g} of 2 cores busy" in report.beside) is is_told
 
 
+def test_a_small_cause_is_not_told_beside_a_neighbour() -> None:
+    quiet = evidence(phases={"data": 1.2}, data_thread=RUNNING, cores=2, threads=2)
+    assert causes(quiet) == ["input.cpu"]
+    assert not causes(dataclasses.replace(quiet, foreign_cores=0.75))
+    assert causes(dataclasses.replace(quiet, foreign_cores=0.5)) == ["input.cpu"]
+
+
 @pytest.mark.parametrize(
     ("wait", "others", "ranks", "named"),
     [
         (0.35, 0.75, 1, "input.cpu"),  # one busy process on two cores
-        (0.50, 1.0, 1, "host.oversubscribed"),  # two
+        (0.42, 0.75, 1, "input.cpu"),  # the same, and own workers
+        (0.40, 1.1, 1, "host.oversubscribed"),  # two
+        (0.50, 1.0, 1, "host.oversubscribed"),
         (0.35, 0.1, 1, "host.own_processes"),
         (0.35, 0.75, 2, "host.oversubscribed"),  # the other rank may have been delayed instead
     ],

@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, Dataset
 
 BATCH = 192
 EPOCH = BATCH * 500
+QUARTILES = torch.tensor([0.25, 0.5, 0.75])
 
 
 class Scaled(Dataset[tuple[Tensor, Tensor]]):
@@ -24,7 +25,8 @@ class Scaled(Dataset[tuple[Tensor, Tensor]]):
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         x = self.x[index % 2048]
-        return (x - x.mean()) / x.std(), self.y[index % 2048]
+        low, middle, high = torch.quantile(x, QUARTILES)
+        return (x - middle) / (high - low), self.y[index % 2048]
 
 
 def main() -> None:

@@ -13,6 +13,8 @@ from torch.nn import functional as F
 
 BATCH = 64
 WORDS = 512
+LENGTH = 5000
+"""Words of a sample."""
 
 
 def batches(count: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -22,9 +24,9 @@ def batches(count: int) -> Iterator[tuple[Tensor, Tensor]]:
     for _ in range(count):
         rows, labels = [], []
         for _ in range(BATCH):
-            start = rng.randrange(len(text) - 300)
-            counts = Counter(text[start : start + 300])
-            rows.append([counts[word] / 300 for word in range(WORDS)])
+            start = rng.randrange(len(text) - LENGTH)
+            counts = Counter(text[start : start + LENGTH])
+            rows.append([counts[word] / LENGTH for word in range(WORDS)])
             labels.append(start % 10)
         yield torch.tensor(rows), torch.tensor(labels)
 

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset
 
 BATCH = 32
 EPOCH = BATCH * 500
-LATENCY = 0.0009
+LATENCY = 0.0018
 """Of one read, s."""
 
 
