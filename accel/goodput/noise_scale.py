@@ -11,7 +11,8 @@ Both unknowns follow without bias. They are averaged apart over the steps, and o
 noisy means has no symmetric interval: Fieller's theorem gives one, unbounded above where ‖μ‖² can't be told from 0.
 
 The averages are those of the second half of the run so far. ‖μ‖² falls by orders of magnitude in the first steps: with
-weights that decay, these steps would outweigh hundreds of later ones (φ of 26 where the truth was some 150).
+weights that decay, these steps would outweigh hundreds of later ones (φ of 26 where the truth was some 150). Where the
+second half has few measurements, older ones are taken, but few from the first eighth.
 
 Sources: McCandlish et al., An Empirical Model of Large-Batch Training, 2018 (arXiv 1812.06162), appendix A.1; Qiao et
 al., Pollux, OSDI 2021, section 3.1; Fieller, Some Problems in Interval Estimation, JRSS B 1954.
@@ -181,8 +182,8 @@ class NoiseScale:
     """Average what steps say of the noise, and estimate φ with an interval.
 
     Args:
-        window_samples: samples after which a measurement is dropped; default half of all so far. The last 12
-            measurements stay in any case, and never more than 256.
+        window_samples: samples after which a measurement is dropped, but for the last 12; default half of all so far,
+            but for the last 12, and of those from the first eighth but for the last 6. Never are more than 256 kept.
         confidence: of the interval, in (0, 1); default 0.95.
 
     Attributes:
@@ -236,6 +237,8 @@ class NoiseScale:
         self._kept.append(_Measurement(self._samples, x, y, float(sums.samples)))
         oldest = self._samples / 2 if self._window is None else self._samples - self._window
         while len(self._kept) > _LEAST_KEPT and self._kept[0].at <= oldest:
+            self._kept.popleft()
+        while self._window is None and len(self._kept) > _FEWEST and self._kept[0].at <= self._samples / 8:
             self._kept.popleft()
         if (variance := self.variance) > 0:
             self._signal.add(x * sums.samples / variance)

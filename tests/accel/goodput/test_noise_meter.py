@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -431,6 +432,22 @@ def test_the_first_measurements_are_made_up_for() -> None:
         measured_s += 2e-3
     took_s = _AFTERWARDS * measured_s + _EVENTS_S * steps
     assert 0.9 * 0.03 < took_s / (steps * 1e-3) < 1.01 * 0.03
+
+
+@pytest.mark.parametrize("slow", [{0}, {0, 5, 14, 40}, set(range(0, 400, 5))])
+def test_a_measurement_that_is_slow_once_puts_the_next_one_off_by_little(slow: set[int]) -> None:
+    """A new batch size on a GPU, or a busy machine: a job had the noise scale of its beginning for 750 steps."""
+    schedule, at = NoiseSchedule(), list[int]()
+    for step in range(20_000):
+        if schedule.is_due():
+            schedule.pay(0.3 if len(at) in slow else 5e-3, schedule.usual_s)
+            at.append(step)
+        else:
+            schedule.note_step(5e-3)
+    apart = [later - earlier for earlier, later in itertools.pairwise(at)]
+    assert max(apart) <= 3 * 1.25 * _AFTERWARDS / 0.014
+    if len(slow) < 5:  # the loan lasts: each comes soon after the one before
+        assert all(later <= 1.2 * earlier + 2 for earlier, later in itertools.pairwise(at[:40]))
 
 
 def test_by_default_the_share_is_one_and_a_half_percent() -> None:

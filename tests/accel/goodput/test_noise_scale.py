@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+import itertools
 import json
 import math
 
@@ -130,6 +131,16 @@ def test_window_follows_samples_so_that_a_larger_batch_forgets_in_fewer_steps() 
     assert steps_to_forget(32) == 200
     assert steps_to_forget(128) == 50
     assert steps_to_forget(8192) == 12  # fewer say too little
+
+
+def test_a_few_late_measurements_are_not_outweighed_by_many_of_the_beginning() -> None:
+    noise, batch = NoiseScale(), 16
+    at = [*range(10, 60, 4), *range(800, 5600, 800)]  # 13, and then 6
+    for before, step in itertools.pairwise([0, *at]):
+        squared_norm, trace = 1000.0 / step**1.5, 100.0 / step**0.5  # φ is a tenth of the step
+        sums = NoiseSums(squared_norm + trace / 4, squared_norm + trace / batch, 4, batch)
+        noise.update(sums, (step - before) * batch)
+    assert noise.phi == pytest.approx(4800 / 10, rel=0.7)
 
 
 @pytest.mark.parametrize("apart", [1, 30])
