@@ -13,6 +13,7 @@ _GUARD = ("tests/accel/test_guard.py",)
 _DRAWS = ("tests/accel/test_guard_draws.py", "tests/accel/test_guard.py")
 _SESSION = ("tests/accel/test_own_faults.py", "tests/accel/test_session.py")
 _BATCH = ("tests/accel/elastic/test_controller.py",)
+_NOISE = ("tests/accel/goodput/test_noise_meter.py", "tests/accel/goodput/test_noise_scale.py")
 _CHECKPOINT = ("tests/accel/elastic/test_checkpoint.py",)
 _SAVES = ("tests/accel/elastic/test_save_policy.py",)
 _RATES = ("tests/accel/elastic/test_scaling_rules.py",)
@@ -192,6 +193,30 @@ FAULTS = [
         "accel.elastic.controller:_GROWTH",
         is_now(100),
         _BATCH,
+    ),
+    Fault(
+        "pays_stalls_in_full",
+        "batch size",
+        "waits for what a measurement of the noise took once as if each did",
+        "accel.goodput.noise_schedule:_MOST_TIMES",
+        is_now(1_000_000),
+        _NOISE,
+    ),
+    Fault(
+        "measures_without_end",
+        "batch size",
+        "measures the noise as if measuring cost nothing",
+        "accel.goodput.noise_schedule:_MOST_TIMES",
+        is_now(0),
+        _NOISE,
+    ),
+    Fault(
+        "keeps_the_beginning",
+        "batch size",
+        "lets measurements of the run's beginning outweigh later ones",
+        "accel.goodput.noise_scale:_FEWEST",
+        is_now(12),
+        _NOISE,
     ),
     # Learning rate
     Fault(
