@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader
 import accel
 from accel import entry, strategies
 from accel.errors import PlanError
-from accel.run import Run
 from accel.profiler.host import usable_cores
+from accel.run import Run
 from accel.search.pace import Pace
 from accel.search.plan import Plan, fingerprint
 from tests.accel.loops import (
