@@ -12,7 +12,7 @@ noisy means has no symmetric interval: Fieller's theorem gives one, unbounded ab
 
 The averages are those of the second half of the run so far. ‖μ‖² falls by orders of magnitude in the first steps: with
 weights that decay, these steps would outweigh hundreds of later ones (φ of 26 where the truth was some 150). Where the
-second half has few measurements, older ones are taken, but few from the first eighth.
+second half has few measurements, older ones are taken, too: of the first eighth only to have six.
 
 Sources: McCandlish et al., An Empirical Model of Large-Batch Training, 2018 (arXiv 1812.06162), appendix A.1; Qiao et
 al., Pollux, OSDI 2021, section 3.1; Fieller, Some Problems in Interval Estimation, JRSS B 1954.
@@ -31,7 +31,9 @@ from accel.errors import InvalidArgument
 from accel.profiler import t_distribution as student
 
 _LEAST_KEPT, _MOST_KEPT = 12, 256
-"""Measurements: fewer say little, however old they are; of more, the oldest are dropped."""
+"""Measurements: fewer say little; of more, the oldest are dropped."""
+_LEAST_WITH_FIRST = 6
+"""The same where the oldest is of the run's first eighth: gradients were far longer then."""
 _FEWEST = 6
 """Measurements before the interval is bounded."""
 _ZERO_LEVEL = 0.001
@@ -182,8 +184,8 @@ class NoiseScale:
     """Average what steps say of the noise, and estimate φ with an interval.
 
     Args:
-        window_samples: samples after which a measurement is dropped, but for the last 12; default half of all so far,
-            but for the last 12, and of those from the first eighth but for the last 6. Never are more than 256 kept.
+        window_samples: samples after which a measurement is dropped; default half of all so far. The last 12 stay in
+            any case (by default the last 6, if others are of the run's first eighth), and never more than 256.
         confidence: of the interval, in (0, 1); default 0.95.
 
     Attributes:
@@ -238,7 +240,7 @@ class NoiseScale:
         oldest = self._samples / 2 if self._window is None else self._samples - self._window
         while len(self._kept) > _LEAST_KEPT and self._kept[0].at <= oldest:
             self._kept.popleft()
-        while self._window is None and len(self._kept) > _FEWEST and self._kept[0].at <= self._samples / 8:
+        while self._window is None and len(self._kept) > _LEAST_WITH_FIRST and self._kept[0].at <= self._samples / 8:
             self._kept.popleft()
         if (variance := self.variance) > 0:
             self._signal.add(x * sums.samples / variance)

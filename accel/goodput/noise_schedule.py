@@ -4,9 +4,10 @@
 
 A measurement's cost is what its step took more than the steps around it, and no less than the time spent in the
 measuring code itself; the steps right after it, whose caches are cold, count too. The events of a step that is not
-measured take their part of the share. So measuring takes the agreed share of the run, however slow it is. What a
-measurement takes once, as with the first batch of a size on a GPU or in a stall of the machine, counts only in part:
-the next ones won't, and waiting until it was paid for left a job with the noise scale of its beginning for 750 steps.
+measured take their part of the share. So in the long run measuring takes the agreed share, however slow it is.
+
+What a measurement takes beyond the usual, as with the first batch of a size on a GPU or in a stall of the machine, is
+paid for little by little: waiting for all of it at once left a job with the noise scale of its beginning for 750 steps.
 
 The first measurements come sooner, every other step and then ever more apart: an interval needs some before it says
 anything, the noise scale grows fastest in the beginning, and a batch that is too small costs most while nothing is
@@ -32,8 +33,10 @@ _SOONER, _APART = 48, 1 / 16
 """Measurements at first, and the unmeasured steps between two of them, in those of the run so far."""
 _AT_ONCE, _LOAN = 12, 60
 """The first of them are made at any cost, the others while measuring has taken less than so many steps too much."""
-_LATEST, _MOST_TIMES = 4, 3
-"""A measurement counts as no more than so many times the cheapest of the latest ones."""
+_LATEST, _MOST_TIMES = 5, 3
+"""What is usual: at most so many times the median of the latest measurements."""
+_BY_AND_BY = 1 / 32
+"""Of what was beyond the usual, what is paid for before the next measurement."""
 _SAVED = 12
 """Measurements that come at once, at most, after steps in which none could be made."""
 _AFTERWARDS = 1.15
@@ -76,8 +79,8 @@ class NoiseSchedule:
         self._paid = self._steps = 0
         self._passed = 0
         """Steps since the last measurement."""
-        self._debt_s = 0.0
-        """What measuring has taken beyond its share, as of then."""
+        self._debt_s = self._beyond_s = 0.0
+        """What measuring has usually taken more than its share, as of then, and what was beyond the usual."""
         self.steps_left = _FIRST_STEP
         """Unmeasured steps before the next measurement."""
 
@@ -112,17 +115,24 @@ class NoiseSchedule:
             cost_s: what it took.
             usual_s: an unmeasured step's time; the same on all ranks, as the cost.
         """
-        self._costs.append(cost_s * _AFTERWARDS)
-        most_s = _MOST_TIMES * min(self._costs)
-        cost_s = min(self._costs[-1], most_s)
+        cost_s *= _AFTERWARDS
+        self._costs.append(cost_s)
+        most_s = _MOST_TIMES * statistics.median_low(self._costs)
+        self._beyond_s += max(0.0, cost_s - most_s)
+        cost_s = min(cost_s, most_s)
         self._paid += 1
         self._steps += self._passed + 1
         share_s = max(self._overhead * usual_s - _EVENTS_S, _LEAST * self._overhead * usual_s)
         # By what the ranks have agreed on: by their own times they would measure at different steps.
-        self._debt_s = min(max(0.0, self._debt_s - share_s * self._passed) + cost_s, self._paid * most_s)
+        self._debt_s = max(0.0, self._debt_s - share_s * self._passed) + cost_s
+        if self._debt_s > self._paid * most_s:  # the first ones were beyond what has turned out to be usual
+            self._beyond_s += self._debt_s - self._paid * most_s
+            self._debt_s = self._paid * most_s
         self._passed = 0
+        by_and_by_s = _BY_AND_BY * self._beyond_s
+        self._beyond_s -= by_and_by_s
         factor = _REPAYING if self._debt_s > 1.5 * cost_s else 1.0
-        steps = factor * cost_s / share_s if share_s > 0 else _MOST_STEPS
+        steps = (factor * cost_s + by_and_by_s) / share_s if share_s > 0 else _MOST_STEPS
         apart = max(1, min(math.ceil(steps), _MOST_STEPS)) if math.isfinite(steps) else _MOST_STEPS
         if self._paid < _AT_ONCE or (self._paid < _SOONER and self._debt_s + cost_s <= _LOAN * usual_s):
             apart = min(apart, max(1, round(self._steps * _APART)))
