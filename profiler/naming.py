@@ -3,7 +3,7 @@
 Each rule looks for one cause and returns a finding or None. A cause counts if it takes a tenth of the step or more. No
 finding is an answer too: the step takes what the model costs. A verdict is refused with too few steps, on a crowded
 machine (which is then the finding), and when the two largest findings can't be told apart within noise. Neighbours that
-keep a part of the cores busy change no verdict, and are told beside it.
+keep a part of the cores busy are told beside the verdict, and change none but that small causes are not told.
 """
 
 from __future__ import annotations
@@ -18,19 +18,20 @@ from accel.profiler.diagnose.anatomy import Anatomy
 from accel.profiler.diagnose.causes import CROWDS
 from accel.profiler.diagnose.communication_wait import wait_as_communication
 from accel.profiler.diagnose.consistency import PhaseShares
-from accel.profiler.diagnose.findings import WORTH, finding, thread_text
+from accel.profiler.diagnose.findings import SHARED_CORES, WORTH, finding, thread_text
 from accel.profiler.evidence import Evidence
 from accel.profiler.report import Finding
 
 MIN_STEPS = 20
 CROWDED_WAIT = 0.25
 """Share of the time the training thread waits for a core, above which no other figure is trusted."""
-SHARED_CORES, CROWDED_CORES = 0.3, 0.6
-"""Shares of the cores kept busy by others, if that delays this run: told beside the verdict, and above which no other
-figure is trusted. Beside a busy process on one of two cores most scripts had the verdict of a quiet machine."""
-CROWDED_TOGETHER = 0.88
-"""Share of the cores held by others plus share of the time waited for one, above which no other figure is trusted. One
-busy process on two cores: 0.66 to 0.79, and the shares of the step were as without it; two: 0.95 to 1.01."""
+CROWDED_CORES = 0.6
+"""Share of the cores kept busy by others, if that delays this run, above which no other figure is trusted. Below, from
+`SHARED_CORES` on, they are told beside the verdict."""
+CROWDED_TOGETHER, SHARED_WAIT = 0.88, 0.45
+"""Then, no other figure is trusted where the share of the cores held by others plus that of the time waited for one is
+more than the first, or the latter alone more than the second. One busy process on two cores: 0.66 to 0.79 and 0.31 to
+0.43, and the shares of the step were as without it; two: 0.95 to 1.01, and 0.40 to 0.51."""
 WORTH_BESIDE = 0.15
 """Least share of a finding beside such neighbours: what a healthy script's loader takes was 0.07 of a step without a
 busy process, and 0.09 to 0.11 beside one. The faults of the matrix were 0.2 and more."""
@@ -149,9 +150,10 @@ def _hides_all(evidence: Evidence) -> bool:
     """Return whether a crowd leaves no other figure to be trusted; several ranks also wait for whoever it delays."""
     if evidence.thread is None or evidence.world_size > 1 or _occupied(evidence, CROWDED_CORES):
         return True
+    wait = evidence.thread.wait
     if _occupied(evidence, SHARED_CORES):
-        return evidence.thread.wait + (evidence.foreign_cores or 0.0) / evidence.cores > CROWDED_TOGETHER
-    return evidence.thread.wait > CROWDED_WAIT
+        return wait > SHARED_WAIT or wait + (evidence.foreign_cores or 0.0) / evidence.cores > CROWDED_TOGETHER
+    return wait > CROWDED_WAIT
 
 
 def _waits(evidence: Evidence) -> bool:
@@ -169,10 +171,12 @@ def _disturbed(evidence: Evidence, others: float) -> bool:
     thread = evidence.thread
     if thread is None or thread.wait >= WORTH:
         return True
-    if evidence.world_size > 1:  # a rank that sleeps may do so for one whose core was taken
-        return evidence.local_world_size * evidence.threads + others > evidence.cores
-    # The pool's threads are not measured. A training thread that mostly sleeps leaves them little to do.
-    return thread.blocked < 0.5 and evidence.threads + others > evidence.cores
+    if thread.blocked < 0.5:
+        return evidence.threads + others > evidence.cores
+    # The pool's threads are not measured. A training thread that mostly sleeps leaves them little to do; but a rank may
+    # sleep for another one whose core was taken.
+    ranks = evidence.local_world_size if evidence.device == "cpu" else 1
+    return ranks > 1 and ranks + others > evidence.cores
 
 
 _RULES: tuple[Rule, ...] = (

@@ -33,7 +33,7 @@ from accel.profiler.clocks.settings import TorchSettings
 from accel.profiler.conclusion import judging
 from accel.profiler.diagnose import device_time, one_offs
 from accel.profiler.diagnose.causes import CROWDS
-from accel.profiler.diagnose.findings import collected
+from accel.profiler.diagnose.findings import are_shared, collected
 from accel.profiler.evidence import Evidence, TraceSummary
 from accel.profiler.experiments import suspects
 from accel.profiler.experiments.whatif import ALONE, TOGETHER, Counterfactual, Snapshot, Unchanged, experiment
@@ -286,7 +286,7 @@ class ProfileSession:
 
     def _closed(self, window: Window, steps: int, file: Path | None) -> TraceSummary | None:
         try:
-            summary = window.stop(steps)
+            summary = window.stop(steps, shared=are_shared(self._crowd.cores(), usable_cores()))
             if file is not None:
                 window.export(file)
                 summary.file = file.name

@@ -109,6 +109,8 @@ class Row:
     """Why the remedy could not be tried."""
     stability: Stability | None = None
     """None if it was profiled once."""
+    script: str = ""
+    """Digest of the script that was run; "" where it was not noted."""
 
     @property
     def is_stable(self) -> bool:
@@ -218,17 +220,19 @@ def _rival_figures(name: str, rows: Sequence[Row]) -> dict[str, int]:
 
 
 def merged(recorded: Sequence[dict[str, Any]], rows: Sequence[Row]) -> list[Row]:
-    """Return recorded rows with those of the cases that were run again in their places; what was not asked again, of
-    rivals, remedies or by repeated runs, stays."""
+    """Return recorded rows with those of the cases that were run again in their places.
+
+    What was not asked again, of rivals or by repeated runs, stays. A recorded answer and its remedy stay together where
+    none was raced again, the answer is still right, and the script is still the same.
+    """
     new = {row.case.name: row for row in rows}
     result = []
     for held in recorded:
         old = row_of(held)
         row = new.pop(old.case.name, old)
-        remedy = row.remedy or (None if row.remedy_failed else old.remedy)
-        error = error_of(row.answer, remedy, right=row.right)
-        rivals, stability = row.rivals or old.rivals, row.stability or old.stability
-        result.append(replace(row, remedy=remedy, error=error, rivals=rivals, stability=stability))
+        if row.remedy is None and not row.remedy_failed and row.right and old.remedy and row.script == old.script:
+            row = replace(old, rivals=row.rivals, stability=row.stability)
+        result.append(replace(row, rivals=row.rivals or old.rivals, stability=row.stability or old.stability))
     return [*result, *new.values()]
 
 
@@ -244,5 +248,5 @@ def row_of(held: dict[str, Any]) -> Row:
     rivals = {name: RivalAnswer(**told) for name, told in held["rivals"].items()}
     error = error_of(answer, remedy, right=held["right"])
     stability = Stability(**held["stability"]) if held.get("stability") else None
-    failed = held.get("remedy_failed", "")
-    return Row(Case(**held["case"]), answer, held["right"], remedy, error, rivals, failed, stability)
+    failed, script = held.get("remedy_failed", ""), held.get("script", "")
+    return Row(Case(**held["case"]), answer, held["right"], remedy, error, rivals, failed, stability, script)

@@ -193,4 +193,6 @@ class Plan:
             except RunFailed as error:
                 failed = str(error)
         stability = repeated(case, self.steps, self.repeats) if self.repeats else None
-        return Row(case, answer, right, remedy, error_of(answer, remedy, right=right), rivals, failed, stability)
+        return Row(
+            case, answer, right, remedy, error_of(answer, remedy, right=right), rivals, failed, stability, case.digest
+        )

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from accel.profiler.diagnose.causes import OVERSUBSCRIBED
+from accel.profiler.diagnose.rules_compute import IDLE
 
 Compare = Literal["seconds_per_step", "samples_per_second"]
 
@@ -34,6 +36,11 @@ class Case:
         return Path(__file__).parent / "scripts" / f"{self.name}.py"
 
     @property
+    def digest(self) -> str:
+        """What tells this version of the script from others."""
+        return hashlib.sha256(self.script.read_bytes()).hexdigest()[:12]
+
+    @property
     def bottleneck(self) -> str:
         """The class of the cause: what stands before the dot."""
         return self.cause.partition(".")[0]
@@ -47,8 +54,8 @@ class Case:
         """
         if self.ranks > 1 and self.ranks + others > cores:
             return OVERSUBSCRIBED  # ranks wait for whoever has no core: it can't be told who is slow by itself
-        if self.cause == "compute.threads" and cores - others == 1:
-            return HEALTHY  # there is no core for a second thread
+        if self.cause == "compute.threads" and cores - others - 1 < IDLE * cores:
+            return HEALTHY  # there are too few cores for more threads
         return ""
 
     @property

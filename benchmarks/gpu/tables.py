@@ -27,7 +27,8 @@ def _source(result: Row) -> str:
 
 
 def _found(row: Row) -> str:
-    return "" if row["found"] is None else f"{row['found']:.3g}"
+    spread = " [{:.3g}, {:.3g}]".format(*row["spread"]) if row.get("spread") else ""
+    return "" if row["found"] is None else f"{row['found']:.3g}{spread}"
 
 
 def _judged(row: Row) -> str:

@@ -18,6 +18,13 @@ LEAST_BATCH = 32
 """From which on speed, and not the number of launches, is asked for."""
 _SIGNS: dict[str, Callable[[float, float], bool]] = {">=": operator.ge, "<=": operator.le, ">": operator.gt}
 
+_RATIOS = {
+    "Swin-T training, fused over eager": "fused over eager",
+    "Swin-T training, fused over compile alone": "fused over compile",
+    "Swin-T training, fused and compiled over compile": "both over compile",
+}
+"""Lines whose figure is a median over turns."""
+
 
 def judged(figures: Figures) -> list[Figures]:
     """Return a row for each target; `found` is None where nothing was measured, and `met` where nothing is claimed.
@@ -30,7 +37,15 @@ def judged(figures: Figures) -> list[Figures]:
     for line, sign, asked, unit, found in _lines(figures):
         met = None if found is None or not green else _SIGNS[sign](found, asked)
         rows.append({"line": line, "asked": f"{sign} {asked:.3g}{unit}", "found": found, "met": met})
+        if spread := _spread(figures, line):
+            rows[-1]["spread"] = spread
     return rows
+
+
+def _spread(figures: Figures, line: str) -> list[float]:
+    """Return the least and the most of the turns; nothing where a line has no turns."""
+    ratios: list[float] = figures.get("training", {}).get("speedup", {}).get(_RATIOS.get(line), [])
+    return ratios[1:]
 
 
 def _lines(figures: Figures) -> Iterator[tuple[str, str, float, str, Found]]:

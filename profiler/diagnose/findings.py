@@ -14,6 +14,8 @@ from accel.profiler.trial import interval
 
 WORTH = 0.10
 """Share of the step from which something is called a cause."""
+SHARED_CORES = 0.3
+"""Share of the cores kept busy by others from which on this run shares them."""
 _BESIDE = ("data", "host", "evaluation", "outside")
 """Phases in which a GPU has work only if it was launched before."""
 
@@ -63,6 +65,11 @@ def of_phases(evidence: Evidence, *names: str) -> Saving:
 
 def ms_of(anatomy: Anatomy, share: float) -> str:
     return f"{anatomy.step_s * share * 1e3:.3g} of {anatomy.step_s * 1e3:.3g} ms"
+
+
+def are_shared(foreign_cores: float | None, cores: int) -> bool:
+    """Return whether others keep so many cores busy that waiting for one says little of the run itself."""
+    return foreign_cores is not None and foreign_cores > SHARED_CORES * cores
 
 
 def thread_text(share: ThreadShare | None) -> str:

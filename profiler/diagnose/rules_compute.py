@@ -105,7 +105,7 @@ def double(evidence: Evidence, anatomy: Anatomy) -> Finding | None:
     return finding("compute.float64", share, why, Saving(value=value, low=0.7 * value, high=min(share, 1.2 * value)))
 
 
-_IDLE = 0.4
+IDLE = 0.4
 """Share of idle cores from which more threads are worthwhile: one core of two, less what the system itself takes."""
 
 
@@ -117,7 +117,7 @@ def idle_cores(evidence: Evidence) -> float:
 
 def threads(evidence: Evidence, anatomy: Anatomy) -> Finding | None:
     small = evidence.trace is not None and evidence.trace.small_share >= 0.5
-    if evidence.device != "cpu" or small or anatomy.computing < 0.5 or idle_cores(evidence) < _IDLE * evidence.cores:
+    if evidence.device != "cpu" or small or anatomy.computing < 0.5 or idle_cores(evidence) < IDLE * evidence.cores:
         return None
     why = [f"{evidence.threads} of {evidence.cores} cores compute, {idle_cores(evidence):.2g} are idle"]
     value = anatomy.computing * (1 - evidence.threads / evidence.cores)

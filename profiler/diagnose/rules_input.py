@@ -5,16 +5,24 @@ from __future__ import annotations
 import dataclasses
 
 from accel.profiler.diagnose.anatomy import Anatomy
-from accel.profiler.diagnose.findings import WORTH, finding, ms_of, of_phases, of_share, thread_text, top_lines
+from accel.profiler.diagnose.findings import (
+    WORTH,
+    are_shared,
+    finding,
+    ms_of,
+    of_phases,
+    of_share,
+    thread_text,
+    top_lines,
+)
 from accel.profiler.evidence import Evidence, ThreadShare
 from accel.profiler.report import Finding, Saving
 
 HANDOVER_S = 0.5e-3
 """Handing a batch over from a worker process takes this long: a loop that needed 0.15 ms took 0.78 ms with one."""
 _ASLEEP = 0.4
-"""Share of the wait spent asleep from which the cause is storage, waiting for a core left out. Each of many short reads
-wakes the thread, which takes time on a core: with reads of 0.2 ms and nothing else it was 46 to 85 % asleep, depending
-on the load then."""
+"""Share of the wait spent asleep from which the cause is storage. Each of many short reads wakes the thread, which
+takes time on a core: with reads of 0.2 ms and nothing else it was 46 to 85 % asleep, depending on the load then."""
 _WHERE = {
     "loss": "between the forward and the backward pass, where the clock of the loss runs",
     "host": "between the backward pass and the update",
@@ -66,7 +74,7 @@ def loader(evidence: Evidence, anatomy: Anatomy) -> Finding | None:
     if thread is not None:
         why.append(f"meanwhile the training thread is {thread_text(thread)}")
     why += top_lines(evidence, ["data"])
-    blocked = thread is not None and _asleep(thread) >= _ASLEEP
+    blocked = thread is not None and _own(thread, evidence).blocked >= _ASLEEP
     if not blocked and share * anatomy.step_s < HANDOVER_S:
         why.append(f"handing a batch over from a worker process takes some {HANDOVER_S * 1e3:.1g} ms, which is more")
         return dataclasses.replace(finding("input.cpu", share, why, predicted), remedy=WHOLE_BATCHES, strategy="")
@@ -76,7 +84,7 @@ def loader(evidence: Evidence, anatomy: Anatomy) -> Finding | None:
 def _from_workers(evidence: Evidence, share: float, why: list[str], predicted: Saving) -> Finding:
     shares = [worker.share for worker in evidence.workers]
     thread = evidence.data_thread
-    if thread is not None and thread.run >= 0.5:
+    if thread is not None and _own(thread, evidence).run >= 0.5:
         why.append(f"meanwhile the training thread is {thread_text(thread)}: it does not wait for a worker")
         return finding("input.handover", share, why, predicted)
     if not shares:
@@ -89,12 +97,17 @@ def _from_workers(evidence: Evidence, share: float, why: list[str], predicted: S
     )
     why.append(f"{len(shares)} workers are {thread_text(mean)}")
     # While the loop waits, all work has been handed out: a worker that sleeps does so inside its task.
-    return finding("input.worker_storage" if _asleep(mean) >= 0.5 else "input.workers", share, why, predicted)
+    return finding(
+        "input.worker_storage" if _own(mean, evidence).blocked >= 0.5 else "input.workers", share, why, predicted
+    )
 
 
-def _asleep(thread: ThreadShare) -> float:
-    """Return the share of the time asleep, as if no other process had been on its core."""
-    return thread.blocked / (thread.run + thread.blocked) if thread.blocked else 0.0
+def _own(thread: ThreadShare, evidence: Evidence) -> ThreadShare:
+    """Return a thread's time, without what it waited for cores that others held."""
+    awake = thread.run + thread.blocked
+    if not are_shared(evidence.foreign_cores, evidence.cores) or awake <= 0:
+        return thread
+    return ThreadShare(run=thread.run / awake, wait=0.0, blocked=thread.blocked / awake)
 
 
 def iterator(evidence: Evidence, anatomy: Anatomy) -> Finding | None:
@@ -103,10 +116,10 @@ def iterator(evidence: Evidence, anatomy: Anatomy) -> Finding | None:
         return None
     rows = [row for row in evidence.lines if row.phase in phases and "next batch" in row.tags]
     seconds = sum(row.seconds for row in rows)
-    asleep = sum(row.seconds * row.blocked for row in rows) / seconds
+    off_core = sum(row.seconds * row.blocked for row in rows) / seconds
     most = max(phases, key=lambda phase: anatomy.batches[phase])
     why = [
-        f"the loop makes its batches itself, which takes {ms_of(anatomy, share)}, {asleep:.0%} of it asleep",
+        f"the loop makes its batches itself, which takes {ms_of(anatomy, share)}, {off_core:.0%} of it not on a core",
         *([f"it does so {_WHERE[most]}"] if most in _WHERE else []),
         *top_lines(evidence, phases, "next batch"),
     ]

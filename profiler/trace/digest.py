@@ -18,13 +18,19 @@ _RATED_US = 1.0
 """Least time of a call for a rate: below, the tracing overhead is as large, and a few bytes make GB/s."""
 
 
-def digest(trace: Trace, steps: int) -> TraceSummary:
-    """Return the summary of a window that held `steps` steps."""
+def digest(trace: Trace, steps: int, *, shared: bool = False) -> TraceSummary:
+    """Return the summary of a window that held `steps` steps; `shared` if other processes hold cores."""
     parents = callers(trace.calls)
-    groups = call_groups(trace.calls, parents) if trace.works is None else kernel_groups(trace.calls, trace.works)
+    groups = (
+        call_groups(trace.calls, parents, shared=shared)
+        if trace.works is None
+        else kernel_groups(trace.calls, trace.works)
+    )
     total = sum(group.us for group in groups) or 1.0
     model = (
-        groups if trace.works is not None or not trace.updates else call_groups(_outside(trace.calls, trace.updates))
+        groups
+        if trace.works is not None or not trace.updates
+        else call_groups(_outside(trace.calls, trace.updates), shared=shared)
     )
     computing = sum(group.us for group in model) or 1.0
     # Autocast's own call of an operator has the dtype before the cast; the operator that it calls computes.
@@ -38,7 +44,7 @@ def digest(trace: Trace, steps: int) -> TraceSummary:
         elementwise_share=sum(group.us for group in model if group.kind == "elementwise") / computing,
         operators_ms=None if trace.works is not None else sum(group.us for group in groups) / 1e3 / steps,
         dtypes=_shares((group.dtype, group.us) for group in products),
-        kinds=_kinds(trace, parents) if trace.works is None else {},
+        kinds=_kinds(trace, parents, shared) if trace.works is None else {},
     )
     if trace.works is not None:
         _add_device(summary, trace, steps)
@@ -51,7 +57,7 @@ def _outside(calls: Sequence[OperatorCall], updates: Sequence[tuple[float, float
     return [call for call in calls if not any(start <= call.start < end for start, end in updates)]
 
 
-def _kinds(trace: Trace, parents: Sequence[int]) -> dict[str, dict[str, float]]:
+def _kinds(trace: Trace, parents: Sequence[int], shared: bool) -> dict[str, dict[str, float]]:
     """Return the shares of the kinds of operators, separately for those that autograd's engine calls and the rest."""
     in_engine: dict[int, bool] = {}
     sides: dict[str, list[OperatorCall]] = {"forward": [], "backward": []}
@@ -62,7 +68,9 @@ def _kinds(trace: Trace, parents: Sequence[int]) -> dict[str, dict[str, float]]:
         if not any(start <= call.start < end for start, end in trace.updates):
             sides["backward" if within else "forward"].append(call)
     return {
-        side: _shares((group.kind, group.us) for group in call_groups(calls)) for side, calls in sides.items() if calls
+        side: _shares((group.kind, group.us) for group in call_groups(calls, shared=shared))
+        for side, calls in sides.items()
+        if calls
     }
 
 

@@ -1,8 +1,9 @@
 """Calls and kernels in groups: the same name, the same inputs, one typical time.
 
-An operator's time is its self time: the calls within it are subtracted. A call in which another process took the core
-is not a slow operator, so groups on the host count at their lower quartile: beside a busy process on one of two cores,
-the share of element-wise work in 16 windows of one script was 0.25 to 0.91 by medians, 0.53 to 0.66 by quartiles.
+An operator's time is its self time: the calls within it are subtracted. A group counts at its median, for a call in
+which another process took the core is not a slow operator. Where others hold cores all the time it counts at its lower
+quartile: beside a busy process on one of two cores, the share of element-wise work in 16 windows of three steps of one
+script was 0.25 to 0.91 by medians, and 0.53 to 0.66 by quartiles.
 """
 
 from __future__ import annotations
@@ -71,8 +72,16 @@ def callers(calls: Sequence[OperatorCall]) -> list[int]:
     return parents
 
 
-def call_groups(calls: Sequence[OperatorCall], parents: Sequence[int] | None = None) -> list[CallGroup]:
-    """Return the calls on the host in groups; `parents` as from `callers`, if they are known already."""
+def call_groups(
+    calls: Sequence[OperatorCall], parents: Sequence[int] | None = None, *, shared: bool = False
+) -> list[CallGroup]:
+    """Return the calls on the host in groups.
+
+    Args:
+        calls: of all threads.
+        parents: as from `callers`, if they are known already.
+        shared: other processes hold cores.
+    """
     parents = callers(calls) if parents is None else parents
     own = [call.end - call.start for call in calls]
     delegated = [False] * len(calls)
@@ -89,7 +98,8 @@ def call_groups(calls: Sequence[OperatorCall], parents: Sequence[int] | None = N
         group.times.append(max(us, 0.0))
         # relu delegates everything to clamp_min, sum a hundredth to fill_; for products delegation is known exactly.
         group.computing += not passed_on and (group.kind == "matmul" or 2 * us > call.end - call.start)
-    return _settled(groups.values(), _lower_quartile, lambda group, us: us < _HOST_LAUNCH_US or _is_tiny(group))
+    usual = _lower_quartile if shared else statistics.median
+    return _settled(groups.values(), usual, lambda group, us: us < _HOST_LAUNCH_US or _is_tiny(group))
 
 
 def kernel_groups(calls: Sequence[OperatorCall], works: Sequence[Work]) -> list[CallGroup]:

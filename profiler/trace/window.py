@@ -105,11 +105,12 @@ class Window:
         self._unhook = _before_another(self._give_way)
         self._began_ns = time.time_ns()
 
-    def stop(self, steps: int) -> TraceSummary:
+    def stop(self, steps: int, *, shared: bool = False) -> TraceSummary:
         """Stop recording and return its summary; takes about 10 µs an operator or kernel.
 
         Args:
             steps: how many steps it was open for.
+            shared: other processes hold cores.
 
         Raises:
             WindowTaken: if the script has started a profiler meanwhile.
@@ -136,7 +137,7 @@ class Window:
                 # The host's times would pass for the device's.
                 self.unseen = _NO_KERNELS
                 trace = Trace(window=trace.window, calls=[])
-            return digest(trace, steps)
+            return digest(trace, steps, shared=shared)
 
     def export(self, path: Path) -> None:
         """Write the window as a Chrome trace (chrome://tracing, ui.perfetto.dev): the whole file or none.

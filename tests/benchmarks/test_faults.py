@@ -402,9 +402,11 @@ def test_cases_run_again_replace_their_recorded_rows_and_keep_what_was_not_asked
     recorded = json.loads(json.dumps([dataclasses.asdict(row) for row in (old, control)]))
 
     assert fault_rows.merged(recorded, []) == [old, control]
-    assert fault_rows.merged(recorded, [again]) == [dataclasses.replace(again, rivals=rivals, remedy=remedy), control]
-    failed = dataclasses.replace(again, remedy_failed="exit status 1")
-    assert fault_rows.merged(recorded, [failed])[0].remedy is None
+    assert fault_rows.merged(recorded, [again]) == [dataclasses.replace(again, rivals=rivals), control]
+    right = dataclasses.replace(again, right=True, stability=stability(["input.storage"], ["none"]))
+    assert fault_rows.merged(recorded, [right]) == [dataclasses.replace(old, stability=right.stability), control]
+    other = dataclasses.replace(right, script="another version")
+    assert fault_rows.merged(recorded, [other]) == [dataclasses.replace(other, rivals=rivals), control]
 
 
 # The same cause each time
@@ -432,7 +434,8 @@ def test_nineteen_of_twenty_are_stable(others: int, stable: bool) -> None:
     ("name", "others", "cores", "cause"),
     [
         ("one_thread", 1, 2, "none"),
-        ("one_thread", 2, 4, ""),
+        ("one_thread", 2, 4, "none"),
+        ("one_thread", 1, 4, ""),
         ("straggler", 1, 2, "host.oversubscribed"),
         ("healthy_ddp", 2, 4, ""),
         ("input_cpu", 1, 2, ""),

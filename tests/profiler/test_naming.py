@@ -97,8 +97,6 @@ def test_a_healthy_run_has_no_cause() -> None:
         ({"phases": {"data": 20}, "data_thread": RUNNING}, "input.cpu"),
         ({"phases": {"data": 20}, "data_thread": ASLEEP}, "input.storage"),
         ({"phases": {"data": 20}, "data_thread": ThreadShare(run=0.52, wait=0.02, blocked=0.46)}, "input.storage"),
-        # beside a busy process, which shares the core of what runs
-        ({"phases": {"data": 20}, "data_thread": ThreadShare(run=0.32, wait=0.34, blocked=0.34)}, "input.storage"),
         ({"phases": {"data": 20}, "data_thread": RUNNING, "collate_share": 0.8}, "input.collate"),
         (
             {"phases": {"data": 20}, "loader": LoaderFacts(kind="DataLoader", workers=2), "workers": [worker(RUNNING)]},
@@ -449,6 +447,36 @@ def test_a_neighbour_on_one_of_two_cores_changes_no_verdict_and_is_told(others: 
     assert (f"kept {others:.2g} of 2 cores busy" in report.beside) is is_told
 
 
+WORKERS = LoaderFacts(kind="DataLoader", workers=8)
+
+
+@pytest.mark.parametrize(
+    ("given", "quiet", "beside"),
+    [
+        ({"data_thread": ThreadShare(run=0.32, wait=0.34, blocked=0.34)}, "input.cpu", "input.storage"),
+        # eight workers on two cores wait for each other: the more of them, the less they run
+        (
+            {"loader": WORKERS, "workers": [worker(ThreadShare(run=0.25, wait=0.5, blocked=0.25))] * 8},
+            "input.workers",
+            "input.worker_storage",
+        ),
+        (
+            {
+                "loader": WORKERS,
+                "workers": [worker(RUNNING)],
+                "data_thread": ThreadShare(run=0.4, wait=0.4, blocked=0.2),
+            },
+            "input.workers",
+            "input.handover",
+        ),
+    ],
+)
+def test_waiting_for_cores_that_others_hold_is_left_out(given: dict[str, Any], quiet: str, beside: str) -> None:
+    held = evidence(phases={"data": 20}, cores=2, threads=1, **given)
+    assert causes(held)[0] == quiet
+    assert causes(dataclasses.replace(held, foreign_cores=0.8))[0] == beside
+
+
 def test_a_small_cause_is_not_told_beside_a_neighbour() -> None:
     quiet = evidence(phases={"data": 1.2}, data_thread=RUNNING, cores=2, threads=2)
     assert causes(quiet) == ["input.cpu"]
@@ -463,6 +491,7 @@ def test_a_small_cause_is_not_told_beside_a_neighbour() -> None:
         (0.42, 0.75, 1, "input.cpu"),  # the same, and own workers
         (0.40, 1.1, 1, "host.oversubscribed"),  # two
         (0.50, 1.0, 1, "host.oversubscribed"),
+        (0.50, 0.65, 1, "host.oversubscribed"),  # so long that it is not only theirs
         (0.35, 0.1, 1, "host.own_processes"),
         (0.35, 0.75, 2, "host.oversubscribed"),  # the other rank may have been delayed instead
     ],
