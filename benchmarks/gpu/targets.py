@@ -33,7 +33,7 @@ def judged(figures: Figures) -> list[Figures]:
         figures: of the suite, section by section; sections may be missing, or hold a part of their rows.
     """
     green = figures.get("tests", {}).get("green", False)
-    rows = []
+    rows: list[Figures] = []
     for line, sign, asked, unit, found in _lines(figures):
         met = None if found is None or not green else _SIGNS[sign](found, asked)
         rows.append({"line": line, "asked": f"{sign} {asked:.3g}{unit}", "found": found, "met": met})
