@@ -40,7 +40,9 @@ _PATIENCE = 16, 256
 _UNKNOWN = 8
 """While the noise scale is not known, it is asked for again after so much of the run so far."""
 _RETRY = 256
-"""Steps until a batch that was tried in vain may be tried again; doubled each time."""
+"""Steps until a batch that was tried in vain may be tried again, at most; doubled each time."""
+_RETRY_SOONER = 64, 2
+"""The same at least, and in steps of the run until then: at step 54 a dozen cold steps are no verdict for the next 512."""
 
 _ASKED_AGAIN = 2048
 """Steps until a batch that did not fit into memory is tried again: others may have used it. Doubled each time."""
@@ -308,7 +310,8 @@ class BatchController:
         for tried, (count, since) in list(self._failures.items()):
             if accumulates and self._is_whole(tried):
                 continue  # without that limit the batch that stands would be taken at once
-            if tried in self._timed and step - since >= _RETRY * 2**count:
+            least, times = _RETRY_SOONER
+            if tried in self._timed and step - since >= min(_RETRY * 2**count, max(least, times * since)):
                 self._timed.discard(tried)
                 self.times.forget(tried)
                 self._failures[tried] = (count, math.inf)  # else its new times would be forgotten, too

@@ -14,10 +14,10 @@ from torch.utils.data import DataLoader
 import accel
 from accel import entry, strategies
 from accel.errors import PlanError
-from accel.profiler.host import usable_cores
 from accel.run import Run
 from accel.search.pace import Pace
 from accel.search.plan import Plan, fingerprint
+from accel.strategies.loader_workers import LoaderWorkers
 from tests.accel.loops import (
     WAIT_S,
     Net,
@@ -254,11 +254,11 @@ def test_a_plan_is_taken_over_again_after_the_batches_have_changed(only_quick: N
     assert (report.state, report.plan, report.search_steps) == ("replayed", {"quick": None}, 0)
 
 
-def test_real_strategies_are_taken_over_together() -> None:
+def test_real_strategies_are_taken_over_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LoaderWorkers, "refusal", lambda *_: "")  # on one core, too
     model, _, optimizer = make()
     loader: Any = make_loader(Samples(400), shuffle=False)
-    workers = {"loader_workers": 1} if usable_cores() > 1 else {}  # on one core there is none for them
-    plan = plan_for(model, fused_optimizer="foreach", **workers)
+    plan = plan_for(model, fused_optimizer="foreach", loader_workers=1)
     model, loader, optimizer = accel.optimize(model, loader, optimizer, plan=plan)
     loop = training(model, loader, optimizer)
     numbers = advance(loop, 30)
