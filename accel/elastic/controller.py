@@ -42,7 +42,7 @@ _UNKNOWN = 8
 _RETRY = 256
 """Steps until a batch that was tried in vain may be tried again, at most; doubled each time."""
 _RETRY_SOONER = 64, 2
-"""The same at least, and in steps of the run until then: at step 54 a dozen cold steps are no verdict for the next 512."""
+"""The same at least, and in steps of the run until then: a dozen cold steps at step 54 are no verdict for long."""
 
 _ASKED_AGAIN = 2048
 """Steps until a batch that did not fit into memory is tried again: others may have used it. Doubled each time."""
