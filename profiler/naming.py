@@ -171,11 +171,11 @@ def _disturbed(evidence: Evidence, others: float) -> bool:
     thread = evidence.thread
     if thread is None or thread.wait >= WORTH:
         return True
+    ranks = evidence.local_world_size if evidence.device == "cpu" else 1
     if thread.blocked < 0.5:
-        return evidence.threads + others > evidence.cores
+        return ranks * evidence.threads + others > evidence.cores
     # The pool's threads are not measured. A training thread that mostly sleeps leaves them little to do; but a rank may
     # sleep for another one whose core was taken.
-    ranks = evidence.local_world_size if evidence.device == "cpu" else 1
     return ranks > 1 and ranks + others > evidence.cores
 
 

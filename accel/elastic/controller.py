@@ -311,7 +311,8 @@ class BatchController:
             if accumulates and self._is_whole(tried):
                 continue  # without that limit the batch that stands would be taken at once
             least, times = _RETRY_SOONER
-            if tried in self._timed and step - since >= min(_RETRY * 2**count, max(least, times * since)):
+            sooner = max(least, times * since) if since else math.inf  # 0: of an earlier process
+            if tried in self._timed and step - since >= min(_RETRY * 2**count, sooner):
                 self._timed.discard(tried)
                 self.times.forget(tried)
                 self._failures[tried] = (count, math.inf)  # else its new times would be forgotten, too

@@ -36,7 +36,7 @@ _AT_ONCE, _LOAN = 12, 60
 _LATEST, _MOST_TIMES = 5, 3
 """What is usual: at most so many times the median of the latest measurements."""
 _BY_AND_BY = 1 / 32
-"""Of what was beyond the usual, what is paid for before the next measurement."""
+"""Of what was beyond the usual, what is paid for before the next measurement, and no more than is usual at most."""
 _SAVED = 12
 """Measurements that come at once, at most, after steps in which none could be made."""
 _AFTERWARDS = 1.15
@@ -129,12 +129,16 @@ class NoiseSchedule:
             self._beyond_s += self._debt_s - self._paid * most_s
             self._debt_s = self._paid * most_s
         self._passed = 0
-        by_and_by_s = _BY_AND_BY * self._beyond_s
-        self._beyond_s -= by_and_by_s
-        factor = _REPAYING if self._debt_s > 1.5 * cost_s else 1.0
-        steps = (factor * cost_s + by_and_by_s) / share_s if share_s > 0 else _MOST_STEPS
+        due_s = (_REPAYING if self._debt_s > 1.5 * cost_s else 1.0) * cost_s
+        sooner = self._paid < _AT_ONCE or (self._paid < _SOONER and self._debt_s + cost_s <= _LOAN * usual_s)
+        if not sooner:
+            by_and_by_s = min(_BY_AND_BY * self._beyond_s, most_s)
+            self._beyond_s -= by_and_by_s
+            self._debt_s += by_and_by_s
+            due_s += by_and_by_s
+        steps = due_s / share_s if share_s > 0 else _MOST_STEPS
         apart = max(1, min(math.ceil(steps), _MOST_STEPS)) if math.isfinite(steps) else _MOST_STEPS
-        if self._paid < _AT_ONCE or (self._paid < _SOONER and self._debt_s + cost_s <= _LOAN * usual_s):
+        if sooner:
             apart = min(apart, max(1, round(self._steps * _APART)))
         # Steps in which none could be measured have paid for some that now follow each other.
         self.steps_left = max(1, apart + max(min(self.steps_left, 0), -_SAVED * apart))

@@ -230,7 +230,8 @@ def merged(recorded: Sequence[dict[str, Any]], rows: Sequence[Row]) -> list[Row]
     for held in recorded:
         old = row_of(held)
         row = new.pop(old.case.name, old)
-        if row.remedy is None and not row.remedy_failed and row.right and old.remedy and row.script == old.script:
+        is_as_before = row.right and old.right and row.script == old.script
+        if is_as_before and row.remedy is None and not row.remedy_failed and old.remedy is not None:
             row = replace(old, rivals=row.rivals, stability=row.stability)
         result.append(replace(row, rivals=row.rivals or old.rivals, stability=row.stability or old.stability))
     return [*result, *new.values()]

@@ -405,6 +405,8 @@ def test_cases_run_again_replace_their_recorded_rows_and_keep_what_was_not_asked
     assert fault_rows.merged(recorded, [again]) == [dataclasses.replace(again, rivals=rivals), control]
     right = dataclasses.replace(again, right=True, stability=stability(["input.storage"], ["none"]))
     assert fault_rows.merged(recorded, [right]) == [dataclasses.replace(old, stability=right.stability), control]
+    wrong = json.loads(json.dumps([dataclasses.asdict(dataclasses.replace(old, right=False))]))
+    assert fault_rows.merged(wrong, [right]) == [dataclasses.replace(right, rivals=rivals)]
     other = dataclasses.replace(right, script="another version")
     assert fault_rows.merged(recorded, [other]) == [dataclasses.replace(other, rivals=rivals), control]
 

@@ -433,6 +433,13 @@ def test_a_rank_that_sleeps_may_wait_for_one_whose_core_was_taken(cores: int, na
     assert diagnose(held).findings[0].cause == named
 
 
+def test_ranks_that_work_need_a_core_for_each_of_their_threads() -> None:
+    working = ThreadShare(run=0.85, wait=0.05, blocked=0.1)
+    held = evidence(thread=working, foreign_cores=1.5, cores=4, threads=2, world_size=2, local_world_size=2)
+    assert diagnose(held).findings[0].cause == "host.oversubscribed"
+    assert not causes(dataclasses.replace(held, cores=8))
+
+
 @pytest.mark.parametrize(("others", "is_told"), [(0.5, False), (0.7, True), (1.1, True)])
 def test_a_neighbour_on_one_of_two_cores_changes_no_verdict_and_is_told(others: float, is_told: bool) -> None:
     """It did: beside one busy process every script was `host.oversubscribed`, whatever was wrong with it."""

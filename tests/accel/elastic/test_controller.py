@@ -181,6 +181,16 @@ def test_a_try_that_met_a_busy_moment_is_made_again_later() -> None:
     assert controller.batch == 64
 
 
+def test_what_was_tried_in_vain_is_no_sooner_tried_again_by_the_next_process() -> None:
+    job = Job(1e-4, 1e-3, interval(3000.0))  # twice the samples take twice the time
+    controller = BatchController(32, 4096)
+    job.run(controller, 120)
+    resumed, again = BatchController(32, 4096), Job(1e-4, 1e-3, interval(3000.0))
+    resumed.load_state_dict(json.loads(json.dumps(controller.state_dict())))
+    again.run(resumed, 500)
+    assert set(again.batches) == {32}
+
+
 @pytest.mark.parametrize("slower", [0.4, 3.0])
 def test_times_of_another_batch_are_judged_by_how_fast_the_machine_is_now(slower: float) -> None:
     """A batch of old times once looked better, or worse, than it was: another process had come since, or gone."""

@@ -438,9 +438,10 @@ def test_the_first_measurements_are_made_up_for() -> None:
     ("cost_s", "most_apart"),
     [
         (lambda number: 5e-3, 105),
-        (lambda number: 0.3 if number == 0 else 5e-3, 140),
+        (lambda number: 0.3 if number == 0 else 5e-3, 300),
         (lambda number: 0.3 if number in (0, 5, 14, 40) else 5e-3, 400),  # 0.3 s alone are worth 4,800 steps
         (lambda number: 0.1 if number % 5 == 0 else 5e-3, 600),
+        (lambda number: 2.0 if number == 60 else 5e-3, 600),
         (lambda number: 1e-3 if number % 4 == 0 else 8e-3, 170),
         (lambda number: 5e-5 if number % 7 == 0 else 5e-3, 105),
     ],
