@@ -15,6 +15,7 @@ import accel
 from accel.guard import guard
 from accel.guard.sharded import is_sharded
 from accel.strategies.base import Exactness
+from tests.process_group import group_of_one
 
 distributed = pytest.importorskip("torch.distributed")
 CPU = torch.device("cpu")
@@ -24,9 +25,8 @@ SHARDED = "the model is sharded (FSDP, tensor parallel), which replays can't com
 @pytest.fixture
 def group(tmp_path: Path) -> Iterator[None]:
     """A process group of this process alone."""
-    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
-    yield
-    distributed.destroy_process_group()
+    with group_of_one(tmp_path):
+        yield
 
 
 def net() -> nn.Module:

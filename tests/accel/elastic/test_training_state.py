@@ -25,6 +25,7 @@ from accel.elastic.scaling_rules import BatchScale
 from accel.elastic.training_state import capture_state, restore_state, unwrapped
 from accel.errors import CheckpointError, InvalidArgument
 from accel.optim import FusedAdam, FusedAdamW, FusedLAMB, FusedLARS, FusedSGD
+from tests.process_group import group_of_one
 
 
 def model_of(width: int = 3, seed: int = 0) -> nn.Module:
@@ -177,16 +178,13 @@ class Compiled(nn.Module):
 
 def test_names_are_those_of_the_module_inside(tmp_path: Path) -> None:
     inner = model_of()
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
-    try:
+    with group_of_one(tmp_path):
         wrapped: nn.Module = DistributedDataParallel(inner)
         state = capture_state(wrapped)
         plain = model_of(seed=1)
         restore_state(state, plain)
         assert unwrapped(wrapped) is inner
         restore_state(capture_state(model_of(seed=2)), wrapped)
-    finally:
-        torch.distributed.destroy_process_group()
     assert state["parts"]["model"].keys() == inner.state_dict().keys()
     assert unwrapped(Compiled(nn.DataParallel(inner))) is inner
 
