@@ -476,6 +476,15 @@ WORKERS = LoaderFacts(kind="DataLoader", workers=8)
             "input.workers",
             "input.handover",
         ),
+        (
+            {
+                "loader": WORKERS,
+                "workers": [worker(ASLEEP)],
+                "data_thread": ThreadShare(run=0.36, wait=0.36, blocked=0.28),
+            },
+            "input.worker_storage",
+            "input.worker_storage",
+        ),
     ],
 )
 def test_waiting_for_cores_that_others_hold_is_left_out(given: dict[str, Any], quiet: str, beside: str) -> None:
