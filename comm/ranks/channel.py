@@ -26,6 +26,10 @@ from torch import Tensor
 from accel.comm.ranks import small_sums
 
 PIECE_BYTES = 1 << 20
+_CONNECTED = 32
+"""Ranks of a group that are all connected from the start. Where connections are made on demand, gloo stops the thread
+that serves them before it closes them; with a message there that nobody receives any more, as after an abort, that
+thread never stops, and who frees the group waits for ever (of 50 to 250 aborts of three busy ranks one)."""
 
 
 P = ParamSpec("P")
@@ -97,16 +101,17 @@ def _share(channel: Channel, own: Tensor, out: Sequence[Tensor]) -> None:
         out[channel.rank].copy_(own)
 
 
-def _on_demand(timeout: timedelta) -> Any:
-    """Return gloo's options for connections that are made when two ranks first speak to each other.
+def _options(size: int, timeout: timedelta) -> Any:
+    """Return gloo's options; in a large group, two ranks are connected when they first speak to each other.
 
     Else each rank would read every other's address from the store and hold a socket to it, for each stage of a scheme.
     """
     gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()
     names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
-    devices = [gloo.create_device(interface=name, lazy_init=True) for name in names]
-    options._devices = devices or [gloo.create_default_device(lazy_init=True)]
+    on_demand = size > _CONNECTED
+    devices = [gloo.create_device(interface=name, lazy_init=on_demand) for name in names]
+    options._devices = devices or [gloo.create_default_device(lazy_init=on_demand)]
     options._threads, options._timeout = 2 * len(options._devices), timeout
     return options
 
@@ -118,7 +123,7 @@ class GlooChannel:
         self.ranks, self.rank, self.size = tuple(ranks), ranks.index(rank), len(ranks)
         self._group: Any = None
         if self.size > 1:
-            self._group = dist.ProcessGroupGloo(store, self.rank, self.size, _on_demand(timeout))
+            self._group = dist.ProcessGroupGloo(store, self.rank, self.size, _options(self.size, timeout))
 
     @_backend_call
     def exchange(self, sends: Sequence[Tensor], receives: Sequence[Tensor]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
+from accel.comm.ranks import channel
 from accel.comm.ranks.channel import GlooChannel
 
 
@@ -40,6 +42,13 @@ def made(count: int) -> tuple[list[GlooChannel], HashStore, int]:
     return channels, store, sockets() - before
 
 
+@pytest.fixture
+def large(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take each group for a large one, whose ranks are connected on demand."""
+    monkeypatch.setattr(channel, "_CONNECTED", 0)
+
+
+@pytest.mark.usefixtures("large")
 def test_making_one_costs_each_rank_as_much_however_many_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     held = {}
@@ -52,6 +61,7 @@ def test_making_one_costs_each_rank_as_much_however_many_there_are(monkeypatch: 
     assert held[12] <= held[2]  # it was one to each of the others
 
 
+@pytest.mark.usefixtures("large")
 def test_a_rank_connects_to_those_that_it_speaks_to(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     channels, _, _ = made(12)
@@ -93,3 +103,20 @@ def test_sums_are_those_of_all_ranks_for_every_size(count: int, monkeypatch: pyt
             assert torch.allclose(values.double(), want, rtol=1e-6)
     for one in channels:
         one.close()
+
+
+def test_a_group_is_freed_while_a_message_is_there_that_nobody_receives(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after an abort: with connections made on demand, gloo's own thread then never ends, and is waited for."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    one, other = made(2)[0]
+    everywhere(2, lambda rank: (one, other)[rank].swap(1 - rank, torch.ones(3), torch.zeros(3)))
+    given_up = one._open().recv([torch.zeros(1000)], 1, 0)
+    time.sleep(0.2)  # until the other rank knows that it is waited for
+    del given_up
+    threading.Thread(target=lambda: other._open().send([torch.ones(1000)], 0, 0), daemon=True).start()
+    time.sleep(0.2)
+    freeing = threading.Thread(target=one.abort, daemon=True)
+    freeing.start()
+    freeing.join(20)
+    assert not freeing.is_alive()
+    other.abort()
