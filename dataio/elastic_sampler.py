@@ -84,6 +84,7 @@ class ElasticSampler(Sampler[list[int]]):
         unfinished: epoch and position of the first batch that is trained on without an update so far; a state goes on
             there. Default None.
         counted: how often `advance` was called.
+        taken_back: batches that were counted and count no more: the loop has left them, or only looked at them.
         turns: how often the loop has been through what it calls an epoch, which may be less than the data; a state has
             it where it is known. Default None.
 
@@ -134,7 +135,7 @@ class ElasticSampler(Sampler[list[int]]):
         self._under_way: deque[_DealtStep] = deque()  # dealt, but not taken by the loop
         self._in_hand: _DealtStep | None = None
         self._last_taken: deque[tuple[int, _DealtStep]] = deque(maxlen=MOST_HELD)  # of this epoch, and where they began
-        self.held = self.counted = 0
+        self.held = self.counted = self.taken_back = 0
         self.unfinished: tuple[int, int] | None = None
         self.turns: int | None = None
         self._begun_last: deque[_DealtStep] = self._under_way
@@ -194,9 +195,9 @@ class ElasticSampler(Sampler[list[int]]):
             )
         self._counting = True
         self.counted += 1
-        self._in_hand = self._under_way.popleft()
-        self._last_taken.append((self._position, self._in_hand))
-        self._position = self._in_hand.stop
+        self._in_hand = step = self._under_way.popleft()
+        self._last_taken.append((self._position, step))
+        self._position = step.stop
         self._taken += 1
 
     @property
@@ -240,11 +241,6 @@ class ElasticSampler(Sampler[list[int]]):
     def taken(self) -> int:
         """Steps of this epoch that the loop has taken since it began, or since a position or a state was set."""
         return self._taken - self._taken_before
-
-    @property
-    def taken_back(self) -> int:
-        """Batches that were counted and count no more: the loop has left them, or only looked at them."""
-        return self.counted - self._taken
 
     @property
     def dealt_ahead(self) -> int:
@@ -319,6 +315,7 @@ class ElasticSampler(Sampler[list[int]]):
             place: what `place` was then.
         """
         self.epoch, self._position, self._taken, self._taken_before = place
+        self.taken_back = self.counted - self._taken
         self._begin_anew()
         first, deal = self._deals[0]
         if first > self._taken:  # sizes were set since then, and those before them are forgotten
@@ -461,15 +458,18 @@ class ElasticSampler(Sampler[list[int]]):
         return PeekedEpoch(self._batches(under_way, 0, step, epoch), holds, begin)
 
     def _batches(self, under_way: deque[_DealtStep], position: int, step: int, epoch: int) -> Iterator[list[int]]:
-        order, dealer = self._order(epoch), None
+        order, dealer, fresh, mine = self._order(epoch), None, 0, 0
         ready: deque[list[int]] = deque()
-        while width := (deal := self._deal_at(step)).width(left := self.length - position):
+        while True:
+            deal = self._deal_at(step)
             if deal is not dealer or not ready:
-                places = position + deal.ahead(left, _BLOCK)
+                if not (width := deal.width(left := self.length - position)):
+                    return
+                places = position + deal.ahead(left, _BLOCK)  # of steps that are dealt alike
                 dealer, ready = deal, deque(order(places % self.length).tolist())
-            fresh = min(width, left)
-            under_way.append(_DealtStep(position + fresh, deal.count(fresh), fresh))
-            position, step = under_way[-1].stop, step + 1
+                mine = deal.count(fresh := min(width, left))
+            position, step = position + fresh, step + 1
+            under_way.append(_DealtStep(position, mine, fresh))
             yield ready.popleft()
 
     def _deal(self, batch_size: int | Sequence[int]) -> RoundRobin:

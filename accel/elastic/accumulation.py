@@ -58,6 +58,8 @@ class GradientAccumulation:
     Attributes:
         refusal: why gradients can't be accumulated here; "" while nothing speaks against it. It is for the caller to
             begin no more steps of several batches then, on all ranks at once.
+        is_at_work: False where it was refused, and once it has left.
+        batches: of the step under way, at least one.
 
     Example:
         >>> weight = nn.Parameter(torch.zeros(1))
@@ -78,6 +80,7 @@ class GradientAccumulation:
     ) -> None:
         self._syncs = model if isinstance(model, DistributedDataParallel) else None
         self.refusal = _refusal(model, optimizers, scaler)
+        self.is_at_work, self.batches = not self.refusal, 1
         self._sizes: list[int] = []
         """Samples of each batch of the step under way, over all ranks; none until it has begun."""
         self._taken = 0
@@ -111,21 +114,6 @@ class GradientAccumulation:
         backward.listen(self)
 
     @property
-    def is_at_work(self) -> bool:
-        """False where it was refused, and once it has left."""
-        return self._gate is not None
-
-    @property
-    def is_open(self) -> bool:
-        """True between two batches of one step."""
-        return self._taken > 0
-
-    @property
-    def batches(self) -> int:
-        """Batches of the step under way, at least one."""
-        return max(1, len(self._sizes))
-
-    @property
     def samples(self) -> int:
         """Samples of the step under way, over all ranks; 0 if none has begun."""
         return sum(self._sizes)
@@ -139,15 +127,15 @@ class GradientAccumulation:
         """
         if self._has_batch and self._passes:
             self._pass_over()
-        if not self._has_batch and not self.is_open:  # else the loop may have called the model with the one before
-            self._sizes = [*sizes]
+        if not self._has_batch and not self._taken:  # else the loop may have called the model with the one before
+            self._sizes, self.batches = [*sizes], max(1, len(sizes))
         self._has_batch, self._passes = True, 0
         if self._syncs is not None:
             self._set_sync()
 
     def drop(self) -> None:
         """Forget the step under way: the loop has left its pass over the data."""
-        self._sizes, self._kept, self._taken = [], {}, 0
+        self._sizes, self._kept, self._taken, self.batches = [], {}, 0, 1
         self._end_batch()
         if self._syncs is not None:
             self._set_sync()
@@ -162,7 +150,7 @@ class GradientAccumulation:
     def backward_begins(self, roots: list[Tensor]) -> None:
         """With the last batch come those before it, so that what is exchanged is the whole."""
         was_ended, self._is_under_way = not self._is_under_way, True
-        if len(self._sizes) < 2 or not self._has_batch:
+        if self.batches == 1 or not self._has_batch:
             return
         if not self._is_last:
             if self._passes:
@@ -182,7 +170,7 @@ class GradientAccumulation:
         self._passes += 1
         if self._passes > 1:
             self.refusal = self.refusal or "it makes several backward passes with one batch"
-        if len(self._sizes) > 1:
+        if self.batches > 1:
             self._multiply(self._share) if self._is_last else self._keep(self._share)
 
     # -- a step --------------------------------------------------------------------------------------------------------
@@ -197,21 +185,18 @@ class GradientAccumulation:
         return self._sizes[self._taken] / self.samples
 
     def _step(self, own: Step, *args: Any, **kwargs: Any) -> Any:
-        if not self.refusal and (self._looked_at < _LOOKED_AT or len(self._sizes) > 1):
+        if not self.refusal and (self._looked_at < _LOOKED_AT or self.batches > 1):
             self._looked_at += 1
             self.refusal = self._seen(args, kwargs)
         if not self._has_batch:
             self._give_up()
-        elif not self._is_last:
-            if not self._passes:  # gradients that the loop has set without a backward pass
-                self._keep(self._share)
-            self._taken += 1
-            self._end_batch()
-            self._set_sync()
-            return None
-        elif len(self._sizes) > 1 and not self._passes:
-            self._bring_back()
-            self._multiply(self._share)
+        elif self.batches > 1:
+            if not self._is_last:
+                self._leave_out_step()
+                return None
+            if not self._passes:
+                self._bring_back()
+                self._multiply(self._share)
         try:
             self._is_stepping = True
             return own(*args, **kwargs)
@@ -220,6 +205,13 @@ class GradientAccumulation:
             self.drop()
             if self.refusal and self._syncs is None:
                 self._leave()
+
+    def _leave_out_step(self) -> None:
+        if not self._passes:  # gradients that the loop has set without a backward pass
+            self._keep(self._share)
+        self._taken += 1
+        self._end_batch()
+        self._set_sync()
 
     def _end_batch(self) -> None:
         self._has_batch, self._passes, self._is_brought = False, 0, False
@@ -315,7 +307,7 @@ class GradientAccumulation:
                 del self._optimizer.step
             else:
                 self._optimizer.step = self._replaced  # type: ignore[method-assign]
-        self._gate = None
+        self._gate, self.is_at_work = None, False
 
 
 _AT_WORK: weakref.WeakKeyDictionary[Optimizer, GradientAccumulation] = weakref.WeakKeyDictionary()

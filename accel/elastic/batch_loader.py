@@ -38,8 +38,9 @@ class EpochBatches(ElasticSampler):
     generator: torch.Generator | None = None
     """Of the loader; None if it is the user's on several ranks, where each may have another one."""
     _before_pass: Tensor | None = None
-    _is_new = False
-    """Of the pass under way no batch has been taken: a loader with workers asks twice for it, and draws in between."""
+    _counted_before: int | None = None
+    """Batches counted when the pass under way began. While no more are, an iterator that is asked for begins the same
+    pass: a loader with workers asks twice, and draws in between."""
 
     def __len__(self) -> int:
         """Return the steps of this epoch: those the loop has taken since it began or was resumed, and those to come."""
@@ -47,8 +48,8 @@ class EpochBatches(ElasticSampler):
 
     def __iter__(self) -> Iterator[list[int]]:
         """Begin a pass; the loader then draws the workers' seed."""
-        if self.generator is not None and not self._is_new:
-            self._before_pass, self._is_new = self.generator.get_state(), True
+        if self.generator is not None and self._counted_before != self.counted:
+            self._before_pass, self._counted_before = self.generator.get_state(), self.counted
         return super().__iter__()
 
     def peek_epoch(self, epoch: int) -> PeekedEpoch | None:
@@ -64,15 +65,10 @@ class EpochBatches(ElasticSampler):
             return peeked.holds()
 
         def begin() -> None:
-            self._before_pass, self._is_new = before, True
+            self._before_pass, self._counted_before = before, self.counted
             peeked.begin()
 
         return peeked._replace(holds=holds, begin=begin)
-
-    def advance(self) -> None:
-        """Count one batch as consumed."""
-        super().advance()
-        self._is_new = False
 
     def state_dict(self) -> dict[str, Any]:
         """Return what it takes to go on from here, equal on all ranks."""

@@ -27,7 +27,7 @@ from accel.elastic.batch_report import profile_of, rows_of
 from accel.elastic.controller import TIMED, BatchController, BatchDecision
 from accel.elastic.exchange import exchange_of
 from accel.elastic.loss_reduction import LossReduction
-from accel.elastic.loss_trend import LossTrend
+from accel.elastic.loss_trend import LossTrend, loss_of
 from accel.elastic.meeting import AgreedBatch, first_of, met
 from accel.elastic.noise_interval import interval_of, meter_of
 from accel.elastic.rehearsal import BatchRehearsal
@@ -117,14 +117,13 @@ class BatchRun(Onlooker):
         """The state of a run that this one goes on from."""
         self._base: int | None = None
         """Samples of a step as the user wrote it, over the ranks that the training began on; None until known."""
-        self._is_metered = False
-        """The meter was told of the present step's beginning."""
+        self._is_metered = self._is_measured = False
+        """The meter was told of the present step's beginning, and measures it."""
         self._known_noise: NoiseInterval | None = None
         """Rank 0's last one that says something; the batch stays while none does, and so do its rates."""
         self._steps, self._decision_due = 0, _WARM_UP
-        self._is_settled = False
-        """As rank 0 has it."""
-        self._is_first = True
+        self._is_settled, self._is_first = False, True
+        """As rank 0 has it; the step is the first of an epoch."""
         self._followed = 0
         """Samples of the step that the learning rate is meant for."""
         self._began = self._start_s = 0.0
@@ -218,9 +217,10 @@ class BatchRun(Onlooker):
         try:
             if self._scaler is not None and self._scaler.is_enabled():
                 roots = [root.detach() / self._scaler.scale(torch.ones_like(root)) for root in roots[:1]]
-            self._trend.add(roots)
             fresh, of_all = self._sampler.samples_before(self._sampler.held)
-            self._reduction.add(fresh, roots)
+            if (loss := loss_of(roots)) is not None:
+                self._trend.add(loss)
+                self._reduction.add(fresh, loss)
             alone = self._sampler.num_replicas == 1  # several decide at the same step, within some more
             if alone and self._reduction.is_sum and self.controller is not None:
                 self._rates.follow_no_more()  # a larger batch makes this very step longer by itself
@@ -238,30 +238,24 @@ class BatchRun(Onlooker):
     def _epoch(self) -> float:
         return self._sampler.epoch + self._sampler.position / max(1, self._sampler.length)
 
-    @property
-    def _is_busy(self) -> bool:
-        """A candidate is on; a session that has ended may have on this rank alone: nothing changes then."""
-        return self._session.trying or not self._session.listens
-
     def _begin_step(self) -> None:
-        # A candidate that is on would disturb the noise's measurement, and that the time of the steps without it.
-        self._is_metered = self._alive and self._meter is not None and not self._is_busy
-        if self._is_metered and self._meter is not None:
-            self._meter.begin_step()
-            if self._meter.is_measuring:
-                self._session.leave_out_step()
+        # A candidate that is on would disturb the noise's measurement, and that the time of the steps without it. And
+        # a session that has ended may have on this rank alone: nothing changes then.
+        meter = self._meter
+        self._is_metered = self._alive and meter is not None and not self._session.is_busy
+        self._is_measured = meter is not None and self._is_metered and meter.begin_step()
+        self._session.events.measure_noise(self._is_measured)
+        if self._is_measured:
+            self._session.leave_out_step()
         self._began = self._clock()
 
     def _step_ended(self) -> None:
         if self._steps <= _FIRST_STEPS:
             TURNS.step(self)
-        else:
-            TURNS.leave(self)  # the session, alone from now on, need not ask whose turn it is
         self._start_s = self._start_s or seconds_since_start()
-        is_usual = not self._is_first and not self._is_busy
-        self._is_first = False
+        is_busy = self._session.is_busy
+        is_usual, self._is_first = not (self._is_first or is_busy or self._is_measured), False
         if self._is_metered and self._meter is not None:
-            is_usual = is_usual and not self._meter.is_measuring
             self._meter.end_step()
         elif self._meter is not None:
             self._meter.skip_step(self._step.samples // self._sampler.num_replicas)
@@ -271,7 +265,7 @@ class BatchRun(Onlooker):
         elif is_usual and not self._exchange_changed(self.controller) and is_judged:
             batches = self._step.batches // self._step.by_loop
             self.controller.timed(self._step.samples, self.end.at - self._began, batches)
-        if self._steps >= self._decision_due and not self._is_busy:
+        if self._steps >= self._decision_due and not is_busy:
             self._decide() if self._planned is None else self._rehearse(self._planned)
 
     def _exchange_changed(self, controller: BatchController) -> bool:
@@ -286,6 +280,8 @@ class BatchRun(Onlooker):
     def _decide(self) -> None:
         if self.controller is None:
             self._begin()
+        if self._steps > _FIRST_STEPS:
+            TURNS.leave(self)  # the session, alone from now on, need not ask whose turn it is
         assert self._ranks is not None and self._meter is not None
         if self._meter.refusal:
             raise InvalidArgument(f"the gradient noise can't be measured: {self._meter.refusal}")
@@ -298,7 +294,8 @@ class BatchRun(Onlooker):
 
     def _rehearse(self, planned: BatchDecision) -> None:
         """Take a larger batch if all ranks have the memory for it."""
-        self._planned, self._session.events.heard = None, None
+        self._planned = None
+        self._session.events.hear(None)
         self._session.leave_out_step()
         local = self._local(planned)
         agree = partial(self._met, "compare the memory they have", answer=first_of)
@@ -383,7 +380,7 @@ class BatchRun(Onlooker):
         if local > self._fits or (decision.accumulated > 1 and not self._step.has_room):
             self._planned, self._decision_due = decision, self._steps + _HEARD
             self._rehearsal.prepare(now)
-            self._session.events.heard = self._rehearsal.hear
+            self._session.events.hear(self._rehearsal.hear)
             return
         self._step.decide(local, decision.accumulated)
         if local != now:
@@ -481,7 +478,10 @@ class BatchRun(Onlooker):
         TURNS.leave(self)
         backward.forget(self)
         if self._meter is not None:
-            self._session.events.noise = self._session.events.heard = None
+            self._session.events.noise = None
+            if self._session.alive:
+                self._session.events.measure_noise(False)
+                self._session.events.hear(None)
             self._meter.close()
         # Ranks may end at different steps: with batches or learning rates of their own they would be no replicas.
         if self._sampler.num_replicas == 1:

@@ -17,8 +17,6 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from accel.elastic.loss_trend import loss_of
-
 _MOST, _LEAST = 64, 8
 """Losses of a batch that are looked at, and of the one before at least."""
 _GROWTH = 1.4
@@ -36,7 +34,7 @@ class LossReduction:
     Example:
         >>> reduction = LossReduction()
         >>> for samples in [32] * 8 + [64]:
-        ...     reduction.add(samples, [torch.tensor(0.5 * samples)])
+        ...     reduction.add(samples, torch.tensor(0.5 * samples))
         >>> reduction.is_sum
         True
     """
@@ -50,17 +48,14 @@ class LossReduction:
         self._before: tuple[int, list[float]] | None = None
         """Samples of the batch before, and its last losses."""
 
-    def add(self, samples: int, roots: Iterable[Tensor]) -> None:
+    def add(self, samples: int, loss: Tensor) -> None:
         """Take in a backward pass; it is waited for only in the first ones of a larger batch.
 
         Args:
             samples: of the batch, on this rank. Smaller ones than before, as an epoch's last, are left out.
-            roots: of the pass; the loss is a single number among them.
+            loss: that the pass began at, a single number without its graph.
         """
         if self._is_known or samples < self._samples:
-            return
-        loss = loss_of(roots)
-        if loss is None:
             return
         if samples > self._samples:
             # A batch that has stood for long has other losses by now than the one before it.

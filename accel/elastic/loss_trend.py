@@ -32,7 +32,7 @@ class LossTrend:
     Example:
         >>> trend = LossTrend()
         >>> for step in range(60):
-        ...     trend.add([torch.tensor(2.0 - 0.02 * step + 0.1 * (-1) ** step)])
+        ...     trend.add(torch.tensor(2.0 - 0.02 * step + 0.1 * (-1) ** step))
         >>> trend.falls()
         True
     """
@@ -48,15 +48,14 @@ class LossTrend:
         self._fell_at = 0
         """Losses seen when the fall was last sure."""
 
-    def add(self, roots: Iterable[Tensor]) -> None:
-        """Take in a backward pass by what it began at; it is not waited for.
+    def add(self, loss: Tensor) -> None:
+        """Take in a backward pass; it is not waited for.
 
         Args:
-            roots: of the pass; the loss is a single number among them.
+            loss: that it began at, a single number without its graph.
         """
-        if (loss := loss_of(roots)) is not None:
-            self._waiting.append(loss)
-            self._seen += 1
+        self._waiting.append(loss)
+        self._seen += 1
         if len(self._waiting) > _LONG:
             self._read()
 

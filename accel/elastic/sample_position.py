@@ -17,6 +17,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from operator import attrgetter
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -32,10 +34,6 @@ from accel.elastic.loop_turns import RemainingEpochs, turns_of
 from accel.elastic.updates import all_updates
 from accel.run import backward
 from accel.session.listeners import Onlooker
-
-
-def _updates_so_far() -> int:
-    return all_updates().count
 
 
 class _Look(NamedTuple):
@@ -87,7 +85,8 @@ class SamplePosition(Onlooker):
     def __init__(self, sampler: ElasticSampler, updates: Callable[[], int] | None = None) -> None:
         super().__init__()
         self.sampler = sampler
-        self._updates = _updates_so_far if updates is None else updates
+        # Asked for several times a batch: without a line of Python for each.
+        self._updates = partial(attrgetter("count"), all_updates()) if updates is None else updates
         self._dealt: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
         """What the sampler calls each pass."""
         self._began: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
@@ -111,6 +110,10 @@ class SamplePosition(Onlooker):
         """That batch, and all; from now on they are counted."""
         self._last: weakref.ref[Any] | None = None
         """The pass that it is of."""
+        self._last_dealt: Any = None
+        """What the sampler calls that one."""
+        self._heeds_backward = False
+        """Whether the next backward pass says something: the first one after a batch does."""
         self._ahead, self._turns = HeldBatches(), turns_of(sampler)
         if updates is None:
             all_updates().listen(self)
@@ -146,11 +149,16 @@ class SamplePosition(Onlooker):
         inner, current = self._inner, self._underway.current
         if inner is not None and inner.is_of(self._dealt, current) and self._updates() != inner.updates:
             self._take_over(current, inner)
-        elif current is self._underway.oldest and (self._last is None or self._last() is not current):
+        elif (self._last is None or self._last() is not current) and current is self._underway.oldest:
             self._turns.pass_begins()
 
     def batch_delivered(self, batch: Any, proxy: LoaderProxy) -> None:
         """Count the batch as consumed, if it is one that the loop trains on."""
+        only = proxy._accel_fetching.underway.only
+        if only is not None and self._last is not None and self._last() is only and self._begins_apart is None:
+            self._underway, self._inner = proxy._accel_fetching.underway, None
+            self._count(only)  # another batch of a pass that is known
+            return
         self._note(proxy)
         current, outer = self._underway.current, self._underway.oldest
         if outer is current or outer not in self._dealt:
@@ -164,7 +172,7 @@ class SamplePosition(Onlooker):
             self._inner = _Inner(dealt, self._updates(), self._ahead.batches)
         self._inner.delivered()
         self.sampler.go_on_with(self._dealt[outer])
-        backward.listen(self)
+        self._heed_backward()
 
     def epoch_ended(self, proxy: LoaderProxy) -> None:
         """Go on to the next epoch, once the loop has trained on what it holds."""
@@ -178,7 +186,7 @@ class SamplePosition(Onlooker):
             return
         if self.sampler.held and self._last is not None and self._last() is self._underway.current:
             self._is_ending = True
-            backward.listen(self)
+            self._heed_backward()
         else:
             self._finish()
 
@@ -186,6 +194,8 @@ class SamplePosition(Onlooker):
 
     def backward_begins(self, roots: list[Tensor]) -> None:
         """Note that what was looked at is trained on: also in a step that is left out, or not ended."""
+        if not self._heeds_backward:
+            return
         if self.sampler.unfinished is None and self._updates() != self._updates_at_first:
             self.sampler.unfinished = self.sampler.epoch, self.sampler.position_before(self.sampler.held)
         self._has_gone_backward = self._is_heard = True
@@ -193,8 +203,7 @@ class SamplePosition(Onlooker):
         if self._inner is not None:
             self._inner.ahead.trained()
         self._trained()
-        if not self._is_ending:
-            backward.forget(self)  # until the next batch
+        self._heeds_backward = self._is_ending
 
     def backward_ended(self, roots: list[Tensor]) -> None:
         """Nothing."""
@@ -222,14 +231,19 @@ class SamplePosition(Onlooker):
             self._look = _Look(self.sampler.place, self._updates(), has_gradients)
             self._has_gone_backward = False
         if self._last is None or self._last() is not one:
-            self._last = weakref.ref(one, self._freed)
-        dealt = self._dealt[one]
-        self.sampler.go_on_with(dealt)
+            self._last, self._last_dealt = weakref.ref(one, self._freed), self._dealt[one]
+        dealt = self._last_dealt
+        if self.sampler.running_pass is not dealt:
+            self.sampler.go_on_with(dealt)
         self.sampler.advance()
         self._ahead.delivered(dealt)
         self._is_waiting, self._updates_before = True, self._updates()
         self.sampler.held = self._ahead.batches + self._is_heard
-        backward.listen(self)
+        self._heed_backward()
+
+    def _heed_backward(self) -> None:
+        self._heeds_backward = True
+        backward.listen(self)  # anew with each batch: others may have put torch's own function back
 
     def _trained(self) -> None:
         """The batch counted last is trained on, or that before those which the loop fetches ahead."""
@@ -239,7 +253,8 @@ class SamplePosition(Onlooker):
 
     def _finish(self) -> None:
         """The epoch is over, if all of it was taken."""
-        self._is_ending = False
+        self._is_ending = self._heeds_backward = False
+        backward.forget(self)  # until the next batch
         self.sampler.end_epoch()
         self._turns.pass_is_over()
 
@@ -295,6 +310,8 @@ class SamplePosition(Onlooker):
         if one is self._last:
             if self._is_ending:
                 self._finish()
+            elif not self._heeds_backward:
+                backward.forget(self)
             self._turns.pass_is_over()
 
     def _note(self, proxy: LoaderProxy) -> None:

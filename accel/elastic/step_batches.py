@@ -53,10 +53,11 @@ class StepBatches:
 
     def begins_anew(self) -> bool:
         """Return whether batches of the step come again, as the loop has left their pass: then it begins anew."""
-        before, self._taken_back = self._taken_back, self._sampler.taken_back
-        if self._taken_back != before:
-            self.begin()
-        return self._taken_back != before
+        if self._taken_back == self._sampler.taken_back:
+            return False
+        self._taken_back = self._sampler.taken_back
+        self.begin()
+        return True
 
     def take(self, one: object) -> bool:
         """A batch was delivered; return whether it counts: not one that the loop only looks at.
@@ -127,21 +128,20 @@ class StepBatches:
 
         By one batch: steps that a suspended session does not hear of would add up.
         """
-        _, samples = self.next_trained
-        if self._accumulation is None or not self._accumulation.is_at_work:
+        samples, accumulation = self.next_trained[1], self._accumulation
+        if accumulation is None or not accumulation.is_at_work:
             return samples * self.by_loop
-        self._accumulation.begin_batch(self._sizes(self._sampler.samples_in_hand))
-        return self._accumulation.samples if self._accumulation.batches > 1 else samples
+        accumulation.begin_batch(self._sizes(self._sampler.samples_in_hand))
+        return accumulation.samples if accumulation.batches > 1 else samples
 
     def _sizes(self, in_hand: int) -> list[int]:
         """Return the samples of each batch of a step that begins; all have one size, but for an epoch's last."""
         # Batches that were dealt before the last decision are as many to a step as they were.
-        steps = self.steps_of(in_hand // self._sampler.num_replicas)
-        if self._accumulation is not None and self._accumulation.refusal and self._sampler.num_replicas == 1:
-            steps = 1  # several ranks go on until they have agreed
-        sizes = [in_hand]
+        sizes, steps = [in_hand], self.steps_of(in_hand // self._sampler.num_replicas)
         if steps == 1:
             return sizes
+        if self._accumulation is not None and self._accumulation.refusal and self._sampler.num_replicas == 1:
+            return sizes  # several ranks go on until they have agreed
         for samples in self._sampler.samples_ahead(steps - 1):
             if samples > in_hand:
                 break

@@ -68,7 +68,7 @@ class NoiseMeter:
         >>> optimizer = torch.optim.SGD(model.parameters(), 0.01)
         >>> meter = NoiseMeter(model, [optimizer])
         >>> for step in range(20):
-        ...     meter.begin_step()
+        ...     _ = meter.begin_step()
         ...     meter.begin_batch(16)
         ...     x = torch.randn(16, 4)
         ...     y = meter.call(model, (x,), {}) if meter.wants_call else model(x)
@@ -124,20 +124,21 @@ class NoiseMeter:
 
     # -- the loop's events ---------------------------------------------------------------------------------------------
 
-    def begin_step(self) -> None:
-        """A step begins: to be called at the boundary, before its first batch is requested.
+    def begin_step(self) -> bool:
+        """Begin a step, at the boundary, before its first batch is requested; return whether it is measured.
 
         One that has begun without an end is left out: an epoch's last request begins a step that the next epoch's first
         one begins again.
         """
-        self._leave_out()
+        if self._measured is not None:
+            self._leave_out()
         self._batches = 0
         self._is_timed = self._schedule.wants_time
-        if not self._is_timed:
-            return
-        self._began_s = self._clock()
-        if self._schedule.is_due() and not self.refusal:
-            self._begin_measuring()
+        if self._is_timed:
+            self._began_s = self._clock()
+            if self._schedule.is_due() and not self.refusal:
+                self._begin_measuring()
+        return self._measured is not None
 
     def begin_batch(self, samples: int, accumulated: int = 1) -> None:
         """A batch has been delivered to this rank.

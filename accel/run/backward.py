@@ -27,20 +27,20 @@ class BackwardListener(Protocol):
 
 class _Mark:
     def __init__(self) -> None:
-        self.listeners: list[BackwardListener] = []
+        self.listeners: tuple[BackwardListener, ...] = ()  # another one with each change: it may come within a pass
         self._marked: Any = None
         self._original: Any = None
         self._inside = False
 
     def add(self, listener: BackwardListener) -> None:
-        if id(listener) not in map(id, self.listeners):  # some listen anew with each batch
-            self.listeners.append(listener)
+        if listener not in self.listeners:  # some listen anew with each batch
+            self.listeners = (*self.listeners, listener)
         if torch.autograd.backward is not self._marked and not self._is_in_place():
             self._original = torch.autograd.backward
             self._marked = torch.autograd.backward = self._mark(self._original)
 
     def remove(self, listener: BackwardListener) -> None:
-        self.listeners = [existing for existing in self.listeners if existing is not listener]
+        self.listeners = tuple(existing for existing in self.listeners if existing is not listener)
         # Inside somebody else's wrapper ours has to stay; without listeners it only calls the original.
         if not self.listeners and torch.autograd.backward is self._marked:
             torch.autograd.backward = self._original
@@ -59,17 +59,21 @@ class _Mark:
                 original(*args, **kwargs)
                 return
             given = args[0] if args else kwargs.get("tensors", ())
-            roots = [given] if isinstance(given, Tensor) else list(given)
-            if not isinstance(given, Tensor | Sequence):  # a generator gives them once
-                args, kwargs = (roots, *args[1:]), {name: each for name, each in kwargs.items() if name != "tensors"}
+            if isinstance(given, Tensor):
+                roots = [given]
+            else:
+                roots = list(given)
+                if not isinstance(given, Sequence):  # a generator gives them once
+                    others = {name: each for name, each in kwargs.items() if name != "tensors"}
+                    args, kwargs = (roots, *args[1:]), others
             try:
                 self._inside = True
-                for listener in list(self.listeners):
+                for listener in self.listeners:
                     listener.backward_begins(roots)
                 original(*args, **kwargs)
             finally:
                 self._inside = False
-            for listener in list(self.listeners):
+            for listener in self.listeners:
                 listener.backward_ended(roots)
 
         return backward

@@ -135,8 +135,10 @@ class StepEvents:
         """The profiler's view of the present steps, if they are observed."""
         self.noise: NoiseSource | None = None
         """What measures the gradient noise, if something does."""
-        self.heard: Callable[[tuple[Any, ...], dict[str, Any]], None] | None = None
-        """Told of the calls of a loop whose noise is measured, before they are made."""
+        self._is_noise_measured = False
+        self._heard: Callable[[tuple[Any, ...], dict[str, Any]], None] | None = None
+        self._needs_calls = True
+        """The session does, for what is on or tried."""
         self._strangers: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._epoch_is_new = False
         self._updated = False
@@ -163,7 +165,7 @@ class StepEvents:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
-        self.kept.is_possible = False
+        self.kept.is_possible = self._is_noise_measured = False
         self.device.close()
         backward.forget(self)
 
@@ -329,7 +331,7 @@ class StepEvents:
             with self.aside():
                 _keeping_grad_mode(self._guard.compare_with_own_step)
         self._guard.before_update(optimizer)
-        if self.noise is not None and self.noise.is_measuring:
+        if self._is_noise_measured and self.noise is not None and self.noise.is_measuring:
             with self._state.suspended():  # it may call the model again
                 _keeping_grad_mode(partial(self.noise.before_update, optimizer))
 
@@ -371,6 +373,23 @@ class StepEvents:
             self._guard.backward_ended(roots)
 
     # -- the model's calls (gate.Watcher) ------------------------------------------------------------------------------
+
+    def watch_calls(self, needed: bool) -> None:
+        """Watch the model's calls while the session needs that, or what is measured beside it."""
+        self._needs_calls = needed
+        needed = needed or self._is_noise_measured or self._heard is not None or self.kept.are_repeated
+        self._run.gate.watch(self if needed else None)
+
+    def measure_noise(self, enabled: bool) -> None:
+        """Let `noise` hear of the calls and updates of the step that begins, or not."""
+        if enabled != self._is_noise_measured:
+            self._is_noise_measured = enabled
+            self.watch_calls(self._needs_calls)
+
+    def hear(self, heard: Callable[[tuple[Any, ...], dict[str, Any]], None] | None) -> None:
+        """Tell somebody of the calls, before they are made; None for no more."""
+        self._heard = heard
+        self.watch_calls(self._needs_calls)
 
     def around(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Measure a call, record it if the guard needs it, and check its outputs."""
@@ -426,9 +445,9 @@ class StepEvents:
 
     def _called(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make a call and check its outputs; one that is recorded for the noise is made plainly."""
-        if self.heard is not None:
-            self.heard(args, kwargs)
-        if self.noise is not None and self.noise.wants_call:
+        if self._heard is not None:
+            self._heard(args, kwargs)
+        if self._is_noise_measured and self.noise is not None and self.noise.wants_call:
             return self.noise.call(self._run.gate.plain, args, kwargs)
         return self._guard.call(call, args, kwargs)
 

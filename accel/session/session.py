@@ -45,6 +45,7 @@ from accel.strategies.base import Strategy
 
 log = logging.getLogger("accel")
 
+_MEASURING, _RESTING, _SUSPENDED, _CLOSED = Mode
 _PAUSE = 25
 """Steps between two checks whether another model's search has ended."""
 
@@ -151,17 +152,17 @@ class Session:
     @property
     def trying(self) -> bool:
         """True while a candidate is on, or steps are observed, compared or counted by the epoch; alike on all ranks."""
-        return self._state.mode is not Mode.RESTING and self.searching and not self._is_base(self._action)
+        return self._state.mode is not _RESTING and self.searching and not self._is_base(self._action)
 
     @property
     def alive(self) -> bool:
         """False once everything has been undone."""
-        return self._state.mode is not Mode.CLOSED
+        return self._state.mode is not _CLOSED
 
     @property
-    def listens(self) -> bool:
-        """False while the loop runs plainly: within `suspended`, and once everything has been undone."""
-        return self._state.mode in (Mode.MEASURING, Mode.RESTING)
+    def is_busy(self) -> bool:
+        """True while `trying`, and while the loop runs plainly: in `suspended`, and once everything has been undone."""
+        return self._state.mode is not _RESTING and (self._state.mode is not _MEASURING or self.trying)
 
     @property
     def untrained(self) -> str:
@@ -172,7 +173,7 @@ class Session:
 
     def leave_out_step(self) -> None:
         """Do not count the time of the step that begins: something else is measured in it."""
-        self._is_left_out = self._state.mode is Mode.MEASURING
+        self._is_left_out = self._state.mode is _MEASURING
 
     def begin_again(self) -> None:
         """Forget the times of the present action, and end an idle rest: steps have another size from now on."""
@@ -188,7 +189,7 @@ class Session:
 
     def epoch_begins(self) -> None:
         """Stop if the other ranks stopped during the last epoch, which was shorter on this rank."""
-        if self._state.mode is Mode.RESTING:  # the time between two epochs belongs to neither
+        if self._state.mode is _RESTING:  # the time between two epochs belongs to neither
             self._result.elapsed_s += max(0.0, self._boundary_ended - self._counted_until)
             self._counted_until = self._clock.last
         if self._ranks is not None:
@@ -439,8 +440,7 @@ class Session:
     def _quieten(self, action: Action) -> None:
         """Remove the gate from the model's calls when nothing needs it."""
         needed = action.check is not None or action.anatomy or self.switchboard.active or not self._usage.called
-        needed = needed or self.events.noise is not None or self.events.kept.are_repeated
-        self.run.gate.watch(self.events if needed else None)
+        self.events.watch_calls(bool(needed))
 
     # -- ending --------------------------------------------------------------------------------------------------------
 
@@ -456,7 +456,7 @@ class Session:
     @contextlib.contextmanager
     def suspended(self) -> Iterator[None]:
         """Run the loop plainly inside the block."""
-        if self._state.mode is Mode.SUSPENDED:  # it is within such a block
+        if self._state.mode is _SUSPENDED:  # it is within such a block
             yield
             return
         active, clock = self.active, self._clock

@@ -29,30 +29,35 @@ class Turns:
     def __init__(self) -> None:
         self._now = 0
         self._last: weakref.WeakKeyDictionary[Searcher, int] = weakref.WeakKeyDictionary()
-        self._last_alone = 0  # latest step of a lone searcher: writing it to the dictionary costs 5 µs
+        # A lone searcher, once known, and its latest step: to look it up in the dictionary, and to write, costs 5 µs.
+        self._alone: weakref.ref[Searcher] | None = None
+        self._last_alone = 0
 
     def join(self, searcher: Searcher) -> None:
         """Add a searcher."""
         if len(self._last) == 1:
             (alone,) = self._last
             self._last[alone] = max(self._last[alone], self._last_alone)
-        self._last[searcher] = self._now
+        self._last[searcher], self._alone = self._now, None
 
     def leave(self, searcher: Searcher) -> None:
         """Remove a searcher."""
         self._last.pop(searcher, None)
+        self._alone = None
 
     def step(self, searcher: Searcher) -> Searcher | None:
         """Note a step of `searcher`, and return one that searches in the same loop, or None.
 
         Ranks that run the same loop get the same answer at the same step.
         """
-        if len(self._last) == 1 and searcher in self._last:
-            self._now += 1
+        self._now += 1
+        if self._alone is not None and self._alone() is searcher:
             self._last_alone = self._now
             return None
-        since = self._last.get(searcher, self._now)
-        self._now += 1
+        if len(self._last) == 1 and searcher in self._last:
+            self._alone, self._last_alone = weakref.ref(searcher), self._now
+            return None
+        since = self._last.get(searcher, self._now - 1)
         self._last[searcher] = self._now
         others = [o for o, last in self._last.items() if o is not searcher and last > since and o.searching]
         return others[0] if others else None

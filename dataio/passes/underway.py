@@ -35,17 +35,17 @@ class PassesUnderWay:
         return None if self.asked is None else self.asked()
 
     @property
+    def only(self) -> Any:
+        """The pass that was asked last, if no other is under way, as in nearly every loop; else None."""
+        begun = self._begun
+        return begun[0]() if len(begun) == 1 and begun[0] is self.asked else None
+
+    @property
     def newest(self) -> Any:
         """The pass that was begun last, of those that are held and have not ended; None if there is none."""
-        begun = self._begun
-        if len(begun) == 1:  # in nearly every loop, with each batch
-            return begun[0]()
-        return next((one for each in reversed(begun) if (one := each()) is not None), None)
+        return next((one for each in reversed(self._begun) if (one := each()) is not None), None)
 
     @property
     def oldest(self) -> Any:
         """The pass that was begun first, of those that are held and have not ended; None if there is none."""
-        begun = self._begun
-        if len(begun) == 1:
-            return begun[0]()
-        return next((one for each in begun if (one := each()) is not None), None)
+        return next((one for each in self._begun if (one := each()) is not None), None)

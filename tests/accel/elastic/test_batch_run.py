@@ -362,7 +362,7 @@ def test_the_batch_is_decided_during_a_search_in_steps_without_a_candidate(
     known_noise(monkeypatch, 1e5)
     steps = 0
     # Turns of ten steps, as of a trial.
-    monkeypatch.setattr(Session, "trying", property(lambda self: steps // 10 % 2 == 1))
+    monkeypatch.setattr(Session, "is_busy", property(lambda self: steps // 10 % 2 == 1))
     left_out, begun_again, changed, measured = [], [], [], []
     monkeypatch.setattr(Session, "leave_out_step", lambda self: left_out.append(steps))
     monkeypatch.setattr(Session, "begin_again", lambda self: begun_again.append(steps))

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from accel.elastic.loss_trend import LossTrend
+from accel.elastic.loss_trend import LossTrend, loss_of
 
 SCATTER = 0.12
 """Of the loss of a batch of 32 images."""
@@ -18,7 +18,7 @@ def losses(trend: LossTrend, begin: float, slope: float, count: int, seed: int =
     noise = SCATTER * torch.randn(count, generator=torch.Generator().manual_seed(seed))
     said = []
     for step in range(count):
-        trend.add([(begin + slope * step + noise[step]).clone()])
+        trend.add((begin + slope * step + noise[step]).clone())
         if step % 64 == 63:
             said.append(trend.falls())
     return said
@@ -47,5 +47,13 @@ def test_a_rising_loss_and_values_that_are_not_finite_do_not_fall() -> None:
     trend = LossTrend()
     assert not any(losses(trend, 0.5, 1e-4, 4096))
     for _ in range(64):
-        trend.add([torch.tensor(math.nan)])
+        trend.add(torch.tensor(math.nan))
     assert not trend.falls()
+
+
+def test_a_loss_is_the_first_single_number_that_a_backward_pass_begins_at() -> None:
+    weight = torch.ones(2, requires_grad=True)
+    loss = weight.sum()
+    assert loss_of([torch.ones(4), torch.tensor(3)]) is None
+    first = loss_of([torch.ones(4), loss, torch.tensor(1.0)])
+    assert first is not None and first == 2 and not first.requires_grad
