@@ -5,6 +5,7 @@
 | part | the loop with it | the loop without |
 |---|---|---|
 | `noise` | a `NoiseMeter` that gets all events | batches from a list |
+| `goodput` | the same, and a `BatchController` that gets step times and decides: all that is measured | the same |
 | `controller` | `accel.optimize(…, max_batch_size=…)` at the loop's own batch: all it does | a `DataLoader` |
 
 Two loops train alike models in one process, in pieces of 0.4 s, A B B A … Of a piece the mean step counts, not the
@@ -31,7 +32,10 @@ from torch.utils.data import DataLoader, Dataset
 
 import accel
 from accel import strategies
+from accel.elastic.controller import BatchController
+from accel.elastic.noise_interval import interval_of
 from accel.goodput.noise_meter import NoiseMeter
+from accel.goodput.observations import WINDOW
 from accel.profiler.trial import interval, winsorised
 from accel.run import backward
 from benchmarks.record import Column, Record
@@ -54,7 +58,7 @@ RECORD = Record(
     "what measuring the gradient noise scale, and the batch controller, add to a step",
     {
         "model": Column("model, batch and optimizer", "model"),
-        "part": Column("what was added: the noise meter alone, or the whole batch controller", "with"),
+        "part": Column("what was added: noise, all measurements and decisions, or the whole controller", "with"),
         "step_ms": Column("a step without, median of the pieces' means", "step ms", ":.2f"),
         "added": Column(
             "of a step, by the ratio of neighbouring pieces", "added [95 %]", "{added:+.1%} [{low:+.1%}, {high:+.1%}]"
@@ -187,7 +191,30 @@ class Metered(Listed):
                     self.measuring_s.append(meter.last_cost_s)
                 if meter.refusal:
                     raise RuntimeError(f"nothing was measured: {meter.refusal}")
+                self._step_ended(meter)
                 yield
+
+    def _step_ended(self, meter: NoiseMeter) -> None:
+        """Do nothing more."""
+
+
+class Judged(Metered):
+    """The same, with step times and decisions as `BatchRun` has them taken; the batch can't be changed."""
+
+    def __init__(self, case: str) -> None:
+        super().__init__(case)
+        self._controller = BatchController(self._batch, self._batch)
+        self._ended = self._due = 0
+        self._ended_s = time.perf_counter()
+
+    def _step_ended(self, meter: NoiseMeter) -> None:
+        began_s, self._ended_s = self._ended_s, time.perf_counter()
+        self._ended += 1
+        if self._due - self._ended < 2 * WINDOW:
+            self._controller.timed(self._batch, self._ended_s - began_s)
+        if self._ended >= self._due:
+            decision = self._controller.decide(self._ended, interval_of(meter.noise.estimate()))
+            self._due = self._ended + decision.steps
 
 
 class Rows(Dataset[Any]):
@@ -248,6 +275,7 @@ def _piece(loop: Loop, *, alone: bool) -> float:
 
 PARTS: dict[str, tuple[type[Loop], type[Loop], float]] = {
     "noise": (Listed, Metered, WARM_UP_S),
+    "goodput": (Listed, Judged, WARM_UP_S),
     "controller": (Loaded, Controlled, SETTLED_S),
 }
 """Part → the loop without it, that with it, and what that takes to warm up, s."""

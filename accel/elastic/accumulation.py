@@ -128,7 +128,7 @@ class GradientAccumulation:
         if self._has_batch and self._passes:
             self._pass_over()
         if not self._has_batch and not self._taken:  # else the loop may have called the model with the one before
-            self._sizes, self.batches = [*sizes], max(1, len(sizes))
+            self._sizes, self.batches = [*sizes], len(sizes) or 1
         self._has_batch, self._passes = True, 0
         if self._syncs is not None:
             self._set_sync()

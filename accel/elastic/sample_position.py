@@ -204,6 +204,8 @@ class SamplePosition(Onlooker):
             self._inner.ahead.trained()
         self._trained()
         self._heeds_backward = self._is_ending
+        if not self._is_ending and self._last is not None and self._last() is None:
+            backward.forget(self)  # the loop has left the pass, and trains on what it holds of it
 
     def backward_ended(self, roots: list[Tensor]) -> None:
         """Nothing."""

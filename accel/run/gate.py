@@ -50,6 +50,7 @@ class Gate:
         self._installed: Call | None = self._user_compiled
         self._original_slot = callslot.contents(model)
         self._chain: Call = self._innermost
+        self._watched_call = callslot.SlotCall(self._watched)  # one: programs that the user has compiled know it again
         self.watcher: Watcher | None = None
 
     @property
@@ -141,7 +142,7 @@ class Gate:
 
     def _install(self) -> None:
         if self.watcher is not None:
-            self._fill(callslot.SlotCall(self._watched))
+            self._fill(self._watched_call)
         elif self._wraps:
             self._fill(callslot.SlotCall(self._chain))
         else:

@@ -25,6 +25,14 @@ def test_a_row_has_all_columns(part: str, monkeypatch: pytest.MonkeyPatch) -> No
     assert f"| {part} |" in table
 
 
+def test_step_times_are_judged_and_decisions_made() -> None:
+    loop = noise_overhead.Judged("small MLP, 128, SGD")
+    for _ in range(160):
+        next(loop._running)
+    decisions = loop._controller.decisions
+    assert decisions[-1].batch == 128 and decisions[-1].measured and loop._due > 100
+
+
 def test_the_controller_decides_and_keeps_the_loops_batch() -> None:
     loop = noise_overhead.Controlled("small MLP, 128, SGD")
     for _ in range(160):
