@@ -43,7 +43,6 @@ _RETRY = 256
 """Steps until a batch that was tried in vain may be tried again, at most; doubled each time."""
 _RETRY_SOONER = 64, 2
 """The same at least, and in steps of the run until then: a dozen cold steps at step 54 are no verdict for long."""
-
 _ASKED_AGAIN = 2048
 """Steps until a batch that did not fit into memory is tried again: others may have used it. Doubled each time."""
 
@@ -120,7 +119,8 @@ class BatchController:
         """Those that every rank takes at once; more are accumulated."""
         self.decisions: list[BatchDecision] = []
         self.times = Observations()
-        self.model: ThroughputModel | None = None
+        self._model: ThroughputModel | None = None
+        self._has_news = False  # for that: a fit takes a millisecond, and is seldom asked for
         self._settled = self._now = self.sizes[0]
         self._largest = math.inf
         """The largest batch that fits into memory."""
@@ -145,6 +145,13 @@ class BatchController:
     def batch(self) -> int:
         """Samples of a step now, over all ranks."""
         return self._now
+
+    @property
+    def model(self) -> ThroughputModel | None:
+        """Fitted to the step times; None until the first decision with a known noise scale."""
+        if self._has_news:
+            self._model, self._has_news = fit(self.times, self._model), False
+        return self._model
 
     @property
     def _shares(self) -> int:
@@ -182,7 +189,7 @@ class BatchController:
             return
         configuration = self._configuration(batch)
         self.times.add(configuration, seconds)
-        if self.times.count(configuration) >= self._judged_after(batch):
+        if configuration not in self._timed and self.times.count(configuration) >= self._judged_after(batch):
             self._timed.add(configuration)
 
     def exchanged_by(self, name: str) -> None:
@@ -274,7 +281,7 @@ class BatchController:
         if noise is None or not noise.is_known:
             patience = min(max(_PATIENCE[0], step // _UNKNOWN), _PATIENCE[1])
             return self._decided(step, noise, "the noise scale is not known yet", patience)
-        self.model = fit(self.times, self.model)
+        self._has_news = True
         self._forget_old_failures(step)
         if step >= self._asked_again and self.shares(settled).steps == 1:  # else it would be taken at once from now on
             self._largest = self._asked_again = math.inf
@@ -310,8 +317,7 @@ class BatchController:
         for tried, (count, since) in list(self._failures.items()):
             if accumulates and self._is_whole(tried):
                 continue  # without that limit the batch that stands would be taken at once
-            least, times = _RETRY_SOONER
-            sooner = max(least, times * since) if since else math.inf  # 0: of an earlier process
+            sooner = max(_RETRY_SOONER[0], _RETRY_SOONER[1] * since) if since else math.inf  # 0: of an earlier process
             if tried in self._timed and step - since >= min(_RETRY * 2**count, sooner):
                 self._timed.discard(tried)
                 self.times.forget(tried)
@@ -391,7 +397,9 @@ class BatchController:
         if len(self._timed) == 1:
             steps = (own.accumulation + 1) / (nearest.accumulation + 1)
             return known_s * max(1.0, steps) if batch > known else known_s * batch / known
-        return known_s * self._predicted_s(own) / self._predicted_s(nearest)
+        model = self.model
+        assert model is not None
+        return known_s * float(model.step_s(*own)) / float(model.step_s(*nearest))
 
     def _hoped_s(self, batch: int) -> float:
         """Return the least time of a step that is accumulated, while none has been timed.
@@ -401,8 +409,7 @@ class BatchController:
         """
         steps = self.shares(batch).steps
         piece = batch // steps
-        own = self._configuration(piece).communication_scale
-        alike = [each for each in self._timed if each.communication_scale == own]
+        alike = [each for each in self._timed if each.communication_scale == self._scales.get(self._exchange, 1.0)]
         times = {self._samples(each): self._now_s(each) for each in alike or self._timed}
         least, most = min(times), max(times)
         sample_s = max(0.0, (times[most] - times[least]) / (most - least)) if most > least else 0.0
@@ -411,10 +418,6 @@ class BatchController:
     def _now_s(self, configuration: Configuration) -> float:
         """Return the time of what was timed, as the machine is now."""
         return self.times.median(configuration) * self._speed.since(configuration)
-
-    def _predicted_s(self, configuration: Configuration) -> float:
-        assert self.model is not None
-        return float(self.model.step_s(*configuration))
 
     def _goodput(self, batch: int, noise: NoiseInterval | None) -> float:
         # Without a known noise scale a larger batch counts for no more than the user's.
@@ -461,8 +464,7 @@ class BatchController:
         if self.decisions:
             last = self.decisions[-1]
             scale = last.noise if noise is None else noise.phi
-            measured = self._goodput(self._now, noise)
-            self.decisions[-1] = replace(last, tried=False, measured=measured, noise=scale)
+            self.decisions[-1] = replace(last, tried=False, measured=self._goodput(self._now, noise), noise=scale)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what has been learnt and decided, as values that JSON can hold."""
@@ -495,4 +497,4 @@ class BatchController:
         self._timed = {each for each in likely if self.times.count(each) >= TIMED}
         self._settled = self._now = min(self._fitting(), key=lambda size: abs(size - state["batch"]))
         if len(self._timed) > 1:
-            self.model = fit(self.times)  # of a batch that was not timed on so many ranks, the time is predicted
+            self._has_news = True  # of a batch that was not timed on so many ranks, the time is predicted

@@ -255,8 +255,9 @@ class SamplePosition(Onlooker):
 
     def _finish(self) -> None:
         """The epoch is over, if all of it was taken."""
-        self._is_ending = self._heeds_backward = False
-        backward.forget(self)  # until the next batch
+        self._is_ending = False
+        if not self._heeds_backward:  # else the loop holds batches, having asked for the end before it trains on them
+            backward.forget(self)
         self.sampler.end_epoch()
         self._turns.pass_is_over()
 

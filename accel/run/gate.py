@@ -52,6 +52,8 @@ class Gate:
         self._chain: Call = self._innermost
         self._watched_call = callslot.SlotCall(self._watched)  # one: programs that the user has compiled know it again
         self.watcher: Watcher | None = None
+        self.passes = False
+        """Calls go past the watcher, which needs none of them for a while: the slot stays as it is meanwhile."""
 
     @property
     def compiled_by_user(self) -> bool:
@@ -157,12 +159,14 @@ class Gate:
         self._installed = self._user_compiled
 
     def _watched(self, *args: Any, **kwargs: Any) -> Any:
-        assert self.watcher is not None
-        return self.watcher.around(self._chain, args, kwargs)
+        watcher = self.watcher
+        if watcher is None or self.passes:  # none: another thread has ended that just now
+            return self._chain(*args, **kwargs)
+        return watcher.around(self._chain, args, kwargs)
 
     def close(self) -> None:
         """Restore the model as it was before the gate."""
-        self.watcher = None
+        self.watcher, self.passes = None, False
         self._wraps.clear()
         self._before_plain.clear()
         self._rebuild()

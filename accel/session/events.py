@@ -164,7 +164,7 @@ class StepEvents:
         """Remove all hooks."""
         for hook in self._hooks:
             hook.remove()
-        self._hooks = []
+        self._hooks, self._heard = [], None
         self.kept.is_possible = self._is_noise_measured = False
         self.device.close()
         backward.forget(self)
@@ -376,20 +376,25 @@ class StepEvents:
 
     def watch_calls(self, needed: bool) -> None:
         """Watch the model's calls while the session needs that, or what is measured beside it."""
-        self._needs_calls = needed
-        needed = needed or self._is_noise_measured or self._heard is not None or self.kept.are_repeated
-        self._run.gate.watch(self if needed else None)
+        self._needs_calls = needed or self.kept.are_repeated
+        self._run.gate.watch(self if self._needs_calls or self.noise is not None else None)
+        self._let_calls_pass()
+
+    def _let_calls_pass(self) -> None:
+        """Look at calls only where they are needed: for the noise, in one step of a hundred."""
+        needed = self._needs_calls or self._is_noise_measured or self._heard is not None
+        self._run.gate.passes = self.noise is not None and not needed
 
     def measure_noise(self, enabled: bool) -> None:
         """Let `noise` hear of the calls and updates of the step that begins, or not."""
         if enabled != self._is_noise_measured:
             self._is_noise_measured = enabled
-            self.watch_calls(self._needs_calls)
+            self._let_calls_pass()
 
     def hear(self, heard: Callable[[tuple[Any, ...], dict[str, Any]], None] | None) -> None:
         """Tell somebody of the calls, before they are made; None for no more."""
         self._heard = heard
-        self.watch_calls(self._needs_calls)
+        self._let_calls_pass()
 
     def around(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Measure a call, record it if the guard needs it, and check its outputs."""

@@ -57,6 +57,7 @@ class Turns:
         if len(self._last) == 1 and searcher in self._last:
             self._alone, self._last_alone = weakref.ref(searcher), self._now
             return None
+        self._alone = None
         since = self._last.get(searcher, self._now - 1)
         self._last[searcher] = self._now
         others = [o for o, last in self._last.items() if o is not searcher and last > since and o.searching]

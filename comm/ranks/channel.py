@@ -123,7 +123,13 @@ class GlooChannel:
         self.ranks, self.rank, self.size = tuple(ranks), ranks.index(rank), len(ranks)
         self._group: Any = None
         if self.size > 1:
-            self._group = dist.ProcessGroupGloo(store, self.rank, self.size, _options(self.size, timeout))
+            self._connect(store, timeout)
+
+    @_backend_call
+    def _connect(self, store: Any, timeout: timedelta) -> None:
+        self._group = dist.ProcessGroupGloo(store, self.rank, self.size, _options(self.size, timeout))
+        if self.size <= _CONNECTED:  # a rank that went on and closed would cut off those that are still connecting
+            self._group.barrier().wait()
 
     @_backend_call
     def exchange(self, sends: Sequence[Tensor], receives: Sequence[Tensor]) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch.distributed import HashStore
 
 from accel.comm.ranks import channel
-from accel.comm.ranks.channel import GlooChannel
+from accel.comm.ranks.channel import ConnectionBroken, GlooChannel
 
 
 def everywhere(count: int, work: Callable[[int], Any]) -> list[Any]:
@@ -120,3 +120,9 @@ def test_a_group_is_freed_while_a_message_is_there_that_nobody_receives(monkeypa
     freeing.join(20)
     assert not freeing.is_alive()
     other.abort()
+
+
+def test_a_peer_that_never_comes_is_told_as_other_broken_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    with pytest.raises(ConnectionBroken):
+        GlooChannel(HashStore(), range(2), 0, timedelta(seconds=0.5))

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import accel
-from accel import entry
+from accel import entry, strategies
 from accel.dataio.elastic_sampler import ElasticSampler
 from accel.elastic.batch_run import BatchRun
 from accel.elastic.controller import BatchController, BatchDecision
@@ -385,6 +385,21 @@ def test_the_batch_is_decided_during_a_search_in_steps_without_a_candidate(
     assert len(others) <= len(changed) + 1
     assert len(begun_again) == len(changed)
     assert all(step // 10 % 2 == 0 for step in begun_again)
+
+
+def test_calls_are_looked_at_only_in_steps_that_need_it(job: Any) -> None:
+    model, loader, optimizer = accel.optimize(*job, max_batch_size=8, cache=False, disable=strategies.names())
+    run = batch_run(model)
+    passed: dict[bool, list[bool]] = {True: [], False: []}
+    for x, y, _ in itertools.chain(loader, loader, loader):
+        if run._meter is not None:
+            passed[run._meter.is_measuring].append(run._run.gate.passes)
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(x), y).backward()
+        optimizer.step()
+    assert passed[True] and not any(passed[True])
+    assert sum(passed[False]) > 0.5 * len(passed[False])
+    assert run._meter is not None and run._meter.noise.measured > 3
 
 
 def test_a_session_leaves_out_a_step_and_begins_again(job: Any) -> None:

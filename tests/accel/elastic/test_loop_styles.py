@@ -275,3 +275,12 @@ def test_a_loop_that_is_not_stopped_has_each_sample_once(tmp_path: Path, loop: s
     check_epochs(seen, 5 * BATCH)
     assert len(seen) == EPOCHS * 5 * BATCH
     assert checkpoint.step == EPOCHS * 5
+
+
+def test_a_turn_is_over_whose_batches_were_all_fetched_before_one_was_trained_on(tmp_path: Path) -> None:
+    training = Training(tmp_path, steps=3)
+    for turns in range(1, 3):
+        for _ in remaining_epochs(training.loader, turns):
+            for batch in list(training.loader):
+                training.take(batch)
+        assert training.loader.batch_sampler.turns == turns
