@@ -3,8 +3,8 @@
     python -m benchmarks.time_to_accuracy [--job images] [--variant accel] [--seeds 3] [--short] [--record]
 
 Each run is a process of its own; those of one job and seed take turns of two seconds. The variants stand in
-`benchmarks.to_target.process`, the jobs in `benchmarks.to_target.jobs`. For one seed the initial weights are the same
-in all runs. With --record each row replaces what stood for the same job, variant and seed.
+`benchmarks.to_target.process`, the jobs in `benchmarks.to_target.jobs`. For one seed the initial weights and the order
+of samples are the same in all runs. With --record each row replaces what stood for the same job, variant and seed.
 
 The best fixed batch is that of the sweep which takes the least time over all seeds, x1 among them: what a user would
 keep who has tried them all.

@@ -24,6 +24,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
 from accel.elastic.batch_choice import Better, better, candidates
+from accel.elastic.failed_tries import FailedTries
 from accel.elastic.machine_speed import MachineSpeed
 from accel.errors import InvalidArgument
 from accel.goodput.efficiency import NoiseInterval, efficiency
@@ -39,10 +40,6 @@ _PATIENCE = 16, 256
 """Steps until the next decision: after a change, and once nothing has changed for long; doubled each time."""
 _UNKNOWN = 8
 """While the noise scale is not known, it is asked for again after so much of the run so far."""
-_RETRY = 256
-"""Steps until a batch that was tried in vain may be tried again, at most; doubled each time."""
-_RETRY_SOONER = 64, 2
-"""The same at least, and in steps of the run until then: a dozen cold steps at step 54 are no verdict for long."""
 _ASKED_AGAIN = 2048
 """Steps until a batch that did not fit into memory is tried again: others may have used it. Doubled each time."""
 
@@ -130,8 +127,9 @@ class BatchController:
         """The step from which on it is not known any more, and how often one did not fit."""
         self._patience = _PATIENCE[0]
         self._timed: set[Configuration] = set()
-        self._failures: dict[Configuration, tuple[int, float]] = {}
-        """What was tried in vain: how often, and at which step last; inf once that is forgotten."""
+        self._present: tuple[int, Configuration] | None = None
+        """How the present batch is dealt: in how many steps of the loop, and the configuration; None until needed."""
+        self._failures = FailedTries()
         self._speed = MachineSpeed()
         self._exchange = ""
         self._scales = {"": 1.0}
@@ -182,12 +180,14 @@ class BatchController:
             seconds: > 0.
             accumulated: steps of the loop that it was; others than decided on are left out, too.
         """
-        if batch != self._now or accumulated != self.shares(batch).steps or not seconds > 0:
+        # It is dealt in the same way until something else is decided: to see how takes 2 µs, which each step would pay.
+        self._present = self._present or (self.shares(self._now).steps, self._configuration(self._now))
+        steps, configuration = self._present
+        if batch != self._now or accumulated != steps or not seconds > 0:
             return
         if self._exchange not in self._scales:
             self._unscaled.append(seconds)
             return
-        configuration = self._configuration(batch)
         self.times.add(configuration, seconds)
         if configuration not in self._timed and self.times.count(configuration) >= self._judged_after(batch):
             self._timed.add(configuration)
@@ -204,8 +204,8 @@ class BatchController:
             return
         if self._is_assumed:  # times under it can't be told from plain ones
             del self._scales[self._exchange]
-            self.times, self._timed, self._failures, self._is_assumed = Observations(), set(), {}, False
-        self._exchange, self._unscaled, self._patience = name, [], _PATIENCE[0]
+            self.times, self._timed, self._failures, self._is_assumed = Observations(), set(), FailedTries(), False
+        self._exchange, self._unscaled, self._patience, self._present = name, [], _PATIENCE[0], None
 
     def steps_missing(self) -> int:
         """Return how many steps of the present batch have still to be timed before the next decision."""
@@ -291,9 +291,7 @@ class BatchController:
             self._settled = self._now
             self._forgive_smaller()
         if before > max(self._now, settled):
-            tried = self._configuration(before)
-            count, _ = self._failures.get(tried, (0, 0))
-            self._failures[tried] = (count + 1, step)
+            self._failures.add(self._configuration(before), step)
         self._patience = _PATIENCE[0] if self._now != before else min(2 * self._patience, _PATIENCE[1])
         return self._decided(step, noise, self._why(before, settled, choice), self._patience)
 
@@ -307,33 +305,31 @@ class BatchController:
             nearest = min(known, key=lambda each: abs(self._samples(each) - self._now))
             plain_s = self._now_s(nearest) * float(model.step_s(*plainly)) / float(model.step_s(*nearest))
             scale = model.communication_scale(*plainly[:4], statistics.median(self._unscaled) / plain_s)
-        self._scales[self._exchange] = round(scale, 3)
+        self._scales[self._exchange], self._present = round(scale, 3), None
         for seconds in self._unscaled:
             self.timed(self._now, seconds, self.shares(self._now).steps)
 
     def _forget_old_failures(self, step: int) -> None:
-        """Let a batch that was tried in vain be tried again later: the machine may have been busy just then."""
+        """Let a batch that was tried in vain be tried again later."""
         accumulates = self.shares(self._settled).steps > 1
-        for tried, (count, since) in list(self._failures.items()):
+        for tried in self._failures.may_be_tried_again(step):
             if accumulates and self._is_whole(tried):
                 continue  # without that limit the batch that stands would be taken at once
-            sooner = max(_RETRY_SOONER[0], _RETRY_SOONER[1] * since) if since else math.inf  # 0: of an earlier process
-            if tried in self._timed and step - since >= min(_RETRY * 2**count, sooner):
+            if tried in self._timed:
                 self._timed.discard(tried)
                 self.times.forget(tried)
-                self._failures[tried] = (count, math.inf)  # else its new times would be forgotten, too
+                self._failures.forgive(tried)  # else its new times would be forgotten, too
 
     def _forgive_smaller(self) -> None:
         """Let what was tried in vain limit no batch that stands."""
         if self.accumulates and self.shares(self._settled).steps == 1:
-            for tried, (count, _) in self._failures.items():
+            for tried in self._failures.all():
                 if self._samples(tried) <= self._settled:
-                    self._failures[tried] = (count, math.inf)
+                    self._failures.forgive(tried)
 
     def _judged_after(self, batch: int) -> int:
         """Return the steps by which a batch is judged: a gain as small as the margin must not stay by a lucky dozen."""
-        count, since = self._failures.get(self._configuration(batch), (0, 0))
-        return TIMED * (1 + count) if math.isinf(since) else TIMED
+        return TIMED * (1 + self._failures.forgiven(self._configuration(batch)))
 
     def _reachable(self) -> list[int]:
         fitting = self._fitting()
@@ -358,8 +354,8 @@ class BatchController:
             return self.sizes[0] + 1
         if not self.accumulates or self.replicas == 1:
             return self._largest  # one rank gains nothing by taking in several pieces what fits
-        vain = [each for each, (_, since) in self._failures.items() if math.isfinite(since) and self._is_whole(each)]
-        return min([self._largest, *(self._samples(each) for each in vain if each.replicas == self.replicas)])
+        vain = [each for each in self._failures.standing() if self._is_whole(each) and each.replicas == self.replicas]
+        return min([self._largest, *map(self._samples, vain)])
 
     def _is_whole(self, configuration: Configuration) -> bool:
         """Return whether every rank takes its share at once."""
@@ -441,6 +437,7 @@ class BatchController:
 
     def _decided(self, step: int, noise: NoiseInterval | None, why: str, steps: int) -> BatchDecision:
         """Return the decision, and keep it if it changes the batch."""
+        self._present = None
         goodput = self._goodput(self._now, noise) if self._timed else 0.0
         is_timed = self._is_timed(self._now)
         decision = BatchDecision(
@@ -473,7 +470,7 @@ class BatchController:
             "base": self.base_batch,
             "batch": self._settled,
             "scales": {"": 1.0} if self._is_assumed else dict(self._scales),
-            "in_vain": [[*tried, count] for tried, (count, since) in self._failures.items() if math.isfinite(since)],
+            "in_vain": self._failures.state(),
             "largest_local": None if math.isinf(self._largest) else self._largest / self._shares,
             "sums": self.sums,
             "decisions": [asdict(decision) for decision in self.decisions],
@@ -488,13 +485,14 @@ class BatchController:
         self.decisions = [BatchDecision(**each) for each in state["decisions"]]
         self._scales |= state.get("scales", {})
         in_vain = ((Configuration(*tried), count) for *tried, count in state.get("in_vain", []))
-        self._failures = {tried: (count, 0) for tried, count in in_vain if self.times.count(tried)}
+        self._failures = FailedTries((tried, count) for tried, count in in_vain if self.times.count(tried))
         self.sums = state.get("sums", False)
         largest = state.get("largest_local")
         self._largest = math.inf if largest is None else largest * self._shares
         self._asked_again = math.inf if largest is None else _ASKED_AGAIN  # steps are this process's
-        likely = *map(self._configuration, (*self.sizes, *self._fitting())), *self._failures
+        likely = *map(self._configuration, (*self.sizes, *self._fitting())), *self._failures.all()
         self._timed = {each for each in likely if self.times.count(each) >= TIMED}
         self._settled = self._now = min(self._fitting(), key=lambda size: abs(size - state["batch"]))
+        self._present = None
         if len(self._timed) > 1:
             self._has_news = True  # of a batch that was not timed on so many ranks, the time is predicted

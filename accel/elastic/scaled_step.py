@@ -22,20 +22,9 @@ class ScaledGroup(dict[str, Any]):
     Optimizers keep counters in their groups. A value that the step writes over a scaled one is dropped.
     """
 
-    def __init__(self, base: dict[str, Any], scaled: Mapping[str, Any], note_read: Callable[[], None]) -> None:
+    def __init__(self, base: dict[str, Any], scaled: Mapping[str, Any]) -> None:
         super().__init__({**base, **scaled})
-        self._base, self._scaled, self._note_read = base, scaled, note_read
-
-    def __getitem__(self, name: str) -> Any:
-        if name == "lr":
-            self._note_read()
-        return super().__getitem__(name)
-
-    def get(self, name: str, default: Any = None) -> Any:
-        """Return a value, or the default."""
-        if name == "lr":
-            self._note_read()
-        return super().get(name, default)
+        self._base, self._scaled = base, scaled
 
     def __setitem__(self, name: str, value: Any) -> None:
         super().__setitem__(name, value)
@@ -70,6 +59,25 @@ class ScaledGroup(dict[str, Any]):
         return value
 
 
+class WatchedGroup(ScaledGroup):
+    """The same, and what the step reads is looked at: AdamW reads 66 values a step of 18 parameters."""
+
+    def __init__(self, base: dict[str, Any], scaled: Mapping[str, Any], note_read: Callable[[], None]) -> None:
+        super().__init__(base, scaled)
+        self._note_read = note_read
+
+    def __getitem__(self, name: str) -> Any:
+        if name == "lr":
+            self._note_read()
+        return super().__getitem__(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Return a value, or the default."""
+        if name == "lr":
+            self._note_read()
+        return super().get(name, default)
+
+
 class ScaledStep:
     """Makes the objects on which an optimizer's steps run.
 
@@ -81,7 +89,7 @@ class ScaledStep:
     def __init__(self, optimizer: Optimizer, multipliers: Callable[[], Iterable[Multipliers]]) -> None:
         self._optimizer, self._multipliers = optimizer, multipliers
         self.was_read = False
-        """Whether the last step has asked for a learning rate."""
+        """Whether a step has asked for a learning rate; none is watched for that any more."""
         own = type(optimizer)
         names = {"param_groups": property(self._groups, self._set_groups), "__module__": own.__module__}
         # Of the same name, which error messages show.
@@ -89,7 +97,6 @@ class ScaledStep:
 
     def make(self) -> Optimizer:
         """Return what stands in for the optimizer in one step."""
-        self.was_read = False
         made: Any = object.__new__(self._kind)
         made.__dict__ = self._optimizer.__dict__
         return made  # type: ignore[no-any-return]
@@ -101,10 +108,12 @@ class ScaledStep:
     def _groups(self, _: object) -> list[ScaledGroup]:
         # Made when the step asks for it, after all hooks: accel.amp's puts master weights into the groups.
         groups = self._optimizer.param_groups
-        return [
-            ScaledGroup(group, scaled_values(self._optimizer, group, own), self._read)
-            for group, own in zip(groups, self._multipliers(), strict=True)
+        scaled = [
+            scaled_values(self._optimizer, group, own) for group, own in zip(groups, self._multipliers(), strict=True)
         ]
+        if self.was_read:
+            return list(map(ScaledGroup, groups, scaled))
+        return [WatchedGroup(group, values, self._read) for group, values in zip(groups, scaled, strict=True)]
 
     def _set_groups(self, _: object, groups: list[dict[str, Any]]) -> None:
         self._optimizer.param_groups = groups

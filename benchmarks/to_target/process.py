@@ -9,6 +9,9 @@
 | `accel` | `accel.optimize(…, max_batch_size=…)`, all strategies disabled | as accel does |
 | `accel and strategies` | the same, and strategies are searched for by default | as accel does |
 
+All variants of a seed have the same weights at first and the same order of samples, that in which accel deals them: in
+another order a fixed batch of 32 takes 8 % more or fewer samples to the target of `text` (standard deviation, 6 seeds).
+
 The clock runs from the loader's first batch to the evaluation that reaches the target, with all that accel does, and
 stands still while what is held out is evaluated. `cpu_s` is this process's processor time over the same.
 """
@@ -19,17 +22,19 @@ import dataclasses
 import json
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import click
+import numpy as np
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Sampler
 
 from accel import strategies
+from accel.dataio.sampling.permutation import Permutation
 from accel.elastic.scaled_step import scaled_values
 from accel.elastic.scaling_rules import BatchScale, rule_for
 from accel.profiler.host import usable_cores
@@ -80,6 +85,29 @@ class Outcome:
     notes: list[str] = field(default_factory=list)
     """What accel said of a batch that it can't change."""
     evaluations: list[Evaluation] = field(default_factory=list)
+
+
+class AccelsOrder(Sampler[int]):
+    """The order of samples in which accel deals a shuffled loader's, by their number and the seed of torch."""
+
+    def __init__(self, length: int, seed: int) -> None:
+        self._length, self._seed = length, seed
+        self._epoch = 0
+        self._first = self._numbers()  # before the clock runs
+
+    def _numbers(self) -> list[int]:
+        numbers: list[int] = Permutation(self._length, seed=self._seed, epoch=self._epoch)(
+            np.arange(self._length)
+        ).tolist()
+        return numbers
+
+    def __iter__(self) -> Iterator[int]:
+        numbers = self._numbers() if self._epoch else self._first
+        self._epoch += 1
+        return iter(numbers)
+
+    def __len__(self) -> int:
+        return self._length
 
 
 class Stopwatch:
@@ -169,12 +197,13 @@ def _prepared(
     arguments = ACCEL.get(outcome.variant)
     times = 1 if arguments is not None else int(outcome.variant.removeprefix("x"))
     batch = job.batch * times
-    loader: Any = DataLoader(source.train, batch, shuffle=True, drop_last=True)
     if arguments is None:
         scale_by_hand(optimizer, job, batch)
-        return loader, lambda: None
+        order = AccelsOrder(len(source.train), outcome.seed)  # type: ignore[arg-type]
+        return DataLoader(source.train, batch, sampler=order, drop_last=True), lambda: None
     import accel
 
+    loader: Any = DataLoader(source.train, batch, shuffle=True, drop_last=True)
     model, loader, optimizer = accel.optimize(
         model, loader, optimizer, max_batch_size=job.batch * MOST_TIMES, cache=False, **arguments
     )

@@ -112,6 +112,35 @@ def test_a_run_under_accel_tells_how_the_batch_changed(source: Source) -> None:
     assert outcome.samples >= 2000
 
 
+class Numbers(Dataset[Any]):
+    """Samples that note when they are asked for."""
+
+    def __init__(self) -> None:
+        self.asked_for: list[int] = []
+
+    def __len__(self) -> int:
+        return 4800
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        self.asked_for.append(index)
+        return torch.tensor([index / 4800] * 4), torch.tensor(index % 2)
+
+
+@pytest.mark.parametrize("seed", [0, 7])
+def test_all_variants_have_the_samples_in_one_order(seed: int) -> None:
+    def order(variant: str) -> list[int]:
+        data = Numbers()
+        alike = job([50.0], batch=80, every=4800, most=9600)
+        train(alike, Source("made", data, [], 2), Outcome("made", variant, seed, 80.0))
+        return data.asked_for[:9600]
+
+    one = order("x1")
+    assert sorted(one[:4800]) == sorted(one[4800:]) == list(range(4800))
+    assert one[:4800] != one[4800:]
+    assert order("x4") == one
+    assert order("accel") == one
+
+
 def test_pieces_of_a_text_have_the_next_characters() -> None:
     windows = Windows(torch.arange(100), 8)
     x, y = windows[2]
