@@ -58,7 +58,7 @@ class GradientAccumulation:
     Attributes:
         refusal: why gradients can't be accumulated here; "" while nothing speaks against it. It is for the caller to
             begin no more steps of several batches then, on all ranks at once.
-        is_at_work: False where it was refused, and once it has left.
+        is_at_work: False where it was refused, while it rests, and once it has left.
         batches: of the step under way, at least one.
 
     Example:
@@ -101,9 +101,13 @@ class GradientAccumulation:
         self._is_stepping = False
         self._strangers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._gate: Any = None
-        if self.refusal:
-            return
-        (self._optimizer,) = optimizers
+        self._is_closed = False
+        if not self.refusal:
+            (self._optimizer,) = optimizers
+            self._begin()
+
+    def _begin(self) -> None:
+        """Take the place of the optimizer's step, and listen."""
         if (earlier := _AT_WORK.get(self._optimizer)) is not None:
             earlier.close()
         _AT_WORK[self._optimizer] = self
@@ -111,7 +115,22 @@ class GradientAccumulation:
         self._gate = _wrapped(self._optimizer, self._step)
         self._optimizer.step = self._gate  # type: ignore[method-assign]
         self._hook = register_optimizer_step_pre_hook(self._steps)
-        backward.listen(self)
+        backward.listen(self, first=True)  # others are to see what it brings back
+        self._end_batch()
+        self.is_at_work = True
+
+    def rest(self) -> None:
+        """Leave the loop to itself, between two of its steps, if nothing has spoken against it in the first ones.
+
+        What it does only later, such as a step of another optimizer of the same parameters, is seen after `wake`.
+        """
+        if self._looked_at >= _LOOKED_AT and self._is_outermost and not self.refusal:
+            self._leave()
+
+    def wake(self) -> None:
+        """Be at work again, unless it is refused or closed."""
+        if self._gate is None and not self.refusal and not self._is_closed:
+            self._begin()
 
     @property
     def samples(self) -> int:
@@ -142,6 +161,7 @@ class GradientAccumulation:
 
     def close(self) -> None:
         """Accumulate no more; what a step under way has of batches before is left out."""
+        self._is_closed = True
         self.drop()
         self._leave()
 
@@ -295,6 +315,10 @@ class GradientAccumulation:
             return "it sets gradients without a backward pass"
         return _SCALES if _is_called_by_scaler() else ""
 
+    @property
+    def _is_outermost(self) -> bool:
+        return self._gate is not None and self._optimizer.__dict__.get("step") is self._gate
+
     def _leave(self) -> None:
         if self._gate is None:
             return
@@ -302,7 +326,7 @@ class GradientAccumulation:
         self._hook.remove()
         if _AT_WORK.get(self._optimizer) is self:
             del _AT_WORK[self._optimizer]
-        if self._optimizer.__dict__.get("step") is self._gate:
+        if self._is_outermost:
             if self._replaced is None:
                 del self._optimizer.step
             else:

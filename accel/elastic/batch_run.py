@@ -124,8 +124,8 @@ class BatchRun(Onlooker):
         self._steps, self._decision_due = 0, _WARM_UP
         self._is_settled, self._is_first = False, True
         """As rank 0 has it; the step is the first of an epoch."""
-        self._followed = 0
-        """Samples of the step that the learning rate is meant for."""
+        self._followed = self._followed_at = 0
+        """Samples of the step that the learning rate is meant for, and in which hundredth of a pass over the data."""
         self._began = self._start_s = 0.0
         """Of the present step; from the start of the process to the end of its first step."""
         self._most_replicas = sampler.num_replicas
@@ -195,22 +195,20 @@ class BatchRun(Onlooker):
         samples = self._step.begin_batch()
         if self._alive and self._is_metered and self._meter is not None:
             self._meter.begin_batch(self._step.next_trained[0], self._step.accumulated)
-        self._follow(samples)
+        if samples != self._followed or self._step.hundredths != self._followed_at:
+            self._follow(samples)
 
     def _follow(self, samples: int) -> None:
-        """Let the learning rate be that of a step of so many samples, over all ranks."""
-        self._followed = samples
+        """Let the learning rate be that of a step of so many samples, over all ranks, in this part of the epoch."""
+        self._followed, self._followed_at = samples, self._step.hundredths
         if self._base is None:
             return
         try:
-            self._rates.follow(samples, self._base, self._known_noise, self._epoch)
+            self._rates.follow(samples, self._base, self._known_noise, self._step.hundredths / 100)
         except Exception as error:  # of a rule of the user's, say
             self._fail(error)
 
-    # -- the backward pass (backward.BackwardListener) -----------------------------------------------------------------
-
-    def backward_begins(self, roots: list[Tensor]) -> None:
-        """Nothing: what the pass begins at is the same at its end."""
+    # -- the backward pass (backward.EndListener) ----------------------------------------------------------------------
 
     def backward_ended(self, roots: list[Tensor]) -> None:
         """Take the loss, without the factor of a GradScaler."""
@@ -221,8 +219,8 @@ class BatchRun(Onlooker):
             if (loss := loss_of(roots)) is not None:
                 self._trend.add(loss)
                 self._reduction.add(fresh, loss)
-            alone = self._sampler.num_replicas == 1  # several decide at the same step, within some more
-            if alone and self._reduction.is_sum and self.controller is not None:
+            # Several ranks decide at the same step, within some more.
+            if self._reduction.is_sum and self._sampler.num_replicas == 1 and self.controller is not None:
                 self._rates.follow_no_more()  # a larger batch makes this very step longer by itself
                 self._decision_due = self._decision_due if self.controller.sums else 0
         except Exception as error:
@@ -234,17 +232,15 @@ class BatchRun(Onlooker):
 
     # -- a step --------------------------------------------------------------------------------------------------------
 
-    @property
-    def _epoch(self) -> float:
-        return self._sampler.epoch + self._sampler.position / max(1, self._sampler.length)
-
     def _begin_step(self) -> None:
         # A candidate that is on would disturb the noise's measurement, and that the time of the steps without it. And
         # a session that has ended may have on this rank alone: nothing changes then.
         meter = self._meter
-        self._is_metered = self._alive and meter is not None and not self._session.is_busy
+        self._is_metered = self._alive and meter is not None and meter.wants_step and not self._session.is_busy
+        was_measured = self._is_measured
         self._is_measured = meter is not None and self._is_metered and meter.begin_step()
-        self._session.events.measure_noise(self._is_measured)
+        if self._is_measured or was_measured:
+            self._session.events.measure_noise(self._is_measured)
         if self._is_measured:
             self._session.leave_out_step()
         self._began = self._clock()
@@ -262,7 +258,7 @@ class BatchRun(Onlooker):
         is_judged = self._decision_due - self._steps < _JUDGED or self._sampler.num_replicas > 1
         if self.controller is None:
             self._step.end(ends_epoch=self._sampler.steps_left == 0)
-        elif is_usual and not self._exchange_changed(self.controller) and is_judged:
+        elif is_usual and is_judged and not self._exchange_changed(self.controller):
             batches = self._step.batches // self._step.by_loop
             self.controller.timed(self._step.samples, self.end.at - self._began, batches)
         if self._steps >= self._decision_due and not is_busy:
@@ -287,7 +283,7 @@ class BatchRun(Onlooker):
             raise InvalidArgument(f"the gradient noise can't be measured: {self._meter.refusal}")
         mine = self._sampler.dealt_ahead, self._step.refusal, self._reduction.is_sum
         agreed = self._met("decide on the batch size", mine, self._decision)
-        self._is_settled, self._known_noise = agreed.is_settled, agreed.noise
+        self._is_settled, self._known_noise, self._followed = agreed.is_settled, agreed.noise, 0
         self._decision_due = self._steps + agreed.decision.steps
         self._take(agreed.decision, agreed.most_ahead)
         self.decided()
@@ -497,4 +493,4 @@ class BatchRun(Onlooker):
         elif self._base is not None:
             self._step.close()  # with the rates of what a step is from now on: the last one may have been short
             samples = self._step.local * self._sampler.num_replicas * self._step.by_loop
-            self._rates.follow(samples, self._base, self._known_noise, self._epoch)
+            self._rates.follow(samples, self._base, self._known_noise, self._step.hundredths / 100)

@@ -22,12 +22,14 @@ class LoopTurns:
 
     Args:
         sampler: of the loader.
+
+    Attributes:
+        loop: what goes through turns; None if nothing does.
     """
 
     def __init__(self, sampler: ElasticSampler) -> None:
         self._sampler = weakref.ref(sampler)  # which this belongs to
-        self._loop: object | None = None
-        """That goes through turns; None if none does."""
+        self.loop: object | None = None
         self._before: int | None = None
         """The turns when it began."""
         self._has_trained = False
@@ -42,9 +44,9 @@ class LoopTurns:
             number: of those before it.
             loop: what the loop is known by.
         """
-        if loop is not self._loop:
+        if loop is not self.loop:
             sampler = self._sampler()
-            self._loop, self._before, self._has_trained = loop, None if sampler is None else sampler.turns, False
+            self.loop, self._before, self._has_trained = loop, None if sampler is None else sampler.turns, False
         self._is_trained_in = self._is_counted = False
         self._set(number)
 
@@ -58,27 +60,27 @@ class LoopTurns:
 
     def leave(self, loop: object) -> None:
         """The loop begins no more turns; one that has not trained, as where somebody makes a list of them, was none."""
-        if loop is not self._loop:
+        if loop is not self.loop:
             return
         if not self._has_trained:
             self._set(self._before)
-        self._loop = None
+        self.loop = None
 
     def trained(self) -> None:
         """A batch was trained on."""
-        if self._loop is None:
+        if self.loop is None:
             self._set(None)
         else:
             self._is_trained_in = self._has_trained = True
 
     def pass_begins(self) -> None:
         """The loop goes on with the turn, as far as is known."""
-        if self._loop is not None and self._is_counted:
+        if self.loop is not None and self._is_counted:
             self._count(-1)
 
     def pass_is_over(self) -> None:
         """The loop's pass has ended, or was left."""
-        if self._loop is not None and self._is_trained_in and not self._is_counted:
+        if self.loop is not None and self._is_trained_in and not self._is_counted:
             self._count(1)
 
     def _count(self, turns: int) -> None:

@@ -190,7 +190,7 @@ class SamplePosition(Onlooker):
         else:
             self._finish()
 
-    # -- the backward pass (backward.BackwardListener) -----------------------------------------------------------------
+    # -- the backward pass (backward.BeginListener) --------------------------------------------------------------------
 
     def backward_begins(self, roots: list[Tensor]) -> None:
         """Note that what was looked at is trained on: also in a step that is left out, or not ended."""
@@ -206,9 +206,6 @@ class SamplePosition(Onlooker):
         self._heeds_backward = self._is_ending
         if not self._is_ending and self._last is not None and self._last() is None:
             backward.forget(self)  # the loop has left the pass, and trains on what it holds of it
-
-    def backward_ended(self, roots: list[Tensor]) -> None:
-        """Nothing."""
 
     # -- updates (updates.UpdateListener) ------------------------------------------------------------------------------
 
@@ -251,7 +248,8 @@ class SamplePosition(Onlooker):
         """The batch counted last is trained on, or that before those which the loop fetches ahead."""
         self._is_waiting = False
         self.sampler.held = max(0, self.sampler.held - 1) if self._is_ending else self._ahead.batches
-        self._turns.trained()
+        if self._turns.loop is not None or self.sampler.turns is not None:
+            self._turns.trained()
 
     def _finish(self) -> None:
         """The epoch is over, if all of it was taken."""

@@ -39,6 +39,8 @@ class StepBatches:
         self._counted, self._taken_back = sampler.counted, sampler.taken_back
         """By the sampler, when they were looked at last."""
         self._accumulation: GradientAccumulation | None = None
+        self._is_accumulated = False
+        """Something has been decided for which gradients must be accumulated, if only in the run before."""
         self._pass: weakref.ref[object] | None = None
         self._has_ended = False
         self._full: list[int] = []
@@ -50,6 +52,9 @@ class StepBatches:
     def begin(self) -> None:
         """A step begins."""
         self.batches = self.samples = 0
+        accumulation = self._accumulation
+        if accumulation is not None and accumulation.is_at_work and not self._is_accumulated and not self._sampler.held:
+            accumulation.rest()  # a loop that holds batches is seen to do so at its epoch's end
 
     def begins_anew(self) -> bool:
         """Return whether batches of the step come again, as the loop has left their pass: then it begins anew."""
@@ -117,6 +122,16 @@ class StepBatches:
     def decide(self, local: int, steps: int) -> None:
         """Take so many steps of the loop for one, from its next step with so many samples a rank on."""
         self._steps_of[local] = steps
+        if steps > 1:
+            self._is_accumulated = True
+            if self._accumulation is not None:
+                self._accumulation.wake()
+
+    @property
+    def hundredths(self) -> int:
+        """Of passes over the data, those so far."""
+        sampler = self._sampler
+        return 100 * sampler.epoch + 100 * sampler.position // max(1, sampler.length)
 
     @property
     def accumulated(self) -> int:

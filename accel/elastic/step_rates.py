@@ -26,7 +26,7 @@ class StepRates:
         self._counts: list[StepCount] | None = None
         """Of the optimizers' steps, once they are scaled no more."""
         self._scale: BatchScale | None = None
-        self._followed: tuple[int, int, NoiseInterval | None, int] | None = None
+        self._followed: tuple[int, int, NoiseInterval | None, float] | None = None
         """What that is of."""
         self.progress_before = 0.0
         """Of the runs that this one goes on from."""
@@ -63,10 +63,9 @@ class StepRates:
             samples: of the step, over all ranks.
             base: the user's batch.
             noise: the noise scale; None while it is not known.
-            epoch: passes over the data so far.
+            epoch: passes over the data so far, in steps of 0.01: a rule is asked at each.
         """
-        hundredths = int(100 * epoch)  # round(epoch, 2) takes 12 µs where a step has left the caches cold
-        followed = samples, base, noise, hundredths  # a rule is asked again only when something changes
+        followed = samples, base, noise, epoch  # a rule is asked again only when something changes
         if followed == self._followed:
             return
         self._followed = followed
@@ -78,7 +77,7 @@ class StepRates:
             base_batch_size=base,
             noise=None if noise is None else noise.at(size),
             noise_bounds=None if noise is None else (noise.at(size, "low"), noise.at(size, "high")),
-            epoch=hundredths / 100,
+            epoch=epoch,
         )
         if scale == self._scale:
             return
@@ -91,7 +90,7 @@ class StepRates:
         if self._scale is not None:
             base = self._scale.base_batch_size
             for _, scaler in self._scalers:
-                scaler.update(BatchScale(base, base))
+                scaler.update(BatchScale(base, base, epoch=self._scale.epoch))  # which a rule may need
 
     def close(self) -> None:
         """Leave the optimizers as they were; their steps are counted on, each as one of the user's."""

@@ -157,6 +157,11 @@ class NoiseMeter:
             self._own_s += self._clock() - began
 
     @property
+    def wants_step(self) -> bool:
+        """False while a coming step need not be passed but by `skip_step`: no measurement is near."""
+        return self._measured is not None or self._schedule.wants_time
+
+    @property
     def is_measuring(self) -> bool:
         """True within a measured step: its time is not that of others."""
         return self._measured is not None
@@ -211,7 +216,8 @@ class NoiseMeter:
 
     def skip_step(self, samples: int) -> None:
         """A step has ended that was not passed otherwise, of so many samples on this rank: it pays for measurements."""
-        self._leave_out()
+        if self._measured is not None:
+            self._leave_out()
         self._samples_passed += samples
         self._schedule.skip_step()
 

@@ -8,42 +8,58 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 
-class BackwardListener(Protocol):
-    """Called around each backward pass."""
+class BeginListener(Protocol):
+    """Called before each backward pass."""
 
     def backward_begins(self, roots: list[Tensor]) -> None:
         """A backward pass begins, from these tensors."""
+
+
+class EndListener(Protocol):
+    """Called after each backward pass."""
 
     def backward_ended(self, roots: list[Tensor]) -> None:
         """It has ended; it started from these tensors."""
 
 
+class BackwardListener(BeginListener, EndListener, Protocol):
+    """Called around each backward pass."""
+
+
 class _Mark:
     def __init__(self) -> None:
-        self.listeners: tuple[BackwardListener, ...] = ()  # another one with each change: it may come within a pass
+        self.listeners: tuple[BeginListener | EndListener, ...] = ()
+        # Others with each change: it may come within a pass. And none is called for what it does not listen to.
+        self._begins: tuple[Callable[[list[Tensor]], None], ...] = ()
+        self._ends: tuple[Callable[[list[Tensor]], None], ...] = ()
         self._marked: Any = None
         self._original: Any = None
         self._inside = False
 
-    def add(self, listener: BackwardListener) -> None:
+    def add(self, listener: BeginListener | EndListener, first: bool = False) -> None:
         if listener not in self.listeners:  # some listen anew with each batch
-            self.listeners = (*self.listeners, listener)
+            self._set((listener, *self.listeners) if first else (*self.listeners, listener))
         if torch.autograd.backward is not self._marked and not self._is_in_place():
             self._original = torch.autograd.backward
             self._marked = torch.autograd.backward = self._mark(self._original)
 
-    def remove(self, listener: BackwardListener) -> None:
-        self.listeners = tuple(existing for existing in self.listeners if existing is not listener)
+    def remove(self, listener: BeginListener | EndListener) -> None:
+        self._set(tuple(existing for existing in self.listeners if existing is not listener))
         # Inside somebody else's wrapper ours has to stay; without listeners it only calls the original.
         if not self.listeners and torch.autograd.backward is self._marked:
             torch.autograd.backward = self._original
+
+    def _set(self, listeners: tuple[BeginListener | EndListener, ...]) -> None:
+        begins = tuple(each.backward_begins for each in listeners if hasattr(each, "backward_begins"))
+        ends = tuple(each.backward_ended for each in listeners if hasattr(each, "backward_ended"))
+        self.listeners, self._begins, self._ends = listeners, begins, ends  # Ctrl-C comes before or after
 
     def _is_in_place(self) -> bool:
         """Return whether our wrapper is in place, outermost or inside others; one of those may have removed it too."""
@@ -68,13 +84,13 @@ class _Mark:
                     args, kwargs = (roots, *args[1:]), others
             try:
                 self._inside = True
-                for listener in self.listeners:
-                    listener.backward_begins(roots)
+                for begins in self._begins:
+                    begins(roots)
                 original(*args, **kwargs)
             finally:
                 self._inside = False
-            for listener in self.listeners:
-                listener.backward_ended(roots)
+            for ended in self._ends:
+                ended(roots)
 
         return backward
 
@@ -98,7 +114,7 @@ def is_running() -> bool:
 
 
 listen = _MARK.add
-"""Add a listener."""
+"""Add a listener, behind the others or before them."""
 forget = _MARK.remove
 """Remove it."""
 

@@ -614,6 +614,51 @@ def test_rates_stay_those_of_the_batch_where_the_session_hears_of_no_steps(
     assert scaler.multipliers[0].lr == max(1.0, len(taken[-1]) / 8)
 
 
+def test_a_rule_by_the_epoch_is_asked_all_along_also_where_the_session_hears_of_no_steps(
+    job: Any, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known_noise(monkeypatch, 5000.0)
+    options = {**PLAIN, "scaling_rule": lambda batch: 1.0 + batch.epoch}
+    model, loader, optimizer = accel.optimize(*job, max_batch_size=64, **options)
+    train(model, loader, optimizer, clock, nothing)
+    (_, scaler), *_ = batch_run(model)._rates._scalers
+    epochs: list[float] = []
+    train(model, loader, optimizer, clock, lambda step: epochs.append(scaler.multipliers[0].lr - 1))
+    optimized = entry.optimized(model)
+    assert optimized is not None
+    optimized.session.close()
+    train(model, loader, optimizer, clock, lambda step: epochs.append(scaler.multipliers[0].lr - 1))
+    steps = math.ceil(3000 / 64)
+    expected = [epoch + min(1.0, 64 * step / 3000) for epoch in (1, 2) for step in range(1, steps + 1)]
+    assert epochs == pytest.approx(expected, abs=0.0101)
+
+
+def holding(loader: Any) -> Iterator[Any]:
+    """Fetch each batch while the one before is trained on."""
+    held = None
+    for batch in loader:
+        if held is not None:
+            yield held
+        held = batch
+    yield held
+
+
+@pytest.mark.parametrize("fetches_ahead", [False, True])
+def test_a_loop_that_accumulates_nothing_is_left_to_itself_unless_it_fetches_ahead(
+    job: Any, clock: Clock, fetches_ahead: bool
+) -> None:
+    """That it does is seen at its epoch's end: its batches are not those that a step begins with."""
+    model, loader, optimizer = accel.optimize(*job, max_batch_size=8, **PLAIN)
+    for step, (x, y, _) in enumerate(holding(loader) if fetches_ahead else loader):
+        if step in (5, 200):
+            assert ("step" in vars(optimizer)) == (step == 5 or fetches_ahead)
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(x), y).backward()
+        clock.now += 1e-3
+        optimizer.step()
+    assert ("no batch of its own" in batch_run(model)._step.refusal) == fetches_ahead
+
+
 @pytest.mark.parametrize(
     ("counts", "before", "expected"),
     [
