@@ -17,18 +17,21 @@ class Optimizers(Sequence[Optimizer]):
 
     Args:
         optimizers: those that are known from the start.
+
+    Attributes:
+        appended: how many have come so far, those that are gone too.
     """
 
     def __init__(self, optimizers: Iterable[Optimizer] = ()) -> None:
         self._references: list[weakref.ref[Optimizer]] = []
-        self._any = False
+        self.appended = 0
         for optimizer in optimizers:
             self.append(optimizer)
 
     def append(self, optimizer: Optimizer) -> None:
         """Add one."""
         self._references = [*self._references, weakref.ref(optimizer, self._forget)]
-        self._any = True
+        self.appended += 1
 
     def _forget(self, reference: weakref.ref[Optimizer]) -> None:
         self._references = [each for each in self._references if each is not reference]
@@ -50,7 +53,7 @@ class Optimizers(Sequence[Optimizer]):
 
     def __bool__(self) -> bool:
         """Return whether there has been one: the loop is one with an optimizer, also between two of them."""
-        return self._any
+        return self.appended > 0
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Optimizers | list) and list(self) == list(other)

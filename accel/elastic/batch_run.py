@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import astuple
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -41,6 +41,7 @@ from accel.goodput.job import JobProfile
 from accel.goodput.noise_meter import NoiseMeter
 from accel.goodput.observations import WINDOW
 from accel.profiler.host import seconds_since_start
+from accel.profiler.optimizers import Optimizers
 from accel.report.model import BatchRow
 from accel.run import backward
 from accel.run.context import Run
@@ -99,6 +100,7 @@ class BatchRun(Onlooker):
         self.note = ""
         """Why the batch size is not changed, or no more."""
         self._session, self._run, self._sampler, self._scaler = session, run, sampler, scaler
+        self._optimizers = cast("Optimizers", run.optimizers)
         self._say, self._clock, self.decided = say, clock, decided
         self._ranks: Ranks | None = None
         self._called_at = time.time()
@@ -178,24 +180,26 @@ class BatchRun(Onlooker):
             try:
                 if has_stepped:
                     self._step_ended()
-                self._rates.adopt(self._run.optimizers)
+                if self._rates.adopted != self._optimizers.appended:
+                    self._rates.adopt(self._optimizers)
             except Exception as error:
                 self._fail(error)
         if has_stepped:
             self._step.begin()
-        if self._step.begins_anew() or not self._step.batches:
+        comes_again = self._step.taken_back != self._sampler.taken_back and self._step.begins_anew()
+        if comes_again or not self._step.batches:
             self._begin_step()
 
     def batch_delivered(self, batch: Any, proxy: LoaderProxy) -> None:
         """Count the batch, and let the learning rate follow the size of the step."""
-        if self._step.begins_anew():
+        if self._step.taken_back != self._sampler.taken_back and self._step.begins_anew():
             self._begin_step()
         if not self._step.take(proxy._accel_fetching.underway.current) or self._base is None:
             return
         samples = self._step.begin_batch()
         if self._alive and self._is_metered and self._meter is not None:
             self._meter.begin_batch(self._step.next_trained[0], self._step.accumulated)
-        if samples != self._followed or self._step.hundredths != self._followed_at:
+        if samples != self._followed or (self._rates.by_epoch and self._step.hundredths != self._followed_at):
             self._follow(samples)
 
     def _follow(self, samples: int) -> None:

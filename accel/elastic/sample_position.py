@@ -145,7 +145,8 @@ class SamplePosition(Onlooker):
 
     def batch_requested(self) -> None:
         """Notice what was trained on since the last batch: before anything is saved."""
-        self._notice_update()
+        if self._is_waiting:
+            self._notice_update()
         inner, current = self._inner, self._underway.current
         if inner is not None and inner.is_of(self._dealt, current) and self._updates() != inner.updates:
             self._take_over(current, inner)
@@ -238,7 +239,8 @@ class SamplePosition(Onlooker):
         self._ahead.delivered(dealt)
         self._is_waiting, self._updates_before = True, self._updates()
         self.sampler.held = self._ahead.batches + self._is_heard
-        self._heed_backward()
+        self._heeds_backward = True
+        backward.listen(self)
 
     def _heed_backward(self) -> None:
         self._heeds_backward = True

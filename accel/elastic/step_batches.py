@@ -26,6 +26,7 @@ class StepBatches:
         by_loop: batches of a step whose gradients the loop accumulates itself; nothing is accumulated beyond them.
         has_room: memory for accumulated gradients has been rehearsed.
         batches, samples: that were delivered for the present step, or for a look before it.
+        taken_back: batches of the sampler that had come again when that was looked at last.
         next_trained: samples of the batch that the loop trains on next, without repeats, here and on all ranks, as of
             the last one that was delivered.
     """
@@ -36,8 +37,7 @@ class StepBatches:
         self.batches = self.samples = 0
         self.next_trained = (0, 0)
         self._sampler = sampler
-        self._counted, self._taken_back = sampler.counted, sampler.taken_back
-        """By the sampler, when they were looked at last."""
+        self._counted, self.taken_back = sampler.counted, sampler.taken_back
         self._accumulation: GradientAccumulation | None = None
         self._is_accumulated = False
         """Something has been decided for which gradients must be accumulated, if only in the run before."""
@@ -58,9 +58,9 @@ class StepBatches:
 
     def begins_anew(self) -> bool:
         """Return whether batches of the step come again, as the loop has left their pass: then it begins anew."""
-        if self._taken_back == self._sampler.taken_back:
+        if self.taken_back == self._sampler.taken_back:
             return False
-        self._taken_back = self._sampler.taken_back
+        self.taken_back = self._sampler.taken_back
         self.begin()
         return True
 
@@ -73,7 +73,8 @@ class StepBatches:
         before, self._counted = self._counted, self._sampler.counted
         if self._counted == before:
             return False
-        self.begin_pass(one)
+        if self._pass is None or self._pass() is not one:
+            self.begin_pass(one)
         self.batches += 1
         self.next_trained = self._sampler.samples_before(max(0, self._sampler.held - 1))
         self.samples += self.next_trained[1]

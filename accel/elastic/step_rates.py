@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 
 from torch.optim import Optimizer
 
 from accel.elastic.learning_rate import LearningRateScaler
 from accel.elastic.left_alone import StepCount
-from accel.elastic.scaling_rules import BatchScale, NoScaling, Rule
+from accel.elastic.scaling_rules import AdaScale, BatchScale, Linear, NoScaling, Rule, Sqrt
 from accel.goodput.efficiency import NoiseInterval
+from accel.profiler.optimizers import Optimizers
 
 
 class StepRates:
@@ -18,10 +19,16 @@ class StepRates:
     Args:
         rule: for all of them; None for that of each.
         say: prints one line for the user.
+
+    Attributes:
+        by_epoch: the rule may depend on the epoch.
+        adopted: optimizers that were known when they were adopted last, those that are gone too.
     """
 
     def __init__(self, rule: Rule | None, say: Callable[[str], None]) -> None:
         self._rule, self._say = rule, say
+        self.by_epoch = rule is not None and type(rule) not in (AdaScale, Linear, NoScaling, Sqrt)
+        self.adopted = 0
         self._scalers: list[tuple[Optimizer, LearningRateScaler]] = []
         self._counts: list[StepCount] | None = None
         """Of the optimizers' steps, once they are scaled no more."""
@@ -37,14 +44,13 @@ class StepRates:
         counts = [scaler for _, scaler in self._scalers] if self._counts is None else self._counts
         return self.progress_before + max((count.progress for count in counts), default=0.0)
 
-    def adopt(self, optimizers: Collection[Optimizer]) -> None:
+    def adopt(self, optimizers: Optimizers) -> None:
         """Scale these too, from their next step on.
 
         Raises:
             InvalidArgument: if the step of one can't be scaled.
         """
-        if len(optimizers) == len(self._scalers):
-            return
+        self.adopted = optimizers.appended
         known = {id(optimizer) for optimizer, _ in self._scalers}
         for optimizer in list(optimizers):  # which the run does not keep alive
             if id(optimizer) in known:

@@ -142,6 +142,8 @@ class StepEvents:
         self._strangers: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._epoch_is_new = False
         self._updated = False
+        self._stepping = 0
+        """The id of the optimizer that is stepping, if it is one of the model's."""
         self._thread: int | None = None
         """That trains, once it is known."""
         self._batches = 0
@@ -313,9 +315,10 @@ class StepEvents:
         return mine
 
     def _optimizer_begins(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Arguments | None:
-        mode = self._state.mode
+        mode, self._stepping = self._state.mode, 0
         if mode is _SUSPENDED or not self._owns(optimizer):
             return None
+        self._stepping = id(optimizer)
         self.kept.is_updating = True
         if mode is _MEASURING:
             self._clock.update()
@@ -339,7 +342,7 @@ class StepEvents:
         mode = self._state.mode
         if mode is _SUSPENDED:
             return
-        if not self._owns(optimizer):
+        if id(optimizer) != self._stepping and not self._owns(optimizer):
             self._usage.trained_elsewhere()
             return
         if mode is _MEASURING:

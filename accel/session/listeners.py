@@ -61,7 +61,15 @@ class Listeners:
 
     def __init__(self, proxy: LoaderProxy) -> None:
         self._proxy = proxy
-        self._followers: tuple[Follower, ...] = ()  # another one with each change, so that a loop over it may change it
+        self._set(())
+
+    def _set(self, followers: tuple[Follower, ...]) -> None:
+        # Others with each change, so that a loop over them may change them. Of each batch only those hear who care.
+        self._followers = followers
+        self._requested = tuple(each.batch_requested for each in followers)
+        self._delivered = tuple(
+            each.batch_delivered for each in followers if type(each).batch_delivered is not Onlooker.batch_delivered
+        )
 
     def epoch_begins(self) -> None:
         """The loop has asked for an iterator."""
@@ -70,13 +78,13 @@ class Listeners:
 
     def batch_requested(self) -> None:
         """The loop asks for a batch."""
-        for follower in self._followers:
-            follower.batch_requested()
+        for requested in self._requested:
+            requested()
 
     def batch_delivered(self, batch: Any) -> None:
         """A batch is about to be handed over."""
-        for follower in self._followers:
-            follower.batch_delivered(batch, self._proxy)
+        for delivered in self._delivered:
+            delivered(batch, self._proxy)
 
     def epoch_ended(self) -> None:
         """The loader has no more batches in this epoch."""
@@ -96,7 +104,7 @@ def follow(proxy: LoaderProxy, follower: Follower) -> None:
         proxy._accel_listener = Listeners(proxy)
     followers = proxy._accel_listener._followers
     if not any(follower is known for known in followers):
-        proxy._accel_listener._followers = (*followers, follower)
+        proxy._accel_listener._set((*followers, follower))
 
 
 def leave(proxy: LoaderProxy, follower: Follower) -> None:
@@ -104,7 +112,7 @@ def leave(proxy: LoaderProxy, follower: Follower) -> None:
     if proxy._accel_listener is None:
         return
     listeners = proxy._accel_listener
-    listeners._followers = tuple(known for known in listeners._followers if known is not follower)
+    listeners._set(tuple(known for known in listeners._followers if known is not follower))
     if not listeners._followers:
         proxy._accel_listener = None
 

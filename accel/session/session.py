@@ -205,7 +205,8 @@ class Session:
     def step_passed(self) -> None:
         """Count a step without measuring it: after the search, most steps."""
         TURNS.step(self)
-        self._follow_loader()
+        if not self._loader.is_settled:
+            self._follow_loader()
         self.guard.begin_step()
         self.events.steps += 1
         self._result.steps += 1

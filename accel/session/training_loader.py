@@ -38,6 +38,8 @@ class TrainingLoader:
         """Where the last batch before an update came from: one after it may be one to validate on."""
         self._is_iterated = False
         """The loop has turned to the loader that strategies act on since the last step, for a batch to train on."""
+        self.is_settled = False
+        """The loop trains on the loader that strategies act on, and has turned to no other since: none succeeds it."""
         self.moves = 0
         """How often the loop has gone on to another loader."""
 
@@ -53,7 +55,7 @@ class TrainingLoader:
 
     def turns_to(self, proxy: LoaderProxy) -> None:
         """Note that a batch has come from another loader than the one before."""
-        self.delivered = proxy
+        self.delivered, self.is_settled = proxy, False
         if proxy._accel_loader is self._run.loader and torch.is_grad_enabled():
             self._is_iterated = True
 
@@ -71,6 +73,7 @@ class TrainingLoader:
         loader = source._accel_loader
         if loader is self._run.loader or self._is_iterated:  # two loaders may serve each step, one after the other
             self._steps_without, self._is_iterated = 0, False
+            self.is_settled = loader is self._run.loader and source is self.delivered
             return None
         self._steps_without += 1
         if self._steps_without < _GONE_AFTER or id(loader) in self._met:
@@ -82,7 +85,7 @@ class TrainingLoader:
         self.watch(False)
         loader = successor._accel_loader
         self._met.add(id(loader))
-        self.moves += 1
+        self.moves, self.is_settled = self.moves + 1, False
         self._run.loader, self._run.fetching = loader, free_fetching(successor)
         self._run.observed.fetch_finding = ""
         self._fetch_watch = self._watch_of(loader)

@@ -25,6 +25,7 @@ from accel.elastic.step_batches import StepBatches
 from accel.errors import InvalidArgument
 from accel.goodput.efficiency import NoiseInterval
 from accel.integrations.trackers import metrics
+from accel.profiler.optimizers import Optimizers
 from accel.run import Run
 from accel.run.ranks import Ranks
 from accel.session.session import Session
@@ -521,6 +522,7 @@ def test_wrong_arguments_are_refused(job: Any, arguments: dict[str, Any], text: 
 def _batch_run(replicas: int, local: int, most: int) -> BatchRun:
     sampler = ElasticSampler(1000, batch_size=local, num_replicas=replicas, rank=0)
     users = create_autospec(Run, instance=True, model=nn.Linear(8, 1))
+    users.optimizers = Optimizers()
     run = BatchRun(create_autospec(Session, instance=True), users, sampler, most)
     run.close()  # it listens to nothing
     return run

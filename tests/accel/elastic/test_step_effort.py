@@ -29,7 +29,7 @@ def training(model: nn.Module, loader: Any, optimizer: torch.optim.Optimizer) ->
 
 
 def test_the_batch_controller_adds_a_fixed_number_of_instructions_to_a_step() -> None:
-    """In Python 3.11 110 calls and 2091 instructions, those of an idle session included; once 387 and 5109."""
+    """In Python 3.11 94 calls and 1955 instructions, those of an idle session included; once 387 and 5109."""
     torch.manual_seed(0)
     x = torch.randn(8 * STEPS, 4)
     model = nn.Linear(4, 1)
@@ -52,4 +52,4 @@ def test_the_batch_controller_adds_a_fixed_number_of_instructions_to_a_step() ->
     added = of_a_step(steps) - plainly
     accel.undo(model)
 
-    assert added.calls <= 113 and added.instructions <= 2140, added
+    assert added.calls <= 97 and added.instructions <= 2000, added
