@@ -79,7 +79,8 @@ class GradientAccumulation:
         self, model: nn.Module, optimizers: Sequence[Optimizer], scaler: torch.amp.GradScaler | None = None
     ) -> None:
         self._syncs = model if isinstance(model, DistributedDataParallel) else None
-        self.refusal = _refusal(model, optimizers, scaler)
+        self._refused = functools.partial(_refusal, model, optimizers, scaler)
+        self.refusal = self._refused()
         self.is_at_work, self.batches = not self.refusal, 1
         self._sizes: list[int] = []
         """Samples of each batch of the step under way, over all ranks; none until it has begun."""
@@ -122,13 +123,14 @@ class GradientAccumulation:
     def rest(self) -> None:
         """Leave the loop to itself, between two of its steps, if nothing has spoken against it in the first ones.
 
-        What it does only later, such as a step of another optimizer of the same parameters, is seen after `wake`.
+        What it does only later, such as a step by a method that it has got hold of meanwhile, is seen after `wake`.
         """
         if self._looked_at >= _LOOKED_AT and self._is_outermost and not self.refusal:
             self._leave()
 
     def wake(self) -> None:
-        """Be at work again, unless it is refused or closed."""
+        """Be at work again, unless it is closed or refused, as where another optimizer has come."""
+        self.refusal = self.refusal or self._refused()
         if self._gate is None and not self.refusal and not self._is_closed:
             self._begin()
 

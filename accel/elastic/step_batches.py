@@ -53,8 +53,11 @@ class StepBatches:
         """A step begins."""
         self.batches = self.samples = 0
         accumulation = self._accumulation
-        if accumulation is not None and accumulation.is_at_work and not self._is_accumulated and not self._sampler.held:
-            accumulation.rest()  # a loop that holds batches is seen to do so at its epoch's end
+        if accumulation is None or not accumulation.is_at_work or self._is_accumulated:
+            return
+        # Several ranks agree on a refusal at decisions only. A loop that holds batches is seen to at its epoch's end.
+        if self._sampler.num_replicas == 1 and not self._sampler.held:
+            accumulation.rest()
 
     def begins_anew(self) -> bool:
         """Return whether batches of the step come again, as the loop has left their pass: then it begins anew."""

@@ -50,7 +50,7 @@ class StepRates:
         Raises:
             InvalidArgument: if the step of one can't be scaled.
         """
-        self.adopted = optimizers.appended
+        adopted = optimizers.appended
         known = {id(optimizer) for optimizer, _ in self._scalers}
         for optimizer in list(optimizers):  # which the run does not keep alive
             if id(optimizer) in known:
@@ -61,6 +61,7 @@ class StepRates:
             if self._scale is not None:
                 scaler.update(self._scale)
             self._scalers.append((optimizer, scaler))
+        self.adopted = adopted  # not before: Ctrl-C may come in between
 
     def follow(self, samples: int, base: int, noise: NoiseInterval | None, epoch: float) -> None:
         """Take the batch of the step in hand; a smaller one than the user's, as an epoch's last, counts as that.

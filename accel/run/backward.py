@@ -59,7 +59,7 @@ class _Mark:
     def _set(self, listeners: tuple[BeginListener | EndListener, ...]) -> None:
         begins = tuple(each.backward_begins for each in listeners if hasattr(each, "backward_begins"))
         ends = tuple(each.backward_ended for each in listeners if hasattr(each, "backward_ended"))
-        self.listeners, self._begins, self._ends = listeners, begins, ends  # Ctrl-C comes before or after
+        self.listeners, self._begins, self._ends = listeners, begins, ends  # Ctrl-C: all or none
 
     def _is_in_place(self) -> bool:
         """Return whether our wrapper is in place, outermost or inside others; one of those may have removed it too."""

@@ -64,12 +64,11 @@ class Listeners:
         self._set(())
 
     def _set(self, followers: tuple[Follower, ...]) -> None:
-        # Others with each change, so that a loop over them may change them. Of each batch only those hear who care.
-        self._followers = followers
-        self._requested = tuple(each.batch_requested for each in followers)
-        self._delivered = tuple(
-            each.batch_delivered for each in followers if type(each).batch_delivered is not Onlooker.batch_delivered
-        )
+        # Others with each change, so that a loop over them may change them. Of a batch only those hear who act on it.
+        requested = tuple(each.batch_requested for each in followers)
+        act = [each for each in followers if type(each).batch_delivered is not Onlooker.batch_delivered]
+        delivered = tuple(each.batch_delivered for each in act)
+        self._followers, self._requested, self._delivered = followers, requested, delivered  # Ctrl-C: all or none
 
     def epoch_begins(self) -> None:
         """The loop has asked for an iterator."""

@@ -203,6 +203,21 @@ def test_a_loop_is_left_to_itself_between_steps_of_several_batches(scheduled_at:
     assert_alike(trained(accumulates=True), trained(accumulates=False))
 
 
+def test_another_optimizer_that_has_come_meanwhile_is_a_refusal() -> None:
+    model, optimizer = made()
+    optimizers = [optimizer]
+    accumulation = GradientAccumulation(model, optimizers)
+    for x, y in batches([4] * 8):
+        accumulation.begin_batch([4])
+        plainly(model, optimizer, x, y)
+    accumulation.rest()
+    optimizers.append(torch.optim.SGD(model.parameters(), 0.1))
+    accumulation.wake()
+    assert accumulation.refusal == "it has 2 optimizers"
+    assert not accumulation.is_at_work
+    accumulation.close()
+
+
 def test_what_is_left_out_calls_no_hooks_and_returns_none() -> None:
     model, optimizer = made()
     called: list[str] = []
