@@ -26,7 +26,7 @@ from rich.table import Table
 
 from accel.profiler.host import usable_cores
 from accel.report import Report
-from benchmarks.demo_promise import Promise, elsewhere, kept, multiplies_bf16, promise, wanted_text
+from benchmarks.demo_promise import Promise, elsewhere, kept, processor, promise, record_name, wanted_text
 from benchmarks.loading.data import load
 from benchmarks.loops.demo import train
 from benchmarks.pairs import Racer, racers
@@ -59,7 +59,7 @@ def main(seeds: int, data: str | None, out: str, record: bool, check: bool) -> N
     console.print(
         f"data: {found.source}, {len(found.train):,} training images; {seeds} seeds of {len(VARIANTS)} variants"
     )
-    promised = promise(usable_cores(), multiplies_bf16())
+    promised = promise(usable_cores(), processor())
     wanted = ", ".join(f"{name} {wanted_text(value)}" for name, value in promised.speedups.items())
     console.print(f"promised for {promised.machine}: {wanted}")
     console.print(
@@ -70,7 +70,7 @@ def main(seeds: int, data: str | None, out: str, record: bool, check: bool) -> N
     _show(console, summary, runs, out)
     console.print(f"demo took {time.perf_counter() - began:.0f} s")
     if record:
-        console.print(f"recorded in {save('demo', summary).name}")
+        console.print(f"recorded in {save(record_name(processor()), summary).name}")
     if check and not summary["passed"]:
         sys.exit(1)
 
@@ -115,7 +115,7 @@ def _summarise(runs: list[dict[str, Racer]], source: str, promised: Promise) -> 
         "data": source,
         "date": date.today().isoformat(),
         "machine": json.loads(runs[0]["default"].result["report"])["machine"],
-        "bf16": multiplies_bf16(),
+        "processor": str(processor()),
         "promised_for": promised.machine,
         "python": platform.python_version(),
         "variants": {},
@@ -163,14 +163,15 @@ def table_block(result: Row) -> str:
     """Return the demo's table."""
     variants = result["variants"]
     head = (
-        "`{command}`, {date}, {machine[device]}, {machine[cores]} cores, torch {machine[torch]}. {data}; {what}."
+        "`{command}`, {date}, {machine[device]} {processor}, {machine[cores]} cores, torch {machine[torch]}. "
+        "{data}; {what}."
     ).format_map(result)
     columns: dict[str, Cell] = {
         "variant": "{variant}",
         "speed-up [95 %]": lambda row: times("speedup", "low", "high").format_map(row) if "speedup" in row else "1",
         "ms per step": "{ms:.1f}",
         "search cost": lambda row: f"{statistics.fmean(row['search_s']):.1f} s" if "search_s" in row else None,
-        "test accuracy (3 seeds)": _accuracy,
+        f"test accuracy, mean of {len(variants['plain']['accuracy'])}": _accuracy,
         "promised": lambda row: f"{wanted_text(row['wanted'])}, ±0.5" if "wanted" in row else None,
     }
     rows = [

@@ -13,6 +13,7 @@ cores busy; the column shows how many of the runs named the same first cause.
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -196,15 +197,18 @@ def _record(rows: Sequence[Row], plan: Plan, cases: Sequence[str]) -> Path:
     options += [f"--stability {plan.repeats}"] if plan.repeats else []
     options += ["--rivals-python PATH"] if plan.rivals_python else []
     command = f"python -m benchmarks.fault_matrix {' '.join(options)}"
+    what = "the cause accel profile names in scripts with one fault each, and predicted against real saving"
+    figures = {"tolerance": TOLERANCE, "pairs": PAIRS, "loaded": plan.loaded}
     more: dict[str, Any] = {}
     if cases and (before := newest(name)):
         rows, command = merged(before["cases"], rows), before["command"]
         more["again"] = sorted({*before.get("again", []), *cases})
         if not set(plan.tools) & set(RIVALS):
             more["rivals_date"] = before.get("rivals_date", before["date"])
-    what = "the cause accel profile names in scripts with one fault each, and predicted against real saving"
-    figures = {"tolerance": TOLERANCE, "pairs": PAIRS, "loaded": plan.loaded, "summary": summarise(rows)}
-    return save(name, {**header(what, command), **figures, "cases": [asdict(row) for row in rows], **more})
+        if plan.repeats and not plan.remedy:  # the repeated runs have a date and a machine of their own
+            more |= {about: before[about] for about in ("date", "machine", "cores", "torch")}
+    cases_and_summary = {"summary": summarise(rows), "cases": [asdict(row) for row in rows]}
+    return save(name, {**header(what, command), **figures, **cases_and_summary, **more})
 
 
 def table_block(result: dict[str, Any]) -> str:
@@ -216,6 +220,7 @@ def table_block(result: dict[str, Any]) -> str:
         ". Saved: share of a step's (or sample's) time, as predicted or found by experiment, and by the remedy itself, "
         "{pairs} interleaved pairs of fresh processes."
     )
+    head += _repeated_on(result["cases"])
     verdicts = [{"name": "accel", **summary}, *({"name": name, **of_rival} for name, of_rival in rivals.items())]
     columns: dict[str, Cell] = {
         "": "{name}",
@@ -232,6 +237,14 @@ def table_block(result: dict[str, Any]) -> str:
         **{name: lambda case, name=name: _rival(case["rivals"][name]) for name in rivals},  # type: ignore[misc]
     }
     return "\n".join([block(head.format_map(result), columns, verdicts), "", *markdown(cases, result["cases"])])
+
+
+def _repeated_on(cases: Sequence[dict[str, Any]]) -> str:
+    """Say when and on what scripts were profiled repeatedly; '' if none was."""
+    seen = [case["stability"] for case in cases if case.get("stability")]
+    scripts = Counter((held["date"], held["machine"]) for held in seen)
+    said = ", ".join(f"{count} on {day}, {machine}" for (day, machine), count in sorted(scripts.items()))
+    return f" Profiled repeatedly: {said}." if said else ""
 
 
 def _said(case: dict[str, Any]) -> str:

@@ -154,8 +154,8 @@ def command_line() -> str:
 
 
 def save(name: str, figures: Row) -> Path:
-    """Write today's file and return it."""
-    path = FOLDER / f"{name}-cpu-{_today()}.json"
+    """Write the file of the figures' date and return it."""
+    path = FOLDER / f"{name}-cpu-{figures['date']}.json"
     write_atomic(path, json.dumps(figures, indent=1) + "\n")
     return path
 

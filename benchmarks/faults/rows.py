@@ -69,6 +69,9 @@ class Stability:
     """While other processes kept half of the cores busy."""
     beside: str = ""
     """The cause to be named then, where that is another one."""
+    date: str = ""
+    machine: str = ""
+    """Of these runs; "" where they were not noted, and are the record's."""
 
     @property
     def cause(self) -> str:

@@ -18,6 +18,7 @@ from accel.profiler.report import from_json
 from benchmarks.faults.rivals import RIVALS, RivalAnswer, ask
 from benchmarks.faults.rows import Answer, Remedy, Row, Stability, Timing, answer_of, error_of, is_right, remedy_of
 from benchmarks.faults.table import Case
+from benchmarks.record import header
 
 ROOT = Path(__file__).resolve().parents[2]
 PAIRS = 2
@@ -135,7 +136,9 @@ def repeated(case: Case, steps: int, times: int) -> Stability:
             settle()
             with busy(others):
                 named.append(profile(case, steps).cause)
-    return Stability(causes[0], causes[half], case.cause_beside(half, cores))
+    about = header("", "")
+    beside = case.cause_beside(half, cores)
+    return Stability(causes[0], causes[half], beside, about["date"], about["machine"])
 
 
 def consult(rival: str, case: Case, python: str, steps: int) -> RivalAnswer:

@@ -9,6 +9,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -469,7 +470,29 @@ def test_repeated_runs_are_quiet_and_half_busy_in_turns(monkeypatch: pytest.Monk
     monkeypatch.setattr(fault_runs, "profile", lambda case, steps: Answer(f"{loads[-1]} busy"))
     found = fault_runs.repeated(FAULT, 50, 3)
     assert loads == [0, 2] * 3
-    assert found == stability(["0 busy"] * 3, ["2 busy"] * 3)
+    assert (found.quiet, found.half_busy) == (["0 busy"] * 3, ["2 busy"] * 3)
+    assert found.date == date.today().isoformat()
+    assert found.machine.startswith("cpu")
+
+
+def test_repeated_runs_have_a_date_and_a_machine_of_their_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The rest of the record keeps its own: it was measured then and there."""
+    monkeypatch.setattr("benchmarks.record.FOLDER", tmp_path)
+    seen = stability(["none"] * 2, ["none"] * 2)
+    fault_matrix._record([row("healthy_mlp", "none")], fault_runs.Plan(remedy=False), ())
+    (path,) = tmp_path.iterdir()
+    before = json.loads(path.read_text()) | {"date": "2026-01-02", "machine": "cpu (old)", "rivals_date": "2026-01-01"}
+    path.unlink()
+    (tmp_path / "fault-matrix-cpu-2026-01-02.json").write_text(json.dumps(before))
+
+    again = dataclasses.replace(seen, date="2026-03-04", machine="cpu (new)")
+    rows = [dataclasses.replace(row("healthy_mlp", "none"), stability=again)]
+    fault_matrix._record(rows, fault_runs.Plan(remedy=False, repeats=2), ("healthy_mlp",))
+
+    (path,) = tmp_path.iterdir()
+    held = json.loads(path.read_text())
+    assert (path.name, held["machine"]) == ("fault-matrix-cpu-2026-01-02.json", "cpu (old)")
+    assert "Profiled repeatedly: 1 on 2026-03-04, cpu (new)." in fault_matrix.table_block(held)
 
 
 def test_agreement_is_a_column_and_too_little_of_it_ends_the_command_with_1(monkeypatch: pytest.MonkeyPatch) -> None:
