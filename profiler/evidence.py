@@ -186,7 +186,9 @@ class Evidence:
     cores: int = 1
     """Cores this process may use."""
     threads: int = 1
-    """Intra-op threads."""
+    """Intra-op threads in these steps."""
+    loop_threads: int | None = None
+    """Those of the loop, where fewer were used to measure since others held cores."""
     device: str = "cpu"
     rank: int = 0
     world_size: int = 1

@@ -33,8 +33,9 @@ CROWDED_TOGETHER, SHARED_WAIT = 0.88, 0.45
 more than the first, or the latter alone more than the second. One busy process on two cores: 0.66 to 0.79 and 0.31 to
 0.43, and the shares of the step were as without it; two: 0.95 to 1.01, and 0.40 to 0.51."""
 WORTH_BESIDE = 0.15
-"""Least share of a finding beside such neighbours: what a healthy script's loader takes was 0.07 of a step without a
-busy process, and 0.09 to 0.11 beside one. The faults of the matrix were 0.2 and more."""
+"""Least share of a finding beside such neighbours, and of what it saves. Without a busy process and beside one, a
+healthy script's loader took 0.07 and 0.09 to 0.11, another one's update less than 0.10 and 0.15 to 0.17, of which 0.07
+could be saved. The faults of the matrix were 0.2 and more, and their savings 0.37."""
 THROTTLED = 0.1
 """Share of throttled quota periods, above which a run that waits for a core waits for its own quota."""
 OVERLAP = "two causes overlap within noise"
@@ -92,13 +93,18 @@ def diagnose(evidence: Evidence, *, min_steps: int = MIN_STEPS) -> Diagnosis:
         result.findings = [result.crowd]
         return result
     least = 0.0 if result.crowd is None else WORTH_BESIDE
-    findings = [f for rule in _RULES if (f := rule(evidence, anatomy)) is not None and f.share >= least]
+    findings = [f for rule in _RULES if (f := rule(evidence, anatomy)) is not None and _is_worth(f, least)]
     if any(f.cause == "launch.small_ops" for f in findings):  # the update is part of that
         findings = [f for f in findings if f.cause != "optimizer.update"]
     findings, result.retracted = consistency.check(findings, PhaseShares.of_anatomy(anatomy))
     result.findings = ordered(findings)
     result.refused = refusal(result.findings, result.retracted)
     return result
+
+
+def _is_worth(finding: Finding, least: float) -> bool:
+    """Return whether a finding, and what removing it saves as far as that is known, are no less than a share."""
+    return finding.share >= least and (finding.predicted is None or finding.predicted.value >= least)
 
 
 def ordered(findings: Sequence[Finding]) -> list[Finding]:
@@ -138,6 +144,9 @@ def _crowded(evidence: Evidence) -> Finding | None:
         why.append(f"the training thread was {thread_text(thread)}")
     if others is not None:
         why.append(f"processes outside this run kept {others:.2g} of {evidence.cores} cores busy")
+    if evidence.loop_threads is not None:
+        fewer = f"{evidence.threads} thread{'s'[: evidence.threads != 1]} in place of {evidence.loop_threads}"
+        why.append(f"it was measured with {fewer}, which would have waited for each other")
     throttled = evidence.throttled is not None and evidence.throttled > THROTTLED
     if throttled:
         why.append(f"the quota of {evidence.cores} cores held this run up in {evidence.throttled:.0%} of its periods")
@@ -173,7 +182,7 @@ def _disturbed(evidence: Evidence, others: float) -> bool:
         return True
     ranks = evidence.local_world_size if evidence.device == "cpu" else 1
     if thread.blocked < 0.5:
-        return ranks * evidence.threads + others > evidence.cores
+        return ranks * (evidence.loop_threads or evidence.threads) + others > evidence.cores
     # The pool's threads are not measured. A training thread that mostly sleeps leaves them little to do; but a rank may
     # sleep for another one whose core was taken.
     return ranks > 1 and ranks + others > evidence.cores

@@ -3,6 +3,8 @@
     warm-up 3 ──▶ observe ──▶ trace 2 ──▶ experiments ──▶ observe to the end
                   ≥ 50 steps, or 20 s     ≤ 3, each 36 to 108 steps
 
+Where other processes hold cores, all of that is done with as few threads as there are cores free (`ThreadLimit`).
+
 Everything happens between two steps of the script, on its own thread; only the sampler has a thread of its own.
 """
 
@@ -46,6 +48,7 @@ from accel.profiler.report import Experiment, Finding
 from accel.profiler.system.loop_source import batch_lines, users_frames
 from accel.profiler.system.meters import Crowd, DdpWait, Span, Workers
 from accel.profiler.system.sampler import Sampler
+from accel.profiler.system.thread_limit import ThreadLimit
 from accel.profiler.trace import roofline
 from accel.profiler.trace.digest import located
 from accel.profiler.trace.window import Window, WindowTaken
@@ -65,7 +68,7 @@ class ProfileSession:
     """Profiles the training loop that runs in this process.
 
     Args:
-        confirm: test the suspects by experiments.
+        confirm: test the suspects by experiments, and compute with fewer threads where others hold cores.
         trace_file: where the Chrome trace of the window goes; None writes none.
         exchange: the other ranks.
         loaders: loaders that iterate in their own way, each with the class of its iterators; see `Recorder`.
@@ -93,12 +96,15 @@ class ProfileSession:
         """Samples in the steps whose batches were counted, and these steps."""
         self.unseen: list[str] = []
         self.stage = "warm-up"
+        self._threads_of_loop: int | None = None
+        """Where fewer were used to measure."""
         self._confirm = confirm
         self._trace_file = trace_file
         self._trace: TraceSummary | None = None
         self._sampler = Sampler(self.recorder.clock, ident, native)
         self._sampler.pause(True)
         self._crowd = Crowd(launched=exchange.launched)
+        self._limit = ThreadLimit()
         local = int(os.environ.get("LOCAL_RANK", "0"))
         self._nvml = Nvml([local] if exchange.launched else None)
         self._workers, self._ddp_wait, self._gc = Workers(), DdpWait(), Span()
@@ -125,6 +131,7 @@ class ProfileSession:
         self.recorder.pauses.unwatch()
         self.recorder.stop()
         self._settings.stop()
+        self._limit.restore()
         self._sampler.stop()
         self._mark_device(False)
         self._sampler.count(self.recorder.last_boundary)
@@ -147,6 +154,9 @@ class ProfileSession:
             yield
         if has_gpu():  # not asked before: by now the script has said which ones it sees
             self._nvml.start()
+        # Ranks have cores and threads of their own, and must go on at the same steps.
+        if self._confirm and not self.exchange.launched and self._device().type == "cpu":
+            yield from self._limit_threads()
         self.stage = "observing"
         self._watch(True)
         began = time.perf_counter()
@@ -165,8 +175,21 @@ class ProfileSession:
         self._watch(True)
         self.recorder.deferred = True
         self._sampler.interval_s = WATCH_S
-        while True:
+        while not self._limit.ends():
             self._keep((yield))
+        self._watch(False)
+        self.stage = "watched"  # with more threads, steps are of another kind
+        while True:
+            yield
+
+    def _limit_threads(self) -> Course:
+        """Let no more threads compute than there are free cores; steps that have passed until then count without."""
+        while not self._limit.begin():
+            self._count((yield))
+        self._threads_of_loop = self._limit.own
+        if self._threads_of_loop is not None:
+            self.steps.clear()
+            self._samples = self._counted = 0
 
     def _observed_enough(self, seconds: float) -> bool:
         steps = len(self.steps)
@@ -174,11 +197,14 @@ class ProfileSession:
             return steps >= OBSERVE_STEPS
         return (steps >= OBSERVE_STEPS and seconds >= OBSERVE_S) or (steps >= naming.MIN_STEPS and seconds >= ENOUGH_S)
 
-    def _keep(self, measured: Measurement) -> None:
+    def _count(self, measured: Measurement) -> None:
         self.steps.append(measured)
         if measured.samples:  # 0 in deferred steps, whose batches are not counted
             self._samples += measured.samples
             self._counted += 1
+
+    def _keep(self, measured: Measurement) -> None:
+        self._count(measured)
         if measured.step <= 8 or not (self._sampler.batch_lines or self.recorder.deferred):
             self._learn_loop()
         if not self.recorder.deferred:
@@ -352,6 +378,7 @@ class ProfileSession:
             one_offs=slow_once,
             cores=usable_cores(),
             threads=self._settings.threads,
+            loop_threads=self._threads_of_loop,
             device=trained.device.type,
             rank=exchange.rank,
             world_size=exchange.size,

@@ -232,7 +232,7 @@ def _host(evidence: Evidence) -> HostFacts:
     path = "fused" if optimizer.fused else "multi-tensor" if optimizer.multi_tensor else "parameter by parameter"
     return HostFacts(
         cores=evidence.cores,
-        threads=evidence.threads,
+        threads=evidence.loop_threads or evidence.threads,
         device=_device_name(evidence.device),
         platform=platform.platform(),
         python=platform.python_version(),

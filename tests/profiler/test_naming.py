@@ -25,7 +25,7 @@ from accel.profiler.evidence import (
     TraceSummary,
     WorkerShare,
 )
-from accel.profiler.naming import diagnose
+from accel.profiler.naming import WORTH_BESIDE, diagnose
 from accel.profiler.phases import PHASES, Measurement
 from accel.profiler.report import Saving
 
@@ -491,6 +491,27 @@ def test_waiting_for_cores_that_others_hold_is_left_out(given: dict[str, Any], q
     held = evidence(phases={"data": 20}, cores=2, threads=1, **given)
     assert causes(held)[0] == quiet
     assert causes(dataclasses.replace(held, foreign_cores=0.8))[0] == beside
+
+
+def test_threads_that_were_fewer_for_a_neighbours_sake_are_told() -> None:
+    beside = evidence(cores=2, threads=1, loop_threads=2, thread=RUNNING, foreign_cores=0.99)
+    found = diagnose(beside)
+    assert not found.findings
+    report = build_report(beside, found)
+    assert "with 1 thread in place of 2" in report.beside
+    assert report.host.threads == 2
+
+
+def test_a_cause_that_saves_little_is_not_told_beside_a_neighbour() -> None:
+    """A healthy script's fused update took 16 % of the step there, of which less than half could have been saved."""
+    update = OptimizerFacts(name="SGD", tensors=6, elements=500_000)
+    roofline = Roofline(gflops={"float32": 200.0}, gb_per_s=14.0)
+    quiet = evidence(phases={"optimizer": 1.9}, optimizer=update, roofline=roofline, cores=2, threads=2)
+    assert causes(quiet) == ["optimizer.update"]
+    (told,) = diagnose(quiet).findings
+    assert told.predicted is not None
+    assert told.predicted.value < WORTH_BESIDE < told.share
+    assert not causes(dataclasses.replace(quiet, thread=RUNNING, foreign_cores=0.75))
 
 
 def test_a_small_cause_is_not_told_beside_a_neighbour() -> None:
