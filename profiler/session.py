@@ -421,7 +421,8 @@ class ProfileSession:
         if self._trace is None:
             evidence.unseen.append("operators: the run ended before the trace window")
         with contextlib.suppress(RuntimeError):  # out of memory: a report without a roofline is still one
-            evidence.roofline = roofline.measure(self._device(), self._dtypes(evidence))
+            threads = evidence.threads if self._threads_of_loop is not None else None
+            evidence.roofline = roofline.measure(self._device(), self._dtypes(evidence), threads=threads)
         return evidence
 
     def _dtypes(self, evidence: Evidence) -> list[torch.dtype]:

@@ -16,6 +16,7 @@ from accel.profiler.gather import Exchange
 from accel.profiler.session import ProfileSession
 from accel.profiler.system import thread_limit
 from accel.profiler.system.thread_limit import ThreadLimit
+from accel.profiler.trace import roofline
 from tests.sampling import examples
 
 
@@ -137,8 +138,11 @@ def test_a_profiled_run_is_measured_so(monkeypatch: pytest.MonkeyPatch, held: fl
             model(torch.ones(2, 4)).sum().backward()
             optimizer.step()
             threads.append(torch.get_num_threads())
-        evidence = session.evidence()
         session.stop()
+        rated: list[int | None] = []
+        monkeypatch.setattr(roofline, "measure", lambda device, dtypes, threads=None: rated.append(threads))
+        evidence = session.finish()
+        assert rated == [1 if measured == 1 else None]  # one format with one thread, another with two: no ratio
         assert (threads[0], threads[-1], torch.get_num_threads()) == (2, measured, 2)
         assert (evidence.threads, evidence.loop_threads) == (measured, 2 if measured == 1 else None)
         assert 0 < len(evidence.steps) <= threads.count(measured)  # none of those with two threads, if it is one
