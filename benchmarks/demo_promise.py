@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from enum import StrEnum
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +16,16 @@ RESULTS = Path(__file__).parent / "results"
 CPUINFO = Path("/proc/cpuinfo")
 
 
-class Processor(StrEnum):
+class Processor(str, Enum):
     """What a processor has for half precision."""
 
     AMX = "with AMX"
     BF16 = "with bfloat16 instructions"
     FLOAT32 = "without bfloat16 instructions"
     UNKNOWN = "of a kind not known here"
+
+    def __str__(self) -> str:
+        return str(self.value)
 
 
 _BF16 = {"avx512_bf16", "avx_ne_convert", "bf16", "svebf16"}
@@ -100,8 +103,8 @@ def wanted_text(wanted: float | None) -> str:
 def elsewhere(results: Path = RESULTS) -> list[str]:
     """Say what recorded runs gave, a line for each, the newest first."""
     lines = []
-    for file in sorted(results.glob("demo-*.json"), reverse=True):
-        held = json.loads(file.read_text(encoding="utf-8"))
+    runs = [json.loads(file.read_text(encoding="utf-8")) for file in sorted(results.glob("demo-*.json"))]
+    for held in sorted(runs, key=lambda held: str(held["date"]), reverse=True):
         gave = [f"{name} {v['speedup']:.2f}x" for name, v in held["variants"].items() if "speedup" in v]
         cores = held["machine"]["cores"]
         lines.append(

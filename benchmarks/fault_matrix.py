@@ -207,6 +207,8 @@ def _record(rows: Sequence[Row], plan: Plan, cases: Sequence[str]) -> Path:
             more["rivals_date"] = before.get("rivals_date", before["date"])
         if plan.repeats and not plan.remedy:  # the repeated runs have a date and a machine of their own
             more |= {about: before[about] for about in ("date", "machine", "cores", "torch")}
+            if set(plan.tools) & set(RIVALS):
+                more["rivals_date"] = header(what, command)["date"]
     cases_and_summary = {"summary": summarise(rows), "cases": [asdict(row) for row in rows]}
     return save(name, {**header(what, command), **figures, **cases_and_summary, **more})
 
@@ -220,7 +222,7 @@ def table_block(result: dict[str, Any]) -> str:
         ". Saved: share of a step's (or sample's) time, as predicted or found by experiment, and by the remedy itself, "
         "{pairs} interleaved pairs of fresh processes."
     )
-    head += _repeated_on(result["cases"])
+    head += _repeated_on(result)
     verdicts = [{"name": "accel", **summary}, *({"name": name, **of_rival} for name, of_rival in rivals.items())]
     columns: dict[str, Cell] = {
         "": "{name}",
@@ -239,10 +241,11 @@ def table_block(result: dict[str, Any]) -> str:
     return "\n".join([block(head.format_map(result), columns, verdicts), "", *markdown(cases, result["cases"])])
 
 
-def _repeated_on(cases: Sequence[dict[str, Any]]) -> str:
+def _repeated_on(result: dict[str, Any]) -> str:
     """Say when and on what scripts were profiled repeatedly; '' if none was."""
-    seen = [case["stability"] for case in cases if case.get("stability")]
-    scripts = Counter((held["date"], held["machine"]) for held in seen)
+    seen = [case["stability"] for case in result["cases"] if case.get("stability")]
+    whole = result["date"], result["machine"]
+    scripts = Counter((held.get("date") or whole[0], held.get("machine") or whole[1]) for held in seen)
     said = ", ".join(f"{count} on {day}, {machine}" for (day, machine), count in sorted(scripts.items()))
     return f" Profiled repeatedly: {said}." if said else ""
 

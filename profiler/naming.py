@@ -144,9 +144,6 @@ def _crowded(evidence: Evidence) -> Finding | None:
         why.append(f"the training thread was {thread_text(thread)}")
     if others is not None:
         why.append(f"processes outside this run kept {others:.2g} of {evidence.cores} cores busy")
-    if evidence.loop_threads is not None:
-        fewer = f"{evidence.threads} thread{'s'[: evidence.threads != 1]} in place of {evidence.loop_threads}"
-        why.append(f"it was measured with {fewer}, which would have waited for each other")
     throttled = evidence.throttled is not None and evidence.throttled > THROTTLED
     if throttled:
         why.append(f"the quota of {evidence.cores} cores held this run up in {evidence.throttled:.0%} of its periods")

@@ -58,6 +58,8 @@ OBSERVE_STEPS, OBSERVE_S, ENOUGH_S = 50, 0.6, 20.0
 TRACED = 2
 WATCH_S = 0.1
 """Interval of the stack samples after the experiments; 0.01 before."""
+_LEARNT_FROM = 6
+"""Observed steps whose updates tell which lines of the script make batches, at the least."""
 _WORKERS_EVERY = 16
 """Steps between two readings of the workers' times."""
 
@@ -96,8 +98,10 @@ class ProfileSession:
         """Samples in the steps whose batches were counted, and these steps."""
         self.unseen: list[str] = []
         self.stage = "warm-up"
-        self._threads_of_loop: int | None = None
-        """Where fewer were used to measure."""
+        self._learns_until = 0
+        """The step until which each update tells something about the loop's lines."""
+        self._ends_at: int | None = None
+        """The step from which on none is kept, as the threads are others."""
         self._confirm = confirm
         self._trace_file = trace_file
         self._trace: TraceSummary | None = None
@@ -126,12 +130,12 @@ class ProfileSession:
 
     def stop(self) -> None:
         """Stop profiling, and restore torch and the script's objects."""
+        self._limit.restore()
         self.recorder.catch_up()
         self._course.close()
         self.recorder.pauses.unwatch()
         self.recorder.stop()
         self._settings.stop()
-        self._limit.restore()
         self._sampler.stop()
         self._mark_device(False)
         self._sampler.count(self.recorder.last_boundary)
@@ -140,11 +144,17 @@ class ProfileSession:
         self._ddp_wait.stop()
         self._workers.close()
 
+    def leave_alone(self) -> None:
+        """Record no more: this is a forked child, whose training is not part of the report."""
+        self._limit.restore()
+        self.recorder.stop()
+
     def _step(self, measured: Measurement) -> None:
         try:
             self._course.send(measured)
         except Exception as error:  # an error of the profiler's own must not end the script
             self.recorder.on_step = lambda measured: None
+            self._limit.restore()
             self.unseen.append(f"the profiler stopped at step {measured.step}: {type(error).__name__}: {error}")
 
     # -- the course ----------------------------------------------------------------------------------------------------
@@ -158,6 +168,7 @@ class ProfileSession:
         if self._confirm and not self.exchange.launched and self._device().type == "cpu":
             yield from self._limit_threads()
         self.stage = "observing"
+        self._learns_until = self.recorder.steps + _LEARNT_FROM
         self._watch(True)
         began = time.perf_counter()
         while True:
@@ -175,19 +186,16 @@ class ProfileSession:
         self._watch(True)
         self.recorder.deferred = True
         self._sampler.interval_s = WATCH_S
-        while not self._limit.ends():
-            self._keep((yield))
-        self._watch(False)
-        self.stage = "watched"  # with more threads, steps are of another kind
         while True:
-            yield
+            measured = yield
+            if self._ends_at is None or measured.step < self._ends_at:  # read from the tape, long after
+                self._keep(measured)
 
     def _limit_threads(self) -> Course:
         """Let no more threads compute than there are free cores; steps that have passed until then count without."""
         while not self._limit.begin():
             self._count((yield))
-        self._threads_of_loop = self._limit.own
-        if self._threads_of_loop is not None:
+        if self._limit.is_on:
             self.steps.clear()
             self._samples = self._counted = 0
 
@@ -205,13 +213,15 @@ class ProfileSession:
 
     def _keep(self, measured: Measurement) -> None:
         self._count(measured)
-        if measured.step <= 8 or not (self._sampler.batch_lines or self.recorder.deferred):
+        if measured.step < self._learns_until or not (self._sampler.batch_lines or self.recorder.deferred):
             self._learn_loop()
         if not self.recorder.deferred:
             self._sample(workers=measured.step % _WORKERS_EVERY == 0)
 
     def _sample(self, *, workers: bool = True) -> None:
         """Take the readings between two ordinary steps."""
+        if self.stage == "watched":
+            return
         now, recorder = self.recorder.clock.now, self.recorder
         self._gc.end(recorder.steps, recorder.probes.collector.seconds, now())
         self._sampler.count(now())
@@ -220,6 +230,10 @@ class ProfileSession:
         if workers:
             self._workers.sample(recorder.worker_pids())
         self._gc.begin(recorder.steps, recorder.probes.collector.seconds, now())
+        if self.stage == "watching" and self._limit.ends():
+            self._ends_at = recorder.steps
+            self._watch(False)
+            self.stage = "watched"
 
     def _watch(self, on: bool) -> None:
         """Switch the measurements that are only meant for ordinary steps."""
@@ -377,8 +391,8 @@ class ProfileSession:
             steps=ordinary,
             one_offs=slow_once,
             cores=usable_cores(),
-            threads=self._settings.threads,
-            loop_threads=self._threads_of_loop,
+            threads=self._limit.threads or self._settings.threads,
+            loop_threads=self._limit.own,
             device=trained.device.type,
             rank=exchange.rank,
             world_size=exchange.size,
@@ -421,8 +435,7 @@ class ProfileSession:
         if self._trace is None:
             evidence.unseen.append("operators: the run ended before the trace window")
         with contextlib.suppress(RuntimeError):  # out of memory: a report without a roofline is still one
-            threads = evidence.threads if self._threads_of_loop is not None else None
-            evidence.roofline = roofline.measure(self._device(), self._dtypes(evidence), threads=threads)
+            evidence.roofline = roofline.measure(self._device(), self._dtypes(evidence), threads=self._limit.threads)
         return evidence
 
     def _dtypes(self, evidence: Evidence) -> list[torch.dtype]:

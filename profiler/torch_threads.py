@@ -26,6 +26,13 @@ def compute_alone() -> None:
         _set_number_everywhere_and_back(1)
 
 
+def set_number(threads: int) -> None:
+    """Have torch compute with so many threads in this one; where only its own function can do that, everywhere."""
+    torch.get_num_threads()  # the first call in a thread sets its number
+    if not _set_number_here(threads):
+        torch.set_num_threads(threads)
+
+
 def _set_number_here(threads: int) -> bool:
     """Return whether the number of this thread alone could be set, by the runtimes that torch was linked with."""
     try:

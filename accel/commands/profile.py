@@ -118,7 +118,7 @@ class ProfileJob(ScriptJob):
     def leave_alone(self) -> None:
         """Stop recording: training in a forked child is not part of the report."""
         if self._session is not None:
-            self._session.recorder.stop()
+            self._session.leave_alone()
 
     def conclude(self) -> None:
         """Make the report."""

@@ -225,8 +225,8 @@ def _rival_figures(name: str, rows: Sequence[Row]) -> dict[str, int]:
 def merged(recorded: Sequence[dict[str, Any]], rows: Sequence[Row]) -> list[Row]:
     """Return recorded rows with those of the cases that were run again in their places.
 
-    What was not asked again, of rivals or by repeated runs, stays. A recorded answer and its remedy stay together where
-    none was raced again, the answer is still right, and the script is still the same.
+    What was not asked again, of rivals or by repeated runs, stays. So does a recorded answer with its remedy where only
+    repeated runs were asked for, or the remedy was not raced again, the answer is still right, and the script the same.
     """
     new = {row.case.name: row for row in rows}
     result = []
@@ -234,7 +234,8 @@ def merged(recorded: Sequence[dict[str, Any]], rows: Sequence[Row]) -> list[Row]
         old = row_of(held)
         row = new.pop(old.case.name, old)
         is_as_before = row.right and old.right and row.script == old.script
-        if is_as_before and row.remedy is None and not row.remedy_failed and old.remedy is not None:
+        stays = old.remedy is not None or row.stability is not None
+        if is_as_before and row.remedy is None and not row.remedy_failed and stays:
             row = replace(old, rivals=row.rivals, stability=row.stability)
         result.append(replace(row, rivals=row.rivals or old.rivals, stability=row.stability or old.stability))
     return [*result, *new.values()]

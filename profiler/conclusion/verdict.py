@@ -55,18 +55,23 @@ def build_report(evidence: Evidence, diagnosis: Diagnosis) -> ProfileReport:
         host=_host(evidence),
         trace_file=trace.file if trace else "",
         unseen=[*evidence.unseen, *(sentence for sentence in diagnosis.retracted if sentence not in evidence.unseen)],
-        beside=_beside(diagnosis),
+        beside=_beside(evidence, diagnosis),
     )
     conclude(report, anatomy)
     return report
 
 
-def _beside(diagnosis: Diagnosis) -> str:
+def _beside(evidence: Evidence, diagnosis: Diagnosis) -> str:
     """Return a sentence on others that keep cores busy, where they are not the finding themselves."""
-    crowd = diagnosis.crowd
-    if crowd is None or crowd in diagnosis.findings:
+    crowd, sentences = diagnosis.crowd, []
+    if crowd is not None and crowd not in diagnosis.findings:
+        sentences += crowd.why
+    if evidence.loop_threads is not None:
+        fewer = f"{evidence.threads} thread{'s'[: evidence.threads != 1]} in place of {evidence.loop_threads}"
+        sentences.append(f"steps were measured with {fewer}, as other processes held cores when they began")
+    if not sentences:
         return ""
-    return f"{'; '.join(crowd.why)}: on a quiet machine steps are shorter, and parts of the step have other shares"
+    return f"{'; '.join(sentences)}: on a quiet machine steps are shorter, and parts of the step have other shares"
 
 
 def _last_steps(evidence: Evidence) -> list[Measurement]:

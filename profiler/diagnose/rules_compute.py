@@ -112,7 +112,8 @@ IDLE = 0.4
 def idle_cores(evidence: Evidence) -> float:
     """Return the cores of this host that the run leaves idle."""
     workers = sum(worker.share.run + worker.share.wait for worker in evidence.workers)
-    return evidence.cores - evidence.local_world_size * evidence.threads - workers - (evidence.foreign_cores or 0.0)
+    threads = evidence.loop_threads or evidence.threads
+    return evidence.cores - evidence.local_world_size * threads - workers - (evidence.foreign_cores or 0.0)
 
 
 def threads(evidence: Evidence, anatomy: Anatomy) -> Finding | None:

@@ -16,11 +16,14 @@ import torch
 
 from accel.profiler.diagnose.findings import are_shared
 from accel.profiler.host import CrowdMeter, usable_cores
+from accel.profiler.torch_threads import set_number
 
 _LONG_ENOUGH_S = 0.25
 """After which a meter can tell."""
 _PERHAPS = 0.1
 """Share of the cores held by others before the first steps, above which the first ones are looked at, too."""
+_HELD = 0.25
+"""Of a core, from which on it is not free. Beside as many threads as cores a busy process may get 0.67 of one."""
 _AGAIN_S = 2.0
 """Between two looks at whether the others have left."""
 
@@ -33,14 +36,19 @@ class ThreadLimit:
         clock: returns seconds.
 
     Attributes:
-        own: the loop's number of threads, while it computes with fewer; else None.
+        own: the loop's number of threads, if it was limited; else None.
+        threads: to which it was limited; else None.
+        is_on: it is.
     """
 
     def __init__(self, meter: CrowdMeter | None = None, clock: Callable[[], float] = time.perf_counter) -> None:
         self.own: int | None = None
+        self.threads: int | None = None
+        self.is_on = False
         self._meter, self._clock = meter or CrowdMeter(), clock
         self._since = clock()
-        self._has_begun = False
+        self._before: float | None = None
+        """Cores that others held before the first steps, if they may be many."""
 
     def begin(self) -> bool:
         """Limit the threads if need be; call it between two of the first steps.
@@ -48,24 +56,24 @@ class ThreadLimit:
         Returns:
             False if a next step must have passed to tell.
         """
-        threads, cores = torch.get_num_threads(), usable_cores()
-        if threads == 1:
+        own, cores = torch.get_num_threads(), usable_cores()
+        if own == 1:
             return True
         others = self._others()
         if others is None:  # the run is too young, or the system does not tell
             return self._clock() - self._since >= _LONG_ENOUGH_S
-        if not self._has_begun and others > _PERHAPS * cores:
-            self._has_begun = True
+        if self._before is None and others > _PERHAPS * cores:
+            self._before = others
             return False
-        free = max(1, cores - math.ceil(others))
-        if are_shared(others, cores) and threads > free:
-            self.own = threads
-            torch.set_num_threads(free)
+        free = max(1, cores - math.ceil(others - _HELD))
+        if are_shared(others, cores) and own > free:
+            self.own, self.threads, self.is_on = own, free, True
+            set_number(free)
         return True
 
     def ends(self) -> bool:
         """Restore the threads if the others have left meanwhile, and return whether they have."""
-        if self.own is None or self._clock() - self._since < _AGAIN_S:
+        if not self.is_on or self._clock() - self._since < _AGAIN_S:
             return False
         others = self._others()
         if others is None or are_shared(others, usable_cores()):
@@ -74,10 +82,10 @@ class ThreadLimit:
         return True
 
     def restore(self) -> None:
-        """Let torch compute with as many threads as the loop has, unless the loop has set another number."""
-        if self.own is not None and torch.get_num_threads() < self.own:
-            torch.set_num_threads(self.own)
-        self.own = None
+        """Let torch compute with as many threads as the loop had, unless it has set another number meanwhile."""
+        if self.is_on and self.own is not None and torch.get_num_threads() == self.threads:
+            set_number(self.own)
+        self.is_on = False
 
     def _others(self) -> float | None:
         """Return the cores that others held since the last look, or None if that can't be told."""

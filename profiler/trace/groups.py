@@ -3,8 +3,7 @@
 An operator's time is its self time: the calls within it are subtracted. A group counts at its median, for a call in
 which another process took the core is not a slow operator. Where others hold cores all the time it counts at its lower
 quartile: beside a busy process on one of two cores, the share of element-wise work in 16 windows of three steps of one
-script was 0.25 to 0.91 by medians, and 0.53 to 0.66 by quartiles. And it counts for no more than its work can take:
-where each of the few calls in a window waits for a thread whose core is taken, a quartile is such a wait as well.
+script was 0.25 to 0.91 by medians, and 0.53 to 0.66 by quartiles.
 """
 
 from __future__ import annotations
@@ -28,9 +27,6 @@ _DEVICE_LAUNCH_US = 8.0
 # The rates are those of a slow core, so that the work is rather overestimated.
 _TINY_US = 2.0
 _BYTES_PER_US, _FLOPS_PER_US = 10e3, 20e3
-# Beside processes that hold cores, a call counts for at most so many times what a slow core needs for it: on two cores,
-# one of them taken, each of nine copies of 0.7 MB took more than 3 ms, which elsewhere take 35 µs.
-_STRETCHED = 5.0
 # The profiler's own work around a call lands in its caller's time: 0.15 to 0.3 µs with shapes, torch 2.13, Zen 4.
 _PROFILER_US = 0.25
 
@@ -102,7 +98,7 @@ def call_groups(
         group.times.append(max(us, 0.0))
         # relu delegates everything to clamp_min, sum a hundredth to fill_; for products delegation is known exactly.
         group.computing += not passed_on and (group.kind == "matmul" or 2 * us > call.end - call.start)
-    usual = _undisturbed_us if shared else _median_us
+    usual = _lower_quartile if shared else statistics.median
     return _settled(groups.values(), usual, lambda group, us: us < _HOST_LAUNCH_US or _is_tiny(group))
 
 
@@ -116,7 +112,7 @@ def kernel_groups(calls: Sequence[OperatorCall], works: Sequence[Work]) -> list[
         group = _group(groups, piece.name, kinds[index], by_id.get(piece.operator))
         group.times.append(piece.end - piece.start)
         group.computing += index in main
-    return _settled(groups.values(), _median_us, lambda group, us: us < _DEVICE_LAUNCH_US)
+    return _settled(groups.values(), statistics.median, lambda group, us: us < _DEVICE_LAUNCH_US)
 
 
 def _main(works: Sequence[Work], kinds: Sequence[Kind], by_id: dict[int, OperatorCall]) -> set[int]:
@@ -147,24 +143,18 @@ def _group(groups: dict[Any, CallGroup], name: str, of_kind: Kind, call: Operato
     return group
 
 
-def _median_us(group: CallGroup) -> float:
-    return statistics.median(group.times)
-
-
-def _undisturbed_us(group: CallGroup) -> float:
-    """Return what a call takes where other processes take the cores now and then."""
-    lower_quartile, work_us = sorted(group.times)[len(group.times) // 4], _work_us(group)
-    return lower_quartile if work_us is None else min(lower_quartile, _STRETCHED * (_HOST_LAUNCH_US + work_us))
+def _lower_quartile(times: Sequence[float]) -> float:
+    return sorted(times)[len(times) // 4]
 
 
 def _settled(
     groups: Iterable[CallGroup],
-    typical_of: Callable[[CallGroup], float],
+    typical_of: Callable[[Sequence[float]], float],
     is_small: Callable[[CallGroup, float], bool],
 ) -> list[CallGroup]:
     settled = list(groups)
     for group in settled:
-        typical = typical_of(group)
+        typical = typical_of(group.times)
         group.us = typical * len(group.times)
         group.small = is_small(group, typical)
     return settled
@@ -172,15 +162,9 @@ def _settled(
 
 def _is_tiny(group: CallGroup) -> bool:
     """Return whether a call of a known operator has next to nothing to do, judging by its inputs."""
-    work_us = _work_us(group)
-    return work_us is not None and work_us < _TINY_US
-
-
-def _work_us(group: CallGroup) -> float | None:
-    """Return what a slow core needs for the work of a call, judging by its inputs; None where that is not known."""
     call = group.call
     if group.kind == "other" or call is None:
-        return None
+        return False
     moved = work.moved_bytes(call.name, call.shapes, call.dtypes)
     flops = work.flops(call.name, call.shapes, call.scalars) or 0.0
-    return None if moved is None else moved / _BYTES_PER_US + flops / _FLOPS_PER_US
+    return moved is not None and moved / _BYTES_PER_US + flops / _FLOPS_PER_US < _TINY_US

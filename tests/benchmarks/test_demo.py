@@ -91,6 +91,7 @@ def test_recorded_runs_are_told_from_the_committed_results(tmp_path: Path) -> No
     committed = elsewhere()
     assert committed
     assert all("default" in line and "reduced" in line for line in committed)
+    assert committed == sorted(committed, key=lambda line: line[:10], reverse=True)  # by their dates
     assert elsewhere(tmp_path) == []
 
 

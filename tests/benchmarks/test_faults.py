@@ -479,7 +479,8 @@ def test_repeated_runs_have_a_date_and_a_machine_of_their_own(monkeypatch: pytes
     """The rest of the record keeps its own: it was measured then and there."""
     monkeypatch.setattr("benchmarks.record.FOLDER", tmp_path)
     seen = stability(["none"] * 2, ["none"] * 2)
-    fault_matrix._record([row("healthy_mlp", "none")], fault_runs.Plan(remedy=False), ())
+    answered = dataclasses.replace(row("healthy_mlp", "none"), answer=Answer("none", step_ms=1.0))
+    fault_matrix._record([answered], fault_runs.Plan(remedy=False), ())
     (path,) = tmp_path.iterdir()
     before = json.loads(path.read_text()) | {"date": "2026-01-02", "machine": "cpu (old)", "rivals_date": "2026-01-01"}
     path.unlink()
@@ -492,6 +493,7 @@ def test_repeated_runs_have_a_date_and_a_machine_of_their_own(monkeypatch: pytes
     (path,) = tmp_path.iterdir()
     held = json.loads(path.read_text())
     assert (path.name, held["machine"]) == ("fault-matrix-cpu-2026-01-02.json", "cpu (old)")
+    assert held["cases"][0]["answer"]["step_ms"] == 1.0  # of the day and the machine that stand over the table
     assert "Profiled repeatedly: 1 on 2026-03-04, cpu (new)." in fault_matrix.table_block(held)
 
 

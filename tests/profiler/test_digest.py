@@ -180,23 +180,6 @@ def test_calls_in_which_another_process_took_the_core_make_no_operator_slow() ->
     assert digest(trace, steps=3).elementwise_share < 0.2
 
 
-def test_a_wait_for_a_held_core_is_no_work_of_a_copy() -> None:
-    """Each of nine copies of 0.7 MB took more than 3 ms beside a busy process: half of the step seemed element-wise."""
-    product = {"shapes": [[512, 1024], [1024, 1024]], "dtypes": ["float"] * 2}
-    copy = {"shapes": [[128, 1024], [128, 1024]], "dtypes": ["float"] * 2}
-    unknown = {"shapes": [[128, 1024]], "dtypes": ["float"]}
-    calls, start = [], 0.0
-    for _ in range(9):
-        for name, inputs, us in (("mm", product, 5000), ("copy_", copy, 3500), ("sort", unknown, 3500)):
-            calls.append(OperatorCall(name=f"aten::{name}", start=start, end=start + us, **inputs))  # type: ignore[arg-type]
-            start += us + 10
-    trace = Trace(window=(0.0, start), calls=calls)
-    beside = {row.name: row.ms for row in digest(trace, steps=9, shared=True).ops}
-    assert (beside["mm"], beside["sort"]) == (5.0, 3.5)  # whose work may take as long, and is not known
-    assert 0.1 < beside["copy_"] < 1.0
-    assert digest(trace, steps=9).ops[1].ms == 3.5
-
-
 def test_flops_count_where_the_product_is_done() -> None:
     shapes, dtypes = [[8, 2], [4, 2], [4]], ["float"] * 3
     calls = [

@@ -493,12 +493,15 @@ def test_waiting_for_cores_that_others_hold_is_left_out(given: dict[str, Any], q
     assert causes(dataclasses.replace(held, foreign_cores=0.8))[0] == beside
 
 
-def test_threads_that_were_fewer_for_a_neighbours_sake_are_told() -> None:
-    beside = evidence(cores=2, threads=1, loop_threads=2, thread=RUNNING, foreign_cores=0.99)
+@pytest.mark.parametrize("others", [0.99, 0.05])
+def test_threads_that_were_fewer_for_a_neighbours_sake_are_told_and_no_fault(others: float) -> None:
+    """Also where the others have left before the end."""
+    beside = evidence(cores=2, threads=1, loop_threads=2, thread=RUNNING, foreign_cores=others)
     found = diagnose(beside)
     assert not found.findings
     report = build_report(beside, found)
     assert "with 1 thread in place of 2" in report.beside
+    assert ("processes outside this run" in report.beside) is (others > 0.6)
     assert report.host.threads == 2
 
 

@@ -28,7 +28,7 @@ class Host:
         self._held: Iterator[float | None] = iter(held)
         monkeypatch.setattr(thread_limit, "usable_cores", lambda: cores)
         monkeypatch.setattr(torch, "get_num_threads", lambda: self.threads)
-        monkeypatch.setattr(torch, "set_num_threads", lambda count: setattr(self, "threads", count))
+        monkeypatch.setattr(thread_limit, "set_number", lambda count: setattr(self, "threads", count))
         meter: Any = SimpleNamespace(cores=self._look)
         self.limit = ThreadLimit(meter, clock=lambda: self.now)
 
@@ -54,8 +54,10 @@ class Host:
         ([0.98, 0.1], 2, 2, 2, 1),  # and these had gone by the first step
         ([0.98, None, None, 0.99], 2, 2, 1, 3),  # it takes some steps to tell
         ([], 2, 1, 1, 0),  # one thread waits for none, and nobody looks
-        ([3.2, 3.2], 8, 8, 4, 1),
+        ([3.2, 3.2], 8, 8, 5, 1),
         ([3.2, 3.2], 8, 2, 2, 1),
+        ([2.02, 2.02], 4, 4, 2, 1),  # of two that are busy, and no third
+        ([0.67, 0.67], 2, 2, 1, 1),  # of a busy one that two spinning threads leave so much
         ([8.0, 8.0], 8, 8, 1, 1),  # none is free
     ],
 )
@@ -66,6 +68,7 @@ def test_threads_are_no_more_than_the_free_cores(
     assert host.begin() == steps
     assert host.threads == measured
     assert host.limit.own == (threads if measured < threads else None)
+    assert host.limit.threads == (measured if measured < threads else None)
     host.limit.restore()
     assert host.threads == threads
 
@@ -84,16 +87,17 @@ def test_threads_come_back_once_the_others_have_left(monkeypatch: pytest.MonkeyP
         host.now += 1.5
         ended.append(host.limit.ends())
     assert ended == [False, False, False, True, False, False]  # it looks every 2 s, until they have left
-    assert (host.threads, host.limit.own, host.looks) == (2, None, 4)
+    assert (host.threads, host.limit.is_on, host.looks) == (2, False, 4)
 
 
-def test_a_number_of_threads_that_the_loop_sets_itself_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("threads", [2, 16])
+def test_a_number_of_threads_that_the_loop_sets_itself_stays(monkeypatch: pytest.MonkeyPatch, threads: int) -> None:
     host = Host(monkeypatch, [4.0, 4.0], cores=8, threads=8)
     host.begin()
     assert host.threads == 4
-    host.threads = 16
+    host.threads = threads
     host.limit.restore()
-    assert host.threads == 16
+    assert host.threads == threads
 
 
 @pytest.mark.sample(100)
@@ -114,12 +118,53 @@ def test_threads_are_never_more_than_the_loops_and_always_restored(
             if host.limit.begin():
                 break
         assert 1 <= host.threads <= threads
+        measured = host.threads
         for gap in gaps:
             host.now += gap
-            is_over = host.limit.ends()
-            assert host.threads == (threads if is_over or host.limit.own is None else host.threads)
+            host.limit.ends()
+            assert host.threads == (measured if host.limit.is_on else threads)
         host.limit.restore()
         assert host.threads == threads
+
+
+def trained(steps: int) -> list[int]:
+    """Train, and return the threads after each step."""
+    threads, model = [], nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        threads.append(torch.get_num_threads())
+    return threads
+
+
+def test_a_profiled_loop_gets_its_threads_back_while_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps are only looked at in the end then, from a tape: what they say is kept as far as the threads were alike."""
+    own, held = torch.get_num_threads(), [0.99]
+    torch.set_num_threads(2)
+    try:
+        monkeypatch.setattr(thread_limit, "usable_cores", lambda: 2)
+        monkeypatch.setattr(thread_limit, "CrowdMeter", lambda: SimpleNamespace(cores=lambda: held[0]))
+        monkeypatch.setattr(thread_limit, "_AGAIN_S", 0.0)
+        monkeypatch.setattr("accel.profiler.session.OBSERVE_S", 0.0)
+        session = ProfileSession(confirm=True, trace_file=None, exchange=Exchange())
+        session.start()
+        threads = []
+        while session.stage != "watching":
+            threads += trained(1)
+        assert threads[-1] == 1
+        held[0] = 0.0
+        threads += trained(1200)
+        assert threads[-1] == 2
+        session.stop()
+        evidence = session.evidence()
+        kept = [measured.step for measured in session.steps]
+        assert len(kept) > 60  # those observed, and some that were watched
+        assert max(kept) < len(threads) - threads.count(2) + 4  # three before the limit
+        assert (evidence.threads, evidence.loop_threads) == (1, 2)
+    finally:
+        torch.set_num_threads(own)
 
 
 @pytest.mark.parametrize(("held", "measured"), [(0.99, 1), (0.0, 2), (None, 2)])
@@ -129,15 +174,9 @@ def test_a_profiled_run_is_measured_so(monkeypatch: pytest.MonkeyPatch, held: fl
     try:
         monkeypatch.setattr(thread_limit, "usable_cores", lambda: 2)
         monkeypatch.setattr(thread_limit, "CrowdMeter", lambda: SimpleNamespace(cores=lambda: held))
-        threads, model = [], nn.Linear(4, 4)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         session = ProfileSession(confirm=True, trace_file=None, exchange=Exchange())
         session.start()
-        for _ in range(20):
-            optimizer.zero_grad()
-            model(torch.ones(2, 4)).sum().backward()
-            optimizer.step()
-            threads.append(torch.get_num_threads())
+        threads = trained(20)
         session.stop()
         rated: list[int | None] = []
         monkeypatch.setattr(roofline, "measure", lambda device, dtypes, threads=None: rated.append(threads))
