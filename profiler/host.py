@@ -7,6 +7,7 @@ the wall time it slept. That distinguishes decoding from storage, and a slow scr
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import platform
 import time
@@ -85,6 +86,20 @@ def usable_cores() -> int:
     """Return the number of cores this process may use."""
     cores, quota = len(_affinity()), cgroup.quota()
     return max(1, min(cores, round(quota))) if quota else cores
+
+
+_UNSURE = 0.1
+"""Of a core: how far the cores that others hold may be off, by clocks that tick every 10 ms. 2.02 are two, not three."""
+
+
+def free_cores(cores: int, held: float) -> int:
+    """Return how many of the cores others leave free, at least one.
+
+    Args:
+        cores: that this process may use.
+        held: by others, as of `CrowdMeter.cores`.
+    """
+    return max(1, cores - max(0, math.ceil(held - _UNSURE)))
 
 
 def seconds_since_start(proc: Path = Path("/proc")) -> float:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import os
 import time
 
-from accel.profiler.host import CrowdMeter
+from accel.profiler.host import CrowdMeter, free_cores
 from accel.run.context import Run
 from accel.search.host_load import SHORTEST_LOOK_S, HostLoad
 
@@ -39,7 +38,7 @@ class HostMeter:
         if foreign_cores is None:
             return None
         run, ranks = self._run, self._ranks_here()
-        run.observed.free_cores = max(1, (run.cores - math.ceil(foreign_cores)) // ranks)
+        run.observed.free_cores = max(1, free_cores(run.cores, foreign_cores) // ranks)
         return HostLoad(
             foreign_cores=foreign_cores,
             cores=run.cores,

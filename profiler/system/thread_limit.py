@@ -8,22 +8,19 @@ thread they took 22 and 12 ms, and each part of the step nearly what it takes on
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable
 
 import torch
 
 from accel.profiler.diagnose.findings import are_shared
-from accel.profiler.host import CrowdMeter, usable_cores
+from accel.profiler.host import CrowdMeter, free_cores, usable_cores
 from accel.profiler.torch_threads import set_number
 
 _LONG_ENOUGH_S = 0.25
 """After which a meter can tell."""
 _PERHAPS = 0.1
 """Share of the cores held by others before the first steps, above which the first ones are looked at, too."""
-_HELD = 0.25
-"""Of a core, from which on it is not free. Beside as many threads as cores a busy process may get 0.67 of one."""
 _AGAIN_S = 2.0
 """Between two looks at whether the others have left."""
 
@@ -65,7 +62,7 @@ class ThreadLimit:
         if self._before is None and others > _PERHAPS * cores:
             self._before = others
             return False
-        free = max(1, cores - math.ceil(others - _HELD))
+        free = free_cores(cores, others)
         if are_shared(others, cores) and own > free:
             self.own, self.threads, self.is_on = own, free, True
             set_number(free)

@@ -212,3 +212,11 @@ def test_how_long_this_process_has_been_running(tmp_path: Path) -> None:
     assert 0 < first < time.clock_gettime(time.CLOCK_BOOTTIME)
     assert host.seconds_since_start() >= first
     assert host.seconds_since_start(tmp_path) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("cores", "held", "free"),
+    [(4, 0.02, 4), (4, 0.67, 3), (4, 1.0, 3), (4, 2.02, 2), (4, 2.2, 1), (4, 9.0, 1), (1, 0.0, 1)],
+)
+def test_a_core_is_free_if_others_hold_none_of_it_but_for_a_tick(cores: int, held: float, free: int) -> None:
+    assert host.free_cores(cores, held) == free

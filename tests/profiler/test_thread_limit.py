@@ -54,7 +54,7 @@ class Host:
         ([0.98, 0.1], 2, 2, 2, 1),  # and these had gone by the first step
         ([0.98, None, None, 0.99], 2, 2, 1, 3),  # it takes some steps to tell
         ([], 2, 1, 1, 0),  # one thread waits for none, and nobody looks
-        ([3.2, 3.2], 8, 8, 5, 1),
+        ([3.2, 3.2], 8, 8, 4, 1),
         ([3.2, 3.2], 8, 2, 2, 1),
         ([2.02, 2.02], 4, 4, 2, 1),  # of two that are busy, and no third
         ([0.67, 0.67], 2, 2, 1, 1),  # of a busy one that two spinning threads leave so much
