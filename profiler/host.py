@@ -89,7 +89,7 @@ def usable_cores() -> int:
 
 
 _UNSURE = 0.1
-"""Of a core: how far the cores that others hold may be off, by clocks that tick every 10 ms. 2.02 are two, not three."""
+"""Of a core: how far what others hold may be off, by clocks that tick every 10 ms. 2.02 cores are two, not three."""
 
 
 def free_cores(cores: int, held: float) -> int:
