@@ -60,7 +60,7 @@ class Block(NamedTuple):
 
 BLOCKS = (
     Block("docs/figures.md", "demo", "demo", demo.table_block),
-    Block("docs/figures.md", "demo-amx", "demo-amx", demo.table_block),
+    Block("docs/figures.md", "demo_amx", "demo-amx", demo.table_block),
     Block("README.md", "proof", "never-slower-reordered", lambda _: proof_block(newest)),
     Block("docs/figures.md", "scripts", "public-scripts", public_scripts.RECORD.block),
     Block("docs/figures.md", "figures", "never-slower-reordered", lambda _: figures_block(newest)),
