@@ -34,8 +34,8 @@ more than the first, or the latter alone more than the second. One busy process 
 0.43, and the shares of the step were as without it; two: 0.95 to 1.01, and 0.40 to 0.51."""
 WORTH_BESIDE = 0.15
 """Least share of a finding beside such neighbours, and of what it saves. Without a busy process and beside one, a
-healthy script's loader took 0.07 and 0.09 to 0.11, another one's update less than 0.10 and 0.15 to 0.17, of which 0.07
-could be saved. The faults of the matrix were 0.2 and more, and their savings 0.37."""
+healthy script's loader took 0.07 and 0.09 to 0.11; beside one, another one's update took 0.16, of which 0.07 could be
+saved. The faults of the matrix were 0.2 and more, and their savings 0.37."""
 THROTTLED = 0.1
 """Share of throttled quota periods, above which a run that waits for a core waits for its own quota."""
 OVERLAP = "two causes overlap within noise"
