@@ -95,6 +95,7 @@ BLOCKS = (
     Block("docs/gpu.md", "assignment", "gpu", gpu.assignment_block),
     Block("docs/gpu.md", "training", "gpu", gpu.training_block),
     Block("docs/gpu.md", "gradients", "gpu", gpu.gradients_block),
+    Block("docs/gpu.md", "to_target", "gpu", gpu.to_target_block),
 )
 
 

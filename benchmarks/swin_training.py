@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -51,13 +52,18 @@ class Trainer:
         self.images = [torch.randn(batch, 3, size, size, device=device, generator=draw) for _ in range(4)]
         self.labels = [torch.randint(1000, (batch,), device=device, generator=draw) for _ in range(4)]
         self.device, self.done = device, 0
+        self.train: Callable[[Tensor, Tensor], Tensor] = self.train_on
 
     def step(self) -> Tensor:
         """Train one step, and return its loss, which is not waited for."""
         turn = self.done % len(self.images)
         self.done += 1
+        return self.train(self.images[turn], self.labels[turn])
+
+    def train_on(self, images: Tensor, labels: Tensor) -> Tensor:
+        """Train on a batch, and return its loss."""
         with torch.autocast(self.device, torch.bfloat16):
-            loss = F.cross_entropy(self.model(self.images[turn]).float(), self.labels[turn])
+            loss = F.cross_entropy(self.model(images).float(), labels)
         self.optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         self.optimizer.step()
@@ -125,13 +131,19 @@ def everything() -> Figures:
 
 def step_times(trainers: dict[str, Trainer]) -> Figures:
     """Time all in turns; yield the times, and how many times as fast as eager each is: median, least, most."""
+    times = in_turns(trainers)
+    yield "step_ms", {name: sorted(values) for name, values in times.items()}
+    timed = [(before, after) for before, after in PAIRS if before in times and after in times]
+    yield "speedup", {f"{after} over {before}": ratios(times, before, after) for before, after in timed}
+
+
+def in_turns(trainers: dict[str, Trainer]) -> dict[str, list[float]]:
+    """Return the ms of a step of each turn, by trainer."""
     times: dict[str, list[float]] = {name: [] for name in trainers}
     for _ in range(TURNS):
         for name, trainer in trainers.items():
             times[name].append(trainer.turn_ms(TURN_STEPS))
-    yield "step_ms", {name: sorted(values) for name, values in times.items()}
-    timed = [(before, after) for before, after in PAIRS if before in times and after in times]
-    yield "speedup", {f"{after} over {before}": ratios(times, before, after) for before, after in timed}
+    return times
 
 
 PAIRS = (("eager", "fused"), ("eager", "compile"), ("eager", "both"), ("compile", "fused"), ("compile", "both"))

@@ -43,6 +43,7 @@ BUDGETS_S = {
     "graphs": 60,
     "mixed_precision": 60,
     "training": 210,
+    "swin_graphs": 150,
     "copy_overlap": 60,
     "gradient_kernels": 60,
     "search": 100,

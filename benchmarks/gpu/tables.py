@@ -130,7 +130,50 @@ def training_block(result: Row) -> str:
     for name, words, columns in parts:
         rows: list[Any] = [row for row in result.get(name, {}).get("rows", []) if "failed" not in row]
         found += ["", words, "", *table(columns, rows)] if rows else []
-    return "\n".join(found)
+    return "\n".join([*found, *_parts_of_steps(result.get("mixed_precision", {}))])
+
+
+def _parts_of_steps(section: Row) -> list[str]:
+    """Return what the device does in a step of BERT-base, under autocast and at O2."""
+    ways: dict[str, Row] = {
+        f"{dtype}, {way}": ms for dtype, own in section.get("parts", {}).items() for way, ms in own.items()
+    }
+    if not ways:
+        return []
+    names = list(dict.fromkeys(name for ms in ways.values() for name in ms))
+    columns: dict[str, Cell] = {"ms of the device": "{part}", **{way: _of_part(ways[way]) for way in ways}}
+    return [
+        "",
+        "What a step of it consists of, by torch's profiler:",
+        "",
+        *table(columns, [{"part": name} for name in names]),
+    ]
+
+
+def _of_part(ms: Row) -> Callable[[Row], str | None]:
+    return lambda row: f"{ms[row['part']]:.1f}" if row["part"] in ms else None
+
+
+def to_target_block(result: Row) -> str:
+    """Return how long jobs take to their targets, by who chooses the batch."""
+    section = result["to_target"]
+    columns: dict[str, Cell] = {
+        "job": "{job}",
+        "batch": "{variant}",
+        "s": lambda row: f"{row['seconds'][0]:.1f}" + ("" if row["reached"] else ", target missed"),
+        "samples": lambda row: f"{row['samples']:,.0f}",
+        "steps": lambda row: f"{row['steps']:,.0f}",
+        "times as fast as x1": _ratio("against_start"),
+        "as the best fixed": _ratio("against_best"),
+    }
+    head = (
+        f"`python -m benchmarks.gpu --only to_target`, {section['run']}, {result['device']}, torch {result['torch']}."
+    )
+    return block(head, columns, section["comparison"])
+
+
+def _ratio(name: str) -> Callable[[Row], str | None]:
+    return lambda row: f"{row[name][0]:.2f}x" if row[name] else None
 
 
 def gradients_block(result: Row) -> str:

@@ -78,6 +78,23 @@ def test_sections_without_rows_are_left_out() -> None:
     assert "BERT-base" not in text
 
 
+def test_parts_of_a_step_stand_beside_each_other() -> None:
+    parts = {"float16": {"autocast": {"products": 2.0, "casts": 1.0}, "O2": {"products": 2.04}}}
+    text = tables.training_block({**RESULT, "mixed_precision": {"rows": [], "parts": parts}})
+    assert "| products | 2.0 | 2.0 |\n| casts | 1.0 | |" in text
+
+
+def test_a_job_that_missed_its_target_has_no_ratio() -> None:
+    rows = [
+        {"variant": "x1", "seconds": (8.0,), "reached": 1, "against_start": (1.0,), "against_best": (0.5,)},
+        {"variant": "x32", "seconds": (9.0,), "reached": 0, "against_start": None, "against_best": None},
+    ]
+    common = {"job": "images", "samples": 64_000, "steps": 4000}
+    text = tables.to_target_block({**RESULT, "to_target": {"run": "a day", "comparison": [common | r for r in rows]}})
+    assert "| images | x1 | 8.0 | 64,000 | 4,000 | 1.00x | 0.50x |" in text
+    assert "| images | x32 | 9.0, target missed | 64,000 | 4,000 | | |" in text
+
+
 def test_the_front_page_claims_nothing_where_a_test_failed() -> None:
     slower = {"median": 1.234, "low": 1.2, "high": 1.25}
     rows = [
