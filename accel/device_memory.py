@@ -1,8 +1,9 @@
-"""Memory of the device that an attempt has taken and does not need any more."""
+"""Memory of the device: how much there is, and what an attempt has taken and does not need any more."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 
 import torch
 
@@ -15,3 +16,13 @@ def give_memory_back() -> None:
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         with contextlib.suppress(RuntimeError):  # a capture that has failed may be under way in the allocator
             torch.cuda.empty_cache()
+
+
+def total_memory(device: torch.device) -> int:
+    """Return the bytes of memory that a device has, used or not; of a CPU, those of the machine; 0 if not known."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, OSError, ValueError):  # not on Linux
+        return 0

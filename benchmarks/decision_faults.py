@@ -123,7 +123,10 @@ def caught_by(fault: Fault, limit_s: float = LIMIT_S) -> Caught:
 def first_failure(status: int, printed: str) -> Caught:
     """Read what pytest printed: a test that fails catches the fault, one that can't even be set up does not."""
     if failed := re.search(r"^FAILED (\S+::.+?)(?: - (.*))?$", printed, re.MULTILINE):
-        return Caught(failed[1], (failed[2] or "")[:200])
+        outcome = (failed[2] or "")[:200]
+        if re.match(r"(TypeError|AttributeError|NameError): .*<l(ocals|ambda)>", outcome):
+            return Caught("", f"the fault no longer fits the code: {outcome}")  # any test that comes by fails
+        return Caught(failed[1], outcome)
     if status == 0:
         return Caught("", "all tests passed")
     return Caught("", f"exit status {status}: {(printed.strip().splitlines() or [''])[-1][:200]}")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from accel.elastic.controller import BatchController, BatchDecision
+from accel.elastic.batch_decision import BatchDecision
+from accel.elastic.controller import BatchController
 from accel.goodput.efficiency import NoiseInterval
 from accel.goodput.goodput import BatchLimits
 from accel.goodput.job import JobProfile
@@ -49,7 +50,8 @@ def profile_of(
     """
     if controller.model is None:
         return None
-    fits = controller.fits
+    # Of a sum over the batch, a rank takes no more at once than the user's.
+    fits = controller.base_batch if controller.sums else controller.fits
     pieces = -(-max_batch_size // fits) if controller.accumulates and fits is not None else 1
     limits = BatchLimits(
         max_batch_size=max_batch_size,

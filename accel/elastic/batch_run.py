@@ -22,15 +22,18 @@ from torch import Tensor
 
 from accel.dataio.elastic_sampler import ElasticSampler
 from accel.dataio.passes.proxy import LoaderProxy
+from accel.device_memory import total_memory
 from accel.elastic.batch_choice import LEAST_STEPS, check_largest, most_tried
+from accel.elastic.batch_decision import BatchDecision
 from accel.elastic.batch_report import profile_of, rows_of
-from accel.elastic.controller import TIMED, BatchController, BatchDecision
+from accel.elastic.controller import TIMED, BatchController
 from accel.elastic.exchange import exchange_of
 from accel.elastic.loss_reduction import LossReduction
 from accel.elastic.loss_trend import LossTrend, loss_of
 from accel.elastic.meeting import AgreedBatch, first_of, met
 from accel.elastic.noise_interval import interval_of, meter_of
 from accel.elastic.rehearsal import BatchRehearsal
+from accel.elastic.resumed_shares import resumed_shares
 from accel.elastic.scaling_rules import Rule
 from accel.elastic.step_batches import StepBatches
 from accel.elastic.step_end import StepEnd
@@ -123,7 +126,9 @@ class BatchRun(Onlooker):
         """The meter was told of the present step's beginning, and measures it."""
         self._known_noise: NoiseInterval | None = None
         """Rank 0's last one that says something; the batch stays while none does, and so do its rates."""
-        self._steps, self._decision_due = 0, _WARM_UP
+        self._decision_due = _WARM_UP
+        self._steps = self._steps_before = 0
+        """Of this process, and of those that it goes on from."""
         self._is_settled, self._is_first = False, True
         """As rank 0 has it; the step is the first of an epoch."""
         self._followed = self._followed_at = 0
@@ -158,9 +163,7 @@ class BatchRun(Onlooker):
     @property
     def searching(self) -> bool:
         """True until a batch has stood through a decision, in the first steps only."""
-        if not self._alive or self._steps > _FIRST_STEPS:
-            return False
-        return not self._is_settled
+        return self._alive and self._steps <= _FIRST_STEPS and not self._is_settled
 
     # -- the loader (listeners.Follower) -------------------------------------------------------------------------------
 
@@ -297,8 +300,7 @@ class BatchRun(Onlooker):
         self._planned = None
         self._session.events.hear(None)
         self._session.leave_out_step()
-        local = self._local(planned)
-        agree = partial(self._met, "compare the memory they have", answer=first_of)
+        local, agree = self._local(planned), partial(self._met, "compare the memory they have", answer=first_of)
         problem = self._rehearsal.problem(local, keeps_gradients=planned.accumulated > 1, agree=agree)
         mine = problem, self._sampler.dealt_ahead
         decision, ahead = self._met("rehearse a larger batch", mine, partial(self._rehearsed, planned))
@@ -344,6 +346,7 @@ class BatchRun(Onlooker):
         gather = partial(self._met, "measure the gradient noise", answer=list) if replicas > 1 else None
         self._meter = meter_of(self._run, replicas, gather, self._scaler, self._clock)
         self._session.events.noise = self._meter
+        self.controller.steps_before = self._steps_before
         if self._restored.get("controller") is not None:
             self.controller.load_state_dict(self._restored["controller"])
         if self._restored.get("noise") is not None:
@@ -365,8 +368,7 @@ class BatchRun(Onlooker):
             decision = self.controller.accumulate_no_more(self._steps, noise, why)
         else:
             decision = self.controller.decide(self._steps, noise)
-        most_ahead = max(ahead for ahead, *_ in brought)
-        return AgreedBatch(decision, most_ahead, self.controller.is_settled, noise)
+        return AgreedBatch(decision, max(ahead for ahead, *_ in brought), self.controller.is_settled, noise)
 
     def _met(self, what: str, mine: Any, answer: Callable[[list[Any]], T]) -> T:
         assert self._ranks is not None
@@ -417,9 +419,8 @@ class BatchRun(Onlooker):
 
     def state_dict(self) -> dict[str, Any]:
         """Return what has been learnt, measured and decided, as plain values."""
-        controller = self.controller
         return {
-            "controller": self._restored.get("controller") if controller is None else controller.state_dict(),
+            "controller": self._restored.get("controller") if self.controller is None else self.controller.state_dict(),
             "noise": self._restored.get("noise") if self._meter is None else self._meter.noise.state_dict(),
             "known_noise": None if self._known_noise is None else list(astuple(self._known_noise)),
             "progress": self.progress,
@@ -427,6 +428,8 @@ class BatchRun(Onlooker):
             "loader_batch": self._local_base,
             "micro_batches": self._step.by_loop,
             "fits": self._fits,
+            "memory": total_memory(self._run.device),
+            "steps": self._steps_before + self._steps,
             "accumulated": self._step.steps_of(self._step.local),
         }
 
@@ -442,32 +445,28 @@ class BatchRun(Onlooker):
         self._known_noise = None if known is None else NoiseInterval(*known)
         self._base = controller.get("base") if state.get("loader_batch") == self._local_base else None
         self._step.by_loop = int(state.get("micro_batches", 1))
+        self._steps_before = int(state.get("steps", 0))
         local = self._local_base
         if self._base is not None:
             shares = self._sampler.num_replicas * self._step.by_loop
-            # Fewer ranks have more of it each: what has not been there before is rehearsed first.
-            known = max(int(state.get("fits", 1)), -(-self._base // shares))
-            local = max(1, min(round(controller["batch"] / shares), self.max_batch_size // shares, known))
+            memory = total_memory(self._run.device)
+            local, steps = resumed_shares(state, self._base, shares, self.max_batch_size, memory)
             self._fits = max(self._fits, local)
             if state.get("accumulated", 1) > 1:
-                most = min(int(controller["batch"]), self.max_batch_size)
-                self._step.decide(local, max(1, most // (shares * local)))
+                self._step.decide(local, steps)
         self._sampler.set_batch_size(local)
 
     def check(self) -> None:
-        """Raise if the largest batch allowed is below the user's.
-
-        Raises:
-            InvalidArgument: in one sentence.
-        """
-        check_largest(self.max_batch_size, self._sampler.batch_sizes, self._base)
+        """Raise InvalidArgument if the largest batch allowed is below the user's, or leaves a rank without a sample."""
+        shares = self._sampler.num_replicas * self._step.by_loop
+        check_largest(self.max_batch_size, self._sampler.batch_sizes, self._base, shares)
 
     # -- ending --------------------------------------------------------------------------------------------------------
 
     def _fail(self, error: Exception) -> None:
         text = str(error) if isinstance(error, InvalidArgument) else f"{type(error).__name__}: {error}"
         stays = "the loop's own" if self._sampler.num_replicas == 1 else "as it is"
-        self.note = f"{stays} from step {self._steps} on: {text}"
+        self.note = f"{stays} from step {self._steps_before + self._steps} on: {text}"
         self._stop()
         warn(f"the batch size is {self.note}", stacklevel=5)
 

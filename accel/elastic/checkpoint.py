@@ -39,6 +39,7 @@ class Checkpoints:
         keep: how many of them, the newest ones, at least 1; default 3. While one is saved there is one more.
         disk: what reaches the file system; default the system's own.
         alone: from the first save on no other process may save here with this, until `release` or this one's end.
+        malformed: returns in which way a state that was read is none of its caller's, '' if it is one; default any is.
 
     Attributes:
         refused: one sentence for each checkpoint that the last `load_latest` did not take, and why.
@@ -55,7 +56,13 @@ class Checkpoints:
     """
 
     def __init__(
-        self, folder: str | os.PathLike[str], keep: int = 3, *, disk: Disk | None = None, alone: bool = False
+        self,
+        folder: str | os.PathLike[str],
+        keep: int = 3,
+        *,
+        disk: Disk | None = None,
+        alone: bool = False,
+        malformed: Callable[[Mapping[str, Any]], str] = lambda state: "",
     ) -> None:
         if type(keep) is not int or keep < 1:
             raise InvalidArgument(f"keep must be a whole number of checkpoints, at least 1, got {keep!r}")
@@ -63,7 +70,7 @@ class Checkpoints:
         self.refused: list[str] = []
         self._bad: set[int] = set()
         self._disk = disk or Disk()
-        self._alone = alone
+        self._alone, self._malformed = alone, malformed
         self._claim: int | None = None
 
     def save(self, state: Mapping[str, Any]) -> Path:
@@ -228,11 +235,17 @@ class Checkpoints:
         for number, path in self._listed():
             if most is None or number <= most:
                 try:
-                    return number, _read(path)
+                    return number, self._read(path)
                 except _Refused as why:
                     self.refused.append(f"{path.name} was refused: {why}.")
                     self._bad.add(number)
         return 0, None
+
+    def _read(self, path: Path) -> dict[str, Any]:
+        state = _read(path)
+        if problem := self._malformed(state):
+            raise _Refused(problem)
+        return state
 
     def _looks_whole(self, number: int, path: Path) -> bool:
         """Return whether a checkpoint has its size, and was not refused; its bytes are not read."""

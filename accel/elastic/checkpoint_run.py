@@ -21,7 +21,7 @@ from accel.elastic.checkpoint import Checkpoints
 from accel.elastic.checkpointing import Checkpointing
 from accel.elastic.plain_values import check_plain
 from accel.elastic.save_policy import SavePolicy
-from accel.elastic.training_state import Stateful, capture_state, restore_state
+from accel.elastic.training_state import Stateful, capture_state, malformed, restore_state
 from accel.elastic.updates import all_updates
 from accel.errors import CheckpointError, InvalidArgument
 from accel.run import backward
@@ -64,7 +64,7 @@ class CheckpointRun(Onlooker):
         terminate: Callable[[], None] = lambda: os.kill(os.getpid(), signal.SIGTERM),
     ) -> None:
         super().__init__()
-        self.checkpoints = Checkpoints(settings.folder, settings.keep, alone=True)
+        self.checkpoints = Checkpoints(settings.folder, settings.keep, alone=True, malformed=malformed)
         self._model, self._optimizer, self._settings, self._sampler = model, optimizer, settings, sampler
         self._say, self._terminate = say, terminate
         self._more: dict[str, Any] = {

@@ -20,10 +20,11 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any, NamedTuple
+from dataclasses import asdict, replace
+from typing import Any
 
-from accel.elastic.batch_choice import Better, better, candidates
+from accel.elastic.batch_choice import Better, better, candidates, still_better
+from accel.elastic.batch_decision import BatchDecision, Shares
 from accel.elastic.failed_tries import FailedTries
 from accel.elastic.machine_speed import MachineSpeed
 from accel.errors import InvalidArgument
@@ -42,38 +43,6 @@ _UNKNOWN = 8
 """While the noise scale is not known, it is asked for again after so much of the run so far."""
 _ASKED_AGAIN = 2048
 """Steps until a batch that did not fit into memory is tried again: others may have used it. Doubled each time."""
-
-
-class Shares(NamedTuple):
-    """How the samples of a step are dealt."""
-
-    local: int
-    """To each rank in each of the loop's batches."""
-    steps: int
-    """Of the loop, whose gradients are one step of its optimizer."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class BatchDecision:
-    """What was decided between two steps."""
-
-    step: int
-    """Steps that had ended."""
-    batch: int
-    """Samples of a step from now on, over all ranks."""
-    accumulated: int = 1
-    """Steps of the loop, whose gradients are accumulated to this one."""
-    tried: bool
-    """The batch has not been timed before: it is settled or undone at the next decision."""
-    why: str
-    goodput: float
-    """Predicted, samples per second as if of the user's batch; 0 before any step was timed."""
-    measured: float
-    """The same by the time of its steps, as of the latest decision since; 0 until they were timed."""
-    noise: float | None
-    """The noise scale, samples; None while it is not known."""
-    steps: int
-    """Until the next decision, at least."""
 
 
 class BatchController:
@@ -115,6 +84,8 @@ class BatchController:
         self.sizes = candidates(base_batch, max_batch_size, self._shares)
         """Those that every rank takes at once; more are accumulated."""
         self.decisions: list[BatchDecision] = []
+        self.steps_before = 0
+        """Of the training, in the processes that this one goes on from: decisions are told by all of its steps."""
         self.times = Observations()
         self._model: ThroughputModel | None = None
         self._has_news = False  # for that: a fit takes a millisecond, and is seldom asked for
@@ -286,6 +257,8 @@ class BatchController:
         if step >= self._asked_again and self.shares(settled).steps == 1:  # else it would be taken at once from now on
             self._largest = self._asked_again = math.inf
         choice = better(settled, self._reachable(), self.base_batch, noise, self._seconds)
+        if choice is None and self._is_timed(before):
+            choice = still_better(before, settled, self.base_batch, noise, self._seconds)
         self._now = settled if choice is None else choice.batch
         if self._is_timed(self._now):
             self._settled = self._now
@@ -441,7 +414,7 @@ class BatchController:
         goodput = self._goodput(self._now, noise) if self._timed else 0.0
         is_timed = self._is_timed(self._now)
         decision = BatchDecision(
-            step=step,
+            step=self.steps_before + step,
             batch=self._now,
             accumulated=self.shares(self._now).steps,
             tried=not is_timed,
@@ -465,12 +438,13 @@ class BatchController:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what has been learnt and decided, as values that JSON can hold."""
+        is_assumed = self._is_assumed  # times of an exchange whose scale is not known would pass for plain ones
         return {
-            "times": self.times.state_dict(),
+            "times": (Observations() if is_assumed else self.times).state_dict(),
             "base": self.base_batch,
             "batch": self._settled,
             "scales": {"": 1.0} if self._is_assumed else dict(self._scales),
-            "in_vain": self._failures.state(),
+            "in_vain": [] if is_assumed else self._failures.state(),
             "largest_local": None if math.isinf(self._largest) else self._largest / self._shares,
             "sums": self.sums,
             "decisions": [asdict(decision) for decision in self.decisions],
@@ -494,5 +468,6 @@ class BatchController:
         self._timed = {each for each in likely if self.times.count(each) >= TIMED}
         self._settled = self._now = min(self._fitting(), key=lambda size: abs(size - state["batch"]))
         self._present = None
+        self._speed.resume(self._configuration(self._now), {each: self.times.median(each) for each in self._timed})
         if len(self._timed) > 1:
             self._has_news = True  # of a batch that was not timed on so many ranks, the time is predicted

@@ -7,7 +7,7 @@ batch, so that two such factors multiply; while one batch stays, errors of its m
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 
 
 class MachineSpeed:
@@ -30,6 +30,17 @@ class MachineSpeed:
         """Slowness when the present batch was taken, and now."""
         self._then: dict[Hashable, float] = {}
         """Batch → slowness when it was last timed."""
+
+    def resume(self, batch: Hashable, seconds: Mapping[Hashable, float]) -> None:
+        """Go on from the times of an earlier process; the present batch tells how fast this machine is.
+
+        Args:
+            batch: that is timed first.
+            seconds: batch → time of a step then, s.
+        """
+        if batch in seconds:
+            self._batch, self._first_s, self._before, self._now = batch, seconds[batch], 1.0, 1.0
+            self._then = dict.fromkeys(seconds, 1.0)
 
     def timed(self, batch: Hashable, seconds: float) -> None:
         """Take in the present time of a step.

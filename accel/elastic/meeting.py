@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
-from accel.elastic.controller import BatchDecision
+from accel.elastic.batch_decision import BatchDecision
 from accel.goodput.efficiency import NoiseInterval
 from accel.run.ranks import Ranks
 

@@ -188,8 +188,8 @@ def _problems(state: Mapping[str, Any], parts: Mapping[str, Stateful]) -> Iterat
         got = state.get("version") if isinstance(state, Mapping) else type(state).__name__
         yield f"its version is {got!r}, and {_VERSION} is known here; save what capture_state returns"
         return
-    if malformed := _malformed(state):
-        yield f"{malformed}; save what capture_state returns"
+    if problem := malformed(state):
+        yield f"{problem}; save what capture_state returns"
         return
     kinds = state["kinds"]
     for name, kind in kinds.items():
@@ -206,9 +206,14 @@ def _problems(state: Mapping[str, Any], parts: Mapping[str, Stateful]) -> Iterat
     yield from _model_problems(state["parts"]["model"], parts["model"].state_dict())
 
 
-def _malformed(state: Mapping[str, Any]) -> str:
-    """Return in which way a state is none that `capture_state` returns; '' if it has the form of one."""
-    forms = {"step": int, "kinds": dict, "parts": dict, "random": list}
+def malformed(state: Mapping[str, Any]) -> str:
+    """Return in which way a state is none that `capture_state` returns; '' if it has the form of one.
+
+    Of another version nothing is known: `restore_state` refuses it.
+    """
+    forms = {"version": int, "step": int, "kinds": dict, "parts": dict, "random": list}
+    if state.get("version") != _VERSION:
+        forms = {"version": int}
     for key, form in forms.items():
         if not isinstance(state.get(key), form):
             return f"its {key!r} is a {type(state.get(key)).__name__} in place of {form.__name__}"

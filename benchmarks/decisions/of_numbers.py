@@ -52,7 +52,7 @@ def _unknown_is_pure_noise(right: Any) -> Any:
 
 
 def _by_the_estimate(right: Any) -> Any:
-    return lambda now, sizes, base, noise, bound, seconds: right(now, sizes, base, noise, "phi", seconds)
+    return lambda now, sizes, base, noise, bound, *rest: right(now, sizes, base, noise, "phi", *rest)
 
 
 def _size_alone(right: Any) -> Any:
@@ -153,6 +153,14 @@ FAULTS = [
     ),
     Fault(
         "no_hysteresis", "batch size", "changes for any gain", "accel.elastic.batch_choice:MARGIN", is_now(1.0), _BATCH
+    ),
+    Fault(
+        "any_try_stays",
+        "batch size",
+        "lets a batch stay that was tried, whatever its time",
+        "accel.elastic.batch_choice:STAYS",
+        is_now(0.0),
+        _BATCH,
     ),
     Fault(
         "pure_noise_grows",

@@ -69,9 +69,9 @@ def _dear(tried: Any) -> Any:
 
 
 def _charges_another(right: Any) -> Any:
-    def tried(self: Any, candidate: Any, config: Any) -> Any:
+    def tried(self: Any, candidate: Any, config: Any, **options: Any) -> Any:
         before = self.rows[candidate.name].cost_s
-        yield from right(self, candidate, config)
+        yield from right(self, candidate, config, **options)
         row = self.rows[candidate.name]
         other = next((r for name, r in self.rows.items() if name != candidate.name), row)
         row.cost_s, other.cost_s = before, other.cost_s + row.cost_s - before

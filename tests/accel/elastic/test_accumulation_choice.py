@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from accel.elastic.batch_choice import MARGIN
-from accel.elastic.controller import BatchController, BatchDecision
+from accel.elastic.batch_decision import BatchDecision
+from accel.elastic.controller import BatchController
 from accel.goodput.efficiency import efficiency
 from tests.accel.elastic.test_controller import Job, interval
 

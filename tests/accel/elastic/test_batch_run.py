@@ -17,8 +17,10 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 import accel
 from accel import entry, strategies
 from accel.dataio.elastic_sampler import ElasticSampler
+from accel.elastic.batch_decision import BatchDecision
+from accel.elastic.batch_report import profile_of
 from accel.elastic.batch_run import BatchRun
-from accel.elastic.controller import BatchController, BatchDecision
+from accel.elastic.controller import BatchController
 from accel.elastic.running import progress_of
 from accel.elastic.scaling_rules import BatchScale, Linear, NoScaling
 from accel.elastic.step_batches import StepBatches
@@ -563,6 +565,25 @@ def test_on_another_number_of_ranks_the_users_batch_stays(replicas: int, most: i
     assert again.state_dict() == run.state_dict()
 
 
+def test_ranks_that_the_largest_batch_leaves_without_a_sample_are_refused() -> None:
+    run = _batch_run(64, 8, 100)
+    run.load_state_dict(_saved(64, 32))
+    with pytest.raises(InvalidArgument, match="loader's batch over all ranks, 128 samples, got 100; raise it"):
+        run.check()
+
+
+@pytest.mark.parametrize(("memory", "local"), [(80, 64), (40, 8)])
+def test_a_device_with_less_memory_begins_with_the_users_share(
+    monkeypatch: pytest.MonkeyPatch, memory: int, local: int
+) -> None:
+    """It ran out of memory in its first step, began again from the same checkpoint, and so on."""
+    monkeypatch.setattr("accel.elastic.batch_run.total_memory", lambda device: memory)
+    run = _batch_run(2, 8, 256)
+    run.load_state_dict(_saved(256, 32, fits=64, memory=80, steps=700))
+    assert (run._sampler.batch_sizes, run._fits) == ((local, local), local)
+    assert (run.state_dict()["memory"], run.state_dict()["steps"]) == (memory, 700)
+
+
 def test_another_batch_of_the_loader_is_another_batch_of_the_users() -> None:
     run = _batch_run(2, 16, 256)
     run.load_state_dict(_saved(128, 32))
@@ -704,6 +725,18 @@ def test_a_look_before_the_fourth_step_is_no_accumulation(
     controller = batch_run(model).controller
     assert controller is not None and controller.base_batch == 8
     assert controller.batch == 64
+
+
+def test_a_scheduler_is_told_of_no_batch_that_a_loss_of_sums_rules_out() -> None:
+    controller = BatchController(32, 1024, replicas=2)
+    for _ in range(12):
+        controller.timed(32, 0.01)
+    controller.sums = True
+    controller.decide(12, NoiseInterval(5000.0, 4000.0, 6000.0))
+    noise = NoiseInterval(5000.0, 4000.0, 6000.0)
+    profile = profile_of(controller, noise, max_batch_size=1024, most_replicas=2, restart_s=1.0, progress=12.0)
+    assert profile is not None
+    assert (profile.limits.local_max, profile.limits.max_accumulation) == (16, 0)
 
 
 def test_a_profile_is_rank_0s() -> None:

@@ -176,6 +176,22 @@ def test_it_goes_on_with_the_batch_size_and_what_was_learnt_of_it(tmp_path: Path
     assert batch.progress > state["progress"]
 
 
+@pytest.mark.parametrize(
+    "wrong", [{}, {"step": 7}, {"version": "1"}, {"version": 1, "step": 9, "kinds": {}, "parts": []}]
+)
+def test_what_is_whole_and_no_state_is_refused_and_the_one_before_is_used(
+    tmp_path: Path, wrong: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its checksum is right, as of what another program has saved there, or somebody who wishes ill."""
+    Training(tmp_path).run(save_at=2)
+    (good,) = (path.name for path in tmp_path.iterdir() if path.is_dir())
+    Checkpoints(tmp_path).save(wrong)
+
+    assert Training(tmp_path).checkpoint.step == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "was refused" in line]
+    assert "its '" in line and good not in line
+
+
 def test_another_model_is_refused_and_nothing_is_left_on(tmp_path: Path) -> None:
     Training(tmp_path).run(save_at=2)
     model = nn.Linear(5, 1)
