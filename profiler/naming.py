@@ -1,9 +1,10 @@
 """Name what holds a run back, from the evidence alone.
 
-Each rule looks for one cause and returns a finding or None. A cause counts if it takes a tenth of the step or more. No
-finding is an answer too: the step takes what the model costs. A verdict is refused with too few steps, on a crowded
-machine (which is then the finding), and when the two largest findings can't be told apart within noise. Neighbours that
-keep a part of the cores busy are told beside the verdict, and change none but that small causes are not told.
+Each rule looks for one cause and returns a finding or None. A cause counts if it takes a tenth of the step or more;
+what is within a fifth of that is borderline, and no cause that comes and goes. No finding is an answer too: the step
+takes what the model costs. A verdict is refused with too few steps, on a crowded machine (which is then the finding),
+and when the two largest findings can't be told apart within noise. Neighbours that keep a part of the cores busy are
+told beside the verdict, and change none but that small causes are borderline.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from accel.profiler.diagnose.anatomy import Anatomy
 from accel.profiler.diagnose.causes import CROWDS
 from accel.profiler.diagnose.communication_wait import wait_as_communication
 from accel.profiler.diagnose.consistency import PhaseShares
-from accel.profiler.diagnose.findings import SHARED_CORES, WORTH, finding, thread_text
+from accel.profiler.diagnose.findings import SHARED_CORES, SURE, WORTH, finding, thread_text
 from accel.profiler.evidence import Evidence
 from accel.profiler.report import Finding
 
@@ -33,7 +34,7 @@ CROWDED_TOGETHER, SHARED_WAIT = 0.88, 0.45
 more than the first, or the latter alone more than the second. One busy process on two cores: 0.66 to 0.79 and 0.31 to
 0.43, and the shares of the step were as without it; two: 0.95 to 1.01, and 0.40 to 0.51."""
 WORTH_BESIDE = 0.15
-"""Least share of a finding beside such neighbours, and of what it saves. Without a busy process and beside one, a
+"""Least share of a cause beside such neighbours, and of what it saves. Without a busy process and beside one, a
 healthy script's loader took 0.07 and 0.09 to 0.11; beside one, another one's update took 0.16, of which 0.07 could be
 saved. The faults of the matrix were 0.2 and more, and their savings 0.37."""
 THROTTLED = 0.1
@@ -59,6 +60,8 @@ class Diagnosis:
     anatomy: Anatomy
     findings: list[Finding] = field(default_factory=list)
     """The largest first."""
+    borderline: list[Finding] = field(default_factory=list)
+    """What may be a cause or none; the largest first."""
     refused: str = ""
     retracted: list[str] = field(default_factory=list)
     """Findings that contradicted the phases, a sentence each."""
@@ -92,19 +95,25 @@ def diagnose(evidence: Evidence, *, min_steps: int = MIN_STEPS) -> Diagnosis:
     if result.crowd is not None and _hides_all(evidence):
         result.findings = [result.crowd]
         return result
-    least = 0.0 if result.crowd is None else WORTH_BESIDE
-    findings = [f for rule in _RULES if (f := rule(evidence, anatomy)) is not None and _is_worth(f, least)]
+    findings = [f for rule in _RULES if (f := rule(evidence, anatomy)) is not None]
     if any(f.cause == "launch.small_ops" for f in findings):  # the update is part of that
         findings = [f for f in findings if f.cause != "optimizer.update"]
     findings, result.retracted = consistency.check(findings, PhaseShares.of_anatomy(anatomy))
-    result.findings = ordered(findings)
+    result.findings = ordered([f for f in findings if _is_sure(f, result.crowd is not None)])
+    result.borderline = ordered([f for f in findings if f not in result.findings])
     result.refused = refusal(result.findings, result.retracted)
     return result
 
 
-def _is_worth(finding: Finding, least: float) -> bool:
-    """Return whether a finding, and what removing it saves as far as that is known, are no less than a share."""
-    return finding.share >= least and (finding.predicted is None or finding.predicted.value >= least)
+def _is_sure(finding: Finding, beside_others: bool) -> bool:
+    """Return whether a finding is a cause, and not borderline.
+
+    Beside other processes what removing it saves must be enough as well, as far as that is known.
+    """
+    if finding.share < (1.5 * SURE if finding.cause.startswith("optimizer.") else SURE):
+        return False
+    saved = finding.share if finding.predicted is None else min(finding.share, finding.predicted.value)
+    return not beside_others or saved >= WORTH_BESIDE
 
 
 def ordered(findings: Sequence[Finding]) -> list[Finding]:

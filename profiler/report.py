@@ -168,6 +168,8 @@ class ProfileReport(ReportHead):
     """Who else kept cores busy, where the verdict stands all the same; '' on a quiet machine."""
     findings: list[Finding] = field(default_factory=list)
     """The largest first."""
+    borderline: list[Finding] = field(default_factory=list)
+    """What may be a cause or none: its share of the step is too near the limit for either; the largest first."""
     next: list[str] = field(default_factory=list)
     """What to do now, in order."""
     evidence: Node | None = None

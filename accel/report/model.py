@@ -172,15 +172,19 @@ class Report(ReportHead):
                 why = "no trial came to a verdict" if any(row.steps for row in self.rows) else "nothing was tried"
             return f"left as it was: {why} ({ms_text(self.plain_ms)} ms)"
         same = f", {self.training_same}" if self.training_same else ""
+        if not self.is_settled:
+            whole = gain_text(self.speedup, self.speedup_low, self.speedup_high)
+            return f"at least {self.speedup_low:.2f}x, not settled: {whole} as a whole; each alone: {self._kept_rows()}"
         return f"{self.speedup:.2f}x: {self.throughput()}{same}"
+
+    @property
+    def is_settled(self) -> bool:
+        """False if the plan stays by what its strategies have shown alone: noise has left its closing trial open."""
+        return not self.plan or self.speedup_low is None or not self.speedup_low <= 1.0
 
     def _without_speedup(self) -> str:
         """Say why the whole has not been compared with the plain loop, and what was kept in trials of its own."""
-        kept = ", ".join(
-            f"{row.name} {gain_text(row.gain, row.gain_low, row.gain_high)}"
-            for row in self.rows
-            if row.status == "kept"
-        )
+        kept = self._kept_rows()
         so_far = f"; kept in trials of their own, not yet compared as a whole: {kept}" if kept else ""
         if self.state == "searching":
             return f"no verdict yet: {self.steps} steps seen, the search has not ended{so_far}"
@@ -192,6 +196,10 @@ class Report(ReportHead):
             return "left as it was: nothing is kept"
         alone = f"what is kept now was not compared with the plain loop again; each alone: {kept}"
         return f"no speed-up of the whole: {alone}"
+
+    def _kept_rows(self) -> str:
+        rows = (row for row in self.rows if row.status == "kept")
+        return ", ".join(f"{row.name} {gain_text(row.gain, row.gain_low, row.gain_high)}" for row in rows)
 
     def throughput(self) -> str:
         """Return samples a second, or else ms per step, without and with the plan; both must be known."""

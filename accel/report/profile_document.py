@@ -97,6 +97,7 @@ def _why(report: ProfileReport) -> Iterator[Section]:
     if not cards:
         text = "no cause was named" if report.refused else "nothing was found that holds the run back"
         cards = [Paragraph(text=text, only="page")]
+    cards += [Paragraph(text=words.borderline_text(finding), tone="idle") for finding in report.borderline]
     yield Section(name="why", title="why", blocks=cards)
 
 

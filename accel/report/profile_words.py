@@ -107,6 +107,11 @@ def cause_text(finding: Finding) -> str:
     return ", ".join(word for word in (finding.cause, share) if word)
 
 
+def borderline_text(finding: Finding) -> str:
+    """Say of what is no cause for sure what it would be, e.g. `borderline: input.cpu, 9.5 % of the step: …`."""
+    return f"borderline: {cause_text(finding)}, too near the limit to call it a cause: {finding.title}"
+
+
 def experiment_text(finding: Finding) -> str:
     """Return what the experiment did, or why there was none; empty if the report does not know."""
     if not finding.experiment or finding.experiment.startswith(("not tried", "could not be tried", "tried")):

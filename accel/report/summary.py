@@ -28,7 +28,7 @@ def summary(report: Report, whole: str) -> str:
 
 
 def _headline(report: Report) -> str:
-    if not report.plan or report.speedup is None:
+    if not report.plan or report.speedup is None or not report.is_settled:
         return report.verdict()
     return f"{gain_text(report.speedup, report.speedup_low, report.speedup_high)}: {report.throughput()}"
 

@@ -38,6 +38,7 @@ def build_report(evidence: Evidence, diagnosis: Diagnosis) -> ProfileReport:
     trace = evidence.trace
     report = ProfileReport(
         findings=diagnosis.findings,
+        borderline=[f for f in diagnosis.borderline if f.cause not in {each.cause for each in diagnosis.findings}],
         refused=diagnosis.refused,
         evidence=tree(evidence, anatomy) if anatomy.steps else None,
         steps=anatomy.steps,
@@ -106,7 +107,8 @@ def _verdict(report: ProfileReport, anatomy: Anatomy) -> str:
     if not report.findings:
         parts = {"forward and backward": anatomy.computing, **{k: anatomy.shares[k] for k in ("optimizer", "data")}}
         largest = max(parts, key=lambda part: parts[part])
-        return f"nothing holds the run back: {largest} take {parts[largest]:.0%} of the step, and no cause stands out"
+        none = f"nothing holds the run back: {largest} take {parts[largest]:.0%} of the step, and no cause stands out"
+        return none + "".join(f"; borderline: {f.cause}, {f.share:.0%} of the step" for f in report.borderline[:1])
     first = report.findings[0]
     if first.cause in CROWDS:
         return f"{first.cause}: {first.title}; nothing else can be said until that is gone"

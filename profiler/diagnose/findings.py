@@ -14,6 +14,8 @@ from accel.profiler.trial import interval
 
 WORTH = 0.10
 """Share of the step from which something is called a cause."""
+NEAR, SURE = 0.8 * WORTH, 1.2 * WORTH
+"""Between them it is called borderline: in the next run of the same script its share may be on the other side."""
 SHARED_CORES = 0.3
 """Share of the cores kept busy by others from which on this run shares them."""
 _BESIDE = ("data", "host", "evaluation", "outside")

@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 
 from accel.profiler.diagnose.anatomy import Anatomy
-from accel.profiler.diagnose.findings import WORTH, finding, ms_of
+from accel.profiler.diagnose.findings import NEAR, finding, ms_of
 from accel.profiler.diagnose.phase_contents import OVERHEAD
 from accel.profiler.evidence import Evidence
 from accel.profiler.report import Finding, Saving
@@ -49,7 +49,7 @@ def _device(evidence: Evidence, anatomy: Anatomy) -> _Device | None:
 def transfer(evidence: Evidence, anatomy: Anatomy) -> Finding | None:
     device = _device(evidence, anatomy)
     share = anatomy.shares["copy"] if device is None else device.copies
-    if evidence.device == "cpu" or share < WORTH:
+    if evidence.device == "cpu" or share < NEAR:
         return None
     why = [f"copies from the host that nothing hides take {ms_of(anatomy, share)}"]
     why.append("the loader pins its memory" if evidence.loader.pinned else "the loader does not pin its memory")
@@ -60,7 +60,7 @@ def sync(evidence: Evidence, anatomy: Anatomy) -> Finding | None:
     device = _device(evidence, anatomy)
     reads = [point for point in evidence.trace.syncs if not point.copies] if evidence.trace is not None else []
     # A wait for a device that is busy anyway costs nothing: only idle time of the device can be saved.
-    if device is None or not reads or device.reads < WORTH:
+    if device is None or not reads or device.reads < NEAR:
         return None
     share = device.reads
     top = max(reads, key=lambda point: point.ms)
@@ -84,7 +84,7 @@ def anomaly(evidence: Evidence, anatomy: Anatomy) -> Finding | None:
 
 def double(evidence: Evidence, anatomy: Anatomy) -> Finding | None:
     share = anatomy.computing + anatomy.shares["optimizer"]
-    if evidence.dtype != "float64" or share < WORTH:
+    if evidence.dtype != "float64" or share < NEAR:
         return None
     why = [f"most parameters are float64; forward, backward and update take {ms_of(anatomy, share)}"]
     ratio = 0.5
@@ -100,7 +100,7 @@ def double(evidence: Evidence, anatomy: Anatomy) -> Finding | None:
             f"this device reaches {limits['float32']:.3g} GFLOP/s in float32, {limits['float64']:.3g} in float64"
         )
     value = share * (1 - min(ratio, 1.0))
-    if evidence.device != "cpu" and value < WORTH:
+    if evidence.device != "cpu" and value < NEAR:
         return None
     return finding("compute.float64", share, why, Saving(value=value, low=0.7 * value, high=min(share, 1.2 * value)))
 
@@ -137,7 +137,7 @@ def small_ops(evidence: Evidence, anatomy: Anatomy) -> Finding | None:
         share = min(share, OVERHEAD * trace.operators_ms / 1e3 / anatomy.step_s)
     if device is not None:
         share = device.launches
-    if share < WORTH:
+    if share < NEAR:
         return None
     why = [
         f"{trace.ops_per_step:.0f} operations a step, {trace.small_share:.0%} of their time in calls too short for "

@@ -6,7 +6,7 @@ import dataclasses
 
 from accel.profiler.diagnose.anatomy import Anatomy
 from accel.profiler.diagnose.findings import (
-    WORTH,
+    NEAR,
     are_shared,
     finding,
     ms_of,
@@ -46,7 +46,7 @@ def _starts_epochs(evidence: Evidence, anatomy: Anatomy) -> float:
 def epoch_start(evidence: Evidence, anatomy: Anatomy) -> Finding | None:
     restarted = not evidence.loader.persistent
     share = anatomy.epoch_start + (anatomy.epoch_slow if restarted else 0.0)
-    if _starts_epochs(evidence, anatomy) < WORTH:
+    if _starts_epochs(evidence, anatomy) < NEAR:
         return None
     firsts = sum(m.first for m in evidence.steps)
     why = [
@@ -63,7 +63,7 @@ def epoch_start(evidence: Evidence, anatomy: Anatomy) -> Finding | None:
 
 def loader(evidence: Evidence, anatomy: Anatomy) -> Finding | None:
     share = anatomy.shares["data"] - _starts_epochs(evidence, anatomy)
-    if share < WORTH:
+    if share < NEAR:
         return None
     whole = of_phases(evidence, "data")
     predicted = of_share(whole, share)
@@ -116,7 +116,7 @@ def _own(thread: ThreadShare, evidence: Evidence) -> ThreadShare:
 
 def iterator(evidence: Evidence, anatomy: Anatomy) -> Finding | None:
     share, phases = sum(anatomy.batches.values()), list(anatomy.batches)
-    if share < WORTH:
+    if share < NEAR:
         return None
     rows = [row for row in evidence.lines if row.phase in phases and "next batch" in row.tags]
     seconds = sum(row.seconds for row in rows)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from accel.profiler.diagnose.anatomy import COMPUTING, Anatomy
 from accel.profiler.diagnose.findings import (
-    WORTH,
+    NEAR,
     collected,
     finding,
     ms_of,
@@ -20,7 +20,7 @@ from accel.profiler.report import Finding, Saving
 
 def collector(evidence: Evidence, anatomy: Anatomy) -> Finding | None:
     share = collected(evidence, anatomy)
-    if share < WORTH:
+    if share < NEAR:
         return None
     why = [f"the garbage collector ran for {ms_of(anatomy, share)}"]
     return finding("host.gc", share, why, Saving(value=share, low=0.9 * share, high=min(1.0, 1.1 * share)))
@@ -30,7 +30,7 @@ def step_code(evidence: Evidence, anatomy: Anatomy) -> Finding | None:
     beside = anatomy.shares["host"] - _collected_in(evidence, anatomy, "host") - anatomy.batches.get("host", 0.0)
     inside = sum(anatomy.own_code.values()) + anatomy.own_unplaced
     share = max(0.0, beside) + inside
-    if share < WORTH:
+    if share < NEAR:
         return None
     phases = [*(["host"] if beside > 0 else []), *(COMPUTING if anatomy.own_unplaced else anatomy.own_code)]
     why = [f"the loop's own code between the batch and the update takes {ms_of(anatomy, share)}"]
@@ -51,7 +51,7 @@ def _collected_in(evidence: Evidence, anatomy: Anatomy, phase: str) -> float:
 
 def communication(evidence: Evidence, anatomy: Anatomy) -> Finding | None:
     share = anatomy.shares["communication"]
-    if evidence.world_size < 2 or share < WORTH:
+    if evidence.world_size < 2 or share < NEAR:
         return None
     why = [f"{ms_of(anatomy, share)} are spent exchanging gradients that no computation hides"]
     predicted = Saving(value=share, low=0.7 * share, high=min(1.0, 1.1 * share))
@@ -60,7 +60,7 @@ def communication(evidence: Evidence, anatomy: Anatomy) -> Finding | None:
 
 def optimizer(evidence: Evidence, anatomy: Anatomy) -> Finding | None:
     share, facts = anatomy.shares["optimizer"], evidence.optimizer
-    if share < 1.5 * WORTH:
+    if share < 1.5 * NEAR:
         return None
     why = [f"{facts.name or 'the optimizer'} takes {ms_of(anatomy, share)} to update {facts.tensors} tensors"]
     whole = of_phases(evidence, "optimizer")
@@ -76,7 +76,7 @@ def optimizer(evidence: Evidence, anatomy: Anatomy) -> Finding | None:
 
 def evaluation(evidence: Evidence, anatomy: Anatomy) -> Finding | None:
     share = anatomy.shares["evaluation"]
-    if share < WORTH:
+    if share < NEAR:
         return None
     why = [f"forward passes without gradients between two updates take {ms_of(anatomy, share)}"]
     if anatomy.stall_every:
@@ -86,7 +86,7 @@ def evaluation(evidence: Evidence, anatomy: Anatomy) -> Finding | None:
 
 def stalls(evidence: Evidence, anatomy: Anatomy) -> Finding | None:
     share = anatomy.stalls - anatomy.shares["evaluation"]
-    if share < WORTH or share < anatomy.stalls / 2:
+    if share < NEAR or share < anatomy.stalls / 2:
         return None
     every = f"every {anatomy.stall_every:.0f} steps" if anatomy.stall_every else "once"
     why = [f"work between two steps stops the training {every}: {ms_of(anatomy, share)} of the mean step"]
@@ -100,7 +100,7 @@ def each_step(evidence: Evidence, anatomy: Anatomy) -> Finding | None:
     share = (
         anatomy.each - evaluating - anatomy.batches.get("outside", 0.0) - _collected_in(evidence, anatomy, "outside")
     )
-    if share < WORTH:
+    if share < NEAR:
         return None
     why = [f"work between each update and the next batch takes {ms_of(anatomy, share)}"]
     whole = of_phases(evidence, "outside")

@@ -148,6 +148,13 @@ def test_verdict_of_a_search_that_is_over_says_that_no_more_will_come() -> None:
     assert undone == "no verdict: accel was undone after 7 steps"
 
 
+def test_verdict_says_what_is_known_where_the_closing_trial_did_not_settle() -> None:
+    report = _report()
+    report.speedup, report.speedup_low, report.speedup_high = 1.05, 0.99, 1.11
+    verdict = report.verdict()
+    assert verdict.startswith("at least 0.99x, not settled: 1.05x [0.99, 1.11] as a whole; each alone: channels_last ")
+
+
 def test_verdict_before_the_end_says_so() -> None:
     assert Report(steps=7).verdict() == "no verdict yet: 7 steps seen, the search has not ended"
     words = {"summary": "", "treats": (), "exactness": "exact", "status": "kept"}
