@@ -33,7 +33,7 @@ test: $(ready) ## the tests that need neither a GPU nor patience
 	$(run) -m pytest -q -m "not slow and not gpu and not integration" $(workers)
 
 integrations: $(ready) ## the tests under frameworks (transformers, Lightning, Accelerate) and on hosts under c10d and etcd
-	$(run) -m pytest -q -m integration $(workers)
+	$(run) -m pytest -v -m integration $(workers)
 
 suite: $(ready) ## models of the suite, step by step: accel is not slower than plain
 	$(run) -m pytest -q -p benchmark benchmarks/suite
