@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import ast
-import contextlib
-import dataclasses
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
-from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -20,19 +16,11 @@ from accel.profiler.report import Finding, ProfileReport, Saving, from_json
 from benchmarks import fault_matrix
 from benchmarks.faults import rows as fault_rows
 from benchmarks.faults import runs as fault_runs
-from benchmarks.faults.rivals import (
-    RIVALS,
-    RivalAnswer,
-    gpuprof_answer,
-    gpuprof_command,
-    instrument,
-    traceml_answer,
-    traceml_command,
-)
-from benchmarks.faults.rows import Answer, Remedy, Row, Timing
+from benchmarks.faults.rows import Answer, Remedy, Timing
 from benchmarks.faults.runs import Plan, RunFailed
 from benchmarks.faults.table import CASES, CUDA_CASES, HEALTHY, Case
 from tests.benchmarks import script_cases
+from tests.benchmarks.fault_rows import row
 from tests.comm.ranks import run_ranks
 
 FOLDER = Path(fault_matrix.__file__).parent / "faults" / "scripts"
@@ -252,13 +240,6 @@ def test_turns_alternate_so_that_a_drift_falls_on_both(monkeypatch: pytest.Monke
     assert order == [False, True, True, False]
 
 
-def row(name: str, cause: str, error: float | None = None, **rivals: bool) -> Row:
-    case = CASES[name]
-    answer = Answer(cause, cause.partition(".")[0])
-    told = {rival: RivalAnswer("words", right) for rival, right in rivals.items()}
-    return Row(case, answer, fault_rows.is_right(case, answer), None, error, told)
-
-
 def test_summary_counts_faults_alarms_and_predictions() -> None:
     rows = [
         row("input_cpu", "input.cpu", 0.04, traceml=True),
@@ -313,212 +294,3 @@ def test_command_line_says_what_is_wrong(arguments: list[str], words: str) -> No
     done = CliRunner().invoke(fault_matrix.main, arguments)
     assert done.exit_code == 2
     assert words in " ".join(done.output.replace("│", " ").split())
-
-
-# Rivals
-
-
-@pytest.mark.sample(3)
-@pytest.mark.parametrize("tool", RIVALS)
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_copy_for_a_rival_adds_what_its_readme_asks_for(case: Case, tool: str) -> None:
-    source = case.script.read_text("utf-8")
-    copy = ast.parse(instrument(source, tool))
-    blocks = [node for node in ast.walk(copy) if isinstance(node, ast.With)]
-    added = [node for node in blocks if ast.unparse(node.items[0].context_expr).startswith(("traceml.", "gpuprof."))]
-    assert len(added) == 1
-    assert "optimizer.step()" in ast.unparse(added[0])
-    assert ("for " in ast.unparse(added[0].body[0])) is (tool == "gpuprof")
-    assert len(ast.unparse(copy)) < len(ast.unparse(ast.parse(source))) * 1.4
-
-
-def test_copy_wraps_an_iterator_that_is_no_loader() -> None:
-    source = CASES["input_iterator"].script.read_text("utf-8")
-    assert "traceml.wrap_dataloader_fetch(list(batches(" in instrument(source, "traceml")
-    assert "wrap_dataloader_fetch" not in instrument(CASES["input_cpu"].script.read_text("utf-8"), "traceml")
-
-
-def test_rivals_start_ranks_as_they_document() -> None:
-    case = CASES["slow_link"]
-    assert traceml_command(case, "env/bin/python", 50)[:3] == ["env/bin/traceml", "run", "slow_link.py"]
-    assert "--nproc-per-node=2" in traceml_command(case, "env/bin/python", 50)
-    assert "torch.distributed.run" in gpuprof_command(case, "env/bin/python", 50)
-    assert gpuprof_command(FAULT, "env/bin/python", 50) == ["env/bin/python", "input_storage.py", "--steps", "50"]
-
-
-@pytest.mark.parametrize(
-    ("name", "kind", "severity", "summary", "right"),
-    [
-        ("input_cpu", "INPUT_BOUND", "crit", "Input wait is 70%", True),
-        ("outside_periodic", "INPUT_BOUND", "crit", "Input wait is 70%", False),
-        ("step_code", "RESIDUAL_HEAVY", "crit", "Residual time is 40%", True),
-        ("one_thread", "COMPUTE_BOUND", "info", "Compute-bound; backward is the largest phase.", True),
-        ("optimizer_update", "COMPUTE_BOUND", "info", "Compute-bound; optimizer is the largest phase.", True),
-        ("optimizer_update", "COMPUTE_BOUND", "info", "Compute-bound; backward is the largest phase.", False),
-        ("straggler", "COMPUTE_STRAGGLER", "crit", "", True),
-        ("healthy_mlp", "COMPUTE_BOUND", "info", "Compute-bound; backward is the largest phase.", True),
-        ("healthy_mlp", "INPUT_BOUND", "warn", "Input wait is 11%", False),
-        ("healthy_mlp", "NO_CLEAR_PERFORMANCE_BOTTLENECK", "info", "", True),
-    ],
-)
-def test_traceml_is_judged_by_its_class(name: str, kind: str, severity: str, summary: str, right: bool) -> None:
-    told = {"primary_diagnosis": {"kind": kind, "status": kind, "severity": severity, "summary": summary}}
-    assert traceml_answer(CASES[name], told).right is right
-
-
-@pytest.mark.parametrize(
-    ("name", "insights", "right"),
-    [
-        ("input_cpu", [("high", "69% of step time waiting on the loader (inter-step gap)")], True),
-        ("outside_logging", [("high", "145% of step time waiting on the loader (inter-step gap)")], False),
-        ("outside_checkpoint", [("low", "Step-time p99/p50 = 9.0× — high tail latency")], True),
-        ("small_ops", [("low", "12% of step unaccounted (kernel-launch / Python overhead)")], True),
-        ("input_cpu", [("low", "Estimated cost: $0.14"), ("low", "No major bottlenecks detected")], False),
-        ("healthy_mlp", [("low", "First step 90 ms vs steady-state 9 ms — warmup / JIT compile")], True),
-        ("healthy_mlp", [("low", "backward/forward = 2.9× — possible gradient checkpointing recompute")], True),
-        ("healthy_mlp", [("low", "Step-time p99/p50 = 3.0×"), ("medium", "Rank skew: rank 1 slower")], False),
-    ],
-)
-def test_gpuprof_is_judged_by_its_first_insight(name: str, insights: list[tuple[str, str]], right: bool) -> None:
-    told = [{"severity": severity, "title": title} for severity, title in insights]
-    assert gpuprof_answer(CASES[name], told).right is right
-
-
-def test_rival_that_fails_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fault_runs, "settle", lambda: None)
-    told = fault_runs.consult("gpuprof", FAULT, "no-such-python", 12)
-    assert not told.right
-    assert told.failed.startswith("FileNotFoundError")
-
-
-def test_cases_run_again_replace_their_recorded_rows_and_keep_what_was_not_asked() -> None:
-    timing = fault_rows.Timing(260, 0.02, 100.0)
-    fixed = fault_rows.Timing(260, 0.01, 200.0)
-    remedy = fault_rows.remedy_of([timing] * 2, [fixed] * 2, "seconds_per_step")
-    told = fault_rows.Answer("input.storage", "input", predicted=Saving(value=0.45, low=0.4, high=0.5))
-    rivals = {"traceml": RivalAnswer("INPUT-BOUND", True)}
-    old = fault_rows.Row(FAULT, told, True, remedy, fault_rows.error_of(told, remedy, right=True), rivals)
-    control = fault_rows.Row(CONTROL, fault_rows.Answer("none", "none"), True, None, None, {})
-    again = fault_rows.Row(FAULT, told, False, None, None, {})
-    recorded = json.loads(json.dumps([dataclasses.asdict(row) for row in (old, control)]))
-
-    assert fault_rows.merged(recorded, []) == [old, control]
-    assert fault_rows.merged(recorded, [again]) == [dataclasses.replace(again, rivals=rivals), control]
-    right = dataclasses.replace(again, right=True, stability=stability(["input.storage"], ["none"]))
-    assert fault_rows.merged(recorded, [right]) == [dataclasses.replace(old, stability=right.stability), control]
-    wrong = json.loads(json.dumps([dataclasses.asdict(dataclasses.replace(old, right=False))]))
-    assert fault_rows.merged(wrong, [right]) == [dataclasses.replace(right, rivals=rivals)]
-    other = dataclasses.replace(right, script="another version")
-    assert fault_rows.merged(recorded, [other]) == [dataclasses.replace(other, rivals=rivals), control]
-
-
-# The same cause each time
-
-
-def stability(quiet: list[str], half_busy: list[str]) -> fault_rows.Stability:
-    return fault_rows.Stability(quiet, half_busy)
-
-
-def test_runs_agree_with_the_commonest_cause_of_the_quiet_machine() -> None:
-    seen = stability(["input.cpu"] * 19 + [""], ["input.cpu"] * 17 + ["host.oversubscribed"] * 3)
-    assert seen.cause == "input.cpu"
-    assert seen.agreeing == (19, 17)
-    assert seen.share == pytest.approx(0.85)
-    assert seen.others() == {"no verdict": 1, "host.oversubscribed": 3}
-
-
-@pytest.mark.parametrize(("others", "stable"), [(0, True), (1, True), (2, False)])
-def test_nineteen_of_twenty_are_stable(others: int, stable: bool) -> None:
-    seen = stability(["input.storage"] * 20, ["input.storage"] * (20 - others) + ["none"] * others)
-    assert dataclasses.replace(row("input_storage", "input.storage"), stability=seen).is_stable is stable
-
-
-@pytest.mark.parametrize(
-    ("name", "others", "cores", "cause"),
-    [
-        ("one_thread", 1, 2, "none"),
-        ("one_thread", 2, 4, "none"),
-        ("one_thread", 1, 4, ""),
-        ("straggler", 1, 2, "host.oversubscribed"),
-        ("healthy_ddp", 2, 4, ""),
-        ("input_cpu", 1, 2, ""),
-    ],
-)
-def test_what_is_to_be_named_beside_neighbours(name: str, others: int, cores: int, cause: str) -> None:
-    assert CASES[name].cause_beside(others, cores) == cause
-
-
-def test_another_cause_is_right_beside_neighbours() -> None:
-    seen = fault_rows.Stability(["compute.threads"] * 2, ["none", "compute.threads"], "none")
-    assert (seen.agreeing, seen.share) == ((2, 1), 0.5)
-    assert seen.others() == {"compute.threads": 1}
-    shown = fault_matrix.agreement(dataclasses.replace(row("one_thread", "compute.threads"), stability=seen))
-    assert shown == "2 of 2, half-busy 1 of 2 `none` (compute.threads 1x) ✗"
-
-
-def test_repeated_runs_are_quiet_and_half_busy_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    loads: list[int] = []
-
-    @contextlib.contextmanager
-    def busy(processes: int) -> Iterator[None]:
-        loads.append(processes)
-        yield
-
-    monkeypatch.setattr(fault_runs, "busy", busy)
-    monkeypatch.setattr(fault_runs, "settle", lambda: None)
-    monkeypatch.setattr(fault_runs, "usable_cores", lambda: 4)
-    monkeypatch.setattr(fault_runs, "profile", lambda case, steps: Answer(f"{loads[-1]} busy"))
-    found = fault_runs.repeated(FAULT, 50, 3)
-    assert loads == [0, 2] * 3
-    assert (found.quiet, found.half_busy) == (["0 busy"] * 3, ["2 busy"] * 3)
-    assert found.date == date.today().isoformat()
-    assert found.machine.startswith("cpu")
-
-
-def test_repeated_runs_have_a_date_and_a_machine_of_their_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The rest of the record keeps its own: it was measured then and there."""
-    monkeypatch.setattr("benchmarks.record.FOLDER", tmp_path)
-    seen = stability(["none"] * 2, ["none"] * 2)
-    answered = dataclasses.replace(row("healthy_mlp", "none"), answer=Answer("none", step_ms=1.0))
-    fault_matrix._record([answered], fault_runs.Plan(remedy=False), ())
-    (path,) = tmp_path.iterdir()
-    before = json.loads(path.read_text()) | {"date": "2026-01-02", "machine": "cpu (old)", "rivals_date": "2026-01-01"}
-    path.unlink()
-    (tmp_path / "fault-matrix-cpu-2026-01-02.json").write_text(json.dumps(before))
-
-    again = dataclasses.replace(seen, date="2026-03-04", machine="cpu (new)")
-    rows = [dataclasses.replace(row("healthy_mlp", "none"), stability=again)]
-    fault_matrix._record(rows, fault_runs.Plan(remedy=False, repeats=2), ("healthy_mlp",))
-
-    (path,) = tmp_path.iterdir()
-    held = json.loads(path.read_text())
-    assert (path.name, held["machine"]) == ("fault-matrix-cpu-2026-01-02.json", "cpu (old)")
-    assert held["cases"][0]["answer"]["step_ms"] == 1.0  # of the day and the machine that stand over the table
-    assert "Profiled repeatedly: 1 on 2026-03-04, cpu (new)." in fault_matrix.table_block(held)
-
-
-def test_agreement_is_a_column_and_too_little_of_it_ends_the_command_with_1(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = stability(["input.storage"] * 2, ["input.storage", "none"])
-    found = dataclasses.replace(row("input_storage", "input.storage"), stability=seen)
-    monkeypatch.setattr(Plan, "examine", lambda plan, case: found)
-    done = CliRunner().invoke(fault_matrix.main, ["input_storage", "--no-remedy", "--stability", "2"])
-    assert done.exit_code == 1
-    assert "2 of 2, half-busy 1 of 2 (none 1x) ✗" in done.output
-    assert "0 of 1 stable, least 50% (input_storage)" in done.output
-
-
-def test_agreement_is_recorded_and_stays_beside_cases_that_are_run_again() -> None:
-    seen = stability(["input.storage"] * 2, ["input.storage"] * 2)
-    old = dataclasses.replace(row("input_storage", "input.storage"), stability=seen)
-    (again,) = fault_rows.merged(json.loads(json.dumps([dataclasses.asdict(old)])), [row("input_storage", "none")])
-    assert (again.stability, again.right) == (seen, False)
-    held = {"cases": [dataclasses.asdict(old)], "summary": fault_rows.summarise([old]), "pairs": 2}
-    block = fault_matrix.table_block({"date": "", "command": "", "machine": "", "torch": "", **held})
-    assert "| script | accel says | same first cause |" in block
-    assert "2 of 2, half-busy 2 of 2" in block
-
-
-def test_stability_brings_its_own_load() -> None:
-    done = CliRunner().invoke(fault_matrix.main, ["--stability", "2", "--loaded"])
-    assert done.exit_code == 2
-    assert "leave out --loaded" in " ".join(done.output.replace("│", " ").split())
