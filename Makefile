@@ -7,13 +7,18 @@ PYTHON ?= python3
 ifeq ($(origin PYTHON),command line)
   run := $(PYTHON)
   ready :=
+  dali :=
 else
   run := .venv/bin/python
   ready := .venv/.installed
+  dali := .venv/.dali
 endif
 
 # Tests in a process per core, where pytest-xdist is installed; each takes from the other's end when it has run its own.
 workers = $(shell $(run) -c 'import xdist' 2>/dev/null && echo "-n auto --dist worksteal")
+
+# In one process: beside another worker of pytest they once waited for ever. One that does ends the run with its stack.
+dali_tests = tests/dataio/test_dali.py
 
 # Bytecode is kept even where the environment says not to: without it each process of pytest takes 7 s to rewrite the
 # assertions of all tests, and each script that a test starts compiles accel.
@@ -32,8 +37,9 @@ demo: $(ready) ## speed up a training loop on this machine and show the report
 test: $(ready) ## the tests that need neither a GPU nor patience
 	$(run) -m pytest -q -m "not slow and not gpu and not integration" $(workers)
 
-integrations: $(ready) ## the tests under frameworks (transformers, Lightning, Accelerate) and on hosts under c10d and etcd
-	$(run) -m pytest -v -m integration $(workers)
+integrations: $(ready) $(dali) ## the tests under frameworks (transformers, Lightning, Accelerate), with DALI, and on hosts under c10d and etcd
+	$(run) -m pytest -v -m integration $(workers) --ignore $(dali_tests)
+	$(run) -m pytest -v -m integration $(dali_tests) -o faulthandler_timeout=120 -o faulthandler_exit_on_timeout=true
 
 suite: $(ready) ## models of the suite, step by step: accel is not slower than plain
 	$(run) -m pytest -q -p benchmark benchmarks/suite
@@ -62,6 +68,11 @@ clean: ## remove what builds, tests and linters leave behind (.venv stays)
 
 # setuptools comes first and pinned, so that building accel needs no second, unpinned one. The stamp is written last: an
 # install that broke off is done again.
+# 240 MB, 600 MB installed; made for Linux alone, so without it its tests are skipped.
+.venv/.dali: .venv/.installed
+	.venv/bin/python -m pip install --quiet -c constraints.txt nvidia-dali-cuda130 || echo "no DALI here: its tests are skipped"
+	@touch $@
+
 .venv/.installed: constraints.txt pyproject.toml setup.py
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("constraints.txt needs Python 3.11 or later, found " + sys.version.split()[0] + "; name another: PYTHON=python3.12 make ...")'
 	$(PYTHON) -m venv .venv

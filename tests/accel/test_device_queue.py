@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import accel
 from accel import entry, strategies
+from accel.profiler import naming
 from accel.profiler.clocks import device_events
 from accel.profiler.phases import Measurement
 from accel.report import Report
@@ -147,6 +148,7 @@ def test_where_the_host_waits_for_the_device_is_not_where_the_time_goes(
         device.host(0.0005)
         return tensor
 
+    monkeypatch.setattr(naming, "_crowded", lambda evidence: None)  # whatever else runs on this machine
     monkeypatch.setattr(Run, "cuda", property(lambda self: True))
     monkeypatch.setattr(torch.cuda, "synchronize", device.synchronize)
     monkeypatch.setattr(Tensor, "cuda", cuda)
@@ -170,7 +172,7 @@ def test_where_the_host_waits_for_the_device_is_not_where_the_time_goes(
     assert anatomy["copy"] == pytest.approx(0.5, rel=0.1), anatomy
     assert anatomy["data"] == pytest.approx(data_s * 1e3 - 10 if limit == "input" else 0.0, abs=1.0), anatomy
     assert anatomy["host"] < 0.5, anatomy
-    assert report.bottleneck in (limit, "crowded cores")
+    assert report.bottleneck == limit
 
 
 class Times(NamedTuple):

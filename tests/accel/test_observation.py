@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import accel
 from accel import entry
+from accel.profiler import naming
 from accel.profiler.clocks import device_events
 from accel.profiler.phases import Measurement, StepClock
 from accel.run import Run
@@ -22,7 +23,9 @@ from tests.accel import observation_ranks
 from tests.comm.ranks import run_ranks
 
 
-def test_a_loader_that_sleeps_is_named_and_the_marks_are_taken_out() -> None:
+def test_a_loader_that_sleeps_is_named_and_the_marks_are_taken_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(naming, "_crowded", lambda evidence: None)  # whatever else runs on this machine
+
     class Slow(TensorDataset):
         def __getitem__(self, index: Any) -> Any:
             time.sleep(0.01)  # 40 ms a batch: the neighbours' share of a core can't hide that
@@ -43,10 +46,9 @@ def test_a_loader_that_sleeps_is_named_and_the_marks_are_taken_out() -> None:
     accel.undo(model)
 
     assert session.failed == ""
-    assert report.bottleneck in ("input", "crowded cores")  # the machine may be crowded, and that is told then
-    if report.bottleneck == "input":
-        assert "waits for storage" in report.bottleneck_advice
-        assert report.anatomy_before["data"] > 40.0
+    assert report.bottleneck == "input"
+    assert "waits for storage" in report.bottleneck_advice
+    assert report.anatomy_before["data"] > 40.0
     assert report.anatomy_before["loss"] > 0
     assert report.anatomy_before["backward"] > 0
 

@@ -20,10 +20,13 @@ from tests.dataio.pictures import encoded, jpeg, scene, turned
 from tests.dataio.test_images_sources import shard
 
 pytest.importorskip("simplejpeg", reason="needs simplejpeg, which the extra `images` brings")
-needs_dali = pytest.mark.skipif(
-    importlib.util.find_spec("nvidia") is None or importlib.util.find_spec("nvidia.dali") is None,
-    reason="needs DALI: pip install 'accel-train[dali-cu13]'",
-)
+_missing = importlib.util.find_spec("nvidia") is None or importlib.util.find_spec("nvidia.dali") is None
+
+
+def needs_dali(test: Any) -> Any:
+    """Mark a test of `make integrations`, which installs DALI where there is a wheel."""
+    return pytest.mark.integration(pytest.mark.skipif(_missing, reason="needs DALI: make integrations")(test))
+
 
 SIZES = [(60, 80), (81, 47), (1, 1), (33, 200), (64, 64), (40, 41), (300, 400)]
 
