@@ -39,7 +39,8 @@ test: $(ready) ## the tests that need neither a GPU nor patience
 
 integrations: $(ready) $(dali) ## the tests under frameworks (transformers, Lightning, Accelerate), with DALI, and on hosts under c10d and etcd
 	$(run) -m pytest -v -m integration $(workers) --ignore $(dali_tests)
-	$(run) -m pytest -v -m integration $(dali_tests) -o faulthandler_timeout=120 -o faulthandler_exit_on_timeout=true
+	$(run) -m pytest -v -m integration $(dali_tests) -o faulthandler_timeout=120 -o faulthandler_exit_on_timeout=true \
+		|| [ $$? = 5 ] # no test, without simplejpeg
 
 suite: $(ready) ## models of the suite, step by step: accel is not slower than plain
 	$(run) -m pytest -q -p benchmark benchmarks/suite
@@ -70,8 +71,7 @@ clean: ## remove what builds, tests and linters leave behind (.venv stays)
 # install that broke off is done again.
 # 240 MB, 600 MB installed; made for Linux alone, so without it its tests are skipped.
 .venv/.dali: .venv/.installed
-	.venv/bin/python -m pip install --quiet -c constraints.txt nvidia-dali-cuda130 || echo "no DALI here: its tests are skipped"
-	@touch $@
+	.venv/bin/python -m pip install --quiet -c constraints.txt nvidia-dali-cuda130 && touch $@ || echo "no DALI here: its tests are skipped"
 
 .venv/.installed: constraints.txt pyproject.toml setup.py
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("constraints.txt needs Python 3.11 or later, found " + sys.version.split()[0] + "; name another: PYTHON=python3.12 make ...")'

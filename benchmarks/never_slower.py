@@ -5,7 +5,8 @@
 Each loop has a process of its own. The search runs first; then turns of 20 steps alternate between accelerated and
 disabled, on the same objects in the same memory: two processes that both train plainly differed by up to 3 % on small
 loops, which is more than what is looked for. What `disabled` itself leaves in the loop is bounded by
-tests/accel/test_overhead.py. A loop passes if its accelerated step is at most 1.02 times the plain one.
+tests/accel/test_overhead.py. A loop passes if its accelerated step may be at most 1.02 times the plain one by the
+interval, and that is no wider than 0.1: what varies more says nothing.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from benchmarks.render import SOURCE, Row
 from benchmarks.spread import ratio
 
 TURN = 20
-LIMIT = 1.02
+LIMIT, WIDEST = 1.02, 0.1
 SEARCH_STEPS = 8000
 
 
@@ -147,7 +148,7 @@ def race(name: str, allow: str, pairs: int, disable: tuple[str, ...] = ()) -> Ro
         "high": measured.high,
         "kept": kept,
         "settled": settled,
-        "passed": settled and measured.value <= LIMIT,
+        "passed": settled and measured.low <= LIMIT and measured.high - measured.low <= WIDEST,
     }
 
 

@@ -11,12 +11,15 @@ A round of one arm is eight pieces of either kind. Each of its sides is a whole 
 on, so that what comes only now and then (an epoch's start, a stored segment of the tape, a sample of the stack) comes
 at its ordinary rate. Figures are the median of the differences of neighbouring pieces, and the 95 % interval of that
 median by order statistics; beside it their mean, in which a disturbance of the machine counts as much as what is rare.
+The exit status is 1 if an interval lies beyond its bound.
 """
 
 from __future__ import annotations
 
+import math
 import random
 import statistics
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -40,6 +43,10 @@ from benchmarks.spread import median_interval
 PIECE_S = 0.025
 PIECES = 8
 """Pieces of either kind in a round."""
+STEPS = {"0.07 ms step": (4, 1), "3 ms step": (64, 120)}
+"""Step → width and depth of its model."""
+BOUNDS = {"0.07 ms step": (0.14, math.inf), "3 ms step": (0.01, 0.01)}
+"""Step → the most that the clocks, and clocks and looks, may add, as shares of it."""
 SETTLING = 1
 """Steps after a switch that are not timed: a class that was changed has lost its caches in the interpreter."""
 
@@ -287,12 +294,21 @@ def added(differences: list[float]) -> Added:
 def main(rounds: int, record: bool) -> None:
     """Measure."""
     torch.set_num_threads(1)
-    found = {"0.07 ms step": cost(loop_of(4, 1), rounds), "3 ms step": cost(loop_of(64, 120), rounds)}
+    found = {name: cost(loop_of(*size), rounds) for name, size in STEPS.items()}
+    beyond = [name for name, seen in found.items() if is_beyond(name, seen)]
     for name, seen in found.items():
         print(f"{name}: bare {seen.step_us:.1f} µs; clocks {told(seen.clocks)}; with looks {told(seen.with_looks)};")
         print(f"    floor {told(seen.floor)}")
     if record:
         RECORD.write([], costs={name: asdict(seen) for name, seen in found.items()})
+    if beyond:
+        sys.exit(f"beyond its bound: {', '.join(beyond)}")
+
+
+def is_beyond(name: str, seen: Cost) -> bool:
+    """Return whether what is added to a step, by clocks alone or with looks, is surely more than its share of it."""
+    both = zip((seen.clocks, seen.with_looks), BOUNDS[name], strict=True)
+    return any(added.low > share * seen.step_us for added, share in both)
 
 
 def told(found: Added) -> str:

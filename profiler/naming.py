@@ -1,10 +1,10 @@
 """Name what holds a run back, from the evidence alone.
 
-Each rule looks for one cause and returns a finding or None. A cause counts if it takes a tenth of the step or more;
-what is within a fifth of that is borderline, and no cause that comes and goes. No finding is an answer too: the step
-takes what the model costs. A verdict is refused with too few steps, on a crowded machine (which is then the finding),
-and when the two largest findings can't be told apart within noise. Neighbours that keep a part of the cores busy are
-told beside the verdict, and change none but that small causes are borderline.
+Each rule looks for one cause and returns a finding or None. A cause counts if it takes an eighth of the step or so;
+what takes a tenth, give or take a fifth of that, is borderline, and no cause that comes and goes. No finding is an
+answer too: the step takes what the model costs. A verdict is refused with too few steps, on a crowded machine (which is
+then the finding), and when the two largest findings can't be told apart within noise. Neighbours that keep a part of
+the cores busy are told beside the verdict, and change none but that small causes are borderline.
 """
 
 from __future__ import annotations
@@ -96,10 +96,12 @@ def diagnose(evidence: Evidence, *, min_steps: int = MIN_STEPS) -> Diagnosis:
         result.findings = [result.crowd]
         return result
     findings = [f for rule in _RULES if (f := rule(evidence, anatomy)) is not None]
-    if any(f.cause == "launch.small_ops" for f in findings):  # the update is part of that
+    beside_others = result.crowd is not None
+    if any(f.cause == "launch.small_ops" and _is_sure(f, beside_others) for f in findings):
+        # The update is part of that.
         findings = [f for f in findings if f.cause != "optimizer.update"]
     findings, result.retracted = consistency.check(findings, PhaseShares.of_anatomy(anatomy))
-    result.findings = ordered([f for f in findings if _is_sure(f, result.crowd is not None)])
+    result.findings = ordered([f for f in findings if _is_sure(f, beside_others)])
     result.borderline = ordered([f for f in findings if f not in result.findings])
     result.refused = refusal(result.findings, result.retracted)
     return result

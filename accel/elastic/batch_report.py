@@ -50,12 +50,15 @@ def profile_of(
     """
     if controller.model is None:
         return None
-    # Of a sum over the batch, a rank takes no more at once than the user's.
-    fits = controller.base_batch if controller.sums else controller.fits
+    fits, shares = controller.fits, controller.replicas * controller.micro_batches
+    if controller.sums and controller.accumulates:  # no rank takes more at once than its share of the user's batch
+        fits = -(-controller.base_batch // shares) * shares
+    elif controller.sums:
+        max_batch_size = controller.base_batch
     pieces = -(-max_batch_size // fits) if controller.accumulates and fits is not None else 1
     limits = BatchLimits(
         max_batch_size=max_batch_size,
-        local_max=None if fits is None else max(1, fits // (controller.replicas * controller.micro_batches)),
+        local_max=None if fits is None else max(1, fits // shares),
         max_accumulation=controller.micro_batches * pieces - 1,
     )
     return JobProfile(

@@ -99,7 +99,8 @@ class BatchRun(Onlooker):
         self.controller: BatchController | None = None
         """Made once it is known how many batches a step has."""
         self.end = StepEnd(clock)
-        self.max_batch_size = max_batch_size
+        self.max_batch_size, self.memory = max_batch_size, total_memory(run.device)
+        """The most samples of a step; and the device's bytes, of the rank that has the least once they have met."""
         self.note = ""
         """Why the batch size is not changed, or no more."""
         self._session, self._run, self._sampler, self._scaler = session, run, sampler, scaler
@@ -428,7 +429,7 @@ class BatchRun(Onlooker):
             "loader_batch": self._local_base,
             "micro_batches": self._step.by_loop,
             "fits": self._fits,
-            "memory": total_memory(self._run.device),
+            "memory": self.memory,
             "steps": self._steps_before + self._steps,
             "accumulated": self._step.steps_of(self._step.local),
         }
@@ -449,10 +450,9 @@ class BatchRun(Onlooker):
         local = self._local_base
         if self._base is not None:
             shares = self._sampler.num_replicas * self._step.by_loop
-            memory = total_memory(self._run.device)
-            local, steps = resumed_shares(state, self._base, shares, self.max_batch_size, memory)
+            local, steps = resumed_shares(state, self._base, shares, self.max_batch_size, self.memory)
             self._fits = max(self._fits, local)
-            if state.get("accumulated", 1) > 1:
+            if state.get("accumulated", 1) > 1 and steps > 1:
                 self._step.decide(local, steps)
         self._sampler.set_batch_size(local)
 

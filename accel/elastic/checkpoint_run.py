@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from threading import get_ident
-from typing import Any
+from typing import Any, Protocol
 
 from torch import nn
 from torch.optim import Optimizer
@@ -40,6 +40,13 @@ _WRITING_S = 30.0
 """That the first rank may write for, after the others: as long as torchrun lets ranks live that it has told to end."""
 
 
+class BatchState(Stateful, Protocol):
+    """What decides the batch size."""
+
+    memory: int
+    """Bytes of this rank's device, or of the one that has the least."""
+
+
 class CheckpointRun(Onlooker):
     """Save a loop's training, and restore it.
 
@@ -59,14 +66,14 @@ class CheckpointRun(Onlooker):
         sampler: ElasticSampler,
         settings: Checkpointing,
         *,
-        batch: Stateful | None = None,
+        batch: BatchState | None = None,
         say: Callable[[str], None] = lambda line: None,
         terminate: Callable[[], None] = lambda: os.kill(os.getpid(), signal.SIGTERM),
     ) -> None:
         super().__init__()
         self.checkpoints = Checkpoints(settings.folder, settings.keep, alone=True, malformed=malformed)
         self._model, self._optimizer, self._settings, self._sampler = model, optimizer, settings, sampler
-        self._say, self._terminate = say, terminate
+        self._say, self._terminate, self._batch = say, terminate, batch
         self._more: dict[str, Any] = {
             "sampler": sampler,
             "buckets": BucketOrder(model),
@@ -132,6 +139,8 @@ class CheckpointRun(Onlooker):
         ranks = Ranks()
         ranks.join(since=self._called_at)
         gather = partial(_gather, ranks, "did not come to load a checkpoint", _START_S) if ranks.distributed else None
+        if gather is not None and self._batch is not None:
+            self._batch.memory = min(gather(self._batch.memory))  # all ranks go on with as many samples
         state = self.checkpoints.load_latest(gather)
         for sentence in self.checkpoints.refused:
             self._say(sentence)

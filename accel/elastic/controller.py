@@ -30,7 +30,7 @@ from accel.elastic.machine_speed import MachineSpeed
 from accel.errors import InvalidArgument
 from accel.goodput.efficiency import NoiseInterval, efficiency
 from accel.goodput.fit import fit
-from accel.goodput.observations import Configuration, Observations
+from accel.goodput.observations import WINDOW, Configuration, Observations
 from accel.goodput.throughput import ThroughputModel
 
 TIMED = 12
@@ -98,6 +98,8 @@ class BatchController:
         """The step from which on it is not known any more, and how often one did not fit."""
         self._patience = _PATIENCE[0]
         self._timed: set[Configuration] = set()
+        self._earlier: set[Configuration] = set()
+        """Timed in an earlier process only, perhaps on another machine."""
         self._present: tuple[int, Configuration] | None = None
         """How the present batch is dealt: in how many steps of the loop, and the configuration; None until needed."""
         self._failures = FailedTries()
@@ -159,6 +161,9 @@ class BatchController:
         if self._exchange not in self._scales:
             self._unscaled.append(seconds)
             return
+        if configuration in self._earlier:
+            self._earlier.remove(configuration)
+            self.times.forget(configuration)
         self.times.add(configuration, seconds)
         if configuration not in self._timed and self.times.count(configuration) >= self._judged_after(batch):
             self._timed.add(configuration)
@@ -259,6 +264,9 @@ class BatchController:
         choice = better(settled, self._reachable(), self.base_batch, noise, self._seconds)
         if choice is None and self._is_timed(before):
             choice = still_better(before, settled, self.base_batch, noise, self._seconds)
+            # Not by a lucky dozen: what is a little worse than the batch before would not be undone again.
+            if choice is not None and (missing := WINDOW - self.times.count(own)) > 0:
+                return self._decided(step, noise, "the steps of this batch are still being timed", missing)
         self._now = settled if choice is None else choice.batch
         if self._is_timed(self._now):
             self._settled = self._now
@@ -468,6 +476,7 @@ class BatchController:
         self._timed = {each for each in likely if self.times.count(each) >= TIMED}
         self._settled = self._now = min(self._fitting(), key=lambda size: abs(size - state["batch"]))
         self._present = None
-        self._speed.resume(self._configuration(self._now), {each: self.times.median(each) for each in self._timed})
+        self._earlier = set(self._timed)
+        self._speed.resume({each: self.times.median(each) for each in self._timed})
         if len(self._timed) > 1:
             self._has_news = True  # of a batch that was not timed on so many ranks, the time is predicted

@@ -28,19 +28,19 @@ class MachineSpeed:
         """Time of a step of the present batch when it was taken."""
         self._before = self._now = 1.0
         """Slowness when the present batch was taken, and now."""
+        self._earlier: dict[Hashable, float] = {}
+        """Batch → time of a step in an earlier process, until one of them has been timed in this one."""
         self._then: dict[Hashable, float] = {}
         """Batch → slowness when it was last timed."""
 
-    def resume(self, batch: Hashable, seconds: Mapping[Hashable, float]) -> None:
-        """Go on from the times of an earlier process; the present batch tells how fast this machine is.
+    def resume(self, seconds: Mapping[Hashable, float]) -> None:
+        """Go on from the times of an earlier process; the first of these batches that is timed tells its speed.
 
         Args:
-            batch: that is timed first.
             seconds: batch → time of a step then, s.
         """
-        if batch in seconds:
-            self._batch, self._first_s, self._before, self._now = batch, seconds[batch], 1.0, 1.0
-            self._then = dict.fromkeys(seconds, 1.0)
+        self._earlier = dict(seconds)
+        self._then = dict.fromkeys(seconds, 1.0)
 
     def timed(self, batch: Hashable, seconds: float) -> None:
         """Take in the present time of a step.
@@ -49,10 +49,18 @@ class MachineSpeed:
             batch: what was timed: samples of the step, say.
             seconds: median of its last steps, > 0.
         """
+        if batch in self._earlier:
+            self._compare(seconds / self._earlier[batch])
         if batch != self._batch:
             self._batch, self._first_s, self._before = batch, seconds, self._now
         self._now = self._before * seconds / self._first_s
         self._then[batch] = self._now
+
+    def _compare(self, slowness: float) -> None:
+        """Be told how slow this machine is beside the earlier process's: all that was timed since has been as slow."""
+        scale = slowness / self._now
+        self._then = {each: then * (1.0 if each in self._earlier else scale) for each, then in self._then.items()}
+        self._now, self._earlier = slowness, {}
 
     def since(self, batch: Hashable) -> float:
         """Return how many times as long a step of a batch takes now as when it was last timed; 1 if it never was."""

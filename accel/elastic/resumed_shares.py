@@ -7,6 +7,9 @@ from typing import Any
 
 from accel.elastic.batch_decision import Shares
 
+_ALIKE = 0.95
+"""Share of the memory that there was: what the system keeps to itself differs between devices of one kind."""
+
 
 def resumed_shares(state: Mapping[str, Any], base: int, shares: int, most: int, memory: int) -> Shares:
     """Return how the first steps are dealt; the batch controller may take more at once when that has been rehearsed.
@@ -16,15 +19,16 @@ def resumed_shares(state: Mapping[str, Any], base: int, shares: int, most: int, 
         base: samples of a step as the user wrote it, over all ranks.
         shares: batches that a step's samples are dealt to, over all ranks.
         most: samples of a step allowed, over all ranks.
-        memory: of this device, bytes; 0 if it is not known.
+        memory: of the device that has the least, bytes; 0 if it is not known.
 
     Example:
         >>> state = {"controller": {"batch": 512}, "fits": 256, "memory": 80}
         >>> resumed_shares(state, 64, 2, 1024, memory=80), resumed_shares(state, 64, 2, 1024, memory=40)
-        (Shares(local=256, steps=1), Shares(local=32, steps=8))
+        (Shares(local=256, steps=1), Shares(local=32, steps=1))
     """
-    batch = int(state["controller"]["batch"])
-    fits = int(state.get("fits", 1)) if memory >= state.get("memory", 0) else 1
-    known = max(fits, -(-base // shares))  # on fewer ranks the user's batch is more for each
+    batch, is_alike = int(state["controller"]["batch"]), memory >= _ALIKE * state.get("memory", 0)
+    # On fewer ranks the user's batch is more for each.
+    known = max(int(state.get("fits", 1)) if is_alike else 1, -(-base // shares))
     local = max(1, min(round(batch / shares), most // shares, known))
-    return Shares(local, max(1, min(batch, most) // (shares * local)))
+    # Gradients that are kept take memory, too.
+    return Shares(local, max(1, min(batch, most) // (shares * local)) if is_alike else 1)

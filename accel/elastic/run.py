@@ -98,6 +98,7 @@ class ElasticRun:
         if not self.checkpoint.takes_over(previous.checkpoint):
             return False
         if self.batch is not None and previous.batch is not None:
+            self.batch.memory = previous.batch.memory
             self.batch.load_state_dict(previous.batch.state_dict())
         return True
 

@@ -211,9 +211,9 @@ def malformed(state: Mapping[str, Any]) -> str:
 
     Of another version nothing is known: `restore_state` refuses it.
     """
+    if isinstance(version := state.get("version"), int) and version != _VERSION:
+        return ""
     forms = {"version": int, "step": int, "kinds": dict, "parts": dict, "random": list}
-    if state.get("version") != _VERSION:
-        forms = {"version": int}
     for key, form in forms.items():
         if not isinstance(state.get(key), form):
             return f"its {key!r} is a {type(state.get(key)).__name__} in place of {form.__name__}"

@@ -76,7 +76,7 @@ class BatchRow:
     """One decision on the batch size that changed it."""
 
     step: int
-    """Steps that had ended."""
+    """Steps that had ended, of the training: also in the processes before, where it goes on from a checkpoint."""
     batch: int
     """Samples of a step from then on, over all ranks."""
     tried: bool = False

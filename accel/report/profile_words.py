@@ -108,8 +108,10 @@ def cause_text(finding: Finding) -> str:
 
 
 def borderline_text(finding: Finding) -> str:
-    """Say of what is no cause for sure what it would be, e.g. `borderline: input.cpu, 9.5 % of the step: …`."""
-    return f"borderline: {cause_text(finding)}, too near the limit to call it a cause: {finding.title}"
+    """Say of what is no cause for sure what it would be, e.g. `borderline: input.cpu, 9 % of the step, …`."""
+    saved = finding.predicted
+    part = f", {percent_text(saved.value)} could be saved" if saved is not None and saved.value < finding.share else ""
+    return f"borderline: {cause_text(finding)}{part}, too little to call it a cause for sure: {finding.title}"
 
 
 def experiment_text(finding: Finding) -> str:

@@ -46,16 +46,28 @@ def judge(
         if experiment is None:
             kept.append(dataclasses.replace(finding, experiment=why_untried(finding)))
         elif experiment.verdict == "drop" and experiment.saving.high < WORTH:
-            dropped.append(
-                f"{finding.cause} looked like a cause ({finding.share:.0%} of the step); the experiment shows that "
-                f"removing it saves {experiment.saving.value:.1%}"
-            )
+            dropped.append(_not_a_cause(finding, experiment))
         else:
             kept.append(_with_experiment(finding, experiment))
     diagnosis.findings = naming.ordered(kept)
+    named = {name for finding in kept for name in switched_with(finding.cause)}
+    borderline, diagnosis.borderline = diagnosis.borderline, []
+    for finding in borderline:
+        experiment = _experiment_of(finding.cause, experiments)
+        if experiment is not None and experiment.verdict == "drop" and experiment.saving.high < WORTH:
+            dropped.append(_not_a_cause(finding, experiment))
+        elif finding.cause not in named:
+            diagnosis.borderline.append(finding)
     if not diagnosis.refused or diagnosis.refused.startswith(naming.OVERLAP):
         diagnosis.refused = naming.too_close(diagnosis.findings)
     return dropped
+
+
+def _not_a_cause(finding: Finding, experiment: Experiment) -> str:
+    return (
+        f"{finding.cause} looked like a cause ({finding.share:.0%} of the step); the experiment shows that removing it "
+        f"saves {experiment.saving.value:.1%}"
+    )
 
 
 def _experiment_of(cause: str, experiments: Mapping[str, Experiment]) -> Experiment | None:

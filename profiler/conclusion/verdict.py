@@ -16,7 +16,7 @@ from accel.profiler.diagnose.anatomy import Anatomy
 from accel.profiler.diagnose.causes import CAUSES, CROWDS
 from accel.profiler.diagnose.communication_wait import wait_as_communication
 from accel.profiler.diagnose.consistency import BATCHES, OWN_CODE, PhaseShares
-from accel.profiler.diagnose.findings import WORTH
+from accel.profiler.diagnose.findings import NEAR, SURE, WORTH
 from accel.profiler.evidence import Evidence, ThreadShare
 from accel.profiler.naming import Diagnosis
 from accel.profiler.phases import MEANING, Measurement
@@ -38,7 +38,7 @@ def build_report(evidence: Evidence, diagnosis: Diagnosis) -> ProfileReport:
     trace = evidence.trace
     report = ProfileReport(
         findings=diagnosis.findings,
-        borderline=[f for f in diagnosis.borderline if f.cause not in {each.cause for each in diagnosis.findings}],
+        borderline=diagnosis.borderline,
         refused=diagnosis.refused,
         evidence=tree(evidence, anatomy) if anatomy.steps else None,
         steps=anatomy.steps,
@@ -310,12 +310,14 @@ def _ranks_on(report: ProfileReport, rank: int) -> int:
 
 def _reduce_exchange(report: ProfileReport, share: float) -> None:
     """Reduce the exchange to what the rank that waits least waits; the rest is waiting for the slowest rank."""
-    for finding in list(report.findings):
+    for finding in [*report.findings, *report.borderline]:
         if finding.cause != "communication.exposed":
             continue
-        if share < WORTH:
-            report.findings.remove(finding)
-        elif share < 0.8 * finding.share:
+        if share < SURE:
+            report.findings = [each for each in report.findings if each is not finding]
+            report.borderline = [each for each in report.borderline if each is not finding]
+            report.borderline += [finding] if share >= NEAR else []
+        if share < 0.8 * finding.share:
             if finding.measured is not None:
                 also = "the waiting for the slowest rank too; this part is from the clocks of all ranks"
                 finding.experiment = f"tried, but that removed {also}"

@@ -13,9 +13,10 @@ from accel.profiler.report import Finding, Saving
 from accel.profiler.trial import interval
 
 WORTH = 0.10
-"""Share of the step from which something is called a cause."""
-NEAR, SURE = 0.8 * WORTH, 1.2 * WORTH
-"""Between them it is called borderline: in the next run of the same script its share may be on the other side."""
+"""Share of the step that is worth a cause."""
+NEAR, SURE = 0.08, 0.12
+"""Between these shares something is borderline, from the second on a cause: of a share near a single limit, one run
+of a script would name it and the next would not."""
 SHARED_CORES = 0.3
 """Share of the cores kept busy by others from which on this run shares them."""
 _BESIDE = ("data", "host", "evaluation", "outside")

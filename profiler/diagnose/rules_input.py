@@ -7,6 +7,7 @@ import dataclasses
 from accel.profiler.diagnose.anatomy import Anatomy
 from accel.profiler.diagnose.findings import (
     NEAR,
+    SURE,
     are_shared,
     finding,
     ms_of,
@@ -58,7 +59,8 @@ def epoch_start(evidence: Evidence, anatomy: Anatomy) -> Finding | None:
     if restarted and anatomy.epoch_slow >= 0.02:
         why.append(f"the model's own phases are slower in these steps, by {ms_of(anatomy, anatomy.epoch_slow)}")
     predicted = Saving(value=share, low=0.85 * share, high=min(1.0, 1.1 * share))
-    return finding("input.epoch_start", share, why, predicted)
+    starting = _starts_epochs(evidence, anatomy)
+    return finding("input.epoch_start", share if starting >= SURE else starting, why, predicted)
 
 
 def loader(evidence: Evidence, anatomy: Anatomy) -> Finding | None:

@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from accel.errors import AccelError, ReportError
-from accel.profiler.report import ProfileReport, from_json
+from accel.profiler.report import Finding, ProfileReport, Saving, from_json
 from accel.report import Event, Machine, Report, StrategyRow
 from accel.report.model import BatchRow
+from accel.report.rendering import as_text
 
 
 def _report() -> Report:
@@ -153,6 +154,20 @@ def test_verdict_says_what_is_known_where_the_closing_trial_did_not_settle() -> 
     report.speedup, report.speedup_low, report.speedup_high = 1.05, 0.99, 1.11
     verdict = report.verdict()
     assert verdict.startswith("at least 0.99x, not settled: 1.05x [0.99, 1.11] as a whole; each alone: channels_last ")
+
+
+def test_a_profile_shows_what_is_borderline() -> None:
+    finding = Finding(
+        cause="input.cpu",
+        bottleneck="input",
+        title="the loader computes",
+        why=[],
+        remedy="",
+        share=0.092,
+        predicted=Saving(value=0.08, low=0.07, high=0.09),
+    )
+    text = " ".join(as_text(ProfileReport(bottleneck="none", verdict="none", borderline=[finding], steps=50)).split())
+    assert "borderline: input.cpu, 9 % of the step, 8 % could be saved, too little to call it a cause" in text
 
 
 def test_verdict_before_the_end_says_so() -> None:

@@ -102,11 +102,20 @@ def test_a_plugin_without_a_known_fault_ends_the_run(monkeypatch: pytest.MonkeyP
             Caught("tests/a.py::test_b[c d]", "assert 1 == 2"),
         ),
         (1, "FAILED tests/a.py::test_b\n1 failed", Caught("tests/a.py::test_b")),
+        (
+            1,
+            "FAILED tests/a.py::test_b - TypeError: _fault.<locals>.tried() got an unexpected argument 'limited'\n",
+            Caught(
+                "",
+                "the fault no longer fits the code: "
+                "TypeError: _fault.<locals>.tried() got an unexpected argument 'limited'",
+            ),
+        ),
         (0, "12 passed", Caught("", "all tests passed")),
         (1, "ERROR tests/a.py - ImportError\n1 error", Caught("", "exit status 1: 1 error")),
         (5, "", Caught("", "exit status 5: ")),
     ],
-    ids=["failed", "without words", "passed", "import", "nothing"],
+    ids=["failed", "without words", "outdated", "passed", "import", "nothing"],
 )
 def test_only_a_test_that_fails_catches_a_fault(status: int, printed: str, expected: Caught) -> None:
     assert decision_faults.first_failure(status, printed) == expected

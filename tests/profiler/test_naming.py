@@ -12,10 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from accel.profiler import naming
 from accel.profiler.clocks import facts
 from accel.profiler.conclusion.verdict import build_report
 from accel.profiler.diagnose.causes import CAUSES
-from accel.profiler.diagnose.findings import saving
+from accel.profiler.diagnose.findings import finding, saving
 from accel.profiler.evidence import (
     Evidence,
     LineTime,
@@ -298,7 +299,7 @@ def test_too_few_steps_are_refused() -> None:
 
 @pytest.mark.parametrize(("phase", "cause"), [("outside", "outside.step"), ("host", "host.step_code")])
 @pytest.mark.parametrize(("share", "is_cause"), [(0.115, False), (0.125, True)])
-def test_a_tenth_of_the_step_makes_a_cause(phase: str, cause: str, share: float, is_cause: bool) -> None:
+def test_a_share_above_what_is_borderline_makes_a_cause(phase: str, cause: str, share: float, is_cause: bool) -> None:
     rest = sum(ms for name, ms in HEALTHY.items() if name != phase)
     assert causes(evidence(phases={phase: rest * share / (1 - share)})) == ([cause] if is_cause else [])
 
@@ -537,6 +538,17 @@ def test_what_is_near_the_limit_is_borderline_and_no_cause(
     assert [f.cause for f in report.borderline] == borderline
     assert report.bottleneck == ("input" if named else "none")
     assert ("; borderline: input.cpu, " in report.verdict) is bool(borderline)
+
+
+def test_an_update_is_named_beside_launches_that_are_borderline() -> None:
+    """They hold it only where they are a cause themselves."""
+    held = evidence(phases={"optimizer": 4.0}, optimizer=OptimizerFacts(name="SGD", tensors=6, elements=500_000))
+    assert causes(held) == ["optimizer.update"]
+    small = finding("launch.small_ops", 0.1, [], None)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(naming, "_RULES", (*naming._RULES, lambda evidence, anatomy: small))
+        assert causes(held) == ["optimizer.update"]
+        assert diagnose(held).borderline == [small]
 
 
 @given(st.lists(st.floats(0.082, 0.118), min_size=2, max_size=8))

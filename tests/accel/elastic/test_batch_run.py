@@ -572,7 +572,7 @@ def test_ranks_that_the_largest_batch_leaves_without_a_sample_are_refused() -> N
         run.check()
 
 
-@pytest.mark.parametrize(("memory", "local"), [(80, 64), (40, 8)])
+@pytest.mark.parametrize(("memory", "local"), [(80, 64), (78, 64), (40, 8)])
 def test_a_device_with_less_memory_begins_with_the_users_share(
     monkeypatch: pytest.MonkeyPatch, memory: int, local: int
 ) -> None:
@@ -727,16 +727,18 @@ def test_a_look_before_the_fourth_step_is_no_accumulation(
     assert controller.batch == 64
 
 
-def test_a_scheduler_is_told_of_no_batch_that_a_loss_of_sums_rules_out() -> None:
+@pytest.mark.parametrize(("accumulates", "told"), [(False, (32, None, 0)), (True, (1024, 16, 31))])
+def test_a_scheduler_is_told_of_no_batch_that_a_loss_of_sums_rules_out(accumulates: bool, told: Any) -> None:
     controller = BatchController(32, 1024, replicas=2)
     for _ in range(12):
         controller.timed(32, 0.01)
-    controller.sums = True
-    controller.decide(12, NoiseInterval(5000.0, 4000.0, 6000.0))
+    controller.sums, controller.accumulates = True, accumulates
     noise = NoiseInterval(5000.0, 4000.0, 6000.0)
+    controller.decide(12, noise)
     profile = profile_of(controller, noise, max_batch_size=1024, most_replicas=2, restart_s=1.0, progress=12.0)
     assert profile is not None
-    assert (profile.limits.local_max, profile.limits.max_accumulation) == (16, 0)
+    limits = profile.limits
+    assert (limits.max_batch_size, limits.local_max, limits.max_accumulation) == told
 
 
 def test_a_profile_is_rank_0s() -> None:

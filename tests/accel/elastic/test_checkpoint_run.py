@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import accel
 from accel import entry
+from accel.dataio.elastic_sampler import ElasticSampler
 from accel.elastic.checkpoint import Checkpoints
 from accel.elastic.checkpoint_run import CheckpointRun
 from accel.elastic.checkpointing import Checkpointing
@@ -190,6 +191,36 @@ def test_what_is_whole_and_no_state_is_refused_and_the_one_before_is_used(
     assert Training(tmp_path).checkpoint.step == 2
     (line,) = [line for line in capsys.readouterr().err.splitlines() if "was refused" in line]
     assert "its '" in line and good not in line
+
+
+def test_ranks_go_on_by_the_memory_of_the_one_that_has_least(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each by its own, they would begin with batches of different sizes."""
+
+    class TwoRanks:
+        distributed = leads = True
+
+        def join(self, since: float) -> None:
+            pass
+
+        def decide(self, mine: int, answer: Any, missed: str, step_s: float) -> Any:
+            return answer([mine, min(mine, 40)])
+
+    class Batch:
+        memory = 80
+
+        def state_dict(self) -> dict[str, Any]:
+            return {}
+
+        def load_state_dict(self, state: Any) -> None:
+            pass
+
+    monkeypatch.setattr("accel.elastic.checkpoint_run.Ranks", TwoRanks)
+    model, batch = nn.Linear(2, 1), Batch()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    run = CheckpointRun(model, optimizer, ElasticSampler(8, batch_size=2), Checkpointing(folder=tmp_path), batch=batch)
+    run.restore()
+    run.close()
+    assert batch.memory == 40
 
 
 def test_another_model_is_refused_and_nothing_is_left_on(tmp_path: Path) -> None:

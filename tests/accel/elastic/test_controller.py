@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from accel.elastic.batch_choice import MARGIN, better, candidates
 from accel.elastic.batch_decision import BatchDecision
 from accel.elastic.controller import BatchController
+from accel.elastic.machine_speed import MachineSpeed
 from accel.errors import InvalidArgument
 from accel.goodput.efficiency import NoiseInterval, efficiency
 
@@ -259,6 +260,17 @@ def test_on_a_machine_of_another_speed_no_batch_looks_better_by_its_old_times(sl
     job.step = 0
     decisions = job.run(resumed, 600)
     assert {decision.batch for decision in decisions} == {controller.batch}
+
+
+def test_an_earlier_process_s_times_are_compared_by_the_first_batch_that_is_timed_again() -> None:
+    speed = MachineSpeed()
+    speed.resume({32: 0.010, 64: 0.015})
+    speed.timed(45, 0.036)  # new: nothing tells yet that this machine takes three times as long
+    assert (speed.since(32), speed.since(45)) == (1.0, 1.0)
+    speed.timed(64, 0.045)
+    assert [speed.since(batch) for batch in (32, 45, 64)] == pytest.approx([3.0, 1.0, 1.0])
+    speed.timed(64, 0.030)  # a process has gone
+    assert [speed.since(batch) for batch in (32, 45, 64)] == pytest.approx([2.0, 2 / 3, 1.0])
 
 
 def test_decisions_are_told_by_all_steps_of_the_training() -> None:

@@ -22,7 +22,7 @@ from accel.elastic.learning_rate import LearningRateScaler
 from accel.elastic.plain_values import check_plain
 from accel.elastic.progress import ProgressSchedule
 from accel.elastic.scaling_rules import BatchScale
-from accel.elastic.training_state import capture_state, restore_state, unwrapped
+from accel.elastic.training_state import capture_state, malformed, restore_state, unwrapped
 from accel.errors import CheckpointError, InvalidArgument
 from accel.optim import FusedAdam, FusedAdamW, FusedLAMB, FusedLARS, FusedSGD
 from tests.process_group import group_of_one
@@ -305,6 +305,12 @@ def test_a_state_of_another_training_changes_nothing(text: str, other: Callable[
     with pytest.raises(CheckpointError, match=rf"is not one of this training: {text}.*Nothing was loaded"):
         restore_state(state, model, optimizer, scheduler, picky=picky)
     assert all_of(model, optimizer, scheduler, picky) == before
+
+
+@pytest.mark.parametrize("state", [{"version": 2}, {"version": 2, "step": 1, "kinds": {"a": 1}, "parts": {}}])
+def test_a_state_of_another_version_is_for_the_restore_to_refuse(state: Any) -> None:
+    """Taken for malformed, an older checkpoint of this version would be loaded in its place."""
+    assert malformed(state) == ""
 
 
 @pytest.mark.parametrize("state", [{}, {"version": 7}, [1]])
