@@ -7,6 +7,8 @@ import os
 
 import torch
 
+from accel.profiler import host
+
 
 def give_memory_back() -> None:
     """Give the device what the caching allocator holds unused, after an attempt that may have run out of memory.
@@ -19,10 +21,10 @@ def give_memory_back() -> None:
 
 
 def total_memory(device: torch.device) -> int:
-    """Return the bytes of memory that a device has, used or not; of a CPU, those of the machine; 0 if not known."""
+    """Return the bytes that a device has for this rank, used or not; 0 if that is not known.
+
+    On a CPU the ranks of a host share what the machine and the control groups leave them.
+    """
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, OSError, ValueError):  # not on Linux
-        return 0
+    return (host.total_memory() or 0) // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))

@@ -135,15 +135,34 @@ def available_memory(root: Path = cgroup.ROOT) -> int | None:
     Args:
         root: used in place of `/`.
     """
-    bounds = []
-    with contextlib.suppress(OSError, ValueError, StopIteration):
-        lines = (root / "proc/meminfo").read_text(encoding="ascii").splitlines()
-        bounds.append(1024 * int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1]))
+    bounds = _meminfo("MemAvailable:", root)
     for folder in cgroup.groups("memory", root):
         with contextlib.suppress(OSError, ValueError):
             if (use := cgroup.memory_use(folder)) is not None:
                 bounds.append(max(0, use.limit - use.used))
     return min(bounds, default=None)
+
+
+def total_memory(root: Path = cgroup.ROOT) -> int | None:
+    """Return the bytes of memory that this process might use if it were alone, or None if the system doesn't tell.
+
+    Args:
+        root: used in place of `/`.
+    """
+    bounds = _meminfo("MemTotal:", root)
+    for folder in cgroup.groups("memory", root):
+        with contextlib.suppress(OSError, ValueError):
+            if (use := cgroup.memory_use(folder)) is not None:
+                bounds.append(use.limit)
+    return min(bounds, default=None)
+
+
+def _meminfo(name: str, root: Path) -> list[int]:
+    """Return a line of the system's memory in bytes; empty where it doesn't tell."""
+    with contextlib.suppress(OSError, ValueError, StopIteration):
+        lines = (root / "proc/meminfo").read_text(encoding="ascii").splitlines()
+        return [1024 * int(next(line for line in lines if line.startswith(name)).split()[1])]
+    return []
 
 
 class ResidentMemory(NamedTuple):

@@ -3,8 +3,7 @@
     goodput(M) = M / step time(M) · efficiency(M)
 
 A larger batch must win by a margin even if the noise scale is at its lower end, a smaller one even if it is at its
-upper end: while the truth may lie on either side, the batch stays. One that has been tried stays for less than it was
-tried for: undone for the sake of the margin, it would be tried again and again.
+upper end: while the truth may lie on either side, the batch stays.
 """
 
 from __future__ import annotations
@@ -16,9 +15,10 @@ from typing import NamedTuple
 from accel.errors import InvalidArgument
 from accel.goodput.efficiency import Bound, NoiseInterval, efficiency
 
-MARGIN, STAYS = 1.05, 1.01
-"""How much better another batch must be to be tried (AdaptDL's margin), and still be to stay, by its measured time.
-With 1.05 for both, 64 samples in place of 45 were tried and undone four times in one run, each time at 1.04."""
+MARGIN = 1.05
+"""How much better another batch must be, by its measured time too. AdaptDL's is the same. Where one that was tried
+stayed for 1.01, a CNN came to its target 0.83 to 0.93 times as fast as by the best fixed batch, with this 1.03 to 1.21
+times (three seeds, in turns, two cores): larger batches stood, and took more samples than the noise scale says."""
 _PER_DOUBLING = 2
 """Batch sizes that are considered between one and its double."""
 
@@ -119,25 +119,13 @@ def better(now: int, sizes: Sequence[int], base: int, noise: NoiseInterval, seco
         >>> better(64, [32, 64, 128, 256], 32, noise, lambda batch: 0.01 + batch * 1e-5).batch
         256
     """
-    return _best(now, [size for size in sizes if size > now], base, noise, "low", seconds, MARGIN) or _best(
-        now, [size for size in sizes if size < now], base, noise, "high", seconds, MARGIN
+    return _best(now, [size for size in sizes if size > now], base, noise, "low", seconds) or _best(
+        now, [size for size in sizes if size < now], base, noise, "high", seconds
     )
 
 
-def still_better(tried: int, settled: int, base: int, noise: NoiseInterval, seconds: Seconds) -> Better | None:
-    """Return a batch that was tried if it is better than the settled one, or None. Arguments as of `better`."""
-    bound: Bound = "low" if tried > settled else "high"
-    return _best(settled, [tried] if tried != settled else [], base, noise, bound, seconds, STAYS)
-
-
 def _best(
-    now: int,
-    sizes: Sequence[int],
-    base: int,
-    noise: NoiseInterval,
-    bound: Bound,
-    seconds: Seconds,
-    margin: float,
+    now: int, sizes: Sequence[int], base: int, noise: NoiseInterval, bound: Bound, seconds: Seconds
 ) -> Better | None:
     if not sizes:
         return None
@@ -150,7 +138,7 @@ def _best(
 
     best = max(sizes, key=goodput)
     ratio = goodput(best) / goodput(now)
-    if ratio < margin:
+    if ratio < MARGIN:
         return None
     speed = best / seconds(best) / (now / seconds(now))
     return Better(best, ratio, speed, worth(best) / worth(now), noise.at(best, bound))

@@ -23,14 +23,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from accel.elastic.batch_choice import Better, better, candidates, still_better
+from accel.elastic.batch_choice import Better, better, candidates
 from accel.elastic.batch_decision import BatchDecision, Shares
 from accel.elastic.failed_tries import FailedTries
 from accel.elastic.machine_speed import MachineSpeed
 from accel.errors import InvalidArgument
 from accel.goodput.efficiency import NoiseInterval, efficiency
 from accel.goodput.fit import fit
-from accel.goodput.observations import WINDOW, Configuration, Observations
+from accel.goodput.observations import Configuration, Observations
 from accel.goodput.throughput import ThroughputModel
 
 TIMED = 12
@@ -262,11 +262,6 @@ class BatchController:
         if step >= self._asked_again and self.shares(settled).steps == 1:  # else it would be taken at once from now on
             self._largest = self._asked_again = math.inf
         choice = better(settled, self._reachable(), self.base_batch, noise, self._seconds)
-        if choice is None and self._is_timed(before):
-            choice = still_better(before, settled, self.base_batch, noise, self._seconds)
-            # Not by a lucky dozen: what is a little worse than the batch before would not be undone again.
-            if choice is not None and (missing := WINDOW - self.times.count(own)) > 0:
-                return self._decided(step, noise, "the steps of this batch are still being timed", missing)
         self._now = settled if choice is None else choice.batch
         if self._is_timed(self._now):
             self._settled = self._now

@@ -155,14 +155,6 @@ FAULTS = [
         "no_hysteresis", "batch size", "changes for any gain", "accel.elastic.batch_choice:MARGIN", is_now(1.0), _BATCH
     ),
     Fault(
-        "any_try_stays",
-        "batch size",
-        "lets a batch stay that was tried, whatever its time",
-        "accel.elastic.batch_choice:STAYS",
-        is_now(0.0),
-        _BATCH,
-    ),
-    Fault(
         "pure_noise_grows",
         "batch size",
         "grows while the noise scale is not known",

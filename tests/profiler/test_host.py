@@ -195,16 +195,16 @@ def test_usable_cores_are_those_of_the_affinity() -> None:
 
 
 def test_the_machines_available_memory_is_no_more_than_the_control_group_leaves(tmp_path: Path) -> None:
-    assert host.available_memory(tmp_path) is None
+    assert (host.available_memory(tmp_path), host.total_memory(tmp_path)) == (None, None)
     (tmp_path / "proc").mkdir()
     (tmp_path / "proc/meminfo").write_text("MemTotal: 9 kB\nMemAvailable:       4 kB\n")
-    assert host.available_memory(tmp_path) == 4096
+    assert (host.available_memory(tmp_path), host.total_memory(tmp_path)) == (4096, 9 * 1024)
     group = tmp_path / "sys/fs/cgroup"
     group.mkdir(parents=True)
     (group / "memory.max").write_text("3000\n")
     (group / "memory.current").write_text("2500\n")
     (group / "memory.stat").write_text("inactive_file 100\n")
-    assert host.available_memory(tmp_path) == 600
+    assert (host.available_memory(tmp_path), host.total_memory(tmp_path)) == (600, 3000)
 
 
 def test_how_long_this_process_has_been_running(tmp_path: Path) -> None:

@@ -116,19 +116,6 @@ def test_pure_noise_and_unknown_noise_keep_the_batch(job: Job) -> None:
         assert set(job.batches) == {32}
 
 
-@pytest.mark.parametrize(("ratio", "stays"), [(1.03, True), (1.005, False), (0.97, False)])
-def test_a_try_that_wins_less_than_was_hoped_stays(ratio: float, stays: bool) -> None:
-    """It was undone and tried again, four times in a run, for it never came to the margin that a try needs."""
-    sample = 1e-4
-    fixed = sample * (64 * ratio - 64) / (2 - ratio)  # so 64 samples have `ratio` times the speed of 32
-    job = Job(fixed, sample, interval(1e6), spread=0.002)
-    controller = BatchController(32, 64)
-    job.run(controller, 600)
-    assert controller.batch == (64 if stays else 32)
-    assert [decision.batch for decision in controller.decisions][:2] == [32, 64]
-    assert len(controller.decisions) <= (2 if stays else 5)
-
-
 def test_an_unknown_noise_scale_is_asked_for_ever_more_seldom_and_soon_enough_all_the_same() -> None:
     job = Job(0.01, 1e-5, None)
     controller = BatchController(32, 1024)
