@@ -67,12 +67,12 @@ clean: ## remove what builds, tests and linters leave behind (.venv stays)
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
 
-# setuptools comes first and pinned, so that building accel needs no second, unpinned one. The stamp is written last: an
-# install that broke off is done again.
 # 240 MB, 600 MB installed; made for Linux alone, so without it its tests are skipped.
 .venv/.dali: .venv/.installed
 	.venv/bin/python -m pip install --quiet -c constraints.txt nvidia-dali-cuda130 && touch $@ || echo "no DALI here: its tests are skipped"
 
+# setuptools comes first and pinned, so that building accel needs no second, unpinned one. The stamp is written last: an
+# install that broke off is done again.
 .venv/.installed: constraints.txt pyproject.toml setup.py
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("constraints.txt needs Python 3.11 or later, found " + sys.version.split()[0] + "; name another: PYTHON=python3.12 make ...")'
 	$(PYTHON) -m venv .venv

@@ -69,12 +69,12 @@ SECTIONS: dict[str, Callable[[], Figures]] = {
     "graphs": partial(_of, "gpu.graphs"),
     "mixed_precision": partial(_of, "gpu.mixed_precision"),
     "training": partial(_of, "swin_training"),
-    "swin_graphs": partial(_of, "gpu.swin_graphs"),
     "copy_overlap": partial(_of, "copy_overlap"),
     "gradient_kernels": partial(_of, "gradient_kernels"),
     "search": search,
     "to_target": to_target,
     "faults": faults,
+    "swin_graphs": partial(_of, "gpu.swin_graphs"),
 }
 """In the order in which they are worth the time."""
 
