@@ -11,6 +11,7 @@ import math
 import os
 import platform
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -135,12 +136,7 @@ def available_memory(root: Path = cgroup.ROOT) -> int | None:
     Args:
         root: used in place of `/`.
     """
-    bounds = _meminfo("MemAvailable:", root)
-    for folder in cgroup.groups("memory", root):
-        with contextlib.suppress(OSError, ValueError):
-            if (use := cgroup.memory_use(folder)) is not None:
-                bounds.append(max(0, use.limit - use.used))
-    return min(bounds, default=None)
+    return _memory("MemAvailable:", lambda use: max(0, use.limit - use.used), root)
 
 
 def total_memory(root: Path = cgroup.ROOT) -> int | None:
@@ -149,20 +145,20 @@ def total_memory(root: Path = cgroup.ROOT) -> int | None:
     Args:
         root: used in place of `/`.
     """
-    bounds = _meminfo("MemTotal:", root)
+    return _memory("MemTotal:", lambda use: use.limit, root)
+
+
+def _memory(name: str, of_group: Callable[[cgroup.MemoryUse], int], root: Path) -> int | None:
+    """Return the least of a line of the system's memory and what each control group says, bytes; None without any."""
+    bounds = []
+    with contextlib.suppress(OSError, ValueError, StopIteration):
+        lines = (root / "proc/meminfo").read_text(encoding="ascii").splitlines()
+        bounds.append(1024 * int(next(line for line in lines if line.startswith(name)).split()[1]))
     for folder in cgroup.groups("memory", root):
         with contextlib.suppress(OSError, ValueError):
             if (use := cgroup.memory_use(folder)) is not None:
-                bounds.append(use.limit)
+                bounds.append(of_group(use))
     return min(bounds, default=None)
-
-
-def _meminfo(name: str, root: Path) -> list[int]:
-    """Return a line of the system's memory in bytes; empty where it doesn't tell."""
-    with contextlib.suppress(OSError, ValueError, StopIteration):
-        lines = (root / "proc/meminfo").read_text(encoding="ascii").splitlines()
-        return [1024 * int(next(line for line in lines if line.startswith(name)).split()[1])]
-    return []
 
 
 class ResidentMemory(NamedTuple):

@@ -47,7 +47,8 @@ def _starts_epochs(evidence: Evidence, anatomy: Anatomy) -> float:
 def epoch_start(evidence: Evidence, anatomy: Anatomy) -> Finding | None:
     restarted = not evidence.loader.persistent
     share = anatomy.epoch_start + (anatomy.epoch_slow if restarted else 0.0)
-    if _starts_epochs(evidence, anatomy) < NEAR:
+    starting = _starts_epochs(evidence, anatomy)
+    if starting < NEAR:
         return None
     firsts = sum(m.first for m in evidence.steps)
     why = [
@@ -59,7 +60,6 @@ def epoch_start(evidence: Evidence, anatomy: Anatomy) -> Finding | None:
     if restarted and anatomy.epoch_slow >= 0.02:
         why.append(f"the model's own phases are slower in these steps, by {ms_of(anatomy, anatomy.epoch_slow)}")
     predicted = Saving(value=share, low=0.85 * share, high=min(1.0, 1.1 * share))
-    starting = _starts_epochs(evidence, anatomy)
     return finding("input.epoch_start", share if starting >= SURE else starting, why, predicted)
 
 
