@@ -360,12 +360,7 @@ def _memory(run: Run, settings: OptimizeSettings, fetching_in_use: bool) -> Reme
     """Return what keeps the result for the next run; None if nothing does."""
     if not settings.cache or settings.plan is not None:
         return None
-    options = {
-        "allow": settings.level.word,
-        "enable": sorted(settings.enable),
-        "disable": sorted(settings.disable),
-        "loader_is_shared": fetching_in_use,
-    }
+    options = {**settings.conditions, "loader_is_shared": fetching_in_use}
     return RememberedPlans(lambda: conditions(run, options))
 
 
@@ -378,6 +373,7 @@ def _candidate(strategy: Strategy, run: Run, settings: OptimizeSettings, fetchin
         exactness=strategy.exactness,
         touches=strategy.touches,
         compiles=strategy.compiles,
+        of_shape=strategy.compiles or strategy.captures,
         one_off_s=0.0 if strategy.name in settings.enable else strategy.one_off_s,
         repeated_share=strategy.repeated_share,
         settling=strategy.settling,

@@ -42,6 +42,12 @@ class OptimizeSettings:
     script has changed its directory and calls again. That call goes on."""
 
     @property
+    def conditions(self) -> dict[str, Any]:
+        """What tells this kind of run from others: what is found in one holds for another under the same."""
+        own = {"allow": self.level.word, "enable": sorted(self.enable), "disable": sorted(self.disable)}
+        return own if self.max_batch_size is None else {**own, "max_batch_size": self.max_batch_size}
+
+    @property
     def is_elastic(self) -> bool:
         """True if accel deals out the loader's batches."""
         return self.max_batch_size is not None or self.checkpoint is not None

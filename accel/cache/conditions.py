@@ -29,7 +29,8 @@ def conditions(run: Run, options: dict[str, Any]) -> dict[str, Any]:
         "model": type(run.model).__name__,
         "parameters": fingerprint(run.model),
         "modules": _digest(_structure(run.model)),
-        "batch": str(run.observed.batch),
+        # Where it is chosen while training, the search begins at this batch in one run and at that one in the next.
+        "batch": str(_of_any_size(run.observed.batch) if "max_batch_size" in options else run.observed.batch),
         "inputs": sorted(run.observed.input_dtypes),
         "own_autocast": run.observed.autocast,
         "optimizers": sorted(_kind(optimizer) for optimizer in run.optimizers),
@@ -47,6 +48,13 @@ def conditions(run: Run, options: dict[str, Any]) -> dict[str, Any]:
         "torch": torch.__version__,
         "accel": accel.__version__,
     }
+
+
+def _of_any_size(shape: Any) -> Any:
+    """Return a batch's shape with a star in place of the number of its samples."""
+    if isinstance(shape, torch.Size):
+        return ("*", *shape[1:]) if shape else ()
+    return tuple(map(_of_any_size, shape)) if isinstance(shape, tuple) else shape
 
 
 def _structure(model: nn.Module) -> Iterable[str]:

@@ -224,7 +224,7 @@ class BatchRun(Onlooker):
             if self._scaler is not None and self._scaler.is_enabled():
                 roots = [root.detach() / self._scaler.scale(torch.ones_like(root)) for root in roots[:1]]
             fresh, of_all = self._sampler.samples_before(self._sampler.held)
-            if (loss := loss_of(roots)) is not None:
+            if fresh and (loss := loss_of(roots)) is not None:  # else of another model, before the loop begins
                 self._trend.add(loss)
                 self._reduction.add(fresh, loss)
             # Several ranks decide at the same step, within some more.
@@ -389,7 +389,7 @@ class BatchRun(Onlooker):
         if local != now:
             alone = self._sampler.num_replicas == 1
             self._sampler.set_batch_size(local, delay=None if alone else most_ahead + _AHEAD)
-        self._session.begin_again()
+        self._session.begin_again(growth=local / now)
         self._say(f"batch size {decision.batch}: {decision.why}")
 
     def _local(self, decision: BatchDecision) -> int:

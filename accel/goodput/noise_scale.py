@@ -38,6 +38,8 @@ _FEWEST = 6
 """Measurements before the interval is bounded."""
 _ZERO_LEVEL = 0.001
 """One-sided probability of taking a ‖μ‖² of 0 for more. Asked again and again, 0.025 would be wrong in most runs."""
+_FAR_BELOW = -3.0
+"""Deviations of a mean below 0 that are believed: more is no matter of chance."""
 _HUGE = 1e150
 """Beyond, squares overflow; taken for not finite."""
 
@@ -303,10 +305,14 @@ class NoiseScale:
         return max((b - root) / a, 0.0), (b + root) / a
 
     def _sure_ratio(self, means: _Means) -> float:
-        """Return what φ is surely above where ‖μ‖² is above 0, but can't be told from it."""
+        """Return what φ is surely above where ‖μ‖² is above 0, but can't be told from it.
+
+        That it is above 0 counts: a mean that happens to come out below leaves ‖μ‖² at some share of its deviation, and
+        not at next to nothing, which would make φ as large as you like (1e5 where the truth was some hundreds).
+        """
         t = student.quantile(0.5 + self._confidence / 2, means.number - 1)
-        longest, least = means.x + t * math.sqrt(means.xx), means.y - t * math.sqrt(means.yy)
-        return max(least, 0.0) / longest if longest > 0 else 0.0
+        longest = _longest(means.x, math.sqrt(means.xx), means.number - 1, 0.5 + self._confidence / 2)
+        return max(means.y - t * math.sqrt(means.yy), 0.0) / longest if longest > 0 else 0.0
 
     def state_dict(self) -> dict[str, Any]:
         """Return what has been measured, as values that JSON can hold."""
@@ -348,3 +354,18 @@ def _phi(means: _Means) -> float:
     if not means.number:
         return math.nan
     return means.y / means.x if means.x > 0 else math.inf
+
+
+def _longest(mean: float, deviation: float, degrees: int, p: float) -> float:
+    """Return what a quantity that is above 0 is below with probability p: the quantile of t, cut off at 0.
+
+    Args:
+        mean: of its measurements, perhaps below 0.
+        deviation: of that mean.
+        degrees: of freedom.
+        p: at least 0.5.
+    """
+    if deviation == 0:
+        return max(mean, 0.0)
+    below = student.cdf(-max(mean / deviation, _FAR_BELOW), degrees)
+    return max(mean, _FAR_BELOW * deviation) + deviation * student.quantile(below + p * (1 - below), degrees)

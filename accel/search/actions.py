@@ -84,6 +84,8 @@ class Result:
     """Of the host since the last look, if the action asked for it and it is known."""
     regime: Hashable = None
     """The conditions that the plan was chosen for: batch shape, world size, threads, …"""
+    growth: float = 1.0
+    """By how much the batch controller has made the usual batch larger, if it is another than before."""
 
     def lengthen(self, step: int, seconds: float) -> None:
         """Add to the last counted step, if it is the one of this number."""
@@ -161,6 +163,8 @@ class Candidate:
     """What the guard compares of it: `model`, `optimizer` or `input`."""
     compiles: bool = False
     """The model's call is compiled, and once more for what else changes how the call runs."""
+    of_shape: bool = False
+    """What it has made is for batches of one shape."""
     one_off_s: float = 0.0
     """Seconds of one-off work that the budget must allow for, for any setting; 0 if it need not."""
     repeated_share: float = 1.0

@@ -21,6 +21,7 @@ from accel.profiler.trial import Outcome, TrialConfig
 from accel.report import StrategyRow
 from accel.search import priority
 from accel.search.actions import Action, Candidate, Result
+from accel.search.batch_growth import BatchGrowth
 from accel.search.budget import Budget
 from accel.search.candidate_trials import COMPARING
 from accel.search.experiments import Decisions
@@ -89,6 +90,7 @@ class Controller(SharedHost):
         """The verdict on the plain loop."""
         self.searched_until = 0
         """Step at which the last search ended."""
+        self._growth = BatchGrowth()
         self._postponed: set[str] = set()
         self._preparations = Preparations(candidates)
 
@@ -363,12 +365,15 @@ class Controller(SharedHost):
             if check:
                 gap, next_check = 2 * gap, self.steps + 2 * gap
                 yield from self._recheck_numbers(result)
-                # Step times don't show that the machine was busy during the search and is quiet now (or the reverse).
-                by_host = [n for n in self.plan if self._candidates[n].host_dependent]
-                yield from self._retry_kept([] if self._is_interrupted() else by_host)
+                yield from self._retry_kept([] if self._is_interrupted() else self._doubtful())
                 if self._is_interrupted():
                     return
                 level.forget()
+                continue
+            if self._goes_on_with(result):
+                next_check = min(next_check, self.steps + self._pace.recheck)
+                level.begin_anew()
+                seconds.clear()
                 continue
             if self._changed(result):
                 return
@@ -416,6 +421,7 @@ class Controller(SharedHost):
             self._say("the loader, the batch shape or the thread count changed: the search begins anew")
         self._regime_changed = False
         self._reopened += 1
+        self._growth = BatchGrowth()
         self.remember()  # what was found under the earlier conditions
         self.plan, self.closing, self._closed, self._epochs_outcome, self._blocks_outcome = {}, None, {}, None, None
         self._ledger.begin_anew()

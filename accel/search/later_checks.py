@@ -6,12 +6,32 @@ from collections.abc import Generator, Sequence
 
 from accel.profiler.trial import Verdict
 from accel.search.actions import Action, Result
+from accel.search.batch_growth import BatchGrowth
 from accel.search.experiments import Decisions
 from accel.search.takeover import TakeOver
 
 
 class LaterChecks(TakeOver):
     """Check a finished plan from time to time; the arguments are those of `Experiments`."""
+
+    _growth: BatchGrowth
+
+    def _goes_on_with(self, result: Result) -> bool:
+        """Return whether the batch controller has changed the batch, and the plan that is on will do for it as well."""
+        self._growth.add(result.growth)
+        of_shape = any(self._candidates[name].of_shape for name in self.plan)
+        if result.growth == 1.0 or of_shape or not self._growth.is_alike:
+            return False
+        self._regime = result.regime
+        return True
+
+    def _doubtful(self) -> list[str]:
+        """Return what of the plan is to be tried again beside the guard's check; after that it no longer is."""
+        if self._growth.is_unchecked:
+            self._growth.is_unchecked = False
+            return list(self.plan)
+        # Step times don't show that the machine was busy during the search and is quiet now (or the reverse).
+        return [name for name in self.plan if self._candidates[name].host_dependent]
 
     def _recheck_numbers(self, result: Result) -> Decisions:
         """Undo the plan if the guard's later check has failed, and fails again with each of the next batches."""

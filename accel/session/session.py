@@ -106,8 +106,7 @@ class Session:
         self._counted_until = 0.0
         self._drained_s = 0.0  # at this boundary
         self._whole_epoch = WholeEpoch()
-        self._usual = UsualSteps()
-        self._batch = UsualBatch()
+        self._usual, self._batch = UsualSteps(), UsualBatch()
         self._host = HostMeter(run)
         self._is_left_out = False
         """The present step's time is not that of others."""
@@ -175,9 +174,10 @@ class Session:
         """Do not count the time of the step that begins: something else is measured in it."""
         self._is_left_out = self._state.mode is _MEASURING
 
-    def begin_again(self) -> None:
-        """Forget the times of the present action, and end an idle rest: steps have another size from now on."""
+    def begin_again(self, growth: float = 1.0) -> None:
+        """Forget the times of the present action, and end an idle rest: batches are so many times as large now."""
         self._result.forget_steps()
+        self._batch.resize(growth)
         if self._action is not None and self._action.settled:
             self._wake()
 
@@ -389,7 +389,7 @@ class Session:
         self._result.take_times(self.events.device.seconds())
         self._result.drained = self.run.cuda
         self.samples_per_step = statistics.median(self._usual.sizes) if self._usual.sizes else None
-        self._result.regime = self._regime()
+        self._result.regime, self._result.growth = self._regime(), self._batch.take_growth()
         self._result.load = self._host.look(self._action.host)
         self.run.observed.fetch_finding = self._loader.finding
         self._usage.report_submodules()

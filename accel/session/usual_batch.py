@@ -17,6 +17,10 @@ class UsualBatch:
     def __init__(self) -> None:
         self.shape: Hashable = None
         """Its shape, "varying" if there is no usual one, None before the first steps."""
+        self._growth = 1.0
+        """By how much the batch was changed since growth was taken last."""
+        self._grown: Hashable = None
+        """The usual shape then."""
         self._counts: Counter[Hashable] = Counter()
         """Of the measured steps since that was judged: an action of one step has one shape although shapes vary."""
 
@@ -29,3 +33,15 @@ class UsualBatch:
         self.shape = shape if count >= _USUAL * self._counts.total() else "varying"
         self._counts.clear()
         return True
+
+    def resize(self, growth: float) -> None:
+        """The batch controller has made the batch so many times as large: earlier shapes say nothing of it."""
+        self._growth *= growth
+        self._counts.clear()
+
+    def take_growth(self) -> float:
+        """Return by how much the batch has been changed, once the usual shape has followed; else 1."""
+        if self.shape in (self._grown, "varying"):
+            return 1.0
+        self._grown, growth, self._growth = self.shape, self._growth, 1.0
+        return growth

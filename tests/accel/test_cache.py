@@ -408,6 +408,15 @@ def test_equal_runs_have_equal_conditions() -> None:
         assert one[name] not in ("", None)
 
 
+def test_a_batch_that_is_chosen_while_training_is_none_of_the_conditions() -> None:
+    """The search began at 45 samples in one run and at 64 in the next, which then knew nothing."""
+    shapes = [((torch.Size([n, 6]), torch.Size([n]), torch.Size([]))) for n in (45, 64)]
+    one, other = (conditions_of(batch=shape, max_batch_size=256) for shape in shapes)
+    assert one == other and one["batch"] == "(('*', 6), ('*',), ())"
+    assert one != conditions_of(batch=((torch.Size([64, 7]), torch.Size([64]), torch.Size([]))), max_batch_size=256)
+    assert conditions_of(batch=shapes[0]) != conditions_of(batch=shapes[1])
+
+
 @pytest.mark.parametrize(
     "changed",
     [

@@ -73,6 +73,23 @@ def test_a_batch_leaves_an_epoch_steps_to_be_judged_by(clock: Clock, monkeypatch
     accel.undo(model)
 
 
+def test_another_model_that_is_trained_before_the_loop_tells_nothing_of_its_losses(
+    job: Any, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known_noise(monkeypatch, 5000.0)
+    model, loader, optimizer = accel.optimize(*job, max_batch_size=64, **PLAIN)
+    teacher = nn.Linear(8, 1)
+    teaching = torch.optim.SGD(teacher.parameters(), 1e-3)
+    for _ in range(40):
+        teaching.zero_grad()
+        teacher(torch.randn(8, 8)).square().mean().backward()
+        teaching.step()
+    run = batch_run(model)
+    assert not run._trend.falls() and not run._reduction._losses
+    train(model, loader, optimizer, clock, nothing)
+    assert run.note == "" and run.controller is not None and run.controller.batch == 64
+
+
 def test_a_rule_that_fails_ends_the_following_and_not_the_loop(
     job: Any, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -308,6 +308,25 @@ def test_new_state_goes_through_json() -> None:
     assert noise.phi == 32.0
 
 
+@pytest.mark.parametrize("count", [8, 12, 24, 48])
+@pytest.mark.parametrize("deviation", [2.0, 4.0, 8.0])
+def test_a_signal_that_is_hidden_makes_no_noise_scale_of_any_size(count: int, deviation: float) -> None:
+    """‖μ‖² of 1 among measurements that deviate by `deviation`, in a job that learns: φ is 300.
+
+    One lower end in thirty was above 1,200, up to 1e5, and the batch went to its largest.
+    """
+    lows = []
+    for seed in range(200):
+        random, noise = np.random.default_rng(seed), NoiseScale(confidence=0.3)
+        for _ in range(count):
+            x, y = random.normal(1.0, deviation), random.normal(300.0, 60.0)
+            noise.update(NoiseSums(x + y / 16, x + y / 64, 16, 64))
+        lows.append(noise.estimate(learns=True).low)
+    assert max(lows) < 1500
+    assert sum(low > 600 for low in lows) <= 10  # the ends are those of 65 %
+    assert min(lows) > 0
+
+
 STATE: dict[str, object] = {
     "window_samples": None,
     "measured": 1,
