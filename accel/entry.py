@@ -8,8 +8,8 @@ import gc
 import multiprocessing
 import os
 import statistics
-import weakref
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from enum import Enum
 from multiprocessing.util import Finalize
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
@@ -23,6 +23,7 @@ from accel.cache.remembered_plans import RememberedPlans
 from accel.dataio.passes.proxy import LoaderProxy, is_proxy
 from accel.errors import InvalidArgument
 from accel.guard.sharded import is_sharded
+from accel.optimized import MODELS, Optimized
 from accel.profiler import stderr
 from accel.report import Report
 from accel.run import Run, ranks
@@ -33,7 +34,7 @@ from accel.search.plan import Plan
 from accel.session.announcer import Announcer
 from accel.session.interrupts import end_as_interrupted, is_interactive
 from accel.session.journal import Journal
-from accel.session.listeners import follow, free_fetching, leave
+from accel.session.listeners import free_fetching
 from accel.session.report_places import own_place
 from accel.session.session import Session
 from accel.settings import OptimizeSettings, check_objects, check_settings
@@ -56,52 +57,6 @@ class _LeftOut(Enum):
     """Default of an argument that was not passed, since None is a valid value."""
 
     OPTIMIZER = "detected at its first step"
-
-
-class _Optimized:
-    """One optimized model with its session, journal and loaders."""
-
-    def __init__(
-        self,
-        session: Session,
-        journal: Journal,
-        announcer: Announcer,
-        settings: OptimizeSettings,
-        elastic: ElasticRun | None = None,
-    ) -> None:
-        self.session = session
-        self.journal = journal
-        self.announcer = announcer
-        self.settings = settings
-        self.elastic = elastic
-        self.process = os.getpid()
-        self.followed: weakref.WeakValueDictionary[int, LoaderProxy] = weakref.WeakValueDictionary()
-
-    @property
-    def proxies(self) -> list[LoaderProxy]:
-        """The loaders' proxies that are in use."""
-        return list(self.followed.values())
-
-    def follow(self, proxy: LoaderProxy) -> None:
-        """Follow a loader of the model: for training, for validation, or one that replaces the first."""
-        self.followed[id(proxy)] = proxy  # it hashes and compares as its loader does: a list has no hash
-        if self.elastic is not None and proxy._accel_loader is self.elastic.loader:
-            self.elastic.follow(proxy, self.session.events)
-        else:
-            follow(proxy, self.session.events)
-
-    def close(self) -> None:
-        if self.elastic is not None:
-            self.elastic.close()
-        self.session.close()
-        for proxy in self.proxies:
-            leave(proxy, self.session.events)
-            if self.elastic is not None:
-                self.elastic.leave(proxy)
-        self.journal.finish()
-
-
-_optimized: weakref.WeakKeyDictionary[nn.Module, _Optimized] = weakref.WeakKeyDictionary()
 
 
 @overload
@@ -223,7 +178,7 @@ def optimize(
         raise InvalidArgument("checkpoint needs the optimizer, whose state it holds; pass it as the third argument")
     proxy = _proxy_of(loader)
 
-    optimized = _optimized.get(model)
+    optimized = MODELS.get(model)
     if optimized is not None and optimized.elastic is not None:
         settings = optimized.elastic.settings_for(proxy, settings)
     # A checkpoint is read, and other ranks are waited for, by the script's wish.
@@ -235,7 +190,7 @@ def optimize(
 
                 take_back(model, loader)
                 proxy = _elastic(model, proxy)
-            optimized = _optimized[model] = _start(model, proxy, optimizer_if_passed, settings, optimized)
+            optimized = MODELS[model] = _start(model, proxy, optimizer_if_passed, settings, optimized)
         optimized.follow(proxy)
     return model, proxy, *arguments[2:]
 
@@ -244,7 +199,7 @@ def _proxy_of(loader: Any) -> LoaderProxy:
     """Return the loader's proxy if it has one, or a new one."""
     if is_proxy(loader):
         return loader  # type: ignore[no-any-return]
-    proxies = (proxy for optimized in _optimized.values() for proxy in optimized.proxies)
+    proxies = (proxy for optimized in MODELS.values() for proxy in optimized.proxies)
     for proxy in proxies:
         own = proxy._accel_loader
         if own is loader or getattr(own, "plain_loader", None) is loader:
@@ -257,10 +212,10 @@ def _close_ended(model: nn.Module, proxy: LoaderProxy, report: str | None) -> No
 
     Where a cell of a notebook was run again they would keep these from it. A script may go on with them.
     """
-    if not _optimized or not is_interactive() or ranks.are_several():
+    if not MODELS or not is_interactive() or ranks.are_several():
         return
     gc.collect()  # an optimizer with a scheduler is in a circle
-    for key, other in list(_optimized.items()):
+    for key, other in list(MODELS.items()):
         is_in_its_way = id(proxy) in other.followed or (report is not None and report == other.settings.report)
         optimizers = other.session.run.optimizers
         if key is not model and is_in_its_way and optimizers and not len(optimizers):
@@ -273,7 +228,7 @@ def _elastic(model: nn.Module, proxy: LoaderProxy) -> LoaderProxy:
 
     elastic = elastic_proxy(proxy)
     loader = elastic._accel_loader
-    others = [other for key, other in _optimized.items() if key is not model]
+    others = [other for key, other in MODELS.items() if key is not model]
     if any(other.elastic is not None and other.elastic.loader is loader for other in others):
         raise InvalidArgument(
             "max_batch_size and checkpoint must be given for one model of a loop, got a loader whose batches another "
@@ -287,8 +242,8 @@ def _start(
     proxy: LoaderProxy,
     optimizer: Optimizer | None,
     settings: OptimizeSettings,
-    previous: _Optimized | None,
-) -> _Optimized:
+    previous: Optimized | None,
+) -> Optimized:
     """Begin a search; a `previous` one with other settings ends, and hands over its loaders."""
     earlier_proxies = [] if previous is None else previous.proxies
     if previous is not None:
@@ -301,7 +256,7 @@ def _start(
     fetching = free_fetching(proxy)
     run = Run(model, proxy._accel_loader, [] if optimizer is None else [optimizer], gate, fetching)
     announcer = Announcer()
-    taken = [other.journal.target for key, other in _optimized.items() if key is not model]
+    taken = [other.journal.target for key, other in MODELS.items() if key is not model]
     fetching_in_use = fetching is not proxy._accel_fetching
     controller = Controller(
         [_candidate(s, run, settings, fetching_in_use) for s in chosen.values()],
@@ -331,7 +286,7 @@ def _start(
     elastic = _elastic_run(session, optimizer, settings, announcer, None if previous is None else previous.elastic)
     if elastic is not None:
         journal.batch = elastic.batch
-    optimized = _Optimized(session, journal, announcer, settings, elastic)
+    optimized = Optimized(session, journal, announcer, settings, elastic)
     for earlier_proxy in earlier_proxies:
         optimized.follow(earlier_proxy)
     return optimized
@@ -419,13 +374,33 @@ def _ruled_out(strategy: Strategy, settings: OptimizeSettings, fetching_in_use: 
     return None
 
 
+def restart(model: nn.Module, change: Callable[[], None]) -> None:
+    """Begin anew, from the checkpoint, what is done with a model; its loop goes on in the pass that it is in.
+
+    Args:
+        model: under `checkpoint=`; all ranks call this at the same step.
+        change: called in between, as long as nothing is done with the model.
+    """
+    began, before = time.monotonic(), MODELS.pop(model)
+    assert before.elastic is not None
+    proxies, loader = before.proxies, before.elastic.loader
+    before.close(everywhere=True)
+    change()
+    proxy = next(each for each in proxies if each._accel_loader is loader)
+    optimized = MODELS[model] = _start(model, proxy, before.elastic.optimizer, before.settings, None)
+    for each in proxies:
+        optimized.follow(each)
+    assert optimized.elastic is not None
+    optimized.elastic.go_on(proxy, began)
+
+
 def undo(model: nn.Module) -> None:
     """Restore `model` and its loader as they were before `optimize`; the loop may go on with the same objects.
 
     Args:
         model: a model that was passed to `optimize`; any other is left alone.
     """
-    optimized = _optimized.pop(model, None)
+    optimized = MODELS.pop(model, None)
     if optimized is not None:
         optimized.close()
 
@@ -442,7 +417,7 @@ def disabled() -> Iterator[None]:
     _switched_off += 1
     with contextlib.ExitStack() as stack:
         if _switched_off == 1:
-            for optimized in list(_optimized.values()):
+            for optimized in list(MODELS.values()):
                 stack.enter_context(optimized.session.suspended())
         try:
             yield
@@ -471,9 +446,9 @@ def explain(model: nn.Module) -> Report:
     return record.journal.report()
 
 
-def optimized(model: nn.Module) -> _Optimized | None:
+def optimized(model: nn.Module) -> Optimized | None:
     """Return the session, journal and loaders of a model that was passed to `optimize`, None for any other."""
-    return _optimized.get(model)
+    return MODELS.get(model)
 
 
 @atexit.register
@@ -484,7 +459,7 @@ def _at_exit() -> None:
 
 def _conclude() -> None:
     """Write the reports of this process, which ends."""
-    for optimized in list(_optimized.values()):
+    for optimized in list(MODELS.values()):
         if optimized.process != os.getpid():  # the end of a forked child is not that of the run
             continue
         # A report that can't be written must not change the exit status of a good run.

@@ -42,6 +42,7 @@ SUITES: dict[str, tuple[str, ...]] = {
     "bernoulli": ("bernoulli", "--record"),
     "length_balance": ("length_balance", "--record"),
     "recovery": ("recovery", "--record"),
+    "resizing": ("resizing", "--record"),
     "elastic_sampler": ("elastic_sampler", "--record"),
     "loaders": ("loaders", "--record"),
     "jpeg": ("jpeg", "--record"),

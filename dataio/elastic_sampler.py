@@ -16,13 +16,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch.utils.data import Sampler
 
 from accel.dataio.peek import PeekedEpoch
 from accel.dataio.sampling.permutation import Items, Permutation
+from accel.dataio.sampling.places import DealtStep, SamplerPlace
 from accel.dataio.sampling.round_robin import RoundRobin, Tail, world
 
 T = TypeVar("T")
@@ -30,27 +31,6 @@ _VERSION = 1
 _BLOCK = 4096  # indices computed at once: 109 ns each in batches of 32; one batch at a time it was 1,314 ns
 MOST_HELD = 9
 """Batches that a loop may hold, of those that it took last, and that can be left out of the state."""
-
-
-class _DealtStep(NamedTuple):
-    """One step as dealt: where it ends, and how many samples of it are no repeats, here and on all ranks."""
-
-    stop: int
-    fresh: int
-    fresh_of_all: int
-
-
-class SamplerPlace(NamedTuple):
-    """Where a sampler is: epoch and samples of it, and its steps so far, with those before this epoch."""
-
-    epoch: int
-    position: int
-    taken: int
-    taken_before: int
-
-    def at_epoch(self, epoch: int) -> SamplerPlace:
-        """Return the beginning of an epoch, after as many steps."""
-        return SamplerPlace(epoch, 0, self.taken, self.taken)
 
 
 class ElasticSampler(Sampler[list[int]]):
@@ -132,13 +112,13 @@ class ElasticSampler(Sampler[list[int]]):
         self._taken_before = 0  # of the steps since the sampler was made: those before this epoch
         self._taken = 0  # steps since the sampler was made, over all epochs: what changes of batch size count in
         self._deals = [(0, self._deal(batch_size))]  # from which step on which batch sizes hold, in order
-        self._under_way: deque[_DealtStep] = deque()  # dealt, but not taken by the loop
-        self._in_hand: _DealtStep | None = None
-        self._last_taken: deque[tuple[int, _DealtStep]] = deque(maxlen=MOST_HELD)  # of this epoch, and where they began
+        self._under_way: deque[DealtStep] = deque()  # dealt, but not taken by the loop
+        self._in_hand: DealtStep | None = None
+        self._last_taken: deque[tuple[int, DealtStep]] = deque(maxlen=MOST_HELD)  # of this epoch, and where they began
         self.held = self.counted = self.taken_back = 0
         self.unfinished: tuple[int, int] | None = None
         self.turns: int | None = None
-        self._begun_last: deque[_DealtStep] = self._under_way
+        self._begun_last: deque[DealtStep] = self._under_way
         self._elsewhere: SamplerPlace | None = None  # where passes begin that begin now
         self._counting = False
 
@@ -165,7 +145,7 @@ class ElasticSampler(Sampler[list[int]]):
         return self._count(batches)
 
     def _count(self, batches: Iterable[T]) -> Iterator[T]:
-        dealt: deque[_DealtStep] | None = None
+        dealt: deque[DealtStep] | None = None
         try:
             for batch in batches:
                 self.advance()
@@ -354,6 +334,18 @@ class ElasticSampler(Sampler[list[int]]):
         later = [change for change in self._deals if change[0] > self._taken]
         self._deals = sorted([now, *later, (at, self._deal(batch_size))], key=lambda change: change[0])
 
+    def share_among(self, num_replicas: int, rank: int, batch_size: int | None = None) -> None:
+        """Deal the rest of the epoch to another number of ranks, in passes that begin from now on.
+
+        Args:
+            num_replicas, rank: as of the constructor; call it on all ranks after the same step.
+            batch_size: samples per rank and step; default this rank's present one, which must be that of all.
+        """
+        batch_size = self.batch_sizes[self.rank] if batch_size is None else batch_size
+        self.num_replicas, self.rank = world(num_replicas, rank)
+        self._deals = [(self._taken, self._deal(batch_size))]
+        self._begin_anew()
+
     def state_dict(self) -> dict[str, Any]:
         """Return what it takes to go on from here: a few numbers, whatever n is, and equal on all ranks.
 
@@ -427,11 +419,11 @@ class ElasticSampler(Sampler[list[int]]):
         return ahead
 
     def __iter__(self) -> Iterator[list[int]]:
-        under_way: deque[_DealtStep] = deque()
+        under_way: deque[DealtStep] = deque()
         start = self._begin(under_way)
         return self._batches(under_way, start.position, start.taken, start.epoch)
 
-    def _begin(self, under_way: deque[_DealtStep]) -> SamplerPlace:
+    def _begin(self, under_way: deque[DealtStep]) -> SamplerPlace:
         """Begin a pass; return where."""
         self._begun_last = under_way
         if self._elsewhere is not None:
@@ -446,7 +438,7 @@ class ElasticSampler(Sampler[list[int]]):
         """
         if not self._counting:
             return None
-        under_way: deque[_DealtStep] = deque()
+        under_way: deque[DealtStep] = deque()
         step, deals = self._taken + self.steps_left, self._deals
 
         def holds() -> bool:
@@ -457,7 +449,7 @@ class ElasticSampler(Sampler[list[int]]):
 
         return PeekedEpoch(self._batches(under_way, 0, step, epoch), holds, begin)
 
-    def _batches(self, under_way: deque[_DealtStep], position: int, step: int, epoch: int) -> Iterator[list[int]]:
+    def _batches(self, under_way: deque[DealtStep], position: int, step: int, epoch: int) -> Iterator[list[int]]:
         order, dealer, fresh, mine = self._order(epoch), None, 0, 0
         ready: deque[list[int]] = deque()
         while True:
@@ -469,7 +461,7 @@ class ElasticSampler(Sampler[list[int]]):
                 dealer, ready = deal, deque(order(places % self.length).tolist())
                 mine = deal.count(fresh := min(width, left))
             position, step = position + fresh, step + 1
-            under_way.append(_DealtStep(position, mine, fresh))
+            under_way.append(DealtStep(position, mine, fresh))
             yield ready.popleft()
 
     def _deal(self, batch_size: int | Sequence[int]) -> RoundRobin:

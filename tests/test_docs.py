@@ -80,7 +80,7 @@ def registry() -> Iterator[None]:
     """Put back what a block of code registers, optimizes or sets for the process."""
     before, precision = list(strategies.REGISTRY), torch.backends.mkldnn.matmul.fp32_precision
     yield
-    for model in list(entry._optimized):
+    for model in list(entry.MODELS):
         accel.undo(model)
     strategies.REGISTRY[:] = before
     torch.backends.mkldnn.matmul.fp32_precision = precision

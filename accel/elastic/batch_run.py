@@ -134,8 +134,8 @@ class BatchRun(Onlooker):
         """As rank 0 has it; the step is the first of an epoch."""
         self._followed = self._followed_at = 0
         """Samples of the step that the learning rate is meant for, and in which hundredth of a pass over the data."""
-        self._began = self._start_s = 0.0
-        """Of the present step; from the start of the process to the end of its first step."""
+        self._began = self.start_s = 0.0
+        """Of the present step; from the start of the process, or of a change of ranks, to the first step's end."""
         self._most_replicas = sampler.num_replicas
         """The most ranks that the training has run on."""
         self._alive = True
@@ -256,7 +256,7 @@ class BatchRun(Onlooker):
     def _step_ended(self) -> None:
         if self._steps <= _FIRST_STEPS:
             TURNS.step(self)
-        self._start_s = self._start_s or seconds_since_start()
+        self.start_s = self.start_s or seconds_since_start()
         is_busy = self._session.is_busy
         is_usual, self._is_first = not (self._is_first or is_busy or self._is_measured), False
         if self._is_metered and self._meter is not None:
@@ -412,7 +412,7 @@ class BatchRun(Onlooker):
             noise,
             max_batch_size=most_tried(controller.base_batch, self.max_batch_size, self._sampler.length),
             most_replicas=self._most_replicas,
-            restart_s=self._start_s + save_s,
+            restart_s=self.start_s + save_s,
             progress=self.progress,
         )
 
@@ -484,15 +484,16 @@ class BatchRun(Onlooker):
             self._meter.close()
         # Ranks may end at different steps: with batches or learning rates of their own they would be no replicas.
         if self._sampler.num_replicas == 1:
-            self._step.close()
             self._rates.follow_no_more()
             self._sampler.set_batch_size(self._local_base)
 
-    def close(self) -> None:
-        """Let the loop go on with the user's batch and learning rate; with several ranks, with the present ones."""
+    def close(self, *, everywhere: bool = False) -> None:
+        """Let the loop go on with the user's batch and rates; several ranks that don't do so `everywhere` keep them."""
         self._stop()
-        if self._sampler.num_replicas == 1:
+        if everywhere or self._sampler.num_replicas == 1:
+            self._step.close()
             self._rates.close()
+            self._sampler.set_batch_size(self._local_base)
         elif self._base is not None:
             self._step.close()  # with the rates of what a step is from now on: the last one may have been short
             samples = self._step.local * self._sampler.num_replicas * self._step.by_loop

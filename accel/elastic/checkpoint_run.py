@@ -19,7 +19,9 @@ from accel.dataio.passes.proxy import LoaderProxy
 from accel.elastic.bucket_order import BucketOrder
 from accel.elastic.checkpoint import Checkpoints
 from accel.elastic.checkpointing import Checkpointing
+from accel.elastic.in_place import InPlace
 from accel.elastic.plain_values import check_plain
+from accel.elastic.resize_orders import Order
 from accel.elastic.save_policy import SavePolicy
 from accel.elastic.training_state import Stateful, capture_state, malformed, restore_state
 from accel.elastic.updates import all_updates
@@ -56,6 +58,7 @@ class CheckpointRun(Onlooker):
         settings: the user's.
         batch: what decides the batch size; None if nothing does.
         say: prints one line for the user.
+        in_place: carries out orders to go on with other ranks; None if there are none.
         terminate: ends the process as the signal would have; called once the state is saved.
     """
 
@@ -68,12 +71,15 @@ class CheckpointRun(Onlooker):
         *,
         batch: BatchState | None = None,
         say: Callable[[str], None] = lambda line: None,
+        in_place: InPlace | None = None,
         terminate: Callable[[], None] = lambda: os.kill(os.getpid(), signal.SIGTERM),
     ) -> None:
         super().__init__()
         self.checkpoints = Checkpoints(settings.folder, settings.keep, alone=True, malformed=malformed)
         self._model, self._optimizer, self._settings, self._sampler = model, optimizer, settings, sampler
-        self._say, self._terminate, self._batch = say, terminate, batch
+        self._say, self._terminate, self._batch, self._in_place = say, terminate, batch, in_place
+        self._ordered: Order | None = None
+        """What is to be carried out before the next step."""
         self._more: dict[str, Any] = {
             "sampler": sampler,
             "buckets": BucketOrder(model),
@@ -204,6 +210,19 @@ class CheckpointRun(Onlooker):
         # The signal was held back for a save that won't be: other ranks may have died, say.
         if ends or (self._policy is not None and self._policy.terminated and self._apart_since is not None):
             self._end()
+        if self._ordered is not None and self._in_place is not None:
+            self._change_ranks(self._in_place, self._ordered)
+
+    def _change_ranks(self, in_place: InPlace, order: Order) -> None:
+        self._ordered = None
+        assert self._ranks is not None
+        try:
+            is_agreed = in_place.agree(order, self._ranks, self.save)
+        except Exception as error:
+            self._failed(error)
+            return
+        if is_agreed:
+            in_place.change(order, self._ranks)
 
     def epoch_ended(self, proxy: LoaderProxy) -> None:
         """Note that no request tells the ends of the next steps, if the loop holds batches."""
@@ -318,7 +337,11 @@ class CheckpointRun(Onlooker):
             self._begin()
         policy = self._policy
         assert policy is not None
-        if not policy.due():
+        is_due = policy.due()
+        if self._in_place is not None and self._in_place.is_due(policy.order) and not policy.stop:
+            self._ordered = policy.order
+            return False
+        if not is_due:
             return policy.stop and not self._is_put_off
         is_put_off = self._sampler.steps_left == 0 and not self._is_put_off
         self._is_put_off = False
@@ -334,12 +357,19 @@ class CheckpointRun(Onlooker):
         self._ranks.join(since=self._called_at)
         if self._ranks.distributed:
             self._gather = partial(_gather, self._ranks, "did not come to save a checkpoint", 0.0)
-        self._policy = SavePolicy(self._settings.interval_s, sigterm=not self._is_threaded, gather=self._gather)
+        look = Order if self._in_place is None else self._in_place.seen
+        self._policy = SavePolicy(
+            self._settings.interval_s, sigterm=not self._is_threaded, gather=self._gather, look=look
+        )
         if self._is_requested:
             self._policy.request()
 
-    def save(self) -> None:
-        """Save now, between two steps; a failure is reported and the training goes on."""
+    def save(self) -> bool:
+        """Save now, between two steps; a failure is reported and the training goes on.
+
+        Returns:
+            Whether rank 0 has saved; True on the others.
+        """
         if self._policy is None:
             self._begin()
         assert self._policy is not None and self._ranks is not None
@@ -354,11 +384,13 @@ class CheckpointRun(Onlooker):
                 **self._more,
             )
             if not self._ranks.leads:
-                return
+                return True
             try:
                 self.checkpoints.save(state)
             except (CheckpointError, InvalidArgument) as error:
                 warn(f"no checkpoint was saved at step {self.step}: {error}", stacklevel=6)
+                return False
+        return True
 
     def close(self) -> None:
         """Save no more, and leave SIGTERM to whom it was before."""

@@ -5,8 +5,11 @@
     job.resize(4)  ──SIGTERM──▶ a checkpoint after the step under way ──torchrun──▶ 4 ranks go on from it
     job.profile()     step times, noise and bounds, as the job has measured them
 
-The script passes `checkpoint=` of the same folder to `accel.optimize`. Ranks are started anew: what a change costs is
-the start of a process and the step under way, which the profile's `restart_s` tells.
+The script passes `checkpoint=` of the same folder to `accel.optimize`. What a change costs, the start of a process and
+the step under way, the profile's `restart_s` tells. With `in_place` the processes that stay go on:
+
+    job.resize(4)  ──torchrun──▶ 2 more processes, which come to accel.optimize while the others train
+                   ──order──▶    a checkpoint after the step under way; all 4 form a group, and go on from it
 """
 
 from __future__ import annotations
@@ -16,9 +19,15 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
+from accel.elastic import joining
+from accel.elastic.joining import FIRST, NUMBER, RANKS
+from accel.elastic.resize_orders import VARIABLE as ORDERS
+from accel.elastic.resize_orders import Order, ResizeOrders
 from accel.elastic.run import PROFILE
 from accel.elastic.torchrun_nodes import VARIABLE
 from accel.errors import InvalidArgument
@@ -26,6 +35,7 @@ from accel.goodput.job import JobProfile
 
 _LONGER_S = 5.0
 """Than torchrun waits for its workers it is waited for."""
+_LOOK_S = 0.02
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone")
 
 
@@ -38,9 +48,14 @@ class LocalJob:
         save_s: how long ranks may take for the step under way and their checkpoint, s; after that they are killed, and
             the next start goes on from the checkpoint before. Default 60.
         launcher: what starts the ranks, in place of torchrun; `--nproc-per-node=N` and the arguments follow.
+        in_place: keep the processes of ranks that stay, and form their process group anew. The script asks
+            `torch.distributed` for rank and size where it needs them, since the size changes while it runs. Where that
+            can't be (it has made groups of its own, say), ranks are started anew. Default False.
+        join_s: how long processes that are added may take to come to `accel.optimize`, s; after that all ranks are
+            started anew. Default 120.
 
     Raises:
-        InvalidArgument: if there are no arguments, or `save_s` is not positive.
+        InvalidArgument: if there are no arguments, or a time is not positive.
 
     Example:
         >>> job = LocalJob(["train.py"], folder="runs/one")
@@ -57,21 +72,32 @@ class LocalJob:
         *,
         save_s: float = 60.0,
         launcher: Sequence[str] = TORCHRUN,
+        in_place: bool = False,
+        join_s: float = 120.0,
     ) -> None:
         if not arguments:
             raise InvalidArgument("arguments must name the script. Found: none")
-        if not save_s > 0:
-            raise InvalidArgument(f"save_s must be positive, in seconds. Found: {save_s}")
-        self._arguments, self._launcher, self._save_s = list(arguments), list(launcher), save_s
-        self._profile = Path(folder) / PROFILE
-        self._process: subprocess.Popen[bytes] | None = None
+        for name, seconds in {"save_s": save_s, "join_s": join_s}.items():
+            if not seconds > 0:
+                raise InvalidArgument(f"{name} must be positive, in seconds. Found: {seconds}")
+        self._arguments, self._launcher, self._save_s, self._join_s = list(arguments), list(launcher), save_s, join_s
+        self._folder = Path(folder)
+        self._orders = ResizeOrders(folder) if in_place else None
+        self._launched: list[subprocess.Popen[bytes]] = []
+        """Launchers, one for each time that ranks were added."""
         self.ranks = 0
         """That it runs on now; 0 before the first start, and once it has ended or was stopped."""
+        self.kept = False
+        """The last change has kept the processes of the ranks that stayed."""
+        self.problem = ""
+        """Why it has not, although it was to."""
 
     @property
     def status(self) -> int | None:
         """The exit status of the training; None while it runs, or is stopped."""
-        return None if self._process is None else self._process.poll()
+        statuses = [process.poll() for process in self._launched]
+        failed = next((status for status in statuses if status), None)
+        return failed if failed is not None or None in statuses or not statuses else 0
 
     def resize(self, ranks: int) -> None:
         """Let the training run on so many ranks from now on; 0 stops it, and a later call goes on.
@@ -86,29 +112,103 @@ class LocalJob:
         """
         if ranks < 0:
             raise InvalidArgument(f"ranks must be at least 0. Found: {ranks}")
-        if self.status is not None or (self._process is not None and ranks == self.ranks):
-            self.ranks = 0 if self.status is not None else self.ranks
+        if self.status is not None:
+            self._end()
             return
-        if self._process is not None and self._stopped() == 0:  # it has ended meanwhile
+        if self._launched and ranks == self.ranks:
+            return
+        self.kept = bool(self._launched and ranks and self._orders is not None) and self._changed_in_place(ranks)
+        if self.kept:
+            self.ranks = ranks
+            return
+        if self._launched and self._stopped() == 0:  # it has ended meanwhile
             self.ranks = 0
             return
-        self._process, self.ranks = None, 0
+        self._launched, self.ranks = [], 0
         if ranks:
-            command = [*self._launcher, f"--nproc-per-node={ranks}", *self._arguments]
-            # By itself torchrun kills its workers 30 s after it has told them to end.
-            environment = {VARIABLE: "1", **os.environ, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(math.ceil(self._save_s))}
-            self._process = subprocess.Popen(command, start_new_session=True, env=environment)
-            self.ranks = ranks
+            self._launched, self.ranks = [self._start(ranks, [], {})], ranks
+
+    def _start(self, ranks: int, program: Sequence[str], variables: Mapping[str, str]) -> subprocess.Popen[bytes]:
+        """Start so many ranks, of the script or of a program that runs it."""
+        command = [*self._launcher, f"--nproc-per-node={ranks}", *program, *self._arguments]
+        # By itself torchrun kills its workers 30 s after it has told them to end.
+        environment = {VARIABLE: "1", **os.environ, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(math.ceil(self._save_s))}
+        if self._orders is not None:
+            environment |= {ORDERS: str(self._folder.absolute())}
+        return subprocess.Popen(command, start_new_session=True, env={**environment, **variables})
+
+    # -- in place ------------------------------------------------------------------------------------------------------
+
+    def _changed_in_place(self, ranks: int) -> bool:
+        """Let the ranks that stay go on with others; return whether they do."""
+        assert self._orders is not None
+        order, added = Order(self._orders.last() + 1, ranks), list[subprocess.Popen[bytes]]()
+        self.problem = ""
+        self._orders.forget(order.number)
+        try:
+            if ranks > self.ranks:
+                variables = {NUMBER: str(order.number), FIRST: str(self.ranks), RANKS: str(ranks)}
+                added = [self._start(ranks - self.ranks, ["-m", joining.__name__], variables)]
+                here = partial(self._have_come, order)
+                self.problem = self._problem_until(here, added, self._join_s, "the added processes have not come")
+            if not self.problem:
+                self._orders.give(order)
+                limit_s = self._save_s + _LONGER_S
+                answered = partial(self._is_answered, order.number)
+                self.problem = self._problem_until(answered, added, limit_s, "the ranks have not answered")
+                self.problem = self.problem or self._orders.answer_to(order.number) or ""
+        finally:
+            if self.problem:
+                self._orders.give(Order(order.number))  # taken back
+                for process in added:
+                    _kill(process)
+            self._orders.forget(order.number)
+        self._launched += [] if self.problem else added
+        return not self.problem
+
+    def _have_come(self, order: Order) -> bool:
+        assert self._orders is not None
+        return all(self._orders.has_arrived(order.number, rank) for rank in range(self.ranks, order.ranks))
+
+    def _is_answered(self, number: int) -> bool:
+        assert self._orders is not None
+        return self._orders.answer_to(number) is not None
+
+    def _problem_until(
+        self, holds: Callable[[], bool], added: Sequence[subprocess.Popen[bytes]], limit_s: float, late: str
+    ) -> str:
+        """Wait for something, and return '', or why it can't come any more."""
+        deadline = time.monotonic() + limit_s
+        while not holds():
+            if self.status is not None:
+                return "the training has ended"
+            if any(process.poll() is not None for process in added):
+                return "an added process has ended"
+            if time.monotonic() > deadline:
+                return f"{late} within {limit_s:.0f} s"
+            time.sleep(_LOOK_S)
+        return ""
+
+    # -- ending --------------------------------------------------------------------------------------------------------
 
     def _stopped(self) -> int:
-        """Have the ranks save and end; return the launcher's exit status."""
-        assert self._process is not None
-        self._process.send_signal(signal.SIGTERM)
-        try:
-            return self._process.wait(self._save_s + _LONGER_S)
-        except subprocess.TimeoutExpired:
-            _kill(self._process)
-            return self._process.returncode
+        """Have the ranks save and end; return the launchers' exit status, 0 if all have ended by themselves."""
+        for process in self._launched:
+            process.send_signal(signal.SIGTERM)
+        deadline = time.monotonic() + self._save_s + _LONGER_S
+        for process in self._launched:
+            try:
+                process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                _kill(process)
+        return next((process.returncode for process in self._launched if process.returncode), 0)
+
+    def _end(self) -> None:
+        """It has ended by itself: of a failure of some, the others end too."""
+        for process in self._launched:
+            if process.poll() is None:
+                _kill(process)
+        self.ranks = 0
 
     def wait(self, timeout_s: float | None = None) -> int:
         """Return the training's exit status once it has ended.
@@ -120,20 +220,21 @@ class LocalJob:
             InvalidArgument: if it is stopped.
             TimeoutError: if it still runs after that time.
         """
-        if self._process is None:
+        if not self._launched:
             raise InvalidArgument("the training must run to be waited for. Found: stopped; call resize(ranks) first")
-        try:
-            status = self._process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            raise TimeoutError(f"the training still runs after {timeout_s} s") from None
-        self.ranks = 0
+        deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        while (status := self.status) is None:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"the training still runs after {timeout_s} s")
+            time.sleep(_LOOK_S)
+        self._end()
         return status
 
     def kill(self) -> None:
-        """End the launcher and its ranks without a checkpoint; a later `resize` starts them again."""
-        if self._process is not None and self._process.poll() is None:
-            _kill(self._process)
-            self._process, self.ranks = None, 0
+        """End the launchers and their ranks without a checkpoint; a later `resize` starts them again."""
+        if self._launched and self.status is None:
+            self._end()
+            self._launched = []
 
     def profile(self) -> JobProfile | None:
         """Return what the job has measured of itself; None before its first decision about the batch.
@@ -141,7 +242,7 @@ class LocalJob:
         Raises:
             InvalidArgument: if the file is no profile.
         """
-        return JobProfile.load(self._profile) if self._profile.exists() else None
+        return JobProfile.load(path) if (path := self._folder / PROFILE).exists() else None
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
@@ -14,6 +16,9 @@ from accel.elastic.batch_loader import elastic_loader
 from accel.elastic.batch_run import BatchRun
 from accel.elastic.checkpoint_run import CheckpointRun
 from accel.elastic.checkpointing import Checkpointing
+from accel.elastic.in_place import InPlace
+from accel.elastic.joining import join
+from accel.elastic.resize_orders import orders_of_job
 from accel.elastic.sample_position import SamplePosition
 from accel.elastic.torchrun_nodes import remedy
 from accel.goodput.job import JobProfile
@@ -54,16 +59,19 @@ class ElasticRun:
         say: Callable[[str], None],
         previous: ElasticRun | None = None,
     ) -> None:
-        self._settings, self._say = settings, say
+        self._settings, self._say, self.optimizer = settings, say, optimizer
         self.loader: Any = session.run.loader
         sampler = self.loader.batch_sampler
         self.batch: BatchRun | None = None
         self.checkpoint: CheckpointRun | None = None
+        self._in_place: InPlace | None = None
         self._position = SamplePosition(sampler)
         self._written = 0, 0.0
         """Batch and noise scale of the profile that was written last."""
         wanted = settings.checkpoint
         how = wanted if wanted is None or isinstance(wanted, Checkpointing) else Checkpointing(folder=wanted)
+        if how is not None:
+            join(session.run.model)  # if this process was started to join a training
         if settings.max_batch_size is not None:
             session.events.kept.is_possible = False  # a step here ends with a request
             self.batch = BatchRun(
@@ -81,7 +89,11 @@ class ElasticRun:
             if advice := remedy():
                 say(advice)
             model = session.run.model
-            self.checkpoint = CheckpointRun(model, optimizer, sampler, how, batch=self.batch, say=say)
+            if (orders := orders_of_job()) is not None:
+                self._in_place = InPlace(orders, model, sampler, partial(_restart, model), say)
+            self.checkpoint = CheckpointRun(
+                model, optimizer, sampler, how, batch=self.batch, say=say, in_place=self._in_place
+            )
         try:
             if self.checkpoint is not None and not self._goes_on(previous):
                 self.checkpoint.restore()
@@ -149,11 +161,37 @@ class ElasticRun:
             follow(proxy, self.batch)
         if self.checkpoint is not None:
             follow(proxy, self.checkpoint)
+        if self._in_place is not None:
+            self._in_place.proxy = proxy
 
-    def close(self) -> None:
-        """Leave batch size and learning rate to the loop, and save no more; samples are still counted."""
+    def go_on(self, proxy: LoaderProxy, began: float) -> None:
+        """Go on in the pass that the loop is in, which the run before had begun, and restored since `began`.
+
+        Args:
+            proxy: of the loader.
+            began: when the change of ranks was begun, of time.monotonic: what it took is what a change costs.
+        """
+        assert proxy._accel_listener is not None
+        underway = proxy._accel_fetching.underway.current
+        underway.begin_again()
+        for follower in proxy._accel_listener._followers:
+            if isinstance(follower, SamplePosition):
+                follower.begin_again(underway)
+            else:
+                follower.epoch_begins(proxy)
+        for follower in proxy._accel_listener._followers:
+            follower.batch_requested()
         if self.batch is not None:
-            self.batch.close()
+            self.batch.start_s = time.monotonic() - began
+
+    def close(self, *, everywhere: bool = False) -> None:
+        """Leave batch size and learning rate to the loop, and save no more; samples are still counted.
+
+        Args:
+            everywhere: all ranks do so at this step; else several keep the batch and the rates that they have.
+        """
+        if self.batch is not None:
+            self.batch.close(everywhere=everywhere)
         if self.checkpoint is not None:
             self.checkpoint.close()
 
@@ -162,6 +200,12 @@ class ElasticRun:
         for follower in (self.batch, self.checkpoint, None if self.batch is None else self.batch.end):
             if follower is not None:
                 leave(proxy, follower)
+
+
+def _restart(model: Any, change: Callable[[], None]) -> None:
+    from accel.entry import restart
+
+    restart(model, change)
 
 
 def elastic_proxy(proxy: LoaderProxy) -> LoaderProxy:

@@ -25,9 +25,10 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from accel.dataio.elastic_sampler import ElasticSampler, SamplerPlace
+from accel.dataio.elastic_sampler import ElasticSampler
 from accel.dataio.passes.proxy import LoaderProxy
 from accel.dataio.passes.underway import PassesUnderWay
+from accel.dataio.sampling.places import SamplerPlace
 from accel.elastic.held_batches import HeldBatches
 from accel.elastic.left_alone import is_left_alone
 from accel.elastic.loop_turns import RemainingEpochs, turns_of
@@ -142,6 +143,12 @@ class SamplePosition(Onlooker):
             start = place.at_epoch(place.epoch)  # an evaluation has all samples
         self._begins_apart = _Apart(self.sampler.place, start)
         self.sampler.begin_elsewhere(start)
+
+    def begin_again(self, one: Any) -> None:
+        """The batches of a pass are made anew, from where the sampler was put meanwhile: on other ranks, say."""
+        self._dealt[one] = self._last_dealt = self.sampler.begun_last
+        self._last, self._look, self._inner = weakref.ref(one, self._freed), None, None
+        self._ahead, self._is_waiting, self._updates_before = HeldBatches(), False, self._updates()
 
     def batch_requested(self) -> None:
         """Notice what was trained on since the last batch: before anything is saved."""

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any, NamedTuple
 
+from accel.elastic.resize_orders import Order
 from accel.elastic.termination import Termination
 from accel.errors import InvalidArgument
 
@@ -24,6 +25,7 @@ class _RankReport(NamedTuple):
     asked: bool
     terminated: bool
     steps_to_next: int
+    order: Order
 
 
 class SavePolicy:
@@ -46,10 +48,12 @@ class SavePolicy:
         gather: with several ranks, gives each the values that all of them passed, by rank. Every rank then calls `due`
             after each of its steps, and `saving` where it is True.
         meeting_s: seconds from one such meeting to the next, about; default 1. Signals and requests wait so long.
+        look: returns the newest order to go on with other ranks; by default there are none.
         clock: seconds; default time.monotonic.
 
     Attributes:
         stop: True on all ranks once one of them was sent SIGTERM, from the step on that is to be saved.
+        order: the newest order that rank 0 knew when ranks met last.
         is_wanted: what is due was asked for, by a request or SIGTERM, and not by the interval; the same on all ranks.
 
     Raises:
@@ -73,6 +77,7 @@ class SavePolicy:
         sigterm: bool = True,
         gather: Callable[[Any], list[Any]] | None = None,
         meeting_s: float = 1.0,
+        look: Callable[[], Order] = Order,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         for name, value, most in (
@@ -83,7 +88,8 @@ class SavePolicy:
             if not 0 < value <= most:
                 raise InvalidArgument(f"{name} must be more than 0 and at most {most:g}, got {value!r}")
         self._interval_s, self._share = interval_s, share
-        self._gather, self._meeting_s, self._clock = gather, meeting_s, clock
+        self._gather, self._meeting_s, self._look, self._clock = gather, meeting_s, look, clock
+        self.order = Order()
         self._termination = Termination() if sigterm else None
         self._last_save = self._last_meeting = clock()
         self._save_s = 0.0
@@ -177,10 +183,11 @@ class SavePolicy:
         step_s = max(now - self._last_meeting, 1e-9) / max(self._steps, 1)
         # At most twice as many as before: steps that were quick at first are no measure.
         to_next = max(1, min(int(self._meeting_s / step_s), 2 * max(self._steps, 1)))
-        return _RankReport(now - self._last_save, self._save_s, self._asked, self.terminated, to_next)
+        return _RankReport(now - self._last_save, self._save_s, self._asked, self.terminated, to_next, self._look())
 
     def _decide(self, reports: list[_RankReport]) -> bool:
         """Return whether to save: the same on all ranks, since the reports are."""
+        self.order = Order(*reports[0].order)
         self.stop = self.stop or any(report.terminated for report in reports)
         self.is_wanted = (self.stop and not self._answered) or any(report.asked for report in reports)
         if self.is_wanted:

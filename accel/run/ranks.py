@@ -75,6 +75,12 @@ def are_started_by_script(were_launched: bool) -> bool:
     return are_several() and are_launched() and not were_launched and "RANK" not in os.environ
 
 
+def begin_anew() -> None:
+    """Count meetings from the first one: the process group is another one, of which some may be new processes."""
+    global _created
+    _created = itertools.count()
+
+
 class Ranks:
     """The ranks of this run; with one process every call is a no-op.
 

@@ -158,6 +158,11 @@ class _Listened:
     def __bool__(self) -> bool:
         return not isinstance(self._loader, DataLoader) or len(self) > 0
 
+    def begin_again(self) -> None:
+        """Make the batches that follow anew, from where the loader's sampler is now."""
+        self._batches.detach()
+        self._batches.rest = iter(self._loader)
+
     def unheard(self) -> Any:
         """Return the next batch without a word to the listener: another thread than the loop's asks for it."""
         return next(self._batches)

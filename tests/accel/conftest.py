@@ -25,7 +25,7 @@ def _one_thread() -> None:
 @pytest.fixture(autouse=True)
 def _nothing_stays_optimized() -> Iterator[None]:
     yield
-    for model in list(entry._optimized):
+    for model in list(entry.MODELS):
         accel.undo(model)
     Quick.on = False
 

@@ -112,7 +112,7 @@ def train(scenario: str, rank: int, steps: int = 0) -> dict[str, Any]:
     if optimized:
         report = accel.explain(tuned)
         result["plan"] = report.plan
-        result["active"] = entry._optimized[tuned].session.active
+        result["active"] = entry.MODELS[tuned].session.active
         result["on"] = Quick.on
         result["report"] = report.to_json()
         accel.undo(tuned)

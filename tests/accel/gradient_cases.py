@@ -100,7 +100,7 @@ def optimized(rank: int, world: int, entries: dict[str, tuple[float, str]], slow
     report = accel.explain(loop.model)
     known = known_offers(loop.model)
     plan = () if known is None else known.plan
-    session = entry._optimized[loop.model].session
+    session = entry.MODELS[loop.model].session
     found = {
         "steps": steps,
         "rows": {row.name: (row.status, row.why, row.setting) for row in report.rows if row.name in mine},

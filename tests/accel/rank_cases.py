@@ -83,7 +83,7 @@ def _compared(
         model, state = _train(rank, lengths, act, True, **options)
     _, plain = _train(rank, lengths, lambda epoch, step: None, False, **options)
     found["same"] = [name for name in state if not torch.equal(state[name], plain[name])] == []
-    optimized = entry._optimized.get(model)
+    optimized = entry.MODELS.get(model)
     found["alive"] = optimized is not None and optimized.session.alive
     found["on"] = Quick.on
     found["own collective"] = _own_collective(rank)
@@ -166,17 +166,17 @@ def leaves(rank: int, world: int, how: str) -> dict[str, Any]:
         if rank == 1 and step == 5:
             if how == "raise":
                 raise _Stop
-            (model,) = entry._optimized
+            (model,) = entry.MODELS
             if how == "undo":
                 accel.undo(model)
             if how == "fail":
-                session = entry._optimized[model].session
+                session = entry.MODELS[model].session
                 session._close_step = lambda *_: 1 / 0  # type: ignore[assignment, return-value]
 
     with _noted() as found, contextlib.suppress(_Stop):
         _train(rank, [40] * world, act, True, epochs=1, ddp=False, join=False)
     found["own collective"] = _own_collective(rank)
-    entry._optimized.clear()
+    entry.MODELS.clear()
     return found
 
 
@@ -222,13 +222,13 @@ def keeps(rank: int, world: int) -> dict[str, Any]:
         if Quick.on and not done:
             done.append(step)
             if rank == 1:
-                (model,) = entry._optimized
-                entry._optimized[model].session._close_step = lambda *_: 1 / 0  # type: ignore[assignment, return-value]
+                (model,) = entry.MODELS
+                entry.MODELS[model].session._close_step = lambda *_: 1 / 0  # type: ignore[assignment, return-value]
 
     with _noted() as found:
         model, _ = _train(rank, [80] * world, act, True, epochs=1, ddp=False, join=False)
     found["met one"] = bool(done)
-    found["alive"] = entry._optimized[model].session.alive
+    found["alive"] = entry.MODELS[model].session.alive
     found["on"] = Quick.on
     accel.undo(model)
     found["on after undo"] = Quick.on
@@ -255,7 +255,7 @@ def one_after_the_other(rank: int, world: int, which: list[tuple[Callable[..., A
     """Run cases on the same ranks: what went wrong in one must not show in the next."""
     found = []
     for case, argument in which:
-        entry._optimized.clear()
+        entry.MODELS.clear()
         found.append(case(rank, world, *argument))
         dist.barrier()
     return found

@@ -155,9 +155,9 @@ def assert_plain_bits(passes: list[Epoch]) -> None:
         accelerated.run(passes)
         assert accelerated.left() == plain.left()
         for number, model in enumerate(accelerated.models):
-            if model not in entry._optimized:
+            if model not in entry.MODELS:
                 continue
-            session, report = entry._optimized[model].session, accel.explain(model)
+            session, report = entry.MODELS[model].session, accel.explain(model)
             assert session.failed == ""
             assert [row.why for row in report.rows if row.why.startswith(("wrong", "its", "a gradient"))] == []
             # A step is closed when the next batch is asked for; one that raised or was broken off may not be.

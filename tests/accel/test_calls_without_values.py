@@ -70,7 +70,7 @@ def compiled(model: nn.Module) -> Any:
 def test_a_call_whose_tensors_have_no_values_is_made_as_it_is(call: Callable[[nn.Module], Any], plain: bool) -> None:
     model, loader, optimizer = make(kind=Unhurried)
     model, loader, optimizer = accel.optimize(model, loader, optimizer, allow="exact", budget=60)
-    session = entry._optimized[model].session
+    session = entry.MODELS[model].session
     session._next_action = lambda first=False: None  # type: ignore[method-assign]
     found: Any = None
     for number, (x, target) in enumerate(loader):
@@ -96,7 +96,7 @@ def test_a_loop_of_per_sample_gradients_calls_its_model() -> None:
         for _ in loader:
             model.head.weight.grad = per_sample_gradients(model).mean(0)
             optimizer.step()
-    session = entry._optimized[model].session
+    session = entry.MODELS[model].session
     assert session.failed == ""
     assert session.run.observed.uncalled == ""
 
@@ -149,6 +149,6 @@ def test_a_loop_over_nested_tensors_trains_as_without_accel(allow: str) -> None:
                 loss_of(model(x), target).backward()
                 optimizer.step()
         if optimized:
-            assert entry._optimized[model].session.failed == ""
+            assert entry.MODELS[model].session.failed == ""
         ends.append(model.head.weight.detach())
     assert torch.equal(*ends)

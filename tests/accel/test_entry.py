@@ -637,14 +637,14 @@ def test_a_cell_that_is_run_again_has_the_loader_for_its_new_model(
     if interactive:
         monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
     model, loader, optimizer = accel.optimize(*make(), budget=60)
-    fetching = entry._optimized[model].session.run.fetching
+    fetching = entry.MODELS[model].session.run.fetching
     advance(training(model, loader, optimizer), 20)
     before = model
     model, _, optimizer = make(1)
     if scheduled:
         torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
     model, loader, optimizer = accel.optimize(model, loader, optimizer, budget=60)
-    assert (entry._optimized[model].session.run.fetching is fetching) == interactive
+    assert (entry.MODELS[model].session.run.fetching is fetching) == interactive
     assert (entry.optimized(before) is None) == interactive
 
 

@@ -65,7 +65,7 @@ class Loop:
 
     @property
     def guard(self) -> GuardRunner:
-        return entry._optimized[self.model].session.guard
+        return entry.MODELS[self.model].session.guard
 
     def record(self) -> None:
         self.guard.expect(PLAN)
@@ -89,7 +89,7 @@ def loop(monkeypatch: pytest.MonkeyPatch) -> Iterator[Loop]:
 def test_a_candidate_without_room_is_not_wrong(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Large, "act", staticmethod(runs_out))
     assert loop.checked() == Comparison(unsure=NO_ROOM)
-    assert entry._optimized[loop.model].session.active == {}
+    assert entry.MODELS[loop.model].session.active == {}
 
 
 def test_any_other_error_of_a_candidate_is_its_fault(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:

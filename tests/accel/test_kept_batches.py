@@ -121,7 +121,7 @@ def test_what_is_being_tried_when_the_requests_end_does_not_stay_on(monkeypatch:
     play_clock(monkeypatch.setattr)
     model, loader, optimizer = make()
     model, loader, optimizer = accel.optimize(model, loader, optimizer, budget=60)
-    session = accel.entry._optimized[model].session
+    session = accel.entry.MODELS[model].session
 
     while not session.active:
         for x, target in loader:
@@ -198,7 +198,7 @@ def test_batches_that_another_thread_takes_are_requests() -> None:
     for _ in range(12):
         for x, target in threaded(loader):
             step(model, optimizer, x, target)
-    assert not accel.entry._optimized[model].session.events.kept.are_repeated
+    assert not accel.entry.MODELS[model].session.events.kept.are_repeated
 
 
 def test_an_optimizer_for_each_parameter_makes_no_steps_of_its_own(only_quick: None) -> None:
@@ -209,7 +209,7 @@ def test_an_optimizer_for_each_parameter_makes_no_steps_of_its_own(only_quick: N
         loss_of(model(x), target).backward()
         for optimizer in optimizers:
             optimizer.step()
-    assert accel.explain(model).steps <= 13 and not accel.entry._optimized[model].session.events.kept.are_repeated
+    assert accel.explain(model).steps <= 13 and not accel.entry.MODELS[model].session.events.kept.are_repeated
 
 
 def test_the_short_last_batch_is_not_taken_for_all_of_them(only_quick: None) -> None:
@@ -231,7 +231,7 @@ def test_a_validation_on_another_optimized_loader_is_no_request(only_quick: None
             for x, _ in held_out:
                 with torch.no_grad():
                     model(x)
-    session = accel.entry._optimized[model].session
+    session = accel.entry.MODELS[model].session
     assert session.steps > 500 and session._loader.moves == 0
     assert accel.explain(model).plan == {"quick": None}
 
@@ -300,7 +300,7 @@ def test_a_search_that_waits_for_its_budget_goes_on_when_batches_are_repeated(on
     """Nothing looked at the model's calls while it waited, so that none of them ended a step."""
     model, loader, optimizer = make()
     model, loader, optimizer = accel.optimize(model, loader, optimizer, budget="1%")
-    record = accel.entry._optimized[model]
+    record = accel.entry.MODELS[model]
     record.journal._controller._startup_s = lambda: 0.01  # a second, of some 600 steps, is waited for
     for x, target in itertools.islice(cycled(loader), 3000):
         step(model, optimizer, x, target)
@@ -321,7 +321,7 @@ def test_batches_that_are_taken_without_gradients_are_requests(only_quick: None)
             for x, target in augmented(followed):
                 step(model, optimizer, x, target)
                 step(model, optimizer, x, target)
-    session = accel.entry._optimized[model].session
+    session = accel.entry.MODELS[model].session
     assert not session.events.kept.are_repeated and session._loader.moves >= 4
     assert session.steps <= 6 * 4 * 13
 

@@ -40,7 +40,7 @@ def test_a_loader_that_sleeps_is_named_and_the_marks_are_taken_out(monkeypatch: 
         optimizer.zero_grad()
         nn.functional.cross_entropy(model(x), y).backward()
         optimizer.step()
-    session = entry._optimized[model].session
+    session = entry.MODELS[model].session
     assert (torch.autograd.backward, torch.autograd.grad) == (backward, gradient)
     report = accel.explain(model)
     accel.undo(model)

@@ -121,7 +121,7 @@ def run(faults: dict[int, str], way: str, begin: Callable[[Any], None] | None, s
     found = left(model, optimizer)
     outcome = None
     if begin is not None:
-        session = entry._optimized[model].session
+        session = entry.MODELS[model].session
         outcome = (dict(session.switchboard.trips), dict(session.active), session.failed, accel.explain(model).steps)
         accel.undo(model)
     return found, outcome
@@ -129,7 +129,7 @@ def run(faults: dict[int, str], way: str, begin: Callable[[Any], None] | None, s
 
 def keep_on(model: nn.Module) -> None:
     """Keep `quick` on from here, as a finished search would."""
-    session = entry._optimized[model].session
+    session = entry.MODELS[model].session
     session._next_action = lambda first=False: None  # type: ignore[method-assign]
     session.switchboard.switch({"quick": None})
     session.run.gate.watch(session.events)
@@ -203,7 +203,7 @@ def test_a_gan_that_diverges_is_not_a_strategy_s_fault(no_waiting: None) -> None
             (model(x).square().mean() * -1.0).backward()
             optimizer.step()
             done += 1
-    session = entry._optimized[model].session
+    session = entry.MODELS[model].session
     assert not model.head.weight.isfinite().all() or model.head.weight.abs().max() > 1e4
     assert session.switchboard.trips == {}
     assert session.active == {"quick": None}
@@ -221,7 +221,7 @@ def test_a_run_that_stays_bad_is_looked_at_less_and_less(no_waiting: None) -> No
             done += 1
     # Each call that is looked at is made again; the count of the model's own calls is put back each time.
     assert model.calls == done
-    session = entry._optimized[model].session
+    session = entry.MODELS[model].session
     assert session.guard._watch._excuse._length == 64
 
 
@@ -364,7 +364,7 @@ def test_calls_made_again_begin_from_one_state(no_waiting: None) -> None:
     for done, (x, target) in enumerate(loader):
         keep_on(model) if done == 4 else None
         step(model, optimizer, x, target, "loss" if done == 8 else "", "bad ones left out")
-    session = entry._optimized[model].session
+    session = entry.MODELS[model].session
     assert (session.switchboard.trips, session.active) == ({}, {"quick": None})
 
 
@@ -375,7 +375,7 @@ def test_a_loss_that_is_not_finite_is_no_fault_of_what_draws_in_another_order() 
     loader: Any = DataLoader(TensorDataset(torch.randn(96, 3, 8, 8)), batch_size=8)
     optimizer: Any = torch.optim.SGD(model.parameters(), 0.01)
     model, loader, optimizer = accel.optimize(model, loader, optimizer, enable=("channels_last",), budget=60)
-    session = entry._optimized[model].session
+    session = entry.MODELS[model].session
     for done, (x,) in enumerate(loader):
         if done == 4:
             session._next_action = lambda first=False: None  # as a finished search would

@@ -57,7 +57,7 @@ class Loop:
 
     @property
     def guard(self) -> GuardRunner:
-        return entry._optimized[self.model].session.guard
+        return entry.MODELS[self.model].session.guard
 
     def begin(self) -> tuple[Tensor, Tensor]:
         x, y = next(self.batches)

@@ -21,7 +21,7 @@ def test_a_failure_of_accel_s_own_ends_no_loop_whose_warnings_are_errors(
     only_quick: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, loader, optimizer = accel.optimize(*make())
-    session = entry._optimized[model].session
+    session = entry.MODELS[model].session
     failing: Callable[[], None] = fail
     monkeypatch.setattr(session, "_boundary", failing)
     with warnings.catch_warnings():

@@ -36,9 +36,9 @@ def test_a_report_lies_where_the_script_was_when_it_called(only_quick: None, tmp
     os.chdir(elsewhere)
     loop = training(model, loader, optimizer)
     advance_until(loop, settled(model))
-    session = entry._optimized[model].session
+    session = entry.MODELS[model].session
     accel.optimize(model, loader, optimizer, budget=60, report="runs/one")  # as in each epoch
-    assert entry._optimized[model].session is session
+    assert entry.MODELS[model].session is session
     accel.undo(model)
     assert [path.relative_to(tmp_path) for path in tmp_path.rglob("report.json")] == [
         Path("first", "runs", "one", "report.json")

@@ -230,7 +230,7 @@ def test_the_run_is_as_long_as_its_steps_however_short_its_epochs_are(
     model, loader, optimizer = make()
     model, loader, optimizer = accel.optimize(model, loader, optimizer, disable=("quick",))
     advance(training(model, loader, optimizer), 700)
-    controller = entry._optimized[model].journal._controller
+    controller = entry.MODELS[model].journal._controller
     assert controller.steps >= 400
     assert controller.elapsed_s >= controller.steps * WAIT_S
 
@@ -299,7 +299,7 @@ def test_a_part_that_stays_lazy_disturbs_nothing(only_quick: None) -> None:
     optimizer = torch.optim.SGD([p for p in model.parameters() if not nn.parameter.is_lazy(p)], 0.1)
     loop = training(model, loader, optimizer)
     advance_until(loop, settled(model))
-    assert entry._optimized[model].session.failed == ""
+    assert entry.MODELS[model].session.failed == ""
     assert accel.explain(model).plan == {"quick": None}
 
 

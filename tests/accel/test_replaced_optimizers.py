@@ -34,7 +34,7 @@ def test_an_optimizer_that_the_loop_has_replaced_is_freed(passed: bool) -> None:
     gc.collect()
     assert gone() is None
     assert [end() is None for end in ends] == [True, True, False]
-    assert entry._optimized[model].session.run.optimizers == [optimizer]
+    assert entry.MODELS[model].session.run.optimizers == [optimizer]
 
 
 @pytest.mark.usefixtures("only_quick")
@@ -58,7 +58,7 @@ def test_a_search_goes_on_past_a_replacement() -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         advance(training(model, loader, optimizer), 30)
     assert accel.explain(model).plan == {"quick": None}
-    assert entry._optimized[model].session.failed == ""
+    assert entry.MODELS[model].session.failed == ""
 
 
 def test_those_that_are_left_stand_in_their_order() -> None:

@@ -33,7 +33,7 @@ def test_an_optimizer_of_new_parameters_alone_goes_on_with_the_steps() -> None:
     optimizer = torch.optim.SGD(model.head.parameters(), lr=0.01)
     advance(training(model, loader, optimizer), 5)
     assert accel.explain(model).steps >= steps + 4
-    assert entry._optimized[model].session.run.optimizers[-1] is optimizer
+    assert entry.MODELS[model].session.run.optimizers[-1] is optimizer
 
 
 def verdict_of(blame: Blame, model: nn.Module) -> str:

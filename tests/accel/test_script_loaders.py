@@ -66,7 +66,7 @@ def test_a_loader_that_is_validated_on_with_gradients_is_not_taken_for_the_one_t
         epochs(model, loader, optimizer, 1)
         for x, _ in checked:
             model(x)
-    session = entry._optimized[model].session
+    session = entry.MODELS[model].session
     assert session.run.loader is loader
     assert session.steps >= 4 * 13 - 6
 
@@ -95,7 +95,7 @@ def test_a_loader_of_a_subclass_is_followed(training: ScriptTraining) -> None:
     model, _, optimizer = make()
     loader = Shifted(Samples(), batch_size=8)
     epochs(model, loader, optimizer, 2)
-    assert entry._optimized[model].session.run.loader is loader
+    assert entry.MODELS[model].session.run.loader is loader
 
 
 class Stream(IterableDataset[Any]):
@@ -180,7 +180,7 @@ def test_a_library_may_wrap_the_iterator_of_loaders_meanwhile(
     with monkeypatch.context() as library:
         library.setattr(DataLoader, "__iter__", lambda loader: asked.append(1) or replaced(loader))
         epochs(model, loader, optimizer, 2)
-    assert asked and entry._optimized[model].session.run.loader is loader
+    assert asked and entry.MODELS[model].session.run.loader is loader
 
 
 def test_what_a_library_has_wrapped_does_nothing_once_nobody_follows_loaders(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -96,7 +96,7 @@ def test_a_step_of_two_optimizers_ends_with_the_second(training: ScriptTraining)
             optimizer.zero_grad()
     assert training.models == 1
     assert 55 <= steps_of(model) <= 60
-    assert entry._optimized[model].session.run.optimizers == optimizers
+    assert entry.MODELS[model].session.run.optimizers == optimizers
 
 
 @pytest.mark.parametrize("has_loader", [True, False])
@@ -168,7 +168,7 @@ def test_an_optimizer_that_is_replaced_after_one_step_leaves_the_model_uncompile
     for number, (x, target) in enumerate(loader):
         step(model, optimizer if number else first, x, target)
     assert training.models == 1
-    assert not entry._optimized[model].session.run.gate.compiled_by_user
+    assert not entry.MODELS[model].session.run.gate.compiled_by_user
     assert "step" not in vars(first)
 
 
@@ -252,7 +252,7 @@ def test_an_optimizer_whose_step_is_assigned_at_each_one_is_followed(training: S
     report = accel.explain(model)
     assert report.state == "done" and report.plan == {"quick": None}
     assert report.steps >= 16 * 13 - 5
-    assert entry._optimized[model].session.run.loader is loader
+    assert entry.MODELS[model].session.run.loader is loader
 
 
 def test_the_bits_are_the_same_where_a_step_is_assigned_at_each_one(only_quick: None) -> None:
@@ -337,7 +337,7 @@ def test_an_optimizer_made_later_for_a_model_that_is_known_is_left_to_its_sessio
     later = torch.optim.Adam(model.parameters(), lr=1e-3)
     epochs(model, loader, later, 1)
     assert training.models == 1
-    assert entry._optimized[model].session.run.optimizers == [optimizer, later]
+    assert entry.MODELS[model].session.run.optimizers == [optimizer, later]
 
 
 def test_models_of_earlier_folds_are_let_go(training: ScriptTraining) -> None:

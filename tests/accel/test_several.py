@@ -87,7 +87,7 @@ def test_two_searches_in_the_same_steps_take_turns(only_quick: None, capsys: pyt
     generator, discriminator, loader, optimizers = make_gan()
     discriminator, loader = accel.optimize(discriminator, loader, budget=60)
     generator, loader = accel.optimize(generator, loader, budget=60)
-    sessions = [entry._optimized[model].session for model in (discriminator, generator)]
+    sessions = [entry.MODELS[model].session for model in (discriminator, generator)]
     both = 0
     for _ in range(40):
         gan(generator, discriminator, loader, optimizers, 1)
@@ -155,7 +155,7 @@ def test_a_model_with_a_training_and_a_validation_loader_sees_its_steps(only_qui
                     loss_of(model(x), target)
         steps = accel.explain(model).steps if optimized else 4 * 13
         if optimized:
-            session = entry._optimized[model].session
+            session = entry.MODELS[model].session
             assert session.run.loader is train._accel_loader
         return everything(model, optimizer), steps
 
@@ -192,7 +192,7 @@ def test_fetching_strategies_go_on_to_the_loader_that_took_the_first_one_s_place
     Quick.on = True
     model, _, optimizer = accel.optimize(model, first, optimizer, allow="exact", budget=60)
     model, second, optimizer = accel.optimize(model, make_loader(), optimizer, allow="exact", budget=60)
-    session = entry._optimized[model].session
+    session = entry.MODELS[model].session
     for _ in range(3):
         for x, target in second:
             optimizer.zero_grad()
@@ -211,7 +211,7 @@ def test_folds_each_with_a_model_of_its_own_see_their_steps(only_quick: None) ->
             next(loop)
         loop.close()
         assert accel.explain(model).steps >= 28
-        session = entry._optimized[model].session
+        session = entry.MODELS[model].session
         assert session.searching  # the folds before, whose loops have been left, hold up nobody
 
 

@@ -109,7 +109,7 @@ def test_a_rest_is_not_watched() -> None:
     model, loader, optimizer = accel.optimize(
         model, plain, optimizer, disable=strategies.names(), budget=60, cache=False
     )
-    session: Any = entry._optimized[model].session
+    session: Any = entry.MODELS[model].session
     watched = []
 
     def decisions() -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -387,3 +388,55 @@ def rank_0_writes_slowly(rank: int, world: int, folder: Path) -> dict[str, Any]:
     except _Ended:
         return {"ended": time.monotonic(), "written": written}
     raise AssertionError("it was not ended")
+
+
+ODD_STEPS, ODD_PATIENCE_S, PAUSE_S = 120, 0.5, 4.0
+
+
+def odd(rank: int, world: int, kind: str) -> dict[str, Any]:
+    """Train with a batch that may grow, where ranks part in one way or another.
+
+    Return the samples taken, how long the longest step took, and what was warned and noted.
+    """
+    accel_ranks.PATIENCE_S = ODD_PATIENCE_S
+    batch_run.interval_of = lambda estimate: NoiseInterval(5000.0, 4000.0, 6000.0)  # type: ignore[assignment]
+    model, optimizer = made(0)
+    data = TensorDataset(torch.randn(4 * world * ODD_STEPS, 3), torch.arange(4 * world * ODD_STEPS))
+    loader: Any = DataLoader(data, batch_size=4, sampler=DistributedSampler(data))
+    model, loader, optimizer = accel.optimize(
+        model, loader, optimizer, max_batch_size=64, allow="exact", cache=False, budget=0.0001
+    )
+    run = entry.optimized(model)
+    assert run is not None and run.elastic is not None and run.elastic.batch is not None
+    taken, longest = [], 0.0
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for epoch in range(2):
+            with model.join() if kind == "join" else contextlib.nullcontext():
+                began = time.monotonic()
+                for step, (batch, index) in enumerate(loader):
+                    optimizer.zero_grad()
+                    model(batch).square().sum().backward()
+                    optimizer.step()
+                    taken.append((epoch, index.tolist()[: loader.batch_sampler.fresh]))
+                    longest, began = max(longest, time.monotonic() - began), time.monotonic()
+                    if kind == "stops" and (epoch, step, rank) == (0, 10, 1):
+                        time.sleep(PAUSE_S)
+                    if kind == "join" and (epoch, step, rank) == (0, 10, 1):
+                        break
+            if kind == "evaluates" and rank == 0:
+                with torch.no_grad():
+                    model.module(torch.randn(8, 3))
+                time.sleep(PAUSE_S)
+    told = [str(each.message) for each in caught if "accel" in str(each.message) or "batch" in str(each.message)]
+    note, batch = run.elastic.batch.note, loader.batch_sampler.batch_sizes[rank]
+    accel.undo(model)
+    return {
+        "taken": taken,
+        "longest": longest,
+        "told": told,
+        "note": note,
+        "batch": batch,
+        "weights": numbers(model),
+        "rate": optimizer.param_groups[0]["lr"],
+    }

@@ -102,3 +102,24 @@ def test_no_rank_ends_before_rank_0_has_written(tmp_path: Path) -> None:
     ranks = run_ranks(elastic_ranks.rank_0_writes_slowly, 2, tmp_path, timeout_s=60)
     assert len(ranks[0]["written"]) == 1 and not ranks[1]["written"]
     assert min(rank["ended"] for rank in ranks) >= ranks[0]["written"][0]
+
+
+@pytest.mark.parametrize("kind", ["none", "stops", "evaluates", "join"])
+def test_ranks_that_part_hold_up_no_loop_whose_batch_may_grow(kind: str) -> None:
+    """A rank that stops for long, one that evaluates alone, and one that ends its epoch earlier under `join()`."""
+    ranks = run_ranks(elastic_ranks.odd, 2, kind, timeout_s=120)
+    assert ranks[0]["weights"] == ranks[1]["weights"]
+    assert {rank["batch"] for rank in ranks} <= {4, *range(5, 33)}
+    assert ranks[0]["batch"] == ranks[1]["batch"]
+    pause_s = 0.0 if kind in ("none", "join") else elastic_ranks.PAUSE_S  # that the exchange of gradients waits for
+    assert max(rank["longest"] for rank in ranks) < pause_s + 3.0
+    told = [sentence for rank in ranks for sentence in rank["told"]]
+    if kind == "none":
+        assert told == [] and ranks[0]["batch"] > 4
+        assert [rank["note"] for rank in ranks] == ["", ""]
+    else:
+        assert len(told) <= 4 and all(len(sentence) < 400 for sentence in told)
+    if kind != "join":
+        for epoch in range(2):
+            seen = [index for rank in ranks for at, step in rank["taken"] if at == epoch for index in step]
+            assert sorted(seen) == list(range(8 * elastic_ranks.ODD_STEPS))

@@ -28,7 +28,7 @@ def kept() -> tuple[Any, Any, Any]:
     )
     model, loader, optimizer = accel.optimize(model, make_loader(), optimizer, plan=plan)
     advance(training(model, loader, optimizer), 60)
-    assert entry._optimized[model].session.active == {"fused_optimizer": "fused"}
+    assert entry.MODELS[model].session.active == {"fused_optimizer": "fused"}
     return model, loader, optimizer
 
 

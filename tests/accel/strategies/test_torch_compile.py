@@ -462,7 +462,7 @@ def test_a_loop_that_uses_a_graph_again_is_not_compiled(step: Any, refusal: str)
         optimizer.zero_grad()
         step(model, x)
         optimizer.step()
-    session = entry._optimized[model].session
+    session = entry.MODELS[model].session
     assert refusal in session.strategies["torch_compile"].refusal(session.run)
     assert bool(refusal) == bool(session.strategies["torch_compile"].refusal(session.run))
 

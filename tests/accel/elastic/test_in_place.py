@@ -1,0 +1,159 @@
+"""Ranks come and go while the processes of the others go on: no sample is lost, and all have the same weights."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from accel.elastic.joining import main as join_main
+from accel.elastic.local_job import LocalJob
+from accel.elastic.resize_orders import Meeting, Order, ResizeOrders, orders_of_job
+from tests.accel.elastic.in_place_job import EPOCHS, SAMPLES
+from tests.accel.elastic.test_local_job import wait_for
+
+
+class Resized:
+    """A job under torchrun, and what its ranks have written down."""
+
+    def __init__(self, folder: Path, kind: str, **options: Any) -> None:
+        self.folder = folder
+        (folder / "logs").mkdir()
+        arguments = ["-m", "tests.accel.elastic.in_place_job", str(folder), kind]
+        self.job = LocalJob(arguments, folder / "checkpoints", in_place=True, **options)
+
+    def steps(self) -> list[dict[str, Any]]:
+        """Return all lines of all processes, those of each in order."""
+        return [
+            {**json.loads(line), "process": int(path.name)}
+            for path in sorted((self.folder / "logs").iterdir())
+            for line in path.read_text().splitlines()
+        ]
+
+    def processes(self, world: int) -> set[int]:
+        """Return those that have taken steps among so many ranks."""
+        return {each["process"] for each in self.steps() if each.get("world") == world}
+
+    def resize(self, ranks: int) -> None:
+        """Change the ranks, and wait until all of them have taken a step."""
+        self.job.resize(ranks)
+        assert self.job.ranks == ranks
+        wait_for(lambda: len(self.processes(ranks)) >= ranks, 60)
+
+    def finish(self) -> None:
+        (self.folder / "hurry").touch()
+        assert self.job.wait(120) == 0
+
+    def check(self) -> None:
+        """Each epoch has each sample once, and ranks that take a step together end it with the same weights."""
+        taken, weights = defaultdict[int, list[int]](list), defaultdict[tuple[int, int, int], list[float]](list)
+        counts = defaultdict[tuple[int, int, int], int](int)
+        for line in self.steps():
+            if "fresh" in line:
+                taken[line["epoch"]] += line["fresh"]
+                place = line["epoch"], line["world"], line["rank"]
+                weights[line["epoch"], line["world"], counts[place]].append(line["weights"])
+                counts[place] += 1
+        assert {epoch: sorted(samples) for epoch, samples in taken.items()} == {
+            epoch: list(range(SAMPLES)) for epoch in range(EPOCHS)
+        }
+        assert all(len(set(each)) == 1 for each in weights.values())
+        ends = [line for line in self.steps() if "ended" in line]
+        assert len(ends) == self.last and {end["ended"] for end in ends} == {EPOCHS}
+
+    last = 2
+    """Ranks that end the training."""
+
+
+@pytest.fixture
+def resized(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Resized]]:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    made: list[Resized] = []
+
+    def make(kind: str, **options: Any) -> Resized:
+        made.append(Resized(tmp_path, kind, **options))
+        return made[0]
+
+    yield make
+    for each in made:
+        each.job.kill()
+
+
+@pytest.mark.parametrize("kind", ["plain", "grows", "workers"])
+def test_processes_that_stay_go_on_and_no_sample_is_lost(resized: Callable[..., Resized], kind: str) -> None:
+    it = resized(kind)
+    it.resize(1)
+    one = it.processes(1)
+    it.resize(3)
+    assert it.job.kept and it.job.problem == ""
+    assert one < it.processes(3) and len(it.processes(3)) == 3
+    it.resize(2)
+    assert it.job.kept
+    assert one < it.processes(2) < it.processes(3)
+    it.finish()
+    it.check()
+
+
+@pytest.mark.parametrize(
+    ("kind", "problem"), [("groups", "process groups of its own"), ("fails", "an added process has ended")]
+)
+def test_where_it_can_not_be_all_ranks_are_started_anew(
+    resized: Callable[..., Resized], kind: str, problem: str
+) -> None:
+    it = resized(kind)
+    it.resize(2)
+    two = it.processes(2)
+    if kind == "fails":
+        it.job.resize(3)  # as does the start anew
+        assert not it.job.kept and problem in it.job.problem
+        return
+    it.resize(1)
+    assert not it.job.kept and problem in it.job.problem
+    assert not two & it.processes(1)
+    it.last = 1
+    it.finish()
+    it.check()
+
+
+# The orders.
+
+
+def test_an_order_is_seen_with_its_answer_and_taken_back(tmp_path: Path) -> None:
+    now = 0.0
+    orders, theirs = ResizeOrders(tmp_path), ResizeOrders(tmp_path, clock=lambda: now)
+    assert theirs.order() == Order() and orders.last() == 0
+    orders.give(Order(1, 4))
+    assert theirs.order() == Order()  # it has looked just now
+    now = 1.0
+    assert theirs.order() == Order(1, 4)
+    theirs.meet_at(1, Meeting("127.0.0.1", 80, "cpu:gloo"))
+    theirs.arrive(1, 3)
+    assert orders.meeting_of(1) == Meeting("127.0.0.1", 80, "cpu:gloo")
+    assert orders.has_arrived(1, 3) and not orders.has_arrived(1, 2) and not orders.has_arrived(11, 3)
+    theirs.answer(1, "no")
+    theirs.answer(11, "")
+    assert (orders.answer_to(1), orders.answer_to(11), orders.answer_to(2)) == ("no", "", None)
+    orders.forget(1)
+    assert (orders.answer_to(1), orders.answer_to(11), orders.meeting_of(1)) == (None, "", None)
+    orders.give(Order(1))
+    now = 2.0
+    assert theirs.order() == Order(1, 0) and orders.last() == 1
+
+
+def test_a_file_that_can_not_be_read_is_no_order(tmp_path: Path) -> None:
+    (tmp_path / "resizes").mkdir()
+    for text in ("", "{", "[1]"):
+        (tmp_path / "resizes" / "order.json").write_text(text)
+        assert ResizeOrders(tmp_path).order() == Order()
+
+
+def test_a_process_that_no_job_has_started_joins_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ACCEL_RESIZES", raising=False)
+    assert orders_of_job() is None
+    with pytest.raises(SystemExit, match="is started by LocalJob"):
+        join_main(["train.py"])
