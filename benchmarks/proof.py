@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from benchmarks.render import Cell, block, times
+from benchmarks.resizing import WAYS
 from benchmarks.spread import geometric_mean
 
 Result = dict[str, Any]
@@ -43,10 +44,10 @@ def figures_block(newest: Callable[[str], Result | None]) -> str:
 
 def _table(newest: Callable[[str], Result | None], folder: str, chosen: Callable[[Line], bool]) -> str:
     results = [(result, read) for name, read in SOURCES.items() if (result := newest(name)) is not None]
-    dates = {result["date"] for result, _ in results}
-    machines = {_machine(result) for result, _ in results}
+    shown = [(result, own) for result, read in results if (own := [line for line in read(result) if chosen(line)])]
+    dates, machines = {result["date"] for result, _ in shown}, {_machine(result) for result, _ in shown}
     head = f"Recorded {' to '.join(sorted({min(dates), max(dates)}))} on {' and '.join(sorted(machines))}."
-    lines = (line for result, read in results for line in read(result) if chosen(line))
+    lines = (line for _, own in shown for line in own)
     return block(head, COLUMNS, ({**line._asdict(), "link": folder + line.page} for line in lines))
 
 
@@ -238,6 +239,15 @@ def _choice(result: Result) -> Iterator[Line]:
             yield Line(what, "DDP", _times(row), "comm_figures.md", headline=first)
 
 
+def _resizing(result: Result) -> Iterator[Line]:
+    rows = {(row["way"], row["change"]): row for row in result["rows"]}
+    anew, kept = WAYS.values()
+    for change in dict.fromkeys(change for _, change in rows):
+        what = f"`LocalJob(in_place=True)`, {change} ranks: time that the job stands still"
+        before = "all started anew, {gap_s:.2f} s {gap}".format_map(rows[anew, change])
+        yield Line(what, before, "{gap_s:.2f} s {gap}".format_map(rows[kept, change]), "checkpoints.md")
+
+
 SOURCES: dict[str, Callable[[Result], Iterator[Line]]] = {
     "demo": _demo,
     "never-slower-reordered": _never_slower,
@@ -248,6 +258,7 @@ SOURCES: dict[str, Callable[[Result], Iterator[Line]]] = {
     "length-balance": _lengths,
     "comm-hooks": _hooks,
     "comm-choice": _choice,
+    "resizing": _resizing,
     "simota": _simota,
     "fcos-targets": _fcos,
     "gpu": _gpu,

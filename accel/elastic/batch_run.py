@@ -108,8 +108,8 @@ class BatchRun(Onlooker):
         self._say, self._clock, self.decided = say, clock, decided
         self._ranks: Ranks | None = None
         self._called_at = time.time()
-        self._local_base = sampler.batch_sizes[sampler.rank]
-        self._fits = self._local_base
+        self.local_base = sampler.batch_sizes[sampler.rank]
+        self._fits = self.local_base
         """The largest batch of this rank that fits into memory, as far as is known."""
         self._step = StepBatches(sampler)
         self._exchange = ""
@@ -334,7 +334,7 @@ class BatchRun(Onlooker):
         self._step.judge(before=self._restored.get("micro_batches"))
         replicas = self._sampler.num_replicas
         if self._base is None or self._step.by_loop != self._restored["micro_batches"]:
-            self._base = self._local_base * replicas * self._step.by_loop
+            self._base = self.local_base * replicas * self._step.by_loop
         most = most_tried(self._base, self.max_batch_size, self._sampler.length)
         if most < self.max_batch_size:
             self._say(f"batches above {most} samples are not tried: epochs would have less than {LEAST_STEPS} steps")
@@ -426,7 +426,7 @@ class BatchRun(Onlooker):
             "known_noise": None if self._known_noise is None else list(astuple(self._known_noise)),
             "progress": self.progress,
             "most_replicas": self._most_replicas,
-            "loader_batch": self._local_base,
+            "loader_batch": self.local_base,
             "micro_batches": self._step.by_loop,
             "fits": self._fits,
             "memory": self.memory,
@@ -444,10 +444,10 @@ class BatchRun(Onlooker):
         self._most_replicas = max(self._sampler.num_replicas, int(state.get("most_replicas", 1)))
         known, controller = state.get("known_noise"), state.get("controller") or {}
         self._known_noise = None if known is None else NoiseInterval(*known)
-        self._base = controller.get("base") if state.get("loader_batch") == self._local_base else None
+        self._base = controller.get("base") if state.get("loader_batch") == self.local_base else None
         self._step.by_loop = int(state.get("micro_batches", 1))
         self._steps_before = int(state.get("steps", 0))
-        local = self._local_base
+        local = self.local_base
         if self._base is not None:
             shares = self._sampler.num_replicas * self._step.by_loop
             local, steps = resumed_shares(state, self._base, shares, self.max_batch_size, self.memory)
@@ -484,8 +484,9 @@ class BatchRun(Onlooker):
             self._meter.close()
         # Ranks may end at different steps: with batches or learning rates of their own they would be no replicas.
         if self._sampler.num_replicas == 1:
+            self._step.close()
             self._rates.follow_no_more()
-            self._sampler.set_batch_size(self._local_base)
+            self._sampler.set_batch_size(self.local_base)
 
     def close(self, *, everywhere: bool = False) -> None:
         """Let the loop go on with the user's batch and rates; several ranks that don't do so `everywhere` keep them."""
@@ -493,7 +494,6 @@ class BatchRun(Onlooker):
         if everywhere or self._sampler.num_replicas == 1:
             self._step.close()
             self._rates.close()
-            self._sampler.set_batch_size(self._local_base)
         elif self._base is not None:
             self._step.close()  # with the rates of what a step is from now on: the last one may have been short
             samples = self._step.local * self._sampler.num_replicas * self._step.by_loop

@@ -18,6 +18,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from accel.run import backward
 
+is_heard_elsewhere = False
+"""Somebody acts on the gradients of a parameter on another rank; known where the process group was formed anew."""
+
 
 class BucketOrder:
     """A part of a checkpoint: `load_state_dict` is to be called on all ranks, before the state of the model is loaded.
@@ -39,8 +42,8 @@ class BucketOrder:
         # Of two numbers the sum is the same in either order.
         if self._ddp is None or dist.get_world_size(self._ddp.process_group) < 3:
             return
-        parameters = _reduced(self._ddp)
-        if sorted(state["order"]) == list(range(len(parameters))) and not any(map(_is_heard, parameters)):
+        parameters = [] if is_heard_elsewhere else _reduced(self._ddp)
+        if parameters and sorted(state["order"]) == list(range(len(parameters))) and not any(map(is_heard, parameters)):
             _pass_zeros(self._ddp, [parameters[number] for number in state["order"]])
 
 
@@ -55,7 +58,7 @@ def _reduced(ddp: DistributedDataParallel) -> list[nn.Parameter]:
     return [each for name, each in ddp.module.named_parameters() if each.requires_grad and name not in ignored]
 
 
-def _is_heard(parameter: nn.Parameter) -> bool:
+def is_heard(parameter: nn.Parameter) -> bool:
     """Return whether somebody acts on its gradients, as an optimizer within the backward pass does."""
     return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 

@@ -16,12 +16,13 @@ from torch.optim import Optimizer
 
 from accel.dataio.elastic_sampler import ElasticSampler
 from accel.dataio.passes.proxy import LoaderProxy
+from accel.elastic import joining
 from accel.elastic.bucket_order import BucketOrder
 from accel.elastic.checkpoint import Checkpoints
 from accel.elastic.checkpointing import Checkpointing
 from accel.elastic.in_place import InPlace
 from accel.elastic.plain_values import check_plain
-from accel.elastic.resize_orders import Order
+from accel.elastic.resize_orders import ResizeOrder
 from accel.elastic.save_policy import SavePolicy
 from accel.elastic.training_state import Stateful, capture_state, malformed, restore_state
 from accel.elastic.updates import all_updates
@@ -78,7 +79,7 @@ class CheckpointRun(Onlooker):
         self.checkpoints = Checkpoints(settings.folder, settings.keep, alone=True, malformed=malformed)
         self._model, self._optimizer, self._settings, self._sampler = model, optimizer, settings, sampler
         self._say, self._terminate, self._batch, self._in_place = say, terminate, batch, in_place
-        self._ordered: Order | None = None
+        self._ordered: ResizeOrder | None = None
         """What is to be carried out before the next step."""
         self._more: dict[str, Any] = {
             "sampler": sampler,
@@ -213,16 +214,24 @@ class CheckpointRun(Onlooker):
         if self._ordered is not None and self._in_place is not None:
             self._change_ranks(self._in_place, self._ordered)
 
-    def _change_ranks(self, in_place: InPlace, order: Order) -> None:
+    def _change_ranks(self, in_place: InPlace, order: ResizeOrder) -> None:
         self._ordered = None
-        assert self._ranks is not None
+        policy, ranks = self._policy, self._ranks
+        assert policy is not None and ranks is not None
         try:
-            is_agreed = in_place.agree(order, self._ranks, self.save)
+            is_agreed = in_place.agree(order, ranks, self.save, lambda: policy.terminated)
         except Exception as error:
-            self._failed(error)
+            if self._failed(error):
+                self._end()
             return
         if is_agreed:
-            in_place.change(order, self._ranks)
+            in_place.change(order, ranks)
+            if policy.terminated and not policy.is_survived:  # since they have agreed, and saved
+                self._terminate()
+
+    def epoch_begins(self, proxy: LoaderProxy) -> None:
+        """Let a process that has joined a training exchange something: from here on it does what the others do."""
+        joining.exchange()
 
     def epoch_ended(self, proxy: LoaderProxy) -> None:
         """Note that no request tells the ends of the next steps, if the loop holds batches."""
@@ -357,7 +366,7 @@ class CheckpointRun(Onlooker):
         self._ranks.join(since=self._called_at)
         if self._ranks.distributed:
             self._gather = partial(_gather, self._ranks, "did not come to save a checkpoint", 0.0)
-        look = Order if self._in_place is None else self._in_place.seen
+        look = ResizeOrder if self._in_place is None else self._in_place.seen
         self._policy = SavePolicy(
             self._settings.interval_s, sigterm=not self._is_threaded, gather=self._gather, look=look
         )

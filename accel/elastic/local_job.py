@@ -26,8 +26,8 @@ from pathlib import Path
 
 from accel.elastic import joining
 from accel.elastic.joining import FIRST, NUMBER, RANKS
+from accel.elastic.resize_orders import SEEN, ResizeOrder, ResizeOrders
 from accel.elastic.resize_orders import VARIABLE as ORDERS
-from accel.elastic.resize_orders import Order, ResizeOrders
 from accel.elastic.run import PROFILE
 from accel.elastic.torchrun_nodes import VARIABLE
 from accel.errors import InvalidArgument
@@ -134,7 +134,7 @@ class LocalJob:
         # By itself torchrun kills its workers 30 s after it has told them to end.
         environment = {VARIABLE: "1", **os.environ, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(math.ceil(self._save_s))}
         if self._orders is not None:
-            environment |= {ORDERS: str(self._folder.absolute())}
+            environment |= {ORDERS: str(self._folder.absolute()), SEEN: variables.get(NUMBER, str(self._orders.last()))}
         return subprocess.Popen(command, start_new_session=True, env={**environment, **variables})
 
     # -- in place ------------------------------------------------------------------------------------------------------
@@ -142,31 +142,36 @@ class LocalJob:
     def _changed_in_place(self, ranks: int) -> bool:
         """Let the ranks that stay go on with others; return whether they do."""
         assert self._orders is not None
-        order, added = Order(self._orders.last() + 1, ranks), list[subprocess.Popen[bytes]]()
-        self.problem = ""
+        order, added = ResizeOrder(self._orders.last() + 1, ranks), list[subprocess.Popen[bytes]]()
         self._orders.forget(order.number)
+        self.problem = "it was interrupted"
         try:
             if ranks > self.ranks:
                 variables = {NUMBER: str(order.number), FIRST: str(self.ranks), RANKS: str(ranks)}
                 added = [self._start(ranks - self.ranks, ["-m", joining.__name__], variables)]
-                here = partial(self._have_come, order)
-                self.problem = self._problem_until(here, added, self._join_s, "the added processes have not come")
-            if not self.problem:
-                self._orders.give(order)
-                limit_s = self._save_s + _LONGER_S
-                answered = partial(self._is_answered, order.number)
-                self.problem = self._problem_until(answered, added, limit_s, "the ranks have not answered")
-                self.problem = self.problem or self._orders.answer_to(order.number) or ""
+            self.problem = self._carried_out(order, added)
         finally:
             if self.problem:
-                self._orders.give(Order(order.number))  # taken back
+                self._orders.give(ResizeOrder(order.number))  # taken back
                 for process in added:
                     _kill(process)
             self._orders.forget(order.number)
         self._launched += [] if self.problem else added
         return not self.problem
 
-    def _have_come(self, order: Order) -> bool:
+    def _carried_out(self, order: ResizeOrder, added: Sequence[subprocess.Popen[bytes]]) -> str:
+        """Give an order once those that are added have come; return '', or why it is not carried out."""
+        assert self._orders is not None
+        late = "the added processes have not come"
+        if problem := self._problem_until(partial(self._have_come, order), added, self._join_s, late):
+            return problem
+        self._orders.give(order)
+        answered = partial(self._is_answered, order.number)
+        limit_s = self._save_s + _LONGER_S
+        problem = self._problem_until(answered, added, limit_s, "the ranks have not answered")
+        return problem or self._orders.answer_to(order.number) or ""
+
+    def _have_come(self, order: ResizeOrder) -> bool:
         assert self._orders is not None
         return all(self._orders.has_arrived(order.number, rank) for rank in range(self.ranks, order.ranks))
 

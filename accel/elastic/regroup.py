@@ -1,13 +1,9 @@
-"""The process group of a training, formed anew with other ranks while the processes that stay go on.
-
-`DistributedDataParallel` is given the new group as it is given one when it is unpickled: its reducer is made again,
-with the layout of buckets that a new process begins with. Under torch's own `_update_process_group` those that stay
-keep the layout of before, and in the first step gradients are added up that are not of the same parameters.
-"""
+"""The process group of a training, formed anew with other ranks while the processes that stay go on."""
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 from collections.abc import Iterable
 from datetime import timedelta
@@ -18,21 +14,26 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.distributed_c10d import PrefixStore, Store, _world
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
+from accel.comm.selection import reducer
 from accel.dataio.elastic_sampler import ElasticSampler
 from accel.dataio.passes.underway import PassesUnderWay
+from accel.elastic import bucket_order
 from accel.elastic.resize_orders import Meeting
+from accel.optimized import MODELS
 from accel.run import ranks
 
 _COME_S = 20.0
 """In which a process that has said that it is there comes to the group."""
 
 
-def reason_against(model: nn.Module, sampler: ElasticSampler, underway: PassesUnderWay) -> str:
+def reason_against(model: nn.Module, optimizer: Optimizer, sampler: ElasticSampler, underway: PassesUnderWay) -> str:
     """Return why a training can't go on with other ranks in its processes; '' if it can.
 
     Args:
         model: of the loop.
+        optimizer: of the model.
         sampler: of its loader.
         underway: passes over that loader.
     """
@@ -40,18 +41,28 @@ def reason_against(model: nn.Module, sampler: ElasticSampler, underway: PassesUn
         return "the script has no process group, which it must make with one rank, too"
     if len(_world.pg_map) > 1:
         return "the script has made process groups of its own"
-    for ddp in _parallel(model):
-        if ddp.process_group is not dist.group.WORLD:
-            return "its DistributedDataParallel has a process group of its own"
-        if ddp.mixed_precision is not None or ddp._comm_hooks:
-            return "its DistributedDataParallel has a communication hook, or a precision, of its own"
+    if len(MODELS) > 1 or "Redundancy" in type(optimizer).__name__:
+        return "more than one model or a part of an optimizer's state is each rank's own"
     if len(set(sampler.batch_sizes)) > 1:
         return "its ranks have batches of different sizes"
     if sampler.held or sampler.unfinished is not None:
         return "its loop holds batches that it has not trained on"
     if underway.oldest is not underway.current:
         return "its loop has begun a pass over the loader within another one"
-    return ""
+    own = _parallel(model)
+    if len(own) < sum(issubclass(type(each), DistributedDataParallel) for each in gc.get_objects()):
+        return "a DistributedDataParallel is not in the model"
+    return next(filter(None, map(_reason_of, own)), "")
+
+
+def _reason_of(ddp: DistributedDataParallel) -> str:
+    if ddp.process_group is not dist.group.WORLD:
+        return "its DistributedDataParallel has a process group of its own"
+    if ddp._comm_hooks or not reducer.is_as_made(ddp):
+        return "its gradients are exchanged in another way, by a communication hook or a strategy that was kept"
+    return (
+        "" if reducer.is_renewable(ddp) else "its DistributedDataParallel can't be made anew (static_graph, join(), …)"
+    )
 
 
 def backend() -> str:
@@ -111,16 +122,20 @@ def form(model: nn.Module, store: Store, number: int, *, rank: int, size: int, b
         size: how many there are.
         backend: of the group, by device.
     """
-    parallel = [(ddp, ddp.__getstate__()) for ddp in _parallel(model)]  # type: ignore[no-untyped-call]
-    for ddp, _ in parallel:
+    parallel = _parallel(model)
+    for ddp in parallel:
         del ddp.reducer, ddp.logger  # whose hooks go with them
     timeout = _timeout()
     dist.destroy_process_group()
     dist.init_process_group(
         backend, store=PrefixStore(f"resize-{number}", store), rank=rank, world_size=size, timeout=timeout
     )
-    for ddp, state in parallel:
-        ddp.__setstate__(state)  # type: ignore[no-untyped-call]
+    for ddp in parallel:
+        reducer.go_over_to(ddp, dist.group.WORLD)
+    # A newcomer's script may not have put its hooks there yet; and all ranks lay out their buckets, or none.
+    heard = any(bucket_order.is_heard(parameter) for parameter in model.parameters())
+    store.set(f"heard-{rank}", "yes" if heard else "no")
+    bucket_order.is_heard_elsewhere = any(store.get(f"heard-{other}") == b"yes" for other in range(size))
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size))
     ranks.begin_anew()
 

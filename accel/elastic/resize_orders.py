@@ -19,12 +19,14 @@ from accel.files import write_atomic
 
 VARIABLE = "ACCEL_RESIZES"
 """Names the folder of the orders, in the environment of a job that takes any."""
+SEEN = "ACCEL_RESIZES_SEEN"
+"""Number of the last order that was given before this process began, or was carried out in it."""
 _FOLDER = "resizes"
 _LOOK_S = 0.2
 """Between two looks for an order; ranks meet about once a second, and a single one would look at each step."""
 
 
-class Order(NamedTuple):
+class ResizeOrder(NamedTuple):
     """To go on with so many ranks."""
 
     number: int = 0
@@ -51,30 +53,30 @@ class ResizeOrders:
     Example:
         >>> import tempfile
         >>> orders = ResizeOrders(tempfile.mkdtemp())
-        >>> orders.give(Order(1, 4))
+        >>> orders.give(ResizeOrder(1, 4))
         >>> orders.order(), orders.answer_to(1)
-        (Order(number=1, ranks=4), None)
+        (ResizeOrder(number=1, ranks=4), None)
     """
 
     def __init__(self, folder: str | os.PathLike[str], clock: Callable[[], float] = time.monotonic) -> None:
         self._folder, self._clock = Path(folder) / _FOLDER, clock
         self._looked = -_LOOK_S
-        self._seen = Order()
+        self._seen = ResizeOrder()
 
-    def order(self) -> Order:
+    def order(self) -> ResizeOrder:
         """Return the newest order, as of some tenths of a second ago."""
         if self._clock() - self._looked >= _LOOK_S:
             self._looked = self._clock()
-            found = self._read("order")
-            self._seen = Order() if found is None else Order(**found)
+            content = self._read("order")
+            self._seen = ResizeOrder() if content is None else ResizeOrder(**content)
         return self._seen
 
     def last(self) -> int:
         """Return the number of the newest order that was ever given here; 0 if none was."""
-        found = self._read("order")
-        return 0 if found is None else int(found["number"])
+        content = self._read("order")
+        return 0 if content is None else int(content["number"])
 
-    def give(self, order: Order) -> None:
+    def give(self, order: ResizeOrder) -> None:
         """Give an order; ranks 0 take the one before back."""
         self._write("order", order._asdict())
 
@@ -92,8 +94,8 @@ class ResizeOrders:
 
     def meeting_of(self, number: int) -> Meeting | None:
         """Return where that is; None while it is not known."""
-        found = self._read(f"group-{number}")
-        return None if found is None else Meeting(**found)
+        content = self._read(f"group-{number}")
+        return None if content is None else Meeting(**content)
 
     def answer(self, number: int, problem: str) -> None:
         """Answer an order; `problem` is '' once its ranks train."""
@@ -101,8 +103,8 @@ class ResizeOrders:
 
     def answer_to(self, number: int) -> str | None:
         """Return the answer; None while there is none."""
-        found = self._read(f"answer-{number}")
-        return None if found is None else str(found["problem"])
+        content = self._read(f"answer-{number}")
+        return None if content is None else str(content["problem"])
 
     def forget(self, number: int) -> None:
         """Remove what was said for an order, once it is over."""
@@ -118,10 +120,10 @@ class ResizeOrders:
 
     def _read(self, name: str) -> dict[str, Any] | None:
         try:
-            found = json.loads(self._path(name).read_text(encoding="utf-8"))
+            content = json.loads(self._path(name).read_text(encoding="utf-8"))
         except (OSError, ValueError):  # none, or none that can be read: as good as none
             return None
-        return found if isinstance(found, dict) else None
+        return content if isinstance(content, dict) else None
 
 
 def orders_of_job() -> ResizeOrders | None:

@@ -90,7 +90,7 @@ class ElasticRun:
                 say(advice)
             model = session.run.model
             if (orders := orders_of_job()) is not None:
-                self._in_place = InPlace(orders, model, sampler, partial(_restart, model), say)
+                self._in_place = InPlace(orders, model, optimizer, sampler, partial(_restart, model), say)
             self.checkpoint = CheckpointRun(
                 model, optimizer, sampler, how, batch=self.batch, say=say, in_place=self._in_place
             )
@@ -192,6 +192,9 @@ class ElasticRun:
         """
         if self.batch is not None:
             self.batch.close(everywhere=everywhere)
+            if everywhere:  # a change that was to come some batches later would outlive this one
+                sampler = self.loader.batch_sampler
+                sampler.share_among(sampler.num_replicas, sampler.rank, self.batch.local_base)
         if self.checkpoint is not None:
             self.checkpoint.close()
 

@@ -73,7 +73,7 @@ def progress_of(model: nn.Module) -> CountsProgress:
         >>> cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=10_000)
         >>> schedule = ProgressSchedule(cosine, progress_of(model))  # 10,000 steps of the user's batch
     """
-    return left_alone.steps_of(model) or _batch(model, "progress_of")
+    return left_alone.steps_of(model) or _Progress(model, _batch(model, "progress_of"))
 
 
 def job_profile(model: nn.Module) -> JobProfile:
@@ -102,6 +102,21 @@ def job_profile(model: nn.Module) -> JobProfile:
             "after the first decision about the batch (some hundreds of steps)"
         )
     return profile
+
+
+class _Progress:
+    """The progress of a training by what counts it at the time, which is another object once the ranks have changed."""
+
+    def __init__(self, model: nn.Module, counts: CountsProgress) -> None:
+        self._model, self._counts = model, counts
+
+    @property
+    def progress(self) -> float:
+        """Steps of the user's batch that the steps so far were worth."""
+        run = _elastic(self._model)
+        if run is not None and run.batch is not None:  # after `undo` the last one counts on
+            self._counts = run.batch
+        return self._counts.progress
 
 
 def _is_left_alone(model: nn.Module, asked: str) -> bool:

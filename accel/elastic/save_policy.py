@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any, NamedTuple
 
-from accel.elastic.resize_orders import Order
+from accel.elastic.resize_orders import ResizeOrder
 from accel.elastic.termination import Termination
 from accel.errors import InvalidArgument
 
@@ -25,7 +25,7 @@ class _RankReport(NamedTuple):
     asked: bool
     terminated: bool
     steps_to_next: int
-    order: Order
+    order: ResizeOrder
 
 
 class SavePolicy:
@@ -77,7 +77,7 @@ class SavePolicy:
         sigterm: bool = True,
         gather: Callable[[Any], list[Any]] | None = None,
         meeting_s: float = 1.0,
-        look: Callable[[], Order] = Order,
+        look: Callable[[], ResizeOrder] = ResizeOrder,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         for name, value, most in (
@@ -89,7 +89,7 @@ class SavePolicy:
                 raise InvalidArgument(f"{name} must be more than 0 and at most {most:g}, got {value!r}")
         self._interval_s, self._share = interval_s, share
         self._gather, self._meeting_s, self._look, self._clock = gather, meeting_s, look, clock
-        self.order = Order()
+        self.order = ResizeOrder()
         self._termination = Termination() if sigterm else None
         self._last_save = self._last_meeting = clock()
         self._save_s = 0.0
@@ -187,7 +187,7 @@ class SavePolicy:
 
     def _decide(self, reports: list[_RankReport]) -> bool:
         """Return whether to save: the same on all ranks, since the reports are."""
-        self.order = Order(*reports[0].order)
+        self.order = ResizeOrder(*reports[0].order)
         self.stop = self.stop or any(report.terminated for report in reports)
         self.is_wanted = (self.stop and not self._answered) or any(report.asked for report in reports)
         if self.is_wanted:

@@ -11,6 +11,7 @@ import dataclasses
 import weakref
 from typing import Any
 
+from torch.distributed.utils import _verify_param_shape_across_processes
 from torch.nn.parallel import DistributedDataParallel
 
 _PARTS = ("_ddp_init_helper", "_build_params_for_reducer", "_build_debug_param_to_name_mapping", "bucket_bytes_cap")
@@ -35,6 +36,29 @@ def is_renewable(ddp: DistributedDataParallel) -> bool:
         or len(ddp._comm_hooks) > 1
     )
     return not holds_more and all(hasattr(ddp, part) for part in _PARTS)
+
+
+def is_as_made(ddp: DistributedDataParallel) -> bool:
+    """Return whether a module has the buckets that it was made with."""
+    made = _made.get(ddp)
+    return made is None or all(vars(ddp).get(name) == size for name, size in made.items())
+
+
+def go_over_to(ddp: DistributedDataParallel, group: Any) -> None:
+    """Make a module as if it had been made with another process group; on every rank of that.
+
+    Its reducer may be gone already, so that it keeps nothing of the group before alive. Under torch's own
+    `_update_process_group` ranks that stay keep the layout of their buckets, while one that has come begins with
+    another: in the first step gradients are added up that are not of the same parameters (torch 2.13).
+
+    Args:
+        ddp: a module that is renewable, without a hook, and as it was made.
+        group: the process group.
+    """
+    ddp.process_group = group
+    parameters, _ = ddp._build_params_for_reducer()  # type: ignore[no-untyped-call]
+    _verify_param_shape_across_processes(group, parameters)
+    _renew(ddp)
 
 
 def unhook(ddp: DistributedDataParallel) -> bool:

@@ -23,7 +23,7 @@ from accel.elastic.save_policy import SavePolicy
 from accel.goodput.efficiency import NoiseInterval
 from tests.accel.elastic.scheduled_job import Log
 
-SAMPLES, EPOCHS, PACE_S = 400, 3, 0.1
+SAMPLES, EPOCHS, PACE_S = 3000, 3, 0.25
 
 
 class Hasty(SavePolicy):
@@ -59,19 +59,40 @@ def main(folder: Path, kind: str) -> None:
         model, loader, optimizer, allow="exact", cache=False, checkpoint=saved, max_batch_size=most
     )
     log = Log(folder / "logs" / str(os.getpid()))
+    dist.barrier()  # of a newcomer: the others are in the midst of their loop
     for epoch in remaining_epochs(loader, EPOCHS):
+        _exchange(kind)
         for batch, target, index in loader:
             optimizer.zero_grad()
             nn.functional.mse_loss(model(batch), target).backward()
             optimizer.step()
             weights = sum(float(each.detach().abs().sum()) for each in model.parameters())
             fresh = index.tolist()[: loader.batch_sampler.fresh]
-            log(epoch=epoch, rank=dist.get_rank(), world=dist.get_world_size(), fresh=fresh, weights=weights)
+            log(
+                epoch=epoch,
+                rank=dist.get_rank(),
+                world=dist.get_world_size(),
+                fresh=fresh,
+                weights=weights,
+                at=time.time(),
+            )
             if not (folder / "hurry").exists():
                 time.sleep(PACE_S)
+        _exchange(kind)
         schedule.step()
     log(ended=schedule.last_epoch, rate=optimizer.param_groups[0]["lr"])
+    time.sleep(0.3)  # as below: a process that ends then is aborted
     dist.destroy_process_group()
+
+
+def _exchange(kind: str) -> None:
+    """Exchange something, as scripts do around their epochs.
+
+    Not where workers are forked right after it: a thread of gloo's may hold a lock of Python's just then, and the
+    worker waits for it for ever (CPython 3.11, torch 2.13, one fork in some hundreds, with or without accel).
+    """
+    if kind != "workers":
+        dist.all_reduce(torch.ones(()))
 
 
 if __name__ == "__main__":
