@@ -88,8 +88,8 @@ def main(folder: Path, kind: str) -> None:
 def _exchange(kind: str) -> None:
     """Exchange something, as scripts do around their epochs.
 
-    Not where workers are forked right after it: a thread of gloo's may hold a lock of Python's just then, and the
-    worker waits for it for ever (CPython 3.11, torch 2.13, one fork in some hundreds, with or without accel).
+    Not where workers are forked right after it: in one run of some twenty a worker then waited for ever, in
+    `_PyThreadState_DeleteExcept` after the fork, for a lock that another thread had held (CPython 3.11, torch 2.13).
     """
     if kind != "workers":
         dist.all_reduce(torch.ones(()))
