@@ -41,8 +41,10 @@ def reason_against(model: nn.Module, optimizer: Optimizer, sampler: ElasticSampl
         return "the script has no process group, which it must make with one rank, too"
     if len(_world.pg_map) > 1:
         return "the script has made process groups of its own"
-    if len(MODELS) > 1 or "Redundancy" in type(optimizer).__name__:
-        return "more than one model or a part of an optimizer's state is each rank's own"
+    if len(MODELS) > 1:
+        return "more than one model is trained"
+    if "Redundancy" in type(optimizer).__name__:
+        return "each rank has a part of its optimizer's state"
     if len(set(sampler.batch_sizes)) > 1:
         return "its ranks have batches of different sizes"
     if sampler.held or sampler.unfinished is not None:
@@ -50,8 +52,10 @@ def reason_against(model: nn.Module, optimizer: Optimizer, sampler: ElasticSampl
     if underway.oldest is not underway.current:
         return "its loop has begun a pass over the loader within another one"
     own = _parallel(model)
-    if len(own) < _alive() and gc.collect() >= 0 and len(own) < _alive():  # some may be left in a circle
-        return "a DistributedDataParallel is not in the model"
+    if len(own) < _alive():
+        gc.collect()  # some may be left in a circle
+        if len(own) < _alive():
+            return "a DistributedDataParallel is not in the model"
     return next(filter(None, map(_reason_of, own)), "")
 
 
