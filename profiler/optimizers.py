@@ -61,4 +61,24 @@ class Optimizers(Sequence[Optimizer]):
     __hash__ = None  # type: ignore[assignment]
 
 
+class Strangers:
+    """Optimizers that were searched for a model's parameters in vain.
+
+    A `WeakKeyDictionary` and what comes before it took 12 µs at each of a GAN's steps, where code is out of the caches.
+    """
+
+    def __init__(self) -> None:
+        self._groups: dict[int, tuple[weakref.ref[Optimizer], int]] = {}
+
+    def add(self, optimizer: Optimizer) -> None:
+        """Note that none of its groups, as they are now, has a parameter of the model."""
+        key, groups = id(optimizer), self._groups
+        groups[key] = weakref.ref(optimizer, lambda _: groups.pop(key, None)), len(optimizer.param_groups)
+
+    def __contains__(self, optimizer: Optimizer) -> bool:
+        """Return whether it was noted, and has got no group since."""
+        noted = self._groups.get(id(optimizer))
+        return noted is not None and noted[0]() is optimizer and noted[1] == len(optimizer.param_groups)
+
+
 _referent: Any = weakref.ref.__call__

@@ -9,7 +9,6 @@ the first call of the model after an update.
 from __future__ import annotations
 
 import contextlib
-import weakref
 from collections.abc import Callable, Hashable, Iterator
 from functools import partial
 from threading import get_ident
@@ -27,6 +26,7 @@ from accel.dataio import batches
 from accel.dataio.passes.proxy import Fetching, LoaderProxy
 from accel.profiler.clocks import device_events
 from accel.profiler.closures import Arguments, followed_by
+from accel.profiler.optimizers import Strangers
 from accel.profiler.phases import StepClock
 from accel.run import backward
 from accel.run.context import Run
@@ -139,11 +139,11 @@ class StepEvents:
         self._heard: Callable[[tuple[Any, ...], dict[str, Any]], None] | None = None
         self._needs_calls = True
         """The session does, for what is on or tried."""
-        self._strangers: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        self._strangers = Strangers()
         self._epoch_is_new = False
         self._updated = False
-        self._stepping = 0
-        """The id of the optimizer that is stepping, if it is one of the model's."""
+        self._stepping = self._passing = 0
+        """The id of the optimizer that is stepping: the one if it is the model's, the other if it is none of its."""
         self._thread: int | None = None
         """That trains, once it is known."""
         self._batches = 0
@@ -300,23 +300,26 @@ class StepEvents:
 
     def _owns(self, optimizer: Optimizer) -> bool:
         for own in self._run.optimizers:  # no any(): it takes 0.5 µs more, twice a step
-            if optimizer is own:
+            # One with the attributes of another stands in for it in a scaled step, and its class calls its base's step.
+            if optimizer is own or optimizer.__dict__ is own.__dict__:
                 return True
-        if any(optimizer.__dict__ is own.__dict__ for own in self._run.optimizers):
-            return True  # it stands in for one in a scaled step, whose class calls its base's step
-        if self._strangers.get(optimizer) == len(optimizer.param_groups):
+        if optimizer in self._strangers:
             return False  # searched once: a cross validation leaves many sessions, and each sees every optimizer's step
         trained = set(map(id, self._run.model.parameters()))  # of now: the loop may have put others in their places
         mine = any(id(p) in trained for group in optimizer.param_groups for p in group["params"])
         if mine:
             self._run.optimizers.append(optimizer)
         else:
-            self._strangers[optimizer] = len(optimizer.param_groups)
+            self._strangers.add(optimizer)
         return mine
 
     def _optimizer_begins(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Arguments | None:
-        mode, self._stepping = self._state.mode, 0
-        if mode is _SUSPENDED or not self._owns(optimizer):
+        mode = self._state.mode
+        self._stepping = self._passing = 0
+        if mode is _SUSPENDED:
+            return None
+        if not self._owns(optimizer):
+            self._passing = id(optimizer)
             return None
         self._stepping = id(optimizer)
         self.kept.is_updating = True
@@ -342,7 +345,8 @@ class StepEvents:
         mode = self._state.mode
         if mode is _SUSPENDED:
             return
-        if id(optimizer) != self._stepping and not self._owns(optimizer):
+        key = id(optimizer)
+        if key != self._stepping and (key == self._passing or not self._owns(optimizer)):
             self._usage.trained_elsewhere()
             return
         if mode is _MEASURING:

@@ -440,7 +440,7 @@ class Session:
 
     def _quieten(self, action: Action) -> None:
         """Remove the gate from the model's calls when nothing needs it."""
-        needed = action.check is not None or action.anatomy or self.switchboard.active or not self._usage.called
+        needed = action.check is not None or action.anatomy or self.switchboard.needs_calls or not self._usage.called
         self.events.watch_calls(bool(needed))
 
     # -- ending --------------------------------------------------------------------------------------------------------

@@ -124,6 +124,11 @@ class Switchboard:
         """Return the strategies that are on and could make an output or a gradient wrong."""
         return [name for name in self.active if self._strategies[name].touches & _SUSPECT]
 
+    @property
+    def needs_calls(self) -> bool:
+        """Whether the model's calls must be watched: something wraps them, or could make an output wrong."""
+        return self._run.gate.wrapped or bool(self.suspects())
+
     def new_in(self, plan: Choices) -> list[str]:
         """Return the strategies of a plan that are not on with its settings; all of them if the whole plan is on."""
         return [n for n, setting in plan.items() if n not in self.active or self.active[n] != setting] or list(plan)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from functools import partial
 
 import pytest
 
@@ -78,11 +79,11 @@ class Field:
     def _measure(self, model: str) -> dict[str, Steps]:
         judged = [name for name in self._players if VARIANTS[name].allow]
         first = step_times.measure(self._players, self._options)
-        return step_times.judge(first, lambda: self._measure_anew(model), judged)
+        return step_times.judge(first, partial(self._measure_anew, model), judged)
 
-    def _measure_anew(self, model: str) -> dict[str, Steps]:
+    def _measure_anew(self, model: str, times: int) -> dict[str, Steps]:
         with self._start([model]) as players:
-            return step_times.measure(players, self._options)
+            return step_times.measure(players, self._options.longer(times))
 
 
 @pytest.fixture(scope="session")

@@ -11,7 +11,7 @@ import torch
 
 import accel
 from accel import entry
-from accel.profiler.optimizers import Optimizers
+from accel.profiler.optimizers import Optimizers, Strangers
 from tests.accel.loops import advance, make, settled, training
 
 
@@ -75,3 +75,22 @@ def test_those_that_are_left_stand_in_their_order() -> None:
     del one, three
     gc.collect()
     assert optimizers == [] and bool(optimizers)
+
+
+def test_a_stranger_is_one_as_long_as_it_lives_and_gets_no_group() -> None:
+    first, second = (torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), lr=0.1) for _ in range(2))
+    strangers = Strangers()
+    strangers.add(first)
+    assert first in strangers
+    assert second not in strangers
+    first.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))]})
+    assert first not in strangers
+    strangers.add(second)
+    assert second in strangers
+    gone = weakref.ref(second)
+    del second
+    gc.collect()
+    assert gone() is None
+    for _ in range(50):  # none that comes to lie where a stranger was is taken for it
+        assert torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1) not in strangers
+    assert len(strangers._groups) == 1

@@ -59,29 +59,36 @@ def in_processes(*ratios: float) -> list[dict[str, Steps]]:
     return [{"plain": Steps([[1.0]] * 4), "planned": Steps([[ratio]] * 4)} for ratio in ratios]
 
 
-def test_a_variant_is_slower_that_is_so_in_three_pairs_of_processes() -> None:
-    first, *anew = in_processes(1.5, 1.4, 1.3)
-    results = judge(first, lambda: anew.pop(0), ["planned"])
+def test_a_variant_is_slower_that_is_so_in_four_pairs_of_processes() -> None:
+    first, *anew = in_processes(1.6, 1.5, 1.4, 1.3)
+    lengths: list[int] = []
+
+    def measured_anew(times: int) -> dict[str, Steps]:
+        lengths.append(times)
+        return anew.pop(0)
+
+    results = judge(first, measured_anew, ["planned"])
     assert slower(results, "planned")
     assert str(against_plain(results, "planned")).startswith("1.30x")
-    assert not anew
+    assert lengths == [2, 4, 8]
 
 
-@pytest.mark.parametrize("ratios", [(1.0,), (1.5, 1.0), (1.5, 1.4, 1.0)])
+@pytest.mark.parametrize("ratios", [(1.0,), (1.5, 1.0), (1.5, 1.4, 1.3, 1.0)])
 def test_a_process_with_bad_luck_condemns_nothing(ratios: tuple[float, ...]) -> None:
     first, *anew = in_processes(*ratios)
-    results = judge(first, lambda: anew.pop(0), ["planned"])
+    results = judge(first, lambda times: anew.pop(0), ["planned"])
     assert not slower(results, "planned")
     assert not anew
 
 
 def test_a_model_that_seems_slower_is_measured_in_new_processes() -> None:
     started: list[list[str]] = []
+    again = Played(0.01)
 
     @contextlib.contextmanager
     def start(models: list[str]) -> Iterator[Any]:
         started.append(models)
-        yield {"plain": Played(0.02), "planned": Played(0.01)}
+        yield {"plain": Played(0.02), "planned": again}
 
     # First the settling and six turns of "vgg", then those of "vit".
     players: Any = {"plain": Played(0.02), "planned": Played(*[0.03] * 7, 0.02)}
@@ -89,6 +96,7 @@ def test_a_model_that_seems_slower_is_measured_in_new_processes() -> None:
     assert against_plain(field["vit"], "planned").value == pytest.approx(1.0, rel=0.01)
     assert against_plain(field["vgg"], "planned").value == pytest.approx(0.5, rel=0.01)
     assert started == [["vgg"]]
+    assert again.steps == [4, *[20] * 12]
 
 
 @pytest.mark.parametrize(
@@ -145,7 +153,7 @@ def test_what_is_slowed_is_read_from_the_command_line() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("options", "status"), [([], 0), (["--slow=allocator=1", "--turns=4"], 1)], ids=["as it is", "slowed"]
+    ("options", "status"), [([], 0), (["--slow=allocator=0.1", "--turns=4"], 1)], ids=["as it is", "slowed"]
 )
 def test_a_strategy_slowed_on_purpose_makes_the_comparison_fail(options: list[str], status: int) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "benchmark", "benchmarks/suite", "-k", "ncf"]
