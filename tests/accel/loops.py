@@ -177,6 +177,17 @@ def settled(model: nn.Module) -> Callable[[], bool]:
     return lambda: accel.explain(model).state in ("done", "replayed")
 
 
+def go_to(phase: str, loop: Iterator[list[int]], model: nn.Module) -> int:
+    """Train up to a phase of the search; returns the number of steps."""
+    if phase == "observe":
+        return len(advance(loop, 3))
+    steps = advance_until(loop, in_trial if phase == "trial" else settled(model))
+    if phase == "hold":
+        assert accel.explain(model).plan == {"quick": None}
+        steps += len(advance(loop, 5))
+    return steps
+
+
 def everything(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
     """Weights, buffers, momentum and random state: what a run leaves behind, bit for bit."""
     state = {name: value.clone() for name, value in model.state_dict().items()}

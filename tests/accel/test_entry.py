@@ -5,13 +5,8 @@ from __future__ import annotations
 import copy
 import gc
 import io
-import multiprocessing
-import os
 import pickle
-import sys
 import weakref
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,14 +16,9 @@ from torch.optim import optimizer as torch_optimizer
 from torch.utils.data import DataLoader
 
 import accel
-from accel import entry, strategies
-from accel.dataio.passes.proxy import Fetching
-from accel.run import Run
-from accel.run.gate import Gate
+from accel import strategies
 from accel.search import priority
-from accel.strategies import compiled_draws
 from accel.strategies.fused_optimizer import FusedOptimizer
-from accel.strategies.torch_compile import TorchCompile
 from tests.accel.loops import (
     BATCH,
     SAMPLES,
@@ -40,7 +30,7 @@ from tests.accel.loops import (
     advance_until,
     assert_same,
     everything,
-    in_trial,
+    go_to,
     loss_of,
     make,
     make_loader,
@@ -50,17 +40,6 @@ from tests.accel.loops import (
 )
 
 PHASES = ("observe", "trial", "hold")
-
-
-def go_to(phase: str, loop: Iterator[list[int]], model: nn.Module) -> int:
-    """Train up to a phase of the search; returns the number of steps."""
-    if phase == "observe":
-        return len(advance(loop, 3))
-    steps = advance_until(loop, in_trial if phase == "trial" else settled(model))
-    if phase == "hold":
-        assert accel.explain(model).plan == {"quick": None}
-        steps += len(advance(loop, 5))
-    return steps
 
 
 def hooks() -> tuple[int, int]:
@@ -382,100 +361,6 @@ def test_called_with_other_arguments_it_starts_anew(
     assert accel.explain(model).steps > 20
 
 
-# -- compiled models ---------------------------------------------------------------------------------------------------
-
-
-class Counting:
-    """A backend for torch.compile that runs the graph as it is and counts."""
-
-    def __init__(self) -> None:
-        self.runs = 0
-
-    def __call__(self, graph: Any, inputs: Any) -> Any:
-        def run(*args: Any) -> Any:
-            self.runs += 1
-            return graph(*args)
-
-        return run
-
-
-class Small(nn.Sequential):
-    """With a forward of its own: torch doesn't compile, in place, what its own files hold."""
-
-    def __init__(self) -> None:
-        torch.manual_seed(0)
-        super().__init__(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for part in self:
-            x = part(x)
-        return x
-
-
-def _compiled_run(way: str, optimized: bool, steps: int = 0) -> tuple[int, dict[str, Tensor]]:
-    """Train a compiled model, for `steps` steps or until `quick` has been switched on and off again."""
-    backend = Counting()
-    plain: Any = Small()
-    model: Any = torch.compile(plain, backend=backend) if way == "wrapper" else plain
-    if way == "in place":
-        model.compile(backend=backend)
-    found = dict(vars(plain))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    loader = make_loader(shuffle=False, drop_last=True)
-    if optimized:
-        model, loader, optimizer = accel.optimize(model, loader, optimizer, allow="exact", budget=60)
-    loop = training(model, loader, optimizer)
-    advance(loop, 5)
-    if way == "in place, later":
-        model.compile(backend=backend)
-        found = {**vars(plain), "_compiled_call_impl": model._compiled_call_impl}
-    if steps:
-        advance(loop, steps - 5)
-        return steps, everything(plain, optimizer)
-
-    done = 5 + advance_until(loop, lambda: Quick.on)
-    runs = backend.runs
-    measured = advance_until(loop, lambda: not Quick.on)
-    done += measured
-    assert backend.runs - runs >= measured  # compiled under the strategy
-    assert runs >= done - measured - 6  # and before it
-    assert type(model).__name__ == ("OptimizedModule" if way == "wrapper" else "Small")
-    accel.undo(model)
-    assert vars(plain) == found
-    runs = backend.runs
-    done += len(advance(loop, 3))
-    assert backend.runs == runs + 3
-    return done, everything(plain, optimizer)
-
-
-@pytest.mark.parametrize("way", ["wrapper", "in place", "in place, later"])
-def test_a_compiled_model_stays_compiled(only_quick: None, way: str) -> None:
-    torch.compiler.reset()
-    steps, accelerated = _compiled_run(way, True)
-    torch.compiler.reset()
-    assert_same(accelerated, _compiled_run(way, False, steps)[1])
-    torch.compiler.reset()
-
-
-def test_a_model_of_torch_s_own_modules_is_compiled_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch leaves frames of its own files as they are; for an `nn.Sequential` that is the whole model."""
-    torch.compiler.reset()
-    backend = Counting()
-    monkeypatch.setattr(compiled_draws, "compile_fx", lambda graph, inputs, **_: backend(graph, inputs))
-    model = nn.Sequential(nn.Linear(6, 3), nn.ReLU())
-    gate = Gate(model, ["torch_compile"])
-    run = Run(model, make_loader(), [], gate, Fetching())
-    strategy = TorchCompile()
-
-    strategy.enable(run, None)
-    assert torch.equal(model(torch.ones(2, 6)), gate.plain(torch.ones(2, 6)))
-    assert backend.runs == 1
-    strategy.disable(run)
-    model(torch.ones(2, 6))
-    assert backend.runs == 1
-    torch.compiler.reset()
-
-
 # -- taken back --------------------------------------------------------------------------------------------------------
 
 
@@ -562,168 +447,6 @@ def test_the_environment_switches_accel_off(monkeypatch: pytest.MonkeyPatch) -> 
     assert len(accel.optimize(model, loader)) == 2
     assert hooks() == sizes
     assert "_compiled_call_impl" not in vars(model)
-
-
-# -- the report --------------------------------------------------------------------------------------------------------
-
-
-def test_explain_tells_how_the_search_stands(only_quick: None, capsys: pytest.CaptureFixture[str]) -> None:
-    model, loader, optimizer = accel.optimize(*make(), allow="exact", budget="60s")
-    report = accel.explain(model)
-    assert (report.state, report.steps, report.model) == ("searching", 0, "Net")
-    assert any("any training step" in unseen for unseen in report.unseen)
-
-    loop = training(model, loader, optimizer)
-    steps = go_to("hold", loop, model)
-
-    report = accel.explain(model)
-    assert report.state == "done"
-    assert (report.allow, report.budget) == ("exact", "60s")
-    assert report.parameters == sum(p.numel() for p in model.parameters())
-    # The first step is before anything is measured, the last is closed when the next batch is asked for.
-    assert report.steps == steps - 2
-    assert report.plan == {"quick": None}
-    assert report.rows[0].status == "kept"
-    assert report.speedup is not None
-    assert report.speedup > 1.5
-    assert "same bits" in report.training_same
-    printed = capsys.readouterr()
-    assert printed.out == ""
-    assert "accel: " in printed.err
-
-
-def test_explain_refuses_a_model_it_does_not_know() -> None:
-    with pytest.raises(accel.AccelError, match="must have been passed to accel"):
-        accel.explain(Net())
-
-
-@pytest.mark.parametrize("target", ["out.json", "out.html", "folder"])
-def test_the_report_is_written_where_it_should_go(only_quick: None, tmp_path: Path, target: str) -> None:
-    model, loader, optimizer = accel.optimize(*make(), budget=60, report=tmp_path / target)
-    loop = training(model, loader, optimizer)
-    go_to("hold", loop, model)
-    found = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file())
-    whole = [os.path.join("folder", name) for name in ("plan.json", "report.html", "report.json")]
-    assert found == (whole if target == "folder" else [target])
-    if target == "folder":
-        assert accel.Report.load(tmp_path / "folder" / "report.json").state == "done"
-        accel.undo(model)
-        assert accel.Report.load(tmp_path / "folder" / "report.json").state == "undone"
-
-
-def test_two_models_with_one_place_have_a_report_each(
-    only_quick: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """As a GAN's; the one that ended last overwrote the other."""
-    models = [make(seed) for seed in range(2)]
-    for model, loader, optimizer in models:
-        accel.optimize(model, loader, optimizer, budget=60, report=tmp_path / "gan")
-    assert capsys.readouterr().err.count(str(tmp_path / "gan-2")) == 1
-    accel.optimize(*models[0], budget=50, report=tmp_path / "gan")  # with other settings: its own place
-    assert str(tmp_path / "gan-3") not in capsys.readouterr().err
-    for model, *_ in reversed(models):
-        accel.undo(model)
-    assert [path.name for path in sorted(tmp_path.iterdir())] == ["gan", "gan-2"]
-    accel.optimize(*make(2), budget=60, report=tmp_path / "gan")  # those before are over
-    assert capsys.readouterr().err == ""
-
-
-@pytest.mark.parametrize("interactive", [True, False])
-@pytest.mark.parametrize("scheduled", [True, False])
-def test_a_cell_that_is_run_again_has_the_loader_for_its_new_model(
-    only_quick: None, monkeypatch: pytest.MonkeyPatch, interactive: bool, scheduled: bool
-) -> None:
-    """The session of the model before kept it: strategies for the loader were never tried again."""
-    if interactive:
-        monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
-    model, loader, optimizer = accel.optimize(*make(), budget=60)
-    fetching = entry.MODELS[model].session.run.fetching
-    advance(training(model, loader, optimizer), 20)
-    before = model
-    model, _, optimizer = make(1)
-    if scheduled:
-        torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-    model, loader, optimizer = accel.optimize(model, loader, optimizer, budget=60)
-    assert (entry.MODELS[model].session.run.fetching is fetching) == interactive
-    assert (entry.optimized(before) is None) == interactive
-
-
-@pytest.mark.parametrize("interactive", [True, False])
-def test_a_cell_that_makes_its_loader_anew_too_has_the_place_of_its_report(
-    only_quick: None,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    interactive: bool,
-) -> None:
-    """Each run of it had a report of another number."""
-    if interactive:
-        monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
-    trained = [accel.optimize(*make(9), budget=60, report=report)[0] for report in (None, tmp_path / "other")]
-    for seed in range(3):
-        model, loader, optimizer = make(seed)
-        model, loader, optimizer = accel.optimize(model, loader, optimizer, budget=60, report=tmp_path / "one")
-        advance(training(model, loader, optimizer), 20)
-    assert ("has the report of another model" in capsys.readouterr().err) != interactive
-    accel.undo(model)
-    assert (tmp_path / "one-3").exists() != interactive
-    assert all(entry.optimized(model) is not None for model in trained)
-
-
-def test_the_other_model_of_a_loader_keeps_it_while_it_is_trained(
-    only_quick: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
-    first, loader, optimizer = accel.optimize(*make(), budget=60)
-    second, loader, _ = accel.optimize(make(1)[0], loader, None, budget=60)
-    third, loader, _ = accel.optimize(make(2)[0], loader, None, budget=60)
-    assert all(entry.optimized(model) is not None for model in (first, second, third))
-    assert optimizer is not None
-
-
-def test_where_the_model_was_trained_is_remembered_when_it_has_left(
-    only_quick: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Lightning takes it back to the CPU before it says that the training has ended."""
-    text = "GPU phases: the model runs on the CPU"
-    monkeypatch.setattr(Run, "cuda", property(lambda run: True))
-    made = make()
-    with monkeypatch.context() as patched:
-        patched.setattr(entry.Session, "start", lambda self, settled: None)  # which would ask the GPU
-        model, *_ = accel.optimize(*made, budget=60)
-    monkeypatch.setattr(Run, "cuda", property(lambda run: False))
-    assert text not in accel.explain(model).unseen
-    other, *_ = accel.optimize(*make(1), budget=60)
-    assert text in accel.explain(other).unseen
-
-
-def _train_in_child(folder: Path) -> None:
-    sys.stderr = open(folder / "told", "w")  # noqa: SIM115
-    model, loader, optimizer = accel.optimize(*make(), budget=60, report=folder / "report.json")
-    advance(training(model, loader, optimizer), 10)
-    accel.optimize(*make(1), budget=60)
-
-
-def test_a_training_in_a_forked_process_has_its_report_in_the_end(only_quick: None, tmp_path: Path) -> None:
-    """Such a process leaves without exit handlers; the next run took it for one that was killed."""
-    process = multiprocessing.get_context("fork").Process(target=_train_in_child, args=(tmp_path,))
-    process.start()
-    process.join(60)
-    assert process.exitcode == 0
-    report = accel.Report.load(tmp_path / "report.json")
-    assert (report.state, report.steps) == ("interrupted", 8)
-    assert (tmp_path / "told").read_text().count("before the search for Net had a verdict") == 1
-
-
-def test_a_report_that_can_not_be_written_costs_nothing_but_itself(
-    only_quick: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "file").write_text("in the way")
-    model, loader, optimizer = accel.optimize(*make(), budget=60, report=tmp_path / "file" / "report.json")
-    go_to("hold", training(model, loader, optimizer), model)
-    assert accel.explain(model).plan == {"quick": None}
-    assert "the report could not be written" in capsys.readouterr().err
-    accel.undo(model)
 
 
 def test_an_undone_model_is_freed(only_quick: None) -> None:

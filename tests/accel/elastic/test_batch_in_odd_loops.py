@@ -19,7 +19,7 @@ from accel.elastic.checkpointing import Checkpointing
 from accel.elastic.sample_position import remaining_epochs
 from accel.elastic.scaling_rules import Linear
 from accel.errors import InvalidArgument
-from tests.accel.elastic.test_batch_run import (
+from tests.accel.elastic.batch_loops import (
     PLAIN,
     Clock,
     Numbered,

@@ -25,7 +25,7 @@ from accel.dataio.elastic_sampler import ElasticSampler
 from accel.dataio.loader import ContinuousLoader
 from accel.elastic.batch_loader import EpochBatches, elastic_loader
 from accel.errors import InvalidArgument
-from tests.accel.elastic.test_batch_run import PLAIN
+from tests.accel.elastic.batch_loops import PLAIN
 from tests.accel.elastic.test_sample_position import followed
 from tests.sampling import examples
 

@@ -23,7 +23,7 @@ from accel.elastic.checkpoint_run import CheckpointRun
 from accel.elastic.checkpointing import Checkpointing
 from accel.elastic.running import request_checkpoint, save_checkpoint
 from accel.elastic.sample_position import remaining_epochs
-from tests.accel.elastic.test_batch_run import PLAIN
+from tests.accel.elastic.batch_loops import PLAIN
 from tests.sampling import examples
 
 EPOCHS, BATCH = 3, 2

@@ -27,7 +27,7 @@ from accel.elastic.held_batches import HeldBatches
 from accel.elastic.running import request_checkpoint, save_checkpoint
 from accel.elastic.sample_position import SamplePosition, remaining_epochs
 from accel.session.listeners import Onlooker, follow
-from tests.accel.elastic.test_batch_run import PLAIN, batch_run
+from tests.accel.elastic.batch_loops import PLAIN, batch_run
 from tests.sampling import examples
 
 SAMPLES, BATCH = 40, 4

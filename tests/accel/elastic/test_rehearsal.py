@@ -19,7 +19,7 @@ import accel
 from accel.amp import DynamicLossScale, decorate
 from accel.elastic.rehearsal import BatchRehearsal, is_out_of_memory
 from accel.profiler.host import ResidentMemory, resident_memory
-from tests.accel.elastic.test_batch_run import PLAIN, Clock, Numbered, batch_run, clock, known_noise, nothing, train
+from tests.accel.elastic.batch_loops import PLAIN, Clock, Numbered, batch_run, clock, known_noise, nothing, train
 
 __all__ = ["clock"]
 
