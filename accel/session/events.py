@@ -28,7 +28,7 @@ from accel.profiler.clocks import device_events
 from accel.profiler.closures import Arguments, followed_by
 from accel.profiler.optimizers import Strangers
 from accel.profiler.phases import StepClock
-from accel.run import backward
+from accel.run import backward, ranks
 from accel.run.context import Run
 from accel.run.gate import Call
 from accel.session.device_clock import DeviceClock
@@ -141,6 +141,8 @@ class StepEvents:
         """The session does, for what is on or tried."""
         self._strangers = Strangers()
         self._epoch_is_new = False
+        self._pass_began_at = -1
+        """The boundary at the first request of the newest pass."""
         self._updated = False
         self._stepping = self._passing = 0
         """The id of the optimizer that is stepping: the one if it is the model's, the other if it is none of its."""
@@ -189,13 +191,21 @@ class StepEvents:
         return self._run.fetching
 
     def epoch_begins(self, proxy: LoaderProxy) -> None:
-        """Begin a step: the time between two epochs belongs to neither."""
+        """Begin a step: the time between two passes belongs to neither, unless the loop begins one for each step."""
         self.epochs += proxy._accel_loader is self._run.loader
         self._usage.iterated = True
-        self._clock.restart(first=True)
+        is_left = (self._updated or self._batch_is_step()) and self._thread in (None, get_ident())
+        if is_left and proxy is self._loader.delivered and self.boundaries == self._pass_began_at:
+            self._pass_began_at += 1  # `next(iter(loader))`: to begin a pass is a part of the step that ends
+            if self._state.mode is _MEASURING:
+                self._clock.request()
+            return
         self._epoch_is_new = True
+        self._clock.restart(first=True)
         if self._state.mode is _MEASURING:
             self.device.begin_again()
+            if is_left and not ranks.are_several():  # its time is gone; ranks leave out the same steps
+                self._listener.leave_out_step()
 
     def batch_requested(self) -> None:
         """End the step if an optimizer has stepped since the last boundary."""
@@ -209,12 +219,14 @@ class StepEvents:
             return
         if torch.is_inference_mode_enabled() and self._run.optimizers:
             return  # an evaluation, before the training asks for its next batch: calls in this mode have no gradients
-        if self._epoch_is_new:
-            self._epoch_is_new = False
+        is_new, self._epoch_is_new = self._epoch_is_new, False
+        if is_new:
             _keeping_grad_mode(self._listener.epoch_begins)
             if self._state.mode is _CLOSED:
                 return
         self._end_step()
+        if is_new:
+            self._pass_began_at = self.boundaries
 
     def _end_step(self) -> None:
         """End the step, if there was one."""

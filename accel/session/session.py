@@ -339,13 +339,12 @@ class Session:
         result, action = self._result, self._action
         result.steps += 1
         result.elapsed_s += measured.seconds
-        self._usual.add(measured)
         is_left_out, self._is_left_out = self._is_left_out, False
+        if not is_left_out:
+            self._usual.add(measured)
         if action.whole_epoch:
-            repeated = self.events.kept.are_repeated
-            if not (repeated and is_left_out) and self._whole_epoch.book(
-                measured, result, self.events.epochs, repeated
-            ):
+            repeated, epochs = self.events.kept.are_repeated, self.events.epochs
+            if not (repeated and is_left_out) and self._whole_epoch.book(measured, result, epochs, repeated):
                 self._finish_action()
             return
         if not is_left_out:
