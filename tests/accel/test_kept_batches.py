@@ -104,7 +104,7 @@ def test_a_loop_that_repeats_batches_is_made_faster_and_trains_the_same(
     assert 600 - 3 * _REPEATED_AFTER < report.steps <= 600
 
 
-@settings(max_examples=examples(15), deadline=None)
+@settings(max_examples=examples(8), deadline=None)
 @given(each=st.integers(1, 3), steps=st.integers(100, 500), batches=st.sampled_from([cycled, listed, one]))
 def test_whatever_the_loop_repeats_and_accumulates_it_trains_the_same(
     each: int, steps: int, batches: Callable[[Any], Batches]

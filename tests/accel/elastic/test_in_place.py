@@ -119,7 +119,7 @@ def test_processes_that_stay_go_on_and_no_sample_is_lost(
 @pytest.mark.parametrize(
     ("kind", "problem"),
     [
-        pytest.param("groups", "process groups of its own"),
+        pytest.param("groups", "process groups of its own", marks=pytest.mark.integration),
         pytest.param("fails", "an added process has ended", marks=pytest.mark.slow),
     ],
 )
