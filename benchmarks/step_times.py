@@ -114,8 +114,8 @@ def judge(
 
     Processes of the same program differ: by where their memory lies, a ResNet-18's steps took 89 ms in one and 109 ms
     in the next. What is slower for a reason is slower in all. Six turns tell too little: of 30 measurements of a DCGAN,
-    whose plan gains nothing where memory is faulted in fast, 11 were beyond the limit, at 1.013 on average. So each new
-    measurement is longer than the one before.
+    whose plan gains nothing where memory is faulted in fast, 11 were beyond the limit, at 1.013 on average (two cores
+    of an Intel Xeon). So each new measurement is longer than the one before.
 
     Args:
         first: the measurement that there is.

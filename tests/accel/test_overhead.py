@@ -65,15 +65,11 @@ def test_another_model_s_optimizer_adds_little_to_a_step() -> None:
             critic.step()
             yield
 
-    def of_a_step(loader: Any) -> Effort:
-        steps = both(loader)
-        return effort.median([effort.of(lambda: next(steps)) for _ in range(40)])
-
-    plain = of_a_step(batches) - _of_a_lone_step(model, batches, optimizer)
+    plain = _of_a_step(both(batches)) - _of_a_step(training(model, batches, optimizer))
     _, loader, _ = accel.optimize(model, batches, optimizer, budget=60, disable=strategies.names())
     for _ in both(loader):  # the search ends in it
         pass
-    idle = of_a_step(loader) - _of_a_lone_step(model, loader, optimizer)
+    idle = _of_a_step(both(loader)) - _of_a_step(training(model, loader, optimizer))
     accel.undo(model)
 
     more = idle - plain
@@ -102,8 +98,7 @@ def test_calls_are_let_be_where_nothing_that_is_kept_could_make_them_wrong(monke
     accel.undo(model)
 
 
-def _of_a_lone_step(model: nn.Module, loader: Any, optimizer: torch.optim.Optimizer) -> Effort:
-    steps = training(model, loader, optimizer)
+def _of_a_step(steps: Iterator[None]) -> Effort:
     return effort.median([effort.of(lambda: next(steps)) for _ in range(40)])
 
 
