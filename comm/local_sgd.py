@@ -29,15 +29,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 from accel.comm.engine.binding import ignored_names
 from accel.comm.hooks import CommState
-from accel.comm.periodic.local_checks import check_arguments, check_parts, check_scale, difference
+from accel.comm.periodic.local_checks import check_arguments, check_parts, difference
 from accel.comm.periodic.local_masters import is_master, masters_of, round_off
 from accel.comm.periodic.local_mean import HostMean, Named, WeightMean, fingerprint
 from accel.comm.periodic.local_state import same_state
 from accel.comm.selection.reducer import unhook
 
 _VERSION = 1
-_COUNTS = ("_growth_tracker", "good_steps", "overflows_left")
-"""What GradScaler and DynamicLossScale count on the way to their next change."""
+_COUNT = "_growth_tracker"
+"""What a GradScaler counts on the way to its next change."""
 
 
 class LocalSGD:
@@ -64,7 +64,7 @@ class LocalSGD:
             until `close()`, which always averages it.
         dense: how gradients go in the first phase, and after `close()`; default as DDP sends them. It is a state of the
             same module that was not registered.
-        scaler: the GradScaler or `accel.amp.DynamicLossScale` in use; without a GradScaler, ranks that skip different
+        scaler: the GradScaler in use; without it, ranks that skip different
             steps are an error at the next averaging.
         timeout: for each collective, default 5 minutes: the longest that ranks may be apart.
 
@@ -94,7 +94,6 @@ class LocalSGD:
     ) -> None:
         check_arguments(start_step, every, within)
         check_parts(ddp, optimizer, dense, scaler)
-        check_scale(optimizer, scaler)
         self.start_step, self.every, self.within, self.average_momentum = start_step, every, within, average_momentum
         self.step = 0
         """Steps so far."""
@@ -114,8 +113,7 @@ class LocalSGD:
         self._apart = False
         self._closed = False
         self._step_hook = optimizer.register_step_post_hook(self._after_step)
-        self._wraps_scaler = hasattr(scaler, "step")  # a DynamicLossScale leaves each step to the optimizer
-        if self._wraps_scaler:
+        if scaler is not None:
             self._earlier_step, self._scaler_step = vars(scaler).get("step"), scaler.step
             scaler.step = self._step_of_scaler
         ddp.register_comm_hook(self, _hook)
@@ -307,7 +305,7 @@ class LocalSGD:
             self._make_same()
         self._closed = True
         self._step_hook.remove()
-        if self._wraps_scaler:
+        if self._scaler is not None:
             self._release_scaler()
         self._enter_phase()
         if self._dense is None:
@@ -328,8 +326,7 @@ class LocalSGD:
         states = self._weights.objects.gather(self._scaler.state_dict())
         if all(states):  # a scaler that is switched off has none
             least = min(states, key=lambda state: float(state["scale"]))
-            counts = {name: min(state[name] for state in states) for name in _COUNTS if name in least}
-            self._scaler.load_state_dict({**least, **counts})
+            self._scaler.load_state_dict({**least, _COUNT: min(state[_COUNT] for state in states)})
 
     def __enter__(self) -> "LocalSGD":
         return self

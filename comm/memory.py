@@ -208,6 +208,7 @@ class LossScale:
     """
 
     def __init__(self, scaler: Any) -> None:
+        self._check(scaler)
         self._scaler = scaler
         self._awaited = False
         self.value = 1.0
@@ -234,7 +235,16 @@ class LossScale:
                 "state.bind(model, scaler=scaler)"
             )
         if scaler is not None:
+            self._check(scaler)
             self._scaler, self._awaited = scaler, False
+
+    @staticmethod
+    def _check(scaler: Any) -> None:
+        if scaler is not None and not hasattr(scaler, "get_scale"):
+            raise ValueError(
+                f"scaler must be a torch.amp.GradScaler, got {type(scaler).__name__}; gradients of a model that is "
+                "decorated by accel.amp have no scale"
+            )
 
     def follow(self, *memories: Memory) -> None:
         """Multiply what was not sent yet by the change of the scale since the last call; between steps.

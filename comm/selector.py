@@ -52,7 +52,7 @@ class AutoComm(Planner):
         network: the network, if known; default: it is measured.
         verbose: print the outcome on rank 0, to stderr.
         timeout: for each collective, default 5 minutes.
-        scaler: the GradScaler or `accel.amp.DynamicLossScale` in use, so that what was not sent yet follows its scale;
+        scaler: the GradScaler in use, so that what was not sent yet follows its scale;
             default None.
 
     Raises:

@@ -57,8 +57,7 @@ def take_momentum(
 
     Raises:
         ValueError: if the state has no such compressor, or the optimizer is another or has an option that isn't linear
-            or not seen from outside: dampening, fused; or if its step unscales gradients or has master weights, as
-            after `accel.amp.decorate` (but for bfloat16 at O1).
+            or not seen from outside: dampening, fused.
 
     Example:
         >>> optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4)
@@ -71,9 +70,6 @@ def take_momentum(
 
 class SGDMomentum:
     """A hand-over of momentum; `take_momentum` makes it."""
-
-    moves_weights = True
-    """Its hook before the step does, by gradients as they are then; `accel.amp` asks, which would scale them."""
 
     def __init__(
         self, state: CommState, optimizer: torch.optim.Optimizer, scaler: Any, process_group: dist.ProcessGroup | None
@@ -100,12 +96,6 @@ class SGDMomentum:
         self._due = False
         """Whether gradients of this rank have been averaged since the last step."""
         self._index()
-        if getattr(optimizer, "_step_supports_amp_scaling", False):
-            raise ValueError(
-                "the optimizer's step must be given weights themselves and gradients without a scale, got one that "
-                "unscales or has master weights, as accel.amp.decorate makes it; use "
-                f"{type(compressor).__name__}(momentum=False) with it, or bfloat16 at level O1"
-            )
         compressor._bind(self)
         self._hooks = [
             optimizer.register_step_pre_hook(self._before),

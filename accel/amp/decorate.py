@@ -2,46 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from typing import Any, Literal, NamedTuple
+import functools
+import weakref
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from accel.amp import undecorate, weights
-from accel.amp.border import Border, border_of
-from accel.amp.bypass import BypassCheck
-from accel.amp.checkpoint import Float32Checkpoint
 from accel.amp.loss_scale import DynamicLossScale
-from accel.amp.master_option import MasterOption, leave_no_masters
-from accel.amp.masters import MasterWeights, masters_of
-from accel.amp.moments import MomentDtypes
-from accel.amp.ranks import SharedMasters
-from accel.amp.step_checks import keeps_own_lists
+from accel.amp.mixed_call import Float32Island, MixedCall
 from accel.errors import InvalidArgument
 
 LossScale = DynamicLossScale | float | Literal["dynamic"] | None
 
-
-class Level(NamedTuple):
-    """What a level does."""
-
-    casts_weights: bool = False
-    keeps_norms: bool = False
-    """Batch normalisation stays in float32."""
-    keeps_masters: bool = False
-    autocasts: bool = False
-
-
-LEVELS = {
-    "O0": Level(),
-    "O1": Level(autocasts=True),
-    "O2": Level(casts_weights=True, keeps_norms=True, keeps_masters=True),
-    "O3": Level(casts_weights=True),
-}
+_LEVELS = ("O0", "O1", "O2")
+_CALLS = "_accel_mixed_call"
+"""The attribute of a decorated model that makes its calls: it goes along in copies and pickles."""
+_KEY = "loss_scale"
+"""Of a loss scale, in the state of an optimizer."""
+_of_optimizers: weakref.WeakKeyDictionary[Any, list[RemovableHandle]] = weakref.WeakKeyDictionary()
+"""What takes the hooks off the optimizers that were decorated with a model."""
+_classes: weakref.WeakKeyDictionary[type[Any], weakref.ref[type[Any]]] = weakref.WeakKeyDictionary()
+"""The classes of decorated models, by their own."""
 
 
 def decorate(
@@ -56,24 +43,22 @@ def decorate(
 ) -> Any:
     """Train models in mixed precision; the loop stays `loss.backward(); optimizer.step()`.
 
-    | level | weights | computes in | batch norm | master weights |
-    |---|---|---|---|---|
-    | O0 | float32 | float32 | float32 | - |
-    | O1 | float32 | autocast | autocast | - |
-    | O2 | 16-bit | 16-bit | float32 | float32, in the optimizer's state |
-    | O3 | 16-bit | 16-bit | 16-bit | none |
+    | level | computes in | batch norm |
+    |---|---|---|
+    | O0 | float32 | float32 |
+    | O1 | `torch.autocast` | autocast |
+    | O2 | 16 bits, by copies of the weights that a call makes | float32 |
 
+    Parameters, their gradients and the optimizer stay as they are, in float32: the parameters are the master weights.
     Inputs are cast at the model's border, outputs are float32. With float16, gradients are multiplied by a loss scale
-    where they enter the model, at its output, and divided in the optimizer's step; a step that overflows is skipped.
-    `state_dict` of the model is float32 under the usual names, and master weights lose nothing by it.
+    where they enter the model, at its output, and divided where they leave it; a step that overflows is skipped.
 
     Args:
         models: one or several, trained together; they are changed in place. One in `DistributedDataParallel` too.
-        optimizers: one or several, of nothing but these models' parameters. Those of `accel.optim` do all in one pass.
-            Without any, models are for evaluation.
-        level: "O0" to "O3"; default "O2".
+        optimizers: one or several, whose `state_dict` is to have the loss scale; nothing else is done to them.
+        level: "O0" to "O2"; default "O2".
         dtype: torch.float16 or torch.bfloat16; default float16 on CUDA, bfloat16 elsewhere.
-        keep_fp32: at O2, classes and names of modules that stay in float32 beside batch normalisation.
+        keep_fp32: at O2, classes and names of modules that compute in float32 beside batch normalisation.
         loss_scale: "dynamic" (default; none for bfloat16), a number that stays, a `DynamicLossScale`, or None for none:
             where the loop has a `torch.amp.GradScaler`.
 
@@ -89,27 +74,28 @@ def decorate(
         >>> model, optimizer = decorate(model, optimizer, level="O2", dtype=torch.bfloat16)
         >>> model(torch.ones(1, 4)).sum().backward()
         >>> optimizer.step()
-        >>> model.weight.dtype, model.state_dict()["weight"].dtype
-        (torch.bfloat16, torch.float32)
+        >>> model.weight.dtype, model.weight.grad.dtype
+        (torch.float32, torch.float32)
 
-    Source: Micikevicius et al., Mixed Precision Training, ICLR 2018; the levels are those of NVIDIA's apex.amp.
+    Source: Micikevicius et al., Mixed Precision Training, ICLR 2018; the levels are those of NVIDIA's apex.amp, float32
+    parameters those of FSDP2's `MixedPrecisionPolicy`.
     """
     given, chosen = _listed(models), [] if optimizers is None else _listed(optimizers)
-    plain = [each.module if isinstance(each, DistributedDataParallel) else each for each in given]
-    what = _level(level)
-    _check(given, plain, chosen, what.keeps_masters)
+    plain = list({id(each): each for each in map(_inner, given)}.values())
+    if level not in _LEVELS:
+        raise InvalidArgument(f"level must be one of {', '.join(_LEVELS)}. Found: {level!r}.")
+    _check(plain, chosen)
     dtype = _dtype(dtype, plain)
     scale = _scale(loss_scale, dtype)
+    kept = [_kept(model, level, keep_fp32) for model in plain]
     if level != "O0":
-        for each in chosen if _changes_steps(what, dtype, scale) else ():
-            _check_hooks(each)
-        kept = [_kept(model, what, keep_fp32) for model in plain]
-        if what.casts_weights:
-            weights.check(plain, [module for each in kept for module in each])
-        _decorate(given, plain, chosen, what, dtype, scale, kept)
-    else:
-        for each in chosen:
-            leave_no_masters(each)
+        if scale is not None:
+            scale.to(next((p.device for model in plain for p in model.parameters()), torch.device("cpu")))
+        for model, own in zip(plain, kept, strict=True):
+            _decorate(model, MixedCall(dtype, scale, own, autocast=level == "O1"))
+        if scale is not None:
+            handles = [handle for each in chosen for handle in _with_scale(each, scale)]
+            _of_optimizers.update((vars(model)[_CALLS], handles) for model in plain)
     if optimizers is None:
         return given if isinstance(models, Sequence) else given[0]
     return (
@@ -118,90 +104,139 @@ def decorate(
     )
 
 
-def _decorate(
-    given: list[nn.Module],
-    plain: list[nn.Module],
-    optimizers: list[Optimizer],
-    what: Level,
-    dtype: torch.dtype,
-    scale: DynamicLossScale | None,
-    kept: list[list[nn.Module]],
-) -> None:
-    values: dict[torch.Tensor, torch.Tensor] = {}
-    casts: dict[nn.Module, weights.Casts] = {}
-    if what.casts_weights:
-        for whole, model, own in zip(given, plain, kept, strict=True):
-            if isinstance(whole, DistributedDataParallel):
-                del whole.reducer  # its hooks wait for float32 gradients
-            casts[model] = weights.cast(model, dtype, own)
-            values |= casts[model].values
-            if isinstance(whole, DistributedDataParallel):
-                _reduce_anew(whole)
-    masters: list[MasterWeights] = []
-    if _changes_steps(what, dtype, scale):
-        masters += [MasterWeights(each, values, scale, keeps=what.keeps_masters) for each in optimizers]
-    options = [MasterOption(each, what.keeps_masters) for each in optimizers]
-    moments = [MomentDtypes(each, _cast_by(casts)) for each in optimizers if not what.keeps_masters]
-    for own_moments in moments:
-        own_moments.follow()
-    handles: list[RemovableHandle] = []
-    borders = [Border(dtype, scale if optimizers else None, what.autocasts) for _ in plain]
-    for model, border in zip(plain, borders, strict=True):
-        handles += border.register(model)
-        if what.casts_weights:
-            handles += Float32Checkpoint(masters).register(model)
-    for each in casts.values():
-        each.values.clear()  # those of an optimizer are kept in its state, and those of none are let go
-    check = _check_of(plain, scale) if scale is not None and optimizers else None
-    for whole, model, border in zip(given, plain, borders, strict=True):
-        border.decoration = undecorate.Decoration(handles, casts, masters, options, moments, check, given != plain)
-        border.on_call += [each.begin_call for each in masters]
-        if what.keeps_masters and whole is model:
-            border.on_call.append(SharedMasters(masters).begin_call)
+def undecorate(models: Any) -> Any:
+    """Take off what `decorate` has put on models, at any time, and return what was passed.
+
+    Weights, gradients and optimizers are left as they are.
+
+    Args:
+        models: one, or several; those that are not decorated are left as they are.
+
+    Example:
+        >>> model = decorate(nn.Linear(4, 2), dtype=torch.bfloat16)
+        >>> type(undecorate(model)) is nn.Linear
+        True
+    """
+    for model in map(_inner, _listed(models)):
+        calls = calls_of(model)
+        if calls is None:
+            continue
+        for module in calls.kept:
+            for hooks in (module._forward_pre_hooks, module._forward_hooks):
+                for key in [key for key, hook in hooks.items() if _is_island(hook, calls)]:
+                    del hooks[key]
+                    module._forward_pre_hooks_with_kwargs.pop(key, None)
+        for handle in _of_optimizers.pop(calls, ()):
+            handle.remove()
+        model.__class__ = type(model).__mro__[1]
+        del vars(model)[_CALLS]
+    return models
 
 
-def _changes_steps(what: Level, dtype: torch.dtype, scale: DynamicLossScale | None) -> bool:
-    """Return whether optimizers get a scale or masters, as for a GradScaler: torch's own unscales no float16."""
-    return what.keeps_masters or scale is not None or (what.casts_weights and dtype == torch.float16)
+def master_params(optimizer: Optimizer) -> list[Tensor]:
+    """Return the float32 weights that an optimizer updates, to clip gradients or look at them: its parameters.
+
+    Args:
+        optimizer: of a decorated model.
+
+    Example:
+        >>> model = torch.nn.Linear(4, 2)
+        >>> optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        >>> model, optimizer = decorate(model, optimizer, dtype=torch.bfloat16)
+        >>> model(torch.ones(1, 4)).sum().backward()
+        >>> norm = torch.nn.utils.clip_grad_norm_(master_params(optimizer), max_norm=1.0)
+        >>> optimizer.step()
+    """
+    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
-def _check_hooks(optimizer: Optimizer) -> None:
-    """Raise InvalidArgument if a hook before the step moves weights: by scaled gradients, and past the masters."""
-    owners = (getattr(hook, "__self__", None) for hook in optimizer._optimizer_step_pre_hooks.values())
-    if any(getattr(owner, "moves_weights", False) for owner in owners):
-        raise InvalidArgument(
-            "an optimizer must keep its momentum where it gets a loss scale or master weights. Found: one whose "
-            "momentum a compressor has taken over; close() that, and use momentum=False, or bfloat16 at O1."
-        )
+def calls_of(model: nn.Module) -> MixedCall | None:
+    """Return what makes the calls of a decorated model; None if it is not decorated."""
+    calls: MixedCall | None = vars(model).get(_CALLS)
+    return calls
 
 
-def _cast_by(casts: dict[nn.Module, weights.Casts]) -> list[torch.Tensor]:
-    return [p for each in casts.values() for p in each.dtypes]
+# -- the class of a decorated model ------------------------------------------------------------------------------------
 
 
-def _check_of(models: list[nn.Module], scale: DynamicLossScale) -> BypassCheck:
-    """Bring the scale to the device of the models, and look for gradients that take another way."""
-    params = [p for model in models for p in model.parameters()]
-    scale.to(params[0].device if params else torch.device("cpu"))
-    return BypassCheck(params, scale)
+def _decorate(model: nn.Module, calls: MixedCall) -> None:
+    for module in calls.kept:
+        Float32Island(calls).register(module)
+    vars(model)[_CALLS] = calls
+    model.__class__ = _decorated(type(model))
 
 
-def _reduce_anew(model: DistributedDataParallel) -> None:
-    """Have the buckets of gradients made for the parameters as they are now."""
-    whole: Any = model
-    parameters, sparse = whole._build_params_for_reducer()
-    names = whole._build_debug_param_to_name_mapping(parameters)
-    whole._ddp_init_helper(parameters, sparse, names, whole.static_graph)
+def _decorated(kind: type[Any]) -> type[Any]:
+    """Return a subclass that makes calls in mixed precision, under the name of the class itself.
+
+    A subclass and no function on the object, so that copies and pickles of the model call themselves.
+    """
+    known = _classes.get(kind)
+    made = None if known is None else known()
+    if made is None:
+        names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
+        made = type(kind.__name__, (kind,), {**names, "forward": _forward(kind), "__reduce_ex__": _reduced(kind)})
+        _classes[kind] = weakref.ref(made)
+    return made
+
+
+def _forward(kind: type[Any]) -> Callable[..., Any]:
+    @functools.wraps(kind.forward)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return vars(self)[_CALLS](self, functools.partial(kind.forward, self), *args, **kwargs)
+
+    around: Any = torch.compiler.disable
+    uncompiled: Callable[..., Any] = around(forward, recursive=False)  # the model's own code may be compiled
+    return uncompiled
+
+
+def _reduced(kind: type[Any]) -> Callable[..., tuple[Any, ...]]:
+    def reduced(self: nn.Module, protocol: Any) -> tuple[Any, ...]:
+        plain: Any = kind.__reduce_ex__
+        _, (_, *rest), *others = plain(self, max(2, protocol))
+        return (_anew, (kind, *rest), *others)
+
+    return reduced
+
+
+def _anew(kind: type[Any], *rest: Any) -> Any:
+    made = _decorated(kind)
+    return made.__new__(made, *rest)
+
+
+def _is_island(hook: Any, calls: MixedCall) -> bool:
+    owner = getattr(hook, "__self__", None)
+    return isinstance(owner, Float32Island) and owner.calls is calls
+
+
+# -- the loss scale in checkpoints -------------------------------------------------------------------------------------
+
+
+def _with_scale(optimizer: Optimizer, scale: DynamicLossScale) -> list[RemovableHandle]:
+    def save(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        return {**state_dict, _KEY: scale.state_dict()}
+
+    def load(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+        if _KEY in state_dict:
+            scale.load_state_dict(state_dict[_KEY])
+
+    if not hasattr(optimizer, "_optimizer_state_dict_post_hooks"):  # one around another, that has no hooks of its own
+        return []
+    return [
+        optimizer.register_state_dict_post_hook(save),
+        optimizer.register_load_state_dict_pre_hook(load),
+    ]
+
+
+# -- arguments ---------------------------------------------------------------------------------------------------------
+
+
+def _inner(model: Any) -> Any:
+    return model.module if isinstance(model, DistributedDataParallel) else model
 
 
 def _listed(given: Any) -> list[Any]:
     return list(given) if isinstance(given, Sequence) else [given]
-
-
-def _level(level: str) -> Level:
-    if level not in LEVELS:
-        raise InvalidArgument(f"level must be one of {', '.join(LEVELS)}. Found: {level!r}.")
-    return LEVELS[level]
 
 
 def _dtype(dtype: torch.dtype | None, models: list[nn.Module]) -> torch.dtype:
@@ -228,38 +263,47 @@ def _scale(given: LossScale, dtype: torch.dtype) -> DynamicLossScale | None:
     return DynamicLossScale(initial=number, growth=1.0, backoff=1.0, least=number, most=number)
 
 
-def _kept(model: nn.Module, what: Level, keep: Collection[type[nn.Module] | str]) -> list[nn.Module]:
+def _kept(model: nn.Module, level: str, keep: Collection[type[nn.Module] | str]) -> list[nn.Module]:
+    """Return the modules that are to compute in float32, without those inside of them."""
     if isinstance(keep, str | type):
         raise InvalidArgument(f"keep_fp32 must be a list of classes and names. Found: {keep!r}.")
-    if keep and not what.keeps_norms:
-        raise InvalidArgument("keep_fp32 is for level O2: the others keep all weights in one dtype.")
-    return weights.kept_modules(model, [*keep, *([weights.MIXED] if what.keeps_norms else [])])
+    if keep and level != "O2":
+        raise InvalidArgument("keep_fp32 is for level O2: the others keep all weights in float32.")
+    names = {entry for entry in keep if isinstance(entry, str)}
+    types = tuple(entry for entry in keep if not isinstance(entry, str))
+    modules = dict(model.named_modules())
+    if unknown := sorted(names - set(modules)):
+        raise InvalidArgument(f"keep_fp32 must name modules of the model. Found: {unknown[0]!r}.")
+    kept: dict[str, nn.Module] = {}
+    for name, module in modules.items():
+        within = any(name.startswith(f"{outer}.") or outer == "" for outer in kept)
+        if not within and (name in names or (types and isinstance(module, types))):
+            kept[name] = module
+    return list(kept.values())
 
 
-def _check(given: list[Any], models: list[Any], optimizers: list[Any], keeps_masters: bool) -> None:
-    """Raise InvalidArgument if models and optimizers don't go together."""
-    for whole, model in zip(given, models, strict=True):
+def _check(models: list[Any], optimizers: list[Any]) -> None:
+    """Raise InvalidArgument if a model can't be decorated, or an argument is something else."""
+    for model in models:
         if not isinstance(model, nn.Module):
             raise InvalidArgument(f"models must be nn.Module. Found: {type(model).__name__}.")
-        if border_of(model) is not None:
-            raise InvalidArgument(f"the model {type(model).__name__} is decorated already.")
-        if isinstance(whole, DistributedDataParallel) and whole._comm_hooks:
-            raise InvalidArgument(
-                "a communication hook must be registered after decorate. Found: one registered before."
-            )
+        name = type(model).__name__
+        if any(calls_of(part) is not None for part in model.modules()):
+            raise InvalidArgument(f"the model {name} is decorated already, or a part of it is.")
         if any(model is part for other in models if other is not model for part in other.modules()):
-            raise InvalidArgument(f"models must not be parts of each other. Found: {type(model).__name__} in another.")
-    own = {id(p) for model in models for p in model.parameters()}
+            raise InvalidArgument(f"models must not be parts of each other. Found: {name} in another.")
+        if isinstance(model, torch.jit.ScriptModule) or "forward" in vars(model):
+            raise InvalidArgument(f"a model must have its forward in its class. Found: {name}, which has it elsewhere.")
+        for own, p in model.named_parameters():
+            if is_lazy(p):
+                raise InvalidArgument(f"lazy modules must have seen a batch. Found: {own} of {name} without a shape.")
+            if hasattr(p, "device_mesh"):
+                raise InvalidArgument(f"{own} of {name} is sharded. Use fully_shard's MixedPrecisionPolicy instead.")
+            if p.requires_grad and p.dtype in (torch.float16, torch.bfloat16):
+                raise InvalidArgument(
+                    f"weights must be float32: they are what the optimizer updates. Found: {own} {p.dtype}; call "
+                    "float() on the model."
+                )
     for optimizer in optimizers:
         if not isinstance(optimizer, Optimizer):
             raise InvalidArgument(f"optimizers must be torch.optim.Optimizer. Found: {type(optimizer).__name__}.")
-        if keeps_masters and keeps_own_lists(optimizer):
-            kind = type(optimizer).__name__
-            raise InvalidArgument(f"{kind} can't have master weights: it keeps its own list of parameters. Use O1.")
-        if masters_of(optimizer) is not None:
-            raise InvalidArgument(f"the optimizer {type(optimizer).__name__} is decorated already.")
-        if any(id(p) not in own for group in optimizer.param_groups for p in group["params"]):
-            raise InvalidArgument(
-                f"{type(optimizer).__name__} must update parameters of these models only. Found: another. Decorate all "
-                "models that it trains in one call."
-            )

@@ -2,21 +2,21 @@
 
     scale ← scale · backoff   after `hysteresis` overflows in a row,   scale · growth   after `interval` good steps
 
-It is applied where values leave the model, to their gradients, so that the loop's loss stays as it is; what flows back
-out of the model, through its inputs, is divided by it. All of it is computed on the device: nothing waits.
+It multiplies gradients where they enter the model, at its outputs, and is divided out where they leave it, at weights
+and inputs (`casts.py`), so the loop's loss and its gradients stay as they are. It is computed on the device: nothing
+waits.
 
 Source: Micikevicius et al., Mixed Precision Training, ICLR 2018; the hysteresis is Megatron-LM's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from accel.amp.gradients import any_value
 from accel.errors import InvalidArgument
 
 
@@ -68,62 +68,32 @@ class DynamicLossScale:
         # On the device, as all that decides: a captured step notes its overflow where no Python runs.
         self._noted, self._overflow = torch.tensor(False), torch.tensor(False)
         self._may_be_noted = False
-        self._task = -1
-        self._is_passing, self._is_taken = False, False
-        """A backward pass is under way through it, and a step within that has come."""
-        self.came_through = False
-        """A gradient has come through it since the last step."""
-        self.on_forward: list[Callable[[], None]] = []
-        """Called for each tensor whose gradient will be multiplied."""
-        self.on_backward: list[Callable[[], None]] = []
-        """Called once in each backward pass, when the first gradient comes through it."""
-        self.on_create_graph: list[Callable[[], None]] = []
-        """Called for each gradient that comes through it and may be differentiated again."""
-        self.holds: list[Callable[[], bool]] = []
-        """Asked before it changes: whether it must stay."""
-        self.waiting: list[Callable[[], list[Tensor]]] = []
-        """Asked before it changes: gradients that are scaled by it and wait for their step, unless they are zeros."""
-
-    def get_scale(self) -> float:
-        """Return the scale as a number, as GradScaler does: within a backward pass that of its gradients.
-
-        What the last step overflowed counts once the next backward pass has begun. This waits for the device.
-        """
-        return float(self.value)
 
     def to(self, device: torch.device) -> None:
         """Move it to a device."""
         for name in ("value", "_good_steps", "_overflows_left", "_noted", "_overflow"):
             setattr(self, name, getattr(self, name).to(device))
 
-    def multiply(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """Return `x`, whose gradient will be multiplied by the scale.
+    @torch.no_grad()
+    def of_call(self) -> Tensor:
+        """Take the steps into account that were noted, and return the scale of a call of the model that begins.
 
-        Args:
-            x: floating point.
-            dtype: of what is returned; default that of `x`. The gradient is then multiplied and cast in one pass.
+        A copy: the call's gradients are multiplied and divided by the same number, whatever is noted until then.
         """
-        for listener in self.on_forward:
-            listener()
-        scaled: Tensor = _Multiplied.apply(x, self, dtype or x.dtype)  # type: ignore[no-untyped-call]
-        return scaled
-
-    def divide(self, x: Tensor) -> Tensor:
-        """Return `x`, whose gradient will be divided by the scale."""
-        divided: Tensor = _Divided.apply(x, self)  # type: ignore[no-untyped-call]
-        return divided
+        # A captured call is followed by steps that no Python of it sees.
+        if self._may_be_noted or (self.value.is_cuda and torch.cuda.is_current_stream_capturing()):
+            self.settle()
+        return self.value.clone()
 
     @torch.no_grad()
     def note(self, overflow: Tensor) -> None:
-        """Note whether a step overflowed, != 0 if so; taken into account when the next backward pass begins.
+        """Note whether a step overflowed, != 0 if so; taken into account when the next call of the model begins.
 
         Several are taken for one, as those of several optimizers in one step of the loop.
         """
         self._overflow.logical_or_(overflow.detach().to(self.value.device).reshape(()) != 0)
         self._noted.fill_(True)
         self._may_be_noted = True
-        # Others may step within the pass that is under way too, each after gradients of its own.
-        self.came_through = self._is_taken = self._is_passing
 
     @torch.no_grad()
     def update(self, overflow: Tensor) -> None:
@@ -147,57 +117,28 @@ class DynamicLossScale:
         for own, value in zip((self.value, self._good_steps, self._overflows_left), values, strict=True):
             own.copy_(value)
 
-    def _settled(self, counts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return scale, good steps and overflows left with what was noted taken into account, if it counts."""
+    def _settled(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return scale, good steps and overflows left with what was noted taken into account, if anything was."""
         before = self.value, self._good_steps, self._overflows_left
         after = self._after(self._overflow)
-        scale, good_steps, left = (torch.where(counts, b, a) for a, b in zip(before, after, strict=True))
+        scale, good_steps, left = (torch.where(self._noted, b, a) for a, b in zip(before, after, strict=True))
         return scale, good_steps, left
 
     @torch.no_grad()
     def settle(self) -> None:
-        """Take the steps into account that were noted, unless scaled gradients still wait for theirs."""
-        if any(holds() for holds in self.holds):
-            return
-        waiting = [gradient for each in self.waiting for gradient in each()]
-        if not waiting:
-            self._become(self._settled(self._noted))
-            self._forget()
-        elif self._may_be_noted:  # else their values are not worth a look
-            held = any_value(waiting, self.value.device)
-            self._become(self._settled(self._noted & ~held))
-            self._noted.logical_and_(held)
-            self._overflow.logical_and_(held)
+        """Take the steps into account that were noted."""
+        self._become(self._settled())
+        self._forget()
 
     def _forget(self) -> None:
         self._noted.fill_(False)
         self._overflow.fill_(False)
         self._may_be_noted = False
 
-    def _begin_backward(self) -> None:
-        """Be called when a gradient comes through."""
-        task = torch._C._current_graph_task_id()
-        if task != -1 and task == self._task:
-            return
-        self._task, self.came_through, self._is_passing = task, True, task != -1
-        if task != -1:
-            # To the end of this pass: what is checkpointed within it may have its gradients in a task of its own.
-            engine: Any = torch.autograd.Variable._execution_engine
-            engine.queue_callback(lambda: engine.queue_callback(self._end_backward))
-        for listener in self.on_backward:
-            listener()
-        self._is_taken = False
-        self.settle()  # after them: each may note a step that the loop has left out, and these count as one
-
-    def _end_backward(self) -> None:
-        self._is_passing = False
-        self.came_through = self.came_through and not self._is_taken
-
     def state_dict(self) -> dict[str, float]:
         """Return what it has learnt, as numbers; this waits for the device, and changes nothing."""
-        scale, good_steps, left = self._settled(self._noted)
-        fixed = {"is_fixed": True} if self._growth == self._backoff == 1.0 else {}
-        return {"scale": float(scale), "good_steps": int(good_steps), "overflows_left": int(left), **fixed}
+        scale, good_steps, left = self._settled()
+        return {"scale": float(scale), "good_steps": int(good_steps), "overflows_left": int(left)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state_dict` returned.
@@ -207,43 +148,11 @@ class DynamicLossScale:
         """
         try:
             scale, good, left = float(state["scale"]), int(state["good_steps"]), int(state["overflows_left"])
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise InvalidArgument(f"a loss scale's state has three numbers. Found: {state!r} ({error}).") from None
+        if not 0 < scale < float("inf") or good < 0:
+            raise InvalidArgument(f"a loss scale must be finite and > 0, and its counts >= 0. Found: {state!r}.")
         self.value.fill_(scale)
         self._good_steps.fill_(good)
         self._overflows_left.fill_(left)
         self._forget()
-
-
-class _Multiplied(torch.autograd.Function):
-    """x in a dtype, with its gradient multiplied by the scale."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, scale: DynamicLossScale, dtype: torch.dtype) -> Tensor:
-        ctx.scale, ctx.dtype = scale, x.dtype
-        return x.view_as(x) if x.dtype == dtype else x.to(dtype)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        ctx.scale._begin_backward()
-        (grad,), value = grads, ctx.scale.value.to(grads[0].device)
-        if torch.is_grad_enabled():  # create_graph=True
-            for listener in ctx.scale.on_create_graph:
-                listener()
-        if torch.is_grad_enabled() or grad.dtype == ctx.dtype or type(grad) is not Tensor:
-            return (grad * value).to(ctx.dtype), None, None
-        # In one pass: a language model's logits take gigabytes, and the product alone would be another pass over them.
-        return torch.mul(grad, value, out=torch.empty_like(grad, dtype=ctx.dtype)), None, None
-
-
-class _Divided(torch.autograd.Function):
-    """x, with its gradient divided by the scale."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, scale: DynamicLossScale) -> Tensor:
-        ctx.scale = scale
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return grads[0] / ctx.scale.value.to(grads[0].device), None

@@ -32,7 +32,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from accel.amp.border import border_of
 from accel.run import backward
 
 Step = Callable[..., Any]
@@ -360,11 +359,8 @@ def _wrapped(optimizer: Optimizer, around: Callable[..., Any]) -> Any:
 def _refusal(model: nn.Module, optimizers: Sequence[Optimizer], scaler: torch.amp.GradScaler | None) -> str:
     if scaler is not None and scaler.is_enabled():
         return _SCALES
-    inner = model.module if isinstance(model, DistributedDataParallel) else model
     if len(optimizers) != 1:
         return f"it has {len(optimizers)} optimizers"
-    if border_of(model) is not None or border_of(inner) is not None:
-        return "accel.amp changes the loss scale between two batches"
     config = getattr(model, "_join_config", None)
     if config is not None and config.enable:
         return "within join() ranks may have ended before others"

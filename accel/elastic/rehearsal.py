@@ -24,7 +24,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from accel.dataio.batches import map_tensors, tensors
 from accel.device_memory import give_memory_back
-from accel.goodput.gradient_scales import GradientScales
 from accel.guard import guard, own_state
 from accel.guard.guard import Recording
 from accel.guard.sharded import talks_within_calls
@@ -105,7 +104,7 @@ class BatchRehearsal:
             return ""
         written = own_state.without_gradient(self._model)
         untouched = guard.untouched(self._model, self._device, recording.args, recording.kwargs, written=written)
-        with untouched, GradientScales(self._model).unnoticed():
+        with untouched:
             reason = self._rehearsed(recording, samples, held)
         if reason:
             give_memory_back()

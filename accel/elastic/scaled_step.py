@@ -106,7 +106,7 @@ class ScaledStep:
         return isinstance(optimizer, self._kind)
 
     def _groups(self, _: object) -> list[ScaledGroup]:
-        # Made when the step asks for it, after all hooks: accel.amp's puts master weights into the groups.
+        # Made when the step asks for it, after all hooks, which may change the groups.
         groups = self._optimizer.param_groups
         scaled = [
             scaled_values(self._optimizer, group, own) for group, own in zip(groups, self._multipliers(), strict=True)

@@ -105,7 +105,7 @@ class NoiseMeter:
         self._model, self._optimizers = model, optimizers
         self._replicas, self._group, self._clock = replicas, group, clock
         self._gather = gather
-        self._scales = GradientScales(model, scaler)
+        self._scales = GradientScales(scaler)
         self._schedule = NoiseSchedule(overhead)
         self._replay = ReplayedParts(model, parts, keep_shapes=keep_shapes)
         self._sketch = GradientSketch() if replicas > 1 else None

@@ -118,7 +118,7 @@ class MeasuredStep:
         recording, total = self._recording, self._vector(self._taken())
         given, written = (recording.args, recording.kwargs), own_state.without_gradient(self._model)
         untouched = guard.untouched(self._model, self._parameters[0].device, *given, written=written)
-        with untouched, self._scales.unnoticed():
+        with untouched:
             try:
                 return replay.sums(recording, self._call, total, self._vector, self._coordinates, int(self._samples))
             finally:
@@ -142,7 +142,7 @@ class MeasuredStep:
     def _vector(self, gradients: Sequence[Tensor | None]) -> Tensor:
         """Return gradients as one vector, without loss scales."""
         vector = gradient_vector.flattened(gradients, self._parameters)
-        scale = self._scales.of_loss() * self._scales.of_call()
+        scale = self._scales.of_loss()
         return vector if scale == 1.0 else vector / scale
 
     def _coordinates(self, vector: Tensor) -> Tensor:

@@ -30,7 +30,6 @@ from accel.graphs.models import capture_model
 from accel.graphs.modes import modes, without_cached_casts
 from accel.graphs.module_states import LeftBehind, LeftValue, ModuleStates
 from accel.graphs.optimizer_states import OptimizerStates
-from accel.graphs.own_scales import with_their_step
 from accel.graphs.owners import Owners
 from accel.graphs.recorder import CudaRecorder, GraphRecorder, RecordedGraph
 
@@ -220,7 +219,7 @@ class CapturedStep:
             return captured.replay(inputs)
         if key in self._eager or description in self._eager:
             return _detached(self._step(*args, **kwargs))
-        if self._calls[key] < self._warmup or self._owners.wait_to_begin():
+        if self._calls[key] < self._warmup:
             return self._warm(recorder, key, args, kwargs)
         return self._captured(recorder, description, inputs, args, kwargs)
 
@@ -296,11 +295,7 @@ class CapturedStep:
         outputs: list[Tensor] = []
 
         def record() -> tuple[RecordedGraph, Any]:
-            with (
-                unwritten(own),
-                without_cached_casts(recorder.device.type),
-                with_their_step(self._owners.modules_within()),
-            ):
+            with unwritten(own), without_cached_casts(recorder.device.type):
                 made = without_draws(
                     lambda: recorder.record(lambda: self._step(*own_args, **own_kwargs)), recorder.device
                 )
@@ -317,9 +312,8 @@ class CapturedStep:
                 self._owners, description, lambda: self._key(description, recorder), record, undo, is_whole=True
             )
         except Exception as error:
-            self._owners.forget_failed()
             self._owners.put(before)
-            is_first = states.have_more() or self._owners.wait_to_begin()
+            is_first = states.have_more()
             states.put_back()
             own_object.clear()
             own_object.update(object_before)

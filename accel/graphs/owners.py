@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from accel.amp.masters import masters_of
 from accel.profiler.clocks import callslot
 
 _PLAIN = frozenset({type(None), bool, int, float, complex, str})
@@ -169,18 +168,6 @@ class Owners:
         for optimizer in self.optimizers:
             if isinstance(optimizer, SendsNumbers):
                 optimizer.refresh()
-            elif masters := masters_of(optimizer):
-                masters.follow_all()
-
-    def forget_failed(self) -> None:
-        """Put back what a capture that failed has left of steps with master weights: nothing of it was computed."""
-        for each in self.optimizers:
-            if masters := masters_of(each):
-                masters.forget_ready()
-
-    def wait_to_begin(self) -> bool:
-        """Return whether an optimizer's last step had to wait for the device, as none will once it has begun."""
-        return any(masters.waits_to_begin for each in self.optimizers if (masters := masters_of(each)))
 
     def gradients(self) -> list[Tensor | None]:
         """Return the gradients, tensor by tensor."""

@@ -11,10 +11,8 @@ from accel.comm.compression.momentum import Corrected
 from accel.comm.hooks import CommState
 
 _WITHIN = ("host", "rank")
-_SCALER = ("get_scale", "state_dict", "load_state_dict")
-"""What is needed of a scaler; `accel.amp`, which has one, stands above this folder."""
-_LOSS_SCALE = "loss_scale"
-"""Where `accel.amp.decorate` leaves the scale in an optimizer's `state_dict()`."""
+_SCALER = ("step", "get_scale", "state_dict", "load_state_dict")
+"""What is needed of a scaler."""
 
 
 def check_arguments(start_step: int, every: int, within: str) -> None:
@@ -53,17 +51,8 @@ def check_parts(ddp: Any, optimizer: Any, dense: Any, scaler: Any) -> None:
         )
     if scaler is not None and not all(hasattr(scaler, name) for name in _SCALER):
         raise ValueError(
-            f"scaler must be a torch.amp.GradScaler or an accel.amp.DynamicLossScale, got {type(scaler).__name__}"
-        )
-
-
-def check_scale(optimizer: torch.optim.Optimizer, scaler: Any) -> None:
-    """Raise ValueError if the optimizer has a loss scale and none was passed: ranks would each keep their own."""
-    scale = optimizer.state_dict().get(_LOSS_SCALE)
-    if scaler is None and scale is not None and not scale.get("is_fixed", False):
-        raise ValueError(
-            "the loss scale of a decorated model must be passed to LocalSGD, got none; make a DynamicLossScale, pass "
-            "it to decorate as loss_scale= and to LocalSGD as scaler="
+            f"scaler must be a torch.amp.GradScaler, got {type(scaler).__name__}; a model that is decorated by "
+            "accel.amp needs none"
         )
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 _MASTER = "master"
-"""The field of a parameter's state where `accel.optim` and `accel.amp.decorate` keep its master weights."""
+"""The field of a parameter's state where `accel.optim` keeps its master weights."""
 _OPTION = "master_weights"
 """The option of a group whose optimizer makes masters at the first step that a parameter has a gradient."""
 _HALF = frozenset({torch.float16, torch.bfloat16})

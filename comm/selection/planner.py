@@ -33,7 +33,7 @@ class Planner:
         ddp: the module.
         timeout: for each collective of a scheme, default 5 minutes; DDP's own keep theirs.
         patience: how long to wait for ranks that make none; default: the timeout.
-        scaler: the GradScaler or `accel.amp.DynamicLossScale` in use, so that what was not sent yet follows its scale;
+        scaler: the GradScaler in use, so that what was not sent yet follows its scale;
             default None.
 
     Raises:

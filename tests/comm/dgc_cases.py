@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from accel.amp import decorate, undecorate
 from accel.comm.dgc import DGC
 from accel.comm.hooks import CommState, hook
 from accel.comm.memory import reshard
@@ -485,15 +484,6 @@ def handed_over(rank: int, world: int) -> dict[str, Any]:
     return found
 
 
-DECORATED: dict[str, dict[str, Any]] = {
-    "loss scale": {"level": "O1", "dtype": torch.float16},
-    "masters": {"level": "O2", "dtype": torch.bfloat16},
-    "GradScaler": {"level": "O2", "dtype": torch.float16, "loss_scale": None},
-    "autocast": {"level": "O1", "dtype": torch.bfloat16},
-}
-"""Options of `accel.amp.decorate`."""
-
-
 def refusals(rank: int, world: int) -> dict[str, str]:
     """Return the message of each bad hand-over."""
     run = Training(DGC(0.01), SGD, take=False)
@@ -508,13 +498,7 @@ def refusals(rank: int, world: int) -> dict[str, str]:
         "another model": torch.optim.SGD(nn.Linear(3, 2).parameters(), lr=0.1, momentum=0.9),
     }.items():
         found[name] = message(lambda optimizer=optimizer: take_momentum(state, optimizer))
-    for name, options in DECORATED.items():
-        decorate(net, run.sgd, **options)
-        found[name] = message(lambda: take_momentum(state, run.sgd).close())
-        undecorate(net)
     take_momentum(state, run.sgd)
-    for name, options in DECORATED.items():
-        found[f"{name}, later"] = message(lambda options=options: undecorate(decorate(net, run.sgd, **options)[0]))
     found["twice"] = message(lambda: take_momentum(state, run.sgd))
     found["closure"] = message(lambda: run.sgd.step(lambda: 0.0))
     run.close()

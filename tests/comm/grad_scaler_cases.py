@@ -219,30 +219,30 @@ HOOKS: dict[str, Any] = {"state": hook, "planner": planned_hook}
 
 
 def by_loss_scale(rank: int, world: int) -> dict[str, Any]:
-    """Scale by a decorated model's own loss scale, which grows and falls: applied gradients and residual add up."""
+    """Decorate with a loss scale, which grows and falls and is in no gradient: these and the residual add up."""
     scale = DynamicLossScale(initial=4.0, interval=2)
     ddp: Any = DistributedDataParallel(Given(torch.float64), bucket_cap_mb=0.004)
     sgd: Any = torch.optim.SGD(ddp.parameters(), lr=0.1)
     ddp, sgd = decorate(ddp, sgd, level="O1", dtype=torch.float16, loss_scale=scale)
-    state = CommState(ddp, Int8(64), error_feedback=True, timeout=SECONDS, scaler=scale)
+    refused = message(lambda: CommState(ddp, Int8(64), timeout=SECONDS, scaler=scale))
+    state = CommState(ddp, Int8(64), error_feedback=True, timeout=SECONDS)
     ddp.register_comm_hook(state, hook)
     applied, wanted = torch.zeros(()).double(), torch.zeros(()).double()
-    followed, scales = [], []
+    scales = []
     for step in range(7):
         given = gradients(rank, step, torch.float64)
         if step == 4 and rank == 1:
             given[2] = torch.full_like(given[2], float("inf"))
         got = backward(ddp, given)
-        scales.append(scale.get_scale())
-        followed.append(state.loss_scale.value)
+        scales.append(float(scale.value))
         if step != 4:
-            applied, wanted = applied + got / scales[-1], wanted + mean_gradient(world, step, torch.float64)
+            applied, wanted = applied + got, wanted + mean_gradient(world, step, torch.float64)
         sgd.step()
-    left = residual(state) / scales[-1]
+    left = residual(state)
     state.close()
     return {
+        "refused": refused,
         "scales": scales,
-        "followed": followed,
         "law": ((applied + left - wanted).abs().max() / wanted.abs().max()).item(),
         "residual": (left.norm() / wanted.norm()).item(),
     }

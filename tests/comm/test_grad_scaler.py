@@ -53,10 +53,11 @@ def test_a_pickle_asks_for_its_scaler_and_goes_on_with_it() -> None:
             assert one["residual"] > 1e-5, kind
 
 
-def test_residuals_follow_the_loss_scale_of_a_decorated_model() -> None:
+def test_gradients_of_a_decorated_model_have_no_scale() -> None:
     for found in run_ranks(cases.by_loss_scale, 2):
         # Two good steps each double it, the fifth overflows.
-        assert found["scales"] == found["followed"] == [4.0, 4.0, 8.0, 8.0, 16.0, 8.0, 8.0]
+        assert "gradients of a model that is decorated by accel.amp have no scale" in found["refused"]
+        assert found["scales"] == [4.0, 4.0, 8.0, 8.0, 16.0, 8.0, 8.0]
         assert found["law"] < 1e-13
         assert found["residual"] > 1e-5
 

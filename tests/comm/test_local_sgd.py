@@ -154,7 +154,7 @@ REFUSED = {
     "no DDP": "LocalSGD needs a DistributedDataParallel module, got Net; sharded weights differ",
     "no optimizer": "optimizer must be a torch.optim.Optimizer, got str",
     "dense": "dense must be a CommState, got str",
-    "scaler": "scaler must be a torch.amp.GradScaler or an accel.amp.DynamicLossScale, got float",
+    "scaler": "scaler must be a torch.amp.GradScaler, got float",
     "foreign": "parameters must all be of the DDP module, got one of shape () that is not",
     "missing": "must have all parameters that require gradients, got none of 'gain'",
     "settings differ": "all ranks must pass the same every to LocalSGD, got ",
@@ -207,14 +207,8 @@ def test_what_ddp_was_told_to_ignore_stays_each_ranks_own() -> None:
         assert found == {"own": True, "counted": 10 * rank + 2, "others": True, "momentum": True}
 
 
-def test_the_loss_scale_of_a_decorated_model_is_the_same_after_closing() -> None:
+def test_a_decorated_model_with_a_loss_scale_takes_local_steps() -> None:
     for found in run_ranks(parts.loss_scale, 2):
-        assert found["untold"] == (
-            "ValueError: the loss scale of a decorated model must be passed to LocalSGD, got none; make a "
-            "DynamicLossScale, pass it to decorate as loss_scale= and to LocalSGD as scaler="
-        )
-        first, second = found["before"]
-        assert (first["scale"], second["scale"]) == (512.0, 256.0)
-        # The smaller one, and fewer good steps: one. Two more, and it doubles; two more.
-        assert found["after"] == {"scale": 512.0, "good_steps": 2, "overflows_left": 1}
-        assert found["same"]
+        assert "a model that is decorated by accel.amp needs none" in found["refused"]
+        assert found["before"] == [512.0, 256.0]
+        assert found["finite"] and found["same"]

@@ -53,32 +53,10 @@ def loss_of(output: Tensor, target: Tensor) -> Tensor:
     return nn.functional.cross_entropy(output, target)
 
 
-def by_hand(
-    model: nn.Module,
-    make: Callable[[Any], torch.optim.Optimizer],
-    data: Sequence[tuple[Tensor, Tensor]],
-    dtype: torch.dtype,
-    scale: float,
-    clip: float | None = None,
-) -> list[Tensor]:
-    """Train with float32 master weights that an ordinary optimizer updates; return them."""
-    masters = [p.detach().clone().requires_grad_() for p in model.parameters()]
-    optimizer = make(masters)
-    model.to(dtype)
-    for module in model.modules():
-        if isinstance(module, nn.BatchNorm2d):
-            module.float()
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, data: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
+    """Take a step for each batch, and return copies of the weights."""
     for x, target in data:
-        for p in model.parameters():
-            p.grad = None
-        (loss_of(model(x.to(dtype)).float(), target) * scale).backward()
-        for master, p in zip(masters, model.parameters(), strict=True):
-            assert p.grad is not None
-            master.grad = p.grad.float() * (1.0 / scale)
-        if clip is not None:
-            nn.utils.clip_grad_norm_(masters, clip)
+        optimizer.zero_grad()
+        loss_of(model(x), target).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
-        with torch.no_grad():
-            for master, p in zip(masters, model.parameters(), strict=True):
-                p.copy_(master)
-    return [master.detach() for master in masters]
+    return [p.detach().clone() for p in model.parameters()]

@@ -122,8 +122,8 @@ def test_a_state_that_was_cleared_begins_anew(cleared: str) -> None:
     assert run.captures == 3
 
 
-def test_a_loss_scale_whose_step_is_outside_is_refused() -> None:
-    """The optimizer is told in Python that gradients came through the scale, which replays do not do."""
+def test_the_step_of_a_loss_scale_may_be_outside() -> None:
+    """It looks at the gradients, whoever has made them."""
 
     def outcome(captured: bool, **options: Any) -> tuple[list[Any], Any]:
         torch.manual_seed(0)
@@ -146,9 +146,7 @@ def test_a_loss_scale_whose_step_is_outside_is_refused() -> None:
 
     (expected, _), (found, run) = outcome(False), outcome(True)
     assert all(map(torch.equal, found, expected))
-    assert "loss scale" in run.why_eager[0]
-    with pytest.raises(CaptureError, match=r"can't be captured: .*loss scale"):
-        outcome(True, strict=True)
+    assert run.replays > 0
 
 
 _SGD: dict[str, Callable[[Any], Any]] = {

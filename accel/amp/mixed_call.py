@@ -1,0 +1,322 @@
+"""A call of a model in mixed precision: 16-bit copies of its weights stand in for them until it returns.
+
+              ┌─────────────────────── the call ───────────────────────┐
+    x ──cast──▶ x₁₆ ──▶  model, with weights W₁₆ = cast(W)  ──▶ y₁₆ ──cast──▶ y
+              └──────────────────────────▲──────────────────────────────┘
+                                         └── W: float32, what optimizer, checkpoint and loop see
+
+The casts are part of the graph (`casts.py`), so W gets float32 gradients without a loss scale.
+
+Source: as `torch.func.functional_call` puts tensors in; FSDP2's mixed precision keeps float32 parameters, too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from accel.amp import bypass, skipped_steps
+from accel.amp.casts import cast_weights, enter, leave
+from accel.amp.loss_scale import DynamicLossScale
+from accel.dataio.batches import map_tensors
+from accel.errors import InvalidArgument
+from accel.run import backward
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+_HALF = (torch.float16, torch.bfloat16)
+_CASTABLE = (torch.float64, torch.float32, *_HALF)
+# Its operators take 16-bit images beside float32 weights and statistics.
+_NORMS = nn.modules.batchnorm._BatchNorm
+_OF_NORMS = frozenset({"weight", "bias", "running_mean", "running_var"})
+
+_NOTHING: Any = object()
+_disable: Any = torch.compiler.disable
+
+
+def _never_compiled(function: _F) -> _F:
+    disabled: _F = _disable(function)
+    return disabled
+
+
+class Swap(NamedTuple):
+    """A name in a dictionary of a module, what belongs there, and what stands in for it."""
+
+    where: dict[str, Any]
+    name: str
+    before: Any
+    now: Any
+    version: int = 0
+    """Of what stands in, when it came: torch counts the writes to a tensor."""
+
+    def restore(self) -> None:
+        """Put back what belongs there, with what the call has written to a stand-in."""
+        own = self.where.get(self.name, _NOTHING)
+        if self.before is _NOTHING:
+            self.where.pop(self.name, None)
+        elif own is self.now or not isinstance(self.before, Tensor):
+            self.where[self.name] = self.before
+        elif isinstance(own, Tensor) and own.is_floating_point():  # the model has put another there
+            self.where[self.name] = own.to(self.before.dtype)
+
+
+class Wanted(NamedTuple):
+    """A tensor of a module that a call needs in another dtype, or with its gradient unscaled."""
+
+    module: nn.Module
+    where: dict[str, Any]
+    name: str
+    tensor: Tensor
+    dtype: torch.dtype
+
+
+class MixedCall:
+    """Makes calls of one model in mixed precision.
+
+    Args:
+        dtype: float16 or bfloat16.
+        scale: of the gradients within the model; None for none.
+        kept: modules that compute in float32, beside batch normalisation.
+        autocast: leave weights and inputs in float32, and compute under autocast.
+    """
+
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        scale: DynamicLossScale | None = None,
+        kept: Sequence[nn.Module] = (),
+        *,
+        autocast: bool = False,
+    ) -> None:
+        self.dtype, self.scale, self.kept, self.autocast = dtype, scale, list(kept), autocast
+        self.trained: set[int] = set()
+        """The ids of the parameters whose gradients come through the loss scale."""
+        self._calls = 0
+        """With a scale."""
+        self._thread: int | None = None
+        """That in which a call is under way."""
+        self._again: list[Swap] = []
+        """What stands in for weights while a backward pass runs parts of the model again."""
+        self._expects = False
+        """A backward pass is under way, which may run parts of the model again."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "trained": set(), "_thread": None, "_again": [], "_expects": False}
+
+    @property
+    def is_under_way(self) -> bool:
+        """True within a call, and where a backward pass runs a part of one again."""
+        return self._thread is not None or bool(self._again)
+
+    @functools.partial(_disable, recursive=False)  # the model's own code may be compiled
+    def __call__(self, model: nn.Module, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Make a call.
+
+        Args:
+            model: whose weights are cast.
+            call: the model's own.
+            *args: floating-point tensors in them are cast, in structures too.
+            **kwargs: likewise.
+
+        Raises:
+            InvalidArgument: if another thread is within a call, or a weight that is trained is not float32.
+        """
+        if self._thread == threading.get_ident():  # the model calls itself
+            return call(*args, **kwargs)
+        if self._thread is not None:
+            raise InvalidArgument(
+                "a decorated model must be called by one thread at a time. Found: a call while another is under way, "
+                "as of DataParallel; use DistributedDataParallel."
+            )
+        places: list[Swap] = []
+        try:
+            self._thread = threading.get_ident()
+            args, kwargs, scale = self._begin(model, places, args, kwargs)
+            with self._context(model):
+                output = call(*args, **kwargs)
+            _keep_written(places)
+        finally:
+            _restore(places)
+            self._thread = None
+        return self._left(output, model, scale)
+
+    @_never_compiled
+    def _begin(self, model: nn.Module, places: list[Swap], args: Any, kwargs: Any) -> tuple[Any, Any, Tensor | None]:
+        scale, inputs = self._scale_of_call(model), None if self.autocast else self.dtype
+        args, kwargs = _mapped(lambda x: enter(x, inputs, scale), (args, kwargs))
+        self._put_in(model, places, scale)
+        return args, kwargs, scale
+
+    def _scale_of_call(self, model: nn.Module) -> Tensor | None:
+        if self.scale is None or not torch.is_grad_enabled():
+            return None
+        self.trained = {id(p) for p in model.parameters() if p.requires_grad}
+        skipped_steps.watch(self)
+        self._calls += 1
+        bypass.expect(self._calls)
+        return self.scale.of_call()
+
+    @contextlib.contextmanager
+    def _context(self, model: nn.Module) -> Iterator[None]:
+        if not self.autocast:
+            yield
+            return
+        with torch.autocast(next((p.device.type for p in model.parameters()), "cpu"), dtype=self.dtype):
+            try:
+                yield
+            finally:
+                # Within autocast(enabled=False) of the loop's own torch keeps casts of weights past the next update.
+                torch.clear_autocast_cache()
+
+    # -- weights -------------------------------------------------------------------------------------------------------
+
+    def _put_in(self, model: nn.Module, places: list[Swap], scale: Tensor | None) -> None:
+        """Put casts in the places of weights and buffers, and note each place."""
+        wanted = list(self._wanted(model, scale is not None))
+        each = {(id(own.tensor), own.dtype): own for own in wanted}  # tied weights are cast once
+        cast = cast_weights([own.tensor for own in each.values()], [own.dtype for own in each.values()], scale)
+        by_key = dict(zip(each, cast, strict=True))
+        places.extend(_lists_of_weights(wanted))
+        for own in wanted:
+            now = by_key[id(own.tensor), own.dtype]
+            version = 0 if now.is_inference() else now._version
+            places.append(Swap(own.where, own.name, own.tensor, now, version))
+            own.where[own.name] = now
+
+    def _wanted(self, model: nn.Module, is_scaled: bool) -> Iterator[Wanted]:
+        kept = {id(inner) for module in self.kept for inner in module.modules()}
+        for module in model.modules():
+            own_names = _OF_NORMS if isinstance(module, _NORMS) else ()
+            is_kept = self.autocast or id(module) in kept
+            for name, p in module._parameters.items():
+                if p is None or p.dtype not in _CASTABLE:
+                    continue
+                if p.requires_grad and p.is_leaf and p.dtype in _HALF:
+                    raise InvalidArgument(
+                        "the trained weights of a decorated model must be float32: they are what the optimizer "
+                        f"updates. Found: {name!r} of {type(module).__name__}, {p.dtype}; call float() on it."
+                    )
+                dtype = p.dtype if is_kept or name in own_names else self.dtype
+                if p.dtype != dtype or (is_scaled and p.requires_grad):
+                    yield Wanted(module, module._parameters, name, p, dtype)
+            for name, buffer in () if is_kept else module._buffers.items():
+                is_cast = buffer is None or buffer.dtype not in _CASTABLE or buffer.dtype == self.dtype
+                if buffer is not None and not is_cast and name not in own_names:
+                    yield Wanted(module, module._buffers, name, buffer, self.dtype)
+
+    # -- outputs, and parts that run again -----------------------------------------------------------------------------
+
+    @_never_compiled
+    def _left(self, output: Any, model: nn.Module, scale: Tensor | None) -> Any:
+        whole = weakref.ref(model)
+
+        def left(y: Any) -> Tensor:
+            if y.grad_fn is not None and not (self.autocast and scale is None):
+                y.register_hook(lambda _: self._expect_again(whole, scale))
+            return leave(y, scale)
+
+        return _mapped(left, output)
+
+    def _expect_again(self, model: weakref.ref[nn.Module], scale: Tensor | None) -> None:
+        """Have weights cast again if this backward pass runs a part of the model again, as checkpointing does."""
+        whole = model()
+        if whole is None or self._expects or not backward.is_running():
+            return
+        inner = {id(module) for module in whole.modules()}
+
+        def look(module: nn.Module, args: Any) -> None:
+            if not backward.is_running():
+                end()  # nobody is told of a pass that has failed
+            elif id(module) in inner and not self._again:
+                self._cast_again(whole, scale)
+
+        handle = nn.modules.module.register_module_forward_pre_hook(look)
+        self._expects = True
+
+        def end() -> None:
+            handle.remove()
+            self._expects = False
+            while self._again:
+                self._again.pop().restore()
+
+        engine: Any = torch.autograd.Variable._execution_engine
+        engine.queue_callback(end)
+
+    def _cast_again(self, model: nn.Module, scale: Tensor | None) -> None:
+        """Put casts where the modules' own code finds them first; all others see parameters, if the pass fails too."""
+        wanted = list(self._wanted(model, scale is not None))
+        self._again.extend(_lists_of_weights(wanted))
+        known: dict[tuple[int, torch.dtype], Tensor] = {}
+        for own in wanted:
+            key = id(own.tensor), own.dtype
+            if key not in known:  # one by one: parts of the model run backward by themselves
+                with torch.enable_grad():
+                    (known[key],) = cast_weights([own.tensor], [own.dtype], scale)
+            self._again.append(Swap(vars(own.module), own.name, _NOTHING, known[key]))
+            vars(own.module)[own.name] = known[key]
+
+
+class Float32Island:
+    """Hooks of a module that computes in float32 within a 16-bit model.
+
+    Args:
+        calls: makes the calls of the model around it; outside of them the module is left alone.
+    """
+
+    is_capturable = True
+
+    def __init__(self, calls: MixedCall) -> None:
+        self.calls = calls
+
+    def register(self, module: nn.Module) -> None:
+        """Put the hooks on a module."""
+        module.register_forward_pre_hook(self.enter, with_kwargs=True)
+        module.register_forward_hook(self.leave)
+
+    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Cast what goes in to float32."""
+        return _mapped(Tensor.float, (args, kwargs)) if self.calls.is_under_way else None
+
+    def leave(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """Cast what comes out to the dtype around it."""
+        return _mapped(lambda y: y.to(self.calls.dtype), output) if self.calls.is_under_way else None
+
+
+def _lists_of_weights(wanted: Iterable[Wanted]) -> Iterator[Swap]:
+    """Yield the lists that a recurrent layer keeps of its weights: it makes them anew of those that it finds."""
+    for module in {id(own.module): own.module for own in wanted}.values():
+        for name in ("_flat_weights", "_flat_weight_refs"):
+            if name in vars(module):
+                yield Swap(vars(module), name, vars(module)[name], None)
+
+
+@_never_compiled
+def _restore(places: Sequence[Swap]) -> None:
+    for place in reversed(places):
+        place.restore()
+
+
+@_never_compiled
+@torch.no_grad()
+def _keep_written(places: Iterable[Swap]) -> None:
+    """Bring back what the model has written to its buffers."""
+    for place in places:
+        own, before = place.where.get(place.name), place.before
+        if own is not place.now or not isinstance(before, Tensor) or before.requires_grad:
+            continue
+        if own.is_inference():  # no writes are counted there
+            is_written = not torch.equal(own, before.to(own.dtype))
+        else:
+            is_written = own._version != place.version
+        if is_written:
+            before.copy_(own)
+
+
+def _mapped(function: Callable[[Tensor], Tensor], value: Any) -> Any:
+    return map_tensors(lambda x: function(x) if x.is_floating_point() else x, value)

@@ -1,0 +1,91 @@
+"""Activation checkpointing: parts of the model run again within the backward pass, on the weights of the call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from accel.amp import decorate
+from accel.amp.decorate import calls_of
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(8), nn.Linear(8, 8)
+        self.gain = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.linear(self.norm(x))) * self.gain
+
+
+class Model(nn.Module):
+    def __init__(self, reentrant: bool | None) -> None:
+        super().__init__()
+        self.reentrant, self.fails, self.recurs = reentrant, False, True
+        self.blocks = nn.ModuleList([Block() for _ in range(3)])
+        self.lstm, self.tail = nn.LSTM(8, 8, batch_first=True), Block()
+
+    def part(self, x: Tensor) -> Tensor:
+        if self.fails and torch._C._current_graph_task_id() != -1:
+            raise RuntimeError("within the backward pass")
+        return self.lstm(x)[0] if self.recurs else self.tail(x)  # type: ignore[no-any-return]
+
+    def forward(self, x: Tensor) -> Tensor:
+        for run in (*self.blocks, self.part):
+            x = run(x) if self.reentrant is None else checkpoint(run, x, use_reentrant=self.reentrant)
+        return x
+
+
+def make(reentrant: bool | None, **options: Any) -> tuple[Model, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = Model(reentrant)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    decorate(model, optimizer, **options)
+    return model, optimizer
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "bfloat16": {"dtype": torch.bfloat16},
+    "float16": {"dtype": torch.float16, "loss_scale": 1024.0},
+    "float16 at O1": {"dtype": torch.float16, "loss_scale": 1024.0, "level": "O1"},
+    "some in float32": {"dtype": torch.bfloat16, "keep_fp32": [nn.LayerNorm]},
+}
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_it_trains_as_without_checkpointing(name: str, reentrant: bool) -> None:
+    results = []
+    for kind in (None, reentrant):
+        model, optimizer = make(kind, **OPTIONS[name])
+        model.recurs = "O1" not in name  # torch autocasts no LSTM to float16 on a CPU
+        for step in range(3):
+            for part in range(2):  # accumulated
+                x = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(10 * step + part)).requires_grad_()
+                model(x).square().mean().backward()
+            assert not calls_of(model).is_under_way
+            assert {p.grad.dtype for p in model.blocks.parameters()} == {torch.float32}
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append([p.detach() for p in model.parameters()])
+    assert all(map(torch.equal, *results))
+
+
+def test_a_pass_that_fails_leaves_parameters_where_they_are() -> None:
+    model, _ = make(False, dtype=torch.bfloat16)
+    weight, x = model.lstm.weight_hh_l0, torch.randn(2, 5, 8)
+    loss = model(x).mean()
+    model.fails = True
+    with pytest.raises(RuntimeError, match="within the backward pass"):
+        loss.backward()
+    model.fails = False
+    assert {p.dtype for p in model.state_dict().values()} == {torch.float32}
+    assert any(p is weight for p in model.parameters())
+    model(x).mean().backward()
+    assert model.lstm.weight_hh_l0 is weight and not calls_of(model).is_under_way
+    assert not nn.modules.module._global_forward_pre_hooks
