@@ -183,7 +183,8 @@ def _decorated(kind: type[Any]) -> type[Any]:
 def _forward(kind: type[Any]) -> Callable[..., Any]:
     @functools.wraps(kind.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return vars(self)[_CALLS](self, functools.partial(kind.forward, self), *args, **kwargs)
+        plain, calls = functools.partial(kind.forward, self), calls_of(self)
+        return plain(*args, **kwargs) if calls is None else calls(self, plain, *args, **kwargs)
 
     around: Any = torch.compiler.disable
     uncompiled: Callable[..., Any] = around(forward, recursive=False)  # the model's own code may be compiled

@@ -197,6 +197,11 @@ class MixedCall:
             for name, p in module._parameters.items():
                 if p is None or p.dtype not in _CASTABLE:
                     continue
+                if hasattr(p, "device_mesh"):
+                    raise InvalidArgument(
+                        f"a decorated model can't be sharded. Found: {name!r} of {type(module).__name__}; use "
+                        "fully_shard's MixedPrecisionPolicy in place of decorate."
+                    )
                 if p.requires_grad and p.is_leaf and p.dtype in _HALF:
                     raise InvalidArgument(
                         "the trained weights of a decorated model must be float32: they are what the optimizer "

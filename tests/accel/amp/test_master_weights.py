@@ -113,32 +113,48 @@ def test_optimizers_of_timm_update_as_in_float32() -> None:
                 raise AssertionError(f"{name}, {dtype}") from error
 
 
-@given(
-    name=st.sampled_from(sorted(OPTIMIZERS)),
-    at=st.integers(0, 5),
-    dtype=st.sampled_from(HALVES),
-    seed=st.integers(0, 9),
-)
-def test_a_run_that_stops_at_any_step_goes_on_as_if_it_had_not(
-    name: str, at: int, dtype: torch.dtype, seed: int
-) -> None:
-    """Loaded in either order, by another model of another start."""
+@functools.cache
+def every() -> dict[str, Make]:
+    try:
+        return OPTIMIZERS | {f"timm {name}": make for name, make in of_timm().items()}
+    except pytest.skip.Exception:
+        return OPTIMIZERS
+
+
+def resumed(make: Make, at: int, model_first: bool, dtype: torch.dtype | None) -> bool:
+    """Return whether a run that stops at a step, and goes on in another model, comes to the same weights."""
     data = batches(6, 8)
 
     def fresh(start: int) -> tuple[nn.Module, Any]:
         model = mlp(start)
-        optimizer = OPTIMIZERS[name](model.parameters())
-        decorate(model, optimizer, dtype=dtype)
+        optimizer = make(model.parameters())
+        if dtype is not None:
+            decorate(model, optimizer, dtype=dtype)
         return model, optimizer
 
     model, optimizer = fresh(0)
     train(model, optimizer, data[:at])
     saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    torch.manual_seed(1)
     expected = train(model, optimizer, data[at:])
-    other, own = fresh(seed + 1)
-    for part in (0, 1) if seed % 2 else (1, 0):
+    other, own = fresh(1)
+    for part in (0, 1) if model_first else (1, 0):
         (other, own)[part].load_state_dict(copy.deepcopy(saved[part]))
-    assert all(map(torch.equal, train(other, own, data[at:]), expected))
+    torch.manual_seed(1)
+    return all(map(torch.equal, train(other, own, data[at:]), expected))
+
+
+@given(draw=st.data(), at=st.integers(0, 5), model_first=st.booleans(), dtype=st.sampled_from(HALVES))
+def test_a_run_that_stops_at_any_step_goes_on_as_if_it_had_not(
+    draw: st.DataObject, at: int, model_first: bool, dtype: torch.dtype
+) -> None:
+    """Of every optimizer for which a float32 run does: some of timm's keep more than their state."""
+    make = every()[draw.draw(st.sampled_from(sorted(every())))]
+    try:
+        does = resumed(make, at, model_first, None)
+    except Exception:
+        does = False
+    assert resumed(make, at, model_first, dtype) if does else True
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
@@ -378,6 +394,16 @@ def test_a_weight_s_gradient_arrives_while_the_pass_goes_on() -> None:
     decorate(model, dtype=torch.bfloat16)
     model(torch.randn(2, 64, requires_grad=True)).sum().backward()
     assert events.index("weight 3") < events.index("layer 1")
+
+
+def test_an_optimizer_that_is_passed_twice() -> None:
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    decorate(model, [optimizer, optimizer], dtype=torch.float16)
+    train(model, optimizer, batches(2, 8))
+    optimizer.load_state_dict(optimizer.state_dict())
+    undecorate(model)
+    assert "loss_scale" not in optimizer.state_dict()
 
 
 def test_undecorate_leaves_a_plain_loop_at_any_time() -> None:
