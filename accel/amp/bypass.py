@@ -1,7 +1,8 @@
-"""Find gradients that get into a model past its output, where the loss scale is applied.
+"""Find gradients that get into a model, or out of it, past the border where the loss scale is put in and taken out.
 
-A loss that reads a layer's activation by a hook, or a loss that the model leaves in an attribute. The weights would
-divide such gradients by a scale that they never had.
+A loss that reads a layer's activation by a hook, or a loss that the model leaves in an attribute: weights would divide
+such gradients by a scale that they never had. A weight that the model finds elsewhere than in its modules: it would
+keep the scale.
 """
 
 from __future__ import annotations
@@ -18,6 +19,10 @@ _FIRST, _EVERY = 2, 64
 node of the graph."""
 
 
+_OUTSIDE = ("_LeaveBackward", "torch::autograd::AccumulateGrad")
+_OR = "or take bfloat16, or torch.amp.GradScaler and loss_scale=None."
+
+
 class _Watch:
     def expect(self, call: int) -> None:
         """Look at the next backward pass, if it is the turn of this call, counted from 1, of a model with a scale."""
@@ -31,11 +36,18 @@ class _Watch:
         seen = set(waiting)
         while waiting:
             node, is_scaled = waiting.pop()
-            if getattr(node, "inverse", None) is not None and not is_scaled and node.name() == "_WeightsBackward":
+            name = node.name()
+            if getattr(node, "inverse", None) is not None and not is_scaled and name == "_WeightsBackward":
                 raise InvalidArgument(
                     "gradients must get into a decorated model by its output, where the loss scale is applied. Found: "
                     "a loss of something else that the model has computed, in a hook or in an attribute. Return it "
-                    "with the output, or take bfloat16, or torch.amp.GradScaler and loss_scale=None."
+                    f"with the output, {_OR}"
+                )
+            if is_scaled and name in _OUTSIDE:
+                raise InvalidArgument(
+                    "gradients must leave a decorated model by its weights and inputs, where the loss scale is taken "
+                    "out. Found: a tensor that it uses and that is neither, a weight in a list of its own or of a module "
+                    f"that is no part of it. Make it one, {_OR}"
                 )
             is_scaled = _after(node, is_scaled)
             for following, _ in node.next_functions:

@@ -52,8 +52,8 @@ class Swap(NamedTuple):
     name: str
     before: Any
     now: Any
-    version: int = 0
-    """Of what stands in, when it came: torch counts the writes to a tensor."""
+    mark: tuple[int, int] | None = None
+    """Of what stands in, as it came: see `_mark`."""
 
     def restore(self) -> None:
         """Put back what belongs there, with what the call has written to a stand-in."""
@@ -185,8 +185,7 @@ class MixedCall:
         places.extend(_lists_of_weights(wanted))
         for own in wanted:
             now = by_key[id(own.tensor), own.dtype]
-            version = 0 if now.is_inference() else now._version
-            places.append(Swap(own.where, own.name, own.tensor, now, version))
+            places.append(Swap(own.where, own.name, own.tensor, now, _mark(now)))
             own.where[own.name] = now
 
     def _wanted(self, model: nn.Module, is_scaled: bool) -> Iterator[Wanted]:
@@ -310,17 +309,22 @@ def _restore(places: Sequence[Swap]) -> None:
 @_never_compiled
 @torch.no_grad()
 def _keep_written(places: Iterable[Swap]) -> None:
-    """Bring back what the model has written to its buffers."""
+    """Bring back what the model has written to its buffers and weights, but for what still rounds to the same."""
     for place in places:
         own, before = place.where.get(place.name), place.before
-        if own is not place.now or not isinstance(before, Tensor) or before.requires_grad:
+        if own is not place.now or not isinstance(before, Tensor):
             continue
-        if own.is_inference():  # no writes are counted there
-            is_written = not torch.equal(own, before.to(own.dtype))
-        else:
-            is_written = own._version != place.version
-        if is_written:
-            before.copy_(own)
+        if place.mark != _mark(own) or (own.is_inference() and not before.requires_grad):
+            own = own.detach()
+            if own.shape == before.shape:
+                before.copy_(torch.where(before.to(own.dtype) == own, before, own.to(before.dtype)))
+            else:
+                before.data = own.to(before.dtype)
+
+
+def _mark(tensor: Tensor) -> tuple[int, int]:
+    """Return where a tensor lies and how often it was written to; torch counts no writes in inference mode."""
+    return tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version
 
 
 def _mapped(function: Callable[[Tensor], Tensor], value: Any) -> Any:

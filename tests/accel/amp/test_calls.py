@@ -190,6 +190,37 @@ def test_buffers_are_cast_and_what_is_written_to_them_stays(inference: bool) -> 
     assert float(model.latest.abs().max()) > 0
 
 
+class Normalises(nn.Module):
+    """Writes to its weights in each call, as some image generators do, and keeps vectors as spectral norm once did."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8, bias=False)
+        self.vector = nn.Parameter(torch.ones(8), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.linear.weight.copy_(F.normalize(self.linear.weight, dim=1))
+            self.linear.weight[0, 0] = 3.0
+            self.vector.data = F.normalize(self.linear.weight @ self.vector.data, dim=0)
+        y: Tensor = self.linear(x)
+        return y
+
+
+def test_weights_that_the_model_writes_stay_written() -> None:
+    model, plain = Normalises(), Normalises()
+    plain.load_state_dict(model.state_dict())
+    decorate(model, dtype=torch.bfloat16)
+    for each in (model, plain):
+        each(torch.ones(2, 8)).sum().backward()
+    assert float(model.linear.weight[0, 0].detach()) == 3.0
+    torch.testing.assert_close(model.linear.weight, plain.linear.weight, rtol=0.01, atol=0.01)
+    torch.testing.assert_close(model.vector, plain.vector, rtol=0.02, atol=0.02)
+    before = model.linear.weight.detach().clone()
+    model(torch.ones(2, 8))  # it is normalised again: what still rounds to the same keeps its bits
+    assert isinstance(model.linear.weight, nn.Parameter) and model.linear.weight.dtype == before.dtype == torch.float32
+
+
 class Fails(nn.Module):
     def __init__(self, error: type[BaseException]) -> None:
         super().__init__()

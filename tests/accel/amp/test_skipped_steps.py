@@ -261,6 +261,27 @@ def test_a_loss_that_does_not_come_out_of_the_model_is_refused(late: int) -> Non
         steps()
 
 
+@pytest.mark.parametrize("where", ["a list", "another module", "another model's output"])
+def test_gradients_that_would_leave_with_the_scale_are_refused(where: str) -> None:
+    class Finds(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 4)
+            self.found: list[Any] = [nn.Parameter(torch.ones(4))]
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.linear(x)
+            return y * (self.found[0].weight[0] if isinstance(self.found[0], nn.Module) else self.found[0])
+
+    model = decorate(Finds(), dtype=torch.float16)
+    if where == "another module":
+        model.found = [nn.Linear(4, 4)]
+    elif where == "another model's output":
+        model.found = [decorate(nn.Linear(8, 4), dtype=torch.float16)(torch.ones(8))]
+    with pytest.raises(InvalidArgument, match="must leave a decorated model by its weights and inputs"):
+        model(torch.randn(2, 8)).mean().backward()
+
+
 def test_a_penalty_on_weights_needs_nothing() -> None:
     model, plain = mlp(), mlp()
     decorate(model, dtype=torch.float16)
