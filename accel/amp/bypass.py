@@ -46,7 +46,7 @@ class _Watch:
             if is_scaled and name in _OUTSIDE:
                 raise InvalidArgument(
                     "gradients must leave a decorated model by its weights and inputs, where the loss scale is taken "
-                    "out. Found: a tensor that it uses and that is neither, a weight in a list of its own or of a module "
+                    "out. Found: a tensor that it uses and that is neither: a weight in a list, or of a module "
                     f"that is no part of it. Make it one, {_OR}"
                 )
             is_scaled = _after(node, is_scaled)
