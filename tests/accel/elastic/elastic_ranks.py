@@ -324,7 +324,7 @@ def late(rank: int, world: int, folder: Path, late_rank: int) -> dict[str, Any]:
     data = TensorDataset(torch.randn(4 * world * LATE_STEPS, 3))
     loader: Any = DataLoader(data, batch_size=4, sampler=DistributedSampler(data))
     model, loader, optimizer = accel.optimize(
-        model, loader, optimizer, checkpoint=folder, allow="exact", cache=False, budget=0.0001
+        model, loader, optimizer, checkpoint=folder, allow="exact", cache=False, budget="0.0001s"
     )
     run = entry.optimized(model)
     assert run is not None and run.elastic is not None and run.elastic.checkpoint is not None
@@ -404,7 +404,7 @@ def odd(rank: int, world: int, kind: str) -> dict[str, Any]:
     data = TensorDataset(torch.randn(4 * world * ODD_STEPS, 3), torch.arange(4 * world * ODD_STEPS))
     loader: Any = DataLoader(data, batch_size=4, sampler=DistributedSampler(data))
     model, loader, optimizer = accel.optimize(
-        model, loader, optimizer, max_batch_size=64, allow="exact", cache=False, budget=0.0001
+        model, loader, optimizer, max_batch_size=64, allow="exact", cache=False, budget="0.0001s"
     )
     run = entry.optimized(model)
     assert run is not None and run.elastic is not None and run.elastic.batch is not None
