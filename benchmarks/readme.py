@@ -44,6 +44,7 @@ from benchmarks import (
     strategy_table,
     time_to_accuracy,
 )
+from benchmarks.gpu import searches
 from benchmarks.gpu import tables as gpu
 from benchmarks.proof import figures_block, proof_block
 from benchmarks.record import ROOT, newest
@@ -93,6 +94,7 @@ BLOCKS = (
     Block("docs/checkpoints.md", "resizing", "resizing", resizing.RECORD.block),
     Block("docs/kernels.md", "bernoulli", "bernoulli", bernoulli.RECORD.block),
     Block("docs/gpu.md", "targets", "gpu", gpu.judged_block),
+    Block("docs/gpu.md", "searches", "searches", searches.searches_block),
     Block("docs/gpu.md", "windows", "gpu", gpu.windows_block),
     Block("docs/gpu.md", "assignment", "gpu", gpu.assignment_block),
     Block("docs/gpu.md", "training", "gpu", gpu.training_block),

@@ -200,8 +200,8 @@ class Report(ReportHead):
     def kept_text(self) -> str:
         """Return what was kept in trials of its own, with its gains, in one line."""
         rows = (row for row in self.rows if row.status == "kept")
-        told = (f"{row.name} {gain_text(row.gain, row.gain_low, row.gain_high)}" for row in rows)
-        return ", ".join(each.removesuffix(" -") for each in told)
+        gains = (f"{row.name} {gain_text(row.gain, row.gain_low, row.gain_high)}" for row in rows)
+        return ", ".join(gain.removesuffix(" -") for gain in gains)
 
     def throughput(self) -> str:
         """Return samples a second, or else ms per step, without and with the plan; both must be known."""

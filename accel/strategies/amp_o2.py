@@ -18,8 +18,7 @@ class AmpO2(Strategy):
 
     Master weights take part in trials and are kept bit for bit when it is switched off.
 
-    Source: Micikevicius et al., Mixed Precision Training, arXiv 1710.03740; Kalamkar et al., arXiv 1905.12322. Proven
-    on a CPU; it has not been run on a GPU yet (`make gpu`).
+    Source: Micikevicius et al., Mixed Precision Training, arXiv 1710.03740; Kalamkar et al., arXiv 1905.12322.
     """
 
     name = "amp_o2"
