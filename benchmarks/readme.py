@@ -43,6 +43,7 @@ from benchmarks import (
     simota,
     strategy_table,
     time_to_accuracy,
+    torch_versions,
 )
 from benchmarks.gpu import searches
 from benchmarks.gpu import tables as gpu
@@ -90,6 +91,7 @@ BLOCKS = (
     Block("docs/kernels.md", "host", "launch-cost", launch_cost.RECORD.block),
     Block("docs/decisions.md", "decisions", "decision-faults", decision_faults.RECORD.block),
     Block("docs/tests.md", "runs", "repeated-tests", repeated_tests.table_block),
+    Block("docs/tests.md", "versions", "torch-versions", torch_versions.RECORD.block),
     Block("docs/checkpoints.md", "recovery", "recovery", recovery.RECORD.block),
     Block("docs/checkpoints.md", "resizing", "resizing", resizing.RECORD.block),
     Block("docs/kernels.md", "bernoulli", "bernoulli", bernoulli.RECORD.block),

@@ -13,7 +13,7 @@ _INTERVAL = re.compile(r"\d+\.\d+x \[[^]]+\]")
 
 
 def rows(result: Row) -> list[Row]:
-    """Return the searches of a record, in the order in which they were made, the longest of a model marked."""
+    """Return the searches of a record, in the order in which they were made; the last that kept the same is marked."""
     found = [_row(row, row["variant"]) for row in result["rows"] if row["variant"] != "plain"]
     for row in result["again"]["searches"]:
         found.append(_row(row, row["variant"]))
@@ -23,8 +23,8 @@ def rows(result: Row) -> list[Row]:
     for row in (result["later"], result["day_after"]):
         whole = _INTERVAL.match(row["verdict"])
         found.append(_row({"model": "bert", **row}, "reduced", whole[0] if whole else ""))
-    longest = {row["model"]: row for row in sorted(found, key=lambda row: float(row["seconds"])) if row["figure"]}
-    return [{**row, "longest": row is longest.get(row["model"])} for row in found]
+    last = {(row["model"], row["kept"]): row for row in found if row["figure"]}
+    return [{**row, "is_last": row is last.get((row["model"], row["kept"]))} for row in found]
 
 
 def _row(row: Row, allow: str, whole: str = "") -> Row:

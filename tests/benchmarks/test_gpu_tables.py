@@ -173,4 +173,4 @@ def test_searches_say_what_was_kept_and_over_which_plain_loop() -> None:
         "| BERT-base | reduced | 150 | `autocast_bf16` | 4.86x [4.84, 4.87] | IEEE float32 (torch's default) |",
     ]
     first = [line.figure for line in proof._searches(SEARCHES) if line.headline]
-    assert first == ["4.86x [4.84, 4.87]", "1.12x [1.09, 1.15]"]
+    assert first == ["4.86x [4.84, 4.87]", "1.12x [1.09, 1.15]", "1.11x in its own trial"]
