@@ -189,7 +189,7 @@ def one_rank_has_less_memory(rank: int, world: int, *, is_asked: bool = False) -
     data = TensorDataset(torch.randn(SAMPLES, 3))
     loader: Any = DataLoader(data, batch_size=4, sampler=DistributedSampler(data))
     optimizer = torch.optim.SGD(model.parameters(), 1e-3)
-    settings: dict[str, Any] = {"max_batch_size": 256, "allow": "exact", "cache": False, "budget": 0.0001}
+    settings: dict[str, Any] = {"max_batch_size": 256, "allow": "exact", "cache": False, "budget": "0.0001s"}
     model, loader, optimizer = accel.optimize(model, loader, optimizer, **settings)
     taken = []
     for _ in range(2):
@@ -282,7 +282,7 @@ def optimized_accumulates(rank: int, world: int) -> dict[str, Any]:
     data = TensorDataset(torch.randn(4000, 3), torch.arange(4000))
     loader: Any = DataLoader(data, batch_size=4, sampler=DistributedSampler(data))
     optimizer = torch.optim.SGD(model.parameters(), 1e-3)
-    settings: dict[str, Any] = {"max_batch_size": 64, "allow": "exact", "cache": False, "budget": 0.0001}
+    settings: dict[str, Any] = {"max_batch_size": 64, "allow": "exact", "cache": False, "budget": "0.0001s"}
     model, loader, optimizer = accel.optimize(model, loader, optimizer, **settings)
     taken, most = [], 0
     steps: list[int] = []
