@@ -37,7 +37,7 @@ def _row(row: Row, allow: str, whole: str = "") -> Row:
         "seconds": row["end_s"],
         "kept": names or ("nothing" if tried else "nothing, nothing was tried"),
         "figure": whole or ", ".join(f"{each['gain']:.2f}x in its own trial" for each in kept),
-        "baseline": f"{'TF32' if row['model'] in TF32 else 'IEEE'} float32 (torch's default)",
+        "baseline": f"{'float32 in TF32' if row['model'] in TF32 else 'IEEE float32'} (torch's default)",
     }
 
 

@@ -166,9 +166,9 @@ def test_searches_say_what_was_kept_and_over_which_plain_loop() -> None:
     table = [line for line in searches.searches_block(SEARCHES).splitlines() if line.startswith("|")][2:]
     assert table == [
         "| BERT-base | reduced | 50 | nothing, nothing was tried | | IEEE float32 (torch's default) |",
-        "| ResNet-50 | reduced | 75 | `pin_memory` | 1.11x in its own trial | TF32 float32 (torch's default) |",
+        "| ResNet-50 | reduced | 75 | `pin_memory` | 1.11x in its own trial | float32 in TF32 (torch's default) |",
         "| ResNet-50 | reduced | 125 | nothing by the first search, `pin_memory` by a second | 1.12x [1.09, 1.15]"
-        " | TF32 float32 (torch's default) |",
+        " | float32 in TF32 (torch's default) |",
         "| BERT-base | reduced | 115 | nothing | | IEEE float32 (torch's default) |",
         "| BERT-base | reduced | 150 | `autocast_bf16` | 4.86x [4.84, 4.87] | IEEE float32 (torch's default) |",
     ]
