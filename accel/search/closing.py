@@ -79,12 +79,11 @@ class Closing(Experiments):
 
     def why_open(self) -> tuple[str, str]:
         """Say why there is no verdict yet, and what would bring it sooner; '' twice if nothing is left to decide."""
-        crowd = self.diagnosis.crowd
         if not self.plain_ms:
             return "too few steps to time the plain loop", "it takes a longer run"
         if self.recollection.is_checking:
             return "the remembered plan was still being checked", "the next run checks it again"
-        if crowd is not None and crowd.cause == causes.OVERSUBSCRIBED:
+        if (crowd := self.diagnosis.crowd) is not None and crowd.cause == causes.OVERSUBSCRIBED:
             return "other processes kept the machine busy, and trials waited", "it takes a quieter machine"
         left = [
             self._expected_s(candidate)
@@ -92,15 +91,13 @@ class Closing(Experiments):
             if self.rows[name].status == "not tried" and not self.recollection.postponed(name, self.elapsed_s)
             if not refusal(candidate) and not self._too_little(candidate)
         ]
-        if not left and not (self.plan and self.searching):
-            return "", ""
         expected_s, longer = min(left, default=0.0), "a longer run decides"
         if self._budget.share < 1:
             enough = f"{max(30, math.ceil(self.cost_s + 2 * expected_s))}s"
             longer = f'to decide sooner: budget="{enough}" (accel run --budget {enough}), or a longer run'
-        from_s = self._budget.allowed_from(spent=self.cost_s, expected=expected_s, saved=self.saved_s)
         if not left:
-            return "the trial of the whole plan had not ended", longer
+            return ("the trial of the whole plan had not ended", longer) if self.plan and self.searching else ("", "")
+        from_s = self._budget.allowed_from(spent=self.cost_s, expected=expected_s, saved=self.saved_s)
         if self._lasted_s < from_s < math.inf:
             return f"the budget of {self._budget.text} allows the next trial {from_s:.0f} s into the run", longer
         return "trials were under way", longer
