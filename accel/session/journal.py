@@ -178,8 +178,8 @@ class Journal:
         why, remedy = self._controller.why_open()
         what = f"the run ended after {report.steps} steps, before the search for {report.model} had a verdict"
         kept = report.kept_text() or ", ".join(report.plan)
-        is_remembered = kept and report.cache and not report.cache.startswith(NOTHING_REMEMBERED)
-        begins = "; the next run begins with it" if is_remembered else ""
+        stored = None if report.cache.startswith(NOTHING_REMEMBERED) else self._controller.recollection.stored
+        begins = f"; the next run begins with {', '.join(stored.plan)}" if kept and stored and stored.plan else ""
         return f"{what} ({why}); kept so far: {kept or 'nothing'}{begins}; {remedy}"
 
     def _leads(self) -> bool:

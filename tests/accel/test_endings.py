@@ -121,4 +121,4 @@ def test_what_the_next_run_begins_with_is_said(
     entry._at_exit()
     told = capsys.readouterr().err
     assert "kept so far: quick " in told and "x [" in told
-    assert ("; the next run begins with it; " in told) is cache
+    assert ("; the next run begins with quick; " in told) is cache
