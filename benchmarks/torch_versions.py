@@ -81,6 +81,8 @@ def interpreter(version: str) -> str:
             subprocess.run([*install, "setuptools<82", "wheel"], check=True)  # torch before 2.13 wants no later one
             own = [f"torch=={version}", "torchvision", *packages()]
             subprocess.run([*install, "-c", pins.name, "--no-build-isolation", *own], check=True)
+            if version.startswith("2.9."):  # which comes with a Triton that accel doesn't support
+                subprocess.run([*install, "--no-deps", "triton==3.6.0"], check=True)
         (folder / ".installed").touch()
     return python
 

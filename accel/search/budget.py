@@ -47,10 +47,8 @@ class Budget:
             number, unit = float(match[1]), match[2]
             text = match[0].strip() if unit else f"{number:g}s"
         if not unit and 0 < number < 1:
-            share = f"{100 * number:.6g}%"
-            raise InvalidArgument(
-                f"budget without a unit must be at least 1 s, got {value!r}; did you mean {share!r}? Else {_REMEDY}"
-            )
+            meant = f"did you mean '{100 * number:.6g}%'? Else {_REMEDY}"
+            raise InvalidArgument(f"budget without a unit must be at least 1 s, got {value!r}; {meant}")
         if unit != "%":
             if not 0 < number < math.inf:
                 raise InvalidArgument(f"budget must be a positive time, got {text}; {_REMEDY}")

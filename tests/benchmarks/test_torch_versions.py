@@ -51,10 +51,11 @@ def test_an_environment_is_made_once(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     monkeypatch.setattr(subprocess, "run", run)
     python = torch_versions.interpreter("2.9.1")
     assert python == str(tmp_path / ".venv-2.9.1" / "bin" / "python")
-    assert [command[1:3] for command in commands] == [["-m", "venv"], ["-m", "pip"], ["-m", "pip"]]
-    assert commands[-1][-3:] == ["torch==2.9.1", "torchvision", "click"]
+    assert [command[1:3] for command in commands] == [["-m", "venv"], *[["-m", "pip"]] * 3]
+    assert commands[2][-3:] == ["torch==2.9.1", "torchvision", "click"]
+    assert commands[3][-2:] == ["--no-deps", "triton==3.6.0"]
     assert torch_versions.interpreter("2.9.1") == python
-    assert len(commands) == 3
+    assert len(commands) == 4
 
 
 def test_what_is_installed_is_asked_of_the_interpreter() -> None:
