@@ -25,10 +25,10 @@ dali_tests = tests/dataio/test_dali.py
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test integrations suite slow lint bench gpu versions clean
+.PHONY: help demo test integrations suite slow lint bench gpu versions versions-test clean
 
 help: ## print this table
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo 'PYTHON=...         use this interpreter as it is: no .venv, nothing installed'
 
 demo: $(ready) ## speed up a training loop on this machine and show the report
@@ -59,13 +59,16 @@ bench: $(ready) ## the benchmarks of this machine
 gpu: $(ready) ## the GPU suite, JSON under benchmarks/results/
 	$(run) -m benchmarks.gpu
 
+versions-test: $(ready) ## the default tests under each supported torch, or VERSIONS="2.9.1 2.14.1=/path/to/python", JSON too
+	$(run) -m benchmarks.torch_versions $(VERSIONS)
+
 versions: $(ready) ## print the interpreter and the packages in use
 	@$(run) -VV
 	@$(run) -m pip list --format=freeze
 
-clean: ## remove what builds, tests and linters leave behind (.venv stays)
+clean: ## remove what builds, tests and linters leave behind (.venv* stay)
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
+	find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +
 
 # 240 MB, 600 MB installed; made for Linux alone, so without it its tests are skipped.
 .venv/.dali: .venv/.installed

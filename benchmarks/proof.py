@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+from benchmarks.gpu import searches
 from benchmarks.render import Cell, block, times
 from benchmarks.resizing import WAYS
 from benchmarks.spread import geometric_mean
@@ -21,7 +22,7 @@ class Line(NamedTuple):
     figure: str
     page: str
     headline: bool = False
-    """Whether the front page has it: at most ten lines do."""
+    """Whether the front page has it: ten lines do at most."""
 
 
 COLUMNS: dict[str, Cell] = {
@@ -46,16 +47,17 @@ def _table(newest: Callable[[str], Result | None], folder: str, chosen: Callable
     results = [(result, read) for name, read in SOURCES.items() if (result := newest(name)) is not None]
     shown = [(result, own) for result, read in results if (own := [line for line in read(result) if chosen(line)])]
     dates, machines = {result["date"] for result, _ in shown}, {_machine(result) for result, _ in shown}
-    head = f"Recorded {' to '.join(sorted({min(dates), max(dates)}))} on {' and '.join(sorted(machines))}."
+    on_cpu, on_gpu = (sorted(each for each in machines if each.startswith("NVIDIA") == is_gpu) for is_gpu in (0, 1))
+    head = f"Recorded {' to '.join(sorted({min(dates), max(dates)}))} on {' and '.join(on_cpu)}"
+    head += f"; where a line says so, on {' and '.join(on_gpu)}." if on_gpu else "."
     lines = (line for _, own in shown for line in own)
     return block(head, COLUMNS, ({**line._asdict(), "link": folder + line.page} for line in lines))
 
 
 def _machine(result: Result) -> str:
-    machine = result.get("machine")
-    if machine is None:  # of the GPU suite
-        return str(result["device"])
-    return f"{machine['device'] if isinstance(machine, dict) else machine}, 2 cores"
+    machine = result.get("machine", result.get("device"))  # the latter of the GPU suite
+    name = str(machine["device"] if isinstance(machine, dict) else machine)
+    return name.partition(",")[0] if name.startswith("NVIDIA") else f"{name}, 2 cores"
 
 
 def _times(row: Result, name: str = "speedup", low: str = "", high: str = "") -> str:
@@ -77,7 +79,6 @@ def _never_slower(result: Result) -> Iterator[Line]:
         "the plain loop",
         f"{min(ratios):.2f} to {max(ratios):.3f} of it",
         "controller.md",
-        headline=True,
     )
 
 
@@ -112,25 +113,30 @@ def _faults(result: Result) -> Iterator[Line]:
     )
 
 
-LOADERS = {
-    "2,000 small images, 3 ms step": "continuous, auto",
-    "500 small JPEG, 12 ms step": "continuous, auto",
-    "512 JPEG 500x375 to 224x224, 30 ms step": "ImageDataset: continuous, auto",
-    "60,000 tiny samples, no step": "continuous, auto",
-    "256 samples from far away, 3 ms step": "continuous, auto",
-    "2,000 small images, no step, forkserver": "continuous, forkserver(2)",
-    "epochs of 8 batches, trivial samples, 3 GB parent, 8 workers": "continuous, fork(8)",
-}
-"""Job → the loader whose row is shown."""
+LOADERS = (
+    ("2,000 small images, 3 ms step", "continuous, auto"),
+    ("500 small JPEG, 12 ms step", "continuous, auto"),
+    ("512 JPEG 500x375 to 224x224, 30 ms step", "continuous, auto"),
+    ("512 JPEG 500x375 to 224x224, 30 ms step", "ImageDataset: continuous, auto"),
+    ("60,000 tiny samples, no step", "continuous, auto"),
+    ("256 samples from far away, 3 ms step", "continuous, auto"),
+    ("2,000 small images, no step, forkserver", "continuous, forkserver(2)"),
+    ("epochs of 8 batches, trivial samples, 3 GB parent, 8 workers", "continuous, fork(8)"),
+)
+"""Jobs, and the loader whose row is shown."""
 
 
 def _loaders(result: Result) -> Iterator[Line]:
     rows = {(row["job"], row["loader"]): row for row in result["rows"]}
-    shown = {job: rows[job, loader] for job, loader in LOADERS.items() if (job, loader) in rows}
-    for job, row in shown.items():
+    shown = {key: rows[key] for key in LOADERS if key in rows}
+    for (job, loader), row in shown.items():
         baseline, against = _baseline([other for other in result["rows"] if other["job"] == job])
-        first = job == next(iter(LOADERS))
-        yield Line(f"`ContinuousLoader`: {job}", against, _over(baseline, row), "loader.md", headline=first)
+        persistent = rows.get((job, baseline["loader"].replace(" workers", " persistent workers")))
+        if persistent is not None:
+            against += f" (persistent ones: {_times(persistent).partition(' ')[0]})"
+        what = "`ContinuousLoader` and `ImageDataset`" if loader.startswith("ImageDataset") else "`ContinuousLoader`"
+        is_first = (job, loader) == LOADERS[0]
+        yield Line(f"{what}: {job}", against, _over(baseline, row), "loader.md", headline=is_first)
     most = max(row["first_most_ms"] for row in shown.values())
     yield Line("longest wait for the first batch of an epoch, all of those", "", f"{most:.1f} ms", "loader.md")
 
@@ -171,7 +177,7 @@ def _lengths(result: Result) -> Iterator[Line]:
         ours = max(value for name, value in shares.items() if name.startswith("ours"))
         figure = f"{ours:.0%} against {shares['DistributedSampler']:.0%} of the ranks' time spent on tokens"
         what = f"length-balanced padded batches, 8 ranks, {lengths}"
-        yield Line(what, "`DistributedSampler`", figure, "samplers.md", headline=lengths == padded[0]["lengths"])
+        yield Line(what, "`DistributedSampler`", figure, "samplers.md")
 
 
 def _simota(result: Result) -> Iterator[Line]:
@@ -190,17 +196,44 @@ def _gpu(result: Result) -> Iterator[Line]:
         return
     device = result["device"].removeprefix("NVIDIA ")
     rows = {(r["window"], r["batch"], r["op"]): r for r in result["window_attention"]["rows"] if "failed" not in r}
-    for rival, words in (("timm fused", "timm's fused path"), ("compile", "`torch.compile`")):
-        ours, theirs = (rows.get(("7x7", 128, op)) for op in ("fused", rival))
-        if ours is not None and theirs is not None:
-            figure = _faster(theirs["both_device_ms"], ours["both_device_ms"])
-            what = f"Swin window attention on {device}, 128 images, forward and backward"
-            yield Line(what, words, figure, "gpu.md", headline=rival == "timm fused")
+    times_of = {op: row["both_device_ms"] for (*shape, op), row in rows.items() if shape == ["7x7", 128]}
+    steps = {
+        name: _times(dict(zip(("speedup", "low", "high"), found, strict=True)), "speedup", "low", "high")
+        for name, found in result.get("training", {}).get("speedup", {}).items()
+    }
+    if ours := times_of.pop("fused", None):
+        rivals = sorted(times_of, key=lambda op: float(times_of[op]["median"]))
+        shown = dict.fromkeys([*rivals[:1], *(op for op in rivals if op == "timm fused")])
+        words = "; ".join(RIVALS.get(op, op) + (", the best rival" if op == rivals[0] else "") for op in shown)
+        figure = "; ".join(_faster(times_of[op], ours) for op in shown)
+        what = f"Swin window attention on {device}, 128 images, forward and backward"
+        if step := steps.get("fused over compile"):
+            what, words = f"{what}; a whole step of Swin-T with it", f"{words}; the step: `torch.compile` alone"
+            figure = f"{figure}; {step}"
+        yield Line(what, words, figure, "gpu.md", headline=True)
+    if step := steps.get("both over compile"):
+        what = f"a whole step of Swin-T on {device} with it, and compiled"
+        yield Line(what, "`torch.compile` alone", step, "gpu.md")
     for row in result["assignment"]["simota"]:
-        loop = row.get("rivals", {}).get("loop", {"failed": ""})
-        if "failed" not in loop:
-            what = f"SimOTA on {device}, {row['images']} images of 640x640, 100 boxes"
-            yield Line(what, "the published loop", _faster(loop, row["ms"]), "gpu.md")
+        for rival, words in (("loop", "the published loop"), ("plain", "the same, vectorised")):
+            theirs = row.get("rivals", {}).get(rival, {"failed": ""})
+            if "failed" not in theirs:
+                what = f"SimOTA on {device}, {row['images']} images of 640x640, 100 boxes"
+                yield Line(what, words, _faster(theirs, row["ms"]), "gpu.md")
+
+
+RIVALS = {"timm fused": "timm's fused path", "compile": "`torch.compile`"}
+"""Rivals of window attention, in words."""
+
+
+def _searches(result: Result) -> Iterator[Line]:
+    """Yield what whole searches on a GPU gave, by their closing trials, and otherwise by those of what was kept."""
+    device = _machine(result).removeprefix("NVIDIA ")
+    for row in reversed(searches.rows(result)):
+        if row["figure"]:
+            what = f'`optimize(allow="{row["allow"]}")` on {row["model"]}, {device}, {row["seconds"]:.0f} s'
+            what += f": {row['kept']}"
+            yield Line(what, f"the plain loop, {row['baseline']}", row["figure"], "gpu.md", headline=row["is_last"])
 
 
 def _faster(theirs: Result, ours: Result) -> str:
@@ -227,7 +260,7 @@ def _hooks(result: Result) -> Iterator[Line]:
     rows = {(row["shape"], row["rate"], row["method"]): row for row in result["rows"]}
     for key in (key for key in HOOKS if key in rows):
         what = "gradients by `{method}`, {shape} hosts x ranks, {rate}, 100 MB: time of a step".format_map(rows[key])
-        yield Line(what, "DDP", _times(rows[key]), "comm_figures.md", headline=key == ("2x1", "100mbit", "int8"))
+        yield Line(what, "DDP", _times(rows[key]), "comm_figures.md")
 
 
 def _choice(result: Result) -> Iterator[Line]:
@@ -249,6 +282,8 @@ def _resizing(result: Result) -> Iterator[Line]:
 
 
 SOURCES: dict[str, Callable[[Result], Iterator[Line]]] = {
+    "searches": _searches,
+    "gpu": _gpu,
     "demo": _demo,
     "never-slower-reordered": _never_slower,
     "end-to-end": _end_to_end,
@@ -261,6 +296,5 @@ SOURCES: dict[str, Callable[[Result], Iterator[Line]]] = {
     "resizing": _resizing,
     "simota": _simota,
     "fcos-targets": _fcos,
-    "gpu": _gpu,
 }
 """Result → its lines."""

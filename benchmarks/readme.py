@@ -43,7 +43,9 @@ from benchmarks import (
     simota,
     strategy_table,
     time_to_accuracy,
+    torch_versions,
 )
+from benchmarks.gpu import searches
 from benchmarks.gpu import tables as gpu
 from benchmarks.proof import figures_block, proof_block
 from benchmarks.record import ROOT, newest
@@ -89,10 +91,12 @@ BLOCKS = (
     Block("docs/kernels.md", "host", "launch-cost", launch_cost.RECORD.block),
     Block("docs/decisions.md", "decisions", "decision-faults", decision_faults.RECORD.block),
     Block("docs/tests.md", "runs", "repeated-tests", repeated_tests.table_block),
+    Block("docs/tests.md", "versions", "torch-versions", torch_versions.RECORD.block),
     Block("docs/checkpoints.md", "recovery", "recovery", recovery.RECORD.block),
     Block("docs/checkpoints.md", "resizing", "resizing", resizing.RECORD.block),
     Block("docs/kernels.md", "bernoulli", "bernoulli", bernoulli.RECORD.block),
     Block("docs/gpu.md", "targets", "gpu", gpu.judged_block),
+    Block("docs/gpu.md", "searches", "searches", searches.searches_block),
     Block("docs/gpu.md", "windows", "gpu", gpu.windows_block),
     Block("docs/gpu.md", "assignment", "gpu", gpu.assignment_block),
     Block("docs/gpu.md", "training", "gpu", gpu.training_block),

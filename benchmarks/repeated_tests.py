@@ -117,12 +117,12 @@ def make_test(*before: str, core: int | None = None, options: Callable[[int], st
     def tests(number: int) -> Outcome:
         environ = {**os.environ, "PYTEST_ADDOPTS": options(number)}
         affinity = None if core is None else (lambda: os.sched_setaffinity(0, {core}))
-        return _run([*before, *MAKE], environ, affinity)
+        return run_tests([*before, *MAKE], environ, affinity)
 
     return tests
 
 
-def _run(
+def run_tests(
     command: Sequence[str], environ: Mapping[str, str] | None = None, first: Callable[[], None] | None = None
 ) -> Outcome:
     with subprocess.Popen(
@@ -156,7 +156,7 @@ def each_file_alone(number: int) -> Outcome:
     flags = ["-q", "-p", "no:cacheprovider", "-m", DEFAULT_RUN]
     files = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tests").rglob("test_*.py"))
     with ThreadPool(usable_cores()) as pool:
-        return Outcome.merged(pool.map(lambda file: _run([sys.executable, "-m", "pytest", *flags, file]), files))
+        return Outcome.merged(pool.map(lambda file: run_tests([sys.executable, "-m", "pytest", *flags, file]), files))
 
 
 @contextlib.contextmanager

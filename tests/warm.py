@@ -102,6 +102,7 @@ class Running:
         """
         late = not self._await(timeout_s)
         output, errors = (file.read_text(encoding="utf-8") for file in (self._output, self._errors))
+        output = "".join(line for line in output.splitlines(True) if not line.startswith("[Gloo] "))  # torch 2.9 greets
         self._folder.cleanup()
         if late:
             raise subprocess.TimeoutExpired(self.arguments, timeout_s, output, errors)

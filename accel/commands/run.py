@@ -73,8 +73,7 @@ def _checked(
 
     if allow not in ALLOW:
         raise InvalidArgument(f"--allow must be one of {', '.join(map(repr, ALLOW))}, got {allow!r}")
-    seconds = f"{budget}s" if budget.replace(".", "", 1).isdecimal() else budget
-    Budget.parse(seconds)
+    Budget.parse(budget)
     if report is not None:
         report = report.absolute()  # the script may change its directory
         _check_report(report)
@@ -84,7 +83,7 @@ def _checked(
         both = set(enable) & set(disable)
         if both:
             raise InvalidArgument(f"--enable and --disable must differ, both have {', '.join(sorted(both))}")
-    return {"allow": allow, "budget": seconds, "report": report, "enable": enable, "disable": disable}
+    return {"allow": allow, "budget": budget, "report": report, "enable": enable, "disable": disable}
 
 
 def registered_strategies() -> frozenset[str]:

@@ -21,16 +21,7 @@ _under_way: dict[int, Following] = {}
 class Following:
     """Find the model, the optimizer and the loader that a framework trains, and optimize them.
 
-    Args:
-        allow: how far the numbers may move, as for `accel.optimize`.
-        budget: what the search may cost: seconds (60), "90s", "2m", or a share of the run ("10%").
-        enable: names of strategies to try although they are opt-in or beyond `allow`.
-        disable: names of strategies not to try.
-        report: where the report goes: a `.json` or `.html` file, or a folder.
-        cache: whether what is found is remembered for the next run.
-
-    Raises:
-        InvalidArgument: if an argument is wrong.
+    The arguments are those of `accel.optimize`, which raises InvalidArgument for one that is wrong.
     """
 
     def __init__(

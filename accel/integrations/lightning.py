@@ -17,14 +17,12 @@ class LightningCallback(Callback):
     """Let a Trainer train with `accel.optimize`; the figures go to its loggers when the training ends.
 
     Args:
-        allow: how far the numbers may move, as for `accel.optimize`: "exact", "reordered" (default), "reduced",
-            "lossy".
+        allow: how far the numbers may move: "exact", "reordered" (default), "reduced" (bfloat16, TF32), "lossy".
         budget: what the search may cost: seconds (60), "90s", "2m", or a share of the run ("3%", default).
         enable: names of strategies to try although they are opt-in or beyond `allow`.
         disable: names of strategies not to try.
         report: where the report goes: a `.json` or `.html` file, or a folder.
-        cache: whether what is found is remembered for the next run, and what was remembered is tried first; default
-            True.
+        cache: whether what is found is remembered for the next run, and tried first there; default True.
 
     Raises:
         InvalidArgument: if an argument is wrong.

@@ -174,7 +174,7 @@ class Report(ReportHead):
         same = f", {self.training_same}" if self.training_same else ""
         if not self.is_settled:
             whole = gain_text(self.speedup, self.speedup_low, self.speedup_high)
-            return f"at least {self.speedup_low:.2f}x, not settled: {whole} as a whole; each alone: {self._kept_rows()}"
+            return f"at least {self.speedup_low:.2f}x, not settled: {whole} as a whole; each alone: {self.kept_text()}"
         return f"{self.speedup:.2f}x: {self.throughput()}{same}"
 
     @property
@@ -184,7 +184,7 @@ class Report(ReportHead):
 
     def _without_speedup(self) -> str:
         """Say why the whole has not been compared with the plain loop, and what was kept in trials of its own."""
-        kept = self._kept_rows()
+        kept = self.kept_text()
         so_far = f"; kept in trials of their own, not yet compared as a whole: {kept}" if kept else ""
         if self.state == "searching":
             return f"no verdict yet: {self.steps} steps seen, the search has not ended{so_far}"
@@ -197,9 +197,11 @@ class Report(ReportHead):
         alone = f"what is kept now was not compared with the plain loop again; each alone: {kept}"
         return f"no speed-up of the whole: {alone}"
 
-    def _kept_rows(self) -> str:
+    def kept_text(self) -> str:
+        """Return what was kept in trials of its own, with its gains, in one line."""
         rows = (row for row in self.rows if row.status == "kept")
-        return ", ".join(f"{row.name} {gain_text(row.gain, row.gain_low, row.gain_high)}" for row in rows)
+        gains = (f"{row.name} {gain_text(row.gain, row.gain_low, row.gain_high)}" for row in rows)
+        return ", ".join(gain.removesuffix(" -") for gain in gains)
 
     def throughput(self) -> str:
         """Return samples a second, or else ms per step, without and with the plan; both must be known."""

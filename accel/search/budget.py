@@ -36,27 +36,26 @@ class Budget:
         """Read a budget: a number of seconds, "90s", "2m", "1h" or "10%".
 
         Raises:
-            InvalidArgument: if it is none of these, or not positive.
+            InvalidArgument: if it is none of these, not positive, or a number below 1: that was meant as a share.
         """
-        if isinstance(value, bool) or not isinstance(value, int | float | str):
+        match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*(%|s|m|min|h|)\s*", value if isinstance(value, str) else "")
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            number, unit, text = float(value), "", f"{value:g}s"
+        elif match is None:
             raise InvalidArgument(f"budget must be a time or a share, got {value!r}; {_REMEDY}")
-        if isinstance(value, int | float):
-            return cls._of_seconds(float(value), f"{value:g}s")
-        match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*(%|s|m|min|h)\s*", value)
-        if match is None:
-            raise InvalidArgument(f"budget must be a time or a share, got {value!r}; {_REMEDY}")
-        number, unit = float(match[1]), match[2]
+        else:
+            number, unit = float(match[1]), match[2]
+            text = match[0].strip() if unit else f"{number:g}s"
+        if not unit and 0 < number < 1:
+            meant = f"did you mean '{100 * number:.6g}%'? Else {_REMEDY}"
+            raise InvalidArgument(f"budget without a unit must be at least 1 s, got {value!r}; {meant}")
         if unit != "%":
-            return cls._of_seconds(number * _UNITS[unit], value.strip())
+            if not 0 < number < math.inf:
+                raise InvalidArgument(f"budget must be a positive time, got {text}; {_REMEDY}")
+            return cls(seconds=number * _UNITS.get(unit, 1.0), text=text)
         if not 0 < number <= 100:
             raise InvalidArgument(f"budget as a share must lie in (0 %, 100 %], got {value!r}; {_REMEDY}")
-        return cls(share=number / 100, text=value.strip())
-
-    @classmethod
-    def _of_seconds(cls, seconds: float, text: str) -> Budget:
-        if not 0 < seconds < math.inf:
-            raise InvalidArgument(f"budget must be a positive time, got {text}; {_REMEDY}")
-        return cls(seconds=seconds, text=text)
+        return cls(share=number / 100, text=text)
 
     def allows(self, *, spent: float, expected: float, elapsed: float, saved: float = 0.0) -> bool:
         """Return whether a further cost of `expected` seconds is allowed, `elapsed` seconds into the run.

@@ -20,10 +20,6 @@ _SOON_STEADY = 2
 """What needs more settling steps may need a few more the first time: its first steps say little."""
 
 
-def _no_limit() -> float:
-    return math.inf
-
-
 class CandidateTrials(LaterChecks):
     """Try candidates; the arguments are those of `Experiments`."""
 
@@ -62,7 +58,7 @@ class CandidateTrials(LaterChecks):
                 self._passed[name] = trial_plan
                 settle = candidate.settling(setting)
                 hasty = self._if_much_slower(name, config) if settle <= _SOON_STEADY else None
-                limit_s = self._limit() if limited else _no_limit
+                limit_s = self._limit() if limited else lambda: math.inf
                 outcome = yield from self._trial(self.plan, trial_plan, settle, config, hasty, limit_s)
             if not candidate.is_compared:  # then it works when it is switched on
                 self._note_work(candidate, setting, self.cost_s - cost)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Collection
 
+from accel.profiler.diagnose import causes
 from accel.profiler.trial import Outcome
 from accel.search import priority, trials
 from accel.search.experiments import Decisions, Experiments
+from accel.search.ledger import refusal
 from accel.search.plan import Choices
 
 _CLOSING_PAIRS = 6
@@ -73,3 +76,28 @@ class Closing(Experiments):
         if blocks[2].verdict != "keep" or blocks[2].pairs < _CLOSING_PAIRS:
             return None
         return functools.reduce(trials.together, [*(self._lasting[name] for name in lasting), blocks[2]])
+
+    def why_open(self) -> tuple[str, str]:
+        """Say why there is no verdict yet, and what would bring it sooner; '' twice if nothing is left to decide."""
+        if not self.plain_ms:
+            return "too few steps to time the plain loop", "it takes a longer run"
+        if self.recollection.is_checking:
+            return "the remembered plan was still being checked", "the next run checks it again"
+        if (crowd := self.diagnosis.crowd) is not None and crowd.cause == causes.OVERSUBSCRIBED:
+            return "other processes kept the machine busy, and trials waited", "it takes a quieter machine"
+        left = [
+            self._expected_s(candidate)
+            for name, candidate in self._candidates.items()
+            if self.rows[name].status == "not tried" and not self.recollection.postponed(name, self.elapsed_s)
+            if not refusal(candidate) and not self._too_little(candidate)
+        ]
+        expected_s, longer = min(left, default=0.0), "a longer run decides"
+        if self._budget.share < 1:
+            enough = f"{max(30, math.ceil(self.cost_s + 2 * expected_s))}s"
+            longer = f'to decide sooner: budget="{enough}" (accel run --budget {enough}), or a longer run'
+        if not left:
+            return ("the trial of the whole plan had not ended", longer) if self.plan and self.searching else ("", "")
+        from_s = self._budget.allowed_from(spent=self.cost_s, expected=expected_s, saved=self.saved_s)
+        if self._lasted_s < from_s < math.inf:
+            return f"the budget of {self._budget.text} allows the next trial {from_s:.0f} s into the run", longer
+        return "trials were under way", longer

@@ -44,13 +44,7 @@ class Controller(SharedHost):
     """Choose strategies on real training steps.
 
     Args:
-        candidates: what may be tried, in registry order.
-        budget: what the search may cost.
-        config: the statistics of a trial.
-        pace: step counts.
-        reduce: how a block of step times becomes one number.
-        announce: called with each decided row, its number among those to be tried (0 for one that is announced again or
-            is not to be tried), and their total.
+        candidates, budget, config, pace, reduce, announce: as for `Experiments`.
         say: prints one line for the user; a line is printed only once.
         replay: choices to take over from a plan, without a search.
         memory: keeps what is found from run to run; None remembers nothing.

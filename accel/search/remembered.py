@@ -145,7 +145,8 @@ class Recollection:
         self._one_off_s: dict[str, float] = {}
         self._repeated: dict[str, float] = {}
         """Share of that which a later process does again."""
-        self._stored: RememberedSearch | None = None
+        self.stored: RememberedSearch | None = None
+        """What is remembered by now, as far as it was decided in this run."""
 
     @property
     def note(self) -> str:
@@ -159,7 +160,7 @@ class Recollection:
         if self._memory is None:
             return
         self._end_check()
-        self._earlier = self._stored = earlier = self._memory.recall()
+        self._earlier = self.stored = earlier = self._memory.recall()
         self._holds = False
         self.text, self._losers, self._waiting = "", {}, {}
         self._trial_s, self._one_off_s, self._repeated = {}, {}, {}
@@ -208,7 +209,7 @@ class Recollection:
         if plan:
             self._suggestion = self.text = self._words(plan)
         if suggested:
-            self.is_checking, self._stored = True, None
+            self.is_checking, self.stored = True, None
             self.text = f"{self._suggestion}; being checked again"
             self._memory.begin_check()
         return suggested
@@ -293,7 +294,7 @@ class Recollection:
         assert self._memory is not None
         self.is_checking = self._holds = False
         self.text = f"{self._suggestion}; checked again: undone ({why}), and searched anew"
-        self._losers, self._waiting, self._stored = {}, {}, None
+        self._losers, self._waiting, self.stored = {}, {}, None
         self._memory.forget()
 
     def failed(self) -> None:
@@ -423,8 +424,8 @@ class Recollection:
             runs=0 if relied_on is None else relied_on.runs + 1,
             run_s=round(max(run_s, known_run_s), 1),
         )
-        if self._stored is None or ended or not _same(search, self._stored):
-            self._stored = search
+        if self.stored is None or ended or not _same(search, self.stored):
+            self.stored = search
             self._memory.store(search)
 
     def _shown(self, plan: Choices, closing: Outcome | None) -> tuple[float | None, float | None, list[str] | None]:

@@ -21,7 +21,7 @@ from accel.profiler import stderr
 from accel.profiler.diagnose.consistency import PhaseShares
 from accel.profiler.naming import PHASES_OF
 from accel.profiler.report import utf8
-from accel.report.model import BatchRow, Machine, Report, State, StrategyRow
+from accel.report.model import NOTHING_REMEMBERED, BatchRow, Machine, Report, State, StrategyRow
 from accel.run import Run
 from accel.run.machine import machine_name
 from accel.search.controller import Controller
@@ -167,17 +167,20 @@ class Journal:
     def _ending(self, report: Report) -> str:
         if report.state == "done" and self._reported is None:
             untried = ", ".join(row.name for row in report.rows if row.status == "not tried")
-            return f"{report.model} {report.verdict()}" + (f"; not tried yet: {untried}" if untried else "")
+            what = f"{report.model} {report.verdict()}" + (f"; not tried yet: {untried}" if untried else "")
+            why, remedy = self._controller.why_open()
+            return f"{what}: {why}; {remedy}" if untried and why else what
         if report.state != "interrupted":
             return ""
         if report.steps == 0:
             what = self._session.untrained or f"no training step of {report.model} was seen"
             return "" if self._announcer.has_printed else what
-        kept = ", ".join(report.plan) or "nothing"
-        return (
-            f"the run ended after {report.steps} steps, before the search for {report.model} had a verdict; "
-            f"kept so far: {kept}"
-        )
+        why, remedy = self._controller.why_open()
+        what = f"the run ended after {report.steps} steps, before the search for {report.model} had a verdict"
+        kept = report.kept_text() or ", ".join(report.plan)
+        stored = None if report.cache.startswith(NOTHING_REMEMBERED) else self._controller.recollection.stored
+        begins = f"; the next run begins with {', '.join(stored.plan)}" if kept and stored and stored.plan else ""
+        return f"{what} ({why}); kept so far: {kept or 'nothing'}{begins}; {remedy}"
 
     def _leads(self) -> bool:
         return self._session.rank == 0

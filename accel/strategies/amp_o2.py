@@ -17,8 +17,7 @@ from accel.strategies.base import Exactness, Strategy
 class AmpO2(Strategy):
     """Make each call of the model at level O2 in bfloat16 (`accel.amp`), which needs no loss scale.
 
-    Source: Micikevicius et al., Mixed Precision Training, arXiv 1710.03740; Kalamkar et al., arXiv 1905.12322. Proven
-    on a CPU; as a strategy it has not been run on a GPU yet (`make gpu`).
+    Source: Micikevicius et al., Mixed Precision Training, arXiv 1710.03740; Kalamkar et al., arXiv 1905.12322.
     """
 
     name = "amp_o2"

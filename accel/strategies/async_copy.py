@@ -15,8 +15,7 @@ if TYPE_CHECKING:
 class AsyncCopy(Strategy):
     """Hand over batches that are on the device already: pinned, copied on a side stream, ordered by an event.
 
-    Source: PyTorch notes, CUDA semantics, "Use pinned memory buffers". Tested on a GPU; its gain has
-    not been recorded.
+    Source: PyTorch notes, CUDA semantics, "Use pinned memory buffers".
     """
 
     name = "async_copy"

@@ -22,8 +22,7 @@ _WATCHED = 3
 class CudaGraphs(Strategy):
     """Run the model's usual training call by CUDA graphs (`accel.graphs`); all other calls run as they are.
 
-    Source: https://pytorch.org/blog/accelerating-pytorch-with-cuda-graphs/. Tested on a GPU; docs/gpu.md
-    has captured steps.
+    Source: https://pytorch.org/blog/accelerating-pytorch-with-cuda-graphs/.
     """
 
     name = "cuda_graphs"

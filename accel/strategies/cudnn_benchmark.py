@@ -23,10 +23,7 @@ _BENCHMARK = ProcessSetting(lambda: bool(torch.backends.cudnn.benchmark), _set)
 
 
 class CudnnBenchmark(Strategy):
-    """Set `torch.backends.cudnn.benchmark`.
-
-    Tested on a GPU; its gain has not been recorded.
-    """
+    """Set `torch.backends.cudnn.benchmark`."""
 
     name = "cudnn_benchmark"
     summary = "cuDNN picks its algorithm by timing"

@@ -16,8 +16,7 @@ from accel.strategies.process_setting import ProcessSetting
 class TF32(Strategy):
     """Let CUDA's matrix products, convolutions and recurrent layers use TF32 (`accel.precision`).
 
-    Source: NVIDIA A100 architecture white paper; PyTorch notes, "TensorFloat-32 on Ampere". Tested on a GPU; its
-    gain has not been recorded.
+    Source: NVIDIA A100 architecture white paper; PyTorch notes, "TensorFloat-32 on Ampere".
     """
 
     name = "tf32"

@@ -376,7 +376,8 @@ def _spec(
 
 
 def _check_pair(name: str, pair: object) -> None:
-    if not isinstance(pair, tuple | list) or len(pair) != 2 or not all(isinstance(side, int) for side in pair):
+    # torch 2.9 can't compile `tuple | list`.
+    if not isinstance(pair, (tuple, list)) or len(pair) != 2 or not all(isinstance(side, int) for side in pair):
         raise ValueError(f"window_attention: {name} must be two whole numbers, height and width. Found: {pair!r}")
     if name == "window" and min(pair) < 1:
         raise ValueError(f"window_attention: window must be at least 1 token each way. Found: {pair!r}")

@@ -2,7 +2,7 @@
 
 On a CPU torch's fused path takes the elements of parameter, gradient and state in the order of memory, as if all were
 laid out alike: the update of a parameter with gaps between its elements, or of one whose gradient has other strides, is
-wrong without a word (torch 2.13). On CUDA, by its source, it raises; that was not run. So it is not offered for such
+wrong without a word (torch 2.13). By its source it raises on CUDA, where it was not run. So it is not offered for such
 parameters, and gradients that a loop has assigned itself are laid out as their parameters first.
 
 SGD's fused path wants a momentum buffer for all parameters of a group or for none. In the first step after a loop has

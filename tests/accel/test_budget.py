@@ -14,14 +14,14 @@ from accel.search.budget import Budget
 seconds = st.floats(min_value=0, max_value=1e9, allow_nan=False)
 positive = st.floats(min_value=1e-6, max_value=1e9, allow_nan=False)
 shares = st.floats(min_value=0.01, max_value=100).map(lambda percent: Budget.parse(f"{percent:.6f}%"))
-budgets = st.one_of(positive.map(Budget.parse), shares)
+budgets = st.one_of(positive.map(lambda value: Budget.parse(f"{value:.9f}s")), shares)
 
 
 @pytest.mark.parametrize(
     ("text", "wanted"),
     [
         (60, 60.0),
-        (0.5, 0.5),
+        (1, 1.0),
         ("90s", 90.0),
         ("2m", 120.0),
         ("2 min", 120.0),
@@ -36,6 +36,20 @@ def test_times(text: float | str, wanted: float) -> None:
     assert budget.text == (text.strip() if isinstance(text, str) else f"{text:g}s")
 
 
+@pytest.mark.parametrize("text", ["60", " 60 ", "60.0"])
+def test_a_number_alone_is_seconds_as_text_too(text: str) -> None:
+    assert Budget.parse(text) == Budget.parse(60)
+
+
+@given(value=st.floats(min_value=1e-6, max_value=0.999), as_text=st.booleans())
+@example(value=0.03, as_text=False)
+@example(value=0.03, as_text=True)
+def test_a_number_below_one_is_refused_as_a_mistyped_share(value: float, as_text: bool) -> None:
+    with pytest.raises(InvalidArgument, match="without a unit must be at least 1 s") as raised:
+        Budget.parse(f"{value:.12f}" if as_text else value)
+    assert f"did you mean '{100 * value:.6g}%'?" in str(raised.value)
+
+
 @pytest.mark.parametrize(("text", "wanted"), [("10%", 0.1), ("100%", 1.0), (" 2.5 % ", 0.025)])
 def test_shares(text: str, wanted: float) -> None:
     budget = Budget.parse(text)
@@ -46,7 +60,7 @@ def test_shares(text: str, wanted: float) -> None:
 
 @given(value=positive)
 def test_a_number_is_its_seconds_however_it_is_written(value: float) -> None:
-    assert Budget.parse(value).seconds == value
+    assert value < 1 or Budget.parse(value).seconds == value
     assert Budget.parse(f"{value:.9f}s").seconds == pytest.approx(value, abs=1e-9)
     assert Budget.parse(f"{value:.9f}m").seconds == pytest.approx(60 * value, abs=1e-7)
     assert Budget.parse(f"{value:.9f}h").seconds == pytest.approx(3600 * value, abs=1e-5)

@@ -55,7 +55,7 @@ def exported(model: nn.Module) -> Any:
 def traced(model: nn.Module) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("error", torch.jit.TracerWarning)
-        warnings.simplefilter("ignore", DeprecationWarning)
+        warnings.filterwarnings("ignore", r"`torch\.jit\.\w+` is deprecated")  # whatever its category
         return torch.jit.trace(model, (X,))(X)
 
 

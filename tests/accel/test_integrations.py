@@ -125,6 +125,8 @@ def test_options_are_checked_when_the_callback_is_made() -> None:
         Following(**{**OPTIONS, "allow": "anything"})
     with pytest.raises(InvalidArgument, match="enable"):
         Following(**{**OPTIONS, "enable": ["no such strategy"]})
+    with pytest.raises(InvalidArgument, match="did you mean '3%'"):
+        Following(**{**OPTIONS, "budget": 0.03})
     with pytest.raises(InvalidArgument, match="cache must be True or False"):
         Following(**{**OPTIONS, "cache": "runs/cache"})
 

@@ -134,6 +134,7 @@ def test_nothing_is_patched_in_spawned_workers(tmp_path: Path) -> None:
             "--allow must be one of 'exact', 'reordered', 'reduced', 'lossy', got 'fast'",
         ),
         (["--budget", "much", "train.py"], "budget must be a time or a share, got 'much'"),
+        (["--budget", "0.03", "train.py"], "budget without a unit must be at least 1 s, got '0.03'; did you mean"),
         (["--report", "train.py/one", "train.py"], "--report must be a folder, a .json or a .html file"),
         (["--report", "a.json", "train.py"], "--report must be a folder, a .json or a .html file"),
         (["--report", "x" * 300, "train.py"], "--report must be a place that can be written, got"),

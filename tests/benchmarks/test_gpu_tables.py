@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from benchmarks import proof
-from benchmarks.gpu import tables
+from benchmarks.gpu import searches, tables
 
 TIME = {"median": 0.1234, "low": 0.12, "high": 0.125}
 RESULT: dict[str, Any] = {
@@ -109,10 +109,67 @@ def test_the_front_page_claims_nothing_where_a_test_failed() -> None:
     assert lines == [
         (
             "Swin window attention on T1, 128 images, forward and backward",
-            "timm's fused path",
+            "timm's fused path, the best rival",
             "10.0x [9.6, 10.4]",
             True,
         ),
         ("SimOTA on T1, 8 images of 640x640, 100 boxes", "the published loop", "1.00x [0.96, 1.04]", False),
     ]
     assert list(proof._gpu({**result, "tests": {"green": False}})) == []
+
+
+def test_a_figure_stands_beside_the_best_rivals_and_the_whole_steps() -> None:
+    ops = {"fused": 1.0, "timm fused": 17.0, "compile": 7.0, "sdpa": 12.0}
+    rows = [
+        {"op": op, "batch": 128, "window": "7x7", "both_device_ms": dict.fromkeys(("median", "low", "high"), ms)}
+        for op, ms in ops.items()
+    ]
+    training = {"speedup": {"fused over compile": [0.9, 0.8, 1.0], "both over compile": [1.2, 1.1, 1.3]}}
+    op, both, *_ = proof._gpu({**RESULT, "window_attention": {"rows": rows}, "training": training})
+    assert op.against == "`torch.compile`, the best rival; timm's fused path; the step: `torch.compile` alone"
+    assert op.figure == "7.00x [7.00, 7.00]; 17.0x [17.0, 17.0]; 0.90x [0.80, 1.00]"
+    assert (both.what.endswith(", and compiled"), both.figure) == (True, "1.20x [1.10, 1.30]")
+
+
+SEARCHES: dict[str, Any] = {
+    "command": "python -m benchmarks.whole_process",
+    "date": "2026-01-01",
+    "machine": "NVIDIA T1, 16 cores",
+    "torch": "2.11",
+    "rows": [
+        {"model": "bert", "variant": "plain", "end_s": 20.0, "strategies": []},
+        {"model": "bert", "variant": "reduced", "end_s": 50.0, "strategies": [{"name": "a", "status": "not tried"}]},
+    ],
+    "again": {
+        "searches": [
+            {
+                "model": "resnet",
+                "variant": "reduced",
+                "end_s": 75.0,
+                "strategies": [{"name": "pin_memory", "status": "kept", "gain": 1.111}],
+            },
+            {"model": "resnet", "variant": "reduced", "end_s": 125.04, "strategies": []},
+        ],
+        "search_of_125_s": "pin_memory had been kept by a second one (1.12x [1.09, 1.15])",
+    },
+    "later": {"end_s": 115.0, "verdict": "no verdict", "strategies": [{"name": "a", "status": "undone"}]},
+    "day_after": {
+        "end_s": 150.0,
+        "verdict": "4.86x [4.84, 4.87]: 115 to 558 samples/s",
+        "strategies": [{"name": "autocast_bf16", "status": "kept", "gain": 4.7}],
+    },
+}
+
+
+def test_searches_say_what_was_kept_and_over_which_plain_loop() -> None:
+    table = [line for line in searches.searches_block(SEARCHES).splitlines() if line.startswith("|")][2:]
+    assert table == [
+        "| BERT-base | reduced | 50 | nothing, nothing was tried | | IEEE float32 (torch's default) |",
+        "| ResNet-50 | reduced | 75 | `pin_memory` | 1.11x in its own trial | float32 in TF32 (torch's default) |",
+        "| ResNet-50 | reduced | 125 | nothing by the first search, `pin_memory` by a second | 1.12x [1.09, 1.15]"
+        " | float32 in TF32 (torch's default) |",
+        "| BERT-base | reduced | 115 | nothing | | IEEE float32 (torch's default) |",
+        "| BERT-base | reduced | 150 | `autocast_bf16` | 4.86x [4.84, 4.87] | IEEE float32 (torch's default) |",
+    ]
+    first = [line.figure for line in proof._searches(SEARCHES) if line.headline]
+    assert first == ["4.86x [4.84, 4.87]", "1.12x [1.09, 1.15]", "1.11x in its own trial"]

@@ -92,7 +92,7 @@ def test_the_table_has_a_line_for_each_condition() -> None:
 
 def test_a_run_that_never_ends_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(repeated_tests, "LIMIT_S", 0.2)
-    assert repeated_tests._run([sys.executable, "-c", "import time; time.sleep(60)"]).status is None
+    assert repeated_tests.run_tests([sys.executable, "-c", "import time; time.sleep(60)"]).status is None
 
 
 def test_the_process_has_the_core_it_was_given(tmp_path: Path) -> None:
@@ -154,7 +154,7 @@ def test_a_run_is_ended_with_what_waits_for_it() -> None:
         signal.setitimer(signal.ITIMER_REAL, 0.5)
         began = time.monotonic()
         with pytest.raises(KeyboardInterrupt):
-            repeated_tests._run([sys.executable, "-c", "import time; time.sleep(60)"])
+            repeated_tests.run_tests([sys.executable, "-c", "import time; time.sleep(60)"])
         assert time.monotonic() - began < 30
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)

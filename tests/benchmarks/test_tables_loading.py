@@ -64,7 +64,17 @@ def test_other_jobs_are_compared_with_their_first_loader() -> None:
         row(job, "DataLoader, 2 workers", 0.2, 1.0),
         row(job, "DataLoader, 2 persistent workers", 0.1, 2.0),
         row(job, "continuous, auto", 0.08, 2.5),
-    ) == [("DataLoader, 2 workers", "2.50x [2.40, 2.60]")]
+    ) == [("DataLoader, 2 workers (persistent ones: 2.00x)", "2.50x [2.40, 2.60]")]
+
+
+def test_a_loader_is_not_named_as_another() -> None:
+    job = "512 JPEG 500x375 to 224x224, 30 ms step"
+    rows = [("DataLoader, 2 workers", 1.0), ("continuous, auto", 1.6), ("ImageDataset: continuous, auto", 2.0)]
+    shown = list(proof._loaders(result(*(row(job, loader, 0.4 / speedup, speedup) for loader, speedup in rows))))
+    assert [(line.what.partition(":")[0], line.figure[:5]) for line in shown[:-1]] == [
+        ("`ContinuousLoader`", "1.60x"),
+        ("`ContinuousLoader` and `ImageDataset`", "2.00x"),
+    ]
 
 
 def test_lengths_have_a_table_for_each_set_padded_and_not() -> None:

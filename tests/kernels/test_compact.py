@@ -10,6 +10,7 @@ from torch import Tensor
 
 from accel.kernels import compact as module
 from accel.kernels.compact import compact
+from tests.kernels.contract import opcheck
 from tests.kernels.gradients import same_gradient
 
 # Nothing; one; odd; a power of two; a kernel's block and one more. Trailing shapes: scalar rows, columns, maps, none.
@@ -153,9 +154,9 @@ def test_what_does_not_fit_is_refused(x: Tensor, mask: Tensor, size: int | None,
 def test_ops_keep_their_contract() -> None:
     x, mask = _inputs(7, (2,))
     source, _ = module._sources(mask, 5)
-    torch.library.opcheck(module._sources_op, (mask, 5))
-    torch.library.opcheck(module._take_op, (x.requires_grad_(), source, 0.0))
-    torch.library.opcheck(module._put_op, (x[:5].detach().requires_grad_(), source, 7))
+    opcheck(module._sources_op, (mask, 5))
+    opcheck(module._take_op, (x.requires_grad_(), source, 0.0))
+    opcheck(module._put_op, (x[:5].detach().requires_grad_(), source, 7))
 
 
 def test_torch_compile_keeps_one_graph_and_the_gradient() -> None:

@@ -14,6 +14,7 @@ from accel.kernels.fcos_targets import fcos3d_targets, fcos3d_targets_ref, fcos_
 from accel.kernels.fcos_targets import near as fcos_near
 from accel.kernels.fcos_targets import targets as module
 from accel.kernels.fcos_targets.inputs import Fcos3dGts, FcosConfig, FcosGts, FcosPoints, rule_of
+from tests.kernels.contract import opcheck
 from tests.kernels.fcos_oracle import fcos3d_batch, fcos_batch
 
 # Odd maps, a level of one point, a stride that is no power of two, ranges that meet in one number.
@@ -356,9 +357,9 @@ def test_ops_keep_their_contract() -> None:
     gts = batch(5, "random", images=2)
     where = POINTS.xy, POINTS.regress_range, POINTS.stride, module._flat_grids(POINTS)
     code, attrs = module._codes(gts)
-    torch.library.opcheck(module._fcos_op, (*where, gts.boxes, gts.labels, gts.valid, 10, True, 1.5, True))
+    opcheck(module._fcos_op, (*where, gts.boxes, gts.labels, gts.valid, 10, True, 1.5, True))
     several = gts.boxes, gts.labels, gts.valid, code, attrs
-    torch.library.opcheck(module._fcos3d_op, (*where, *several, 10, 7, 1.5, True, 2.5))
+    opcheck(module._fcos3d_op, (*where, *several, 10, 7, 1.5, True, 2.5))
 
 
 def test_torch_compile_keeps_one_graph() -> None:

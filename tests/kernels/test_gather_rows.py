@@ -12,6 +12,7 @@ from torch.autograd import forward_ad
 
 from accel.kernels import gather_rows as module
 from accel.kernels.gather_rows import gather_rows
+from tests.kernels.contract import opcheck
 from tests.kernels.gradients import same_gradient
 
 # One group; odd; a power of two; more columns than groups; one column; rows of 8 and 16 bytes, in fp32 and in fp16;
@@ -92,7 +93,7 @@ def test_kernels_reach_columns_that_lie_far_apart(interpreted: None, tmp_path: P
     assert gather_rows(x, torch.tensor([1])).tolist() == [[0, 0, 7]]
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # of torch's own, on first use
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")  # of torch's own, on first use
 def test_kernels_carry_tangents(interpreted: None) -> None:
     """A tangent asks for no gradient: it was lost."""
     x, index = _inputs((7, 3, 5))
@@ -225,8 +226,8 @@ def test_few_rows_take_few_operators() -> None:
 
 def test_op_keeps_its_contract() -> None:
     x, index = _inputs((4, 3, 2))
-    torch.library.opcheck(module._gather_op, (x.requires_grad_(), index))
-    torch.library.opcheck(module._scatter_op, (x[:, 0].detach().requires_grad_(), index, 3))
+    opcheck(module._gather_op, (x.requires_grad_(), index))
+    opcheck(module._scatter_op, (x[:, 0].detach().requires_grad_(), index, 3))
 
 
 def test_torch_compile_keeps_one_graph_and_the_gradient() -> None:

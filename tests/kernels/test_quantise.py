@@ -22,6 +22,7 @@ from tests.kernels.code_cases import (
     summed,
     values_of,
 )
+from tests.kernels.contract import opcheck
 
 EPS = torch.finfo(torch.float32).eps
 quiet = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # numpy's, of infinities and NaN
@@ -167,8 +168,8 @@ def test_rows_that_do_not_fit_are_refused(codes: Tensor, out: Tensor, reason: st
 
 def test_ops_keep_their_contract_and_compile() -> None:
     values, codes = values_of(100), torch.zeros(op.encoded_bytes(100, 64), dtype=torch.uint8)
-    torch.library.opcheck(op.CODE.encode_op, (values, codes, 64, values.clone(), torch.zeros(100), 0.5))
-    torch.library.opcheck(op.CODE.decode_sum_op, (rows(op, [values, values], 64), torch.zeros(100), 64, True))
+    opcheck(op.CODE.encode_op, (values, codes, 64, values.clone(), torch.zeros(100), 0.5))
+    opcheck(op.CODE.decode_sum_op, (rows(op, [values, values], 64), torch.zeros(100), 64, True))
 
     def both(values: Tensor) -> Tensor:
         encoded, out = values.new_empty(108, dtype=torch.uint8), torch.empty_like(values)

@@ -22,6 +22,7 @@ from accel.kernels.simota import assign as simota
 from accel.kernels.simota import cost, simota_assign
 from accel.kernels.simota.inputs import VARIANTS, Assignment, Rules, anchors_of
 from tests.kernels import simota_oracle as oracle
+from tests.kernels.contract import opcheck
 from tests.kernels.simota_scenes import (
     CLASSES,
     FAMILIES,
@@ -355,7 +356,7 @@ def test_the_operator_keeps_its_contract() -> None:
     mask = torch.rand(2, 5) < 0.8
     for rules, scores in ((VARIANTS["yolox"], obj), (VARIANTS["mmdet"], None)):
         given = (boxes, cls if scores is not None else cls.sigmoid(), scores, points, strides, truths, classes, mask)
-        torch.library.opcheck(simota_op.assign, (*given, None, *simota_op.flat(rules), False, None, True))
+        opcheck(simota_op.assign, (*given, None, *simota_op.flat(rules), False, None, True))
 
 
 def test_cost_grows_as_the_work_does() -> None:

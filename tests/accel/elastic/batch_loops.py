@@ -20,7 +20,7 @@ from accel.profiler.optimizers import Optimizers
 from accel.run import Run
 from accel.session.session import Session
 
-PLAIN = {"cache": False, "budget": 0.001}
+PLAIN = {"cache": False, "budget": "0.001s"}
 
 
 class Numbered(Dataset[tuple[Tensor, Tensor, int]]):

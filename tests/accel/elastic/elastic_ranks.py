@@ -189,7 +189,7 @@ def one_rank_has_less_memory(rank: int, world: int, *, is_asked: bool = False) -
     data = TensorDataset(torch.randn(SAMPLES, 3))
     loader: Any = DataLoader(data, batch_size=4, sampler=DistributedSampler(data))
     optimizer = torch.optim.SGD(model.parameters(), 1e-3)
-    settings: dict[str, Any] = {"max_batch_size": 256, "allow": "exact", "cache": False, "budget": 0.0001}
+    settings: dict[str, Any] = {"max_batch_size": 256, "allow": "exact", "cache": False, "budget": "0.0001s"}
     model, loader, optimizer = accel.optimize(model, loader, optimizer, **settings)
     taken = []
     for _ in range(2):
@@ -282,7 +282,7 @@ def optimized_accumulates(rank: int, world: int) -> dict[str, Any]:
     data = TensorDataset(torch.randn(4000, 3), torch.arange(4000))
     loader: Any = DataLoader(data, batch_size=4, sampler=DistributedSampler(data))
     optimizer = torch.optim.SGD(model.parameters(), 1e-3)
-    settings: dict[str, Any] = {"max_batch_size": 64, "allow": "exact", "cache": False, "budget": 0.0001}
+    settings: dict[str, Any] = {"max_batch_size": 64, "allow": "exact", "cache": False, "budget": "0.0001s"}
     model, loader, optimizer = accel.optimize(model, loader, optimizer, **settings)
     taken, most = [], 0
     steps: list[int] = []
@@ -324,7 +324,7 @@ def late(rank: int, world: int, folder: Path, late_rank: int) -> dict[str, Any]:
     data = TensorDataset(torch.randn(4 * world * LATE_STEPS, 3))
     loader: Any = DataLoader(data, batch_size=4, sampler=DistributedSampler(data))
     model, loader, optimizer = accel.optimize(
-        model, loader, optimizer, checkpoint=folder, allow="exact", cache=False, budget=0.0001
+        model, loader, optimizer, checkpoint=folder, allow="exact", cache=False, budget="0.0001s"
     )
     run = entry.optimized(model)
     assert run is not None and run.elastic is not None and run.elastic.checkpoint is not None
@@ -404,7 +404,7 @@ def odd(rank: int, world: int, kind: str) -> dict[str, Any]:
     data = TensorDataset(torch.randn(4 * world * ODD_STEPS, 3), torch.arange(4 * world * ODD_STEPS))
     loader: Any = DataLoader(data, batch_size=4, sampler=DistributedSampler(data))
     model, loader, optimizer = accel.optimize(
-        model, loader, optimizer, max_batch_size=64, allow="exact", cache=False, budget=0.0001
+        model, loader, optimizer, max_batch_size=64, allow="exact", cache=False, budget="0.0001s"
     )
     run = entry.optimized(model)
     assert run is not None and run.elastic is not None and run.elastic.batch is not None

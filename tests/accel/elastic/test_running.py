@@ -45,7 +45,7 @@ class Training:
         self.model: nn.Module = nn.Linear(4, 1)
         self.optimizer: Any = torch.optim.SGD(self.model.parameters(), 0.01)
         loader = DataLoader(TensorDataset(torch.randn(4000, 4), torch.randn(4000, 1)), batch_size=8, shuffle=True)
-        options = {"cache": False, "budget": 0.001, "allow": "exact", **arguments}
+        options = {"cache": False, "budget": "0.001s", "allow": "exact", **arguments}
         self.model, self.loader, self.optimizer = accel.optimize(self.model, loader, self.optimizer, **options)
         self._batches = itertools.chain.from_iterable(itertools.repeat(self.loader))
 

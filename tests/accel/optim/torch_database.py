@@ -24,18 +24,18 @@ class _Anything:
         return self
 
 
+class _StandIn(ModuleType):
+    """A module that has whatever is imported from it: which decorators there are depends on the version."""
+
+    def __getattr__(self, name: str) -> type[_Anything]:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Anything
+
+
 def _stand_ins() -> dict[str, ModuleType]:
-    names = {
-        "common_device_type": ("tol", "toleranceOverride"),
-        "common_methods_invocations": ("DecorateInfo",),
-        "common_utils": ("_TestParametrizer", "skipIfMPS", "skipIfTorchDynamo", "TEST_WITH_TORCHDYNAMO"),
-    }
-    modules = {}
-    for module, values in names.items():
-        modules[f"{_FOLDER}.{module}"] = stand_in = ModuleType(f"{_FOLDER}.{module}")
-        for value in values:
-            setattr(stand_in, value, _Anything)
-    return modules
+    names = ("common_device_type", "common_methods_invocations", "common_utils")
+    return {f"{_FOLDER}.{name}": _StandIn(f"{_FOLDER}.{name}") for name in names}
 
 
 def load() -> Any:

@@ -1,0 +1,95 @@
+"""Which versions of torch the tests run under, and what is recorded of that."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from benchmarks import torch_versions
+from benchmarks.record import ROOT
+from benchmarks.repeated_tests import Outcome
+
+GREEN = Outcome(0, {"passed": 5, "skipped": 1}, (), {"needs CUDA": 1})
+RED = Outcome(1, {"passed": 4, "failed": 1}, ("tests/test_a.py::test_a",))
+
+
+def test_the_versions_hold_the_oldest_that_is_promised_and_the_one_of_ci() -> None:
+    lowest = re.search(r'"torch>=([\d.]+)"', (ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    pinned = re.search(r"^torch==([\d.]+)$", (ROOT / "constraints.txt").read_text(encoding="utf-8"), re.MULTILINE)
+    assert lowest and pinned
+    assert torch_versions.VERSIONS[0].startswith(f"{lowest[1]}.")
+    assert pinned[1] in torch_versions.VERSIONS
+
+
+def test_what_depends_on_torch_is_left_to_it() -> None:
+    wanted = " ".join(torch_versions.packages())
+    assert "pytest-xdist" in wanted and "click" in wanted
+    assert not re.search(r"\b(?:torch|torchvision|triton|setuptools)\b", wanted)
+    pins = torch_versions.constraints()
+    assert re.search(r"^pytest==", pins, re.MULTILINE)
+    assert not re.search(r"^(?:torch|torchvision|triton|setuptools)==", pins, re.MULTILINE)
+
+
+def test_an_environment_is_made_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    commands: list[list[str]] = []
+
+    def run(command: list[str], check: bool) -> None:
+        assert check
+        commands.append(command)
+        (tmp_path / ".venv-2.9.1").mkdir(exist_ok=True)
+
+    monkeypatch.setattr(torch_versions, "constraints", lambda: "click==1")
+    monkeypatch.setattr(torch_versions, "packages", lambda: ["click"])
+    monkeypatch.setattr(torch_versions, "ROOT", tmp_path)
+    monkeypatch.setattr(subprocess, "run", run)
+    python = torch_versions.interpreter("2.9.1")
+    assert python == str(tmp_path / ".venv-2.9.1" / "bin" / "python")
+    assert [command[1:3] for command in commands] == [["-m", "venv"], *[["-m", "pip"]] * 3]
+    assert commands[2][-3:] == ["torch==2.9.1", "torchvision", "click"]
+    assert commands[3][-2:] == ["--no-deps", "triton==3.6.0"]
+    assert torch_versions.interpreter("2.9.1") == python
+    assert len(commands) == 4
+
+
+def test_what_is_installed_is_asked_of_the_interpreter() -> None:
+    found = torch_versions.installed(sys.executable)
+    assert found["torch_found"] == torch.__version__
+    assert found["python"] == ".".join(map(str, sys.version_info[:3]))
+
+
+@pytest.mark.parametrize(("outcomes", "code"), [([GREEN, GREEN], 0), ([GREEN, RED], 1)])
+def test_each_version_is_recorded_as_it_ends(
+    monkeypatch: pytest.MonkeyPatch, outcomes: list[Outcome], code: int
+) -> None:
+    made: list[tuple[list[str], str]] = []
+    written: list[tuple[list[dict[str, Any]], str]] = []
+
+    def run_tests(command: list[str], environ: dict[str, str]) -> Outcome:
+        made.append((command, environ["PYTHONPATH"]))
+        return outcomes[len(made) - 1]
+
+    monkeypatch.setattr(torch_versions, "run_tests", run_tests)
+    monkeypatch.setattr(
+        type(torch_versions.RECORD), "write", lambda self, rows, command: written.append((rows, command))
+    )
+    done = CliRunner().invoke(torch_versions.main, [f"2.9.1={sys.executable}", f"2.11.0={sys.executable}"])
+    assert done.exit_code == code, done.output
+    assert made == [(["make", "--no-print-directory", "test", f"PYTHON={sys.executable}"], str(ROOT))] * 2
+    assert [command for _, command in written] == [
+        "make versions-test VERSIONS=2.9.1",
+        "make versions-test VERSIONS=2.11.0",
+    ]
+    ((row,), _), ((last,), _) = written
+    assert (row["version"], row["passed"], row["skipped"], row["status"]) == ("2.9.1", 5, 1, 0)
+    assert not set(row) - torch_versions.RECORD.columns.keys()
+    assert ("tests/test_a.py::test_a" in done.output) == (code == 1)
+    assert last["failures"] == list(outcomes[1].failures)
+    shown = torch_versions.RECORD.block({"rows": [row, last], "date": "2026-01-01", "machine": "cpu", "cores": 2})
+    assert shown.count(f"| {torch.__version__} |") == 2
