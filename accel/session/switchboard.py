@@ -89,8 +89,8 @@ class Switchboard:
         self.active.pop(name, None)  # last, for the same reason
 
     def note(self, name: str) -> str:
-        """Return what a strategy that is on adds to why it was kept."""
-        return self._strategies[name].note(self._run) if name in self.active else ""
+        """Return what a strategy adds to why it was kept."""
+        return self._strategies[name].note(self._run)
 
     # -- trips ---------------------------------------------------------------------------------------------------------
 

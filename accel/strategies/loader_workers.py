@@ -18,6 +18,7 @@ from accel.strategies.base import Exactness, Strategy
 
 if TYPE_CHECKING:
     from accel.dataio.passes.continuous import Continuous
+    from accel.dataio.passes.not_ahead import AheadCheck
     from accel.dataio.passes.own_workers import OwnWorkers
 
 
@@ -45,6 +46,7 @@ class LoaderWorkers(Strategy):
     def __init__(self) -> None:
         self._pool: dict[Any, Continuous] = {}
         self._own: OwnWorkers | None = None
+        self._checks: list[AheadCheck] = []
 
     def refusal(self, run: Run) -> str:
         """Say why it does not apply: the loader's kind, or a dataset that is more than a function of the index."""
@@ -70,8 +72,7 @@ class LoaderWorkers(Strategy):
 
     def note(self, run: Run) -> str:
         """Tell how many of the batches that were made elsewhere were compared with the loop's own."""
-        checks = [each.check for each in self._pool.values()]
-        seen, compared = sum(each.seen for each in checks), sum(each.compared for each in checks)
+        seen, compared = sum(each.seen for each in self._checks), sum(each.compared for each in self._checks)
         return f"{compared:,} of {seen:,} batches were made by the loop too and compared: the same bits" if seen else ""
 
     def settings(self, run: Run) -> list[Any]:
@@ -104,7 +105,8 @@ class LoaderWorkers(Strategy):
 
         if setting not in self._pool:
             threads = not isinstance(setting, int)
-            self._pool[setting] = moved(run.loader, _count(setting), threads=threads, whole=run.exact)
+            self._pool[setting] = ahead = moved(run.loader, _count(setting), threads=threads, whole=run.exact)
+            self._checks.append(ahead.check)
         run.fetching.workers = self._pool[setting]
 
     def disable(self, run: Run) -> None:

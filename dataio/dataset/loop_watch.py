@@ -104,7 +104,10 @@ class LoopWatch:
                 self._hides(f"what is beyond the first {_MOST:,} things in {name}")
                 break
             self._seen[id(thing)] = thing
-            self._look(name, thing)
+            try:
+                self._look(name, thing)
+            except Exception:  # a class of the user's may raise whatever it likes
+                self._hides(name)
         del self._waiting
         self._versions = _versions(self._counted)
 
@@ -114,18 +117,24 @@ class LoopWatch:
         Args:
             indices: of the batch that is about to be used.
         """
+        try:
+            return self._differs(indices)
+        except Exception:  # what could be compared before can't be now
+            return self._differs_at("something")
+
+    def _differs(self, indices: Any) -> bool:
         for name, read, kept in self._holders:
             now = read()
             if (len(now) != len(kept) or not all(map(is_, now, kept))) and not _accepted(now, kept):
-                return self._found(name)
+                return self._differs_at(name)
         if _versions(self._counted) != self._versions:
-            return self._found("a tensor")
+            return self._differs_at("a tensor")
         for name, read, before in self._contents:
             if read() != before:
-                return self._found(name)
+                return self._differs_at(name)
         return bool(self._tables) and self._tables_changed(indices)
 
-    def _found(self, name: str) -> bool:
+    def _differs_at(self, name: str) -> bool:
         self.change = name
         return True
 
@@ -138,10 +147,10 @@ class LoopWatch:
         begin, self._turn = self._turn, self._turn + _TURN
         for name, table, kept in self._tables:
             if len(table) != len(kept) or any(not _alike(table[row], kept[row]) for row in rows.get(len(kept), ())):
-                return self._found(name)
+                return self._differs_at(name)
             part = slice(begin % len(kept), begin % len(kept) + _TURN)  # the others in turn
             if table[part] != kept[part]:
-                return self._found(name)
+                return self._differs_at(name)
         return False
 
     # -- looking at a thing --------------------------------------------------------------------------------------------

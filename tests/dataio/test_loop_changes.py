@@ -31,9 +31,12 @@ from torch.utils.data import (
 )
 from torch.utils.data.distributed import DistributedSampler
 
-from accel.dataio.engine.engine import NotAhead
+from accel.dataio.dataset.loop_watch import LoopWatch
+from accel.dataio.engine.engine import BatchJob, NotAhead
+from accel.dataio.fetching.fetch import Fetch
 from accel.dataio.loader import ContinuousLoader
 from accel.dataio.passes.moved import moved
+from accel.dataio.passes.not_ahead import AheadCheck
 from accel.dataio.passes.proxy import LoaderProxy
 from accel.run import Run
 from accel.run.gate import Gate
@@ -467,6 +470,46 @@ def test_a_change_that_cannot_be_seen_is_found_by_comparing_batches(threads: boo
     assert found == [[float(4 * n + i + (n > 2)) for i in range(4)] for n in range(LENGTH // 4)]
     assert "compared with the loop's own" in listener.failures[0]
     workers.close()
+
+
+def test_comparing_takes_one_in_two_hundred_of_the_time() -> None:
+    """Each comparison takes 1 s here, and a step 10 s."""
+    now = [0.0]
+
+    class Timed(Numbers):
+        def __getitem__(self, index: int) -> Tensor:
+            now[0] += 0.25
+            return super().__getitem__(index)
+
+    data = Timed(LENGTH)
+    check = AheadCheck(DataLoader(data, 4), strict=True, clock=lambda: now[0])
+    check.look(Fetch(data, default_collate, batched=True))
+    check.switched()
+    compared = []
+    for _ in range(50):
+        check.compare(BatchJob([0, 1, 2, 3], None), default_collate([Numbers.__getitem__(data, i) for i in range(4)]))
+        compared.append(check.compared)
+        now[0] += 10
+    assert (compared[0], compared[19], compared[39], compared[-1]) == (1, 1, 1, 2)
+    assert check.seen == 50
+
+
+class Odd(Numbers):
+    """Holds what raises whoever looks at it."""
+
+    class Raises(dict[str, int]):
+        def __len__(self) -> int:
+            raise RuntimeError("not to be counted")
+
+    def __init__(self) -> None:
+        super().__init__(LENGTH)
+        self.odd = self.Raises()
+
+
+def test_what_raises_when_it_is_looked_at_is_taken_to_be_unseen() -> None:
+    watch = LoopWatch(Fetch(Odd(), default_collate, batched=True))
+    assert watch.unseen == "the dataset.odd"
+    assert not watch.changed([0])
 
 
 def test_ordinary_datasets_are_made_elsewhere_where_bits_must_be_the_same() -> None:
