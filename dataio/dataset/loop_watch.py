@@ -205,6 +205,7 @@ class LoopWatch:
 
     def _look_at_object(self, name: str, thing: Any) -> None:
         hidden = getattr(type(thing), "accel_hides", ())
+        self._holds(name, lambda: [type(thing)])
         if (own := own_attributes(thing)) is not None:
             self._holds(name, partial(_of_dict, own) if not hidden else partial(_but, own, hidden))
         if slots := slots_of(type(thing)):
@@ -233,12 +234,14 @@ class LoopWatch:
     def _look_at_long(self, name: str, thing: Any) -> None:
         if isinstance(thing, tuple | frozenset):
             return
-        if isinstance(thing, list) and len(thing) > _MOST_ENTRIES // 4 and len(thing) in dict(self._levels):
-            self._tables.append((name, thing, list(thing)))
-        elif len(thing) <= self._entries:
+        is_indexed = len(thing) > _MOST_ENTRIES // 4 and len(thing) in dict(self._levels)
+        if len(thing) <= self._entries and not (is_indexed and isinstance(thing, list)):
             self._entries -= len(thing)
             self._contents.append((name, lambda: thing, copy.copy(thing)))
-        else:
+            return
+        if isinstance(thing, list):
+            self._tables.append((name, thing, list(thing)))
+        if not is_indexed or not isinstance(thing, list):
             self._hides(f"{name}, {len(thing):,} entries")
 
     def _look_at_tensor(self, name: str, tensor: Tensor) -> None:
@@ -258,7 +261,10 @@ class LoopWatch:
             self._counted.append(tensor)
 
     def _look_at_array(self, name: str, array: np.ndarray[Any, Any]) -> None:
-        if array.dtype.hasobject:
+        if array.dtype.hasobject and array.size <= _LONG:
+            self._holds(name, lambda: array.ravel().tolist())
+            self._waiting += [(f"{name}[{place}]", value) for place, value in enumerate(array.ravel().tolist())]
+        elif array.dtype.hasobject:
             self._hides(f"{name}, an array of objects")
         elif writeable(array):
             self._compares(name, array.nbytes, array.tobytes)
@@ -269,6 +275,7 @@ class LoopWatch:
         if not is_followed(function.__module__, self._followed):
             return
         self._holds(name, partial(_of_dict, vars(function)))
+        self._holds(name, lambda: [function.__code__, function.__defaults__, function.__kwdefaults__])
         if cells := function.__closure__ or ():
             self._holds(name, partial(_of_cells, cells))
         if named := sorted(names_of(function.__code__).globals):
