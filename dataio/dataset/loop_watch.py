@@ -207,9 +207,9 @@ class LoopWatch:
         hidden = getattr(type(thing), "accel_hides", ())
         self._holds(name, lambda: [type(thing)])
         if (own := own_attributes(thing)) is not None:
-            self._holds(name, partial(_of_dict, own) if not hidden else partial(_but, own, hidden))
+            self._holds(name, partial(_of_dict, own, hidden))
         if slots := slots_of(type(thing)):
-            self._holds(name, partial(_of_slots, slots, thing))
+            self._holds(name, partial(_of_all, [partial(slot.__get__, thing) for slot in slots]))
         self._waiting += [(f"{name}.{key}", value) for key, value in attributes(thing)]
         self._waiting.append((type(thing).__qualname__, ClassOf.object(thing)))
 
@@ -277,7 +277,7 @@ class LoopWatch:
         self._holds(name, partial(_of_dict, vars(function)))
         self._holds(name, lambda: [function.__code__, function.__defaults__, function.__kwdefaults__])
         if cells := function.__closure__ or ():
-            self._holds(name, partial(_of_cells, cells))
+            self._holds(name, partial(_of_all, [partial(getattr, cell, "cell_contents") for cell in cells]))
         if named := sorted(names_of(function.__code__).globals):
             self._holds(f"a global of {function.__qualname__}", partial(_of_names, function.__globals__, named))
         for module, parts in named_modules(function):
@@ -348,34 +348,22 @@ def _flat(entries: Iterable[Any]) -> bool:
     return kinds <= _FLAT
 
 
-def _of_dict(holder: Any) -> list[Any]:
+def _of_dict(holder: Any, hidden: Iterable[str] = ()) -> list[Any]:
+    if hidden:
+        holder = {name: value for name, value in holder.items() if name not in hidden}
     return [*holder, *holder.values()]
-
-
-def _but(holder: dict[str, Any], hidden: Iterable[str]) -> list[Any]:
-    return [value for name, value in holder.items() if name not in hidden]
 
 
 def _of_names(holder: Any, names: Iterable[str]) -> list[Any]:
     return [holder.get(name) for name in names]
 
 
-def _of_cells(cells: Iterable[types.CellType]) -> list[Any]:
+def _of_all(readers: Iterable[Callable[[], Any]]) -> list[Any]:
     values = []
-    for cell in cells:
+    for read in readers:
         try:
-            values.append(cell.cell_contents)
-        except ValueError:  # not set yet
-            values.append(None)
-    return values
-
-
-def _of_slots(slots: Iterable[Any], thing: Any) -> list[Any]:
-    values = []
-    for slot in slots:
-        try:
-            values.append(slot.__get__(thing))
-        except AttributeError:  # not set
+            values.append(read())
+        except (AttributeError, ValueError):  # a slot or a cell that is not set
             values.append(None)
     return values
 
