@@ -255,6 +255,7 @@ def _start(
     gate = Gate(model, list(chosen))
     fetching = free_fetching(proxy)
     run = Run(model, proxy._accel_loader, [] if optimizer is None else [optimizer], gate, fetching)
+    run.exact = settings.level.word == "exact"
     announcer = Announcer()
     taken = [other.journal.target for key, other in MODELS.items() if key is not model]
     fetching_in_use = fetching is not proxy._accel_fetching

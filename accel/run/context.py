@@ -126,6 +126,8 @@ class Run:
     gate: Gate
     fetching: Fetching
     world_size: int = 1
+    exact: bool = False
+    """allow="exact": what can't be shown to be the same bits is left alone."""
     observed: Observed = field(default_factory=Observed)
     refused_elsewhere: dict[str, str] = field(default_factory=dict)
     """Strategies that apply on this rank and don't on another, and why."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import os
 import platform
 import shlex
@@ -248,7 +249,12 @@ class Journal:
         report.unseen = self._unseen(session)
         if session.rank == 0:
             self._stand_by(report, controller)
+        report.rows = list(map(self._with_note, report.rows))
         return report
+
+    def _with_note(self, row: StrategyRow) -> StrategyRow:
+        note = self._session.switchboard.note(row.name) if row.status == "kept" else ""
+        return dataclasses.replace(row, why=f"{row.why}; {note}") if note else row
 
     def _stand_by(self, report: Report, controller: Controller) -> None:
         """Store the conclusions of a search that has ended; while another one runs, report what of them holds."""

@@ -88,6 +88,10 @@ class Switchboard:
             self.trips[name] = f"it could not be switched off: {type(error).__name__}: {error}"
         self.active.pop(name, None)  # last, for the same reason
 
+    def note(self, name: str) -> str:
+        """Return what a strategy adds to why it was kept."""
+        return self._strategies[name].note(self._run)
+
     # -- trips ---------------------------------------------------------------------------------------------------------
 
     def take_trips(self) -> dict[str, str]:

@@ -97,6 +97,10 @@ class Strategy(ABC):
         """Return why it has stopped acting since it was switched on, where it does so by itself; '' if it hasn't."""
         return ""
 
+    def note(self, run: Run) -> str:
+        """Return what the report adds to why it was kept; '' for nothing."""
+        return ""
+
     def expected_s(self, run: Run, setting: Any) -> float:
         """Return seconds of one-off work to expect of a setting in this run, while none have been measured."""
         return self.one_off_s

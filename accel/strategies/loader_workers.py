@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 from torch.utils.data import DataLoader
 
 from accel.dataio.dataset.handles import shared_handle
-from accel.dataio.passes.movable import movable
+from accel.dataio.dataset.loop_watch import LoopWatch
+from accel.dataio.fetching.fetch import fetch_of
+from accel.dataio.passes.movable import movable, not_read_ahead
 from accel.profiler.bottleneck import Bottleneck
 from accel.profiler.host import available_memory
 from accel.run import Run
@@ -16,6 +18,7 @@ from accel.strategies.base import Exactness, Strategy
 
 if TYPE_CHECKING:
     from accel.dataio.passes.continuous import Continuous
+    from accel.dataio.passes.not_ahead import AheadCheck
     from accel.dataio.passes.own_workers import OwnWorkers
 
 
@@ -43,6 +46,7 @@ class LoaderWorkers(Strategy):
     def __init__(self) -> None:
         self._pool: dict[Any, Continuous] = {}
         self._own: OwnWorkers | None = None
+        self._checks: list[AheadCheck] = []
 
     def refusal(self, run: Run) -> str:
         """Say why it does not apply: the loader's kind, or a dataset that is more than a function of the index."""
@@ -51,12 +55,25 @@ class LoaderWorkers(Strategy):
             return reason
         if run.loader.num_workers > 0:
             return _refusal_of_own(run)
+        if reason := not_read_ahead(run.loader):
+            return reason
         if run.observed.fetch_finding:
             return run.observed.fetch_finding + ": batches made elsewhere would differ"
         if run.cores < 2:
             return "there is only one core, which the model needs"
         short = "there is no memory for a worker process that comes to have all of this one's"
+        if run.exact and (reason := self._unseen(run)):
+            return reason
         return shared_handle(run.loader) or ("" if self.settings(run) else short)
+
+    def _unseen(self, run: Run) -> str:
+        unseen = LoopWatch(fetch_of(run.loader)).unseen
+        return unseen and f"the loop could change {unseen}, within an epoch without being seen: allow='exact' leaves it"
+
+    def note(self, run: Run) -> str:
+        """Tell how many of the batches that were made elsewhere were compared with the loop's own."""
+        seen, compared = sum(each.seen for each in self._checks), sum(each.compared for each in self._checks)
+        return f"{compared:,} of {seen:,} batches were made by the loop too and compared: the same bits" if seen else ""
 
     def settings(self, run: Run) -> list[Any]:
         """Return 1, 2, 4, … processes up to the cores this process may use and at most 8; before them threads.
@@ -87,7 +104,9 @@ class LoaderWorkers(Strategy):
         from accel.dataio.passes.moved import moved
 
         if setting not in self._pool:
-            self._pool[setting] = moved(run.loader, _count(setting), threads=not isinstance(setting, int))
+            threads = not isinstance(setting, int)
+            self._pool[setting] = ahead = moved(run.loader, _count(setting), threads=threads, whole=run.exact)
+            self._checks.append(ahead.check)
         run.fetching.workers = self._pool[setting]
 
     def disable(self, run: Run) -> None:

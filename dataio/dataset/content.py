@@ -23,6 +23,7 @@ C_DATA: type = ctypes.Structure.__mro__[1]
 MOST_BYTES = 64 << 20
 MOST_ENTRIES = 1 << 20
 _CHUNK, _CHUNK_BYTES = 4096, 1 << 20
+_SMALL_BYTES = 1 << 16
 _SLOW = 8
 """Entries that a path or a tensor counts for."""
 
@@ -89,8 +90,7 @@ class Content:
         if type(value) is Tensor and value.layout == torch.strided and value.device.type == "cpu":
             if not self._afford(value.numel() * value.element_size()):
                 raise ValueError("too many bytes")
-            flat = value.detach().contiguous().view(-1).view(torch.uint8)
-            return b"tensor", str(value.dtype), tuple(value.shape), flat.numpy().tobytes()
+            return b"tensor", str(value.dtype), tuple(value.shape), bytes_of(value)
         return value
 
     def of_array(self, array: np.ndarray[Any, Any]) -> int:
@@ -101,24 +101,23 @@ class Content:
             return 0
         if array.dtype.hasobject:
             return self.of_entries(array.ravel().tolist(), array.size)
-        if not _writeable(array) or not self._afford(array.nbytes):
+        if not writeable(array) or not self._afford(array.nbytes):
             return 0
         return zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
 
     def of_tensor(self, tensor: Tensor) -> int:
-        """Return a digest of a tensor that may be written past its version counter, by way of NumPy; 0 of others.
+        """Return a digest of a tensor that is small or may be written past its version counter; 0 of others.
 
         One in shared memory is none of these: what is written there reaches the workers.
         """
         plain = type(tensor) is Tensor and tensor.layout == torch.strided and tensor.device.type == "cpu"
         if not plain or tensor.is_nested or tensor.is_shared():  # type: ignore[no-untyped-call]
             return 0
+        size = tensor.numel() * tensor.element_size()
         # Memory that came from an array, or was given out as one, can't be resized.
-        if not tensor.is_inference() and tensor.untyped_storage().resizable():
+        if not tensor.is_inference() and tensor.untyped_storage().resizable() and size > _SMALL_BYTES:
             return 0
-        if not self._afford(tensor.numel() * tensor.element_size()):
-            return 0
-        return zlib.crc32(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data)
+        return zlib.crc32(bytes_of(tensor)) if self._afford(size) else 0
 
     def of_memory(self, data: Any) -> int:
         """Return a digest of an instance of a ctypes class: its own memory, not what it may point to."""
@@ -153,7 +152,13 @@ class Content:
         return True
 
 
-def _writeable(array: np.ndarray[Any, Any]) -> bool:
+def bytes_of(tensor: Tensor) -> bytes:
+    """Return the bytes of a tensor on the CPU; not by way of an array, or its memory couldn't be resized any more."""
+    dense = tensor.detach().contiguous()
+    return ctypes.string_at(dense.data_ptr(), dense.numel() * dense.element_size())
+
+
+def writeable(array: np.ndarray[Any, Any]) -> bool:
     """Return whether an array, or one that it is a view of, can be written."""
     owner: Any = array
     while isinstance(owner, np.ndarray):

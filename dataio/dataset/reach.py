@@ -26,7 +26,7 @@ from collections.abc import Iterator
 from itertools import islice
 from pathlib import PurePath
 from types import MemberDescriptorType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -77,18 +77,25 @@ class ClassOf:
     @classmethod
     def object(cls, thing: Any) -> ClassOf:
         """Return that of an object."""
-        kind = type(thing)
+        return cls.of(type(thing))
+
+    @classmethod
+    def of(cls, kind: type) -> ClassOf:
+        """Return that of a class."""
         own = cls._all.get(kind)
         if own is None:
             own = cls._all[kind] = cls(kind)
         return own
 
+    def bases(self, followed: set[str]) -> list[type]:
+        """Return it and its base classes, as far as they are looked into."""
+        kind = self._kind()
+        return [] if kind is None else [base for base in kind.__mro__ if is_followed(base.__module__, followed)]
+
     def parts(self, followed: set[str]) -> Iterator[_Named]:
         """Yield attributes and methods, those of the base classes too."""
-        kind = self._kind()
-        for base in () if kind is None else kind.__mro__:
-            if _is_followed(base.__module__, followed):
-                yield from ((name, value) for name, value in _own_parts(base) if name.rpartition(".")[2] not in _MAKING)
+        for base in self.bases(followed):
+            yield from ((name, value) for name, value in _own_parts(base) if name.rpartition(".")[2] not in _MAKING)
 
 
 _MAKING = frozenset({"__init__", "__new__", "__post_init__", "__init_subclass__", "__set_name__", "__class_getitem__"})
@@ -155,7 +162,7 @@ def code_parts(name: str, thing: Any, followed: set[str]) -> Iterator[_Named]:
         followed: packages whose code is looked into, beside the user's.
     """
     if isinstance(thing, types.FunctionType):
-        if _is_followed(thing.__module__, followed):
+        if is_followed(thing.__module__, followed):
             yield from _of_function(thing)
     elif isinstance(thing, types.MethodType):
         yield from ((f"{name}.__self__", thing.__self__), (name, thing.__func__))
@@ -165,7 +172,7 @@ def code_parts(name: str, thing: Any, followed: set[str]) -> Iterator[_Named]:
         yield from ((name, part) for part in (thing.fget, thing.fset) if part is not None)
     elif isinstance(thing, functools.partial):
         yield from ((name, part) for part in (thing.func, *thing.args, *thing.keywords.values()))
-    elif isinstance(thing, type) and _is_followed(thing.__module__, followed):
+    elif isinstance(thing, type) and is_followed(thing.__module__, followed):
         yield from _own_parts(thing)
         yield from ((base.__qualname__, base) for base in thing.__bases__)
 
@@ -208,29 +215,43 @@ def _of_function(function: types.FunctionType) -> Iterator[_Named]:
     defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
     yield from ((f"a default of {function.__qualname__}", value) for value in defaults)
     yield from ((f"{function.__qualname__}.{name}", value) for name, value in vars(function).items())
-    names, parts = _names(function.__code__)
-    for name in names & function.__globals__.keys():
-        value = function.__globals__[name]
-        if not isinstance(value, types.ModuleType):
+    for name in names_of(function.__code__).globals & function.__globals__.keys():
+        if not isinstance(value := function.__globals__[name], types.ModuleType):
             yield f"the global {name}", value
-        elif not _library(_package(value.__name__)):
-            yield from ((f"{name}.{part}", vars(value)[part]) for part in parts & vars(value).keys())
+    for module, parts in named_modules(function):
+        yield from ((f"{module.__name__}.{part}", vars(module)[part]) for part in parts if part in vars(module))
 
 
-def names_in(function: Any) -> list[str]:
-    """Return the names that a function's code uses, of attributes and methods too; none of what has no code."""
-    code = getattr(function, "__code__", None)
-    return sorted(_names(code)[1]) if isinstance(code, types.CodeType) else []
+def named_modules(function: types.FunctionType) -> list[tuple[types.ModuleType, list[str]]]:
+    """Return the user's own modules that a function names or imports, with what it may name of each."""
+    names = names_of(function.__code__)
+    named = [function.__globals__.get(name) for name in names.globals] + [sys.modules.get(n) for n in names.imported]
+    modules = {each.__name__: each for each in named if isinstance(each, types.ModuleType)}
+    return [(each, sorted(names.all)) for name, each in modules.items() if not is_library(name)]
+
+
+class Names(NamedTuple):
+    """What a function's code names, with functions within it."""
+
+    globals: frozenset[str]
+    all: frozenset[str]
+    """Attributes and methods too."""
+    imported: frozenset[str]
+    """Modules that it imports when it runs."""
 
 
 @functools.lru_cache(4096)
-def _names(code: types.CodeType) -> tuple[frozenset[str], frozenset[str]]:
-    """Return the globals that a function's code looks up, and all names in it, with those of functions within it."""
-    inner = [_names(each) for each in code.co_consts if isinstance(each, types.CodeType)]
-    loaded = {each.argval for each in dis.get_instructions(code) if each.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
-    return (
-        frozenset(loaded).union(*(names for names, _ in inner)),
-        frozenset(code.co_names).union(*(parts for _, parts in inner)),
+def names_of(code: types.CodeType) -> Names:
+    """Return what code names; texts in it too where it asks for something by a text."""
+    inner = [names_of(each) for each in code.co_consts if isinstance(each, types.CodeType)]
+    asked = {(each.opname, each.argval) for each in dis.get_instructions(code)}
+    loaded = {name for kind, name in asked if kind in ("LOAD_GLOBAL", "LOAD_NAME")}
+    imported = {name for kind, name in asked if kind == "IMPORT_NAME"}
+    texts = {each for each in code.co_consts if isinstance(each, str) and each.isidentifier()}
+    return Names(
+        frozenset(loaded | (texts if "globals" in loaded else set())).union(*(each.globals for each in inner)),
+        frozenset({*code.co_names, *(texts if "getattr" in loaded else ())}).union(*(each.all for each in inner)),
+        frozenset(imported).union(*(each.imported for each in inner)),
     )
 
 
@@ -238,18 +259,23 @@ def _package(module: str) -> str:
     return module.partition(".")[0]
 
 
-def _is_followed(module: str | None, followed: set[str]) -> bool:
+def is_followed(module: str | None, followed: set[str]) -> bool:
+    """Return whether the code of a module is looked into: the user's own, and that of `followed` packages."""
     package = _package(module or "builtins")
-    return not _library(package) or (package in followed and package not in _NEVER)
+    return not is_library(package) or (package in followed and package not in _NEVER)
 
 
 # Their datasets and collate functions hold what they use.
 _NEVER = frozenset({"accel", "builtins", "functools", "torch", "torchvision"})
 
 
+def is_library(module: str) -> bool:
+    """Return whether a module comes with Python or was installed."""
+    return _library(_package(module))
+
+
 @functools.cache
 def _library(package: str) -> bool:
-    """Return whether a top-level package comes with Python or was installed."""
     if package in _NEVER or (package in sys.stdlib_module_names and package != "__main__"):
         return True
     file = getattr(sys.modules.get(package), "__file__", None)

@@ -19,16 +19,15 @@ from __future__ import annotations
 import datetime
 import decimal
 import enum
-import functools
 import logging
+import os
 import pickle
 import random
 import re
 import types
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
-from operator import is_not
+from collections.abc import Iterator
 from pathlib import PurePath
 from types import MemberDescriptorType
 from typing import Any, NamedTuple
@@ -45,12 +44,10 @@ from accel.dataio.dataset.reach import (
     attributes,
     code_parts,
     is_code,
-    names_in,
     native,
     native_base,
     own_attributes,
     packages,
-    slots_of,
 )
 from accel.dataio.fetching.fetch import Fetch
 
@@ -64,8 +61,7 @@ may be another object in a copy, or ("code", name) of what is no part of a copy.
 _DEPTH = 8
 _WIDTH = 256
 _MOST = 10_000
-_HOLDERS = 64
-_SCALARS = (int, float, bool, str, bytes, complex, type(None), np.number, np.bool_, PurePath)
+SCALARS = (int, float, bool, str, bytes, complex, type(None), np.number, np.bool_, PurePath)
 
 
 class DatasetSnapshot(NamedTuple):
@@ -115,14 +111,14 @@ def take_snapshot(dataset: Any, share: float = 1.0) -> DatasetSnapshot:
         share: of the most that is looked into of big arrays and long containers, see `Content`.
     """
     leaves: dict[Path, Any] = {}
-    rest: dict[Path, Any] = {}
+    rest: dict[Path, Any] = {(("code", "environment"),): dict(getattr(os.environ, "_data", {}))}
     content, seen = Content(share), set[int]()
     followed = packages(*((dataset.dataset, dataset.collate) if isinstance(dataset, Fetch) else (dataset,)))
     # Breadth first, so that an object which can be reached in several ways is looked into from the nearest.
     waiting: deque[tuple[Any, Path]] = deque([(dataset, ())])
     while waiting:
         thing, path = waiting.popleft()
-        if isinstance(thing, _SCALARS):
+        if isinstance(thing, SCALARS):
             leaves[path] = thing
             continue
         if is_handle(thing):
@@ -154,14 +150,8 @@ def _is_code_path(path: Path) -> bool:
 def _fingerprint(thing: Any, content: Content | None) -> tuple[Any, ...]:
     """Return what identifies an object and its contents; without `content`, the object alone."""
     same = _Same(thing)
-    if isinstance(thing, torch.Generator):
-        return (same, thing.get_state().numpy().tobytes())
-    if isinstance(thing, random.Random) and not isinstance(thing, random.SystemRandom):
-        return (same, thing.getstate())
-    if isinstance(thing, np.random.Generator):
-        return (same, pickle.dumps(thing.bit_generator.state))
-    if isinstance(thing, np.random.RandomState):
-        return (same, pickle.dumps(thing.get_state()))
+    if (state := state_of(thing)) is not None:
+        return (same, state)
     if content is None:
         return (same,)
     if isinstance(thing, Tensor):
@@ -178,14 +168,27 @@ def _fingerprint(thing: Any, content: Content | None) -> tuple[Any, ...]:
     if isinstance(thing, dict | list | tuple | deque):
         entries = thing.items() if isinstance(thing, dict) else thing
         return (same, len(thing), 0 if len(thing) <= _WIDTH else content.of_entries(entries, len(thing)))
-    if not _looked_into(thing):
+    if not looked_into(thing):
         content.unseen()
     return (same,)
 
 
-def _looked_into(thing: Any) -> bool:
+def state_of(thing: Any) -> Any:
+    """Return the state of a random generator, None of anything else."""
+    if isinstance(thing, torch.Generator):
+        return thing.get_state().numpy().tobytes()
+    if isinstance(thing, random.Random) and not isinstance(thing, random.SystemRandom):
+        return thing.getstate()
+    if isinstance(thing, np.random.Generator):
+        return pickle.dumps(thing.bit_generator.state)
+    if isinstance(thing, np.random.RandomState):
+        return pickle.dumps(thing.get_state())
+    return None
+
+
+def looked_into(thing: Any) -> bool:
     """Return whether there is nothing to a thing but what its parts show; or nothing that can change."""
-    if is_code(thing) or isinstance(thing, (*_UNCHANGING, ClassOf)):
+    if is_code(thing) or isinstance(thing, (*UNCHANGING, ClassOf)):
         return True
     kind = type(thing)
     if isinstance(thing, memoryview | Iterator):
@@ -193,7 +196,7 @@ def _looked_into(thing: Any) -> bool:
     return not native(kind) or native_base(kind).__module__.partition(".")[0] in _UNCHANGING_OF
 
 
-_UNCHANGING = (range, slice, re.Pattern, datetime.date, datetime.time, datetime.timedelta, decimal.Decimal, enum.Enum)
+UNCHANGING = (range, slice, re.Pattern, datetime.date, datetime.time, datetime.timedelta, decimal.Decimal, enum.Enum)
 # Packages whose other classes of C code don't change, or hold nothing that a batch is made from.
 _UNCHANGING_OF = frozenset(
     {
@@ -207,7 +210,7 @@ def _parts(thing: Any, followed: set[str]) -> Iterator[tuple[tuple[str, Any], An
     if isinstance(thing, dict):
         if len(thing) <= _WIDTH:
             for key, value in list(thing.items()):
-                yield ("item" if isinstance(key, _SCALARS) else "key", key), value
+                yield ("item" if isinstance(key, SCALARS) else "key", key), value
         if type(thing) is not dict:
             yield from ((("attribute", name), value) for name, value in attributes(thing))
     elif isinstance(thing, list | tuple | deque):
@@ -225,86 +228,6 @@ def _parts(thing: Any, followed: set[str]) -> Iterator[tuple[tuple[str, Any], An
         yield ("code", "class"), ClassOf.object(thing)
 
 
-class _Read:
-    """What is held elsewhere than in a dict or a list, read anew each time: slots, and what a function closes over."""
-
-    def __init__(self, read: Callable[[], list[Any]]) -> None:
-        self.values = read
-
-
-class QuickCheck:
-    """Detects in 1 to 20 µs that attributes or entries near the surface of a dataset were replaced.
-
-    Args:
-        dataset: whose attributes, those of the objects it holds, and so on, are looked at: the nearest 64 objects.
-        collate: is looked at in the same way; None for nothing.
-    """
-
-    def __init__(self, dataset: Any, collate: Any = None) -> None:
-        self._holders: list[Any] = []
-        seen, waiting = set[int](), deque([dataset, collate])
-        while waiting and len(self._holders) < _HOLDERS:
-            thing = waiting.popleft()
-            if id(thing) in seen:
-                continue
-            seen.add(id(thing))
-            for holder in _holders(thing):
-                values = list(_values(holder))
-                if len(values) <= _WIDTH:
-                    self._holders.append(holder)
-                    waiting.extend(values)
-        self._kept = [list(_values(holder)) for holder in self._holders]  # kept, so that no id is given again
-
-    def changed(self) -> bool:
-        """Return whether any attribute or entry is another object than when this was made."""
-        for holder, kept in zip(self._holders, self._kept, strict=True):
-            values = _values(holder)
-            if len(values) != len(kept) or any(map(is_not, values, kept)):
-                return True
-        return False
-
-
-def _holders(thing: Any) -> Iterator[Any]:
-    """Yield where an object holds others: entries, attributes, slots, what a function closes over."""
-    if isinstance(thing, dict | list | tuple | deque):
-        yield thing
-    elif isinstance(thing, types.MethodType):
-        # Of what else a trainer keeps, say, much changes with each batch.
-        kept, names = own_attributes(thing.__self__) or {}, names_in(thing.__func__)
-        yield _Read(lambda: [kept.get(name) for name in names])
-    elif isinstance(thing, functools.partial):
-        yield (thing.func, *thing.args)
-        yield thing.keywords
-    elif isinstance(thing, types.FunctionType):
-        yield vars(thing)
-        if cells := [cell for cell in thing.__closure__ or () if not _is_empty(cell)]:
-            yield _Read(lambda: [None if _is_empty(cell) else cell.cell_contents for cell in cells])
-    elif not is_code(thing):
-        if (own := own_attributes(thing)) is not None:
-            yield own
-        if slots := slots_of(type(thing)):
-            yield _Read(lambda: [_slot(slot, thing) for slot in slots])
-
-
-def _is_empty(cell: types.CellType) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018  # raises
-    except ValueError:
-        return True
-    return False
-
-
-def _slot(slot: MemberDescriptorType, thing: Any) -> Any:
-    try:
-        return slot.__get__(thing)
-    except AttributeError:  # not set
-        return None
-
-
-def _values(holder: Any) -> Any:
-    return holder.values() if isinstance(holder, dict | _Read) else holder
-
-
 class Change(NamedTuple):
     """The difference of two snapshots: the leaves that differ, and whether sending them is enough."""
 
@@ -320,14 +243,14 @@ def compare(old: DatasetSnapshot, new: DatasetSnapshot) -> Change:
     changed = {
         path: value
         for path, value in new.leaves.items()
-        if path not in old.leaves or not _equal(old.leaves[path], value)
+        if path not in old.leaves or not is_same(old.leaves[path], value)
     }
     gone = any(path not in new.leaves for path in old.leaves)
     sendable = all(_sendable(path) and not isinstance(value, _Handle) for path, value in changed.items())
     return Change(changed, sendable and not gone and old.rest == new.rest)
 
 
-def _equal(old: Any, new: Any) -> bool:
+def is_same(old: Any, new: Any) -> bool:
     if isinstance(old, _Handle) or isinstance(new, _Handle):
         return bool(old == new)
     # True is not 1, and a NaN is itself.

@@ -21,6 +21,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from accel.dataio.batches import tensors
+from accel.dataio.dataset.loop_watch import LoopWatch
 from accel.dataio.dataset.snapshot import Path
 from accel.dataio.engine.thread_modes import ThreadModes
 from accel.dataio.engine.thread_pool import ThreadPool
@@ -42,6 +43,10 @@ class FetchTimeout(RuntimeError):
 
 class ThreadsDraw(RuntimeError):
     """Fetching draws random numbers, which threads have in common with each other and with the loop."""
+
+
+class NotAhead(RuntimeError):
+    """Batches that nobody asked for may not be made ahead: they could be others than the loop's own."""
 
 
 class BatchHasGraph(RuntimeError):
@@ -71,6 +76,7 @@ class BatchJob(NamedTuple):
         epoch: which of the epochs that were drawn it belongs to.
         number: of the batch in its epoch.
         worker_epoch: the epoch as a `DataLoader`'s own workers know it, for an engine that stands in for them.
+        watch: for threads, which read the loop's own dataset: what it must be as; None for anything.
     """
 
     indices: Any
@@ -80,6 +86,7 @@ class BatchJob(NamedTuple):
     epoch: int = 0
     number: int = 0
     worker_epoch: WorkerEpoch | None = None
+    watch: LoopWatch | None = None
 
 
 class Engine(Protocol):
@@ -346,8 +353,10 @@ class ThreadEngine:
         thread = f"thread {threading.current_thread().name.rpartition('_')[2]}"
         fetch = self._fetch if job.dataset is None else self._fetch.of(job.dataset)
         try:
+            _refuse_changed(job)
             batch = fetch(job.indices) if check is None else check.make(fetch, job.indices)
             _refuse_graph(batch)
+            _refuse_changed(job)  # the loop may put back what it has changed
             return batch
         except Exception as error:
             _tell(error, thread, job)
@@ -387,6 +396,11 @@ class ThreadEngine:
     def close(self) -> None:
         """End the threads once they are done with the batch in hand."""
         self.reset()
+
+
+def _refuse_changed(job: BatchJob) -> None:
+    if job.watch is not None and job.dataset is None and job.watch.changed(job.indices):
+        raise NotAhead(f"the loop changes {job.watch.change} within an epoch")
 
 
 def _refuse_graph(batch: Any) -> None:

@@ -4,10 +4,8 @@ The index lists come from the loader's own samplers, in their order. At most `en
 their batch is asked for; at the end of an epoch they come from the next one (accel.dataio.passes.epochs). The engine
 then goes on making batches while the loop validates, saves, or prints. What was fetched ahead is used only if it is
 what the plain loader would have made: the random states, the sampler's epoch and the dataset are compared when the next
-epoch begins. If it isn't, it is thrown away.
-
-Ctrl-C may come between any two lines here. What was being done is then given up: the engine is emptied, and makes again
-what the loop has not been handed (`Continuous.mend`).
+epoch begins. Ctrl-C may come between any two lines here: then the engine is emptied, and makes again what the loop has
+not been handed (`Continuous.mend`).
 """
 
 from __future__ import annotations
@@ -20,21 +18,19 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from accel.dataio.dataset.snapshot import DatasetSnapshot, Forecast, QuickCheck, compare, take_snapshot
-from accel.dataio.engine.engine import BatchJob, Engine
+from accel.dataio.dataset.snapshot import DatasetSnapshot, Forecast, compare, take_snapshot
+from accel.dataio.engine.engine import BatchJob, Engine, InlineEngine
 from accel.dataio.fetching.fetch import fetch_of
 from accel.dataio.passes import epochs
 from accel.dataio.passes.epochs import Ahead, Draws, States, capture, draw_ahead, epoch_of, same, same_draws
 from accel.dataio.passes.jobs import AsDrawn, Jobs, ListLost, NoMoreLists, lists_left
+from accel.dataio.passes.live_sampler import LiveSampler
 from accel.dataio.passes.mending import mended
-from accel.dataio.passes.not_ahead import DatasetMoves, EarlyDraws, SamplerDraws
+from accel.dataio.passes.not_ahead import AheadCheck
 
-# Wrong guesses in a row, after which the next epoch is not guessed any more.
-_MOST_WRONG = 3
+_MOST_WRONG = 3  # guesses in a row, after which the next epoch is not guessed any more
 # Batches fetched that may not have reached the loop: the last one, and the one whose copy to the device goes before it.
 _RECENT = 2
-# Times that batches made ahead are thrown away because the loop has changed the dataset meanwhile.
-_MOST_RENEWALS = 3
 
 
 class Continuous:
@@ -43,8 +39,7 @@ class Continuous:
     Args:
         loader: map-style loader whose samplers, collate function and worker_init_fn are used.
         engine: makes the batches.
-        strict: whether to raise `DatasetMoves` once the loop has changed the dataset within an epoch a few times, and
-            `SamplerDraws`; if not, batches made ahead are no longer made anew from then on.
+        strict, whole: see `AheadCheck`.
 
     Attributes:
         failed_guesses: how often the next epoch was prefetched in vain.
@@ -57,26 +52,23 @@ class Continuous:
     _errors_wait = True  # Whether what a sampler raises comes after the batches of the lists that it has yielded
     _fills_early_from = 2  # capacity at which the next index list is drawn before a batch is handed over
 
-    def __init__(self, loader: DataLoader[Any], engine: Engine, *, strict: bool = False) -> None:
-        self.loader, self.engine, self._strict = loader, engine, strict
-        self._quick_check: QuickCheck | None = None
-        self._renewals = self.failed_guesses = self._wrong = 0
+    def __init__(self, loader: DataLoader[Any], engine: Engine, *, strict: bool = False, whole: bool = False) -> None:
+        self.loader, self.engine = loader, engine
+        self.check = AheadCheck(loader, strict=strict, whole=whole, seeded=isinstance(engine, InlineEngine))
+        self.failed_guesses = self._wrong = 0
         self._seeded = loader.worker_init_fn is None
-        self._ended = self._feeding = False
-        self._draws, self._early = Draws(loader, iter(())), EarlyDraws(loader, watched=strict)
+        self._ended = self._feeding = self._all_drawn = False
+        self._draws, self._live = Draws(loader, iter(())), LiveSampler(loader)
         self._source: Iterator[BatchJob] = iter(())
         # Jobs that were drawn and not served, oldest first; of the running epoch, then of the next one.
         self._record: deque[BatchJob] = deque()
         self._given = 0  # so many of them the engine has
         self._failed = False  # the oldest could not be made
         self.sampler_error: Exception | None = None
-        self._epoch = 0
-        self._all_drawn = False
-        self.served = 0
+        self._epoch = self.served = self.base_seed = 0
         self._may_look_ahead = True
         self._ahead: Ahead | None = None
         self._resumed: Ahead | None = None
-        self.base_seed = 0
         # States of the loader's own generators: after all that was drawn in this epoch, and after what was drawn for
         # the batches served.
         self._drawn: States = []
@@ -113,11 +105,12 @@ class Continuous:
         self._refresh(self._epoch + 1)
         self.served = first
         self._feed(indices, base_seed)
+        self.check.switched()
         self._may_look_ahead = ahead and self._wrong < _MOST_WRONG
 
     def _feed(self, indices: Iterator[Any], base_seed: int) -> None:
         self._epoch += 1
-        self._draws = draws = Draws(self.loader, indices)
+        self._draws, self._live = draws, _ = Draws(self.loader, indices), LiveSampler(self.loader)
         self._source = self._jobs(draws, base_seed, self._epoch, self.served)
         self.base_seed = self.engine.base_seed = base_seed
         self._ahead, self._resumed, self._all_drawn = None, None, False
@@ -136,18 +129,17 @@ class Continuous:
 
         After an Exception the batch is passed over, unless another engine is switched to, which makes it again.
         """
-        if self._failed:
-            self.skip_failed()
+        self.skip_failed()
         if self._resumed is not None:
             self._start()
-        if self._given and self._quick_check is not None and self._quick_check.changed():
-            self._renew()
+        self._follow_sampler()
+        self.check.refuse(drawn_since=not self._ended and not same(self._draws.generators(), self._drawn))
         self._fill()
-        if self._early.moves and self.engine.capacity > 1:
-            raise SamplerDraws
         if not self._record or self._record[0].epoch != self._epoch:
             self._ended = True
             raise StopIteration
+        if self.check.is_stale(self._record[0].indices):
+            self._renew()
         try:
             batch = self.engine.collect()
         except Exception:
@@ -155,27 +147,32 @@ class Continuous:
             self._failed = True
             raise
         self._given -= 1
+        self.check.compare(self._record[0], batch)
         self._pop()
-        if self._early.allowed and self.engine.capacity >= self._fills_early_from:
+        if self.engine.capacity >= self._fills_early_from:
             self._fill_early()
         return batch
 
-    def _renew(self) -> None:
-        """If the loop has changed the dataset within the epoch, make anew what was made ahead."""
-        assert self._began is not None
-        now = take_snapshot(self._fetch)  # another collate function of the loader's counts from the next epoch on
-        self._quick_check = QuickCheck(self.loader.dataset, self._fetch.collate)
-        if not compare(self._began, now):
-            return
-        self._renewals += 1
-        if self._renewals > _MOST_RENEWALS:
-            if self._strict:
-                raise DatasetMoves("the loop changes the dataset within an epoch: prefetched batches would be stale")
-            self._quick_check = None
+    def _follow_sampler(self) -> None:
+        """Have the lists that were drawn early be those that the sampler would yield now, if the loop has set it."""
+        drawn = [job for job in self._record if job.epoch == self._epoch]
+        if not drawn or self.whole_epochs or not self._live.changed():
             return
         self._take_back()
-        self._began = now
+        lists = lists_left(self._live, self._draws.lists, drawn, iter(()) if self._all_drawn else self._source)
+        source = self._jobs(self._draws, self.base_seed, self._epoch, self.served)
+        self._record, self._draws.lists, self._source, self._all_drawn = deque(), lists, source, False
+        self._live = LiveSampler(self.loader)
+
+    def _renew(self) -> None:
+        """Make anew what was made ahead: the loop has changed the dataset within the epoch."""
+        self._take_back()
+        self._began = take_snapshot(self._fetch)  # another collate function counts from the next epoch on
+        self._look()
+        if not compare(self._sent, self._began):  # a change that a snapshot doesn't show
+            self.engine.restart()
         self._refresh(self._epoch)
+        self._give()
 
     def _pop(self) -> None:
         job = self._record[0]
@@ -184,7 +181,7 @@ class Continuous:
         self.served, self._after = job.number + 1, job.after
 
     def skip_failed(self) -> None:
-        """Pass over the batch that could not be made."""
+        """Pass over the batch that could not be made, if there is one."""
         if self._failed:
             self._pop()
             self._failed = False
@@ -211,7 +208,7 @@ class Continuous:
         For going on without the engine, after a failure or when it is drained.
         """
         drawn, later = self._parts_left()
-        return lists_left(self._draws.lists, drawn, later)
+        return lists_left(None if self.whole_epochs else self._live, self._draws.lists, drawn, later)
 
     @mended
     def jobs_left(self) -> Iterator[BatchJob]:
@@ -270,6 +267,7 @@ class Continuous:
         self.engine = engine
         self._sent = self._states.get(engine, self._sent)
         self._began = self._snapshot()
+        self._look()
         self._refresh(self._epoch)
 
     @mended
@@ -337,9 +335,8 @@ class Continuous:
             # one more, which is when the sampler would have drawn once more.
             return False
         undisturbed = same_draws(self.loader, ahead)
-        as_expected = epoch_of(self.loader) == ahead.epoch and ahead.peeked.holds()
-        as_expected = as_expected and epochs.lengths(self.loader) == ahead.lengths
-        as_expected = as_expected and epochs.settings(self.loader) == ahead.settings
+        present = epoch_of(self.loader), epochs.lengths(self.loader), epochs.settings(self.loader)
+        as_expected = present == (ahead.epoch, ahead.lengths, ahead.settings) and ahead.peeked.holds()
         now = self._snapshot()
         if not (undisturbed and as_expected) or not now.whole or compare(self._sent, now):
             self.failed_guesses += 1
@@ -361,7 +358,7 @@ class Continuous:
         self._epoch += 1
         self._ahead, self._resumed, self._all_drawn = None, ahead, False
         self.base_seed = self.engine.base_seed = ahead.base_seed
-        self._draws, self._ended, self.served = ahead.draws, False, 0
+        self._draws, self._ended, self.served, self._live = ahead.draws, False, 0, LiveSampler(self.loader)
         self._drawn, self._after = ahead.draws.generators(), ahead.began[1:]
         self._may_look_ahead = True
 
@@ -395,7 +392,7 @@ class Continuous:
     def _fill(self) -> None:
         if self._record:
             self._give()
-        while self._feeding and len(self._record) < (self.engine.capacity if self._early.allowed else 1):
+        while self._feeding and len(self._record) < self.engine.capacity:
             try:
                 drawn = self._draw()
             except Exception:
@@ -417,7 +414,8 @@ class Continuous:
     def _give(self) -> None:
         most = min(len(self._record), self.engine.capacity)
         while self._given < most:
-            self.engine.submit(self._record[self._given])
+            job = self._record[self._given]
+            self.engine.submit(job._replace(watch=self.check.watch) if self.check.strict else job)
             self._given += 1
 
     def _draw(self) -> bool:
@@ -427,7 +425,7 @@ class Continuous:
         if self._ahead is None:
             self._drawing = self._drawn
         try:
-            job = self._early.next(self._source)
+            job = next(self._source, None)
         except Exception as error:
             self.sampler_error, self._drawing = error, None
             if self._errors_wait:
@@ -482,8 +480,10 @@ class Continuous:
         if not first and self._ended and epoch is not None and self._begun_at is not None:
             self._epoch_step = epoch - self._begun_at
         self._began, self._begun_at = now, epoch
-        gave_up = self._renewals > _MOST_RENEWALS and not self._strict
-        self._quick_check = None if gave_up else QuickCheck(self.loader.dataset, self._fetch.collate)
+        self._look()
+
+    def _look(self) -> None:
+        self.check.look(None if isinstance(self.engine, InlineEngine) else self._fetch)
 
     def _refresh(self, epoch: int) -> None:
         """Bring the engine's copies of the dataset to its present state, as `epoch` begins or goes on."""

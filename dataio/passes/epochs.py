@@ -23,13 +23,12 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sequential
 from torch.utils.data.distributed import DistributedSampler
 
 from accel.dataio.fetching.drawing import others_could_draw
-from accel.dataio.passes.held_generators import held_generators, read_state, same_state, write_state
 from accel.dataio.peek import PeekedEpoch
 
 _PLAIN = (int, float, bool, str, type(None))
 
-States = list[Any]
-"""Of torch's own generator, and of the loader's; those that only a sampler of the user's knows are not of torch."""
+States = list[torch.Tensor]
+"""Of torch's own generator, and of the loader's."""
 
 
 class Draws:
@@ -51,7 +50,7 @@ class Draws:
     ) -> None:
         self._loader, self.lists, self._apart = loader, indices, apart
         self._global_draws = global_draws
-        self._own = _all_generators(loader)
+        self._own = _generators(loader)
         self._real: States | None = None
 
     def __iter__(self) -> Iterator[Any]:
@@ -97,18 +96,18 @@ class Draws:
 
     def generators(self) -> States:
         """Return the states of the loader's own generators, as these draws left them."""
-        return [read_state(g) for g in self._own] if self._apart is None else self._apart[1:]
+        return [g.get_state() for g in self._own] if self._apart is None else self._apart[1:]
 
     def put_back(self, drawn: States, wanted: States) -> None:
         """Set the loader's own generators to `wanted` if nobody but us has drawn from them since `drawn`."""
         for generator, left, state in zip(self._own, drawn, wanted, strict=True):
-            if same_state(read_state(generator), left):
-                write_state(generator, state)
+            if torch.equal(generator.get_state(), left):
+                generator.set_state(state)
 
     def restore(self, states: States) -> None:
         """Set the loader's own generators."""
         for generator, state in zip(self._own, states, strict=True):
-            write_state(generator, state)
+            generator.set_state(state)
 
     def draw_again(self, drawn: States, wanted: States) -> None:
         """Draw what leads from `drawn` to `wanted`, of which the lists are known."""
@@ -151,15 +150,6 @@ def _generators(loader: DataLoader[Any]) -> list[torch.Generator]:
         if isinstance(generator, torch.Generator) and all(generator is not other for other in distinct):
             distinct.append(generator)
     return distinct
-
-
-def _all_generators(loader: DataLoader[Any]) -> list[Any]:
-    """Return these, and those that a sampler of the user's holds, of which it isn't known when it draws."""
-    named = _generators(loader)
-    if of_torch(loader) or can_peek(loader):
-        return named
-    held = held_generators(loader._index_sampler)
-    return [*named, *(each for each in held if all(each is not other for other in named))]
 
 
 def capture(loader: DataLoader[Any]) -> States:
@@ -230,7 +220,7 @@ def can_draw_ahead(loader: DataLoader[Any]) -> bool:
 
 
 def of_torch(loader: DataLoader[Any]) -> bool:
-    """Return whether the order is given by a sampler of torch's, of which it is known when they draw."""
+    """Return whether the order is given by a sampler of torch's that draws all it needs when an epoch begins."""
     return type(ordering(loader)) in (RandomSampler, SequentialSampler, DistributedSampler)
 
 
@@ -364,4 +354,4 @@ def same_draws(loader: DataLoader[Any], ahead: Ahead) -> bool:
 
 def same(states: States, other: States) -> bool:
     """Return whether two lists of random states are equal."""
-    return len(states) == len(other) and all(same_state(a, b) for a, b in zip(states, other, strict=True))
+    return len(states) == len(other) and all(torch.equal(a, b) for a, b in zip(states, other, strict=True))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from torch import Tensor
 from accel.dataio.engine.engine import BatchJob, WorkerEpoch
 from accel.dataio.fetching.randomness import derived_seed
 from accel.dataio.passes.epochs import Draws, States, same
+from accel.dataio.passes.live_sampler import LiveSampler
 
 
 class Jobs:
@@ -111,40 +113,62 @@ class LeftLists:
     """Yields index lists that are left of an epoch: first those that were drawn and not served.
 
     A loader may be switched to other workers and back again and again: each time some more come before the others.
+    If the loop sets another batch size meanwhile, the lists are of that.
 
     Args:
+        live: the sampler under which those were drawn; None to leave lists as they are.
         drawn: yields the jobs of those that were drawn.
-        later: yields the jobs of those after them.
+        later: yields the lists after them.
     """
 
-    def __init__(self, drawn: Iterable[BatchJob], later: Iterator[BatchJob]) -> None:
-        self._drawn, self._later = deque([iter(drawn)]), later
+    def __init__(self, live: LiveSampler | None, drawn: Iterable[BatchJob], later: Iterator[Any]) -> None:
+        self._drawn, self._later, self._rest = deque[Iterator[Any]](), later, list[Any]()
+        self.put_first(live, drawn)
 
     def __iter__(self) -> Iterator[Any]:
         return self
 
     def __next__(self) -> Any:
-        while self._drawn:
-            job = next(self._drawn[0], None)
-            if job is not None:
-                return job.indices
-            self._drawn.popleft()
-        return next(self._later).indices
+        if self._live is None or not self._live.batch_size:
+            return self._next_list()
+        while len(self._rest) < (size := self._live.batch_size):
+            try:
+                self._rest += self._next_list()
+            except StopIteration:
+                break
+        indices, self._rest = self._rest[:size], self._rest[size:]
+        if not indices:
+            raise StopIteration
+        return indices
 
-    def put_first(self, drawn: Iterable[BatchJob]) -> LeftLists:
+    def _next_list(self) -> Any:
+        while self._drawn:
+            for indices in self._drawn[0]:
+                return indices
+            self._drawn.popleft()
+        return next(self._later)
+
+    def put_first(self, live: LiveSampler | None, drawn: Iterable[BatchJob]) -> LeftLists:
         """Return itself, with more that were drawn and not served."""
-        self._drawn.appendleft(iter(drawn))
+        if self._rest:
+            self._drawn.appendleft(iter([self._rest]))
+        self._live, self._rest = live, []
+        lists = map(attrgetter("indices"), drawn)
+        self._drawn.appendleft(lists if live is None else map(live.now, lists))
         return self
 
 
-def lists_left(lists: Iterator[Any], drawn: Iterable[BatchJob], later: Iterator[BatchJob]) -> LeftLists:
+def lists_left(
+    live: LiveSampler | None, lists: Iterator[Any], drawn: Iterable[BatchJob], later: Iterator[BatchJob]
+) -> LeftLists:
     """Return the index lists of jobs; those that are left of `lists` already, without wrapping them once more.
 
     Args:
+        live: see `LeftLists`.
         lists: that the jobs were made from.
         drawn: jobs that were drawn and not served.
         later: yields those after them.
     """
-    if isinstance(lists, LeftLists) and isinstance(later, Jobs):
-        return lists.put_first(drawn)
-    return LeftLists(drawn, later)
+    if not isinstance(later, Jobs):
+        return LeftLists(live, drawn, map(attrgetter("indices"), later))
+    return lists.put_first(live, drawn) if isinstance(lists, LeftLists) else LeftLists(live, drawn, lists)

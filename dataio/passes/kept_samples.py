@@ -15,8 +15,9 @@ from torch.utils.data import DataLoader, default_collate
 
 from accel.dataio.batches import one_memory
 from accel.dataio.dataset.files import NamedFiles
-from accel.dataio.dataset.snapshot import DatasetSnapshot, QuickCheck, compare, take_snapshot
-from accel.dataio.fetching.fetch import keep_samples, whole_tensors
+from accel.dataio.dataset.loop_watch import LoopWatch
+from accel.dataio.dataset.snapshot import DatasetSnapshot, compare, take_snapshot
+from accel.dataio.fetching.fetch import Fetch, keep_samples, whole_tensors
 from accel.dataio.sample_cache import SampleCache, states_of_their_own
 
 # Of what a look at an epoch's beginning may take for workers: an epoch's decoding takes longer. CIFAR-10 is 154 MB.
@@ -72,7 +73,7 @@ class KeptSamples:
         self._is_worth_it = False
         self._changes = 0
         self._before: DatasetSnapshot | None = None
-        self._quick: QuickCheck | None = None
+        self._watch: LoopWatch | None = None
         self._files = NamedFiles(loader.dataset)
         try:
             self._cache = cache = SampleCache(loader.dataset)
@@ -140,7 +141,7 @@ class KeptSamples:
         cache = self.cache
         if cache is None:
             raise ValueError(self.finding)
-        if self._quick is None or self._quick.changed():
+        if self._watch is None or self._watch.changed():
             self.look()
         if not cache.stats().served and not self._check(cache):
             raise ValueError(self.finding or "the dataset has changed")
@@ -196,7 +197,7 @@ class KeptSamples:
         fetcher = getattr(rest, "_dataset_fetcher", None)
         if fetcher is not None and fetcher.dataset is self.loader.dataset:
             fetcher.dataset = cache
-        if self._quick is not None and self._quick.changed():
+        if self._watch is not None and self._watch.changed():
             self.look()
 
     def look(self) -> None:
@@ -207,11 +208,12 @@ class KeptSamples:
         # What stacks its samples at once copies them; another collate function may hold on to one.
         cache.share_memory_of_batch(self.loader.collate_fn is default_collate)
         now, before = take_snapshot(self.loader.dataset, share=_LOOK_SHARE), self._before
-        files_changed = self._files.changed()
-        self._before, self._quick = now, QuickCheck(self.loader.dataset)
+        is_other = self._watch is not None and self._watch.changed()
+        is_other = self._files.changed() or is_other
+        self._before, self._watch = now, LoopWatch(Fetch(self.loader.dataset, list, batched=True))
         if not now.whole:
             self._drop("the dataset holds what can't be looked into for a change in place")
-        elif before is not None and (compare(before, now) or files_changed):
+        elif before is not None and (is_other or compare(before, now)):
             self._changes += 1
             self._files = NamedFiles(self.loader.dataset)
             cache.forget()

@@ -25,7 +25,7 @@ from accel.dataio.passes import epochs, resume
 from accel.dataio.passes.continuous import Continuous
 from accel.dataio.passes.look_ahead import LookAhead
 from accel.dataio.passes.measured import Measured
-from accel.dataio.passes.movable import not_movable
+from accel.dataio.passes.movable import not_movable, not_read_ahead
 from accel.dataio.passes.passes import InlineRest, Maker, Newest, Pass, Skipping
 from accel.dataio.passes.rounds import INLINE, Setting
 from accel.dataio.passes.tuner import Tuner
@@ -86,8 +86,8 @@ class LoaderCore(Maker):
         self.device = None if options.device is None else torch.device(options.device)
         self.counts: bool | None = None
         self.tuner: Tuner | None = None
-        self.setting = self._first_setting()
         self.reason = "as requested"
+        self.setting = self._first_setting()
         self._measured = self._measuring()
         self._pins = False
         self.served, self.finished = 0, True
@@ -122,6 +122,9 @@ class LoaderCore(Maker):
 
     def _first_setting(self) -> Setting:
         mode, loader = self.options.mode, self.loader
+        if mode == "auto" and not self.passed_through and not self._asked and (reason := not_read_ahead(loader)):
+            self.reason = reason
+            return INLINE
         if mode == "auto" and not self.passed_through:
             safe = self.options.thread_safe
             reason = unsafe(loader.dataset) if safe is None else "" if safe else "as requested (thread_safe=False)"

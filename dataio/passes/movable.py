@@ -5,7 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, MapDataPipe
+from torch.utils.data import (
+    DataLoader,
+    MapDataPipe,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+from torch.utils.data.distributed import DistributedSampler
+
+from accel.dataio.passes.epochs import can_draw_ahead, can_peek, ordering
 
 
 def not_movable(loader: DataLoader[Any]) -> str:
@@ -39,6 +49,30 @@ def not_continuable(loader: DataLoader[Any]) -> str:
     if loader.pin_memory and torch.accelerator.is_available() and not torch.cuda.is_available():
         return "batches are pinned for a device that is not a CUDA one"
     return ""
+
+
+def not_read_ahead(loader: DataLoader[Any]) -> str:
+    """Return '' if index lists may be drawn before the loop asks for their batches, else the reason why not.
+
+    torch's samplers, by their very classes, draw what they need when an epoch begins, and those with `peek_epoch` say
+    so. Any other may read what the loop sets in the meantime: a loss, a counter, a batch size.
+    """
+    sampler: Any = ordering(loader)
+    if can_peek(loader):
+        return ""
+    if type(sampler) not in _READ_AHEAD:
+        return f"its sampler, a {type(sampler).__name__}, is not one of torch's: what it yields may follow the loop"
+    if type(sampler) is SubsetRandomSampler and len(set(map(int, sampler.indices))) < len(sampler.indices):
+        return "the indices of its SubsetRandomSampler are not distinct: a change of one could not be followed"
+    if type(sampler) is RandomSampler and sampler.generator is not None and not can_draw_ahead(loader):
+        return "its RandomSampler draws from the loader's generator as it goes"
+    return ""
+
+
+_READ_AHEAD = (
+    *(SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler),
+    *(range, tuple),
+)
 
 
 def _own_iterator(loader: DataLoader[Any]) -> str:

@@ -19,15 +19,21 @@ from accel.dataio.passes.continuous import Continuous
 _START_METHOD = "fork" if sys.platform == "linux" else None
 
 
-def moved(loader: DataLoader[Any], workers: int, *, threads: bool = False) -> Continuous:
+def moved(loader: DataLoader[Any], workers: int, *, threads: bool = False, whole: bool = False) -> Continuous:
     """Return what makes a loader's batches ahead in worker processes, or in threads.
+
+    Args:
+        loader: map-style, without workers of its own.
+        workers: processes or threads.
+        threads: whether threads.
+        whole: see `Continuous`.
 
     Raises:
         ValueError: if the batches of its first samples differ from the plain loader's, or hold what is the dataset's
             own, and processes would hand out copies.
     """
     engine: Engine = ThreadEngine(loader, workers) if threads else _processes(loader, workers)
-    continuous = Continuous(loader, engine, strict=True)
+    continuous = Continuous(loader, engine, strict=True, whole=whole)
     try:
         if not same_as_plain(loader, continuous):
             raise ValueError("prefetched batches differ from the plain loader's")

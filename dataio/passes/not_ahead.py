@@ -1,66 +1,113 @@
-"""What keeps batches from being made ahead: a dataset that the loop changes, a sampler that draws as it goes."""
+"""What keeps batches from being made ahead: a sampler or a dataset that the loop may set, and batches that differ.
+
+Where nobody asked for batches made ahead, the first reason ends it for good, and the loop makes the very batch itself.
+Where somebody did, they are made anew after a change, a few times. Some are made by the loop too and compared bit by
+bit: the first one after each switch, and then as many as take one in two hundred of the loop's time.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable
 from typing import Any
 
 from torch.utils.data import DataLoader
 
-from accel.dataio.engine.engine import BatchJob
-from accel.dataio.fetching.randomness import random_state
-from accel.dataio.passes import epochs
+from accel.dataio.batches import equal
+from accel.dataio.dataset.loop_watch import LoopWatch
+from accel.dataio.engine.engine import BatchJob, NotAhead
+from accel.dataio.fetching.drawing import Drawing
+from accel.dataio.fetching.fetch import Fetch, fetch_of
+from accel.dataio.passes.movable import not_read_ahead
 
-# Index lists that a sampler is watched for, 0.1 ms each, and those after which lists are drawn early.
-_WATCHED, _QUIET = 16, 2
-
-
-class DatasetMoves(RuntimeError):
-    """The loop keeps changing the dataset within an epoch."""
-
-
-class SamplerDraws(RuntimeError):
-    """The sampler draws index lists one by one from the program's own random generators."""
-
-    def __init__(self) -> None:
-        super().__init__(
-            "the sampler draws each index list from the program's own random generators: drawn early, the loop's own "
-            "random numbers would be others. Found: a generator that had moved; give the sampler one of its own"
-        )
+# Times that batches made ahead are thrown away because the loop has changed the dataset meanwhile.
+_MOST_RENEWALS = 3
+# Of the loop's time, for comparing.
+_SHARE = 0.005
 
 
-class EarlyDraws:
-    """Know whether index lists may be drawn before the loop asks for their batches.
-
-    torch's samplers draw all that they need of the program's generators at their first list, and so do those that can
-    peek. Of others the first lists are drawn when they are asked for, and the generators looked at.
+class AheadCheck:
+    """Look whether batches that are made ahead are those that the loop would make itself.
 
     Args:
-        loader: whose sampler it is.
-        watched: whether to look at all; if not, lists are drawn early.
+        loader: whose batches they are.
+        strict: nobody asked for them: raise `NotAhead` once they could be others.
+        whole: also where a change of the dataset might not be seen.
+        seeded: the loop itself makes a batch from its job's seed; if not, as a plain loader does.
+        clock: returns seconds.
 
     Attributes:
-        moves: whether a list after the first was seen to move them.
+        watch: on what the loop changes; None where nothing is made ahead.
+        seen, compared: batches that were handed over, and those of them that were compared.
     """
 
-    def __init__(self, loader: DataLoader[Any], *, watched: bool) -> None:
-        known = epochs.of_torch(loader) or epochs.can_peek(loader)
-        self._left = _WATCHED if watched and not known else 0
-        self.moves = False
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        *,
+        strict: bool,
+        whole: bool = False,
+        seeded: bool = False,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._loader, self.strict, self._whole, self._seeded, self._clock = loader, strict, whole, seeded, clock
+        self.watch: LoopWatch | None = None
+        self._sampler_finding = ""
+        self._renewals = self.seen = self.compared = 0
+        self._drawing, self._is_due = Drawing(), False
+        self._began, self._spent_s, self._last_s = clock(), 0.0, 0.0
 
-    @property
-    def allowed(self) -> bool:
-        """Whether to draw before the loop asks."""
-        return not self.moves and self._left <= _WATCHED - _QUIET
+    def look(self, fetch: Fetch | None) -> None:
+        """Watch from now on what the loop changes of what `fetch` reads; None for nothing."""
+        self.watch = LoopWatch(fetch) if fetch is not None and self._renewals <= _MOST_RENEWALS else None
+        self._sampler_finding = not_read_ahead(self._loader) if self.strict else ""
 
-    def next(self, jobs: Iterator[BatchJob]) -> BatchJob | None:
-        """Return the next job, None at the end."""
-        if not self._left:
-            return next(jobs, None)
-        before = random_state()
-        job = next(jobs, None)
-        if job is not None and job.number:  # at its first list a sampler may draw a seed
-            self._left -= 1
-            if random_state() != before:  # another thread may have drawn, but nobody can tell
-                self.moves, self._left = True, 0
-        return job
+    def refuse(self, *, drawn_since: bool) -> None:
+        """Raise `NotAhead` if nothing may be made ahead now.
+
+        Args:
+            drawn_since: somebody else has drawn from the sampler's generator.
+        """
+        if not self.strict or self.watch is None:
+            return
+        if self._sampler_finding:
+            raise NotAhead(self._sampler_finding)
+        if drawn_since:
+            raise NotAhead("the loop draws from the sampler's generator too")
+        if self.watch.trained:
+            raise NotAhead(f"fetching reads {self.watch.trained}, which each step changes")
+        if self._whole and self.watch.unseen:
+            raise NotAhead(f"the loop could change {self.watch.unseen}, within an epoch without being seen")
+
+    def is_stale(self, indices: Any) -> bool:
+        """Return whether batches are to be made anew: the loop has changed what fetching reads.
+
+        Args:
+            indices: of the batch that is about to be used.
+        """
+        if self.watch is None or not self.watch.changed(indices):
+            return False
+        if self.strict:
+            raise NotAhead(f"the loop changes {self.watch.change} within an epoch")
+        self._renewals += 1
+        return self._renewals <= _MOST_RENEWALS
+
+    def switched(self) -> None:
+        """Compare the next batch: it is the first one after a switch."""
+        self._is_due = True
+
+    def compare(self, job: BatchJob, batch: Any) -> None:
+        """Raise `NotAhead` if a batch is not the loop's own; now and then it is looked at."""
+        if not self.strict or self.watch is None:
+            return
+        self.seen += 1
+        now = self._clock()
+        if not self._is_due and self._spent_s + self._last_s > _SHARE * (now - self._began):
+            return
+        fetch = fetch_of(self._loader).of(self._loader.dataset)  # past what a cache knows
+        own = self._drawing.make(fetch, job.indices, job.seed if self._seeded else None)
+        if not equal(own, batch):
+            raise NotAhead("a batch was compared with the loop's own, and is another one")
+        self.compared += 1
+        self._is_due, self._last_s = False, self._clock() - now
+        self._spent_s += self._last_s

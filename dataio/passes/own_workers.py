@@ -178,6 +178,5 @@ class _AsDrawnByWorkers(Continuous):
     def _put_back(self) -> None:
         pass
 
-    def _note_epoch(self, first: int, now: Any) -> None:
-        super()._note_epoch(first, now)
-        self._quick_check = None
+    def _look(self) -> None:
+        pass

@@ -14,9 +14,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from accel.dataio.dataset import content
-from accel.dataio.dataset.snapshot import QuickCheck
+from accel.dataio.dataset.loop_watch import LoopWatch
 from accel.dataio.engine.engine import Engine, ThreadEngine
 from accel.dataio.engine.processes import ProcessEngine
+from accel.dataio.fetching.fetch import Fetch
 from accel.dataio.loader import ContinuousLoader
 from accel.dataio.passes.continuous import Continuous
 from accel.dataio.passes.proxy import LoaderProxy
@@ -313,7 +314,7 @@ def test_a_collate_function_of_a_trainer_is_watched_where_its_code_looks() -> No
             return default_collate(samples) + self.pad
 
     trainer = Trainer()
-    check = QuickCheck(Table(), trainer.collate)
+    check = LoopWatch(Fetch(Table(), trainer.collate, batched=True))
     trainer.step += 1
     assert not check.changed()
     trainer.pad = 2

@@ -83,4 +83,4 @@ def test_auto_leaves_them_to_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
 
     epochs = 12
     assert trained(wrap, epochs) == trained(lambda loader: loader, epochs)
-    assert loaders[0].explain().count("graph") == 2  # why no threads, and why no process
+    assert loaders[0].explain().count("which each step changes") == 2  # why no threads, and why no process

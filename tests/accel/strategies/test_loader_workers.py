@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
@@ -10,13 +11,16 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+import accel
+from accel import strategies
 from accel.dataio.passes.proxy import LoaderProxy
 from accel.run import Run
 from accel.run.gate import Gate
+from accel.search.plan import Plan, fingerprint
 from accel.session.training_loader import TrainingLoader
 from accel.strategies import loader_workers
 from accel.strategies.loader_workers import LoaderWorkers
-from tests.accel.loops import Net
+from tests.accel.loops import Net, Samples, advance, assert_same, everything, make, training
 from tests.accel.strategies.test_sample_cache import Silent
 
 
@@ -73,3 +77,49 @@ def test_no_more_processes_than_there_is_memory_for_copies_of_this_one(
 
 def test_the_bytes_of_this_process_are_known() -> None:
     assert loader_workers._private_bytes() > 1 << 20
+
+
+LEVEL = [0.0]
+
+
+class Curriculum(Samples):
+    """Follows a number that the loop sets."""
+
+    def __getitem__(self, index: int) -> Any:
+        x, y = super().__getitem__(index)
+        return x + LEVEL[0], y
+
+
+@pytest.mark.parametrize("changes_at", [None, 50])
+def test_a_run_says_what_was_compared_and_leaves_a_dataset_that_the_loop_changes(
+    changes_at: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Batches that threads had made before the change were trained on after it."""
+    monkeypatch.setattr(strategies, "REGISTRY", [LoaderWorkers])
+
+    def train(wrap: Any) -> Any:
+        LEVEL[0] = 0.0
+        model, _, optimizer = make()
+        loader: Any = DataLoader(Curriculum(), 8, shuffle=True)
+        model, loader, optimizer = wrap(model, loader, optimizer)
+        loop = training(model, loader, optimizer)
+        for step in range(80):
+            if step == changes_at:
+                LEVEL[0] = 1.0
+            advance(loop, 1)
+        return model, everything(model, optimizer)
+
+    def replay(model: Any, loader: Any, optimizer: Any) -> Any:
+        workers = {"loader_workers": "threads=1"}
+        plan = Plan(fingerprint=fingerprint(model), model="Net", strategies=workers, allow="exact")
+        return accel.optimize(model, loader, optimizer, allow="exact", plan=plan)
+
+    model, seen = train(replay)
+    (row,) = accel.explain(model).rows
+    assert_same(seen, train(lambda *arguments: arguments)[1])
+    if changes_at is None:
+        assert row.status == "kept"
+        assert re.search(r"; [1-9]\d* of \d+ batches were made by the loop too and compared: the same bits$", row.why)
+    else:
+        assert row.status == "undone"
+        assert "NotAhead: the loop changes the global LEVEL within an epoch" in row.why
