@@ -113,6 +113,10 @@ class _Own(DataLoader[Any]):
     pass
 
 
+class _OwnBatches(BatchSampler):
+    pass
+
+
 @pytest.mark.parametrize(
     ("loader", "why"),
     [
@@ -121,6 +125,13 @@ class _Own(DataLoader[Any]):
         (DataLoader(_Stream()), "its dataset is iterable"),
         (DataLoader(range(3), batch_size=None), "makes no batches"),
         (DataLoader(range(3), batch_sampler=[[0, 1], [2]]), "a batch sampler of its own, a list"),
+        (DataLoader(range(3), batch_sampler=_OwnBatches(range(3), 2, False)), "a batch sampler of its own, a _OwnB"),
+        (DataLoader(range(3), batch_sampler=BatchSampler([2, 0], 2, False)), "its order is that of a list"),
+        (
+            DataLoader(range(3), batch_sampler=BatchSampler(RandomSampler(range(3), num_samples=7), 2, False)),
+            "another number",
+        ),
+        (DataLoader(range(6), batch_sampler=ElasticSampler(6, batch_size=2, num_replicas=2, rank=0)), "rank 0 of 2"),
         (_Own(range(3)), "this is a _Own, a subclass"),
         (ContinuousLoader(DataLoader(range(3))), "this is a ContinuousLoader"),
         (DataLoader(range(3), sampler=WeightedRandomSampler([1.0, 2.0], 3)), "that of a WeightedRandomSampler"),
