@@ -164,7 +164,7 @@ def _fixed(loader: Any) -> str:
     if getattr(loader, "in_order", True) is False:
         return "its batches come in any order (in_order=False): which samples the loop has had can't be counted"
     if isinstance(loader.batch_sampler, ElasticSampler):
-        return _elsewhere(loader.batch_sampler)
+        return ""
     if loader._dataset_kind != 0:
         return "its dataset is iterable: it can't be asked for other samples"
     if loader.batch_sampler is None:
@@ -176,18 +176,14 @@ def _fixed(loader: Any) -> str:
     return _own_order(loader.batch_sampler.sampler)
 
 
-def _elsewhere(sampler: ElasticSampler | DistributedSampler[Any]) -> str:
-    """Return '' if a sampler deals to the ranks that there are, else that it doesn't."""
-    (replicas, rank), (own_replicas, own) = world(), (sampler.num_replicas, sampler.rank)
-    if (own_replicas, own) == (replicas, rank):
-        return ""
-    return f"its {_name(sampler)} is rank {own} of {own_replicas}, this process {rank} of {replicas}"
-
-
 def _own_order(sampler: Any) -> str:
     """Return '' if the order of a sampler is one that an `ElasticSampler` has, else why it isn't."""
     if type(sampler) is DistributedSampler:
-        return _elsewhere(sampler)
+        replicas, rank = world()
+        if (sampler.num_replicas, sampler.rank) == (replicas, rank):
+            return ""
+        own = f"rank {sampler.rank} of {sampler.num_replicas}"
+        return f"its DistributedSampler is {own}, this process {rank} of {replicas}"
     if world()[0] > 1:
         return f"with several ranks its samples must be shared out by a DistributedSampler, not a {_name(sampler)}"
     if type(sampler) is RandomSampler:

@@ -109,11 +109,12 @@ class ElasticRun:
 
     def _deal_alike(self, sampler: ElasticSampler, *, is_new: bool) -> None:
         """Have all ranks deal samples in the same way; a process that has joined them does so as they do."""
-        settings, sizes = self._settings, sampler.batch_sizes
+        settings, sizes, rule = self._settings, sampler.batch_sizes, self._settings.scaling_rule
         mine = {name: getattr(sampler, name) for name in _DEALT_BY} | {
             "samples": sampler.length,
             "batch_size": sizes[sampler.rank] if len(set(sizes)) == 1 else sizes,
             "max_batch_size": settings.max_batch_size,
+            "scaling_rule": getattr(rule, "__qualname__", rule and type(rule).__qualname__),
             "checkpoint": settings.checkpoint is not None,
         }
         ranks = Ranks()

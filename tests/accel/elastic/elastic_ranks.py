@@ -29,6 +29,7 @@ from accel.elastic.run import ElasticRun
 from accel.elastic.running import save_checkpoint
 from accel.elastic.sample_position import remaining_epochs
 from accel.elastic.save_policy import SavePolicy
+from accel.elastic.scaling_rules import Linear
 from accel.elastic.training_state import capture_state, restore_state
 from accel.errors import InvalidArgument
 from accel.goodput.efficiency import NoiseInterval
@@ -455,6 +456,8 @@ def _loader_and_settings(rank: int, odd: str, folder: Path) -> tuple[DataLoader[
     settings: dict[str, Any] = {"checkpoint": folder, "max_batch_size": 32 if odd == "max_batch_size" else 64}
     if odd == "checkpoint":
         del settings["checkpoint"]
+    if odd == "scaling_rule":
+        settings["scaling_rule"] = Linear()
     if odd == "an ElasticSampler":
         return DataLoader(data, batch_sampler=ElasticSampler(data, batch_size=8, order="torch", tail="fill")), settings
     if odd == "a BatchSampler":

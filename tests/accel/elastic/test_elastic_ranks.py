@@ -137,6 +137,7 @@ def test_ranks_that_would_deal_the_samples_in_different_ways_are_refused_alike(t
         "seed": "seed 0 on rank 0 and 1 on rank 1",
         "samples": "samples 24 on rank 0 and 48 on rank 1",
         "max_batch_size": "max_batch_size 64 on rank 0 and 32 on rank 1",
+        "scaling_rule": "scaling_rule None on rank 0 and Linear on rank 1",
         "checkpoint": "checkpoint True on rank 0 and False on rank 1",
         "nothing": "",
     }
