@@ -46,7 +46,8 @@ class ElasticSampler(Sampler[list[int]]):
         num_replicas, rank: number of ranks W, and this one; default the process group's, or 1 and 0 outside torchrun.
         shuffle: random order, anew in each epoch; else 0, 1, 2, …. Default True.
         seed: of the order, at least 0, the same on all ranks; default 0.
-        drop_last: leave out the last step if a rank's batch in it were short; default False.
+        drop_last: leave out the last step if a rank's batch in it were short; default False. Once `set_batch_size` was
+            called, as many samples are left out as the size before does in a whole epoch, however many a step takes.
         order: "feistel" computes the order where it is needed, in constant memory; "torch" is that of
             DistributedSampler, randperm under seed + epoch, 8 bytes a sample. With tail "pad" or "drop" and a world
             that doesn't change, batches then equal those of DataLoader with DistributedSampler, one by one.
@@ -111,7 +112,7 @@ class ElasticSampler(Sampler[list[int]]):
         self._position = 0
         self._taken_before = 0  # of the steps since the sampler was made: those before this epoch
         self._taken = 0  # steps since the sampler was made, over all epochs: what changes of batch size count in
-        self._deals = [(0, self._deal(batch_size))]  # from which step on which batch sizes hold, in order
+        self._deals = [(0, self._own_deal(batch_size))]  # from which step on which batch sizes hold, in order
         self._under_way: deque[DealtStep] = deque()  # dealt, but not taken by the loop
         self._in_hand: DealtStep | None = None
         self._last_taken: deque[tuple[int, DealtStep]] = deque(maxlen=MOST_HELD)  # of this epoch, and where they began
@@ -332,7 +333,7 @@ class ElasticSampler(Sampler[list[int]]):
         at = self._taken + delay
         now = (self._taken, self._deal_at(self._taken))
         later = [change for change in self._deals if change[0] > self._taken]
-        self._deals = sorted([now, *later, (at, self._deal(batch_size))], key=lambda change: change[0])
+        self._deals = sorted([now, *later, (at, self._deal(batch_size, self._drops))], key=lambda change: change[0])
 
     def share_among(self, num_replicas: int, rank: int, batch_size: int | None = None) -> None:
         """Deal the rest of the epoch to another number of ranks, in passes that begin from now on.
@@ -343,7 +344,7 @@ class ElasticSampler(Sampler[list[int]]):
         """
         batch_size = self.batch_sizes[self.rank] if batch_size is None else batch_size
         self.num_replicas, self.rank = world(num_replicas, rank)
-        self._deals = [(self._taken, self._deal(batch_size))]
+        self._deals = [(self._taken, self._own_deal(batch_size))]
         self._begin_anew()
 
     def state_dict(self) -> dict[str, Any]:
@@ -464,13 +465,20 @@ class ElasticSampler(Sampler[list[int]]):
             under_way.append(DealtStep(position, mine, fresh))
             yield ready.popleft()
 
-    def _deal(self, batch_size: int | Sequence[int]) -> RoundRobin:
+    def _own_deal(self, batch_size: int | Sequence[int]) -> RoundRobin:
+        """Return how steps are dealt in the batch size that the loop is written for, which says what is left out."""
+        deal, self._drops = self._deal(batch_size, None if self.drop_last else 0), 0
+        if self.drop_last:  # batches of another size are no smaller than these, where an epoch's end has enough for two
+            self._drops, self._least = deal.unfilled(self.length), max(type(self)._least, min(deal.sizes))
+        return deal
+
+    def _deal(self, batch_size: int | Sequence[int], drops: int | None) -> RoundRobin:
         sizes = [batch_size] * self.num_replicas if isinstance(batch_size, int) else list(batch_size)
         _check(
             len(sizes) == self.num_replicas,
             f"batch_size must be one number or one for each of the {self.num_replicas} ranks, got {len(sizes)}",
         )
-        return RoundRobin(sizes, self.rank, self.tail, self.drop_last, least=self._least)
+        return RoundRobin(sizes, self.rank, self.tail, drops=drops, least=self._least)
 
     def _deal_at(self, step: int) -> RoundRobin:
         if self._deals[-1][0] <= step:

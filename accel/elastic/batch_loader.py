@@ -18,7 +18,7 @@ from torch.utils.data.distributed import DistributedSampler
 from accel.dataio.elastic_sampler import ElasticSampler
 from accel.dataio.loader import ContinuousLoader
 from accel.dataio.peek import PeekedEpoch
-from accel.dataio.sampling.round_robin import Tail, world
+from accel.dataio.sampling.round_robin import world
 from accel.elastic.worker_signals import outliving, outliving_context
 from accel.errors import InvalidArgument
 
@@ -41,6 +41,16 @@ class EpochBatches(ElasticSampler):
     _counted_before: int | None = None
     """Batches counted when the pass under way began. While no more are, an iterator that is asked for begins the same
     pass: a loader with workers asks twice, and draws in between."""
+
+    @property
+    def sampler(self) -> EpochBatches:
+        """Itself: loops ask torch's `BatchSampler` for that, to tell it the epoch."""
+        return self
+
+    @property
+    def batch_size(self) -> int:
+        """Samples of this rank in a step, as set last."""
+        return self.batch_sizes[self.rank]
 
     def __len__(self) -> int:
         """Return the steps of this epoch: those the loop has taken since it began or was resumed, and those to come."""
@@ -102,7 +112,8 @@ def elastic_loader(loader: Any) -> DataLoader[Any]:
     the loader's generator, or of torch's.
 
     Args:
-        loader: a map-style `DataLoader` in order of the dataset, shuffled, or with a `DistributedSampler`.
+        loader: a map-style `DataLoader` in order of the dataset, shuffled, or with a `DistributedSampler`; or with
+            torch's own `BatchSampler` of such samples.
 
     Raises:
         InvalidArgument: if its batches can't be made in another size; the message says why.
@@ -122,20 +133,13 @@ def elastic_loader(loader: Any) -> DataLoader[Any]:
             return loader
         is_taken_over = loader.num_workers == 0 or plain_loader(loader) is not loader
         return loader if is_taken_over else _copied(loader)
-    replicas, rank = world()
-    batches = EpochBatches(
-        loader.dataset,
-        batch_size=loader.batch_size,
-        num_replicas=replicas,
-        rank=rank,
-        drop_last=loader.drop_last,
-        tail=_tail(loader),
-        **_order(loader),
-    )
+    own: Any = loader.batch_sampler  # a loader that was given one knows neither size nor drop_last itself
+    order = _order(own, loader.generator)
+    batches = EpochBatches(batch_size=own.batch_size, drop_last=own.drop_last, **order)
     # torch refuses to have these set on a loader once it is made. A generator of its own gives the workers their seeds:
     # a training that is resumed in the midst of an epoch asks for an iterator once more than one that was not.
     generator = loader.generator or torch.Generator().manual_seed(batches.seed)
-    batches.generator = generator if loader.generator is None or replicas == 1 else None
+    batches.generator = generator if loader.generator is None or batches.num_replicas == 1 else None
     return _copied(loader, batch_sampler=batches, sampler=batches, generator=generator)
 
 
@@ -169,7 +173,7 @@ def _fixed(loader: Any) -> str:
         return f"it has a batch sampler of its own, a {type(loader.batch_sampler).__name__}"
     if type(loader) is not DataLoader:
         return f"this is a {type(loader).__name__}, a subclass of DataLoader that can't be made again"
-    return _own_order(loader.sampler)
+    return _own_order(loader.batch_sampler.sampler)
 
 
 def _own_order(sampler: Any) -> str:
@@ -183,7 +187,7 @@ def _own_order(sampler: Any) -> str:
     if world()[0] > 1:
         return f"with several ranks its samples must be shared out by a DistributedSampler, not a {_name(sampler)}"
     if type(sampler) is RandomSampler:
-        others = sampler.replacement or (sampler._num_samples or len(sampler.data_source)) != len(sampler.data_source)
+        others = sampler.replacement or sampler.num_samples != len(sampler.data_source)
         return "its RandomSampler draws with replacement, or another number than there are samples" if others else ""
     return "" if type(sampler) is SequentialSampler else f"its order is that of a {_name(sampler)}"
 
@@ -192,17 +196,18 @@ def _name(sampler: Any) -> str:
     return type(sampler).__name__
 
 
-def _order(loader: DataLoader[Any]) -> dict[str, Any]:
-    sampler = loader.sampler
+def _order(own: BatchSampler, generator: torch.Generator | None) -> dict[str, Any]:
+    """Return which samples there are, perhaps a part of the loader's dataset, in which order, and how they end.
+
+    Each comes once, and no rank is left without any. Where short batches are left out, steps are those of the loader:
+    the last one may be filled by repeats.
+    """
+    sampler: Any = own.sampler
     if isinstance(sampler, DistributedSampler):
-        return {"shuffle": sampler.shuffle, "seed": sampler.seed, "order": "torch"}
-    generator = getattr(sampler, "generator", None) or loader.generator
+        tail = "drop" if sampler.drop_last else "pad" if own.drop_last else "fill"
+        order = {"shuffle": sampler.shuffle, "seed": sampler.seed, "order": "torch", "tail": tail}
+        return {"dataset_or_length": sampler.dataset, **order}
+    generator = getattr(sampler, "generator", None) or generator
     seed = torch.initial_seed() if generator is None else generator.initial_seed()
-    return {"shuffle": isinstance(sampler, RandomSampler), "seed": seed % (1 << 63)}
-
-
-def _tail(loader: DataLoader[Any]) -> Tail:
-    """Return what becomes of the last step: each sample comes once, and no rank is left without any."""
-    if isinstance(loader.sampler, DistributedSampler) and loader.sampler.drop_last:
-        return "drop"
-    return "fill"
+    order = {"shuffle": isinstance(sampler, RandomSampler), "seed": seed % (1 << 63), "tail": "fill"}
+    return {"dataset_or_length": sampler.data_source, **order}

@@ -110,10 +110,11 @@ class Joining:
         return meeting
 
 
-def join(model: nn.Module) -> None:
-    """Join the training that this process was started for; nothing to do in any other, or once more."""
+def join(model: nn.Module) -> bool:
+    """Join the training that this process was started for; return whether it is one that was started so."""
     if _joining is not None and not _joining.has_joined:
         _joining.join(model)
+    return _joining is not None
 
 
 def exchange() -> None:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 from accel.elastic.batch_decision import BatchDecision
+from accel.errors import InvalidArgument
 from accel.goodput.efficiency import NoiseInterval
 from accel.run.ranks import Ranks
 
 T = TypeVar("T")
+
+_START_S = 30.0
+"""By which ranks may come to `accel.optimize` at different times: twice as much is waited for."""
 
 
 class AgreedBatch(NamedTuple):
@@ -47,3 +52,29 @@ def met(ranks: Ranks, what: str, mine: Any, answer: Callable[[list[Any]], T]) ->
         return answer([own for _, own in brought])
 
     return ranks.decide((what, mine), checked, f"did not come to {what}")
+
+
+def alike(ranks: Ranks, mine: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return by what all ranks deal their samples: where that differs some come twice, and others never.
+
+    Args:
+        ranks: that have just come to `accel.optimize`.
+        mine: by what this one does, by name; None if it has joined the others, and does as they do.
+
+    Raises:
+        InvalidArgument: on all ranks, for the first name by which two of them differ.
+    """
+
+    def answer(brought: list[Any]) -> tuple[str, dict[str, Any]]:
+        for (name, first), (rank, each) in itertools.product(brought[0].items(), enumerate(brought)):
+            if each is not None and each[name] != first:
+                return f"got {name} {first} on rank 0 and {each[name]} on rank {rank}", brought[0]
+        return "", brought[0]
+
+    problem, first = ranks.decide(mine, answer, "did not come to accel.optimize", _START_S)
+    if problem:
+        raise InvalidArgument(
+            f"loader and settings must be the same on all ranks, {problem}; if batches are to have several sizes, give "
+            "every rank batch_sampler=accel.dataio.elastic_sampler.ElasticSampler(..., batch_size=[one for each rank])"
+        )
+    return first

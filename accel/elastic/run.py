@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
 
+from accel.dataio.elastic_sampler import ElasticSampler
 from accel.dataio.passes.proxy import LoaderProxy
 from accel.elastic.batch_loader import elastic_loader
 from accel.elastic.batch_run import BatchRun
@@ -18,10 +19,12 @@ from accel.elastic.checkpoint_run import CheckpointRun
 from accel.elastic.checkpointing import Checkpointing
 from accel.elastic.in_place import InPlace
 from accel.elastic.joining import join
+from accel.elastic.meeting import alike
 from accel.elastic.resize_orders import orders_of_job
 from accel.elastic.sample_position import SamplePosition
 from accel.elastic.torchrun_nodes import remedy
 from accel.goodput.job import JobProfile
+from accel.run.ranks import Ranks
 from accel.session.listeners import follow, is_followed, leave
 from accel.session.own_warning import warn
 from accel.session.session import Session
@@ -32,6 +35,8 @@ if TYPE_CHECKING:
 
 PROFILE = "job.json"
 """The job's profile, in the folder of its checkpoints."""
+_DEALT_BY = "shuffle", "seed", "order", "drop_last", "tail"
+"""By what a sampler deals, beside the batch size."""
 _NOTEWORTHY = 0.1
 """Change of the noise scale that a scheduler should hear of."""
 
@@ -48,7 +53,7 @@ class ElasticRun:
 
     Raises:
         CheckpointError: if there is a checkpoint of another training.
-        InvalidArgument: if `max_batch_size` is below the user's batch.
+        InvalidArgument: if `max_batch_size` is below the user's batch, or ranks would deal samples in different ways.
     """
 
     def __init__(
@@ -65,13 +70,12 @@ class ElasticRun:
         self.batch: BatchRun | None = None
         self.checkpoint: CheckpointRun | None = None
         self._in_place: InPlace | None = None
+        wanted = settings.checkpoint
+        how = wanted if wanted is None or isinstance(wanted, Checkpointing) else Checkpointing(folder=wanted)
+        self._deal_alike(sampler, is_new=how is not None and join(session.run.model))
         self._position = SamplePosition(sampler)
         self._written = 0, 0.0
         """Batch and noise scale of the profile that was written last."""
-        wanted = settings.checkpoint
-        how = wanted if wanted is None or isinstance(wanted, Checkpointing) else Checkpointing(folder=wanted)
-        if how is not None:
-            join(session.run.model)  # if this process was started to join a training
         if settings.max_batch_size is not None:
             session.events.kept.is_possible = False  # a step here ends with a request
             self.batch = BatchRun(
@@ -102,6 +106,23 @@ class ElasticRun:
         except BaseException:
             self.close()
             raise
+
+    def _deal_alike(self, sampler: ElasticSampler, *, is_new: bool) -> None:
+        """Have all ranks deal samples in the same way; a process that has joined them does so as they do."""
+        settings, sizes, rule = self._settings, sampler.batch_sizes, self._settings.scaling_rule
+        mine = {name: getattr(sampler, name) for name in _DEALT_BY} | {
+            "samples": sampler.length,
+            "batch_size": sizes[sampler.rank] if len(set(sizes)) == 1 else sizes,
+            "max_batch_size": settings.max_batch_size,
+            "scaling_rule": getattr(rule, "__qualname__", rule and type(rule).__qualname__),
+            "checkpoint": settings.checkpoint is not None,
+        }
+        ranks = Ranks()
+        ranks.join(since=time.time())
+        first = alike(ranks, None if is_new else mine)
+        if is_new:
+            vars(sampler).update({name: first[name] for name in _DEALT_BY})
+            sampler.share_among(sampler.num_replicas, sampler.rank, first["batch_size"])
 
     def _goes_on(self, previous: ElasticRun | None) -> bool:
         """Return whether the training goes on in this process, past what is saved; take over what was learnt."""

@@ -146,7 +146,9 @@ class Pass:
             return copier.finish()
         try:
             copier.start(self._fetch())
-        except Exception as error:  # the end too: it comes after the batch in hand
+        except StopIteration as end:  # with its frames it would keep this pass alive, which the loop may have left
+            self._late = end.with_traceback(None)
+        except Exception as error:
             self._late = error
         return copier.finish()
 

@@ -17,8 +17,8 @@ and of what is left, so it is the same on every rank. After "pad" and "drop" ran
 their smaller batch holds. Under "uneven" the last two steps share their samples where m < W would leave a rank without
 any, so that each has one in both; only where there are too few for that (n < W, batches of 1, or an epoch that is
 resumed with m < W left) does a rank get an empty batch, of which few loops can take a step. "fill" is "uneven", but
-such a rank gets a repeat. With `least` = 2 they share them too where m < 2·W would leave a rank with a single sample,
-of which batch norm can't train.
+such a rank gets a repeat. With `least` = 2 they share them under each tail where m < 2·W would leave a rank with a
+single sample, of which batch norm can't train.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class RoundRobin:
         sizes: batch size of each rank, samples, at least 1.
         rank: this one, an index into `sizes`.
         tail: what becomes of a last step that doesn't fill all batches; see the module.
-        drop_last: leave that step out if a rank's batch in it were short.
+        drops: places at the epoch's end that are left out; None for those of a step that would not fill all batches.
         least: samples of each rank in the last step, as far as the last two have enough for that.
 
     Raises:
@@ -52,12 +52,12 @@ class RoundRobin:
         [[0, 2, 4, 5], [1, 3]]
     """
 
-    def __init__(self, sizes: Sequence[int], rank: int, tail: Tail, drop_last: bool = False, *, least: int = 1) -> None:
+    def __init__(self, sizes: Sequence[int], rank: int, tail: Tail, *, drops: int | None = 0, least: int = 1) -> None:
         if min(sizes) < 1:
             raise ValueError(f"batch_size must be at least 1 on every rank, got {min(sizes)}")
         if tail not in get_args(Tail):
             raise ValueError(f"tail must be one of {get_args(Tail)}, got {tail!r}")
-        self.sizes, self.tail, self.drop_last = tuple(sizes), tail, drop_last
+        self.sizes, self.tail, self._drops = tuple(sizes), tail, drops
         self._ranks, self._least = len(sizes), min(least, *sizes)
         self._ends = np.cumsum(_with_room(sizes, max(sizes)))
         before = np.concatenate([[0], self._ends[: sizes[rank] - 1]])
@@ -76,12 +76,21 @@ class RoundRobin:
 
     def width(self, left: int) -> int:
         """Return how many places the next step takes when `left` are left of the epoch; 0 if it is over."""
+        return self._width(self._dealt(left))
+
+    def _width(self, left: int) -> int:
         if left >= self._plenty:
             return self._all
-        if left >= self._all:
-            return (left + 1) // 2 if self._shares(left) else self._all
-        width = self._last(left)
-        return 0 if self.drop_last and width < self._all else width
+        return self._shared(left) or self._all if left >= self._all else self._last(left)
+
+    def _dealt(self, left: int) -> int:
+        """Return how many of the places left are dealt."""
+        return max(0, left - (self.unfilled(left) if self._drops is None else self._drops))
+
+    def unfilled(self, left: int) -> int:
+        """Return how many of the places left are those of a last step that would not fill all batches."""
+        rest = left % self._all
+        return rest if self._last(rest) < self._all else 0
 
     def ahead(self, left: int, most: int) -> NDArray[np.int64]:
         """Return this rank's places in the next step and in those after it that are dealt alike, one row per step.
@@ -90,24 +99,25 @@ class RoundRobin:
             left: places left of the epoch, more than 0; the first of them is place 0.
             most: places to return, but for a single step's; what bounds memory.
         """
-        width = self.width(left)
+        left = self._dealt(left)
+        width = self._width(left)
         alike = (left - self._least * self._ranks) // self._all  # with fewer left after a step, it may be shared
         rows = max(1, min(most // len(self._places), alike))
         return width * np.arange(rows)[:, None] + self.mine(width)
 
     def steps(self, left: int) -> int:
         """Return how many steps are to come when `left` places are left."""
-        full, rest = divmod(left, self._all)
-        return full + (self.width(rest) > 0)
+        full, rest = divmod(self._dealt(left), self._all)
+        return full + (self._last(rest) > 0)
 
-    def _shares(self, left: int) -> bool:
-        """Return whether this step and the last one share what is left, so that no rank has too few in the last."""
-        if self.tail not in ("uneven", "fill") or self.drop_last:
-            return False
-        rest = left - self._all
-        return any(
-            0 < rest < least * self._ranks and left >= 2 * least * self._ranks for least in range(1, self._least + 1)
-        )
+    def _shared(self, left: int) -> int:
+        """Return the places of this step if it shares with the last one, where a rank would have too few; else 0."""
+        least, rest = min(self._least, left // (2 * self._ranks)), left - self._all
+        if not (0 < rest < least * self._ranks and self._last(rest)):
+            return 0
+        if self.tail in ("uneven", "fill"):
+            return (left + 1) // 2
+        return self._ended(left // 2) if least > 1 else 0
 
     def _last(self, left: int) -> int:
         if left == 0 or self.tail == "uneven":
@@ -116,7 +126,11 @@ class RoundRobin:
             return max(left, self._ranks)
         if self.tail == "pad":
             return int(self._ends[np.searchsorted(self._ends, left)])
-        ended = int(np.searchsorted(self._ends, left, side="right"))
+        return self._ended(left)
+
+    def _ended(self, places: int) -> int:
+        """Return the end of the last round that so many places are enough for."""
+        ended = int(np.searchsorted(self._ends, places, side="right"))
         return int(self._ends[ended - 1]) if ended else 0
 
 

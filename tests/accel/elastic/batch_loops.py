@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest.mock import create_autospec
@@ -13,7 +14,9 @@ from torch.utils.data import DataLoader, Dataset
 
 import accel
 from accel import entry
+from accel.dataio import elastic_sampler
 from accel.dataio.elastic_sampler import ElasticSampler
+from accel.elastic import batch_loader
 from accel.elastic.batch_run import BatchRun
 from accel.goodput.efficiency import NoiseInterval
 from accel.profiler.optimizers import Optimizers
@@ -60,6 +63,15 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     monkeypatch.setattr(BatchRun, "__init__", init)
     monkeypatch.setattr("accel.session.session.Session.searching", property(lambda self: False))
     return clock
+
+
+@contextlib.contextmanager
+def as_rank(rank: int, ranks: int) -> Iterator[None]:
+    """Take this process for one of several."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(batch_loader, "world", lambda: (ranks, rank))
+        patch.setattr(elastic_sampler, "world", lambda *given: (ranks, rank))
+        yield
 
 
 def known_noise(monkeypatch: pytest.MonkeyPatch, phi: float) -> None:

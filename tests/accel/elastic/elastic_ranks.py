@@ -10,23 +10,28 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import create_autospec
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
 import accel
 from accel import entry
-from accel.elastic import batch_run, rehearsal
+from accel.dataio.elastic_sampler import ElasticSampler
+from accel.elastic import batch_run, joining, rehearsal
 from accel.elastic.accumulation import GradientAccumulation
 from accel.elastic.bucket_order import BucketOrder
 from accel.elastic.checkpoint import Checkpoints
 from accel.elastic.run import ElasticRun
+from accel.elastic.running import save_checkpoint
 from accel.elastic.sample_position import remaining_epochs
 from accel.elastic.save_policy import SavePolicy
+from accel.elastic.scaling_rules import Linear
 from accel.elastic.training_state import capture_state, restore_state
+from accel.errors import InvalidArgument
 from accel.goodput.efficiency import NoiseInterval
 from accel.run import ranks as accel_ranks
 from accel.run.ranks import Ranks
@@ -440,3 +445,71 @@ def odd(rank: int, world: int, kind: str) -> dict[str, Any]:
         "weights": numbers(model),
         "rate": optimizer.param_groups[0]["lr"],
     }
+
+
+def _loader_and_settings(rank: int, odd: str, folder: Path) -> tuple[DataLoader[Any], dict[str, Any]]:
+    """Return what a rank passes to `optimize`; rank 1 passes something else than the others."""
+    odd = odd if rank == 1 else ""
+    data = TensorDataset(torch.randn(48 if odd == "samples" else 24, 3))
+    dealt = {"seed": {"seed": 1}, "shuffle": {"shuffle": False}, "tail": {"drop_last": True}}.get(odd, {})
+    sampler: DistributedSampler[Any] = DistributedSampler(data, **dealt)  # type: ignore[arg-type]
+    settings: dict[str, Any] = {"checkpoint": folder, "max_batch_size": 32 if odd == "max_batch_size" else 64}
+    if odd == "checkpoint":
+        del settings["checkpoint"]
+    if odd == "scaling_rule":
+        settings["scaling_rule"] = Linear()
+    if odd == "an ElasticSampler":
+        return DataLoader(data, batch_sampler=ElasticSampler(data, batch_size=8, order="torch", tail="fill")), settings
+    if odd == "a BatchSampler":
+        return DataLoader(data, batch_sampler=BatchSampler(sampler, 8, False)), settings
+    return DataLoader(data, 8 if odd == "batch_size" else 4, sampler=sampler, drop_last=odd == "drop_last"), settings
+
+
+def one_rank_is_unlike(rank: int, world: int, kinds: list[str], folder: Path) -> list[str]:
+    """Call `optimize` on ranks that would deal the samples in different ways; return what each call raises."""
+    told = []
+    for kind in kinds:
+        model, optimizer = made(0)
+        loader, settings = _loader_and_settings(rank, kind, folder / kind)
+        try:
+            accel.optimize(model, loader, optimizer, **settings, allow="exact", cache=False)
+            told.append("")
+        except InvalidArgument as error:
+            told.append(str(error))
+        accel.undo(model)
+    return told
+
+
+def one_rank_has_joined(rank: int, world: int, odd: str, folder: Path) -> dict[str, Any]:
+    """Call `optimize` where rank 1 has joined the others, with another loader; return by what its samples are dealt."""
+    if rank == 1:
+        joining._joining = create_autospec(joining.Joining, instance=True, has_joined=True)
+    model, optimizer = made(0)
+    loader, settings = _loader_and_settings(rank, odd, folder)
+    model, loader, optimizer = accel.optimize(model, loader, optimizer, **settings, allow="exact", cache=False)
+    sampler = loader.batch_sampler
+    taken = [index for step in sampler for index in step]
+    accel.undo(model)
+    return {"sizes": sampler.batch_sizes, "tail": sampler.tail, "taken": taken}
+
+
+def dealt_by_a_list(rank: int, world: int, folder: Path, stop_at: int) -> list[list[int]]:
+    """Train with batches of one size on each rank, for some steps or to the epoch's end; return the samples taken."""
+    model, optimizer = made(0)
+    data = TensorDataset(torch.randn(60, 3), torch.arange(60))
+    own = ElasticSampler(data, batch_size=[4, 8], tail="uneven")
+    loader: Any = DataLoader(data, batch_sampler=own)
+    model, loader, optimizer = accel.optimize(
+        model, loader, optimizer, checkpoint=folder, allow="exact", cache=False, budget=0.0001
+    )
+    taken = []
+    for step, (x, index) in enumerate(loader, start=1):
+        optimizer.zero_grad()
+        model(x).sum().backward()
+        optimizer.step()
+        taken.append(index.tolist())
+        if step == stop_at:
+            save_checkpoint(model)
+            break
+    accel.undo(model)
+    return taken

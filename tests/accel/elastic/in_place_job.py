@@ -52,7 +52,8 @@ def main(folder: Path, kind: str) -> None:
     x = torch.randn(SAMPLES, 6, generator=torch.Generator().manual_seed(0))
     data = TensorDataset(x, x.sum(1, keepdim=True), torch.arange(SAMPLES))
     workers = 2 if kind == "workers" else 0
-    loader: Any = DataLoader(data, 4, sampler=DistributedSampler(data, seed=4), num_workers=workers)
+    batch = 8 // dist.get_world_size() if kind == "divides" else 4
+    loader: Any = DataLoader(data, batch, sampler=DistributedSampler(data, seed=4), num_workers=workers)
     saved = Checkpointing(folder=folder / "checkpoints", schedulers=[schedule])
     most = 32 if kind == "grows" else None
     model, loader, optimizer = accel.optimize(

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.utils.data import (
@@ -113,6 +113,10 @@ class _Own(DataLoader[Any]):
     pass
 
 
+class _OwnBatches(BatchSampler):
+    pass
+
+
 @pytest.mark.parametrize(
     ("loader", "why"),
     [
@@ -121,6 +125,13 @@ class _Own(DataLoader[Any]):
         (DataLoader(_Stream()), "its dataset is iterable"),
         (DataLoader(range(3), batch_size=None), "makes no batches"),
         (DataLoader(range(3), batch_sampler=[[0, 1], [2]]), "a batch sampler of its own, a list"),
+        (DataLoader(range(3), batch_sampler=_OwnBatches(range(3), 2, False)), "a batch sampler of its own, a _OwnB"),
+        (DataLoader(range(3), batch_sampler=BatchSampler([2, 0], 2, False)), "its order is that of a list"),
+        (
+            DataLoader(range(3), batch_sampler=BatchSampler(RandomSampler(range(3), num_samples=7), 2, False)),
+            "another number",
+        ),
+        (DataLoader(range(3), batch_sampler=BatchSampler(BatchSampler(range(3), 1, False), 2, False)), "of a BatchSam"),
         (_Own(range(3)), "this is a _Own, a subclass"),
         (ContinuousLoader(DataLoader(range(3))), "this is a ContinuousLoader"),
         (DataLoader(range(3), sampler=WeightedRandomSampler([1.0, 2.0], 3)), "that of a WeightedRandomSampler"),
@@ -183,6 +194,7 @@ def trained(loader: DataLoader[Any], stops: list[int | None]) -> list[Any]:
     st.sampled_from([{"mode": "inline"}, {"mode": "threads", "workers": 2}, {"mode": "inline", "device": "cpu"}]),
     st.lists(st.none() | st.integers(0, 9), max_size=4),
 )
+@example({"mode": "inline", "device": "cpu"}, [9, None])  # the pass left at its end was kept alive, and counted on
 def test_batches_of_a_continuous_loader_are_counted_once(options: Any, stops: list[int | None]) -> None:
     """They were counted twice: an error at the second one, or a position that ran at double speed."""
     with ContinuousLoader(elastic(), **options) as loader:

@@ -123,3 +123,43 @@ def test_ranks_that_part_hold_up_no_loop_whose_batch_may_grow(kind: str) -> None
         for epoch in range(2):
             seen = [index for rank in ranks for at, step in rank["taken"] if at == epoch for index in step]
             assert sorted(seen) == list(range(8 * elastic_ranks.ODD_STEPS))
+
+
+def test_ranks_that_would_deal_the_samples_in_different_ways_are_refused_alike(tmp_path: Path) -> None:
+    """They were taken: after a resume some samples came twice and others never, and learning rates drifted apart."""
+    differing = {
+        "batch_size": "batch_size 4 on rank 0 and 8 on rank 1",
+        "an ElasticSampler": "batch_size 4 on rank 0 and 8 on rank 1",
+        "a BatchSampler": "batch_size 4 on rank 0 and 8 on rank 1",
+        "drop_last": "drop_last False on rank 0 and True on rank 1",
+        "tail": "tail fill on rank 0 and drop on rank 1",
+        "shuffle": "shuffle True on rank 0 and False on rank 1",
+        "seed": "seed 0 on rank 0 and 1 on rank 1",
+        "samples": "samples 24 on rank 0 and 48 on rank 1",
+        "max_batch_size": "max_batch_size 64 on rank 0 and 32 on rank 1",
+        "scaling_rule": "scaling_rule None on rank 0 and Linear on rank 1",
+        "checkpoint": "checkpoint True on rank 0 and False on rank 1",
+        "nothing": "",
+    }
+    told = run_ranks(elastic_ranks.one_rank_is_unlike, 2, list(differing), tmp_path, timeout_s=120)
+    assert told[0] == told[1]
+    for sentence, what in zip(told[0], differing.values(), strict=True):
+        assert (
+            (f"loader and settings must be the same on all ranks, got {what}; " in sentence) if what else not sentence
+        )
+    assert "ElasticSampler(..., batch_size=[one for each rank])" in told[0][0]
+
+
+@pytest.mark.parametrize("odd", ["batch_size", "tail", "seed"])
+def test_a_process_that_joins_deals_as_the_others_do(tmp_path: Path, odd: str) -> None:
+    """A script may divide its batch by the number of ranks, which was another one when the others began."""
+    ranks = run_ranks(elastic_ranks.one_rank_has_joined, 2, odd, tmp_path, timeout_s=120)
+    assert [(rank["sizes"], rank["tail"]) for rank in ranks] == [((4, 4), "fill")] * 2
+    assert sorted(ranks[0]["taken"] + ranks[1]["taken"]) == list(range(24))
+
+
+def test_batches_of_a_size_for_each_rank_have_each_sample_once_after_a_resume(tmp_path: Path) -> None:
+    first = run_ranks(elastic_ranks.dealt_by_a_list, 2, tmp_path, 2, timeout_s=120)
+    second = run_ranks(elastic_ranks.dealt_by_a_list, 2, tmp_path, -1, timeout_s=120)
+    assert [[len(step) for step in rank] for rank in first] == [[4, 4], [8, 8]]
+    assert sorted(index for rank in (*first, *second) for step in rank for index in step) == list(range(60))
