@@ -33,6 +33,7 @@ from accel.graphs.optimizer_states import OptimizerStates
 from accel.graphs.own_scales import with_their_step
 from accel.graphs.owners import Owners
 from accel.graphs.recorder import CudaRecorder, GraphRecorder, RecordedGraph
+from accel.profiler.interruptions import ours
 
 _MOST_COUNTED = 1024
 """Kinds of calls whose number is kept until they are captured."""
@@ -95,8 +96,8 @@ def capture(
     Raises:
         ValueError: if `warmup` or `most` is out of range, or `modules`, `optimizers` or `fixed` are given for a model;
             in a call of a step, with `fixed`.
-        TypeError: if the model is wrapped for data parallelism; in a call of a step, if an argument or a result is of
-            another kind, or an input requires gradients.
+        TypeError: if `step` is neither, or the model is wrapped for data parallelism; in a call of a step, if an
+            argument or a result is of another kind, or an input requires gradients.
         CaptureError: in a call, with `strict`.
 
     Example:
@@ -105,6 +106,8 @@ def capture(
 
     Source: https://pytorch.org/blog/accelerating-pytorch-with-cuda-graphs/
     """
+    if not callable(step) or isinstance(step, type):
+        raise TypeError(f"capture: step must be a model or a function that makes a step. Found: {step!r}")
     if warmup < 0 or most < 1:
         raise ValueError(f"capture: warmup must be 0 or more and most 1 or more. Found: {warmup} and {most}")
     if isinstance(step, nn.Module):
@@ -316,7 +319,7 @@ class CapturedStep:
             recording = recorded(
                 self._owners, description, lambda: self._key(description, recorder), record, undo, is_whole=True
             )
-        except Exception as error:
+        except ours() as error:
             self._owners.forget_failed()
             self._owners.put(before)
             is_first = states.have_more() or self._owners.wait_to_begin()

@@ -21,6 +21,7 @@ from collections.abc import Callable, Hashable, Iterator
 
 import torch
 
+from accel.profiler.interruptions import ours
 from accel.profiler.phases import Measurement, StepClock
 from accel.run import backward
 from accel.run.context import Run
@@ -195,7 +196,7 @@ class Session:
         if self._ranks is not None:
             try:
                 self._ranks.check()
-            except Exception as error:
+            except ours() as error:
                 self._fail(error)
 
     def step_ended(self) -> None:
@@ -245,9 +246,9 @@ class Session:
     def _at_boundary(self, work: Callable[[], None]) -> None:
         try:
             work()
-        except Exception as error:
+        except ours() as error:
             self._fail(error)
-        except BaseException:  # Ctrl-C; the loop may go on, as in the next cell of a notebook
+        except BaseException:  # Ctrl-C and its like; the loop may go on, as in the next cell of a notebook
             self._recover()
             raise
 

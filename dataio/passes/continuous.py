@@ -28,6 +28,7 @@ from accel.dataio.passes.epochs import Ahead, Draws, States, capture, draw_ahead
 from accel.dataio.passes.jobs import AsDrawn, Jobs, ListLost, NoMoreLists, lists_left
 from accel.dataio.passes.mending import mended
 from accel.dataio.passes.not_ahead import DatasetMoves, EarlyDraws, SamplerDraws
+from accel.profiler.interruptions import ours
 
 # Wrong guesses in a row, after which the next epoch is not guessed any more.
 _MOST_WRONG = 3
@@ -150,9 +151,8 @@ class Continuous:
             raise StopIteration
         try:
             batch = self.engine.collect()
-        except Exception:
-            self._given -= 1
-            self._failed = True
+        except ours():
+            self._given, self._failed = self._given - 1, True
             raise
         self._given -= 1
         self._pop()
@@ -398,7 +398,7 @@ class Continuous:
         while self._feeding and len(self._record) < (self.engine.capacity if self._early.allowed else 1):
             try:
                 drawn = self._draw()
-            except Exception:
+            except ours():
                 if self._errors_wait and (self._record or self._ahead is not None):
                     return  # it comes after the batches of the lists that were drawn before
                 raise
@@ -410,7 +410,7 @@ class Continuous:
     def _fill_early(self) -> None:
         try:
             self._fill()
-        except Exception:
+        except ours():
             if not self._errors_wait:
                 raise  # else it is raised again when the next batch is asked for, and not in place of the one in hand
 
@@ -428,7 +428,7 @@ class Continuous:
             self._drawing = self._drawn
         try:
             job = self._early.next(self._source)
-        except Exception as error:
+        except ours() as error:
             self.sampler_error, self._drawing = error, None
             if self._errors_wait:
                 self._source = NoMoreLists(error)

@@ -301,6 +301,9 @@ def test_what_it_does_not_take() -> None:
         step(torch.ones(2, requires_grad=True))
     with pytest.raises(TypeError, match=r"what a step returns must be .* Found: set"):
         taped(capture(lambda x: {1}, warmup=0))(torch.ones(2))
+    for wrong in (None, "step", nn.Linear):
+        with pytest.raises(TypeError, match=r"capture: step must be a model or a function that makes a step. Found: "):
+            capture(wrong)  # type: ignore[call-overload]
     with pytest.raises(ValueError, match=r"most 1 or more. Found: 3 and 0"):
         capture(lambda x: x, most=0)
 
