@@ -21,6 +21,11 @@ from accel.strategies.base import Exactness
 from tests.accel.loops import Quick
 from tests.sampling import examples
 
+pytestmark = [  # of torch's compiler
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
+    pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace"),
+]
+
 STEPS = 14
 PLACES = (
     "sample",
@@ -202,7 +207,6 @@ def assert_as_plain(name: str, planned: dict[int, tuple[str, str, bool]]) -> Non
         assert [key for key, value in state.items() if not torch.equal(value, own_state[key])] == []
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's compiler reads it
 @pytest.mark.parametrize("name", WRAPPERS)
 @settings(max_examples=examples(10), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(planned=ANY_FAULTS)
@@ -212,7 +216,6 @@ def test_an_error_of_the_loop_s_own_reaches_it_once(
     assert_as_plain(name, planned)
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_an_error_of_the_loop_s_own_reaches_it_once_where_the_model_is_compiled(one_graph: None) -> None:
     assert_as_plain(
         "torch_compile",
