@@ -27,15 +27,15 @@ _LIBRARIES = {"accel", "filelock", "numpy", "sympy", "torch", "triton", *sys.std
 """Packages whose errors code of ours or of torch's may meet."""
 
 
-def ours() -> tuple[type[Exception], ...]:
-    """Return what an `except` clause is to catch: every Exception, but nothing where an interruption passes.
+def ours(*kinds: type[Exception]) -> tuple[type[Exception], ...]:
+    """Return what an `except` clause is to catch: these, or every Exception; but nothing where an interruption passes.
 
     One that torch has wrapped, as its compiler does with whatever is raised in it, is raised here as it was.
     """
     error = sys.exception()
     interruption = _interruption(error)
     if interruption is None:
-        return (Exception,)
+        return kinds or (Exception,)
     if interruption is not error:
         context = interruption.__context__
         try:

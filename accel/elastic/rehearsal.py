@@ -179,7 +179,7 @@ class BatchRehearsal:
         """
         try:
             self._forward_and_backward(recording, args, kwargs, self._gradients)
-        except RuntimeError as error:
+        except ours(RuntimeError) as error:
             if "use_reentrant" not in str(error) or self._is_listened_to():  # of activation checkpointing
                 raise
             return False

@@ -43,7 +43,7 @@ from accel.run.gate import Call, Gate
 # Outputs don't grow so much in a few hundred healthy steps; a diverging run gets there fast.
 _GROWTH = 1e3
 _DIVERGED_STEPS = 20
-_DIVERGES = "the run diverges"
+_DIVERGES, _RAISED = "the run diverges", "it raised"
 _LONGEST_EXCUSE = 64
 
 
@@ -128,7 +128,10 @@ class Watch:
             with _noting([] if is_compiled else self._parallel, reached):
                 outputs = call(*args, **kwargs)
         except of_strategies() as error:
-            raised = error
+            problem = f"{_RAISED} {type(error).__name__}: {error}"
+            if not before.put_arguments_back():
+                self._trip(f"{problem}, and what it has done to its inputs can't be undone, to make the call again")
+                raise
         else:
             problem = "" if self._excuse.holds() else self._judged(self._problem, outputs)
             if not problem:
@@ -139,16 +142,8 @@ class Watch:
             if not before.put_arguments_back():
                 return outputs
             del outputs  # beside their activations there may be no room for others
-            return self._again(before, reached, problem, args, kwargs)
-        # Outside the handler: the user's own error must not carry this one as its context.
-        try:
-            why = f"it raised {type(raised).__name__}: {raised}"
-            if not before.put_arguments_back():
-                self._trip(f"{why}, and what it has done to its inputs can't be undone, to make the call again")
-                raise raised
-        finally:
-            del raised  # its traceback holds this frame, a cycle, and the activations of the call that has failed
-        return self._again(before, reached, why, args, kwargs)
+        # Outside the handler: the user's own error must have no context, and its activations no company in memory.
+        return self._again(before, reached, problem, args, kwargs)
 
     def _before(self, args: Any, kwargs: Any) -> _CallState | None:
         """Return the state before a call; None if it can't be read, and so the call not be made again."""
@@ -168,7 +163,7 @@ class Watch:
             for module in reached:
                 alone.enter_context(without_forward(module))
             plain = self._gate.plain(*args, **kwargs)  # raises the user's own error, if it is the user's
-        if why.startswith("it raised") or not self._judged(self._problem_now, plain):
+        if why.startswith(_RAISED) or not self._judged(self._problem_now, plain):
             self._trip(why)
         else:
             self._excuse.grant()

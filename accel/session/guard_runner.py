@@ -108,15 +108,13 @@ class GuardRunner:
 
     def recorded(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make a plain call and record it."""
-        recording: Recording | None = None
-        failure: Comparison | None = None
+        recording, failure = None, Comparison()
         try:
             written = WrittenParameters(self._run.model)
             recording = guard.record(self._run.model, self._run.device, args, kwargs, self._written)
         except ours() as error:  # inputs that can't be copied; a plan that can't be compared is not tried
             failure = _failure(error, "the call can't be recorded: ")
         if recording is None:
-            assert failure is not None
             self._note(failure)
             if failure.unsure:
                 give_memory_back()
@@ -193,34 +191,30 @@ class GuardRunner:
         """Compare a plan with the plain path, in the objects that it touches."""
         self._forget_own_step()
         agreed, self._agreed = self._agreed, None
-        if agreed == plan:
-            recording, self._recording = self._recording, None
-            if recording is not None:
-                recording.forget()
-            return
         recording, self._recording = self._recording, None
         if recording is not None:
             recording.forget()
+        if agreed == plan:
+            return
         before, began = dict(self._switchboard.active), time.perf_counter()
         findings: list[Comparison] = []
-        failure: Comparison | None = None
+        has_failed = False
         try:
             self._check_touched(plan, recording, findings)
         except ours() as error:
-            failure = _failure(error)
+            has_failed = True
+            findings.append(_failure(error))
         finally:
             self._switchboard.switch(before)
         recording = None
-        if failure is not None:
-            findings.append(failure)
         if findings:
             finding = reduce(Comparison.beside, findings)
             finding.seconds = time.perf_counter() - began
             self._note(finding)
-        if failure is not None:
+        if has_failed:
             self._release_other_captures()
-        if failure is not None and failure.unsure:
-            give_memory_back()  # only now: the exception held the frames, and they the tensors
+            if findings[-1].unsure:
+                give_memory_back()  # only now: the exception held the frames, and they the tensors
 
     def _check_touched(self, plan: Choices, recording: Recording | None, findings: list[Comparison]) -> None:
         # A candidate on top of a plan is new only in what it touches itself; the rest was compared when it was new.

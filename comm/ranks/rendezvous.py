@@ -256,7 +256,7 @@ def _reached() -> Iterator[None]:
         yield
     except Apart:
         raise
-    except RuntimeError as error:
+    except ours(RuntimeError) as error:
         first = str(error).partition("\n")[0]
         raise Apart(
             f"the store of the process group can't be reached: {first}; the process that holds it has ended"

@@ -336,7 +336,7 @@ class ProcessEngine:
         while True:
             try:
                 message = next(messages, None)
-            except (EOFError, OSError):
+            except ours(EOFError, OSError):
                 self._died(handle)
                 return
             if message is None:

@@ -79,7 +79,7 @@ class KeptSamples:
             self._cache = cache = SampleCache(loader.dataset)
             noting = cache.noting_share()
             own = _hands_out_its_own(loader)
-        except (TypeError, ValueError) as error:
+        except ours(TypeError, ValueError) as error:
             self.finding = str(error)
             return
         except ours() as error:  # whatever the dataset raises: the loop may never ask for that sample
