@@ -319,13 +319,15 @@ class CapturedStep:
             recording = recorded(
                 self._owners, description, lambda: self._key(description, recorder), record, undo, is_whole=True
             )
-        except ours() as error:
+        except BaseException as error:
             self._owners.forget_failed()
             self._owners.put(before)
             is_first = states.have_more() or self._owners.wait_to_begin()
             states.put_back()
             own_object.clear()
             own_object.update(object_before)
+            if not isinstance(error, ours()):  # Ctrl-C and its like
+                raise
             is_warm = not is_first or self._calls[key] >= self._warmup + _FIRST_STEPS  # else made anew in each replay
             is_out_of_memory = isinstance(error, torch.OutOfMemoryError)
             if is_warm:
