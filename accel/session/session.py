@@ -21,7 +21,7 @@ from collections.abc import Callable, Hashable, Iterator
 
 import torch
 
-from accel.profiler.interruptions import ours
+from accel.profiler.interruptions import Tolerated, ours
 from accel.profiler.phases import Measurement, StepClock
 from accel.run import backward
 from accel.run.context import Run
@@ -249,7 +249,8 @@ class Session:
         except ours() as error:
             self._fail(error)
         except BaseException:  # Ctrl-C and its like; the loop may go on, as in the next cell of a notebook
-            self._recover()
+            with Tolerated("the action could not begin again"):
+                self._recover()
             raise
 
     def _recover(self) -> None:
@@ -434,8 +435,7 @@ class Session:
 
     def _settle(self, search_ends: bool) -> None:
         """A search is over: report it, the first time; where there was nothing to tell yet, ask again."""
-        leads = self._ranks is not None and self._ranks.leads
-        if leads and (search_ends or not self._is_settled):
+        if self._ranks is not None and self._ranks.leads and (search_ends or not self._is_settled):
             self._is_settled = self._on_settled()
 
     def _quieten(self, action: Action) -> None:
