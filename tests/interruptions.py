@@ -33,17 +33,27 @@ class Interrupter:
 
     def __init__(self, folder: str, at: int | None, error: type[BaseException] = KeyboardInterrupt) -> None:
         self.at, self.places, self.place, self.error = at, 0, "", error
+        self.is_swallowed = False
+        """It came in a generator that Python has closed as the last reference went, and reaches nobody."""
         self._folder = _real(str(ROOT / folder))
         self._is_ours = self._folder.startswith(_LIBRARY) or f"{self._folder}/" in _LIBRARY
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
-        before = sys.gettrace()
+        before, hook = sys.gettrace(), sys.unraisablehook
+        sys.unraisablehook = functools.partial(self._swallow, hook)
         sys.settrace(self._call)
         try:
             yield
         finally:
             sys.settrace(before)
+            sys.unraisablehook = hook
+
+    def _swallow(self, hook: Callable[[Any], object], unraisable: Any) -> None:
+        if unraisable.exc_type is self.error:
+            self.is_swallowed = True
+        else:
+            hook(unraisable)
 
     def _call(self, frame: FrameType, event: str, _: Any) -> Callable[..., Any] | None:
         if not _real(frame.f_code.co_filename).startswith(self._folder) or _swallowed(frame):
