@@ -25,6 +25,7 @@ from accel.errors import InvalidArgument
 from accel.guard.sharded import is_sharded
 from accel.optimized import MODELS, Optimized
 from accel.profiler import stderr
+from accel.profiler.interruptions import ours
 from accel.report import Report
 from accel.run import Run, ranks
 from accel.run.gate import Gate
@@ -307,7 +308,7 @@ def _elastic_run(
 
     try:
         return ElasticRun(session, optimizer, settings, announcer.say, previous)
-    except Exception:
+    except BaseException:
         session.close()
         raise
 
@@ -467,5 +468,5 @@ def _conclude() -> None:
         try:
             optimized.journal.finish()
             optimized.journal.say_how_it_ended()
-        except Exception as error:
+        except ours() as error:
             stderr.write(f"accel: the report could not be written: {error}")

@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 from accel.profiler import cgroup
 from accel.profiler.evidence import ThreadShare
+from accel.profiler.interruptions import Tolerated, ours
 
 TICK_S = 1 / os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 0.01
 
@@ -72,7 +73,7 @@ class ThreadMeter:
             return None
         try:
             run, wait, _ = os.pread(self._file, 128, 0).split()
-        except (OSError, ValueError):
+        except ours(OSError, ValueError):
             return None
         return ThreadTime(time.perf_counter(), int(run) * 1e-9, int(wait) * 1e-9)
 
@@ -179,7 +180,7 @@ def resident_memory(root: Path = cgroup.ROOT) -> ResidentMemory | None:
         lines = (root / "proc/self/status").read_text(encoding="ascii", errors="replace").splitlines()
         fields = dict(line.split(":", 1) for line in lines if line.startswith(("VmRSS:", "VmHWM:")))
         now, most = (1024 * int(fields[name].split()[0]) for name in ("VmRSS", "VmHWM"))
-    except (OSError, ValueError, KeyError, IndexError):
+    except ours(OSError, ValueError, KeyError, IndexError):
         return None
     return ResidentMemory(now, max(now, most))  # the kernel updates the latter late
 
@@ -239,7 +240,7 @@ def _busy_seconds(proc: Path, cores: frozenset[int]) -> float | None:
                 user, nice, system, _idle, _io, irq, soft, *_ = map(int, rest.split()[:7])
                 busy += user + nice + system + irq + soft
                 matched += 1
-    except (OSError, ValueError):
+    except ours(OSError, ValueError):
         return None
     return busy * TICK_S if matched else None
 
@@ -250,7 +251,7 @@ def _tree_seconds(proc: Path, top: int, cores: frozenset[int]) -> float:
     for entry in os.listdir(proc):
         if not entry.isdigit():
             continue
-        with contextlib.suppress(OSError, ValueError, IndexError):
+        with Tolerated("a process has ended"):
             text = (proc / entry / "stat").read_text(encoding="utf-8", errors="replace")
             fields = text[text.rindex(")") + 2 :].split()
             # utime, stime and those of children that were waited for.
@@ -267,7 +268,7 @@ def _tree_seconds(proc: Path, top: int, cores: frozenset[int]) -> float:
 
 def _share_on(pid: int, cores: frozenset[int]) -> float:
     """Return the share of the cores that a process may run on that are in `cores`."""
-    with contextlib.suppress(OSError):
+    with Tolerated("a process has ended"):
         allowed = _affinity(pid)
         return len(allowed & cores) / len(allowed)
     return 1.0

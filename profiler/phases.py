@@ -339,12 +339,13 @@ class StepClock:
             self._booked[code] = 0.0
 
     def _ended(self, seconds: float) -> Measurement:
+        phases = self._booked.copy()  # what is booked stays whole for a reading that is begun again after Ctrl-C
         for code in PROVISIONAL:  # no backward pass came
-            self._booked["evaluation"] += self._booked.pop(code)
+            phases["evaluation"] += phases.pop(code)
         measured = Measurement(
             step=self._steps,
             seconds=seconds,
-            phases=self._booked,
+            phases=phases,
             samples=self._samples,
             batches=self._batches,
             shape=self._shape,

@@ -41,6 +41,7 @@ from accel.profiler.experiments import suspects
 from accel.profiler.experiments.whatif import ALONE, TOGETHER, Counterfactual, Snapshot, Unchanged, experiment
 from accel.profiler.gather import Exchange
 from accel.profiler.host import usable_cores
+from accel.profiler.interruptions import ours
 from accel.profiler.naming import Diagnosis
 from accel.profiler.nvml import Nvml
 from accel.profiler.phases import Measurement
@@ -152,7 +153,7 @@ class ProfileSession:
     def _step(self, measured: Measurement) -> None:
         try:
             self._course.send(measured)
-        except Exception as error:  # an error of the profiler's own must not end the script
+        except ours() as error:  # an error of the profiler's own must not end the script
             self.recorder.on_step = lambda measured: None
             self._limit.restore()
             self.unseen.append(f"the profiler stopped at step {measured.step}: {type(error).__name__}: {error}")

@@ -1,4 +1,4 @@
-"""Raise KeyboardInterrupt at one place of the library after the other, as Ctrl-C might."""
+"""Raise KeyboardInterrupt at one place of the library after the other, as Ctrl-C might; or what a time limit raises."""
 
 from __future__ import annotations
 
@@ -28,21 +28,32 @@ class Interrupter:
     Args:
         folder: of the library, or a file; also one of another library, where this one has called it.
         at: number of the line, from 0; None to count only.
+        error: to raise.
     """
 
-    def __init__(self, folder: str, at: int | None) -> None:
-        self.at, self.places, self.place = at, 0, ""
+    def __init__(self, folder: str, at: int | None, error: type[BaseException] = KeyboardInterrupt) -> None:
+        self.at, self.places, self.place, self.error = at, 0, "", error
+        self.is_swallowed = False
+        """It came in a generator that Python has closed as the last reference went, and reaches nobody."""
         self._folder = _real(str(ROOT / folder))
         self._is_ours = self._folder.startswith(_LIBRARY) or f"{self._folder}/" in _LIBRARY
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
-        before = sys.gettrace()
+        before, hook = sys.gettrace(), sys.unraisablehook
+        sys.unraisablehook = functools.partial(self._swallow, hook)
         sys.settrace(self._call)
         try:
             yield
         finally:
             sys.settrace(before)
+            sys.unraisablehook = hook
+
+    def _swallow(self, hook: Callable[[Any], object], unraisable: Any) -> None:
+        if unraisable.exc_type is self.error:
+            self.is_swallowed = True
+        else:
+            hook(unraisable)
 
     def _call(self, frame: FrameType, event: str, _: Any) -> Callable[..., Any] | None:
         if not _real(frame.f_code.co_filename).startswith(self._folder) or _swallowed(frame):
@@ -61,7 +72,7 @@ class Interrupter:
         self.places += 1
         if self.places - 1 == self.at:
             self.place = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
-            raise KeyboardInterrupt
+            raise self.error
 
 
 class SignalInterrupter(Interrupter):

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from accel.cache.folder import CacheFolder, NoFolder, cache_folder, file_name
+from accel.profiler.interruptions import ours
 from accel.profiler.typed_json import UnreadableJson, decode, read
 from accel.report.model import NOTHING_REMEMBERED
 from accel.search.remembered import RememberedSearch
@@ -56,7 +57,7 @@ class RememberedPlans:
         except NoFolder as error:
             self.note = f"{NOTHING_REMEMBERED}: {error}" if error.args else ""
             return None
-        except Exception as error:  # a model or a loader whose own methods fail
+        except ours() as error:  # a model or a loader whose own methods fail
             self.note = f"{NOTHING_REMEMBERED}: this run can't be told from others: {type(error).__name__}: {error}"
             return None
         self._folder = folder
@@ -65,7 +66,7 @@ class RememberedPlans:
             text = folder.read(self._name)
             if text is not None:
                 self._last, self.interrupted = self._parse(text)
-        except Exception as error:  # whatever stands there, the run goes on without it
+        except ours() as error:  # whatever stands there, the run goes on without it
             self._passed_over = str(error)
             self.note = f"{folder.path / self._name} is passed over: {error}"
         return self._last

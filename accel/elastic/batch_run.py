@@ -44,6 +44,7 @@ from accel.goodput.job import JobProfile
 from accel.goodput.noise_meter import NoiseMeter
 from accel.goodput.observations import WINDOW
 from accel.profiler.host import seconds_since_start
+from accel.profiler.interruptions import ours
 from accel.profiler.optimizers import Optimizers
 from accel.report.model import BatchRow
 from accel.run import backward
@@ -186,7 +187,7 @@ class BatchRun(Onlooker):
                     self._step_ended()
                 if self._rates.adopted != self._optimizers.appended:
                     self._rates.adopt(self._optimizers)
-            except Exception as error:
+            except ours() as error:
                 self._fail(error)
         if has_stepped:
             self._step.begin()
@@ -209,11 +210,10 @@ class BatchRun(Onlooker):
     def _follow(self, samples: int) -> None:
         """Let the learning rate be that of a step of so many samples, over all ranks, in this part of the epoch."""
         self._followed, self._followed_at = samples, self._step.hundredths
-        if self._base is None:
-            return
         try:
-            self._rates.follow(samples, self._base, self._known_noise, self._step.hundredths / 100)
-        except Exception as error:  # of a rule of the user's, say
+            if self._base is not None:
+                self._rates.follow(samples, self._base, self._known_noise, self._step.hundredths / 100)
+        except ours() as error:  # of a rule of the user's, say
             self._fail(error)
 
     # -- the backward pass (backward.EndListener) ----------------------------------------------------------------------
@@ -231,7 +231,7 @@ class BatchRun(Onlooker):
             if self._reduction.is_sum and self._sampler.num_replicas == 1 and self.controller is not None:
                 self._rates.follow_no_more()  # a larger batch makes this very step longer by itself
                 self._decision_due = self._decision_due if self.controller.sums else 0
-        except Exception as error:
+        except ours() as error:
             self._fail(error)
         else:  # of a loop that fetches ahead, no batch is delivered before an epoch's last steps
             samples = of_all * self._step.by_loop

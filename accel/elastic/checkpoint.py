@@ -24,6 +24,7 @@ from accel.elastic.disk import Disk
 from accel.elastic.manifest import Manifest
 from accel.elastic.plain_values import check_plain
 from accel.errors import CheckpointError, InvalidArgument
+from accel.profiler.interruptions import ours
 
 _NAME = re.compile(r"(\d{8,})-step-(\d+)")
 _STATE, _MANIFEST = "state.pt", "manifest.json"
@@ -335,7 +336,7 @@ def _load(file: BinaryIO) -> Any:
         raise _Refused(str(error).partition(";")[0]) from error
     except OSError:
         raise
-    except Exception as error:  # whatever damaged or hostile bytes make of the reader
+    except ours() as error:  # whatever damaged or hostile bytes make of the reader
         raise _Refused(f"torch does not load it with weights_only=True ({_first_line(error)})") from error
     return state
 

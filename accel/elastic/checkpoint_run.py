@@ -27,6 +27,7 @@ from accel.elastic.save_policy import SavePolicy
 from accel.elastic.training_state import Stateful, capture_state, malformed, restore_state
 from accel.elastic.updates import all_updates
 from accel.errors import CheckpointError, InvalidArgument
+from accel.profiler.interruptions import ours
 from accel.run import backward
 from accel.run.ranks import Ranks
 from accel.session.listeners import Onlooker
@@ -179,7 +180,7 @@ class CheckpointRun(Onlooker):
             state = capture_state(nn.Module(), self._optimizer, schedulers, **self._more)
         except InvalidArgument:
             raise
-        except Exception:  # of what has no state yet, as an optimizer that is sharded
+        except ours():  # of what has no state yet, as an optimizer that is sharded
             return
         check_plain(state)
 
@@ -206,7 +207,7 @@ class CheckpointRun(Onlooker):
         self._updated, self._has_ended, self._requests_elsewhere, self._uncounted = False, False, 0, 0
         try:
             ends = not self._is_apart() and self._step_ended()
-        except Exception as error:
+        except ours() as error:
             ends = self._failed(error)
         # The signal was held back for a save that won't be: other ranks may have died, say.
         if ends or (self._policy is not None and self._policy.terminated and self._apart_since is not None):
@@ -220,7 +221,7 @@ class CheckpointRun(Onlooker):
         assert policy is not None and ranks is not None
         try:
             is_agreed = in_place.agree(order, ranks, self.save, lambda: policy.terminated)
-        except Exception as error:
+        except ours() as error:
             if self._failed(error):
                 self._end()
             return

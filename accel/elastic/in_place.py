@@ -22,6 +22,7 @@ from accel.dataio.elastic_sampler import ElasticSampler
 from accel.dataio.passes.proxy import LoaderProxy
 from accel.elastic import regroup
 from accel.elastic.resize_orders import SEEN, Meeting, ResizeOrder, ResizeOrders
+from accel.profiler.interruptions import ours
 from accel.run.ranks import Ranks
 
 _ADDRESS = "127.0.0.1"
@@ -97,7 +98,7 @@ class InPlace:
         self._done, self._began, self._store = order.number, time.monotonic(), None
         try:
             problem, self._meeting = self._agreed(order, ranks, save, is_told_to_end)
-        except Exception as error:
+        except ours() as error:
             self._refuse(order, ranks, f"{type(error).__name__}: {error}")
             raise
         if self._meeting is None:

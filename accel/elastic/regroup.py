@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import os
 from collections.abc import Iterable
@@ -22,6 +21,7 @@ from accel.dataio.passes.underway import PassesUnderWay
 from accel.elastic import bucket_order
 from accel.elastic.resize_orders import Meeting
 from accel.optimized import MODELS
+from accel.profiler.interruptions import Tolerated
 from accel.run import ranks
 
 _COME_S = 20.0
@@ -155,7 +155,7 @@ def _parallel(model: nn.Module) -> list[DistributedDataParallel]:
 
 def _timeout() -> Any:
     """Return what the group's exchanges wait for; None for torch's default."""
-    with contextlib.suppress(Exception):  # of a group that has no such options, as the one before a process has come
+    with Tolerated("a group has no such options"):  # as the one before a process has come
         assert dist.group.WORLD is not None
         return dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout
     return None

@@ -12,7 +12,6 @@ proportion to it the process would need more than is available.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
 from collections.abc import Callable, Collection
@@ -28,6 +27,7 @@ from accel.guard import guard, own_state
 from accel.guard.guard import Recording
 from accel.guard.sharded import talks_within_calls
 from accel.profiler.host import available_memory, resident_memory
+from accel.profiler.interruptions import Tolerated, ours
 from accel.run import backward
 
 Call = Callable[..., Any]
@@ -79,7 +79,7 @@ class BatchRehearsal:
         if self._recording is not None or not torch.is_grad_enabled():
             return
         if any(self._samples in tensor.shape for tensor in tensors((args, kwargs))):
-            with contextlib.suppress(Exception):  # inputs that can't be copied: then nothing is rehearsed
+            with Tolerated("a call can't be rehearsed"):  # inputs that can't be copied
                 self._recording = guard.record(self._model, self._device, args, kwargs)
 
     def problem(
@@ -113,19 +113,19 @@ class BatchRehearsal:
     def _rehearsed(self, recording: Recording, samples: int, held: list[nn.Parameter]) -> str:
         try:
             _gradients = [torch.zeros_like(parameter) for parameter in held]
-        except Exception as error:
+        except ours() as error:
             return _TOO_MANY if is_out_of_memory(error) else ""
         problem = ""
         for left_alone in self._by_chance(recording):
             try:
                 arguments = self._repeated(recording, samples, left_alone)
-            except Exception as error:
+            except ours() as error:
                 if is_out_of_memory(error):
                     return _TOO_MANY
                 return ""  # sparse or nested tensors, say, which can't be repeated
             try:
                 self._step(recording, *arguments)
-            except Exception as error:
+            except ours() as error:
                 if is_out_of_memory(error):
                     return _TOO_MANY
                 problem = problem or f"the model does not take them: {type(error).__name__}: {error}"
@@ -178,7 +178,7 @@ class BatchRehearsal:
         """
         try:
             self._forward_and_backward(recording, args, kwargs, self._gradients)
-        except RuntimeError as error:
+        except ours(RuntimeError) as error:
             if "use_reentrant" not in str(error) or self._is_listened_to():  # of activation checkpointing
                 raise
             return False

@@ -29,6 +29,7 @@ from accel.goodput.noise_replay import Call, ReplayedParts
 from accel.goodput.noise_scale import NoiseScale, NoiseSums
 from accel.goodput.noise_schedule import OVERHEAD, NoiseSchedule
 from accel.goodput.noise_step import MeasuredStep
+from accel.profiler.interruptions import ours
 
 _FRUITLESS = 3
 """Measured steps in a row that said nothing, after which no more are measured."""
@@ -249,7 +250,7 @@ class NoiseMeter:
         assert self._measured is not None
         try:
             act(self._measured)
-        except Exception as error:
+        except ours() as error:
             self._measured.reason = self._measured.reason or reason_of(error)
 
     def _end_measuring(self, step: MeasuredStep) -> None:

@@ -42,6 +42,7 @@ from accel.goodput.noise_refusal import Unmeasurable
 from accel.goodput.noise_scale import NoiseSums
 from accel.guard import guard
 from accel.guard.guard import Recording
+from accel.profiler.interruptions import ours
 
 Call = Callable[..., Any]
 Vector = Callable[[Sequence[Tensor | None]], Tensor]
@@ -184,7 +185,7 @@ class ReplayedParts:
                 return mode
             except Unmeasurable as refusal:
                 reasons.append(str(refusal))
-            except Exception as error:  # the model does not take such a batch
+            except ours() as error:  # the model does not take such a batch
                 reasons.append(f"the call can't be replayed: {type(error).__name__}: {error}")
         raise Unmeasurable(reasons[-1])
 

@@ -20,6 +20,7 @@ from accel.goodput.noise_replay import Call, ReplayedParts
 from accel.goodput.noise_scale import NoiseSums
 from accel.guard import guard, own_state
 from accel.guard.guard import Recording
+from accel.profiler.interruptions import ours
 
 
 class MeasuredStep:
@@ -78,7 +79,7 @@ class MeasuredStep:
             return
         try:
             self._recording = guard.record(self._model, self._parameters[0].device, args, kwargs)
-        except Exception as error:  # inputs that can't be copied
+        except ours() as error:  # inputs that can't be copied
             self.reason = f"the call can't be recorded: {type(error).__name__}: {error}"
         self._call = call
 
@@ -108,7 +109,7 @@ class MeasuredStep:
             return None
         try:
             return measure()
-        except Exception as error:  # out of memory in a replay, say: the loop goes on, and says nothing of it
+        except ours() as error:  # out of memory in a replay, say: the loop goes on, and says nothing of it
             self.reason = reason_of(error)
         give_memory_back()
         return None

@@ -32,6 +32,7 @@ from accel.graphs.module_states import LeftBehind, LeftValue, ModuleStates
 from accel.graphs.optimizer_states import OptimizerStates
 from accel.graphs.owners import Owners
 from accel.graphs.recorder import CudaRecorder, GraphRecorder, RecordedGraph
+from accel.profiler.interruptions import ours
 
 _MOST_COUNTED = 1024
 """Kinds of calls whose number is kept until they are captured."""
@@ -94,8 +95,8 @@ def capture(
     Raises:
         ValueError: if `warmup` or `most` is out of range, or `modules`, `optimizers` or `fixed` are given for a model;
             in a call of a step, with `fixed`.
-        TypeError: if the model is wrapped for data parallelism; in a call of a step, if an argument or a result is of
-            another kind, or an input requires gradients.
+        TypeError: if `step` is neither, or the model is wrapped for data parallelism; in a call of a step, if an
+            argument or a result is of another kind, or an input requires gradients.
         CaptureError: in a call, with `strict`.
 
     Example:
@@ -104,6 +105,8 @@ def capture(
 
     Source: https://pytorch.org/blog/accelerating-pytorch-with-cuda-graphs/
     """
+    if not callable(step) or isinstance(step, type):
+        raise TypeError(f"capture: step must be a model or a function that makes a step. Found: {step!r}")
     if warmup < 0 or most < 1:
         raise ValueError(f"capture: warmup must be 0 or more and most 1 or more. Found: {warmup} and {most}")
     if isinstance(step, nn.Module):
@@ -311,12 +314,14 @@ class CapturedStep:
             recording = recorded(
                 self._owners, description, lambda: self._key(description, recorder), record, undo, is_whole=True
             )
-        except Exception as error:
+        except BaseException as error:
             self._owners.put(before)
             is_first = states.have_more()
             states.put_back()
             own_object.clear()
             own_object.update(object_before)
+            if not isinstance(error, ours()):  # Ctrl-C and its like
+                raise
             is_warm = not is_first or self._calls[key] >= self._warmup + _FIRST_STEPS  # else made anew in each replay
             is_out_of_memory = isinstance(error, torch.OutOfMemoryError)
             if is_warm:

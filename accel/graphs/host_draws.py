@@ -37,7 +37,7 @@ def without_draws(run: Callable[[], _T], device: torch.device) -> _T:
                     f"it draws random numbers on the host ({_NAMES[stream.name]}), and each replay would go on with "
                     "the same ones; draw them on the device, or pass them as arguments"
                 )
-    except Exception:
+    except BaseException:
         for stream, state in before:
             stream.write(state)
         raise

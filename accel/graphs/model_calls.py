@@ -27,6 +27,7 @@ from accel.graphs.modes import is_watched, modes
 from accel.graphs.module_states import LeftBehind
 from accel.graphs.owners import Owners
 from accel.graphs.recorder import CudaRecorder, GraphRecorder
+from accel.profiler.interruptions import ours
 from accel.run.gate import Call, hooks_of
 
 _MOST_COUNTED = 1024
@@ -265,7 +266,7 @@ class ModelCalls:
             self._refuse((description, torch.is_grad_enabled()), str(error))
         except (HostDraws, WrittenInputs) as error:
             self._refuse(key, str(error))
-        except Exception as error:
+        except ours() as error:
             is_out_of_memory = isinstance(error, torch.OutOfMemoryError)
             reason = f"{type(error).__name__}: {error}".splitlines()[0]
             self._refuse(key, f"it could not be captured: {reason}; accel.graphs.why_not_capturable names the line")

@@ -15,19 +15,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 _READS = "it reads a value from the device; keep it there as a tensor (torch.where in place of if)"
 _SHAPE = "the shape of its result depends on values; use a mask, or accel.kernels.compact with a fixed size"
-_REMEDIES = {
-    "_local_scalar_dense": _READS,
-    "equal": _READS,
-    "is_nonzero": _READS,
-    "nonzero": _SHAPE,
-    "masked_select": _SHAPE,
-    "_unique": _SHAPE,
-    "_unique2": _SHAPE,
-    "unique_dim": _SHAPE,
-    "unique_consecutive": _SHAPE,
-    "bincount": _SHAPE,
-}
-"""Operators that wait, by their names in aten, and what to do about each."""
 _MASKED = "an index of bool is turned into positions, whose number depends on values; use torch.where or a fixed size"
 _REPEATS = "repeats lie on the device; give output_size"
 _COPIES = "it copies between host and device and waits; copy before the captured step, from pinned memory"
@@ -88,14 +75,16 @@ class _Seen(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _remedy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     """Return why an operator waits and what to do; '' if it doesn't."""
-    name = func._schema.name.split("::")[1]
-    if name in _REMEDIES:
-        return _REMEDIES[name]
+    name, tags = func._schema.name.split("::")[1], func.tags
+    if torch.Tag.data_dependent_output in tags:
+        return _READS
     if name in ("index", "index_put", "index_put_", "_index_put_impl_"):
         indices = [index for index in args[1] if isinstance(index, Tensor)]
         return _MASKED if any(index.dtype in (torch.bool, torch.uint8) for index in indices) else ""
-    if name == "repeat_interleave" and kwargs.get("output_size") is None and func._overloadname == "Tensor":
-        return _REPEATS
+    if torch.Tag.dynamic_output_shape in tags and name != "_ctc_loss":  # of that only the size of a buffer varies
+        if name != "repeat_interleave":
+            return _SHAPE
+        return _REPEATS if kwargs.get("output_size") is None else ""
     if name in ("_to_copy", "copy_") and not kwargs.get("non_blocking", len(args) > 2 and args[2]):
         return _COPIES if _crosses(name, args, kwargs) else ""
     return ""

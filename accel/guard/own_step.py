@@ -20,6 +20,7 @@ from accel.dataio.batches import tensors
 from accel.guard import arguments
 from accel.guard.guard import Recording, Replayed
 from accel.guard.module_state import tensors_in_attributes
+from accel.profiler.interruptions import ours
 
 
 class OwnStep:
@@ -74,7 +75,7 @@ class OwnStep:
             # A loop may call backward twice; the gradients then add up.
             before = self._arrived.get(number)
             self._arrived[number] = gradient.detach() if before is None else before + gradient.detach()
-        except Exception:  # a sparse one and a dense one, say: nothing may fail in the loop's backward pass
+        except ours():  # a sparse one and a dense one, say: nothing may fail in the loop's backward pass
             self._is_spoilt = True
 
     def close(self) -> None:

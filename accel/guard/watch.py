@@ -1,10 +1,11 @@
 """The run-time watch: checks a strategy after its trial, as long as it is on.
 
-While a strategy is on, each call's outputs are checked. A call that raises, or returns values that are not finite or
-far above any in the plain loop, is repeated along the plain path from the same random state, buffers and counters,
-and the step goes on with that result. If the plain result is fine, the strategies are at fault and are switched off at
-once. If it is no better, the fault is the run's own and no strategy is blamed; if it raises too, the error is the
-user's and propagates. What can't be judged is passed over: no check raises anything into the loop.
+While a strategy is on, each call's outputs are checked. A call that returns values that are not finite or far above
+any in the plain loop, or that raises what a strategy may have caused (`faults`), is repeated along the plain path from
+the same random state, buffers and counters, and the step goes on with that result. If the plain result is fine, the
+strategies are at fault and are switched off at once. If it is no better, the fault is the run's own and no strategy is
+blamed; if it raises too, the error is the user's and propagates, as all other errors do from the first call. What can't
+be judged is passed over: no check raises anything into the loop.
 
 With several ranks, the repeated call sends nothing that the first one has sent already. A model that exchanges more
 within its call than `DistributedDataParallel` does can't be called on one rank alone: the loop gets the outputs as they
@@ -15,7 +16,6 @@ on, and ranks mostly meet the same error together.
 from __future__ import annotations
 
 import contextlib
-import logging
 import math
 import operator
 from collections.abc import Callable, Iterable, Iterator
@@ -30,20 +30,20 @@ from accel.dataio.batches import leaves, tensors
 from accel.guard import nested_state, own_state
 from accel.guard.alone import without_forward
 from accel.guard.changing_buffers import ChangingBuffers
+from accel.guard.faults import of_strategies
 from accel.guard.late_values import LateValues
 from accel.guard.module_state import ModuleState
 from accel.guard.nested_state import entries_within
 from accel.guard.random_states import RandomStates
 from accel.guard.sharded import talks_within_calls
+from accel.profiler.interruptions import Tolerated
 from accel.run import backward, ranks
 from accel.run.gate import Call, Gate
-
-log = logging.getLogger("accel")
 
 # Outputs don't grow so much in a few hundred healthy steps; a diverging run gets there fast.
 _GROWTH = 1e3
 _DIVERGED_STEPS = 20
-_DIVERGES = "the run diverges"
+_DIVERGES, _RAISED = "the run diverges", "it raised"
 _LONGEST_EXCUSE = 64
 
 
@@ -127,8 +127,11 @@ class Watch:
         try:
             with _noting([] if is_compiled else self._parallel, reached):
                 outputs = call(*args, **kwargs)
-        except Exception as error:
-            raised = error
+        except of_strategies() as error:
+            problem = f"{_RAISED} {type(error).__name__}: {error}"
+            if not before.put_arguments_back():
+                self._trip(f"{problem}, and what it has done to its inputs can't be undone, to make the call again")
+                raise
         else:
             problem = "" if self._excuse.holds() else self._judged(self._problem, outputs)
             if not problem:
@@ -139,40 +142,28 @@ class Watch:
             if not before.put_arguments_back():
                 return outputs
             del outputs  # beside their activations there may be no room for others
-            return self._again(before, reached, problem, args, kwargs)
-        # Outside the handler: the user's own error must not carry this one as its context.
-        try:
-            why = f"it raised {type(raised).__name__}: {raised}"
-            if not before.put_arguments_back():
-                self._trip(f"{why}, and what it has done to its inputs can't be undone, to make the call again")
-                raise raised
-        finally:
-            del raised  # its traceback holds this frame, a cycle, and the activations of the call that has failed
-        return self._again(before, reached, why, args, kwargs)
+        # Outside the handler: the user's own error must have no context, and its activations no company in memory.
+        return self._again(before, reached, problem, args, kwargs)
 
     def _before(self, args: Any, kwargs: Any) -> _CallState | None:
         """Return the state before a call; None if it can't be read, and so the call not be made again."""
-        try:
+        with Tolerated("the state before a call could not be read"):
             return _CallState(self._moving, self._gpus, (args, kwargs), keeps_inputs=self._keeps_inputs)
-        except Exception as error:
-            log.debug("accel: the state before a call could not be read: %s", error)
-            return None
+        return None
 
     def _again(self, before: _CallState, reached: list[nn.Module], why: str, args: Any, kwargs: Any) -> Any:
         """Repeat the call along the plain path; the strategies are to blame only if its result is fine.
 
         The modules in `reached` have told the other ranks of this call. These don't listen a second time.
         """
-        try:
+        with Tolerated("the state before a call could not be put back"):
             before.put_back()
-        except Exception as error:
-            log.debug("accel: the state before a call could not be put back: %s", error)
         self._is_repeating = True
         with contextlib.ExitStack() as alone:
             for module in reached:
                 alone.enter_context(without_forward(module))
             plain = self._gate.plain(*args, **kwargs)  # raises the user's own error, if it is the user's
-        if why.startswith("it raised") or not self._judged(self._problem_now, plain):
+        if why.startswith(_RAISED) or not self._judged(self._problem_now, plain):
             self._trip(why)
         else:
             self._excuse.grant()
@@ -180,11 +171,9 @@ class Watch:
         return plain
 
     def _judged(self, judge: Callable[[Any], str], outputs: Any) -> str:
-        try:
+        with Tolerated("outputs could not be judged"):  # those of a kind without a norm are the loop's own affair
             return judge(outputs)
-        except Exception as error:  # outputs of a kind that has no norm are the loop's own affair
-            log.debug("accel: outputs could not be judged: %s", error)
-            return ""
+        return ""
 
     def _problem(self, outputs: Any) -> str:
         if self._device.type == "cpu":
@@ -227,14 +216,12 @@ class Watch:
         On a GPU without waiting here either: trials compare such calls with those under a strategy. The state that
         changes is waited for, in the first few.
         """
-        try:
+        with Tolerated("nothing could be learnt from a call"):
             self._moving.observe()
             norm = _norm(outputs)
             if norm is not None:
                 self._learnt.note(norm)
             self._learn_sizes()
-        except Exception as error:
-            log.debug("accel: nothing could be learnt from a call: %s", error)
 
     def _learn_sizes(self) -> None:
         """Learn the sizes of plain outputs that have arrived."""
@@ -251,10 +238,8 @@ class Watch:
             modules: as they were before it.
             random: likewise.
         """
-        try:
+        with Tolerated("what a call has changed could not be learnt"):
             self._moving.add_changes(modules, random)
-        except Exception as error:
-            log.debug("accel: what a call has changed could not be learnt: %s", error)
 
     def lives_on(self, device: torch.device) -> None:
         """Learn where the model lives now: the loop may have moved it, or filled one of the meta device, since."""
@@ -268,11 +253,9 @@ class Watch:
         """Return whether the gradients that `optimizer` will use are finite; on a GPU, without waiting, always."""
         if self._device.type != "cpu":
             return True
-        try:
+        with Tolerated("gradients could not be judged"):
             return _are_finite([p.grad for group in optimizer.param_groups for p in group["params"]])
-        except Exception as error:
-            log.debug("accel: gradients could not be judged: %s", error)
-            return True
+        return True
 
 
 def _are_finite(gradients: list[Tensor | None]) -> bool:

@@ -54,7 +54,7 @@ class Observed:
     call_shapes: Counter[Shapes] = field(default_factory=Counter)
     """Of the calls with gradients, the first `_MOST_SHAPES` different ones."""
     needs_graphs: str = ""
-    """What the loop does in backward passes that only autograd's own graphs can: '' if nothing was seen."""
+    """What the loop does with graphs or in backward passes that only autograd's own can: '' if nothing was seen."""
     output_orders: dict[Shapes, Orders] = field(default_factory=dict)
     """How the tensors that a call with gradients has returned lie in memory, by their shapes; the latest stand last."""
     batch: Hashable = None
@@ -77,6 +77,8 @@ class Observed:
 
     def note_outputs(self, outputs: Any) -> None:
         """Note how outputs of a plain call lie in memory, and what the loop will do with its graph."""
+        if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+            self.needs_graphs = "the loop packs what backward passes need in its own way (saved_tensors_hooks)"
         returned = tensors(outputs)
         shapes = _shapes(returned)
         self.output_orders.pop(shapes, None)  # the latest stands last

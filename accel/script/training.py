@@ -26,6 +26,7 @@ from accel import entry, startup
 from accel.dataio.passes.proxy import LoaderProxy
 from accel.profiler import stderr
 from accel.profiler.clocks.registered_modules import RegisteredModules
+from accel.profiler.interruptions import ours
 from accel.run import ranks
 from accel.script.learners import Learners
 from accel.script.loaders import ScriptLoaders
@@ -152,7 +153,7 @@ class ScriptTraining:
             self._own_batches.clear()
             for key in list(self._optimized):
                 self._let_go_of(self._optimized.pop(key))
-        except Exception as error:
+        except ours() as error:
             self._fail(error)
 
     @property
@@ -196,7 +197,7 @@ class ScriptTraining:
             if self.updates % _CHECK_EVERY == 0:
                 self._learning.let_go_of_idle(self.updates)
                 self._is_check_due = True
-        except Exception as error:
+        except ours() as error:
             self._fail(error)
 
     def _newcomer(self, optimizer: Optimizer) -> None:
@@ -283,7 +284,7 @@ class ScriptTraining:
                 self._optimize(steps)
             if self._is_check_due:
                 self._let_go_of_ended()
-        except Exception as error:
+        except ours() as error:
             steps.release()
             self._fail(error)
 
@@ -308,7 +309,7 @@ class ScriptTraining:
         if self._is_check_due and not self.has_failed:
             try:
                 self._let_go_of_ended()
-            except Exception as error:
+            except ours() as error:
                 self._fail(error)
         while self._due:
             steps = self._due.pop(0)
@@ -317,7 +318,7 @@ class ScriptTraining:
                 continue
             try:
                 self._optimize(steps)
-            except Exception as error:
+            except ours() as error:
                 steps.release()
                 self._fail(error)
 

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Collection, Sequence
 
 from accel.guard.guard import Comparison
+from accel.profiler.interruptions import ours
 from accel.profiler.trial import Outcome
 from accel.report import Event, Status, StrategyRow
 from accel.search.actions import Candidate
@@ -195,7 +196,7 @@ def waiting_for(candidate: Candidate) -> str:
     """Return what a candidate waits for before it can be tried; '' if it can."""
     try:
         return candidate.waits()
-    except Exception as error:
+    except ours() as error:
         return f"its preparation failed: {type(error).__name__}: {error}"
 
 

@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Collection, Iterable
 from typing import Any
 
+from accel.profiler.interruptions import ours
 from accel.search.actions import Candidate, Result
 
 
@@ -26,7 +27,7 @@ class SettingsLeft:
         """Return the setting whose one-off work comes next; None for a candidate that has none."""
         try:
             return next(iter(self.of(candidate)), None) if candidate.one_off_s else None
-        except Exception:  # a model whose modules can't be looked into; its refusal will say so
+        except ours():  # a model whose modules can't be looked into; its refusal will say so
             return None
 
     def keep(self, name: str, settings: list[Any]) -> None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Literal, Protocol
 
+from accel.profiler.interruptions import ours
 from accel.profiler.trial import Outcome
 from accel.profiler.typed_json import UnreadableJson
 from accel.report import StrategyRow
@@ -237,7 +238,7 @@ class Recollection:
             return False
         try:
             return any(type(other) is type(setting) and other == setting for other in candidate.settings())
-        except Exception:
+        except ours():
             return False
 
     # -- the check of the plan -----------------------------------------------------------------------------------------
@@ -470,7 +471,7 @@ def _work(candidate: Candidate, setting: object) -> str:
 def _estimate(candidate: Candidate, setting: object) -> float:
     try:
         return candidate.one_off_s if candidate.expected_s is None else candidate.expected_s(setting)
-    except Exception:  # a model whose modules can't be looked into
+    except ours():  # a model whose modules can't be looked into
         return candidate.one_off_s
 
 

@@ -12,6 +12,8 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+from accel.profiler.interruptions import ours
+
 log = logging.getLogger("accel")
 
 
@@ -51,7 +53,7 @@ class DeviceClock:
         try:
             event = self._free.pop() if self._free else self._make()
             event.record()
-        except Exception:  # the host's times are left, and the loop goes on
+        except ours():  # the host's times are left, and the loop goes on
             self._fail()
         else:
             self._open.append(event)
@@ -72,7 +74,7 @@ class DeviceClock:
         last = next(reversed(self._ended.values()), None)
         try:
             return last is not None and bool(last[-1].query())
-        except Exception:
+        except ours():
             self._fail()
             return False
 
@@ -84,7 +86,7 @@ class DeviceClock:
         """Return what each step took that has ended since the last call, by number; the device must be idle."""
         try:
             took = {number: _took_s(marks) for number, marks in self._ended.items() if len(marks) % 2 == 0}
-        except Exception:
+        except ours():
             self._fail()
             return {}
         if took:

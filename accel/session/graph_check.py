@@ -22,6 +22,7 @@ from torch import Tensor
 
 from accel.guard import guard
 from accel.guard.guard import Comparison, Recording, Replayed
+from accel.profiler.interruptions import ours
 from accel.strategies.base import Exactness
 
 log = logging.getLogger("accel")
@@ -64,7 +65,7 @@ def compared_on_its_path(
         path = guard.compare(eager(evaluated), on_its_path(evaluated), exactness)
     except torch.OutOfMemoryError:
         raise  # nobody knows then
-    except Exception as error:
+    except ours() as error:
         log.debug("accel: the path of a capture could not be compared: %s", error)
         return None
     return None if path.problem or path.unsure else replace(finding, other_draws=True)

@@ -25,12 +25,14 @@ from accel.device_memory import give_memory_back
 from accel.guard import guard, rounding, update_guard, watch
 from accel.guard.blame import Blame
 from accel.guard.draws import ReplayedDraws
+from accel.guard.faults import may_be_of_strategies
 from accel.guard.guard import Comparison, Recording, Replayed
 from accel.guard.module_state import ModuleState
 from accel.guard.own_state import WrittenParameters
 from accel.guard.own_step import OwnStep
 from accel.guard.random_states import RandomStates, devices_of
 from accel.guard.watch import Excuse, Watch
+from accel.profiler.interruptions import Tolerated, ours
 from accel.run import backward
 from accel.run.context import Run
 from accel.run.gate import Call
@@ -95,7 +97,7 @@ class GuardRunner:
         names, self._other_captures = self._other_captures, set()
         try:
             self._switchboard.release_captures(names)
-        except Exception as error:
+        except ours() as error:
             self._note(_failure(error))
 
     def wants_recording(self) -> bool:
@@ -106,15 +108,13 @@ class GuardRunner:
 
     def recorded(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make a plain call and record it."""
-        recording: Recording | None = None
-        failure: Comparison | None = None
+        recording, failure = None, Comparison()
         try:
             written = WrittenParameters(self._run.model)
             recording = guard.record(self._run.model, self._run.device, args, kwargs, self._written)
-        except Exception as error:  # inputs that can't be copied; a plan that can't be compared is not tried
+        except ours() as error:  # inputs that can't be copied; a plan that can't be compared is not tried
             failure = _failure(error, "the call can't be recorded: ")
         if recording is None:
-            assert failure is not None
             self._note(failure)
             if failure.unsure:
                 give_memory_back()
@@ -129,7 +129,7 @@ class GuardRunner:
             return outputs  # what was in the parameters before is gone: the next call is recorded
         self._listen(recording, outputs, before)
         if self._recording is not None and self._takes_own_step():
-            with contextlib.suppress(Exception):  # arguments that can't be looked through once more
+            with Tolerated("a call's arguments could not be looked through once more"):
                 self.own_step = OwnStep(self._run.model, recording, (args, kwargs), given, outputs)
                 self.own_step.listen()
         return outputs
@@ -150,19 +150,16 @@ class GuardRunner:
             self._run.observed.note_outputs(outputs)
             recording.rounding = rounding.rounding_of(self._run.model, recording.autocast, tensors(outputs), before)
             recording.listen(outputs)
-        except Exception as error:  # outputs that can't be looked through
+        except ours() as error:  # outputs that can't be looked through
             self._note(_failure(error, "the call can't be recorded: "))
         else:
             self._recording = recording
 
     def _learn_written(self, written: WrittenParameters) -> bool:
         """Learn which parameters a plain call has written to; return whether some were not known."""
-        known = set(map(id, self._written))
-        try:
+        known, new = set(map(id, self._written)), []
+        with Tolerated("the parameters could not be looked at"):  # some are gathered for a call, and lie elsewhere now
             new = [parameter for parameter in written.found() if id(parameter) not in known]
-        except Exception as error:  # some lie elsewhere now, as those that are gathered for a call
-            log.debug("accel: the parameters could not be looked at: %s", error)
-            return False
         self._written += new
         self._watch.writes_to(new)
         return bool(new)
@@ -172,16 +169,14 @@ class GuardRunner:
         own, recording, plan = self._forget_own_step(), self._recording, self._plan
         if own is None or recording is None or not plan or backward.is_running():
             return
-        try:
+        finding = Comparison(unsure="it could not be compared with the step itself")
+        with Tolerated("a plan could not be compared with the step itself"):
             computed = own.computed()
             if computed is None:
                 return
             with self._untouched(recording), self._state.suspended():
                 candidate = self._replayed(plan, recording, partial(guard.replay, self._run.model))
                 finding = guard.compare(computed, candidate, self._switchboard.exactness(plan))
-        except Exception as error:
-            log.debug("accel: a plan could not be compared with the step itself: %s", error)
-            return
         if not finding.problem and not finding.unsure:
             self._agreed = dict(plan)
             self._note(finding)
@@ -196,34 +191,30 @@ class GuardRunner:
         """Compare a plan with the plain path, in the objects that it touches."""
         self._forget_own_step()
         agreed, self._agreed = self._agreed, None
-        if agreed == plan:
-            recording, self._recording = self._recording, None
-            if recording is not None:
-                recording.forget()
-            return
         recording, self._recording = self._recording, None
         if recording is not None:
             recording.forget()
+        if agreed == plan:
+            return
         before, began = dict(self._switchboard.active), time.perf_counter()
         findings: list[Comparison] = []
-        failure: Comparison | None = None
+        has_failed = False
         try:
             self._check_touched(plan, recording, findings)
-        except Exception as error:
-            failure = _failure(error)
+        except ours() as error:
+            has_failed = True
+            findings.append(_failure(error))
         finally:
             self._switchboard.switch(before)
         recording = None
-        if failure is not None:
-            findings.append(failure)
         if findings:
             finding = reduce(Comparison.beside, findings)
             finding.seconds = time.perf_counter() - began
             self._note(finding)
-        if failure is not None:
+        if has_failed:
             self._release_other_captures()
-        if failure is not None and failure.unsure:
-            give_memory_back()  # only now: the exception held the frames, and they the tensors
+            if findings[-1].unsure:
+                give_memory_back()  # only now: the exception held the frames, and they the tensors
 
     def _check_touched(self, plan: Choices, recording: Recording | None, findings: list[Comparison]) -> None:
         # A candidate on top of a plan is new only in what it touches itself; the rest was compared when it was new.
@@ -304,7 +295,7 @@ class GuardRunner:
             plain, candidate = self._both(plan, recording, replay, exactness)
         except torch.OutOfMemoryError:
             raise  # nobody knows then
-        except Exception as error:
+        except ours() as error:
             log.debug("accel: the call could not be made in evaluation mode: %s", error)
             return Comparison()
         finding = guard.compare(plain, candidate, exactness)
@@ -322,7 +313,7 @@ class GuardRunner:
             plain = replay(self._run.gate.plain, recording, draws=self._draws(canonical, compiles=compiles))
         except torch.OutOfMemoryError:
             raise
-        except Exception as error:
+        except ours() as error:
             raise _NotReplayable(f"{type(error).__name__}: {error}") from error
         noting = partial(replay, draws=None if compiles else self._draws(canonical))
         candidate = self._replayed(self._switchboard.acting_on("model", plan), recording, noting)
@@ -394,11 +385,9 @@ class GuardRunner:
         """Learn the usual inputs and outputs of a plain call; return whether it was one, since nothing is on."""
         if self._switchboard.active:
             return False
-        try:
+        with Tolerated("nothing could be noted of a call"):  # arguments that can't be looked through
             self._run.observed.note_call(args, kwargs, self._run.device)
             self._run.observed.note_outputs(outputs)
-        except Exception as error:  # arguments that can't be looked through
-            log.debug("accel: nothing could be noted of a call: %s", error)
         self._watch.learn(outputs)
         return True
 
@@ -442,11 +431,9 @@ class GuardRunner:
         if all(self._watch.gradients_are_finite(optimizer) for optimizer in self._run.optimizers):
             self._excuse.clear()
             return
-        try:
+        why = ""
+        with Tolerated("a call could not be made again"):  # which proves nothing
             why = self._blame.verdict(roots, self._repeated)
-        except Exception as error:  # a call that can't be replayed proves nothing
-            log.debug("accel: a call could not be made again: %s", error)
-            why = ""
         if not why:
             self._excuse.grant()
             return
@@ -488,7 +475,7 @@ class GuardRunner:
 
 
 def _failure(error: Exception, what: str = "") -> Comparison:
-    """Return what an error in a check says: where memory has run out, it says nothing of the candidate.
+    """Return what an error in a check says: of the model's own, or where memory has run out, nothing of the candidate.
 
     Args:
         error: that was raised.
@@ -496,4 +483,5 @@ def _failure(error: Exception, what: str = "") -> Comparison:
     """
     if isinstance(error, torch.OutOfMemoryError):
         return Comparison(unsure=f"there is no room to compare: {error}")
-    return Comparison(f"{what}{type(error).__name__}: {error}")
+    text = f"{what}{type(error).__name__}: {error}"
+    return Comparison(text) if may_be_of_strategies(error) else Comparison(unsure=text)

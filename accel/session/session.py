@@ -21,6 +21,7 @@ from collections.abc import Callable, Hashable, Iterator
 
 import torch
 
+from accel.profiler.interruptions import Tolerated, ours
 from accel.profiler.phases import Measurement, StepClock
 from accel.run import backward
 from accel.run.context import Run
@@ -195,7 +196,7 @@ class Session:
         if self._ranks is not None:
             try:
                 self._ranks.check()
-            except Exception as error:
+            except ours() as error:
                 self._fail(error)
 
     def step_ended(self) -> None:
@@ -245,10 +246,11 @@ class Session:
     def _at_boundary(self, work: Callable[[], None]) -> None:
         try:
             work()
-        except Exception as error:
+        except ours() as error:
             self._fail(error)
-        except BaseException:  # Ctrl-C; the loop may go on, as in the next cell of a notebook
-            self._recover()
+        except BaseException:  # Ctrl-C and its like; the loop may go on, as in the next cell of a notebook
+            with Tolerated("the action could not begin again"):
+                self._recover()
             raise
 
     def _recover(self) -> None:
@@ -433,8 +435,7 @@ class Session:
 
     def _settle(self, search_ends: bool) -> None:
         """A search is over: report it, the first time; where there was nothing to tell yet, ask again."""
-        leads = self._ranks is not None and self._ranks.leads
-        if leads and (search_ends or not self._is_settled):
+        if self._ranks is not None and self._ranks.leads and (search_ends or not self._is_settled):
             self._is_settled = self._on_settled()
 
     def _quieten(self, action: Action) -> None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from accel.profiler.interruptions import Tolerated, ours
 from accel.run.context import Run
 from accel.run.ranks import Ranks
 from accel.search.plan import Choices
@@ -71,11 +71,11 @@ class Switchboard:
         self.active[name] = setting  # first: what Ctrl-C leaves half on is switched off like what is on
         try:
             self._strategies[name].enable(self._run, setting)
-        except Exception as error:
+        except ours() as error:
             self.active.pop(name, None)
             failed = f"it could not be switched on: {type(error).__name__}: {error}"
             self.trips[name] = str(error) if isinstance(error, NothingHelps) else failed
-            with contextlib.suppress(Exception):
+            with Tolerated(f"{name} could not be switched off"):
                 self._strategies[name].disable(self._run)
             return
         if self._strategies[name].touches & _SUSPECT:
@@ -84,7 +84,7 @@ class Switchboard:
     def _off(self, name: str) -> None:
         try:
             self._strategies[name].disable(self._run)
-        except Exception as error:
+        except ours() as error:
             self.trips[name] = f"it could not be switched off: {type(error).__name__}: {error}"
         self.active.pop(name, None)  # last, for the same reason
 
@@ -189,7 +189,7 @@ class Switchboard:
         """Release the resources of all strategies but those that stay on."""
         for name, strategy in self._strategies.items():
             if name not in keep:
-                with contextlib.suppress(Exception):
+                with Tolerated(f"{name} could not be closed"):
                     strategy.close(self._run)
 
 

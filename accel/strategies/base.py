@@ -15,6 +15,7 @@ from enum import IntEnum
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from accel.profiler.bottleneck import Bottleneck
+from accel.profiler.interruptions import ours
 
 if TYPE_CHECKING:
     from accel.run import Run
@@ -141,5 +142,5 @@ def asked(refusal: Callable[[], str]) -> str:
     """Ask why a strategy does not apply; one whose own check fails is left out, and the run goes on."""
     try:
         return refusal()
-    except Exception as error:
+    except ours() as error:
         return f"its check of the run failed: {type(error).__name__}: {error}"

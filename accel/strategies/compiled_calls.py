@@ -4,7 +4,8 @@
     any other kind      plainly until calls of that kind have taken twenty times as long as compiling did: a smaller
                         last batch is not compiled for, an evaluation only if there is much of it
     a varying batch     all sizes are one kind: torch compiles for the first, and for all once they vary
-    hooks that are new  plainly: torch does not check whether modules have got hooks since
+    hooks that are new  plainly: torch does not check whether modules have got hooks since; and what the loop's own
+                        `saved_tensors_hooks` unpack for a backward pass may have strides that compiled code can't take
 
 A kind is: shapes of the tensors, training or evaluation, with or without gradients. After `MOST` compilations all calls
 run plainly, and `stopped` says why.
@@ -155,7 +156,8 @@ class CompiledCalls:
         return shapes, torch.is_grad_enabled(), self._model.training
 
     def _may_be_compiled(self, kind: Kind) -> bool:
-        if self.stopped or list(map(tuple, self._hooks)) != self._hook_keys:
+        packs = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+        if self.stopped or packs or list(map(tuple, self._hooks)) != self._hook_keys:
             return False
         shapes, has_gradients, _ = kind
         if kind in self._kinds or (has_gradients and shapes == self.usual):

@@ -22,6 +22,7 @@ from accel.comm.layout import Layout
 from accel.comm.ranks.object_group import ObjectGroup
 from accel.comm.ranks.post_mortem import CommError
 from accel.comm.ranks.topology import Topology
+from accel.profiler.interruptions import ours
 
 Costs = dict[Scheme, tuple[Stages, ...]]
 
@@ -77,7 +78,7 @@ def costs_of(schemes: Sequence[Scheme], facts: BucketFacts, objects: ObjectGroup
     own: Costs | str
     try:
         own = costs(schemes, facts.layouts, facts.topology, facts.device)
-    except Exception as error:  # perhaps on this rank alone: the others wait for its result
+    except ours() as error:  # perhaps on this rank alone: the others wait for its result
         own = f"rank {objects.rank} could not time the schemes: {type(error).__name__}: {error}"
     by_rank = objects.collect(own)
     if problem := objects.first(next((costs for costs in by_rank if isinstance(costs, str)), "")):

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from accel.comm.ranks import small_sums
+from accel.profiler.interruptions import ours
 
 PIECE_BYTES = 1 << 20
 _CONNECTED = 32
@@ -46,7 +47,7 @@ def _backend_call(call: Callable[P, None]) -> Callable[P, None]:
     def guarded(*args: P.args, **kwargs: P.kwargs) -> None:
         try:
             call(*args, **kwargs)
-        except RuntimeError as error:
+        except ours(RuntimeError) as error:
             if isinstance(error, ConnectionBroken):
                 raise
             first = str(error).partition("\n")[0].partition(" This is typically")[0]

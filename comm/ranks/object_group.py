@@ -17,6 +17,7 @@ from torch import Tensor
 
 from accel.comm.ranks.channel import ConnectionBroken
 from accel.comm.ranks.post_mortem import CommError
+from accel.profiler.interruptions import ours
 
 T = TypeVar("T")
 A = TypeVar("A")
@@ -167,5 +168,5 @@ def _outcome(decision: Callable[[list[T]], A], objects: list[T]) -> tuple[Any, E
         return decision(objects), None
     except ValueError as error:
         return None, ValueError(str(error))
-    except Exception as error:
+    except ours() as error:
         return None, CommError(f"rank 0 failed to decide for all: {type(error).__name__}: {error}")

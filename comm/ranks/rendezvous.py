@@ -16,6 +16,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
+from accel.profiler.interruptions import ours
+
 T = TypeVar("T")
 A = TypeVar("A")
 
@@ -239,7 +241,7 @@ def _outcome_of(answer: Callable[[list[Any]], Any], brought: list[Any]) -> _Meet
         )
     except ValueError as error:
         return _MeetingOutcome("refused", str(error))
-    except Exception as error:
+    except ours() as error:
         return _MeetingOutcome("apart", f"rank 0 failed to answer the others: {type(error).__name__}: {error}")
 
 
@@ -254,7 +256,7 @@ def _reached() -> Iterator[None]:
         yield
     except Apart:
         raise
-    except RuntimeError as error:
+    except ours(RuntimeError) as error:
         first = str(error).partition("\n")[0]
         raise Apart(
             f"the store of the process group can't be reached: {first}; the process that holds it has ended"

@@ -11,6 +11,8 @@ from typing import Any
 
 from torch.utils.data import Subset
 
+from accel.profiler.interruptions import ours
+
 
 def dataset_epoch(dataset: Any) -> int | None:
     """Return the epoch of a dataset that can be had as in another one; None for any other dataset."""
@@ -23,7 +25,7 @@ def declared(dataset: Any, name: str) -> Any:
     """Return an attribute of a dataset, None if there is none, whatever its `__getattr__` or a property raises."""
     try:
         return getattr(dataset, name)
-    except Exception:
+    except ours():
         return None
 
 

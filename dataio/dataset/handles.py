@@ -22,6 +22,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from accel.dataio.dataset.reach import MOST, is_code, native, native_base, reachable
+from accel.profiler.interruptions import ours
 
 
 class HandleShared(RuntimeError):
@@ -131,7 +132,7 @@ def _is_live(thing: Any) -> bool:
         return False
     try:
         return bool(thing)
-    except Exception:
+    except ours():
         return True
 
 

@@ -27,6 +27,7 @@ from accel.dataio.engine.thread_modes import ThreadModes
 from accel.dataio.engine.thread_pool import ThreadPool
 from accel.dataio.fetching.drawing import Drawing, SeparateStates, others_could_draw
 from accel.dataio.fetching.fetch import blame, fetch_of
+from accel.profiler.interruptions import ours
 
 
 class WorkerDied(RuntimeError):
@@ -150,7 +151,7 @@ def _tell(error: Exception, where: str, job: BatchJob) -> None:
     text = f"in {where} while fetching {blame(error, job.indices)}"
     try:
         error.add_note(text)
-    except Exception:  # before Python 3.11, or of a class that can't be written to: as its cause
+    except ours():  # before Python 3.11, or of a class that can't be written to: as its cause
         place = _Elsewhere(text)
         place.__cause__ = error.__cause__ or error.__context__
         object.__setattr__(error, "__cause__", place)
@@ -203,7 +204,7 @@ class InlineEngine:
     def _make(self, job: BatchJob) -> Any:
         try:
             return self._drawing.make(self._fetch, job.indices, job.seed)
-        except Exception as error:
+        except ours() as error:
             _tell(error, "the loop's own thread", job)
             raise
 
@@ -358,7 +359,7 @@ class ThreadEngine:
             _refuse_graph(batch)
             _refuse_changed(job)  # the loop may put back what it has changed
             return batch
-        except Exception as error:
+        except ours() as error:
             _tell(error, thread, job)
             raise
         except BaseException as error:  # sys.exit() in a dataset: it is the loop that decides
@@ -449,7 +450,7 @@ def as_raised(pickled: bytes | None, text: str, where: str) -> BaseException:
     """Return an error of another process as it was raised there, with the place and the traceback as its cause."""
     try:
         error = None if pickled is None else pickle.loads(pickled)
-    except Exception:  # of a class that only the worker knows
+    except ours():  # of a class that only the worker knows
         error = None
     if not isinstance(error, BaseException):
         error = RuntimeError(f"in {where}:\n{text}")

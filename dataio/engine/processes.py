@@ -26,6 +26,7 @@ from accel.dataio.engine.slots import MOST_IN_USE, SlotReader
 from accel.dataio.engine.thread_pool import at_rest
 from accel.dataio.engine.worker_handle import WorkerHandle, end_all
 from accel.dataio.fetching.fetch import blame, fetch_of
+from accel.profiler.interruptions import ours
 
 log = logging.getLogger("accel.dataio")
 
@@ -143,7 +144,7 @@ class ProcessEngine:
         try:
             self._await(serial)
             number, slots, message, _ = self._results[serial]
-        except Exception:
+        except ours():
             self._forget(serial)
             raise
         self._forget(serial)
@@ -335,7 +336,7 @@ class ProcessEngine:
         while True:
             try:
                 message = next(messages, None)
-            except (EOFError, OSError):
+            except ours(EOFError, OSError):
                 self._died(handle)
                 return
             if message is None:
@@ -392,7 +393,7 @@ class ProcessEngine:
         jobs, handle.jobs = handle.jobs, {}
         try:
             self._start(handle)
-        except Exception as error:
+        except ours() as error:
             self._waiting |= jobs
             self._end_workers()
             raise WorkerDied(f"{death}, and no other could be started: {error}") from error

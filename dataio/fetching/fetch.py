@@ -14,7 +14,6 @@ In place of the last two a cache may stand that knows the samples (`keep_samples
 
 from __future__ import annotations
 
-import contextlib
 import operator
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -23,6 +22,8 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Subset, TensorDataset, default_collate
+
+from accel.profiler.interruptions import Tolerated
 
 _AT = "_accel_sample"
 
@@ -100,7 +101,7 @@ def sample_of(dataset: Any, index: Any) -> Any:
     try:
         return dataset[index]
     except BaseException as error:
-        with contextlib.suppress(Exception):  # an exception class with __slots__ or a __setattr__ of its own
+        with Tolerated("an error can't be written to"):  # a class with __slots__ or a __setattr__
             setattr(error, _AT, index)
         raise
 

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from accel.dataio.image.libraries import pillow, simplejpeg
 from accel.dataio.image_geometry import Placement
+from accel.profiler.interruptions import ours
 
 Pixels = NDArray[np.uint8]
 
@@ -152,7 +153,7 @@ def _opened(data: bytes) -> Iterator[Any]:
     try:
         with library.open(io.BytesIO(data)) as image:
             yield image
-    except Exception as error:  # of a broken file Pillow says so in a dozen ways: struct.error, EOFError, SyntaxError …
+    except ours() as error:  # of a broken file Pillow says so in a dozen ways: struct.error, EOFError, SyntaxError …
         raise ValueError(f"{type(error).__name__}: {error}") from error
 
 

@@ -27,6 +27,7 @@ from accel.dataio.passes.jobs import AsDrawn, Jobs, ListLost, NoMoreLists, lists
 from accel.dataio.passes.live_sampler import LiveSampler
 from accel.dataio.passes.mending import mended
 from accel.dataio.passes.not_ahead import AheadCheck
+from accel.profiler.interruptions import ours
 
 _MOST_WRONG = 3  # guesses in a row, after which the next epoch is not guessed any more
 # Batches fetched that may not have reached the loop: the last one, and the one whose copy to the device goes before it.
@@ -142,9 +143,8 @@ class Continuous:
             self._renew()
         try:
             batch = self.engine.collect()
-        except Exception:
-            self._given -= 1
-            self._failed = True
+        except ours():
+            self._given, self._failed = self._given - 1, True
             raise
         self._given -= 1
         self.check.compare(self._record[0], batch)
@@ -395,7 +395,7 @@ class Continuous:
         while self._feeding and len(self._record) < self.engine.capacity:
             try:
                 drawn = self._draw()
-            except Exception:
+            except ours():
                 if self._errors_wait and (self._record or self._ahead is not None):
                     return  # it comes after the batches of the lists that were drawn before
                 raise
@@ -407,7 +407,7 @@ class Continuous:
     def _fill_early(self) -> None:
         try:
             self._fill()
-        except Exception:
+        except ours():
             if not self._errors_wait:
                 raise  # else it is raised again when the next batch is asked for, and not in place of the one in hand
 
@@ -426,7 +426,7 @@ class Continuous:
             self._drawing = self._drawn
         try:
             job = next(self._source, None)
-        except Exception as error:
+        except ours() as error:
             self.sampler_error, self._drawing = error, None
             if self._errors_wait:
                 self._source = NoMoreLists(error)

@@ -19,6 +19,7 @@ from accel.dataio.dataset.loop_watch import LoopWatch
 from accel.dataio.dataset.snapshot import DatasetSnapshot, compare, take_snapshot
 from accel.dataio.fetching.fetch import Fetch, keep_samples, whole_tensors
 from accel.dataio.sample_cache import SampleCache, states_of_their_own
+from accel.profiler.interruptions import ours
 
 # Of what a look at an epoch's beginning may take for workers: an epoch's decoding takes longer. CIFAR-10 is 154 MB.
 _LOOK_SHARE = 4.0
@@ -79,10 +80,10 @@ class KeptSamples:
             self._cache = cache = SampleCache(loader.dataset)
             noting = cache.noting_share()
             own = _hands_out_its_own(loader)
-        except (TypeError, ValueError) as error:
+        except ours(TypeError, ValueError) as error:
             self.finding = str(error)
             return
-        except Exception as error:  # whatever the dataset raises: the loop may never ask for that sample
+        except ours() as error:  # whatever the dataset raises: the loop may never ask for that sample
             self.finding = f"sample 0 can't be fetched: {type(error).__name__}: {error}"
             return
         if cache.places < _LEAST * len(cache):
@@ -152,7 +153,7 @@ class KeptSamples:
         most = max(1, min(_CHECKED_FIRST, int(_CHECKED_SHARE * len(cache))))
         try:
             return cache.check(most) and self.cache is not None
-        except Exception as error:  # it is for the loop to come upon, if it asks for that sample
+        except ours() as error:  # it is for the loop to come upon, if it asks for that sample
             self._drop(f"a sample can't be fetched again: {type(error).__name__}: {error}")
             return False
 

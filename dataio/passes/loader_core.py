@@ -30,6 +30,7 @@ from accel.dataio.passes.passes import InlineRest, Maker, Newest, Pass, Skipping
 from accel.dataio.passes.rounds import INLINE, Setting
 from accel.dataio.passes.tuner import Tuner
 from accel.profiler.host import usable_cores
+from accel.profiler.interruptions import ours
 
 log = logging.getLogger("accel.dataio")
 
@@ -216,7 +217,7 @@ class LoaderCore(Maker):
             engine = self._engine(setting)
             engine.start()
             continuous.know(engine)
-        except Exception as error:
+        except ours() as error:
             log.info("%s can't be started: %s", setting, error)
 
     def follow(self, tuner: Tuner) -> None:
@@ -229,7 +230,7 @@ class LoaderCore(Maker):
                 if isinstance(engine, ProcessEngine):
                     engine.stall_s = self._stall_s
                 engine.start()
-            except Exception as error:
+            except ours() as error:
                 tuner.failed(error)
                 if tuner.exhausted:
                     raise

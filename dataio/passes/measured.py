@@ -12,6 +12,7 @@ from accel.dataio.engine.engine import BatchHasGraph, FetchTimeout, InlineEngine
 from accel.dataio.passes.continuous import Continuous
 from accel.dataio.passes.rounds import INLINE
 from accel.dataio.passes.tuner import Tuner
+from accel.profiler.interruptions import ours
 
 if TYPE_CHECKING:
     from accel.dataio.passes.loader_core import LoaderCore
@@ -55,7 +56,7 @@ class Measured:
         except (ThreadsDraw, BatchHasGraph) as error:
             tuner.forbid_threads(str(error))
             return self.fetch(core, continuous)
-        except Exception as error:
+        except ours() as error:
             return self._otherwise(core, continuous, error)
         if isinstance(continuous.engine, InlineEngine):
             core.slowest_s = max(core.slowest_s, time.perf_counter() - began)

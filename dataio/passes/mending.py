@@ -6,6 +6,8 @@ import functools
 from collections.abc import Callable
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
+from accel.profiler.interruptions import ours
+
 
 class Mendable(Protocol):
     """What can be put in order after an interruption.
@@ -37,7 +39,7 @@ def mended(method: Callable[Concatenate[_S, _P], _R]) -> Callable[Concatenate[_S
             if self.broken:
                 self.mend()
             return method(self, *args, **options)
-        except Exception:
+        except ours():
             raise
         except BaseException:
             self.broken = True

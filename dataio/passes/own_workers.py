@@ -29,6 +29,7 @@ from accel.dataio.passes.epochs import Ahead, Draws
 from accel.dataio.passes.jobs import Jobs
 from accel.dataio.passes.movable import not_continuable
 from accel.dataio.passes.passes import Pass, Skipping
+from accel.profiler.interruptions import ours
 
 # What batches are made by, and may be set anew between two epochs.
 _OPTIONS = ("num_workers", "prefetch_factor", "worker_init_fn", "timeout", "multiprocessing_context", "pin_memory")
@@ -68,7 +69,7 @@ class OwnWorkers:
         self._newest = weakref.ref(running)
         try:
             resumed = self.continuous.resume()
-        except Exception as error:
+        except ours() as error:
             return failed(running, error)
         drawn = None
         if not resumed:
@@ -79,7 +80,7 @@ class OwnWorkers:
             if drawn is not None:
                 self.continuous.take(drawn[0], base_seed=drawn[1])
             self.continuous.prime()
-        except Exception as error:
+        except ours() as error:
             if not failed(running, error):
                 raise
         return True

@@ -21,6 +21,7 @@ from typing import Any
 from accel.dataio.engine.engine import BatchJob, InlineEngine
 from accel.dataio.engine.transfer import AheadCopier
 from accel.dataio.passes.continuous import Continuous
+from accel.profiler.interruptions import ours
 
 
 class Maker(ABC):
@@ -87,7 +88,7 @@ class Pass:
         except StopIteration:
             self._end()
             raise
-        except Exception:
+        except ours():
             raise
         except BaseException:
             self.give_back(position)
@@ -111,7 +112,7 @@ class Pass:
             if self.continuous is None or self.continuous.feeding:
                 raise
             self.detach()  # the engine was drained
-        except Exception as error:
+        except ours() as error:
             if self.continuous is None or not self._maker.failed(self, error):
                 self._pass_over()
                 raise
@@ -148,7 +149,7 @@ class Pass:
             copier.start(self._fetch())
         except StopIteration as end:  # with its frames it would keep this pass alive, which the loop may have left
             self._late = end.with_traceback(None)
-        except Exception as error:
+        except ours() as error:
             self._late = error
         return copier.finish()
 
@@ -201,7 +202,7 @@ class InlineRest:
         try:
             self._engine.submit(self._job)
             batch = self._engine.collect()
-        except Exception:
+        except ours():
             self._job = None
             raise
         except BaseException:

@@ -21,6 +21,7 @@ from accel.dataio.passes.continuous import Continuous
 from accel.dataio.passes.passes import Maker, Newest, Pass
 from accel.dataio.passes.stand_in import StandIn
 from accel.dataio.passes.underway import PassesUnderWay
+from accel.profiler.interruptions import ours
 
 if TYPE_CHECKING:
     from accel.dataio.passes.kept_samples import KeptSamples
@@ -144,7 +145,7 @@ class _Listened:
                     batch = transform(batch)
             self._listener.batch_delivered(batch)
             return batch
-        except Exception:
+        except ours():
             raise
         except BaseException:
             self._batches.give_back(position)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import struct
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -62,6 +63,8 @@ class _TensorLeaf(Leaf):
         plain = example.layout == torch.strided and example.device.type == "cpu" and not example.is_quantized
         if not plain or example.is_complex() or example.requires_grad or not example.numel() or example.__dict__:
             raise NotKept("a tensor that is not plain memory of the CPU")
+        if example.is_neg() or example._is_zerotensor():
+            raise NotKept("a tensor that shows other numbers than its memory holds, as `x.conj().imag`; clone it")
         self._dtype = example.dtype
         self._order = _memory_order(example.stride())
         in_memory = example.permute(self._order)
@@ -74,7 +77,7 @@ class _TensorLeaf(Leaf):
         array = self._array(example)
         self._numpy_dtype, self._shape, self._strides = array.dtype, array.shape, array.strides
 
-    def _array(self, value: Tensor) -> np.ndarray[Any, Any]:
+    def _array(self, value: Tensor) -> np.ndarray[Any, Any]:  # raises for what only shows its numbers negated
         return value.numpy() if self._bits is None else value.view(self._bits).numpy()
 
     def pack(self, value: Any) -> bytes | None:
@@ -290,6 +293,8 @@ class SampleLayout:
         self.leaves: list[Leaf] = []
         # Within a tuple, so that a sample which is one value is no special case.
         self._root = _Group(tuple, None, [self._part(sample)])
+        if _holds_twice(sample):
+            raise NotKept("the same memory in two places, which a copy would part")
         self.size = sum(leaf.size for leaf in self.leaves)
 
     def _part(self, value: Any) -> _Group | Leaf:
@@ -306,12 +311,13 @@ class SampleLayout:
     def pack(self, sample: Any) -> list[bytes] | None:
         """Return the bytes of each leaf; None if the sample has another layout."""
         parts: list[bytes] = []
-        return parts if self._root.pack((sample,), parts) else None
+        return parts if self._root.pack((sample,), parts) and not _holds_twice(sample) else None
 
     def rows(self, samples: Sequence[Any]) -> list[Bytes] | None:
         """Return the bytes of each leaf, a row for each sample; None if one has another layout."""
         rows: list[Bytes] = []
-        return rows if self._root.rows([(sample,) for sample in samples], rows) else None
+        is_like = self._root.rows([(sample,) for sample in samples], rows) and not any(map(_holds_twice, samples))
+        return rows if is_like else None
 
     def unpack(self, packed: Sequence[Bytes], share: bool = False) -> list[Any]:
         """Return samples.
@@ -339,6 +345,22 @@ def _leaf(value: Any) -> Leaf:
     if value is None:
         return _NoneLeaf()
     raise NotKept(f"a {kind.__module__}.{kind.__qualname__}")
+
+
+def _holds_twice(sample: Any) -> bool:
+    """Tell whether a sample of dense leaves holds a list, a dict, or memory of a tensor or an array, in two places."""
+    held, spans = list[int](), list[tuple[int, int]]()
+    waiting = [sample]
+    for value in waiting:
+        if type(value) is Tensor:
+            spans.append((value.data_ptr(), value.numel() * value.element_size()))
+        elif type(value) is np.ndarray:
+            spans.append((value.__array_interface__["data"][0], value.nbytes))
+        elif isinstance(value, tuple | list | dict):
+            held += [] if isinstance(value, tuple) else [id(value)]
+            waiting += value.values() if isinstance(value, dict) else value
+    overlap = len(spans) > 1 and any(begin + size > after for (begin, size), (after, _) in pairwise(sorted(spans)))
+    return overlap or len(held) != len(set(held))
 
 
 def _memory_order(strides: Sequence[int]) -> list[int]:

@@ -7,7 +7,6 @@ replaced by its children, until something is called. Where nothing ever is, the 
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
@@ -18,6 +17,7 @@ from torch.optim import Optimizer
 
 from accel.profiler.clocks import callslot
 from accel.profiler.clocks.callslot import Call
+from accel.profiler.interruptions import Tolerated, ours
 
 _MAX_DEPTH = 6
 
@@ -122,7 +122,7 @@ class CalledModules:
             self._released[id(module)], self._was_called = module, self.called
             self._release(module)
             del self._calls[id(module)]
-            with contextlib.suppress(Exception):  # a module whose parameters can't be listed any more
+            with Tolerated("the parameters of a module can't be listed any more"):
                 for parameter in module.parameters():  # should it be trained again, it is looked for again
                     self._owned.pop(id(parameter), None)
 
@@ -161,7 +161,7 @@ class CalledModules:
 def _owns(module: nn.Module, parameters: Set[int]) -> bool:
     try:
         return any(id(p) in parameters for p in module.parameters())
-    except Exception:  # a module that is half built, or one whose parameters can't be listed
+    except ours():  # a module that is half built, or one whose parameters can't be listed
         return False
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from accel.profiler.clocks.mark_state import MarkState
 from accel.profiler.clocks.segments import KEPT_STEPS, Segments
+from accel.profiler.interruptions import ours
 from accel.profiler.phases import Measurement, StepClock
 
 
@@ -50,7 +51,7 @@ class Delivery:
     def _guarded(self, work: Callable[[], None]) -> None:
         try:
             work()
-        except Exception as error:
+        except ours() as error:
             self.failed = f"the recorder stopped at step {self.steps}: {type(error).__name__}: {error}"
             self._hot.steps_left = sys.maxsize  # never again
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from accel.profiler.interruptions import ours
 from accel.profiler.phases import MEANING, PROVISIONAL, RESUME, SETTLED, SKIP, STEP, WAS, settled
 
 log = logging.getLogger("accel")
@@ -121,7 +122,7 @@ class DeviceEvents:
             if self._pending:
                 self._pending[-1][1][-1][1].synchronize()
             self._read_passed()
-        except Exception:
+        except ours():
             log.debug("no events on the device", exc_info=True)
         self._make = None
 
@@ -131,7 +132,7 @@ class DeviceEvents:
         if self._make is not None:
             try:
                 self._mark(*pair)
-            except Exception:
+            except ours():
                 self._make = None
                 log.debug("no events on the device", exc_info=True)
 

@@ -1,4 +1,7 @@
-"""Ctrl-C at any place of accel's, or of torch's `no_grad` that it is in: the loop can go on, or be undone."""
+"""Ctrl-C, or a time limit, at any place of accel's, or of torch's `no_grad` that it is in.
+
+The loop gets it, and can go on, or be undone.
+"""
 
 from __future__ import annotations
 
@@ -15,15 +18,21 @@ from tests.accel.loops import Quick, advance, advance_until, make, settled, trai
 from tests.interruptions import GRAD_MODE, SignalInterrupter
 
 
-def interrupted(folder: str, at: int) -> SignalInterrupter:
+class TimeLimit(Exception):
+    """As a signal handler of the loop's own may raise it."""
+
+
+def interrupted(folder: str, at: int, error: type[BaseException]) -> SignalInterrupter:
     """Interrupt a run at that place, go on, undo all, and go on again."""
     model, loader, optimizer = accel.optimize(*make(), budget=60, allow="exact")
-    interrupter = SignalInterrupter(folder, at)
+    interrupter, has_reached_the_loop = SignalInterrupter(folder, at, error), False
     try:
         with interrupter():
             advance_until(training(model, loader, optimizer), settled(model))
-    except KeyboardInterrupt:
-        pass
+    except error:
+        has_reached_the_loop = True
+    reaches_nobody = interrupter.is_swallowed or not interrupter.place
+    assert has_reached_the_loop or reaches_nobody, f"interrupted at {interrupter.place}"
     assert torch.is_grad_enabled(), f"interrupted at {interrupter.place}"
     assert _get_current_dispatch_mode() is None, f"interrupted at {interrupter.place}"
     before = model.head.weight.detach().clone()
@@ -49,16 +58,22 @@ def passes_are_heard() -> bool:
 
 # A whole search has 62,000 places, and 50 of torch's in it; the strides are primes.
 @pytest.mark.parametrize(
-    ("folder", "stride"),
+    ("folder", "stride", "error"),
     [
-        pytest.param("accel", 20_011, id="accel"),
-        pytest.param("accel", 307, id="accel, closely", marks=pytest.mark.slow),
-        pytest.param(GRAD_MODE, 7, id="no_grad"),
-        pytest.param(GRAD_MODE, 1, id="no_grad, each", marks=pytest.mark.slow),
+        pytest.param("accel", 20_011, KeyboardInterrupt, id="accel"),
+        pytest.param("accel", 307, KeyboardInterrupt, id="accel, closely", marks=pytest.mark.slow),
+        pytest.param("accel", 20_023, TimeLimit, id="accel, a time limit"),
+        pytest.param("accel", 311, TimeLimit, id="accel, a time limit, closely", marks=pytest.mark.slow),
+        pytest.param("accel", 20_029, TimeoutError, id="accel, TimeoutError"),
+        pytest.param("accel", 313, TimeoutError, id="accel, TimeoutError, closely", marks=pytest.mark.slow),
+        pytest.param(GRAD_MODE, 7, KeyboardInterrupt, id="no_grad"),
+        pytest.param(GRAD_MODE, 1, KeyboardInterrupt, id="no_grad, each", marks=pytest.mark.slow),
     ],
 )
-def test_a_run_goes_on_after_an_interruption(only_quick: None, folder: str, stride: int) -> None:
+def test_a_run_goes_on_after_an_interruption(
+    only_quick: None, folder: str, stride: int, error: type[BaseException]
+) -> None:
     for at in itertools.count(0, stride):
-        if not interrupted(folder, at).place:
+        if not interrupted(folder, at, error).place:
             assert at > 0
             return  # the search ended without coming to that place

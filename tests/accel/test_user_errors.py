@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 import accel
+from accel.dataio.engine.processes import ProcessEngine
 from accel.profiler.script import Script
 from accel.report import Report
 from accel.search.plan import Plan, fingerprint
@@ -157,6 +158,43 @@ def test_an_error_in_a_worker_process_is_the_dataset_s_own(monkeypatch: pytest.M
     assert traceback.extract_tb(caught.value.__traceback__)[-1].name == "__getitem__"
     assert caught.value.__context__ is None
     assert numbers == [list(range(i, i + 8)) for i in range(0, 328, 8)]
+
+
+def test_a_time_limit_while_the_loop_waits_for_a_worker_process_is_no_fault_of_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The loop gets it, and goes on with the very batch that it has waited for."""
+
+    def handle(signum: int, frame: Any) -> None:
+        raise TimeoutError("out of time")
+
+    def waits(engine: ProcessEngine, serial: int) -> None:
+        monkeypatch.undo()
+        signal.raise_signal(signal.SIGUSR1)
+
+    monkeypatch.setattr(LoaderWorkers, "refusal", lambda *_: "")  # on one core, too
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    plan = Plan(fingerprint=fingerprint(model), model="Net", strategies={"loader_workers": 1})
+    data = make_loader(Samples(400), shuffle=False)
+    model, loader, optimizer = accel.optimize(model, data, optimizer, plan=plan)
+    numbers, batches, before = list[int](), iter(loader), signal.signal(signal.SIGUSR1, handle)
+    try:
+        for number in range(50):
+            if number == 30:
+                monkeypatch.setattr(ProcessEngine, "_await", waits)
+                with pytest.raises(TimeoutError, match="out of time") as caught:
+                    next(batches)
+                assert caught.value.__context__ is None
+            x, target = next(batches)
+            numbers += target.tolist()
+            optimizer.zero_grad()
+            loss_of(model(x), target).backward()
+            optimizer.step()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert numbers == list(range(400))
+    assert accel.explain(model).plan == {"loader_workers": 1}
 
 
 def test_an_error_without_a_text_in_a_worker_process_is_no_trouble(only_quick: None) -> None:

@@ -32,7 +32,7 @@ class Activates(nn.Module):
         activation = torch.tanh(self.layer(x))
         self._activations.append(weakref.ref(activation))
         if self.fails:
-            raise torch.OutOfMemoryError("no room")
+            torch.empty(1 << 60)
         return activation
 
 
@@ -61,6 +61,6 @@ def test_an_error_of_the_user_s_own_leaves_nothing_in_memory() -> None:
     """A loop that makes do with a smaller batch then has the room for it without a collection of garbage."""
     model = Activates(fails=True)
     gate, watch, trips = broken(model, lambda call: lambda x: call(x))
-    with contextlib.suppress(torch.OutOfMemoryError):
+    with contextlib.suppress(RuntimeError):
         watch.call(gate.call, (torch.ones(1, 2),), {})
     assert (model._held, model.held, trips) == ([0, 0], 0, [])

@@ -189,13 +189,14 @@ class Passed:
 
 @pytest.mark.parametrize("is_dict", [True, False])
 def test_the_users_own_error_is_the_one_that_is_raised(is_dict: bool) -> None:
-    """Made again with what is left of the batch, the call would raise another one."""
+    """The call is not made again with what is left of the batch."""
     gate, watch, trips = broken(Pops(), lambda call: lambda batch: call(batch))
     batch: Any = {"x": torch.ones(1, 2)} if is_dict else Passed(torch.ones(1, 2))
     with pytest.raises(ValueError, match=r"mine: \(1, 2\)") as caught:
         watch.call(gate.call, (batch,), {})
     assert caught.value.__context__ is None
-    assert bool(trips) == (not is_dict)  # a dict is put back, and the call made again
+    assert trips == []
+    assert not (batch if is_dict else vars(batch))  # as the call has left it
 
 
 def test_a_call_that_has_appended_to_a_list_is_made_again_with_the_list_as_it_was() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 from collections import UserDict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ import pytest
 import torch
 from torch.utils.data import default_collate
 
+from accel.dataio.sample_cache import SampleCache
 from accel.dataio.samples.layout import NotKept, SampleLayout
 
 
@@ -135,6 +137,9 @@ def test_samples_of_their_own_memory_can_grow() -> None:
         lambda: UserDict(a=1),
         lambda: {1, 2},
         lambda: (1, object()),
+        lambda: torch._neg_view(torch.ones(2)),
+        lambda: torch.ones(1, dtype=torch.complex64).conj().imag,
+        lambda: torch._efficientzerotensor((2,)),
     ],
 )
 def test_what_is_not_plain_data_is_not_kept(sample: Callable[[], Any]) -> None:
@@ -160,6 +165,39 @@ def test_what_is_not_plain_data_is_not_kept(sample: Callable[[], Any]) -> None:
 )
 def test_a_sample_of_another_layout_is_not_packed(other: Any) -> None:
     assert SampleLayout((torch.ones(2), 1)).pack(other) is None
+
+
+# The place of one value is that of another, or overlaps it: what the loop writes to one is in both.
+TWICE: dict[str, Callable[[Any], Any]] = {
+    "tensor": lambda x: (x, {"again": x}),
+    "view": lambda x: (x[:3], {"again": x[1:]}),
+    "array of a tensor": lambda x: (x, {"again": x.numpy()}),
+    "list": lambda x: (x[0], {"again": [x[1], *2 * ([1],)]}),
+    "dict": lambda x: (x[0], {"again": 2 * ({"a": 1},)}),
+}
+
+
+@pytest.mark.parametrize("name", TWICE)
+def test_a_sample_that_holds_the_same_memory_twice_is_not_kept(name: str) -> None:
+    twice = TWICE[name](torch.arange(4.0))
+    with pytest.raises(NotKept, match="the same memory in two places"):
+        SampleLayout(twice)
+    with pytest.raises(ValueError, match="the same memory in two places"):
+        SampleCache([twice])
+    if "list" in name or name == "dict":
+        once = (torch.ones(()), {"again": [torch.ones(()), [1], [1]] if name == "list" else ({"a": 1}, {"a": 1})})
+    else:
+        once = tuple(pickle.loads(pickle.dumps(each)) for each in twice)
+    layout = SampleLayout(once)
+    assert layout.pack(once) is not None
+    assert layout.pack(twice) is None and layout.rows([once, twice]) is None
+
+
+def test_parts_of_one_memory_that_do_not_overlap_are_kept() -> None:
+    whole = torch.arange(6.0)
+    sample = whole[:2], whole[2:3], whole[3:].numpy(), (whole.clone(), (1, 2), (1, 2))
+    (back,) = unpacked(SampleLayout(sample), [sample])
+    assert all(map(torch.equal, map(torch.as_tensor, back[:3]), map(torch.as_tensor, sample[:3])))
 
 
 @pytest.mark.parametrize("other", [{"b": 1, "a": "x"}, {"a": "x" * 300, "b": 1}, {"a": "\udcff", "b": 1}, {"a": 1}])

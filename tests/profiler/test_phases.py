@@ -54,6 +54,20 @@ def step(fake: FakeClock, clock: StepClock) -> Measurement:
     return clock.close(0)
 
 
+def test_a_clock_whose_reading_was_interrupted_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(**_: object) -> Measurement:
+        monkeypatch.undo()
+        raise TimeoutError
+
+    fake = FakeClock()
+    clock = StepClock(fake)
+    monkeypatch.setattr("accel.profiler.phases.Measurement", interrupted)
+    with pytest.raises(TimeoutError):
+        step(fake, clock)
+    clock.restart()
+    assert step(fake, clock).phases == step(fake, clock).phases
+
+
 def test_an_ordinary_step() -> None:
     fake = FakeClock()
     clock = StepClock(fake)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import signal
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -301,6 +302,9 @@ def test_what_it_does_not_take() -> None:
         step(torch.ones(2, requires_grad=True))
     with pytest.raises(TypeError, match=r"what a step returns must be .* Found: set"):
         taped(capture(lambda x: {1}, warmup=0))(torch.ones(2))
+    for wrong in (None, "step", nn.Linear):
+        with pytest.raises(TypeError, match=r"capture: step must be a model or a function that makes a step. Found: "):
+            capture(wrong)  # type: ignore[call-overload]
     with pytest.raises(ValueError, match=r"most 1 or more. Found: 3 and 0"):
         capture(lambda x: x, most=0)
 
@@ -332,6 +336,42 @@ def test_strictly_it_raises() -> None:
     step = taped(capture(waiting(training), warmup=0, strict=True))
     with pytest.raises(CaptureError, match=r"must not wait for the device. Found: RuntimeError: operation"):
         step(*batch(8, 0))
+
+
+@pytest.mark.parametrize("error", [TimeoutError, KeyboardInterrupt])
+def test_a_time_limit_within_a_capture_reaches_the_loop(error: type[BaseException]) -> None:
+    def handle(signum: int, frame: Any) -> None:
+        raise error("out of time")
+
+    def trained(captured: bool) -> tuple[list[Any], list[Tensor]]:
+        training, seen, at = Training(), list[Any](), [0]
+
+        def step(x: Tensor, target: Tensor) -> Tensor:
+            if at[0] == 3:
+                at[0] = 0
+                signal.raise_signal(signal.SIGUSR1)
+            return training.whole(x, target)
+
+        run: Any = step
+        if captured:
+            run = taped(capture(step, modules=[training.model], optimizers=[training.optimizer], warmup=3))
+        torch.manual_seed(1)
+        for number in range(10):
+            at[0] = number
+            try:
+                seen.append(run(*batch(8, number)).tolist())
+            except (TimeoutError, KeyboardInterrupt) as caught:
+                seen.append((type(caught), caught.args))
+        assert not captured or run.captures == 1
+        return seen, training.state()
+
+    before = signal.signal(signal.SIGUSR1, handle)
+    try:
+        (seen, state), (expected, plain) = trained(True), trained(False)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert seen == expected and (error, ("out of time",)) in seen
+    assert all(map(torch.equal, state, plain))
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,12 @@ WAITING: dict[str, tuple[Callable[[Tensor], object], str]] = {
     "where": (lambda x: torch.where(x > 0), "nonzero"),
     "masked_select": (lambda x: x.masked_select(x > 0), "masked_select"),
     "unique": (lambda x: x.unique(), "_unique2"),
+    "unique_dim": (lambda x: x.unique(dim=0), "unique_dim"),
+    "unique_consecutive": (lambda x: x.unique_consecutive(), "unique_consecutive"),
+    "bincount": (lambda x: x.long().abs().bincount(), "bincount"),
     "equal": (lambda x: torch.equal(x, x), "equal"),
+    "allclose": (lambda x: torch.allclose(x, x), "allclose"),
+    "one_hot": (lambda x: nn.functional.one_hot(x.long().abs()), "_local_scalar_dense"),
     "repeats": (lambda x: torch.repeat_interleave(torch.ones(4, dtype=torch.int64)), "repeat_interleave"),
 }
 

@@ -472,3 +472,41 @@ def test_an_output_that_is_a_parameter_keeps_no_hook() -> None:
     _, run = make(model)
     run.observed.note_outputs((model.weight, model(torch.ones(1, 2))))
     assert not model.weight._backward_hooks
+
+
+# -- loops that pack what is saved -------------------------------------------------------------------------------------
+
+
+def packed() -> torch.autograd.graph.saved_tensors_hooks:
+    """Hooks that keep what is saved as arrays, in no other strides than an array's own."""
+    return torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach().numpy().copy(), torch.from_numpy)
+
+
+def test_a_loop_that_packs_what_is_saved_is_refused() -> None:
+    model, x = Stack(2), torch.randn(2, 5, WIDTH)
+    strategy, run = make(model, (2, 5, WIDTH))
+    run.observed.note_outputs(model(x))
+    assert strategy.refusal(run) == ""
+    for hooks in (packed(), torch.autograd.graph.save_on_cpu()):
+        run.observed.needs_graphs = ""
+        with hooks:
+            run.observed.note_outputs(model(x))
+        assert "saved_tensors_hooks" in strategy.refusal(run)
+
+
+@pytest.mark.parametrize("setting", [BLOCKS, WHOLE])
+def test_a_call_whose_saved_tensors_are_packed_runs_plainly(setting: str, backend: Counts) -> None:
+    model, x = Stack(2), torch.randn(2, 5, WIDTH)
+    plain = copy.deepcopy(model)
+    strategy, run = make(model, (2, 5, WIDTH))
+    strategy.enable(run, setting)
+    gradients(model, model, x)
+    runs = backend.runs
+    with packed():
+        own = gradients(model, model, x)
+    assert backend.runs == runs > 0
+    with packed():
+        expected = gradients(plain, plain, x)
+    assert all(map(torch.equal, own, expected))
+    gradients(model, model, x)
+    assert backend.runs == 2 * runs
