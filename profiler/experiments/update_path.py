@@ -138,12 +138,8 @@ def _lacks_some_buffers(optimizer: Optimizer, group: dict[str, Any]) -> bool:
     """Return whether some of the parameters to be updated have a momentum buffer, and some none."""
     if not group.get("momentum") or not isinstance(optimizer, torch.optim.SGD):
         return False
-    have = {_has_buffer(optimizer.state.get(p)) for p in group["params"] if p.grad is not None}
-    return len(have) > 1
-
-
-def _has_buffer(state: dict[str, Any] | None) -> bool:
-    return state is not None and state.get("momentum_buffer") is not None
+    states = [optimizer.state.get(p) or {} for p in group["params"] if p.grad is not None]
+    return len({state.get("momentum_buffer") is None for state in states}) > 1
 
 
 class Paths:
