@@ -122,7 +122,8 @@ def _signature(optimizer: Optimizer) -> Any:
     except (RuntimeError, TypeError):
         return None
     ids = list(map(id, params)), list(map(id, state))
-    return ids, missing, list(map(Tensor.size, params)), list(map(_DTYPE, given)), strides
+    momentum = [group.get("momentum") for group in optimizer.param_groups]
+    return ids, momentum, missing, list(map(Tensor.size, params)), list(map(_DTYPE, given)), strides
 
 
 def _lay_out_gradients(group: dict[str, Any]) -> bool:
@@ -222,6 +223,8 @@ class Paths:
     def _gradients_ready(self, optimizer: Optimizer) -> None:
         """Have groups that lack what the path relies on updated by their own path, in this step."""
         groups = [group for group in optimizer.param_groups if self._is_on(group)]
+        if not groups:  # the closure may have ended in a restored path
+            return
         for group in groups:
             self._reasons.pop(id(group), None)
         signature = _signature(optimizer) if self._fused else ()

@@ -159,3 +159,37 @@ def test_whatever_the_loop_changes_steps_do_as_on_the_plain_path(path: str, chan
 )
 def test_after_several_changes_too(path: str, kind: Any, changes: list[str]) -> None:
     assert_as_plain(kind[0], path, changes, **kind[1])
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_path_that_is_restored_within_a_closure_lets_the_step_end(fused: bool) -> None:
+    """As where the guard undoes it in the forward pass that a closure makes."""
+    parameter = nn.Parameter(torch.ones(3))
+    optimizer, paths = torch.optim.SGD([parameter], 0.5), Paths()
+    paths.switch([optimizer], fused=fused)
+
+    def closure() -> float:
+        parameter.grad = torch.ones(3)
+        paths.restore()
+        return 0.0
+
+    optimizer.step(closure)  # type: ignore[arg-type]
+    assert parameter.tolist() == [0.5] * 3
+
+
+def test_momentum_that_comes_back_makes_the_buffers_that_are_missing() -> None:
+    ends = []
+    for fused in (False, True):
+        parameters = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2))]
+        optimizer, paths = torch.optim.SGD(parameters, 0.5, momentum=0.9), Paths()
+        for number, momentum in enumerate((0.9, 0.0, 0.0, 0.9, 0.9)):
+            optimizer.param_groups[0]["momentum"] = momentum
+            for p in parameters[: 1 + (number > 0)]:
+                p.grad = torch.ones_like(p)
+            if number == 1 and fused:
+                paths.switch([optimizer], fused=True)
+            optimizer.step()
+        paths.restore()
+        ends.append([p.detach() for p in parameters])
+    for expected, actual in zip(*ends, strict=True):
+        torch.testing.assert_close(actual, expected)
