@@ -58,6 +58,7 @@ class MultiTensorOptimizer(Optimizer):
         self._updater = Updater(self.kind)
         self._outcome = UpdateOutcome(None, None)
         self._versions: dict[Tensor, int] = {}
+        self._addresses: dict[Tensor, int] = {}
         self._apex = None
 
     # What a kind of optimizer declares.
@@ -179,7 +180,9 @@ class MultiTensorOptimizer(Optimizer):
     def _remember(self, params: Sequence[Tensor], masters: Sequence[Tensor | None]) -> None:
         """Note that parameters are what their master weights round to."""
         if masters:
-            self._versions.update((p, p._version) for p, m in zip(params, masters, strict=True) if m is not None)
+            updated = [p for p, m in zip(params, masters, strict=True) if m is not None]
+            self._versions.update((p, p._version) for p in updated)
+            self._addresses.update((p, p.data_ptr()) for p in updated)
 
     def _with_gradients(self, group: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
         params = [p for p in group["params"] if p.grad is not None]
@@ -218,7 +221,7 @@ class MultiTensorOptimizer(Optimizer):
             state = self.state[p]
             if "master" not in state:
                 state["master"] = _fresh(p).copy_(p)
-            elif self._versions.get(p) != p._version:
+            elif (self._versions.get(p), self._addresses.get(p)) != (p._version, p.data_ptr()):
                 master = state["master"]
                 # What still rounds to the parameter is kept: it has the bits that the parameter has not.
                 master.copy_(torch.where(master.to(p.dtype) == p, master, p.to(master.dtype)))

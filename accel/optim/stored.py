@@ -109,7 +109,7 @@ def _check(owner: str, kind: Kind, param: Tensor, state: Mapping[str, Any]) -> N
 
 
 def taken_in(param: Tensor, state: Mapping[str, Any], step: float | None) -> dict[str, Any]:
-    """Return the state of one parameter in the dtypes and the layout of updates.
+    """Return the state of one parameter in the dtypes of updates; the next one brings it to the layout.
 
     Args:
         param: the parameter.
@@ -124,15 +124,7 @@ def taken_in(param: Tensor, state: Mapping[str, Any], step: float | None) -> dic
             counter = value if isinstance(value, Tensor) else torch.tensor(float(value))
             taken[name] = counter.to(device=param.device, dtype=torch.float32).reshape(())
         elif name != "master" or work_dtype(param.dtype) != param.dtype:
-            taken[name] = _like(param, value)
+            taken[name] = value.to(device=param.device, dtype=work_dtype(param.dtype))
     if step is not None and _was_updated(taken) and "step" not in taken:
         taken["step"] = torch.tensor(step, device=param.device)
     return taken
-
-
-def _like(param: Tensor, value: Tensor) -> Tensor:
-    value = value.to(device=param.device, dtype=work_dtype(param.dtype))
-    if value.stride() == param.stride():
-        return value
-    like = torch.empty_like(param, dtype=value.dtype, memory_format=torch.preserve_format)
-    return value if value.stride() == like.stride() else like.copy_(value)

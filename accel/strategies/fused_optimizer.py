@@ -16,7 +16,8 @@ from accel.profiler.experiments.update_path import Paths
 from accel.run import Run
 from accel.strategies.base import Exactness, Strategy
 
-_NONE_LEFT = "no optimizer takes that path any more: the loop has replaced it, or loaded a state that can't"
+_NONE_LEFT = "no optimizer takes that path any more"
+_REPLACED = "the loop has replaced it, or loaded a state that can't"
 
 
 class FusedOptimizer(Strategy):
@@ -71,9 +72,11 @@ class FusedOptimizer(Strategy):
                     _put_counters_on_cpu(state["state"], saved["params"])
 
     def failure(self, run: Run) -> str:
-        """Say that no optimizer takes the path any more: the loop has replaced it, or loaded a state that can't."""
+        """Say that no optimizer takes the path any more, and why."""
         optimizers = list(run.optimizers)
-        return "" if not optimizers or any(map(self._paths.switches, optimizers)) else _NONE_LEFT
+        if not optimizers or any(map(self._paths.switches, optimizers)):
+            return ""
+        return f"{_NONE_LEFT}: {self._paths.reason() or _REPLACED}"
 
     def disable(self, run: Run) -> None:
         """Set the path that was set before."""

@@ -109,20 +109,17 @@ def sent(tensor: Tensor, device: torch.device) -> Tensor:
 def fingerprint(batches: Sequence[Batch]) -> list[Any]:
     """Return what the table of a step depends on: where tensors lie and how, and the options of each group.
 
-    It is made at every step, so each line goes through all tensors without Python for each. States are not looked at
-    beyond their addresses: they are made here, in the order and dtype that the update takes.
+    It is made at every step, so each line goes through all tensors without Python for each. What is kept beside weights
+    changes its dtype only with its address.
     """
     seen: list[Any] = []
     for batch in batches:
-        given = [*batch.params, *batch.grads]
-        contiguous = list(map(torch.Tensor.is_contiguous, given))
+        walked = list(chain.from_iterable(batch.columns))
         seen += (
-            list(map(_ADDRESS, given)),
-            list(map(_ADDRESS, chain(*batch.states, batch.steps))),
-            [None if master is None else master.data_ptr() for master in batch.masters],
-            list(map(_DTYPE, given)),
+            list(map(_ADDRESS, chain(walked, batch.steps))),
+            list(map(_DTYPE, chain(batch.params, batch.grads))),
             list(map(torch.Tensor.numel, batch.params)),
-            None if all(contiguous) else list(map(torch.Tensor.stride, given)),
+            None if all(map(torch.Tensor.is_contiguous, walked)) else list(map(torch.Tensor.stride, walked)),
             (len(batch.states), batch.nesterov, batch.amsgrad),
         )
     return seen

@@ -14,7 +14,7 @@ from operator import attrgetter
 import torch
 from torch import Tensor
 
-from accel.kernels.optimizers.regular import copy_back, regular
+from accel.kernels.optimizers.regular import Sizes, copy_back, regular, sizes
 from accel.kernels.optimizers.rules import Batch, Kind, Numbers, Scaling, UpdateOutcome, needs_norm, work_dtype
 
 _DTYPE = attrgetter("dtype")
@@ -24,8 +24,14 @@ _FOREVER = torch.full((), 1e9)
 """A step at which the bias of moments is 0."""
 
 
-def update(kind: Kind, batches: Sequence[Batch], scaling: Scaling) -> UpdateOutcome:
+def update(kind: Kind, batches: Sequence[Batch], scaling: Scaling, before: list[Sizes]) -> UpdateOutcome:
     """Update the parameters of all groups, in place.
+
+    Args:
+        kind: of optimizer.
+        batches: one for each parameter group.
+        scaling: of mixed precision.
+        before: sizes that the step before found, those of this step after it.
 
     Returns:
         The norm where a group is clipped or nobody looked for infinity and NaN, and whether the step was skipped.
@@ -42,12 +48,14 @@ def update(kind: Kind, batches: Sequence[Batch], scaling: Scaling) -> UpdateOutc
     if skips:
         return UpdateOutcome(known, torch.ones(()))
     outcome = UpdateOutcome(known, torch.zeros(()) if asked else None)
-    for batch in batches:
-        if batch.params:
-            row = batch.row.numbers()
-            factor = inverse * _clip(row.max_norm, norm)
-            for part in _by_dtype(batch):
-                _update(kind, part, row, factor)
+    parts = [part for batch in batches if batch.params for part in _by_dtype(batch)]
+    own = list(map(sizes, parts))
+    ready = [regular(part, is_known=own == before) for part in parts]  # all before any is updated: one may be refused
+    before[:] = own
+    for part, copies in ready:
+        row = part.row.numbers()
+        _update(kind, part, row, inverse * _clip(row.max_norm, norm))
+        copy_back(copies)
     return outcome
 
 
@@ -99,7 +107,6 @@ def _chosen(batch: Batch, indices: Sequence[int]) -> Batch:
 
 def _update(kind: Kind, batch: Batch, row: Numbers, factor: float) -> None:
     """Update parameters of one dtype."""
-    batch, copies = regular(batch)
     dtype = batch.params[0].dtype
     work = work_dtype(dtype)
     masters = [m for m in batch.masters if m is not None] if batch.masters else []
@@ -112,7 +119,6 @@ def _update(kind: Kind, batch: Batch, row: Numbers, factor: float) -> None:
     _UPDATES[kind](batch, row, weights, grads)
     if weights is not batch.params:
         torch._foreach_copy_(batch.params, weights)
-    copy_back(copies)
 
 
 def _scaled(grads: list[Tensor], factor: float, work: torch.dtype) -> list[Tensor]:

@@ -3,54 +3,86 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import chain
+from operator import attrgetter
 
 import torch
 from torch import Tensor
 
-from accel.kernels.optimizers.rules import Batch
+from accel.kernels.optimizers.rules import Batch, work_dtype
 
 Copies = list[tuple[Tensor, Tensor]]
 """Destinations and sources: what is written back after the update."""
+Sizes = tuple[list[torch.Size], torch.dtype]
+_DTYPE = attrgetter("dtype")
 
 
-def regular(batch: Batch) -> tuple[Batch, Copies]:
+def regular(batch: Batch, *, is_known: bool = False) -> tuple[Batch, Copies]:
     """Return a batch whose tensors can be updated element by element, and what to copy back afterwards.
 
-    A parameter with gaps, and a gradient or a state in another order than its parameter, is replaced by a copy.
+    A parameter with gaps, and a gradient in another order than its parameter, is replaced by a copy. States and master
+    weights that have another order or dtype than is due, since their parameter has got another, are brought to it.
+
+    Args:
+        batch: of parameters.
+        is_known: the step before had parameters of the same `sizes`; default False.
+
+    Raises:
+        ValueError: if a gradient or a state is of another shape than its parameter.
+        RuntimeError: if states are to be brought to another order within the capture of a CUDA graph.
     """
-    columns = [batch.params, batch.grads, *batch.states]
     # A contiguous tensor is quickly known; strides of all would take longer than a small update.
-    for column in columns:
-        if not all(map(torch.Tensor.is_contiguous, column)):
-            return _in_one_run(batch, columns)
-    return batch, []
+    is_plain = all(all(map(Tensor.is_contiguous, column)) for column in batch.columns)
+    return (batch, []) if is_plain and (is_known or _is_alike(batch)) else _in_one_run(batch)
 
 
-def _in_one_run(batch: Batch, columns: list[list[Tensor]]) -> tuple[Batch, Copies]:
-    """Return a batch with copies of the tensors that are in another order, or have gaps."""
-    params, grads, states = list(batch.params), list(batch.grads), [list(column) for column in batch.states]
-    masters = list(batch.masters)
+def sizes(batch: Batch) -> Sizes:
+    """Return the sizes of a batch's parameters, and the dtype of the first."""
+    return list(map(Tensor.size, batch.params)), batch.params[0].dtype
+
+
+def _is_alike(batch: Batch) -> bool:
+    """Return whether all is of its parameter's shape, and what is kept of one dtype that is due."""
+    params, *others = batch.columns
+    shapes = list(map(Tensor.size, params))
+    due = {work_dtype(dtype) for dtype in set(map(_DTYPE, params))}
+    kept = set(map(_DTYPE, chain.from_iterable(others[1:])))
+    return len(due) == 1 and kept <= due and all(list(map(Tensor.size, column)) == shapes for column in others)
+
+
+def _in_one_run(batch: Batch) -> tuple[Batch, Copies]:
+    """Return a batch with copies of the parameters that have gaps, and of the gradients in another order."""
+    params, grads, (_, _, *kept) = list(batch.params), list(batch.grads), batch.columns
     back: Copies = []
-    for i in range(len(params)):
-        if all(column[i].is_contiguous() for column in columns):
-            continue
-        params[i] = _in_order(params[i], params[i], back)
-        grads[i] = _in_order(grads[i], params[i], [])
-        for column in states:
-            column[i] = _in_order(column[i], params[i], back)
-        if masters and (master := masters[i]) is not None:
-            masters[i] = _in_order(master, params[i], back)
-    return replace(batch, params=params, grads=grads, states=states, masters=masters), back
+    for i, param in enumerate(params):
+        for tensor in (grads[i], *(column[i] for column in kept)):
+            if tensor.shape != param.shape:
+                raise ValueError(
+                    f"accel.optim: a gradient and a state must have their parameter's shape, {list(param.shape)}. "
+                    f"Found: {list(tensor.shape)}. Make the optimizer anew for weights of another shape."
+                )
+        if not is_dense(param):
+            # empty_like keeps the order of a dense tensor, and makes others contiguous.
+            params[i] = torch.empty_like(param).copy_(param)
+            back.append((param, params[i]))
+        grads[i] = _in_order(grads[i], params[i], grads[i].dtype)
+        for column in kept:
+            brought = column[i] if column[i] is param else _in_order(column[i], params[i], work_dtype(param.dtype))
+            if brought is not column[i]:
+                if param.is_cuda and torch.cuda.is_current_stream_capturing():
+                    raise RuntimeError(
+                        "accel.optim: a captured step needs states that lie as their parameters do. Found: others. Run "
+                        "one step before the capture."
+                    )
+                column[i].data = brought
+    return replace(batch, params=params, grads=grads), back
 
 
-def _in_order(tensor: Tensor, like: Tensor, back: Copies) -> Tensor:
-    """Return the tensor if it lies as `like` does, without gaps, or else a copy that does."""
-    if tensor.stride() == like.stride() and is_dense(tensor):
+def _in_order(tensor: Tensor, like: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the tensor if it lies as `like` does, which has no gaps, and is of a dtype, or else a copy that does."""
+    if tensor.stride() == like.stride() and tensor.dtype == dtype:
         return tensor
-    # empty_like keeps the order of a dense tensor, and makes others contiguous.
-    copy = torch.empty_like(like, dtype=tensor.dtype).copy_(tensor)
-    back.append((tensor, copy))
-    return copy
+    return torch.empty_like(like, dtype=dtype).copy_(tensor)
 
 
 def is_dense(tensor: Tensor) -> bool:

@@ -96,6 +96,17 @@ class Batch:
     nesterov: bool = False
     amsgrad: bool = False
 
+    @property
+    def columns(self) -> list[list[Tensor]]:
+        """All tensors that an update walks through together, element by element: a list for each kind.
+
+        A parameter without master weights stands for them.
+        """
+        masters = (
+            [p if m is None else m for p, m in zip(self.params, self.masters, strict=True)] if self.masters else []
+        )
+        return [self.params, self.grads, *self.states, *([masters] if masters else [])]
+
 
 @dataclass
 class Scaling:

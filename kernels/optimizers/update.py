@@ -9,6 +9,7 @@ from torch import Tensor
 
 from accel.kernels.optimizers import host
 from accel.kernels.optimizers.device import Launcher
+from accel.kernels.optimizers.regular import Sizes
 from accel.kernels.optimizers.rules import Batch, Hypers, Kind, Scaling, UpdateOutcome
 from accel.kernels.support import Cost, runs_triton
 
@@ -32,6 +33,7 @@ class Updater:
     def __init__(self, kind: Kind) -> None:
         self.kind: Kind = kind
         self._launcher: Launcher | None = None
+        self._known: list[Sizes] = []
 
     def __call__(self, batches: Sequence[Batch], scaling: Scaling | None = None) -> UpdateOutcome:
         """Update, in place.
@@ -51,7 +53,7 @@ class Updater:
         if runs_triton(first):
             outcome = self._launcher_on(first).update(self.kind, batches, scaling)
         else:
-            outcome = host.update(self.kind, batches, scaling)
+            outcome = host.update(self.kind, batches, scaling, self._known)
         # Neither our kernels nor torch's fused ones say so: what autograd saved of a parameter is no more what it was.
         for batch in batches:
             torch.autograd.graph.increment_version(batch.params)

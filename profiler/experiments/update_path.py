@@ -1,20 +1,23 @@
 """The path an optimizer's step takes: parameter by parameter, foreach or fused; and switching it between two steps.
 
 On a CPU torch's fused path takes the elements of parameter, gradient and state in the order of memory, as if all were
-laid out alike: the update of a parameter with gaps between its elements, or of one whose gradient has other strides, is
-wrong without a word (torch 2.13). By its source it raises on CUDA, where it was not run. So it is not offered for such
-parameters, and gradients that a loop has assigned itself are laid out as their parameters first.
+laid out alike and of one size: where they are not, the update is wrong, or beyond the memory of one, without a word
+(torch 2.13). On CUDA, by its source, it raises. The foreach path takes no tensors for numbers. A loop
+may change all of that between any two steps, so what a path relies on is looked at in each: a group that lacks it is
+updated by the path that it had before. Gradients that a loop has assigned itself are laid out as their parameters.
 
 SGD's fused path wants a momentum buffer for all parameters of a group or for none. In the first step after a loop has
-unfrozen some of them, the foreach path makes the buffers that are missing.
+unfrozen some of them, the path from before makes the buffers that are missing.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable
 from functools import partial
+from itertools import chain
+from operator import attrgetter, itemgetter
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -26,6 +29,12 @@ from accel.profiler.closures import Arguments, followed_by
 _FUSED = ("SGD", "Adam", "AdamW", "Adagrad")
 _FUSED_DEVICES = ("cpu", "cuda", "mps", "xpu")
 _CPU = torch.device("cpu")
+_CPU_DTYPES = (torch.float32, torch.float64)
+"""The CPU's fused SGD without momentum leaves 16-bit weights as they are, without a word (torch 2.13)."""
+_DTYPES = (*_CPU_DTYPES, torch.float16, torch.bfloat16)
+_PARAMS, _GRAD, _DTYPE = itemgetter("params"), attrgetter("grad"), attrgetter("dtype")
+_OTHERWISE = "a weight, its gradient and its state are no longer of one shape, dtype and memory layout"
+_TENSOR = "a number of its parameter groups, such as the learning rate, is a tensor"
 
 
 def refusal(optimizer: Optimizer) -> str:
@@ -62,43 +71,76 @@ def updates_at_once(optimizer: Optimizer) -> bool:
 
 
 def has_fused(optimizer: Optimizer) -> bool:
-    """Return whether torch has a fused path for this optimizer and all its parameters."""
-    return type(optimizer).__name__ in _FUSED and all(
-        p.is_floating_point() and p.device.type in _FUSED_DEVICES and _is_regular(p, optimizer.state.get(p, {}))
-        for group in optimizer.param_groups
-        for p in group["params"]
-    )
+    """Return whether torch has a fused path for this optimizer and all its parameters, as they are now."""
+    groups = optimizer.param_groups
+    return type(optimizer).__name__ in _FUSED and not any(_unfit(optimizer, group, fused=True) for group in groups)
+
+
+def _unfit(optimizer: Optimizer, group: dict[str, Any], *, fused: bool) -> str:
+    """Say why a path would not update a group as the plain one does, '' if it would."""
+    if _has_tensors(group, fused=fused):
+        return _TENSOR
+    is_fit = not fused or all(_is_regular(p, optimizer.state.get(p, {})) for p in group["params"])
+    return "" if is_fit else _OTHERWISE
+
+
+def _has_tensors(group: dict[str, Any], *, fused: bool) -> bool:
+    """Return whether tensors stand where a path takes numbers; torch's fused one reads some of them itself."""
+    takes = ("params", "lr", "betas") if fused else ("params",)
+    given = (value for name, value in group.items() if name not in takes)
+    return any(isinstance(each, Tensor) for value in given for each in (value if type(value) is tuple else (value,)))
 
 
 def _is_regular(parameter: Tensor, state: dict[str, Any]) -> bool:
-    """Return whether a parameter has no gaps, and its state is laid out as it is."""
-    like = [value for value in state.values() if isinstance(value, Tensor) and value.shape == parameter.shape]
-    like.append(torch.empty_like(parameter, device="meta"))  # of other strides if there are gaps, or elements overlap
-    return all(value.stride() == parameter.stride() for value in like)
+    """Return whether a parameter has no gaps, and its gradient and state are as it is."""
+    where = parameter.device.type
+    if where not in _FUSED_DEVICES or parameter.dtype not in (_CPU_DTYPES if where == "cpu" else _DTYPES):
+        return False
+    like = [value for name, value in state.items() if name != "step" and isinstance(value, Tensor)]
+    if not parameter.is_contiguous():
+        like.append(torch.empty_like(parameter))  # of other strides if there are gaps, or elements overlap
+    if (grad := parameter.grad) is not None:
+        like.append(grad)
+    own = parameter.shape, parameter.dtype, parameter.layout
+    return all((v.shape, v.dtype, v.layout) == own and v.stride() == parameter.stride() for v in like)
 
 
-def _lay_out_gradients(optimizer: Optimizer) -> None:
-    for group in optimizer.param_groups:
-        for p in group["params"]:
-            grad = p.grad
-            if grad is None:
-                continue
-            if grad.layout is not torch.strided:  # it had none when the path was switched; a fused step would raise
-                _set(group, foreach=False, fused=False)
-            elif grad.stride() != p.stride():  # 0.2 µs each
-                p.grad = torch.empty_like(p, dtype=grad.dtype).copy_(grad)
+def _signature(optimizer: Optimizer) -> Any:
+    """Return what the fused path relies on of all tensors; None where it can't be said, as of sparse gradients.
+
+    It is made at every step, so each line goes through all tensors without Python for each.
+    """
+    params = list(chain.from_iterable(map(_PARAMS, optimizer.param_groups)))
+    state = list(chain.from_iterable(map(dict.values, optimizer.state.values())))
+    grads = list(map(_GRAD, params))
+    missing = [number for number, grad in enumerate(grads) if grad is None]
+    given = params + ([grad for grad in grads if grad is not None] if missing else grads)
+    try:
+        # A contiguous tensor is known sooner than its strides.
+        is_plain = all(map(Tensor.is_contiguous, given)) and all(map(Tensor.is_contiguous, state))
+        strides = None if is_plain else list(map(Tensor.stride, given + state))
+    except (RuntimeError, TypeError):
+        return None
+    ids = list(map(id, params)), list(map(id, state))
+    momentum = [group.get("momentum") for group in optimizer.param_groups]
+    return ids, momentum, missing, list(map(Tensor.size, params)), list(map(_DTYPE, given)), strides
+
+
+def _lay_out_gradients(group: dict[str, Any]) -> bool:
+    """Lay gradients out as their parameters; return whether some were not."""
+    others = [p for p in group["params"] if p.grad is not None and p.grad.layout is torch.strided]
+    others = [p for p in others if p.grad.stride() != p.stride() and p.grad.shape == p.shape]
+    for p in others:
+        p.grad = torch.empty_like(p, dtype=p.grad.dtype).copy_(p.grad)
+    return bool(others)
 
 
 def _lacks_some_buffers(optimizer: Optimizer, group: dict[str, Any]) -> bool:
     """Return whether some of the parameters to be updated have a momentum buffer, and some none."""
     if not group.get("momentum") or not isinstance(optimizer, torch.optim.SGD):
         return False
-    have = {_has_buffer(optimizer.state.get(p)) for p in group["params"] if p.grad is not None}
-    return len(have) > 1
-
-
-def _has_buffer(state: dict[str, Any] | None) -> bool:
-    return state is not None and state.get("momentum_buffer") is not None
+    states = [optimizer.state.get(p) or {} for p in group["params"] if p.grad is not None]
+    return len({state.get("momentum_buffer") is None for state in states}) > 1
 
 
 class Paths:
@@ -115,30 +157,38 @@ class Paths:
         self.saved: dict[int, tuple[Any, Any]] = {}
         self._known: dict[int, dict[str, Any]] = {}
         """All groups that have been looked at; kept, since another one could get the id of one that is gone."""
-        self._switched: list[weakref.ref[Optimizer]] = []
+        self._signatures: WeakKeyDictionary[Optimizer, Any] = WeakKeyDictionary()
+        """Switched optimizers, which a loop may replace → what the path relies on, as it was last found fit."""
         self._fused = False
         self._hooks: list[RemovableHandle] = []
         self._for_this_step: list[dict[str, Any]] = []
-        """Groups that take the foreach path in one step."""
+        """Groups that take their own path in one step."""
+        self._reasons: dict[int, str] = {}
+        """id of a parameter group → why the path was not fit for it in the last step."""
 
     def switch(self, optimizers: Iterable[Optimizer], *, fused: bool) -> None:
         """Take the fused path, or foreach."""
         self._fused = fused
         for optimizer in optimizers:
-            self._switched.append(weakref.ref(optimizer))
+            self._signatures[optimizer] = None
             self._take(optimizer, optimizer.param_groups)
             self._hooks.append(optimizer.register_step_pre_hook(self._step_begins))
-            if fused:
-                self._hooks.append(optimizer.register_step_post_hook(self._step_ended))
+            self._hooks.append(optimizer.register_step_post_hook(self._step_ended))
         self._note_groups()
 
     def switches(self, optimizer: Optimizer) -> bool:
         """Return whether an optimizer takes the path, in some of its groups at least."""
-        if all(reference() is not optimizer for reference in self._switched):
+        if optimizer not in self._signatures:
             return False
         self._take_new(optimizer)
-        path = "fused" if self._fused else "foreach"
-        return any(id(group) in self.saved and group.get(path) for group in optimizer.param_groups)
+        return any(self._is_on(group) and id(group) not in self._reasons for group in optimizer.param_groups)
+
+    def reason(self) -> str:
+        """Say why an optimizer did not take the path in its last step, '' if all did."""
+        return next(iter(self._reasons.values()), "")
+
+    def _is_on(self, group: dict[str, Any]) -> bool:
+        return id(group) in self.saved and bool(group.get("fused" if self._fused else "foreach"))
 
     def _take(self, optimizer: Optimizer, groups: Iterable[dict[str, Any]]) -> None:
         for group in groups:
@@ -158,18 +208,12 @@ class Paths:
 
     def _note_groups(self) -> None:
         """Note the present groups, and forget those that are gone."""
-        groups = [group for optimizer in self._optimizers() for group in optimizer.param_groups]
+        groups = [group for optimizer in self._signatures for group in optimizer.param_groups]
         self._known = {id(group): group for group in groups}
         self.saved = {key: paths for key, paths in self.saved.items() if key in self._known}
 
-    def _optimizers(self) -> list[Optimizer]:
-        """Return the switched ones; a loop may have replaced some, and these are not kept alive."""
-        return [optimizer for reference in self._switched if (optimizer := reference()) is not None]
-
     def _step_begins(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Arguments | None:
         self._take_new(optimizer)
-        if not self._fused:
-            return None
         self._step_ended(optimizer)  # the step before may have raised
         arguments = followed_by(partial(self._gradients_ready, optimizer), args, kwargs)
         if arguments is None:
@@ -177,20 +221,35 @@ class Paths:
         return arguments
 
     def _gradients_ready(self, optimizer: Optimizer) -> None:
-        _lay_out_gradients(optimizer)
-        for group in optimizer.param_groups:
-            if group.get("fused") and _lacks_some_buffers(optimizer, group):
-                self._for_this_step.append(group)
-                _set(group, foreach=True, fused=False)
+        """Have groups that lack what the path relies on updated by their own path, in this step."""
+        groups = [group for group in optimizer.param_groups if self._is_on(group)]
+        if not groups:  # the closure may have ended in a restored path
+            return
+        for group in groups:
+            self._reasons.pop(id(group), None)
+        signature = _signature(optimizer) if self._fused else ()
+        if signature is not None and signature == self._signatures[optimizer]:
+            groups = [group for group in groups if _has_tensors(group, fused=self._fused)]
+        for group in groups:
+            if self._fused and _lay_out_gradients(group):
+                signature = None  # the next ones will have to be, too
+            if why := _unfit(optimizer, group, fused=self._fused):
+                self._reasons[id(group)] = why
+            elif not (self._fused and _lacks_some_buffers(optimizer, group)):
+                continue
+            signature = None
+            self._for_this_step.append(group)
+            _set(group, *self.saved[id(group)])
+        self._signatures[optimizer] = signature
 
     def _step_ended(self, optimizer: Optimizer, args: Any = None, kwargs: Any = None) -> None:
         for group in self._for_this_step:
-            _set(group, foreach=False, fused=True)
+            _set(group, not self._fused, self._fused)
         self._for_this_step.clear()
 
     def restore(self) -> None:
         """Restore the original paths."""
-        for optimizer in self._optimizers():
+        for optimizer in self._signatures:
             for group in optimizer.param_groups:
                 if id(group) in self.saved:
                     _set(group, *self.saved[id(group)])
@@ -198,8 +257,9 @@ class Paths:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
-        self._switched.clear()
+        self._signatures.clear()
         self._for_this_step.clear()
+        self._reasons.clear()
         self.saved.clear()
         self._known.clear()
 

@@ -63,9 +63,9 @@ def test_the_fused_path_makes_the_same_update_of_any_layout(
         torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_a_parameter_with_gaps_has_no_fused_path() -> None:
+def test_a_parameter_with_gaps_or_of_16_bits_has_no_fused_path() -> None:
     gaps, overlapping = torch.randn(4, 6)[:, ::2], torch.randn(4, 1).expand(4, 3)
-    for weight in (gaps, overlapping):
+    for weight in (gaps, overlapping, torch.randn(4, 6).bfloat16()):  # SGD's leaves 16-bit weights as they are
         assert not has_fused(torch.optim.SGD([nn.Parameter(weight)], 0.1))
     assert has_fused(torch.optim.SGD([nn.Parameter(torch.randn(4, 6).T)], 0.1))
 

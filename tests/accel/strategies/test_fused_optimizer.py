@@ -64,6 +64,43 @@ def test_after_another_optimizer_has_come_it_is_reported_as_undone() -> None:
     accel.undo(model)
 
 
+def _turned(model: Any, optimizer: Any) -> None:
+    for p in model.parameters():
+        p.data = p.data.T.contiguous().T if p.dim() == 2 else p.data
+
+
+def _a_tensor_for_weight_decay(model: Any, optimizer: Any) -> None:
+    optimizer.param_groups[0]["weight_decay"] = torch.tensor(0.01)
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [(_turned, "a weight, its gradient and its state are no longer of"), (_a_tensor_for_weight_decay, "a number of")],
+)
+def test_after_a_change_that_the_path_does_not_bear_it_is_undone(change: Any, why: str) -> None:
+    """Weights moved by other weights' gradients, or the step raised."""
+    model, loader, optimizer = kept()
+    loop = training(model, loader, optimizer)
+    change(model, optimizer)
+    plain = copy.deepcopy(model)
+    of_plain = torch.optim.AdamW(plain.parameters(), 0.01)
+    state = copy.deepcopy(optimizer.state_dict())
+    of_plain.load_state_dict(state)
+    x, target = torch.randn(8, 6), torch.arange(8)
+    for each, its in ((model, optimizer), (plain, of_plain)):
+        its.zero_grad()
+        loss_of(each(x), target).backward()
+        its.step()
+    for p, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p, expected)
+    advance(loop, 400)
+    row = {row.name: row for row in accel.explain(model).rows}["fused_optimizer"]
+    assert row.status == "undone"
+    assert row.why.startswith(f"no optimizer takes that path any more: {why}")
+    assert paths(optimizer) == (None, None)
+    accel.undo(model)
+
+
 def test_on_a_gpu_foreach_is_the_default_and_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     parameters = [nn.Parameter(torch.ones(2))]
     fused, plain = torch.optim.AdamW(parameters), torch.optim.NAdam(parameters)
