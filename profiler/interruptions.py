@@ -32,7 +32,7 @@ def ours(*kinds: type[Exception]) -> tuple[type[Exception], ...]:
 
     One that torch has wrapped, as its compiler does with whatever is raised in it, is raised here as it was.
     """
-    error = sys.exception()
+    error = sys.exc_info()[1]
     interruption = _interruption(error)
     if interruption is None:
         return kinds or (Exception,)

@@ -21,7 +21,7 @@ _OF_OPERATORS = (RuntimeError, TypeError, AssertionError, MemoryError)
 
 def of_strategies() -> tuple[type[Exception], ...]:
     """Return what an `except` clause around a call under strategies is to catch: what they may have caused."""
-    error = sys.exception()
+    error = sys.exc_info()[1]
     return interruptions.ours() if isinstance(error, Exception) and may_be_of_strategies(error) else ()
 
 

@@ -20,6 +20,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "torch_compile": {"torch_compile": "whole model"},
     "channels_last": {"channels_last": None},
     "autocast_bf16": {"autocast_bf16": None},
+    "amp_o2": {"amp_o2": None},
     "dropout_masks": {"dropout_masks": None},
     "fused": {"fused_optimizer": "fused"},
     "foreach": {"fused_optimizer": "foreach"},
@@ -32,7 +33,6 @@ PLANS: dict[str, dict[str, Any]] = {
     },
 }
 ELSEWHERE = {
-    "amp_o2": "what it does to weights has tests of its own, in tests/accel/amp",
     **dict.fromkeys(("intraop_threads", "loader_workers", "sample_cache"), "it never sees a model"),
     **dict.fromkeys(("gradient_by_hosts", "gradient_compression", "gradient_half"), "they need several ranks"),
     **dict.fromkeys(("async_copy", "cuda_graphs", "cudnn_benchmark", "pin_memory", "tf32", "window_attention"), "GPU"),
