@@ -268,7 +268,7 @@ class ElasticSampler(Sampler[list[int]]):
         Raises:
             ValueError: if an argument is out of range.
         """
-        _check(isinstance(epoch, int) and epoch >= 0, f"epoch must be a whole number, at least 0, got {epoch!r}")
+        _check(type(epoch) is int and epoch >= 0, f"epoch must be a whole number, at least 0, got {epoch!r}")
         if position is None and epoch == self.epoch:
             return
         position = position or 0
@@ -378,8 +378,10 @@ class ElasticSampler(Sampler[list[int]]):
                 f"this sampler {own!r}; make the sampler with the same {name} or start the epoch anew",
             )
         turns = state.get("turns")
-        _check(turns is None or (isinstance(turns, int) and turns >= 0), f"turns must be at least 0, got {turns!r}")
-        self.set_epoch(state["epoch"], state["position"])
+        _check(turns is None or (type(turns) is int and turns >= 0), f"turns must be at least 0, got {turns!r}")
+        position = state["position"]
+        _check(type(position) is int, f"position must be a whole number of samples, got {position!r}")
+        self.set_epoch(state["epoch"], position)
         self.unfinished, self.turns = None, turns
 
     def _identity(self) -> dict[str, Any]:

@@ -16,6 +16,9 @@ from torch import Tensor
 
 from accel.errors import InvalidArgument
 
+_NUMPY_WORDS = 624
+"""Of its Mersenne Twister, which takes any place among them."""
+
 
 def python_to_plain(state: tuple[Any, ...]) -> dict[str, Any]:
     """Return what `random.getstate()` gave as plain values.
@@ -81,7 +84,7 @@ def set_random_state(state: Mapping[str, Any]) -> None:
     before = random_state()
     try:
         _set(state)
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError, RuntimeError) as error:
+    except Exception as error:  # whatever damaged or hostile contents make of the generators
         _set(before)
         raise InvalidArgument(
             f"a random state must be one that random_state() returned, got one that does not fit "
@@ -92,6 +95,8 @@ def set_random_state(state: Mapping[str, Any]) -> None:
 def _set(state: Mapping[str, Any]) -> None:
     random.setstate(python_from_plain(state["python"]))
     np.random.set_state(numpy_from_plain(state["numpy"]))
+    if not 0 <= np.random.get_state(legacy=False)["state"].get("pos", 0) <= _NUMPY_WORDS:
+        raise ValueError("NumPy would read beyond its words")
     torch.set_rng_state(state["torch"])
     _set_cuda(state["cuda"])
 

@@ -123,3 +123,11 @@ def test_ranks_that_part_hold_up_no_loop_whose_batch_may_grow(kind: str) -> None
         for epoch in range(2):
             seen = [index for rank in ranks for at, step in rank["taken"] if at == epoch for index in step]
             assert sorted(seen) == list(range(8 * elastic_ranks.ODD_STEPS))
+
+
+def test_a_checkpoint_at_the_end_of_a_script_ends_no_rank_where_another_has_left(tmp_path: Path) -> None:
+    """It raised on the rank that was left, at the end of a training that was good."""
+    leading, _ = run_ranks(elastic_ranks.follower_has_left, 2, tmp_path / "one", timeout_s=120)
+    (line,) = leading
+    assert line.startswith("no checkpoint was saved at step 4: rank 0 waits for rank 1")
+    assert run_ranks(elastic_ranks.leader_has_left, 2, tmp_path / "other", timeout_s=120) == [[], []]
