@@ -364,11 +364,16 @@ def _read(path: Path) -> dict[str, Any]:
         with (path / _STATE).open("rb") as file:
             _verify(file, manifest)
             file.seek(0)
-            state = _load(file)
+            state = torch.load(file, map_location="cpu", weights_only=True)
+        check_plain(state)
     except _Refused:
         raise
-    except Exception as error:  # whatever damaged or hostile contents make of those who judge them
-        raise _Refused(f"it can't be read: {getattr(error, 'strerror', None) or error}") from error
+    except OSError as error:
+        raise _Refused(f"it can't be read: {error.strerror or error}") from error
+    except InvalidArgument as error:
+        raise _Refused(str(error).partition(";")[0]) from error
+    except Exception as error:  # whatever damaged or hostile bytes make of the reader
+        raise _Refused(f"torch does not load it with weights_only=True ({_first_line(error)})") from error
     if type(state) is not dict:
         raise _Refused(f"it holds a {type(state).__name__} in place of a dict")
     return state
@@ -383,19 +388,6 @@ def _verify(file: BinaryIO, manifest: Manifest) -> None:
         digest.update(block)
     if digest.hexdigest() != manifest.sha256:
         raise _Refused(f"its {_STATE} has another SHA-256 than by its manifest")
-
-
-def _load(file: BinaryIO) -> Any:
-    try:
-        state = torch.load(file, map_location="cpu", weights_only=True)
-        check_plain(state)
-    except InvalidArgument as error:
-        raise _Refused(str(error).partition(";")[0]) from error
-    except OSError:
-        raise
-    except Exception as error:  # whatever damaged or hostile bytes make of the reader
-        raise _Refused(f"torch does not load it with weights_only=True ({_first_line(error)})") from error
-    return state
 
 
 def _first_line(error: Exception) -> str:
