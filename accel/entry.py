@@ -185,7 +185,7 @@ def optimize(
     # A checkpoint is read, and other ranks are waited for, by the script's wish.
     with contextlib.nullcontext() if settings.is_elastic else startup.counted():
         if optimized is None or optimized.settings != settings:
-            _close_ended(model, proxy, settings.report)
+            _close_ended(model, proxy, settings)
             if settings.is_elastic:
                 from accel.elastic.left_alone import take_back
 
@@ -208,18 +208,24 @@ def _proxy_of(loader: Any) -> LoaderProxy:
     return LoaderProxy(loader)
 
 
-def _close_ended(model: nn.Module, proxy: LoaderProxy, report: str | None) -> None:
+def _close_ended(model: nn.Module, proxy: LoaderProxy, settings: OptimizeSettings) -> None:
     """Close other sessions whose optimizers are gone and whose loader or place of the report is the new model's.
 
-    Where a cell of a notebook was run again they would keep these from it. A script may go on with them.
+    Where a cell of a notebook was run again they would keep these from it. A script may go on with them. What has been
+    trained with checkpoints in the same folder holds its optimizer, and is closed all the same.
     """
     if not MODELS or not is_interactive() or ranks.are_several():
         return
     gc.collect()  # an optimizer with a scheduler is in a circle
+    report = settings.report
+    folder: Any = getattr(settings.checkpoint, "folder", settings.checkpoint)
     for key, other in list(MODELS.items()):
         is_in_its_way = id(proxy) in other.followed or (report is not None and report == other.settings.report)
         optimizers = other.session.run.optimizers
-        if key is not model and is_in_its_way and optimizers and not len(optimizers):
+        is_over = is_in_its_way and optimizers and not len(optimizers)
+        if other.session.steps and folder is not None and other.elastic is not None and other.elastic.saves_in(folder):
+            is_over = True
+        if key is not model and is_over:
             undo(key)
 
 

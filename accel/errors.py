@@ -3,6 +3,7 @@
 AccelError
 ├── InvalidArgument   an argument of a public call is wrong   (also a ValueError)
 ├── CheckpointError   a checkpoint can't be written, or is of another training
+│   └── OtherVersion  it is of another version of accel
 ├── PlanError         a plan file is corrupt or made for another model (also a ValueError)
 └── ReportError       a report file is corrupt or of another schema    (also a ValueError)
 
@@ -22,6 +23,10 @@ class InvalidArgument(AccelError, ValueError):
 
 class CheckpointError(AccelError):
     """A checkpoint can't be written, which training may outlive, or is one of another model or optimizer."""
+
+
+class OtherVersion(CheckpointError):
+    """A checkpoint is of another version: none before it is taken in its place."""
 
 
 class PlanError(AccelError, ValueError):

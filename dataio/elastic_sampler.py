@@ -46,8 +46,8 @@ class ElasticSampler(Sampler[list[int]]):
         num_replicas, rank: number of ranks W, and this one; default the process group's, or 1 and 0 outside torchrun.
         shuffle: random order, anew in each epoch; else 0, 1, 2, …. Default True.
         seed: of the order, at least 0, the same on all ranks; default 0.
-        drop_last: leave out the last step if a rank's batch in it were short; default False. Once `set_batch_size` was
-            called, as many samples are left out as the size before does in a whole epoch, however many a step takes.
+        drop_last: leave out the last step if a rank's batch in it were short, by `batch_size` even after
+            `set_batch_size`; default False.
         order: "feistel" computes the order where it is needed, in constant memory; "torch" is that of
             DistributedSampler, randperm under seed + epoch, 8 bytes a sample. With tail "pad" or "drop" and a world
             that doesn't change, batches then equal those of DataLoader with DistributedSampler, one by one.
@@ -269,7 +269,7 @@ class ElasticSampler(Sampler[list[int]]):
         Raises:
             ValueError: if an argument is out of range.
         """
-        _check(isinstance(epoch, int) and epoch >= 0, f"epoch must be a whole number, at least 0, got {epoch!r}")
+        _check(type(epoch) is int and epoch >= 0, f"epoch must be a whole number, at least 0, got {epoch!r}")
         if position is None and epoch == self.epoch:
             return
         position = position or 0
@@ -379,7 +379,8 @@ class ElasticSampler(Sampler[list[int]]):
                 f"this sampler {own!r}; make the sampler with the same {name} or start the epoch anew",
             )
         turns = state.get("turns")
-        _check(turns is None or (isinstance(turns, int) and turns >= 0), f"turns must be at least 0, got {turns!r}")
+        _check(turns is None or (type(turns) is int and turns >= 0), f"turns must be at least 0, got {turns!r}")
+        _check(type(state["position"]) is int, f"position must be a whole number, got {state['position']!r}")
         self.set_epoch(state["epoch"], state["position"])
         self.unfinished, self.turns = None, turns
 

@@ -16,14 +16,16 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from threading import Lock
 from typing import Any, BinaryIO
+from weakref import WeakKeyDictionary
 
 import torch
 
-from accel.elastic.disk import Disk
+from accel.elastic.disk import Claim, Disk
 from accel.elastic.manifest import Manifest
 from accel.elastic.plain_values import check_plain
-from accel.errors import CheckpointError, InvalidArgument
+from accel.errors import CheckpointError, InvalidArgument, OtherVersion
 from accel.profiler.interruptions import ours
 
 _NAME = re.compile(r"(\d{8,})-step-(\d+)")
@@ -39,14 +41,14 @@ class Checkpoints:
         folder: where they are kept; made when the first is saved. With several ranks one that all of them can read.
         keep: how many of them, the newest ones, at least 1; default 3. While one is saved there is one more.
         disk: what reaches the file system; default the system's own.
-        alone: from the first save on no other process may save here with this, until `release` or this one's end.
-        malformed: returns in which way a state that was read is none of its caller's, '' if it is one; default any is.
+        alone: no others of this process may save here with this until `release`, nor from the first save on those of
+            other processes, until that or this one's end.
 
     Attributes:
         refused: one sentence for each checkpoint that the last `load_latest` did not take, and why.
 
     Raises:
-        InvalidArgument: if `keep` is less than 1.
+        InvalidArgument: if `keep` is less than 1, or another one of this process saves here alone.
 
     Example:
         >>> import tempfile
@@ -63,7 +65,6 @@ class Checkpoints:
         *,
         disk: Disk | None = None,
         alone: bool = False,
-        malformed: Callable[[Mapping[str, Any]], str] = lambda state: "",
     ) -> None:
         if type(keep) is not int or keep < 1:
             raise InvalidArgument(f"keep must be a whole number of checkpoints, at least 1, got {keep!r}")
@@ -71,8 +72,10 @@ class Checkpoints:
         self.refused: list[str] = []
         self._bad: set[int] = set()
         self._disk = disk or Disk()
-        self._alone, self._malformed = alone, malformed
-        self._claim: int | None = None
+        self._alone = alone
+        self._claim: Claim | None = None
+        if alone:
+            self._note_owner()
 
     def save(self, state: Mapping[str, Any]) -> Path:
         """Write a checkpoint and return its folder, when it is durable and old ones are removed.
@@ -97,22 +100,52 @@ class Checkpoints:
                 f"{self._what_is_left()}"
             ) from error
 
-    def load_latest(self, gather: Callable[[Any], list[Any]] | None = None) -> dict[str, Any] | None:
+    def load_latest(
+        self,
+        gather: Callable[[Any], list[Any]] | None = None,
+        take: Callable[[dict[str, Any]], None] | None = None,
+    ) -> dict[str, Any] | None:
         """Return the newest checkpoint that is whole, with its tensors on the CPU; None if there is none.
 
-        Size and checksum are verified first. One that is damaged, or holds anything but tensors and plain values, is
-        refused with a sentence in `refused`, and the one before it is tried.
+        Size and checksum are verified first. One that is damaged, or holds anything but tensors and plain values, or
+        does not fit, is refused with a sentence in `refused`, and the one before it is tried.
 
         Args:
             gather: with several ranks, gives each the values that all of them passed, by rank. They then take the
                 newest one that every rank can read. Default: this process alone.
+            take: puts the training there, or raises CheckpointError and changes nothing. Default: the caller does.
 
         Raises:
-            CheckpointError: if the folder is there, but can't be listed; or if some ranks can read checkpoints, and
-                there is none that all of them can: to begin anew would cost those that there are.
+            CheckpointError: if the folder is there, but can't be listed; if some ranks can read checkpoints, and there
+                is none that all of them can; if none fits, or the newest is of another version: to begin anew, or
+                before it, would cost those that there are.
         """
         self.refused = []
-        number, state = self._newest(None)
+        problem: CheckpointError | None = None
+        number, state = self._newest_of_all(None, gather)
+        while state is not None and take is not None:
+            why: CheckpointError | None = None
+            try:
+                take(state)
+            except OtherVersion:
+                raise
+            except CheckpointError as error:
+                why = error
+            if not any([why is not None] if gather is None else gather(why is not None)):
+                return state
+            why = why or CheckpointError("another rank could not take it")
+            problem = problem or why
+            self._refuse(number, str(why).removesuffix(". Nothing was loaded"))
+            number, state = self._newest_of_all(number - 1, gather)
+        if problem is not None:
+            raise problem
+        return state
+
+    def _newest_of_all(
+        self, most: int | None, gather: Callable[[Any], list[Any]] | None
+    ) -> tuple[int, dict[str, Any] | None]:
+        """Return the newest one up to a number that every rank can read, and its number."""
+        number, state = self._newest(most)
         first: list[int] | None = None
         while gather is not None:
             numbers: list[int] = gather(number)
@@ -128,18 +161,38 @@ class Checkpoints:
                 f"can read are {', '.join(f'{each or None} (rank {rank})' for rank, each in enumerate(first))}; mount "
                 "the same folder on all hosts, or give another one to begin anew"
             )
-        return state
+        return number, state
 
     def release(self) -> None:
-        """Let other processes save here."""
+        """Let others save here."""
+        _OWNERS.pop(self, None)
         if self._claim is not None:
-            os.close(self._claim)
+            self._claim.close()
             self._claim = None
+
+    def are_in(self, folder: str | os.PathLike[str]) -> bool:
+        """Return whether a folder is the one of these, by whatever path."""
+        try:
+            return self.folder.samefile(folder)
+        except OSError:  # one that is still to be made
+            return os.path.realpath(self.folder) == os.path.realpath(folder)
 
     @property
     def latest(self) -> Path | None:
         """The folder of the newest checkpoint, by its name and size alone; None if there is none."""
         return next((path for number, path in self._listed() if self._looks_whole(number, path)), None)
+
+    def _note_owner(self) -> None:
+        """Keep the folder from others of this process, which would begin with what is saved here."""
+        with _NOTING:
+            others = [each for each, process in _OWNERS.items() if process == os.getpid()]
+            if any(other.are_in(self.folder) for other in others):
+                raise InvalidArgument(
+                    f"each model must have a folder of its own for its checkpoints, got {self.folder}, where another "
+                    "model of this process saves; give it one, or to go on from there call accel.undo with that model "
+                    "first"
+                )
+            _OWNERS[self] = os.getpid()
 
     # Writing
 
@@ -236,17 +289,15 @@ class Checkpoints:
         for number, path in self._listed():
             if most is None or number <= most:
                 try:
-                    return number, self._read(path)
+                    return number, _read(path)
                 except _Refused as why:
-                    self.refused.append(f"{path.name} was refused: {why}.")
-                    self._bad.add(number)
+                    self._refuse(number, str(why))
         return 0, None
 
-    def _read(self, path: Path) -> dict[str, Any]:
-        state = _read(path)
-        if problem := self._malformed(state):
-            raise _Refused(problem)
-        return state
+    def _refuse(self, number: int, why: str) -> None:
+        name = next((path.name for each, path in self._listed() if each == number), f"{number:08d}")
+        self.refused.append(f"{name} was refused: {why}.")
+        self._bad.add(number)
 
     def _looks_whole(self, number: int, path: Path) -> bool:
         """Return whether a checkpoint has its size, and was not refused; its bytes are not read."""
@@ -254,6 +305,11 @@ class Checkpoints:
             return number not in self._bad and _manifest(path).size_bytes == (path / _STATE).stat().st_size
         except (OSError, _Refused):
             return False
+
+
+_OWNERS: WeakKeyDictionary[Checkpoints, int] = WeakKeyDictionary()
+"""Those that save alone, with their processes: one that is forked inherits them."""
+_NOTING = Lock()
 
 
 class _Refused(Exception):
@@ -309,9 +365,16 @@ def _read(path: Path) -> dict[str, Any]:
         with (path / _STATE).open("rb") as file:
             _verify(file, manifest)
             file.seek(0)
-            state = _load(file)
+            state = torch.load(file, map_location="cpu", weights_only=True)
+        check_plain(state)
+    except _Refused:
+        raise
     except OSError as error:
         raise _Refused(f"it can't be read: {error.strerror or error}") from error
+    except InvalidArgument as error:
+        raise _Refused(str(error).partition(";")[0]) from error
+    except ours() as error:  # whatever damaged or hostile bytes make of the reader
+        raise _Refused(f"torch does not load it with weights_only=True ({_first_line(error)})") from error
     if type(state) is not dict:
         raise _Refused(f"it holds a {type(state).__name__} in place of a dict")
     return state
@@ -326,19 +389,6 @@ def _verify(file: BinaryIO, manifest: Manifest) -> None:
         digest.update(block)
     if digest.hexdigest() != manifest.sha256:
         raise _Refused(f"its {_STATE} has another SHA-256 than by its manifest")
-
-
-def _load(file: BinaryIO) -> Any:
-    try:
-        state = torch.load(file, map_location="cpu", weights_only=True)
-        check_plain(state)
-    except InvalidArgument as error:
-        raise _Refused(str(error).partition(";")[0]) from error
-    except OSError:
-        raise
-    except ours() as error:  # whatever damaged or hostile bytes make of the reader
-        raise _Refused(f"torch does not load it with weights_only=True ({_first_line(error)})") from error
-    return state
 
 
 def _first_line(error: Exception) -> str:

@@ -24,12 +24,12 @@ from accel.elastic.in_place import InPlace
 from accel.elastic.plain_values import check_plain
 from accel.elastic.resize_orders import ResizeOrder
 from accel.elastic.save_policy import SavePolicy
-from accel.elastic.training_state import Stateful, capture_state, malformed, restore_state
+from accel.elastic.training_state import Stateful, capture_state, restore_state
 from accel.elastic.updates import all_updates
 from accel.errors import CheckpointError, InvalidArgument
 from accel.profiler.interruptions import ours
 from accel.run import backward
-from accel.run.ranks import Ranks
+from accel.run.ranks import Ranks, leads
 from accel.session.listeners import Onlooker
 from accel.session.own_warning import warn
 
@@ -77,7 +77,7 @@ class CheckpointRun(Onlooker):
         terminate: Callable[[], None] = lambda: os.kill(os.getpid(), signal.SIGTERM),
     ) -> None:
         super().__init__()
-        self.checkpoints = Checkpoints(settings.folder, settings.keep, alone=True, malformed=malformed)
+        self.checkpoints = Checkpoints(settings.folder, settings.keep, alone=True)
         self._model, self._optimizer, self._settings, self._sampler = model, optimizer, settings, sampler
         self._say, self._terminate, self._batch, self._in_place = say, terminate, batch, in_place
         self._ordered: ResizeOrder | None = None
@@ -139,26 +139,42 @@ class CheckpointRun(Onlooker):
         """Go on from the newest checkpoint that is whole, if there is one.
 
         Raises:
-            CheckpointError: if it is one of another training; nothing has been changed then.
+            CheckpointError: if there are only those of another training; nothing has been changed then.
             InvalidArgument: if something has a state that no checkpoint can hold: better now than at the first save.
         """
         schedulers = list(self._settings.schedulers)
         self._check_states(schedulers)
+        self._look_for_schedulers()
         ranks = Ranks()
         ranks.join(since=self._called_at)
         gather = partial(_gather, ranks, "did not come to load a checkpoint", _START_S) if ranks.distributed else None
         if gather is not None and self._batch is not None:
             self._batch.memory = min(gather(self._batch.memory))  # all ranks go on with as many samples
-        state = self.checkpoints.load_latest(gather)
+        notes: list[str] = []
+
+        def take(state: dict[str, Any]) -> None:
+            notes[:] = restore_state(state, self._model, self._optimizer, schedulers, **self._more)
+
+        state = self.checkpoints.load_latest(gather, take)
         for sentence in self.checkpoints.refused:
             self._say(sentence)
         if state is None:
             return
-        notes = restore_state(state, self._model, self._optimizer, schedulers, **self._more)
-        self._steps_before = int(state["step"])
+        self._steps_before = state["step"]
         self._say(f"goes on from step {self._steps_before}, saved in {self._settings.folder}")
         for sentence in notes:
             self._say(sentence)
+
+    def _look_for_schedulers(self) -> None:
+        """Warn of a learning-rate scheduler that no checkpoint would hold; torch's and timm's mark the groups."""
+        steps = (hasattr(each, "step") for each in self._settings.more.values() if each is not self._settings.scaler)
+        is_scheduled = any("initial_lr" in group for group in self._optimizer.param_groups)
+        if is_scheduled and not self._settings.schedulers and not any(steps) and leads():
+            warn(
+                "a learning-rate scheduler acts on the optimizer and is in no checkpoint, so that a resume begins it "
+                "anew; name it: Checkpointing(folder=..., schedulers=[scheduler])",
+                stacklevel=6,
+            )
 
     def takes_over(self, earlier: CheckpointRun) -> bool:
         """Return whether an earlier run of this process has saved this training in this folder; go on from its steps.
@@ -166,9 +182,8 @@ class CheckpointRun(Onlooker):
         Args:
             earlier: of the same model; closed. What it has trained since its last save would be lost by a load.
         """
-        same_folder = self.checkpoints.folder.absolute() == earlier.checkpoints.folder.absolute()
         same_loop = self._optimizer is earlier._optimizer and self._sampler is earlier._sampler
-        if not (same_folder and same_loop):
+        if not (same_loop and self.checkpoints.are_in(earlier.checkpoints.folder)):
             return False
         self._steps_before = earlier.step
         self._say(f"goes on from step {self.step} in this process: nothing is loaded from {self._settings.folder}")
@@ -401,6 +416,16 @@ class CheckpointRun(Onlooker):
                 warn(f"no checkpoint was saved at step {self.step}: {error}", stacklevel=6)
                 return False
         return True
+
+    def save_now(self) -> None:
+        """Save, where the script asks; ranks that have left, as at its end, are told of in one sentence."""
+        try:
+            self.save()
+        except RuntimeError as error:
+            if self._ranks is None or not self._ranks.distributed:
+                raise
+            if self._ranks.leads:  # the others don't save: what they miss is the answer that it was done
+                warn(f"no checkpoint was saved at step {self.step}: {error}", stacklevel=4)
 
     def close(self) -> None:
         """Save no more, and leave SIGTERM to whom it was before."""

@@ -8,8 +8,10 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import functools
 import os
 import shutil
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
@@ -77,21 +79,55 @@ class Disk:
                     # Said, not left to the close: a worker process that was forked meanwhile has the file open too.
                     fcntl.flock(file, fcntl.LOCK_UN)
 
-    def claim(self, folder: Path) -> int | None:
-        """Keep a folder for this process until the handle that this returns is closed, between its saves too.
-
-        The lock is this process's alone: workers that it has forked, and that outlive it for a while, don't hold it.
-        Returns None where the file system has no locks.
+    def claim(self, folder: Path) -> Claim | None:
+        """Keep a folder for who asks, between its saves too; return None where the file system has no locks.
 
         Raises:
-            OSError: if another process has it.
+            OSError: if another training has it.
         """
         handle = os.open(folder / ".owner", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
-            fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             os.close(handle)
-            if isinstance(error, BlockingIOError | PermissionError):
-                raise OSError(errno.EBUSY, "another process saves its training there: give each a folder") from None
+            if isinstance(error, BlockingIOError):
+                raise OSError(errno.EBUSY, "another training is saved there: give each a folder") from None
             return None
-        return handle
+        return Claim(handle)
+
+
+class Claim:
+    """The lock of a folder, as long as this lives.
+
+    It is of this open file: others in this process don't get it, nor end it with files of their own. A process that is
+    forked closes the file first of all, so that workers which outlive this process for a while don't hold it.
+
+    Args:
+        handle: of the file, which is locked.
+    """
+
+    def __init__(self, handle: int) -> None:
+        self._handle = handle
+        _claims.add(self)
+        _keep_from_forks()
+
+    def close(self) -> None:
+        """Let others have it."""
+        handle, self._handle = self._handle, -1
+        if handle >= 0:
+            os.close(handle)
+
+    __del__ = close
+
+
+_claims: weakref.WeakSet[Claim] = weakref.WeakSet()
+
+
+@functools.cache
+def _keep_from_forks() -> None:
+    os.register_at_fork(after_in_child=_close_claims)
+
+
+def _close_claims() -> None:
+    for claim in _claims:
+        claim.close()

@@ -15,6 +15,10 @@ import torch
 from torch import Tensor
 
 from accel.errors import InvalidArgument
+from accel.profiler.interruptions import ours
+
+_NUMPY_WORDS = 624
+"""Of its Mersenne Twister, which takes any place among them."""
 
 
 def python_to_plain(state: tuple[Any, ...]) -> dict[str, Any]:
@@ -81,8 +85,10 @@ def set_random_state(state: Mapping[str, Any]) -> None:
     before = random_state()
     try:
         _set(state)
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError, RuntimeError) as error:
+    except BaseException as error:  # whatever damaged or hostile contents make of the generators
         _set(before)
+        if not isinstance(error, ours()):
+            raise
         raise InvalidArgument(
             f"a random state must be one that random_state() returned, got one that does not fit "
             f"({type(error).__name__}: {error}); take it from a checkpoint of this version"
@@ -92,6 +98,8 @@ def set_random_state(state: Mapping[str, Any]) -> None:
 def _set(state: Mapping[str, Any]) -> None:
     random.setstate(python_from_plain(state["python"]))
     np.random.set_state(numpy_from_plain(state["numpy"]))
+    if not 0 <= np.random.get_state(legacy=False)["state"].get("pos", 0) <= _NUMPY_WORDS:
+        raise ValueError("NumPy would read beyond its words")
     torch.set_rng_state(state["torch"])
     _set_cuda(state["cuda"])
 

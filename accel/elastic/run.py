@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -88,19 +89,19 @@ class ElasticRun:
                 say=say,
                 decided=self._write_profile,
             )
-        if how is not None:
-            assert optimizer is not None
-            if advice := remedy():
-                say(advice)
-            model = session.run.model
-            if (orders := orders_of_job()) is not None:
-                self._in_place = InPlace(orders, model, optimizer, sampler, partial(_restart, model), say)
-            self.checkpoint = CheckpointRun(
-                model, optimizer, sampler, how, batch=self.batch, say=say, in_place=self._in_place
-            )
         try:
-            if self.checkpoint is not None and not self._goes_on(previous):
-                self.checkpoint.restore()
+            if how is not None:
+                assert optimizer is not None
+                if advice := remedy():
+                    say(advice)
+                model = session.run.model
+                if (orders := orders_of_job()) is not None:
+                    self._in_place = InPlace(orders, model, optimizer, sampler, partial(_restart, model), say)
+                self.checkpoint = CheckpointRun(
+                    model, optimizer, sampler, how, batch=self.batch, say=say, in_place=self._in_place
+                )
+                if not self._goes_on(previous):
+                    self.checkpoint.restore()
             if self.batch is not None:
                 self.batch.check()  # only now: on more ranks than the training began on, the user's batch stays
         except BaseException:
@@ -134,6 +135,10 @@ class ElasticRun:
             self.batch.memory = previous.batch.memory
             self.batch.load_state_dict(previous.batch.state_dict())
         return True
+
+    def saves_in(self, folder: str | os.PathLike[str]) -> bool:
+        """Return whether its checkpoints are in a folder."""
+        return self.checkpoint is not None and self.checkpoint.checkpoints.are_in(folder)
 
     def settings_for(self, proxy: LoaderProxy, settings: OptimizeSettings) -> OptimizeSettings:
         """Return the settings of a further call with the model: for another loader it goes on under those of this run.

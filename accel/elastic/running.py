@@ -46,7 +46,7 @@ def save_checkpoint(model: nn.Module) -> None:
 
     Args:
         model: that was passed to `accel.optimize` with `checkpoint`. With several ranks all of them call it, at the
-            same place.
+            same place; where one has left, nothing is saved, with a warning.
 
     Raises:
         InvalidArgument: if it was not.
@@ -57,7 +57,7 @@ def save_checkpoint(model: nn.Module) -> None:
         >>> save_checkpoint(model)
     """
     if not _is_left_alone(model, "save_checkpoint"):
-        _checkpoint(model, "save_checkpoint").save()
+        _checkpoint(model, "save_checkpoint").save_now()
 
 
 def progress_of(model: nn.Module) -> CountsProgress:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
@@ -13,7 +14,8 @@ from torch.optim import Optimizer
 
 from accel.elastic.plain_values import with_plain_numbers
 from accel.elastic.random_state import random_state, set_random_state
-from accel.errors import CheckpointError, InvalidArgument
+from accel.errors import CheckpointError, InvalidArgument, OtherVersion
+from accel.profiler.interruptions import ours
 
 _VERSION = 1
 _LIKE_PARAMETERS = frozenset(
@@ -103,26 +105,38 @@ def restore_state(
 
     Raises:
         CheckpointError: if the state is of another model, optimizer and so on, with the first difference; nothing has
-            been changed then.
+            been changed then. OtherVersion if it is of another version.
         InvalidArgument: if an object has no `state_dict` and `load_state_dict`.
     """
     parts = _parts(model, optimizers, schedulers, more)
     if rank is None:
         rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-    problem = next(_problems(state, parts), None)
+    version = state.get("version") if isinstance(state, Mapping) else type(state).__name__
+    kind = OtherVersion if type(version) is int and version != _VERSION else CheckpointError
+    try:
+        if version != _VERSION:
+            problem: str | None = (
+                f"its version is {version!r}, and {_VERSION} is known here; save what capture_state returns"
+            )
+        else:
+            problem = next(_problems(state, parts), None)
+    except ours() as error:  # whatever hostile contents make of those who judge them
+        problem = f"it can't be compared with it ({type(error).__name__}: {error})"
     if problem is not None:
-        raise CheckpointError(f"the checkpoint is not one of this training: {problem}. Nothing was loaded")
-    before = {name: copied(part.state_dict()) for name, part in parts.items()}
+        raise kind(f"the checkpoint is not one of this training: {problem}. Nothing was loaded")
+    before = {name: (copied(part.state_dict()), _attributes(part)) for name, part in parts.items()}
     taken: list[str] = []
     try:
         for name, part in parts.items():
             taken.append(name)
             part.load_state_dict(copied(state["parts"][name]))  # optimizers keep the tensors that they are given
         if rank < len(state["random"]):
+            taken.append("the random state")
             set_random_state(state["random"][rank])
     except BaseException as error:
-        for name in taken:
-            parts[name].load_state_dict(before[name])
+        with contextlib.ExitStack() as putting_back:
+            for name in filter(before.__contains__, reversed(taken)):
+                putting_back.callback(_put_back, parts[name], *before[name])
         if not isinstance(error, Exception):
             raise
         raise CheckpointError(
@@ -132,6 +146,17 @@ def restore_state(
         return []
     saved = len(state["random"])
     return [f"rank {rank} keeps its own random state: the checkpoint has those of {saved} ranks, and none for it."]
+
+
+def _put_back(part: Stateful, state: Any, attributes: set[str]) -> None:
+    """Load what a part had; torch's schedulers make an attribute of whatever a state holds."""
+    for name in _attributes(part) - attributes:
+        delattr(part, name)
+    part.load_state_dict(state)
+
+
+def _attributes(part: Stateful) -> set[str]:
+    return set(getattr(part, "__dict__", ()))
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
@@ -151,7 +176,8 @@ def copied(value: Any) -> Any:
         return value.detach().to("cpu", copy=True)
     if isinstance(value, dict):
         other = copy.copy(value)
-        other.update({key: copied(item) for key, item in value.items()})
+        for key, item in value.items():  # not by `update`: that of a Counter, as MultiStepLR has, adds them up
+            other[key] = copied(item)
         return other
     if type(value) in (list, tuple):
         return type(value)(map(copied, value))
@@ -184,11 +210,7 @@ def _kind(part: Stateful) -> str:
 
 def _problems(state: Mapping[str, Any], parts: Mapping[str, Stateful]) -> Iterator[str]:
     """Yield what keeps the parts from taking the state, without changing them."""
-    if not isinstance(state, Mapping) or state.get("version") != _VERSION:
-        got = state.get("version") if isinstance(state, Mapping) else type(state).__name__
-        yield f"its version is {got!r}, and {_VERSION} is known here; save what capture_state returns"
-        return
-    if problem := malformed(state):
+    if problem := _malformed(state):
         yield f"{problem}; save what capture_state returns"
         return
     kinds = state["kinds"]
@@ -201,40 +223,24 @@ def _problems(state: Mapping[str, Any], parts: Mapping[str, Stateful]) -> Iterat
     for name, part in parts.items():
         if name != "model" and _kind(part) != kinds[name]:
             yield f"{name} was a {kinds[name]}, and is a {_kind(part)} here"
+        if isinstance(state["parts"][name], Mapping) != isinstance(part.state_dict(), Mapping):
+            yield f"the state of {name} is a {type(state['parts'][name]).__name__}"
         if isinstance(part, Optimizer):
             yield from _optimizer_problems(name, state["parts"][name], part)
     yield from _model_problems(state["parts"]["model"], parts["model"].state_dict())
 
 
-def malformed(state: Mapping[str, Any]) -> str:
-    """Return in which way a state is none that `capture_state` returns; '' if it has the form of one.
-
-    Of another version nothing is known: `restore_state` refuses it.
-    """
-    if isinstance(version := state.get("version"), int) and version != _VERSION:
-        return ""
+def _malformed(state: Mapping[str, Any]) -> str:
+    """Return in which way a state is none that `capture_state` returns; '' if it has the form of one."""
     forms = {"version": int, "step": int, "kinds": dict, "parts": dict, "random": list}
     for key, form in forms.items():
-        if not isinstance(state.get(key), form):
+        if type(state.get(key)) is not form:
             return f"its {key!r} is a {type(state.get(key)).__name__} in place of {form.__name__}"
+    if state["step"] < 0:
+        return f"its 'step' is {state['step']}"
     if state["kinds"].keys() != state["parts"].keys():
         return "its 'kinds' and 'parts' name other objects"
-    wrong = (name for name, part in state["parts"].items() if not _has_form(name, part))
-    return next((f"its part {name} is no state of one" for name in wrong), "")
-
-
-def _has_form(name: str, part: Any) -> bool:
-    if name == "model":
-        return isinstance(part, Mapping)
-    if not name.startswith("optimizer "):
-        return True  # it refuses by itself, and what has taken its part is put back
-    groups = part.get("param_groups") if isinstance(part, Mapping) else None
-    if not (isinstance(groups, list) and isinstance(part.get("state"), Mapping)):
-        return False
-    if not all(isinstance(group, Mapping) and isinstance(group.get("params"), list) for group in groups):
-        return False
-    numbers = (number for group in groups for number in group["params"])  # some optimizers have other entries, too
-    return all(isinstance(part["state"].get(number, {}), Mapping) for number in numbers)
+    return ""
 
 
 def _optimizer_problems(name: str, saved: Mapping[str, Any], optimizer: Optimizer) -> Iterator[str]:
@@ -243,16 +249,34 @@ def _optimizer_problems(name: str, saved: Mapping[str, Any], optimizer: Optimize
     if theirs != own:
         yield f"{name} had groups of {theirs} parameters, and has {own} here"
         return
+    for there, here in zip(saved["param_groups"], optimizer.param_groups, strict=True):
+        for key in getattr(optimizer, "defaults", {}).keys() & here.keys():
+            if key == "lr" and key not in there:
+                yield f"{name} had no learning rate"
+            elif not _is_like(there.get(key), here[key]):
+                yield f"{name} had {key} {there[key]!r}, and has {here[key]!r} here"
+    numbers = [number for group in saved["param_groups"] for number in group["params"]]
+    if not all(isinstance(saved["state"].get(number, {}), Mapping) for number in numbers):
+        yield f"{name} kept no dict for each parameter"
+        return
     if type(optimizer).__module__.partition(".")[0] not in ("torch", "accel"):
         return  # others may keep a number under the same name, as NovoGrad does
-    numbers = [number for group in saved["param_groups"] for number in group["params"]]
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for number, parameter in zip(numbers, parameters, strict=True):
         state = {} if nn.parameter.is_lazy(parameter) else saved["state"].get(number, {})
         for key, value in state.items():
-            if key in _LIKE_PARAMETERS and isinstance(value, Tensor) and value.shape != parameter.shape:
-                of = f"of shape {list(value.shape)} for a parameter of shape {list(parameter.shape)}"
-                yield f"{name} kept {key!r} {of}"
+            if key in _LIKE_PARAMETERS and value is not None and getattr(value, "shape", None) != parameter.shape:
+                kept = f"of shape {list(value.shape)}" if isinstance(value, Tensor) else f"as a {type(value).__name__}"
+                yield f"{name} kept {key!r} {kept} for a parameter of shape {list(parameter.shape)}"
+
+
+def _is_like(saved: Any, own: Any) -> bool:
+    """Return whether a setting may stand in the place of another one: a number, say, or as many of them."""
+    if saved is None or own is None:
+        return True
+    if isinstance(own, list | tuple):
+        return isinstance(saved, list | tuple) and len(saved) == len(own) and all(map(_is_like, saved, own))
+    return isinstance(saved, int | float | Tensor) == isinstance(own, int | float | Tensor)
 
 
 def _model_problems(saved: Mapping[str, Any], own: Mapping[str, Any]) -> Iterator[str]:

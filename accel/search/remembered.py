@@ -146,8 +146,7 @@ class Recollection:
         self._one_off_s: dict[str, float] = {}
         self._repeated: dict[str, float] = {}
         """Share of that which a later process does again."""
-        self.stored: RememberedSearch | None = None
-        """What is remembered by now, as far as it was decided in this run."""
+        self.stored: RememberedSearch | None = None  # as far as it was decided in this run
 
     @property
     def note(self) -> str:

@@ -56,10 +56,13 @@ class GuardRunner:
         run: the user's objects.
         switchboard: switches between the plain path and a plan, and switches off what proves wrong.
         state: suspended while a call is replayed.
+        clock: the session's, by which its budget is counted, too.
     """
 
-    def __init__(self, run: Run, switchboard: Switchboard, state: RunState) -> None:
-        self._run, self._switchboard, self._state = run, switchboard, state
+    def __init__(
+        self, run: Run, switchboard: Switchboard, state: RunState, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self._run, self._switchboard, self._state, self._clock = run, switchboard, state, clock
         self._watch = Watch(run.gate, run.device, switchboard.trip)
         self._blame = Blame(run.model, run.observed.note_backward)
         self._excuse = Excuse()
@@ -196,7 +199,7 @@ class GuardRunner:
             recording.forget()
         if agreed == plan:
             return
-        before, began = dict(self._switchboard.active), time.perf_counter()
+        before, began = dict(self._switchboard.active), self._clock()
         findings: list[Comparison] = []
         has_failed = False
         try:
@@ -209,7 +212,7 @@ class GuardRunner:
         recording = None
         if findings:
             finding = reduce(Comparison.beside, findings)
-            finding.seconds = time.perf_counter() - began
+            finding.seconds = self._clock() - began
             self._note(finding)
         if has_failed:
             self._release_other_captures()

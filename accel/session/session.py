@@ -87,7 +87,7 @@ class Session:
         self.switchboard = Switchboard(
             run, strategies, suspected=lambda: backward.listen(self.events), tripped=self._wake
         )
-        self.guard = GuardRunner(run, self.switchboard, self._state)
+        self.guard = GuardRunner(run, self.switchboard, self._state, clock)
         self.events = StepEvents(
             run,
             state=self._state,

@@ -52,6 +52,7 @@ from accel.dataio.dataset.reach import (
 )
 from accel.dataio.dataset.snapshot import SCALARS, UNCHANGING, is_same, looked_into, state_of
 from accel.dataio.fetching.fetch import Fetch
+from accel.profiler.interruptions import ours
 
 _MOST = 10_000
 # Of a longer container the entries are numbers, texts and tuples of these, or it is unseen.
@@ -106,7 +107,7 @@ class LoopWatch:
             self._seen[id(thing)] = thing
             try:
                 self._look(name, thing)
-            except Exception:  # a class of the user's may raise whatever it likes
+            except ours():  # a class of the user's may raise whatever it likes
                 self._hides(name)
         del self._waiting
         self._versions = _versions(self._counted)
@@ -119,7 +120,7 @@ class LoopWatch:
         """
         try:
             return self._differs(indices)
-        except Exception:  # what could be compared before can't be now
+        except ours():  # what could be compared before can't be now
             return self._differs_at("something")
 
     def _differs(self, indices: Any) -> bool:
@@ -315,7 +316,7 @@ def _levels(dataset: Any) -> list[tuple[int, Any]]:
         chosen = dataset.indices if type(dataset) is Subset else None
         try:
             levels.append((len(dataset), chosen))
-        except Exception:  # it has none
+        except ours():  # it has none
             levels.append((-1, chosen))
         if chosen is None:
             return levels

@@ -7,6 +7,7 @@ import random
 import sys
 import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
@@ -15,7 +16,9 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset, RandomSampler, SequentialSampler
 
 import accel
+from accel import startup
 from accel.run import Run
+from accel.script.training import ScriptTraining
 from accel.session.session import Session
 from accel.strategies.base import Exactness, Strategy
 
@@ -50,10 +53,17 @@ clock: PlayedClock | None = None
 
 
 def play_clock(set_attribute: Callable[..., None] = setattr) -> None:
-    """Time sessions by a played clock from now on; `set_attribute` may be that of a monkeypatch."""
+    """Time all that a search costs by a played clock from now on; `set_attribute` may be that of a monkeypatch.
+
+    Whatever decides by a share of the run's time reads it: sessions and what they compare, what looks for models in a
+    script, and accel's own start.
+    """
     played = PlayedClock()
     set_attribute(sys.modules[__name__], "clock", played)
-    set_attribute(Session.__init__, "__kwdefaults__", {**(Session.__init__.__kwdefaults__ or {}), "clock": played})
+    for timed in (Session, ScriptTraining):
+        set_attribute(timed.__init__, "__kwdefaults__", {**(timed.__init__.__kwdefaults__ or {}), "clock": played})
+    set_attribute(startup, "time", SimpleNamespace(perf_counter=played, thread_time=lambda: 0.0))
+    set_attribute(startup, "_imported_at", 0.0)
 
 
 class Quick(Strategy):

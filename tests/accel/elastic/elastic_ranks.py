@@ -362,6 +362,34 @@ def late_follower(rank: int, world: int, folder: Path) -> dict[str, Any]:
     return late(rank, world, folder, late_rank=1)
 
 
+def one_has_left(rank: int, world: int, folder: Path, leaving: int) -> list[str]:
+    """Train, and save at the end of the script, where one rank is gone; return what the other is warned of."""
+    accel_ranks.PATIENCE_S = 0.5
+    model, optimizer = made(rank)
+    data = TensorDataset(torch.randn(16 * world, 3))
+    loader: Any = DataLoader(data, batch_size=4, sampler=DistributedSampler(data))
+    model, loader, optimizer = accel.optimize(
+        model, loader, optimizer, checkpoint=folder, allow="exact", cache=False, budget="0.0001s"
+    )
+    for (batch,) in loader:
+        model(batch).sum().backward()
+        optimizer.step()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if rank != leaving:
+            save_checkpoint(model)
+    accel.undo(model)
+    return [str(each.message) for each in caught]
+
+
+def follower_has_left(rank: int, world: int, folder: Path) -> list[str]:
+    return one_has_left(rank, world, folder, leaving=1)
+
+
+def leader_has_left(rank: int, world: int, folder: Path) -> list[str]:
+    return one_has_left(rank, world, folder, leaving=0)
+
+
 WRITING_S = 1.0
 
 
@@ -500,7 +528,7 @@ def dealt_by_a_list(rank: int, world: int, folder: Path, stop_at: int) -> list[l
     own = ElasticSampler(data, batch_size=[4, 8], tail="uneven")
     loader: Any = DataLoader(data, batch_sampler=own)
     model, loader, optimizer = accel.optimize(
-        model, loader, optimizer, checkpoint=folder, allow="exact", cache=False, budget=0.0001
+        model, loader, optimizer, checkpoint=folder, allow="exact", cache=False, budget="0.0001s"
     )
     taken = []
     for step, (x, index) in enumerate(loader, start=1):

@@ -467,7 +467,8 @@ def test_a_folder_that_not_all_ranks_see_ends_no_training(tmp_path: Path, other:
 def saves_and_stays(folder: Path, told: Path) -> None:
     """Save into a folder of its own, and say so; in a process that is killed."""
     try:
-        Checkpoints(folder, alone=True).save(state_of(1))
+        mine = Checkpoints(folder, alone=True)
+        mine.save(state_of(1))
         told.touch()
         time.sleep(60)
     finally:
@@ -485,7 +486,7 @@ def test_a_folder_is_one_trainings_until_its_process_ends(tmp_path: Path) -> Non
     while not told.exists():
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    with pytest.raises(CheckpointError, match="another process saves its training there: give each a folder"):
+    with pytest.raises(CheckpointError, match="another training is saved there: give each a folder"):
         mine.save(state_of(2))
     os.kill(other, signal.SIGKILL)
     os.waitpid(other, 0)
@@ -499,7 +500,8 @@ def test_a_worker_that_outlives_its_loop_keeps_no_folder(tmp_path: Path) -> None
     loop = os.fork()
     if loop == 0:
         try:
-            Checkpoints(tmp_path, alone=True).save(state_of(1))
+            mine = Checkpoints(tmp_path, alone=True)
+            mine.save(state_of(1))
             if worker := os.fork():
                 (tmp_path / "worker").write_text(str(worker))
             else:
@@ -515,7 +517,7 @@ def test_without_locks_a_folder_is_kept_by_nobody(tmp_path: Path, monkeypatch: p
     def no_locks(*_: Any) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr(fcntl, "lockf", no_locks)
+    monkeypatch.setattr(fcntl, "flock", no_locks)
     checkpoints = Checkpoints(tmp_path, alone=True)
     checkpoints.save(state_of(1))
     checkpoints.save(state_of(2))

@@ -190,7 +190,7 @@ def test_what_is_whole_and_no_state_is_refused_and_the_one_before_is_used(
 
     assert Training(tmp_path).checkpoint.step == 2
     (line,) = [line for line in capsys.readouterr().err.splitlines() if "was refused" in line]
-    assert "its '" in line and good not in line
+    assert "is not one of this training: its " in line and good not in line
 
 
 def test_ranks_go_on_by_the_memory_of_the_one_that_has_least(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

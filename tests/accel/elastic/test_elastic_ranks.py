@@ -163,3 +163,11 @@ def test_batches_of_a_size_for_each_rank_have_each_sample_once_after_a_resume(tm
     second = run_ranks(elastic_ranks.dealt_by_a_list, 2, tmp_path, -1, timeout_s=120)
     assert [[len(step) for step in rank] for rank in first] == [[4, 4], [8, 8]]
     assert sorted(index for rank in (*first, *second) for step in rank for index in step) == list(range(60))
+
+
+def test_a_checkpoint_at_the_end_of_a_script_ends_no_rank_where_another_has_left(tmp_path: Path) -> None:
+    """It raised on the rank that was left, at the end of a training that was good."""
+    leading, _ = run_ranks(elastic_ranks.follower_has_left, 2, tmp_path / "one", timeout_s=120)
+    (line,) = leading
+    assert line.startswith("no checkpoint was saved at step 4: rank 0 waits for rank 1")
+    assert run_ranks(elastic_ranks.leader_has_left, 2, tmp_path / "other", timeout_s=120) == [[], []]

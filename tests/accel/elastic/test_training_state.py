@@ -22,8 +22,8 @@ from accel.elastic.learning_rate import LearningRateScaler
 from accel.elastic.plain_values import check_plain
 from accel.elastic.progress import ProgressSchedule
 from accel.elastic.scaling_rules import BatchScale
-from accel.elastic.training_state import capture_state, malformed, restore_state, unwrapped
-from accel.errors import CheckpointError, InvalidArgument
+from accel.elastic.training_state import capture_state, restore_state, unwrapped
+from accel.errors import CheckpointError, InvalidArgument, OtherVersion
 from accel.optim import FusedAdam, FusedAdamW, FusedLAMB, FusedLARS, FusedSGD
 from tests.process_group import group_of_one
 
@@ -308,9 +308,10 @@ def test_a_state_of_another_training_changes_nothing(text: str, other: Callable[
 
 
 @pytest.mark.parametrize("state", [{"version": 2}, {"version": 2, "step": 1, "kinds": {"a": 1}, "parts": {}}])
-def test_a_state_of_another_version_is_for_the_restore_to_refuse(state: Any) -> None:
-    """Taken for malformed, an older checkpoint of this version would be loaded in its place."""
-    assert malformed(state) == ""
+def test_a_state_of_another_version_is_refused_as_such(state: Any) -> None:
+    """Else an older checkpoint of this version would be loaded in its place."""
+    with pytest.raises(OtherVersion, match="its version is 2, and 1 is known here"):
+        restore_state(state, nn.Linear(1, 1))
 
 
 @pytest.mark.parametrize("state", [{}, {"version": 7}, [1]])
@@ -325,10 +326,15 @@ FORMS: list[tuple[str, Callable[[dict[str, Any]], Any]]] = [
     *((f"its '{name}' is a NoneType", lambda state, name=name: state.pop(name)) for name in ("step", "kinds", "parts")),
     ("its 'random' is a dict", lambda state: state.update(random={})),
     ("its 'kinds' and 'parts' name other objects", lambda state: state["parts"].pop("model")),
-    ("its part model is no state of one", lambda state: state["parts"].update(model=[1])),
+    ("the state of model is a list", lambda state: state["parts"].update(model=[1])),
     *(
-        ("its part optimizer 0 is no state", lambda state, part=part: state["parts"].update({"optimizer 0": part}))
-        for part in (None, {}, {"param_groups": [3], "state": {}}, {"param_groups": [{"params": [0]}], "state": {0: 1}})
+        (text, lambda state, part=part: state["parts"].update({"optimizer 0": part}))
+        for text, part in [
+            ("the state of optimizer 0 is a NoneType", None),
+            (r"it can't be compared with it \(KeyError", {}),
+            (r"it can't be compared with it \(TypeError", {"param_groups": [3], "state": {}}),
+            ("optimizer 0 kept no dict", {"param_groups": [{"lr": 1, "params": list(range(6))}], "state": {0: 1}}),
+        ]
     ),
     (
         r"optimizer 0 kept 'exp_avg' of shape \[3\] for a parameter of shape \[\d",
