@@ -46,8 +46,7 @@ class ElasticSampler(Sampler[list[int]]):
         num_replicas, rank: number of ranks W, and this one; default the process group's, or 1 and 0 outside torchrun.
         shuffle: random order, anew in each epoch; else 0, 1, 2, …. Default True.
         seed: of the order, at least 0, the same on all ranks; default 0.
-        drop_last: leave out the last step if a rank's batch in it were short, by `batch_size` even after
-            `set_batch_size`; default False.
+        drop_last: leave out the last step if a rank's batch in it were short by `batch_size`; default False.
         order: "feistel" computes the order where it is needed, in constant memory; "torch" is that of
             DistributedSampler, randperm under seed + epoch, 8 bytes a sample. With tail "pad" or "drop" and a world
             that doesn't change, batches then equal those of DataLoader with DistributedSampler, one by one.
@@ -468,9 +467,10 @@ class ElasticSampler(Sampler[list[int]]):
 
     def _own_deal(self, batch_size: int | Sequence[int]) -> RoundRobin:
         """Return how steps are dealt in the batch size that the loop is written for, which says what is left out."""
-        deal, self._drops = self._deal(batch_size, None if self.drop_last else 0), 0
+        deal = self._deal(batch_size, None if self.drop_last else 0)
+        self._drops = deal.unfilled(self.length) if self.drop_last else 0
         if self.drop_last:  # batches of another size are no smaller than these, where an epoch's end has enough for two
-            self._drops, self._least = deal.unfilled(self.length), max(type(self)._least, min(deal.sizes))
+            self._least = max(type(self)._least, min(deal.sizes))
         return deal
 
     def _deal(self, batch_size: int | Sequence[int], drops: int | None) -> RoundRobin:
