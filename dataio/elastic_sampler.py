@@ -467,10 +467,9 @@ class ElasticSampler(Sampler[list[int]]):
 
     def _own_deal(self, batch_size: int | Sequence[int]) -> RoundRobin:
         """Return how steps are dealt in the batch size that the loop is written for, which says what is left out."""
-        deal = self._deal(batch_size, None if self.drop_last else 0)
-        self._drops = deal.unfilled(self.length) if self.drop_last else 0
+        deal, self._drops = self._deal(batch_size, None if self.drop_last else 0), 0
         if self.drop_last:  # batches of another size are no smaller than these, where an epoch's end has enough for two
-            self._least = max(type(self)._least, min(deal.sizes))
+            self._drops, self._least = deal.unfilled(self.length), max(type(self)._least, min(deal.sizes))
         return deal
 
     def _deal(self, batch_size: int | Sequence[int], drops: int | None) -> RoundRobin:
