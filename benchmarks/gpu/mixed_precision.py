@@ -137,6 +137,7 @@ def measured(
         "ms": medians,
         "bytes": memory,
         "losses": losses,
+        "weights": "float32",  # of the model at O2; those of records before are 16-bit
         "speedup": medians["autocast"] / medians["O2"],
         "memory": memory["O2"] / memory["autocast"],
     }
