@@ -16,6 +16,8 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
@@ -93,7 +95,10 @@ class Blame:
 
     def backward_begins(self) -> None:
         """Record whether there are gradients from before."""
-        self._clean = all(each is None or each.grad is None for each in map(_referent, self._parameters))
+        try:  # before each backward pass, so without Python for each
+            self._clean = all(map(_IS_NONE, map(_GRAD, map(_referent, self._parameters))))
+        except AttributeError:  # one is gone
+            self._clean = all(each is None or each.grad is None for each in map(_referent, self._parameters))
 
     def gradients_checked(self) -> None:
         """The gradients have been checked: the next call starts a new collection."""
@@ -142,3 +147,4 @@ class Blame:
 
 
 _referent: Any = weakref.ref.__call__
+_GRAD, _IS_NONE = attrgetter("grad"), partial(is_, None)

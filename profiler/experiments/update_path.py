@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import partial
 from itertools import chain
-from operator import attrgetter, itemgetter
+from operator import attrgetter, is_, itemgetter
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -33,6 +33,7 @@ _CPU_DTYPES = (torch.float32, torch.float64)
 """The CPU's fused SGD without momentum leaves 16-bit weights as they are, without a word (torch 2.13)."""
 _DTYPES = (*_CPU_DTYPES, torch.float16, torch.bfloat16)
 _PARAMS, _GRAD, _DTYPE = itemgetter("params"), attrgetter("grad"), attrgetter("dtype")
+_CONTIGUOUS, _IS_NONE = Tensor.is_contiguous, partial(is_, None)
 _OTHERWISE = "a weight, its gradient and its state are no longer of one shape, dtype and memory layout"
 _TENSOR = "a number of its parameter groups, such as the learning rate, is a tensor"
 
@@ -87,8 +88,9 @@ def _unfit(optimizer: Optimizer, group: dict[str, Any], *, fused: bool) -> str:
 def _has_tensors(group: dict[str, Any], *, fused: bool) -> bool:
     """Return whether tensors stand where a path takes numbers; torch's fused one reads some of them itself."""
     takes = ("params", "lr", "betas") if fused else ("params",)
-    given = (value for name, value in group.items() if name not in takes)
-    return any(isinstance(each, Tensor) for value in given for each in (value if type(value) is tuple else (value,)))
+    given = [value for name, value in group.items() if name not in takes]
+    pairs = [value for value in given if type(value) is tuple]
+    return any(issubclass(kind, Tensor) for kind in {*map(type, given), *map(type, chain.from_iterable(pairs))})
 
 
 def _is_regular(parameter: Tensor, state: dict[str, Any]) -> bool:
@@ -108,22 +110,24 @@ def _is_regular(parameter: Tensor, state: dict[str, Any]) -> bool:
 def _signature(optimizer: Optimizer) -> Any:
     """Return what the fused path relies on of all tensors; None where it can't be said, as of sparse gradients.
 
-    It is made at every step, so each line goes through all tensors without Python for each.
+    It is made at every step, so each line goes through all tensors without Python for each. Other data lie elsewhere,
+    so where a parameter's begin says most of it; a contiguous tensor is known sooner than its strides.
     """
     params = list(chain.from_iterable(map(_PARAMS, optimizer.param_groups)))
     state = list(chain.from_iterable(map(dict.values, optimizer.state.values())))
     grads = list(map(_GRAD, params))
-    missing = [number for number, grad in enumerate(grads) if grad is None]
-    given = params + ([grad for grad in grads if grad is not None] if missing else grads)
+    missing: tuple[int, ...] = ()
     try:
-        # A contiguous tensor is known sooner than its strides.
-        is_plain = all(map(Tensor.is_contiguous, given)) and all(map(Tensor.is_contiguous, state))
-        strides = None if is_plain else list(map(Tensor.stride, given + state))
+        if any(map(_IS_NONE, grads)):
+            missing = tuple(number for number, grad in enumerate(grads) if grad is None)
+            grads = [grad for grad in grads if grad is not None]
+        is_plain = all(map(_CONTIGUOUS, params)) and all(map(_CONTIGUOUS, grads)) and all(map(_CONTIGUOUS, state))
+        others = None if is_plain else (list(map(id, state)), list(map(Tensor.stride, params + grads + state)))
+        own = list(map(Tensor.data_ptr, params)), list(map(Tensor.numel, params)), list(map(_DTYPE, params))
     except (RuntimeError, TypeError):
         return None
-    ids = list(map(id, params)), list(map(id, state))
     momentum = [group.get("momentum") for group in optimizer.param_groups]
-    return ids, momentum, missing, list(map(Tensor.size, params)), list(map(_DTYPE, given)), strides
+    return list(map(id, params)), len(state), momentum, missing, own, others
 
 
 def _lay_out_gradients(group: dict[str, Any]) -> bool:
