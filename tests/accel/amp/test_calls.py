@@ -484,6 +484,36 @@ def test_returns_what_was_passed() -> None:
     assert decorate(mlp(2)).__class__.__name__ == "Sequential"
 
 
+def held_bytes(model: nn.Module, x: Tensor, **options: Any) -> int:
+    """Return what a call holds for its backward pass, parameters left out."""
+    held: dict[int, int] = {}
+    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            held[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    decorate(model, **options)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        y = model(x)
+    del y
+    return sum(held.values())
+
+
+def test_a_call_holds_no_more_memory_than_under_autocast() -> None:
+    x, sizes = torch.randn(4, 32, 64), []
+    for options in ({"level": "O1"}, {"level": "O2"}):
+        torch.manual_seed(0)
+        model = nn.Sequential(
+            *[nn.TransformerEncoderLayer(64, 4, 256, dropout=0.0, batch_first=True) for _ in range(2)]
+        )
+        sizes.append(held_bytes(model, x, dtype=torch.bfloat16, **options))
+    under_autocast, at_o2 = sizes
+    assert 0.3 * under_autocast < at_o2 < under_autocast
+
+
 def test_a_loss_of_an_output_is_the_models() -> None:
     """At the scale's two ends the same number: gradients are those of float32, in three digits."""
     results = []
