@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from accel.errors import InvalidArgument
 from accel.run import backward
@@ -19,7 +19,6 @@ _FIRST, _EVERY = 2, 64
 node of the graph."""
 
 
-_OUTSIDE = ("_LeaveBackward", "torch::autograd::AccumulateGrad")
 _OR = "or take bfloat16, or torch.amp.GradScaler and loss_scale=None."
 
 
@@ -43,7 +42,7 @@ class _Watch:
                     "a loss of something else that the model has computed, in a hook or in an attribute. Return it "
                     f"with the output, {_OR}"
                 )
-            if is_scaled and name in _OUTSIDE:
+            if is_scaled and (name == "_LeaveBackward" or isinstance(getattr(node, "variable", None), nn.Parameter)):
                 raise InvalidArgument(
                     "gradients must leave a decorated model by its weights and inputs, where the loss scale is taken "
                     "out. Found: a tensor that it uses and that is neither: a weight in a list, or of a module "

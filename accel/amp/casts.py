@@ -100,7 +100,7 @@ class _Weights(torch.autograd.Function):
         else:
             wide = _cast_all([grad for _, grad in there], [ctx.dtypes[i] for i, _ in there], copy=True)
             if ctx.inverse is not None and wide:
-                torch._foreach_mul_(wide, ctx.inverse)
+                _unscale(wide, ctx.inverse)
             for (i, _), grad in zip(there, wide, strict=True):
                 own[i] = grad
         return None, None, *own
@@ -116,6 +116,18 @@ def _cast_all(tensors: Sequence[Tensor], dtypes: Iterable[torch.dtype], copy: bo
     if pairs:
         torch._foreach_copy_([own for own, _ in pairs], [tensor for _, tensor in pairs])
     return cast
+
+
+def _unscale(grads: list[Tensor], inverse: Tensor) -> None:
+    """Divide gradients by the scale in place; where one overflows, NaN says so even if the loop clips infinities."""
+    if {grad.dtype for grad in grads} != {torch.float32}:
+        torch._foreach_mul_(grads, inverse)
+        return
+    overflow = torch.zeros_like(inverse)
+    torch._amp_foreach_non_finite_check_and_unscale_(grads, overflow, inverse)
+    smallest = min((grad for grad in grads if grad.numel()), key=Tensor.numel, default=None)
+    if smallest is not None:
+        smallest.add_(torch.where(overflow != 0, torch.nan, 0.0))
 
 
 class _Enter(torch.autograd.Function):

@@ -15,11 +15,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
 
 from accel.amp import bypass, skipped_steps
@@ -36,7 +38,6 @@ _CASTABLE = (torch.float64, torch.float32, *_HALF)
 _NORMS = nn.modules.batchnorm._BatchNorm
 _OF_NORMS = frozenset({"weight", "bias", "running_mean", "running_var"})
 
-_NOTHING: Any = object()
 _disable: Any = torch.compiler.disable
 
 
@@ -57,10 +58,8 @@ class Swap(NamedTuple):
 
     def restore(self) -> None:
         """Put back what belongs there, with what the call has written to a stand-in."""
-        own = self.where.get(self.name, _NOTHING)
-        if self.before is _NOTHING:
-            self.where.pop(self.name, None)
-        elif own is self.now or not isinstance(self.before, Tensor):
+        own = self.where.get(self.name)
+        if own is self.now or not isinstance(self.before, Tensor):
             self.where[self.name] = self.before
         elif isinstance(own, Tensor) and own.is_floating_point():  # the model has put another there
             self.where[self.name] = own.to(self.before.dtype)
@@ -95,24 +94,29 @@ class MixedCall:
         autocast: bool = False,
     ) -> None:
         self.dtype, self.scale, self.kept, self.autocast = dtype, scale, list(kept), autocast
-        self.trained: set[int] = set()
-        """The ids of the parameters whose gradients come through the loss scale."""
         self._calls = 0
         """With a scale."""
         self._thread: int | None = None
         """That in which a call is under way."""
-        self._again: list[Swap] = []
-        """What stands in for weights while a backward pass runs parts of the model again."""
-        self._expects = False
-        """A backward pass is under way, which may run parts of the model again."""
+        self._runs_again = False
+        """A backward pass runs a part of a call again."""
+        self._model: weakref.ref[nn.Module] | None = None
+        """That of the last call with a scale."""
+        self._has_warned = False
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "trained": set(), "_thread": None, "_again": [], "_expects": False}
+        return {**vars(self), "_thread": None, "_runs_again": False, "_model": None}
 
     @property
     def is_under_way(self) -> bool:
         """True within a call, and where a backward pass runs a part of one again."""
-        return self._thread is not None or bool(self._again)
+        return self._thread is not None or self._runs_again
+
+    @property
+    def trained(self) -> set[int]:
+        """The ids of the parameters whose gradients may have come through the loss scale."""
+        model = None if self._model is None else self._model()
+        return set() if model is None else set(map(id, model.parameters()))
 
     @functools.partial(_disable, recursive=False)  # the model's own code may be compiled
     def __call__(self, model: nn.Module, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -140,23 +144,56 @@ class MixedCall:
             args, kwargs, scale = self._begin(model, places, args, kwargs)
             with self._context(model):
                 output = call(*args, **kwargs)
-            _keep_written(places)
         finally:
-            _restore(places)
-            self._thread = None
-        return self._left(output, model, scale)
+            self._end(places)
+        return _left(output, scale)
 
     @_never_compiled
     def _begin(self, model: nn.Module, places: list[Swap], args: Any, kwargs: Any) -> tuple[Any, Any, Tensor | None]:
         scale, inputs = self._scale_of_call(model), None if self.autocast else self.dtype
         args, kwargs = _mapped(lambda x: enter(x, inputs, scale), (args, kwargs))
+        _follow_checkpointing()
+        _under_way.calls.append(_Call(self, weakref.ref(model), scale))
         self._put_in(model, places, scale)
         return args, kwargs, scale
+
+    @_never_compiled
+    def _end(self, places: list[Swap]) -> None:
+        self._restore(places)
+        if _under_way.calls and _under_way.calls[-1].calls is self:
+            _under_way.calls.pop()
+        self._thread = None
+
+    def _restore(self, places: list[Swap]) -> None:
+        for place in places:
+            if _keep_written(place) and not self._has_warned:
+                self._has_warned = True
+                warnings.warn(
+                    f"accel.amp: the model writes to {place.name!r} within its call, where it has 16 bits: small "
+                    "changes are lost. Write to it outside of the call, or name its module in keep_fp32",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
+        for place in reversed(places):
+            place.restore()
+
+    def run_again(self, model: nn.Module, scale: Tensor | None, function: Callable[..., Any], *args: Any) -> Any:
+        """Run a part of a call again within the backward pass, on casts of the weights as they were in the call."""
+        places: list[Swap] = []
+        try:
+            self._runs_again = True
+            _under_way.calls.append(_Call(self, weakref.ref(model), scale))
+            self._put_in(model, places, scale, one_by_one=True)  # each part runs backward by itself
+            return function(*args)
+        finally:
+            self._restore(places)
+            _under_way.calls.pop()
+            self._runs_again = False
 
     def _scale_of_call(self, model: nn.Module) -> Tensor | None:
         if self.scale is None or not torch.is_grad_enabled():
             return None
-        self.trained = {id(p) for p in model.parameters() if p.requires_grad}
+        self._model = weakref.ref(model)
         skipped_steps.watch(self)
         self._calls += 1
         bypass.expect(self._calls)
@@ -176,11 +213,15 @@ class MixedCall:
 
     # -- weights -------------------------------------------------------------------------------------------------------
 
-    def _put_in(self, model: nn.Module, places: list[Swap], scale: Tensor | None) -> None:
+    def _put_in(self, model: nn.Module, places: list[Swap], scale: Tensor | None, *, one_by_one: bool = False) -> None:
         """Put casts in the places of weights and buffers, and note each place."""
         wanted = list(self._wanted(model, scale is not None))
         each = {(id(own.tensor), own.dtype): own for own in wanted}  # tied weights are cast once
-        cast = cast_weights([own.tensor for own in each.values()], [own.dtype for own in each.values()], scale)
+        tensors, dtypes = [own.tensor for own in each.values()], [own.dtype for own in each.values()]
+        if one_by_one:
+            cast = [cast_weights([tensor], [dtype], scale)[0] for tensor, dtype in zip(tensors, dtypes, strict=True)]
+        else:
+            cast = cast_weights(tensors, dtypes, scale)
         by_key = dict(zip(each, cast, strict=True))
         places.extend(_lists_of_weights(wanted))
         for own in wanted:
@@ -214,56 +255,53 @@ class MixedCall:
                 if buffer is not None and not is_cast and name not in own_names:
                     yield Wanted(module, module._buffers, name, buffer, self.dtype)
 
-    # -- outputs, and parts that run again -----------------------------------------------------------------------------
 
-    @_never_compiled
-    def _left(self, output: Any, model: nn.Module, scale: Tensor | None) -> Any:
-        whole = weakref.ref(model)
+class _Call(NamedTuple):
+    """A call under way in this thread, or a part of one that runs again."""
 
-        def left(y: Any) -> Tensor:
-            if y.grad_fn is not None and not (self.autocast and scale is None):
-                y.register_hook(lambda _: self._expect_again(whole, scale))
-            return leave(y, scale)
+    calls: MixedCall
+    model: weakref.ref[nn.Module]
+    scale: Tensor | None
 
-        return _mapped(left, output)
 
-    def _expect_again(self, model: weakref.ref[nn.Module], scale: Tensor | None) -> None:
-        """Have weights cast again if this backward pass runs a part of the model again, as checkpointing does."""
+class _UnderWay(threading.local):
+    def __init__(self) -> None:
+        self.calls: list[_Call] = []
+
+
+_under_way = _UnderWay()
+
+
+@functools.cache
+def _follow_checkpointing() -> None:
+    """Have what is checkpointed within a call run again on that call's weights; others' checkpoints are left alone."""
+    module: Any = torch.utils.checkpoint
+    name = "_checkpoint_without_reentrant_generator"
+    name = f"{name}_impl" if hasattr(module, f"{name}_impl") else name  # since torch 2.14
+    plain, apply = getattr(module, name), module.CheckpointFunction.apply
+
+    def generator(function: Callable[..., Any], *rest: Any, **more: Any) -> Any:
+        return plain(_bound(function), *rest, **more)
+
+    def applied(function: Callable[..., Any], *rest: Any) -> Any:
+        return apply(_bound(function), *rest)
+
+    setattr(module, name, generator)
+    module.CheckpointFunction.apply = applied
+
+
+def _bound(function: Callable[..., Any]) -> Callable[..., Any]:
+    if not _under_way.calls:
+        return function
+    calls, model, scale = _under_way.calls[-1]
+
+    def bound(*args: Any, **kwargs: Any) -> Any:
         whole = model()
-        if whole is None or self._expects or not backward.is_running():
-            return
-        inner = {id(module) for module in whole.modules()}
+        if whole is None or calls.is_under_way or not backward.is_running():
+            return function(*args, **kwargs)
+        return calls.run_again(whole, scale, functools.partial(function, **kwargs), *args)
 
-        def look(module: nn.Module, args: Any) -> None:
-            if not backward.is_running():
-                end()  # nobody is told of a pass that has failed
-            elif id(module) in inner and not self._again:
-                self._cast_again(whole, scale)
-
-        handle = nn.modules.module.register_module_forward_pre_hook(look)
-        self._expects = True
-
-        def end() -> None:
-            handle.remove()
-            self._expects = False
-            while self._again:
-                self._again.pop().restore()
-
-        engine: Any = torch.autograd.Variable._execution_engine
-        engine.queue_callback(end)
-
-    def _cast_again(self, model: nn.Module, scale: Tensor | None) -> None:
-        """Put casts where the modules' own code finds them first; all others see parameters, if the pass fails too."""
-        wanted = list(self._wanted(model, scale is not None))
-        self._again.extend(_lists_of_weights(wanted))
-        known: dict[tuple[int, torch.dtype], Tensor] = {}
-        for own in wanted:
-            key = id(own.tensor), own.dtype
-            if key not in known:  # one by one: parts of the model run backward by themselves
-                with torch.enable_grad():
-                    (known[key],) = cast_weights([own.tensor], [own.dtype], scale)
-            self._again.append(Swap(vars(own.module), own.name, _NOTHING, known[key]))
-            vars(own.module)[own.name] = known[key]
+    return bound
 
 
 class Float32Island:
@@ -300,31 +338,35 @@ def _lists_of_weights(wanted: Iterable[Wanted]) -> Iterator[Swap]:
                 yield Swap(vars(module), name, vars(module)[name], None)
 
 
-@_never_compiled
-def _restore(places: Sequence[Swap]) -> None:
-    for place in reversed(places):
-        place.restore()
-
-
-@_never_compiled
 @torch.no_grad()
-def _keep_written(places: Iterable[Swap]) -> None:
-    """Bring back what the model has written to its buffers and weights, but for what still rounds to the same."""
-    for place in places:
-        own, before = place.where.get(place.name), place.before
-        if own is not place.now or not isinstance(before, Tensor):
-            continue
-        if place.mark != _mark(own) or (own.is_inference() and not before.requires_grad):
-            own = own.detach()
-            if own.shape == before.shape:
-                before.copy_(torch.where(before.to(own.dtype) == own, before, own.to(before.dtype)))
-            else:
-                before.data = own.to(before.dtype)
+def _keep_written(place: Swap) -> bool:
+    """Bring back what the model has written to a buffer or weight, but for what still rounds to the same.
+
+    Returns:
+        Whether it was written in fewer bits than it has.
+    """
+    own, before = place.where.get(place.name), place.before
+    if own is not place.now or not isinstance(before, Tensor):
+        return False
+    if place.mark == _mark(own) and not (own.is_inference() and not before.requires_grad):
+        return False
+    own = own.detach()
+    if own.shape != before.shape:
+        before.data = own.to(before.dtype)
+        return False
+    same = before.to(own.dtype) == own
+    before.copy_(torch.where(same, before, own.to(before.dtype)))
+    return own.dtype != before.dtype and not bool(same.all())
 
 
 def _mark(tensor: Tensor) -> tuple[int, int]:
     """Return where a tensor lies and how often it was written to; torch counts no writes in inference mode."""
     return tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version
+
+
+@_never_compiled
+def _left(output: Any, scale: Tensor | None) -> Any:
+    return _mapped(lambda y: leave(y, scale), output)
 
 
 def _mapped(function: Callable[[Tensor], Tensor], value: Any) -> Any:

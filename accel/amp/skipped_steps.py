@@ -23,7 +23,10 @@ class Scaled(Protocol):
     """A model whose gradients come through a loss scale."""
 
     scale: DynamicLossScale | None
-    trained: set[int]
+
+    @property
+    def trained(self) -> set[int]:
+        """The ids of its parameters."""
 
 
 _models: weakref.WeakSet[Any] = weakref.WeakSet()

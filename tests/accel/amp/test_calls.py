@@ -182,8 +182,9 @@ def test_buffers_are_cast_and_what_is_written_to_them_stays(inference: bool) -> 
     model = decorate(WithBuffers(), dtype=torch.bfloat16)
     table, mean = model.table, model.mean
     with torch.inference_mode(inference):
-        for _ in range(2):
+        with pytest.warns(RuntimeWarning, match="writes to 'mean' within its call, where it has 16 bits"):
             model(torch.ones(3, 8))
+        model(torch.ones(3, 8))  # it is said once
     assert model.table is table and torch.equal(table, torch.full((8,), 1 / 3))
     assert model.mean is mean and float(mean.abs().max()) > 0
     assert (model.count.item(), model.latest.dtype) == (2, torch.float32)
@@ -211,8 +212,9 @@ def test_weights_that_the_model_writes_stay_written() -> None:
     model, plain = Normalises(), Normalises()
     plain.load_state_dict(model.state_dict())
     decorate(model, dtype=torch.bfloat16)
-    for each in (model, plain):
-        each(torch.ones(2, 8)).sum().backward()
+    plain(torch.ones(2, 8)).sum().backward()
+    with pytest.warns(RuntimeWarning, match="where it has 16 bits: small changes are lost"):
+        model(torch.ones(2, 8)).sum().backward()
     assert float(model.linear.weight[0, 0].detach()) == 3.0
     torch.testing.assert_close(model.linear.weight, plain.linear.weight, rtol=0.01, atol=0.01)
     torch.testing.assert_close(model.vector, plain.vector, rtol=0.02, atol=0.02)

@@ -76,6 +76,42 @@ def test_it_trains_as_without_checkpointing(name: str, reentrant: bool) -> None:
     assert all(map(torch.equal, *results))
 
 
+class Gains(nn.Module):
+    """Weights that no module of the checkpointed part holds, and a buffer that is replaced in each run."""
+
+    def __init__(self, reentrant: bool | None) -> None:
+        super().__init__()
+        self.reentrant = reentrant
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.gain = nn.Parameter(torch.full((8,), 1.5))
+        self.register_buffer("seen", torch.zeros(8))
+
+    def part(self, x: Tensor) -> Tensor:
+        self.seen = x.detach().mean(0)
+        return x * self.gain + self.seen
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        x = self.part(x) if self.reentrant is None else checkpoint(self.part, x, use_reentrant=self.reentrant)
+        y: Tensor = self.last(x)
+        return y
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_weights_beside_modules_and_buffers_that_are_replaced(name: str, reentrant: bool) -> None:
+    gradients = []
+    for kind in (None, reentrant):
+        torch.manual_seed(0)
+        model = Gains(kind)
+        decorate(model, **OPTIONS[name])
+        for seed in range(2):
+            model(torch.randn(4, 8, generator=torch.Generator().manual_seed(seed))).square().mean().backward()
+        gradients.append([p.grad for p in model.parameters()])
+        assert model.seen.dtype == torch.float32 or "O1" in name
+    assert all(map(torch.equal, *gradients))
+
+
 def test_a_pass_that_fails_leaves_parameters_where_they_are() -> None:
     model, _ = make(False, dtype=torch.bfloat16)
     weight, x = model.lstm.weight_hh_l0, torch.randn(2, 5, 8)
@@ -84,8 +120,8 @@ def test_a_pass_that_fails_leaves_parameters_where_they_are() -> None:
     with pytest.raises(RuntimeError, match="within the backward pass"):
         loss.backward()
     model.fails = False
+    assert model.lstm.weight_hh_l0 is weight
     assert {p.dtype for p in model.state_dict().values()} == {torch.float32}
     assert any(p is weight for p in model.parameters())
     model(x).mean().backward()
     assert model.lstm.weight_hh_l0 is weight and not calls_of(model).is_under_way
-    assert not nn.modules.module._global_forward_pre_hooks

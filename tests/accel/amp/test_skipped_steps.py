@@ -151,6 +151,29 @@ def test_optimizers_may_step_within_the_backward_pass(name: str) -> None:
     assert all(map(torch.equal, trained(False), trained(True)))
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_clipping_by_value_hides_no_overflow(name: str) -> None:
+    """It turns infinity into a number, but NaN stays."""
+    model, optimizer = scaled(name, DynamicLossScale(initial=8.0))
+    (x, target), *_ = batches(1, 8)
+    before = [p.detach().clone() for p in model.parameters()]
+    (loss_of(model(x), target) * 1e7).backward()
+    nn.utils.clip_grad_value_(model.parameters(), 1.0)
+    optimizer.step()
+    assert all(map(torch.equal, model.parameters(), before))
+
+
+def test_weights_that_stood_in_for_others_in_the_last_call_change_nothing() -> None:
+    model, optimizer = scaled("SGD", DynamicLossScale(initial=8.0))
+    (x, target), *_ = batches(1, 8)
+    (loss_of(model(x), target) * torch.inf).backward()
+    with torch.no_grad():
+        noisy = {name: p + 0.1 for name, p in model.named_parameters()}
+    torch.func.functional_call(model, noisy, (x,)).sum()
+    optimizer.step()
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
 class Calls(torch.optim.SGD):
     """A class that calls its base's step, whose hooks are called twice."""
 
