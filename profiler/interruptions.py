@@ -14,6 +14,7 @@ import dis
 import inspect
 import logging
 import os
+import signal
 import sys
 from importlib.util import find_spec
 from sysconfig import get_path
@@ -103,9 +104,10 @@ def _came_from_outside(error: BaseException) -> bool:
     at = error.__traceback__
     if at is None:
         return False
+    handlers = {getattr(signal.getsignal(each), "__code__", None) for each in signal.valid_signals()}
     while at.tb_next is not None:
         interrupted, at = at.tb_frame, at.tb_next
-        if any(given is interrupted for given in _given(at.tb_frame)):
+        if at.tb_frame.f_code in handlers or any(given is interrupted for given in _given(at.tb_frame)):
             return True
     return is_of_the_loop(type(error)) and place_of(at.tb_frame) != "loop" and not is_raised(at)
 

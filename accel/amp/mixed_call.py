@@ -204,12 +204,15 @@ class MixedCall:
         if not self.autocast:
             yield
             return
-        with torch.autocast(next((p.device.type for p in model.parameters()), "cpu"), dtype=self.dtype):
-            try:
+        device = next((p.device.type for p in model.parameters()), "cpu")
+        before = torch.is_autocast_enabled(device)
+        try:
+            with torch.autocast(device, dtype=self.dtype):
                 yield
-            finally:
-                # Within autocast(enabled=False) of the loop's own torch keeps casts of weights past the next update.
-                torch.clear_autocast_cache()
+        finally:
+            # Within autocast(enabled=False) of the loop's own torch keeps casts of weights past the next update.
+            torch.clear_autocast_cache()
+            torch.set_autocast_enabled(device, before)  # what interrupts its beginning or end leaves it as it is
 
     # -- weights -------------------------------------------------------------------------------------------------------
 

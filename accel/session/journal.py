@@ -20,6 +20,7 @@ from torch.nn.parameter import is_lazy
 import accel
 from accel.profiler import stderr
 from accel.profiler.diagnose.consistency import PhaseShares
+from accel.profiler.interruptions import ours
 from accel.profiler.naming import PHASES_OF
 from accel.profiler.report import utf8
 from accel.report.model import NOTHING_REMEMBERED, BatchRow, Machine, Report, State, StrategyRow
@@ -192,7 +193,7 @@ class Journal:
         try:
             self._save(report, self.target)
         # A full disk, or a setting that JSON does not know, must neither end the plan nor raise from `undo`.
-        except (OSError, TypeError, ValueError) as error:
+        except ours(OSError, TypeError, ValueError) as error:
             stderr.write(f"accel: the report could not be written: {error}")
 
     def _save(self, report: Report, target: Path) -> None:

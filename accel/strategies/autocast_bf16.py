@@ -60,13 +60,15 @@ class AutocastBf16(Strategy):
         device = self._device
 
         def run_call(*args: Any, **kwargs: Any) -> Any:
-            with torch.autocast(device, dtype=torch.bfloat16):
-                try:
+            before = torch.is_autocast_enabled(device)
+            try:
+                with torch.autocast(device, dtype=torch.bfloat16):
                     output = call(*args, **kwargs)
-                finally:
-                    # Within autocast(enabled=False) of the loop's own, around an epoch say, torch keeps the casts of
-                    # weights beyond this call, and would use them after the next update.
-                    torch.clear_autocast_cache()
+            finally:
+                # Within autocast(enabled=False) of the loop's own, around an epoch say, torch keeps the casts of
+                # weights beyond this call, and would use them after the next update.
+                torch.clear_autocast_cache()
+                torch.set_autocast_enabled(device, before)  # what interrupts its beginning or end leaves it as it is
             return map_tensors(_to_fp32, output)
 
         return run_call

@@ -279,6 +279,8 @@ class LoopWatch:
         self._holds(name, lambda: [function.__code__, function.__defaults__, function.__kwdefaults__])
         if cells := function.__closure__ or ():
             self._holds(name, partial(_of_all, [partial(getattr, cell, "cell_contents") for cell in cells]))
+        if names_of(function.__code__).by_text:
+            self._hides(f"{function.__qualname__}, which looks things up by texts,")
         if named := sorted(names_of(function.__code__).globals):
             self._holds(f"a global of {function.__qualname__}", partial(_of_names, function.__globals__, named))
         for module, parts in named_modules(function):
@@ -364,7 +366,7 @@ def _of_all(readers: Iterable[Callable[[], Any]]) -> list[Any]:
     for read in readers:
         try:
             values.append(read())
-        except (AttributeError, ValueError):  # a slot or a cell that is not set
+        except ours(AttributeError, ValueError):  # a slot or a cell that is not set
             values.append(None)
     return values
 

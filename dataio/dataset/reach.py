@@ -23,6 +23,7 @@ import types
 import weakref
 from collections import deque
 from collections.abc import Iterator
+from importlib.util import resolve_name
 from itertools import islice
 from pathlib import PurePath
 from types import MemberDescriptorType
@@ -225,7 +226,13 @@ def _of_function(function: types.FunctionType) -> Iterator[_Named]:
 def named_modules(function: types.FunctionType) -> list[tuple[types.ModuleType, list[str]]]:
     """Return the user's own modules that a function names or imports, with what it may name of each."""
     names = names_of(function.__code__)
-    named = [function.__globals__.get(name) for name in names.globals] + [sys.modules.get(n) for n in names.imported]
+    named = [function.__globals__.get(name) for name in names.globals]
+    for imported in names.imported:
+        try:
+            module = resolve_name(imported, function.__globals__.get("__package__") or "")
+        except ImportError:  # a relative one, outside of a package
+            continue
+        named += [sys.modules.get(each) for each in (module, *(f"{module}.{part}" for part in names.all))]
     modules = {each.__name__: each for each in named if isinstance(each, types.ModuleType)}
     return [(each, sorted(names.all)) for name, each in modules.items() if not is_library(name)]
 
@@ -237,16 +244,26 @@ class Names(NamedTuple):
     all: frozenset[str]
     """Attributes and methods too."""
     imported: frozenset[str]
-    """Modules that it imports when it runs."""
+    """Modules that it imports when it runs, relative ones with their dots."""
+
+    @property
+    def by_text(self) -> bool:
+        """Whether it looks things up by texts that may be made when it runs."""
+        return not (_LOOKS_UP.isdisjoint(self.globals) and _LOOKS_UP.isdisjoint(self.all))
+
+
+_LOOKS_UP = frozenset({"__import__", "eval", "exec", "import_module", "modules", "vars"})
 
 
 @functools.lru_cache(4096)
 def names_of(code: types.CodeType) -> Names:
     """Return what code names; texts in it too where it asks for something by a text."""
     inner = [names_of(each) for each in code.co_consts if isinstance(each, types.CodeType)]
-    asked = {(each.opname, each.argval) for each in dis.get_instructions(code)}
+    steps = list(dis.get_instructions(code))
+    asked = {(each.opname, each.argval) for each in steps}
     loaded = {name for kind, name in asked if kind in ("LOAD_GLOBAL", "LOAD_NAME")}
-    imported = {name for kind, name in asked if kind == "IMPORT_NAME"}
+    levels = [(steps[at - 2].argval, each.argval) for at, each in enumerate(steps) if each.opname == "IMPORT_NAME"]
+    imported = {"." * level + name if isinstance(level, int) else name for level, name in levels}
     texts = {each for each in code.co_consts if isinstance(each, str) and each.isidentifier()}
     return Names(
         frozenset(loaded | (texts if "globals" in loaded else set())).union(*(each.globals for each in inner)),

@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from accel.profiler.closures import Arguments, followed_by
+from accel.profiler.interruptions import ours
 
 _FUSED = ("SGD", "Adam", "AdamW", "Adagrad")
 _FUSED_DEVICES = ("cpu", "cuda", "mps", "xpu")
@@ -124,19 +125,20 @@ def _signature(optimizer: Optimizer) -> Any:
         is_plain = all(map(_CONTIGUOUS, params)) and all(map(_CONTIGUOUS, grads)) and all(map(_CONTIGUOUS, state))
         others = None if is_plain else (list(map(id, state)), list(map(Tensor.stride, params + grads + state)))
         own = list(map(Tensor.data_ptr, params)), list(map(Tensor.numel, params)), list(map(_DTYPE, params))
-    except (RuntimeError, TypeError):
+    except ours(RuntimeError, TypeError):
         return None
     momentum = [group.get("momentum") for group in optimizer.param_groups]
     return list(map(id, params)), len(state), momentum, missing, own, others
 
 
-def _lay_out_gradients(group: dict[str, Any]) -> bool:
-    """Lay gradients out as their parameters; return whether some were not."""
+def _lay_out_gradients(group: dict[str, Any]) -> list[tuple[Tensor, Tensor]]:
+    """Lay gradients out as their parameters, and return those that were not, with their parameters."""
     others = [p for p in group["params"] if p.grad is not None and p.grad.layout is torch.strided]
     others = [p for p in others if p.grad.stride() != p.stride() and p.grad.shape == p.shape]
-    for p in others:
-        p.grad = torch.empty_like(p, dtype=p.grad.dtype).copy_(p.grad)
-    return bool(others)
+    before = [(p, p.grad) for p in others]
+    for p, grad in before:
+        p.grad = torch.empty_like(p, dtype=grad.dtype).copy_(grad)
+    return before
 
 
 def _lacks_some_buffers(optimizer: Optimizer, group: dict[str, Any]) -> bool:
@@ -167,6 +169,8 @@ class Paths:
         self._hooks: list[RemovableHandle] = []
         self._for_this_step: list[dict[str, Any]] = []
         """Groups that take their own path in one step."""
+        self._gradients: list[tuple[Tensor, Tensor]] = []
+        """Gradients in another layout, for which others stand in during one step."""
         self._reasons: dict[int, str] = {}
         """id of a parameter group → why the path was not fit for it in the last step."""
 
@@ -235,7 +239,8 @@ class Paths:
         if signature is not None and signature == self._signatures[optimizer]:
             groups = [group for group in groups if _has_tensors(group, fused=self._fused)]
         for group in groups:
-            if self._fused and _lay_out_gradients(group):
+            if self._fused and (others := _lay_out_gradients(group)):
+                self._gradients += others
                 signature = None  # the next ones will have to be, too
             if why := _unfit(optimizer, group, fused=self._fused):
                 self._reasons[id(group)] = why
@@ -250,6 +255,9 @@ class Paths:
         for group in self._for_this_step:
             _set(group, not self._fused, self._fused)
         self._for_this_step.clear()
+        for p, grad in self._gradients:  # the loop's own: views of a buffer, say, that it clears
+            p.grad = grad
+        self._gradients.clear()
 
     def restore(self) -> None:
         """Restore the original paths."""
