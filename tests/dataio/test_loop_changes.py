@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import os
 import sys
@@ -9,6 +10,7 @@ import types
 from collections.abc import Callable, Iterator
 from concurrent.futures import wait
 from contextvars import ContextVar
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -146,6 +148,53 @@ def test_a_sampler_that_is_not_torch_s_is_not_read_ahead(kind: str) -> None:
 
     with pytest.raises(NotAhead, match="is not one of torch's"):
         moved(made, 2, threads=True)
+
+
+class FollowedIndices(list[int]):
+    """Says what it holds by what the loop has set."""
+
+
+def test_indices_of_the_loop_s_own_class_are_not_read_ahead() -> None:
+    sampler = SubsetRandomSampler(FollowedIndices(range(16)))
+    assert "a FollowedIndices of indices, which may follow the loop" in refused(
+        DataLoader(Numbers(16), batch_size=4, sampler=sampler)
+    )
+
+
+class ByText(Numbers):
+    """Looks a number up by a text that is made when it runs."""
+
+    key = "SHIFT"
+
+    def __getitem__(self, index: int) -> float:
+        return float(super().__getitem__(index)) + vars(sys.modules[__name__]).get(self.key.lower(), 0)
+
+
+def test_what_is_looked_up_by_texts_can_not_be_seen() -> None:
+    assert "looks things up by texts" in LoopWatch(Fetch(ByText(8), list, batched=True)).unseen
+    assert "looks things up by texts" in refused(DataLoader(ByText(8), batch_size=4))
+
+
+def test_a_module_that_a_function_imports_by_its_place_is_watched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "package_of_mine"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "config.py").write_text("SHIFT = 1\n")
+    (package / "data.py").write_text(
+        "class Data:\n"
+        "    def __len__(self):\n        return 8\n"
+        "    def __getitem__(self, index):\n"
+        "        from . import config\n        from .config import SHIFT\n        return index + SHIFT\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    data = importlib.import_module("package_of_mine.data").Data()
+    data[0]
+    watch = LoopWatch(Fetch(data, list, batched=True))
+    assert not watch.changed()
+    monkeypatch.setattr(sys.modules["package_of_mine.config"], "SHIFT", 2)
+    assert watch.changed()
 
 
 def test_a_sampler_that_the_loop_puts_in_place_of_torch_s_is_not_read_ahead() -> None:

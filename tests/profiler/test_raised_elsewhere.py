@@ -58,9 +58,21 @@ def caught_as_ours(work: Callable[[], Any]) -> None:
             raise AssertionError from error
 
 
+def walking(error: Callable[[], BaseException]) -> Callable[[int, Any], None]:
+    """Return a handler that goes up the stack, as one does that says where the time went."""
+
+    def handle(signum: int, frame: Any) -> None:
+        while frame is not None:
+            frame = frame.f_back
+        raise error()
+
+    return handle
+
+
 HANDLERS: dict[str, Callable[[Any], Any]] = {
     "method": lambda error: Limit(error).method,
     "object": Limit,
+    "walking": walking,
     "partial": lambda error: functools.partial(resets_itself, error),
 }
 ERRORS = (TimeLimit, TimeoutError, RuntimeError, KeyError, StopIteration, KeyboardInterrupt)
