@@ -70,6 +70,7 @@ def test_each_version_is_recorded_as_it_ends(
 ) -> None:
     made: list[tuple[list[str], str]] = []
     written: list[tuple[list[dict[str, Any]], str]] = []
+    filled: list[int] = []
 
     def run_tests(command: list[str], environ: dict[str, str]) -> Outcome:
         made.append((command, environ["PYTHONPATH"]))
@@ -79,6 +80,7 @@ def test_each_version_is_recorded_as_it_ends(
     monkeypatch.setattr(
         type(torch_versions.RECORD), "write", lambda self, rows, command: written.append((rows, command))
     )
+    monkeypatch.setattr(torch_versions, "fill_pages", lambda: filled.append(len(written)))
     done = CliRunner().invoke(torch_versions.main, [f"2.9.1={sys.executable}", f"2.11.0={sys.executable}"])
     assert done.exit_code == code, done.output
     assert made == [(["make", "--no-print-directory", "test", f"PYTHON={sys.executable}"], str(ROOT))] * 2
@@ -86,6 +88,7 @@ def test_each_version_is_recorded_as_it_ends(
         "make versions-test VERSIONS=2.9.1",
         "make versions-test VERSIONS=2.11.0",
     ]
+    assert filled == [1, 2]
     ((row,), _), ((last,), _) = written
     assert (row["version"], row["passed"], row["skipped"], row["status"]) == ("2.9.1", 5, 1, 0)
     assert not set(row) - torch_versions.RECORD.columns.keys()
