@@ -159,36 +159,40 @@ class MixedCall:
 
     @_never_compiled
     def _end(self, places: list[Swap]) -> None:
-        self._restore(places)
-        if _under_way.calls and _under_way.calls[-1].calls is self:
-            _under_way.calls.pop()
-        self._thread = None
+        try:
+            self._restore(places)
+        finally:  # a warning may be an error
+            if _under_way.calls and _under_way.calls[-1].calls is self:
+                _under_way.calls.pop()
+            self._thread = None
 
     def _restore(self, places: list[Swap]) -> None:
-        for place in places:
-            if _keep_written(place) and not self._has_warned:
-                self._has_warned = True
-                warnings.warn(
-                    f"accel.amp: the model writes to {place.name!r} within its call, where it has 16 bits: small "
-                    "changes are lost. Write to it outside of the call, or name its module in keep_fp32",
-                    RuntimeWarning,
-                    stacklevel=2,
-                )
-        for place in reversed(places):
-            place.restore()
+        try:
+            rounded = [place.name for place in places if _keep_written(place)]
+        finally:
+            for place in reversed(places):
+                place.restore()
+        if rounded and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"accel.amp: the model writes to {rounded[0]!r} within its call, where it has 16 bits: small changes "
+                "are lost. Write to it outside of the call, or name its module in keep_fp32",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
     def run_again(self, model: nn.Module, scale: Tensor | None, function: Callable[..., Any], *args: Any) -> Any:
         """Run a part of a call again within the backward pass, on casts of the weights as they were in the call."""
         places: list[Swap] = []
+        _under_way.calls.append(_Call(self, weakref.ref(model), scale))
+        self._runs_again = True
         try:
-            self._runs_again = True
-            _under_way.calls.append(_Call(self, weakref.ref(model), scale))
             self._put_in(model, places, scale, one_by_one=True)  # each part runs backward by itself
             return function(*args)
         finally:
-            self._restore(places)
-            _under_way.calls.pop()
             self._runs_again = False
+            _under_way.calls.pop()
+            self._restore(places)
 
     def _scale_of_call(self, model: nn.Module) -> Tensor | None:
         if self.scale is None or not torch.is_grad_enabled():

@@ -7,6 +7,7 @@ other finds no gradients in a step that is skipped, at the cost of one number re
 
 from __future__ import annotations
 
+import functools
 import weakref
 from typing import Any, Protocol
 
@@ -36,16 +37,14 @@ _flags: weakref.WeakKeyDictionary[Optimizer, Tensor] = weakref.WeakKeyDictionary
 
 def watch(model: Scaled) -> None:
     """Skip steps on parameters of a model that overflow, as long as the model is there."""
-    if not _models:
-        _hook_in()
+    _hook_in()
     _models.add(model)
 
 
+@functools.cache
 def _hook_in() -> None:
-    if not getattr(_hook_in, "is_done", False):
-        _hook_in.is_done = True  # type: ignore[attr-defined]
-        register_optimizer_step_pre_hook(_before_step)
-        register_optimizer_step_post_hook(_after_step)
+    register_optimizer_step_pre_hook(_before_step)
+    register_optimizer_step_post_hook(_after_step)
 
 
 @torch._disable_dynamo  # type: ignore[attr-defined]  # of a compiled step too

@@ -8,6 +8,7 @@ import inspect
 import io
 import pickle
 import threading
+import warnings
 from collections import OrderedDict, namedtuple
 from typing import Any
 
@@ -206,6 +207,17 @@ class Normalises(nn.Module):
             self.vector.data = F.normalize(self.linear.weight @ self.vector.data, dim=0)
         y: Tensor = self.linear(x)
         return y
+
+
+def test_a_warning_that_is_an_error_leaves_the_model_as_it_was() -> None:
+    model = decorate(Normalises(), dtype=torch.bfloat16)
+    weight = model.linear.weight
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(RuntimeWarning, match="where it has 16 bits"):
+            model(torch.ones(2, 8))
+    assert model.linear.weight is weight and not calls_of(model).is_under_way
+    assert model(torch.ones(2, 8)).dtype == torch.float32
 
 
 def test_weights_that_the_model_writes_stay_written() -> None:
