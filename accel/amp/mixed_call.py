@@ -83,6 +83,7 @@ class MixedCall:
         scale: of the gradients within the model; None for none.
         kept: modules that compute in float32, beside batch normalisation.
         autocast: leave weights and inputs in float32, and compute under autocast.
+        warns: say so, once, if the model writes to its weights or buffers within a call; else `rounded` has its name.
     """
 
     def __init__(
@@ -92,6 +93,7 @@ class MixedCall:
         kept: Sequence[nn.Module] = (),
         *,
         autocast: bool = False,
+        warns: bool = True,
     ) -> None:
         self.dtype, self.scale, self.kept, self.autocast = dtype, scale, list(kept), autocast
         self._calls = 0
@@ -102,7 +104,8 @@ class MixedCall:
         """A backward pass runs a part of a call again."""
         self._model: weakref.ref[nn.Module] | None = None
         """That of the last call with a scale."""
-        self._has_warned = False
+        self.rounded, self._warns = "", warns
+        """The first weight or buffer that the model was seen to write to, in 16 bits."""
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_thread": None, "_runs_again": False, "_model": None}
@@ -172,10 +175,12 @@ class MixedCall:
         finally:
             for place in reversed(places):
                 place.restore()
-        if rounded and not self._has_warned:
-            self._has_warned = True
+        if not rounded or self.rounded:
+            return
+        self.rounded = rounded[0]
+        if self._warns:
             warnings.warn(
-                f"accel.amp: the model writes to {rounded[0]!r} within its call, where it has 16 bits: small changes "
+                f"accel.amp: the model writes to {self.rounded!r} within its call, where it has 16 bits: small changes "
                 "are lost. Write to it outside of the call, or name its module in keep_fp32",
                 RuntimeWarning,
                 stacklevel=2,

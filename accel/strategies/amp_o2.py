@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -24,6 +24,14 @@ class AmpO2(Strategy):
     summary = "all of the model in bfloat16 but batch norm, weights in fp32"
     treats = frozenset({Bottleneck.COMPUTE, Bottleneck.MEMORY})
     exactness = Exactness.REDUCED
+
+    def __init__(self) -> None:
+        self._rounded: Callable[[], str] = str
+
+    def failure(self, run: Run) -> str:
+        """Say so if the model writes to its weights or buffers within its call, where they have 16 bits."""
+        name = self._rounded()
+        return f"the model writes to {name!r} within its call, in 16 bits, where small changes are lost" if name else ""
 
     def refusal(self, run: Run) -> str:
         """Say why it does not apply: an autocast of the loop's own, weights that aren't fp32, a device that can't."""
@@ -48,7 +56,8 @@ class AmpO2(Strategy):
         """Make calls on bfloat16 copies of the weights."""
         from accel.amp.mixed_call import MixedCall
 
-        model, mixed = run.model, MixedCall(torch.bfloat16)
+        model, mixed = run.model, MixedCall(torch.bfloat16, warns=False)
+        self._rounded = lambda: mixed.rounded
 
         def wrap(call: Call) -> Call:
             def run_call(*args: Any, **kwargs: Any) -> Any:
@@ -61,6 +70,7 @@ class AmpO2(Strategy):
     def disable(self, run: Run) -> None:
         """Call the model as it is."""
         run.gate.remove(self.name)
+        self._rounded = str
 
 
 def _are_cast(model: nn.Module) -> Iterator[bool]:

@@ -58,6 +58,31 @@ def test_while_it_is_on_the_loop_sees_its_own_model() -> None:
     assert seen[-1] == (torch.float32, torch.float32)
 
 
+class Counts(nn.Module):
+    """Keeps a mean of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 2)
+        self.register_buffer("mean", torch.zeros(2))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        y = self.linear(x)
+        self.mean.mul_(0.9).add_(y.detach().mean(0))
+        return y
+
+
+def test_a_model_that_writes_to_its_buffers_has_it_undone_without_a_warning() -> None:
+    model = Counts()
+    run, strategy = run_of(model, []), AmpO2()
+    strategy.enable(run, None)
+    assert strategy.failure(run) == ""
+    model(torch.randn(4, 6))
+    assert "writes to 'mean' within its call, in 16 bits" in strategy.failure(run)
+    strategy.disable(run)
+    assert strategy.failure(run) == ""
+
+
 class Wide(nn.Module):
     """A model with dropout and batch norm."""
 
