@@ -124,7 +124,7 @@ def _signature(optimizer: Optimizer) -> Any:
             grads = [grad for grad in grads if grad is not None]
         is_plain = all(map(_CONTIGUOUS, params)) and all(map(_CONTIGUOUS, grads)) and all(map(_CONTIGUOUS, state))
         others = None if is_plain else (list(map(id, state)), list(map(Tensor.stride, params + grads + state)))
-        own = list(map(Tensor.data_ptr, params)), list(map(Tensor.numel, params)), list(map(_DTYPE, params))
+        own = list(map(Tensor.data_ptr, params)), list(map(Tensor.numel, params)), list(map(_DTYPE, params + state))
     except ours(RuntimeError, TypeError):
         return None
     momentum = [group.get("momentum") for group in optimizer.param_groups]
