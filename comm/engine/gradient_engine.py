@@ -236,7 +236,12 @@ class GradientEngine:
         self.divide_s += time.perf_counter() - began
         work = dist.all_reduce(buffer, group=binding.group, async_op=True)
         future: torch.futures.Future[Any] = work.get_future()
-        return future.then(lambda done: done.value()[0])
+
+        def ended(done: torch.futures.Future[Any]) -> Tensor:
+            done.value()  # raises what the exchange raised
+            return buffer  # gloo's own result is a real view of complex gradients before torch 2.13
+
+        return future.then(ended)
 
     def noted(self, bucket: dist.GradBucket, averaged: Averaged) -> Averaged:  # type: ignore[name-defined]
         """Note in the memory whether a mean is finite, where the stages of the bucket's scheme don't."""

@@ -32,7 +32,8 @@ class ThreadModes(NamedTuple):
     def now(cls) -> ThreadModes:
         """Return those of this thread."""
         cast = tuple((each, torch.get_autocast_dtype(each)) for each in _DEVICES if torch.is_autocast_enabled(each))
-        device = torch.get_default_device()
+        # torch.get_default_device() raises in torch 2.9 after set_default_device(None).
+        device = torch.empty(0).device
         return cls(torch.is_grad_enabled(), torch.is_inference_mode_enabled(), cast, device)
 
     def entered(self) -> contextlib.ExitStack:
