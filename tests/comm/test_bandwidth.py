@@ -354,7 +354,7 @@ def test_the_command_prints_a_table_of_eighty_columns_and_writes_it(tmp_path: Pa
 
 def test_a_file_in_a_folder_that_is_not_there_is_refused_before_anything_is_measured(tmp_path: Path) -> None:
     target = tmp_path / "new" / "speed.json"
-    for words in (["bench", "comm"], ["doctor", "network"], ["doctor", "code", str(tmp_path)]):
+    for words in (["bench", "comm"], ["doctor", "network"], ["doctor"]):
         done = CliRunner().invoke(main, [*words, "--json", str(target)])
         assert done.exit_code == 2
         assert f"--json must lie in a directory that exists, got {str(target)!r}; make it first" in done.output
