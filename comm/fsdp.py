@@ -32,8 +32,8 @@ from accel.comm.engine.reduction import BucketJob, Reduction
 from accel.comm.memory import LossScale
 from accel.comm.periodic.fsdp_groups import ShardGroup, check_mesh, contents, join, part, shard_groups
 from accel.comm.ranks.channel import Channel, ConnectionBroken, GlooChannel, NcclChannel
+from accel.comm.ranks.failure import CommError
 from accel.comm.ranks.object_group import ObjectGroup
-from accel.comm.ranks.post_mortem import CommError
 
 _made: weakref.WeakKeyDictionary[Any, itertools.count[int]] = weakref.WeakKeyDictionary()
 """Channels of this process, by process group."""
@@ -66,7 +66,7 @@ class FSDPComm:
 
     Raises:
         ValueError: if mesh, model and compressor don't go together, or differ between ranks.
-        accel.comm.ranks.post_mortem.CommError: from `loss.backward()`, if communication fails.
+        accel.comm.ranks.failure.CommError: from `loss.backward()`, if communication fails.
 
     Example:
         >>> comm = FSDPComm(model, mesh, Int8(), error_feedback=True)
@@ -196,7 +196,7 @@ class FSDPComm:
             return
         self._seen = set()
         finite = all(group.memory.finite() for group in self._groups)
-        self._settle(all(self._within.gather(finite)) if self.error_feedback else finite)
+        self._settle(self._within.all_true(finite) if self.error_feedback else finite)
 
     def _settle(self, finite: bool) -> None:
         for group in self._groups:

@@ -70,7 +70,7 @@ class LocalSGD:
 
     Raises:
         ValueError: if an argument is out of range, or module, optimizer and states don't go together.
-        accel.comm.ranks.post_mortem.CommError: from `optimizer.step()`, if communication fails.
+        accel.comm.ranks.failure.CommError: from `optimizer.step()`, if communication fails.
 
     Example:
         >>> ddp = DistributedDataParallel(model)

@@ -57,7 +57,7 @@ class AutoComm(Planner):
 
     Raises:
         ValueError: if an argument is out of range, or the module has a hook or a process group of its own.
-        accel.comm.ranks.post_mortem.CommError: from `loss.backward()`, if communication fails.
+        accel.comm.ranks.failure.CommError: from `loss.backward()`, if communication fails.
 
     Example:
         >>> ddp = DistributedDataParallel(model)

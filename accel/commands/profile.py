@@ -155,10 +155,9 @@ def _conclude(
     diagnosis = session.diagnose(evidence)
     everyone = {}
     if exchange.launched:
+        timeout_s = _TERMINATED_S if ending.text == "terminated" else None
         try:
-            exchange.post("rank", verdict.rank_summary(evidence, diagnosis))
-            timeout_s = _TERMINATED_S if ending.text == "terminated" else None
-            everyone = exchange.collect("rank", timeout_s) if exchange.rank == 0 else {}
+            everyone = exchange.collect("report", verdict.rank_summary(evidence, diagnosis), timeout_s)
         except OSError as error:
             session.unseen.append(f"other ranks: {error}")
     if exchange.rank != 0:

@@ -19,8 +19,8 @@ from accel.comm.cost_model.cost import Network, Profile, Stages
 from accel.comm.cost_model.dry_run import copy_byte_s, costs, shared_out
 from accel.comm.engine.plan import Plan
 from accel.comm.layout import Layout
+from accel.comm.ranks.failure import CommError
 from accel.comm.ranks.object_group import ObjectGroup
-from accel.comm.ranks.post_mortem import CommError
 from accel.comm.ranks.topology import Topology
 from accel.profiler.interruptions import ours
 
@@ -80,8 +80,8 @@ def costs_of(schemes: Sequence[Scheme], facts: BucketFacts, objects: ObjectGroup
         own = costs(schemes, facts.layouts, facts.topology, facts.device)
     except ours() as error:  # perhaps on this rank alone: the others wait for its result
         own = f"rank {objects.rank} could not time the schemes: {type(error).__name__}: {error}"
-    by_rank = objects.collect(own)
-    if problem := objects.first(next((costs for costs in by_rank if isinstance(costs, str)), "")):
+    by_rank = objects.gather(own)
+    if problem := next((costs for costs in by_rank if isinstance(costs, str)), ""):
         raise CommError(problem)
     return [costs for costs in by_rank if not isinstance(costs, str)]
 

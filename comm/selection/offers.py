@@ -21,7 +21,7 @@ from accel.comm.cost_model.choice import WORTH, Option, worthwhile
 from accel.comm.cost_model.cost import Network
 from accel.comm.cost_model.prediction import Choice, choose, costs_of
 from accel.comm.cost_model.probe import probe
-from accel.comm.ranks.post_mortem import CommError
+from accel.comm.ranks.failure import CommError
 from accel.comm.selection.planner import Planner
 from accel.comm.selection.registration import why_not
 

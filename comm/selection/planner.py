@@ -38,7 +38,7 @@ class Planner:
 
     Raises:
         ValueError: if `ddp` is no DistributedDataParallel module, or has a hook already.
-        accel.comm.ranks.post_mortem.CommError: if a rank makes none in time.
+        accel.comm.ranks.failure.CommError: if a rank makes none in time.
     """
 
     kind = "Planner"
