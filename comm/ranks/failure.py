@@ -63,18 +63,18 @@ def explained(rendezvous: Rendezvous, own: RankReport) -> str:
         rendezvous: where the ranks report, of no other use.
         own: why this rank stopped.
     """
-    found: list[Findings | str] = []
+    results: list[Findings | str] = []
 
     def meet() -> None:
         try:
-            found.append(rendezvous.meet(own, findings, "", all_must_come=False))
+            results.append(rendezvous.meet(own, findings, "", all_must_come=False))
         except (RanksDiverged, RuntimeError) as error:
-            found.append(str(error))
+            results.append(str(error))
 
     thread = threading.Thread(target=meet, name="accel-comm-failure", daemon=True)
     thread.start()
     thread.join(rendezvous.patience_s + _STORE_S)
-    known = found[0] if found else "the store of the process group does not answer: its host is cut off"
+    known = results[0] if results else "the store of the process group does not answer: its host is cut off"
     return verdict(rendezvous.rank, own, known)
 
 
