@@ -18,13 +18,13 @@ from torch import nn
 
 from accel.comm.catalogue import Scheme
 from accel.comm.compressor import Compressor, Exact
-from accel.comm.engine.gradient_engine import GradientEngine
+from accel.comm.engine.gradient_engine import GradientEngine, HookState
 from accel.comm.engine.plan import SchemeSettings
 from accel.comm.memory import Memory
 
 
-def hook(state: GradientEngine, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
-    """Average a bucket of gradients by the plan of `state`; for `DistributedDataParallel.register_comm_hook`.
+def hook(state: HookState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
+    """Average a bucket of gradients as `state` says; for `DistributedDataParallel.register_comm_hook`.
 
     On each of n ranks, with the bucket's gradients g and what its parameters have not sent yet, e:
 
@@ -34,22 +34,15 @@ def hook(state: GradientEngine, bucket: dist.GradBucket) -> torch.futures.Future
         bucket ← ḡ                      write back
 
     Args:
-        state: a `CommState` of the same model.
+        state: a `CommState` or an `AutoComm` of the same model.
         bucket: from DDP.
 
     Example:
         >>> ddp.register_comm_hook(CommState(ddp, Half()), hook)
     """
-    if not isinstance(state, GradientEngine):
-        raise ValueError(f"the state of this hook must be a CommState, got {type(state).__name__}")
-    if bucket.index() == 0:
-        state.begin_step()
-    route = state.route_of(bucket)
-    if route is None:
-        mean = state.all_reduced(bucket)
-    else:
-        mean = route.average(state.job_of(bucket, route))
-    return state.noted(bucket, mean)
+    if not isinstance(state, HookState):
+        raise ValueError(f"the state of this hook must be a CommState or an AutoComm, got {type(state).__name__}")
+    return state.reduce(bucket)
 
 
 class CommState(GradientEngine):
@@ -148,10 +141,6 @@ class CommState(GradientEngine):
     def fields(self) -> tuple[str, ...]:
         """Return the own fields of the memory that this state uses."""
         return self.settings_of(self.scheme).fields
-
-    def reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
-        """Average one bucket over the ranks, as `hook` does."""
-        return hook(self, bucket)
 
     def __getstate__(self) -> dict[str, Any]:
         plain = ("compressor", "hierarchical", "timeout", "error_feedback")

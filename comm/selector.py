@@ -22,12 +22,13 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from accel.comm.catalogue import allowed, check_level
+from accel.comm.cost_model.choice import Option, describe
 from accel.comm.cost_model.cost import Network
 from accel.comm.cost_model.prediction import Choice, choose, costs_of
 from accel.comm.cost_model.probe import probe
 from accel.comm.engine.plan import Plan
-from accel.comm.selection.outcome import explanation, sentence
-from accel.comm.selection.planner import Planner, hook
+from accel.comm.hooks import hook
+from accel.comm.selection.planner import Planner
 from accel.comm.selection.search import PlanSearch
 from accel.profiler import stderr
 
@@ -103,6 +104,7 @@ class AutoComm(Planner):
         self.choice: Choice | None = None
         self.chosen: Plan = ()
         """What the search came to, () where gradients were left as they are."""
+        self._best: Option | None = None
         self.settled = self._broke_off = False
         self._steps = self._search()
         self._schemes = allowed(self.allow, by_hosts=self.topology.by_hosts_pays) if self.topology.size > 1 else []
@@ -132,7 +134,7 @@ class AutoComm(Planner):
     def _search(self) -> Iterator[None]:
         """Probe, predict, try, keep; at each yield a step is taken."""
         if not self._schemes:
-            yield from self._keep(())
+            yield from self._keep(None)
         self.recorder.on = True
         for _ in range(WARM_UP):
             yield
@@ -143,20 +145,18 @@ class AutoComm(Planner):
         for _ in range(self.watch):
             yield
         self.choice = choose(self.recorder.times.observed(), self.facts, self.network, costs, self.objects)
-        search = PlanSearch(self, self.choice, self.check)
-        best = yield from search.shortest()
-        if any(best) and not (yield from search.pays(best)):
-            best = ()
-        yield from self._keep((yield from search.in_other_buckets(best)))
+        self._best = yield from PlanSearch(self, self.choice, self.check).best()
+        yield from self._keep(self._best)
 
-    def _keep(self, plan: Plan) -> Iterator[None]:
-        self.engine.use(plan)
+    def _keep(self, option: Option | None) -> Iterator[None]:
+        if option is not None:
+            self.switch_to(option)
         self.chosen = self.engine.wanted
         self.recorder.on = False
         self.recorder.times.clear()
         self.engine.release()
         self.settled = True
-        if not any(plan):
+        if not self.chosen:
             self.take_off_later()
         if self.verbose and self.objects.rank == 0:
             stderr.write(f"accel: {self.verdict()}")
@@ -168,16 +168,21 @@ class AutoComm(Planner):
             return "gradients: still measuring"
         if self._broke_off:
             return "gradients: left as they are, the search was closed before its end"
-        if self.choice is None:
+        choice, best = self.choice, self._best
+        if choice is None or best is None:
             why = "there is one rank" if self.topology.size == 1 else f"allow={self.allow!r} leaves nothing to choose"
             return f"gradients: left as they are, {why}"
-        return sentence(self.choice, self.chosen)
+        plain = f"{choice.plain_s * 1e3:.1f} ms"
+        if best == choice.plain:
+            return f"gradients: left as they are, nothing helps on this network: a step takes {plain}, {_tried(choice)}"
+        scheme = str(best) if any(best.plan) else str(best).replace(describe(best.plan), "DDP's own all-reduce", 1)
+        return f"gradients: {scheme}, a step takes {choice.measured[best] * 1e3:.1f} ms in place of {plain}"
 
     def explain(self) -> str:
         """Return the outcome, each candidate's predicted step, and the measured ones."""
         if self.choice is None:
             return self.verdict()
-        return explanation(self.verdict(), self.choice, self.chosen if self.settled else None)
+        return f"{self.verdict()}\n\n{self.choice.table(self._best)}"
 
     # -- saving ------------------------------------------------------------------------------------------------------
 
@@ -187,4 +192,14 @@ class AutoComm(Planner):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self.choice, self.chosen, self.settled, self._broke_off = None, (), False, False
+        self.choice, self.chosen, self.settled, self._broke_off, self._best = None, (), False, False, None
+
+
+def _tried(choice: Choice) -> str:
+    tried = {option: step_s for option, step_s in choice.measured.items() if option != choice.plain}
+    if tried:
+        return ", ".join(f"{option} took {step_s * 1e3:.1f} ms" for option, step_s in tried.items())
+    best = next((option for option in choice.options if any(option.plan)), None)
+    if best is None:
+        return "no scheme fits these gradients"
+    return f"the best, {best}, is predicted to take {best.step_s * 1e3:.1f} ms"

@@ -31,7 +31,15 @@ from accel.comm.ranks.topology import Topology
 Averaged = torch.futures.Future[Tensor]
 
 
-class GradientEngine:
+class HookState:
+    """What `accel.comm.hooks.hook` takes for its state."""
+
+    def reduce(self, bucket: dist.GradBucket) -> Averaged:  # type: ignore[name-defined]
+        """Average one bucket over the ranks."""
+        raise NotImplementedError
+
+
+class GradientEngine(HookState):
     """Averages buckets over ranks by a plan that may change between two steps; state of `accel.comm.hooks.hook`.
 
     Every rank makes one and gives it the same plans before the same steps. It is DDP's own all-reduce until `use` says
@@ -194,6 +202,14 @@ class GradientEngine:
         return Route(number, settings, arrangement, self.binding, self.memory, self.timeout)
 
     # -- what the hook does with a bucket ----------------------------------------------------------------------------
+
+    def reduce(self, bucket: dist.GradBucket) -> Averaged:  # type: ignore[name-defined]
+        """Average one bucket over the ranks by the plan."""
+        if bucket.index() == 0:
+            self.begin_step()
+        route = self.route_of(bucket)
+        mean = self.all_reduced(bucket) if route is None else route.average(self.job_of(bucket, route))
+        return self.noted(bucket, mean)
 
     def begin_step(self) -> None:
         """Take over what the last step wrote, unless it was void, and go over to the plan that is wanted."""

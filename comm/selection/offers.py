@@ -10,14 +10,14 @@ from __future__ import annotations
 import weakref
 from collections.abc import Collection
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from accel.comm.catalogue import allowed
-from accel.comm.cost_model.choice import WORTH, Option, worthwhile
+from accel.comm.cost_model.choice import Option
 from accel.comm.cost_model.cost import Network
 from accel.comm.cost_model.prediction import Choice, choose, costs_of
 from accel.comm.cost_model.probe import probe
@@ -37,31 +37,6 @@ _MOST = 3
 
 class NoOffer(Exception):
     """Nothing is predicted to beat DDP's own all-reduce; the message says so with numbers."""
-
-
-class SchemeOption(NamedTuple):
-    """A scheme for the gradients, perhaps in buckets of another size."""
-
-    option: Option
-    cap_mb: float | None
-    """As `bucket_cap_mb` of DDP; None for the size they have."""
-    step_s: float
-    """Predicted."""
-
-    def __str__(self) -> str:
-        scheme = str(self.option)
-        return scheme if self.cap_mb is None else f"{scheme} in buckets of {self.cap_mb:g} MB"
-
-
-def candidates(choice: Choice) -> list[SchemeOption]:
-    """Return what is predicted to beat DDP's own all-reduce in buckets as they are, best first."""
-    better = [SchemeOption(option, None, option.step_s) for option in worthwhile(choice.options)]
-    limit_s = (1 - WORTH) * next(option.step_s for option in choice.options if not any(option.plan))
-    for option in choice.options:
-        size = choice.sizes.get(option.plan[0]) if len(set(option.plan)) == 1 else None
-        if size is not None and size.step_s < limit_s:
-            better.append(SchemeOption(option, size.cap_mb, size.step_s))
-    return sorted(better, key=lambda option: option.step_s)
 
 
 class SchemeOffers(Planner):
@@ -84,7 +59,6 @@ class SchemeOffers(Planner):
         self._on: dict[str, int] = {}
         """Levels that are on, and the number of the offer of each; the last one counts."""
         self._network: Network | None = None
-        self._cap_mb = self.registration.cap_mb
 
     # -- on and off --------------------------------------------------------------------------------------------------
 
@@ -120,18 +94,16 @@ class SchemeOffers(Planner):
             self.recorder.on = True
             self.engine.use(())
             return
-        options = candidates(self.choices[level])
+        options = self.choices[level].candidates
         if not options:
             raise NoOffer(_nothing(self.choices[level]))
         self._use(options[min(number, len(options) - 1)])
 
-    def _use(self, option: SchemeOption) -> None:
-        plan = option.option.plan if option.cap_mb is None else option.option.plan[:1]
-        self.registration.rebucket(option.cap_mb or self._cap_mb)
-        self.engine.release(plan)  # of schemes tried before
-        if any(plan):
+    def _use(self, option: Option) -> None:
+        self.switch_to(option)
+        self.engine.release(option.plan)  # of schemes tried before
+        if any(option.plan):
             self.put_on()
-            self.engine.use(plan)
         else:
             self.take_off_later()
 
@@ -168,9 +140,9 @@ class SchemeOffers(Planner):
             except (NoOffer, CommError):  # raised on every rank; within backward it would end the training
                 self.engine.use(())
 
-    def about_as_fast(self, level: str) -> list[SchemeOption]:
+    def about_as_fast(self, level: str) -> list[Option]:
         """Return what the model can't distinguish from the best of a level; nothing until there is a prediction."""
-        options = candidates(self.choices[level]) if level in self.choices else []
+        options = self.choices[level].candidates if level in self.choices else []
         return [option for option in options if option.step_s <= _ERROR * options[0].step_s][:_MOST]
 
     def describe(self, level: str, number: int) -> str:

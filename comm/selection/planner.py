@@ -14,9 +14,11 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from accel.comm.cost_model.choice import Option
 from accel.comm.cost_model.prediction import BucketFacts
-from accel.comm.engine.gradient_engine import GradientEngine
+from accel.comm.engine.gradient_engine import Averaged, GradientEngine, HookState
 from accel.comm.engine.plan import Plan
+from accel.comm.hooks import hook
 from accel.comm.memory import Memory
 from accel.comm.ranks.object_group import ObjectGroup
 from accel.comm.ranks.topology import Topology
@@ -24,7 +26,7 @@ from accel.comm.selection.recorder import StepRecorder
 from accel.comm.selection.registration import Registration, why_not
 
 
-class Planner:
+class Planner(HookState):
     """Base of policies over an engine: state of a hook that calls `between_steps`, where the plan may change.
 
     Every rank of DDP's process group makes one for the same module, and changes plans before the same steps.
@@ -76,6 +78,7 @@ class Planner:
         self.engine.bind(ddp, ddp.process_group, scaler=scaler)
         self.recorder = StepRecorder(self.device)
         self._objects = self.engine.object_group()
+        self._cap_mb = self.registration.cap_mb
 
     @property
     def objects(self) -> ObjectGroup:
@@ -104,7 +107,8 @@ class Planner:
     def facts(self) -> BucketFacts:
         """Return what is known of the buckets of the last recorded step."""
         module = self.registration
-        return BucketFacts(self.recorder.layouts, self.topology, self.device, module.gradients_are_views, module.cap_mb)
+        views, can_resize = module.gradients_are_views, module.can_rebucket
+        return BucketFacts(self.recorder.layouts, self.topology, self.device, views, module.cap_mb, can_resize)
 
     @property
     def plan(self) -> Plan:
@@ -132,11 +136,19 @@ class Planner:
 
     # -- steps -------------------------------------------------------------------------------------------------------
 
+    def switch_to(self, option: Option) -> bool:
+        """Let gradients go by an option from the next step on; return whether buckets change for it."""
+        cap_mb = option.cap_mb or self._cap_mb
+        changes = cap_mb != self.registration.cap_mb
+        self.registration.rebucket(cap_mb)
+        self.engine.use(option.plan)
+        return changes
+
     def between_steps(self) -> None:
         """Decide what comes next; called before the first bucket of each step, on every rank."""
 
-    def reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
-        """Average one bucket over the ranks; `hook` calls it."""
+    def reduce(self, bucket: dist.GradBucket) -> Averaged:  # type: ignore[name-defined]
+        """Average one bucket over the ranks."""
         if bucket.index() == 0:
             self.recorder.end_step()
             self.between_steps()
@@ -190,10 +202,3 @@ class Planner:
         self.engine.load_state_dict(state.pop("saved"))
         self.engine.loss_scale.in_use = state.pop("scaled", False)
         self.__dict__.update(state)
-
-
-def hook(state: Planner, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
-    """Average a bucket of gradients as `state` is set; for `DistributedDataParallel.register_comm_hook`."""
-    if not isinstance(state, Planner):
-        raise ValueError(f"the state of this hook must be an AutoComm, got {type(state).__name__}")
-    return state.reduce(bucket)

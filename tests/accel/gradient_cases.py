@@ -16,9 +16,10 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 import accel
 from accel import entry, strategies
 from accel.comm.catalogue import CATALOGUE, Entry
-from accel.comm.cost_model.choice import describe
+from accel.comm.cost_model.choice import Option, describe
+from accel.comm.cost_model.prediction import Choice
 from accel.comm.selection import offers
-from accel.comm.selection.offers import SchemeOption, known_offers
+from accel.comm.selection.offers import known_offers
 from accel.comm.selection.planner import Planner
 from accel.comm.selection.reducer import cap_mb
 from accel.search import controller
@@ -123,7 +124,7 @@ def optimized(rank: int, world: int, entries: dict[str, tuple[float, str]], slow
 def by_hand(rank: int, world: int) -> dict[str, Any]:
     """Switch two strategies on and off as trials do, with what the guard does in between, against a plain twin."""
     _play({"quick": (0.0, "reduced"), "small": (0.0, "lossy")}, slow=False)
-    offers.worthwhile = lambda options: [one for one in options if any(one.plan)]  # type: ignore[assignment]
+    Choice.candidates = property(lambda self: [one for one in self.options if any(one.plan)])  # type: ignore[assignment]
     loop, twin = Loop(rank), Loop(rank)
     run: Any = type("Run", (), {"model": loop.model, "world_size": world, "cuda": False})()
     half, lossy = GradientHalf(), GradientCompression()
@@ -178,9 +179,10 @@ def by_hand(rank: int, world: int) -> dict[str, Any]:
 def resized(rank: int, world: int) -> dict[str, Any]:
     """Switch a strategy on and off whose best candidates are DDP's own all-reduce, and a way, in small buckets."""
     _play({"quick": (0.0, "reduced")}, slow=False)
-    offers.candidates = lambda choice: [  # type: ignore[assignment]
-        SchemeOption(one, 0.01, 0.0) for one in sorted(choice.options, key=lambda one: any(one.plan))
-    ]
+    small = lambda one: Option(one.plan[:1], 0.0, 0.0, 0.01)  # noqa: E731
+    Choice.candidates = property(  # type: ignore[assignment]
+        lambda self: [small(one) for one in sorted(self.options, key=lambda one: any(one.plan))]
+    )
     loop, twin = Loop(rank), Loop(rank)
     run: Any = type("Run", (), {"model": loop.model, "world_size": world, "cuda": False})()
     strategy = GradientHalf()

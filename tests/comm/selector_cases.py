@@ -21,11 +21,10 @@ from accel.comm.cost_model.choice import describe
 from accel.comm.cost_model.cost import Link, Network
 from accel.comm.engine import gradient_engine
 from accel.comm.half import Half
-from accel.comm.hooks import CommState
-from accel.comm.hooks import hook as fixed_hook
+from accel.comm.hooks import CommState, hook
 from accel.comm.memory import reshard
-from accel.comm.selection.planner import Planner, hook
-from accel.comm.selection.timing import Times, work
+from accel.comm.selection.planner import Planner
+from accel.comm.selection.recorder import Times, work
 from accel.comm.selector import AutoComm
 from tests.comm.cases import (
     SECONDS,
@@ -86,7 +85,7 @@ def every_way(rank: int, world: int) -> dict[str, dict[str, Any]]:
         compressor = CATALOGUE[way.compressor].make()
         feedback = error_feedback(compressor, CATALOGUE[way.compressor].level)
         state = CommState(other, compressor, hierarchical=way.hierarchical, error_feedback=feedback, timeout=SECONDS)
-        other.register_comm_hook(state, fixed_hook)
+        other.register_comm_hook(state, hook)
         planner.engine.use((way,))
         equal, same = True, True
         for step in range(3):
@@ -407,7 +406,7 @@ def _search(rank: int, world: int, allow: str, slow: bool) -> dict[str, Any]:
         "plan": describe(state.plan or (None,)),
         "verdict": state.verdict(),
         "explained": state.explain(),
-        "measured": {} if state.choice is None else {describe(k): v for k, v in state.choice.measured.items()},
+        "measured": {} if state.choice is None else {str(k): v for k, v in state.choice.measured.items()},
         "options": [] if state.choice is None else [(str(one), one.step_s) for one in state.choice.options],
         "hooks": len(ddp._comm_hooks),
         "threads": sum(one.name.startswith("accel-comm") for one in threading.enumerate()),

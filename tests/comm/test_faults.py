@@ -19,7 +19,7 @@ def refusals(once: Once) -> list[dict[str, str]]:
     [
         ("twice", "RuntimeError", "can only be called once"),
         ("closed", "ValueError", "must be bound first"),
-        ("no state", "ValueError", "must be a CommState, got NoneType"),
+        ("no state", "ValueError", "must be a CommState or an AutoComm, got NoneType"),
         ("another model", "ValueError", "pass the module that DDP wraps"),
         ("compressor", "ValueError", "compressor must be a Compressor, got 'int8'"),
         ("feedback", "ValueError", "error_feedback=True needs a compressor that uses it, got Exact()"),

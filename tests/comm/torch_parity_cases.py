@@ -25,7 +25,6 @@ from accel.comm.one_bit import OneBit
 from accel.comm.powersgd import PowerSGD
 from accel.comm.ranks.channel import GlooChannel
 from accel.comm.selection.planner import Planner
-from accel.comm.selection.planner import hook as planned_hook
 from tests.comm.cases import SECONDS, Given, backward, flat, gradients, make, message, same_everywhere
 from tests.comm.local_sgd_training import Net, Run, loss
 
@@ -154,7 +153,7 @@ def uneven_by_active(rank: int, world: int) -> dict[str, str]:
     state.close()
     ddp = DistributedDataParallel(Given())
     planner = Planner(ddp, timeout=SECONDS)
-    ddp.register_comm_hook(planner, planned_hook)
+    ddp.register_comm_hook(planner, hook)
     with ddp.join(divide_by_initial_world_size=False):
         found["planner"] = message(lambda: backward(ddp, gradients(rank, 0)))
     planner.close()
