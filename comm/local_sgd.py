@@ -30,9 +30,8 @@ from torch.nn.parallel import DistributedDataParallel
 from accel.comm.engine.binding import ignored_names
 from accel.comm.hooks import CommState
 from accel.comm.periodic.local_checks import check_arguments, check_parts, difference
-from accel.comm.periodic.local_masters import is_master, masters_of, round_off
 from accel.comm.periodic.local_mean import HostMean, Named, WeightMean, fingerprint
-from accel.comm.periodic.local_state import same_state
+from accel.comm.periodic.local_state import is_master, masters_of, round_off, same_state
 from accel.comm.selection.reducer import unhook
 
 _VERSION = 1

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from accel.comm.compression.momentum import VELOCITY, Corrected
+from accel.comm.compression.momentum import VELOCITY, MomentumCorrection
 from accel.comm.hooks import CommState
 from accel.comm.layout import as_laid_out
 
@@ -75,7 +75,7 @@ class SGDMomentum:
         self, state: CommState, optimizer: torch.optim.Optimizer, scaler: Any, process_group: dist.ProcessGroup | None
     ) -> None:
         compressor = state.compressor
-        if not isinstance(compressor, Corrected) or not compressor.momentum:
+        if not isinstance(compressor, MomentumCorrection) or not compressor.momentum:
             raise ValueError(
                 "the state must have a compressor with momentum to hand it over to, DGC() or OneBit(momentum=True), "
                 f"got {compressor!r}"

@@ -56,6 +56,8 @@ class GradientEngine(HookState):
         kind: what the user makes one of, for messages.
     """
 
+    exchanges_objects = False
+    """Whether it has a group for objects of the ranks; see `objects`."""
     leaves_unfit = True
     """Buckets that no scheme can take, sparse ones and integers, are reduced by DDP itself; else they are an error."""
 
@@ -85,6 +87,7 @@ class GradientEngine(HookState):
         self._routes: dict[Scheme, Route] = {}
         self._numbers = itertools.count()
         self._open = False
+        self._objects: ObjectGroup | None = None
 
     # -- groups and threads ------------------------------------------------------------------------------------------
 
@@ -106,6 +109,9 @@ class GradientEngine(HookState):
         self._binding, self._numbers = Binding(model, process_group, self.kind), itertools.count()
         self.topology: Topology = self._binding.meet(self.patience)
         self._open = True
+        if self.exchanges_objects:
+            binding, store = self._binding, PrefixStore("objects", self._binding.store)
+            self._objects = ObjectGroup(GlooChannel(store, range(binding.size), binding.rank, self.timeout))
 
     @property
     def binding(self) -> Binding:
@@ -129,16 +135,25 @@ class GradientEngine(HookState):
         """Return the schemes that have groups and threads."""
         return list(self._routes)
 
-    def object_group(self) -> ObjectGroup:
-        """Return a new group for objects of the ranks; every rank takes part."""
-        binding = self.binding
-        store = PrefixStore(f"objects/{next(self._numbers)}", binding.store)
-        return ObjectGroup(GlooChannel(store, range(binding.size), binding.rank, self.timeout))
+    @property
+    def is_open(self) -> bool:
+        """Return whether there are groups with the other ranks: not once closed or unpickled."""
+        return self._open
+
+    @property
+    def objects(self) -> ObjectGroup:
+        """Return the group that exchanges objects with the other ranks."""
+        if self._objects is None:
+            raise ValueError(self.unbound())
+        return self._objects
 
     def close(self) -> None:
         """End threads and groups; what is under way breaks off. The plan that was wanted is then the present one."""
         self.plan, self._open, self._remembers = self.wanted, False, False
         self._close_routes(())
+        if self._objects is not None:
+            self._objects.close()
+            self._objects = None
 
     def _close_routes(self, kept: Plan) -> None:
         for scheme in [scheme for scheme in self._routes if scheme not in kept]:

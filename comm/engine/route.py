@@ -13,8 +13,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from accel.comm.engine.binding import Binding, check_same
 from accel.comm.engine.pipeline import Pipeline, PipelineStage
 from accel.comm.engine.plan import SchemeSettings
-from accel.comm.engine.reduction import BucketJob, Reduction
-from accel.comm.engine.stages import pipeline_stages
+from accel.comm.engine.reduction import BucketJob, Reduction, pipeline_stages
 from accel.comm.layout import Layout
 from accel.comm.memory import Memory
 from accel.comm.ranks.channel import Channel, GlooChannel, NcclChannel

@@ -95,8 +95,8 @@ def verdict(rank: int, own: RankReport, known: Findings | str) -> str:
         return f"{here} because rank {other} failed at {report.place}: {report.cause}"
     if known.missing:
         return (
-            f"{here} because {named(known.missing)} has ended, or hangs outside of communication: it gave no reason "
-            f"within {PATIENCE_S:g} s; look at its own log; what this rank saw: {own.cause}"
+            f"{here} because {named(known.missing)} has ended, hangs outside of communication, or is cut off: it gave "
+            f"no reason within {PATIENCE_S:g} s; look at its own log; what this rank saw: {own.cause}"
         )
     elsewhere = [f"rank {other} was at {place}" for other, place in known.places.items() if place != own.place]
     return f"{here}: {own.cause}" + ("; " + ", ".join(elsewhere) if elsewhere else "")

@@ -45,7 +45,6 @@ class Planner(HookState):
 
     kind = "Planner"
     """What the user makes one of, for messages."""
-    _objects: ObjectGroup | None = None
 
     def __init__(
         self,
@@ -59,7 +58,9 @@ class Planner(HookState):
         self.bind(ddp)
 
     def _new_engine(self, timeout: timedelta, patience: timedelta, scaler: Any = None) -> GradientEngine:
-        return GradientEngine(timeout=timeout, patience=patience, scaler=scaler, kind=self.kind)
+        engine = GradientEngine(timeout=timeout, patience=patience, scaler=scaler, kind=self.kind)
+        engine.exchanges_objects = True
+        return engine
 
     def bind(self, ddp: DistributedDataParallel, *, scaler: Any = None) -> None:
         """Take a module, in place of the one before; every rank takes part.
@@ -77,20 +78,17 @@ class Planner(HookState):
         self.registration = Registration(ddp)
         self.engine.bind(ddp, ddp.process_group, scaler=scaler)
         self.recorder = StepRecorder(self.device)
-        self._objects = self.engine.object_group()
         self._cap_mb = self.registration.cap_mb
 
     @property
     def objects(self) -> ObjectGroup:
         """Return the group that exchanges objects with the other ranks."""
-        if self._objects is None:
-            raise ValueError(self.engine.unbound())
-        return self._objects
+        return self.engine.objects
 
     @property
     def bound(self) -> bool:
         """Return whether there is a group with the other ranks: not once closed or unpickled."""
-        return self._objects is not None
+        return self.engine.is_open
 
     @property
     def device(self) -> torch.device:
@@ -127,11 +125,9 @@ class Planner(HookState):
 
     def close(self) -> None:
         """End threads and groups; the hook goes on as DDP's own all-reduce."""
-        self.engine.use(())
-        self.engine.close()
-        if self._objects is not None:
-            self._objects.close()
-            self._objects = None
+        if self.bound:
+            self.engine.use(())
+            self.engine.close()
             self.recorder.on = False
 
     # -- steps -------------------------------------------------------------------------------------------------------

@@ -31,7 +31,6 @@ from tests.comm.cases import (
     mean_gradient,
     message,
     residual,
-    same_everywhere,
 )
 
 COMPRESSORS: dict[str, Callable[[], Compressor]] = {
@@ -75,34 +74,6 @@ class Loop:
         assert self.state is not None
         own = self.state.state_dict()["own"]["residual"]
         return torch.cat([values for name in sorted(own) for _, values in sorted(own[name], key=lambda one: one[0])])
-
-
-def train(rank: int, world: int) -> dict[str, dict[str, Any]]:
-    """Meet an infinity on rank 1 amid training: with each compressor, and with DDP alone."""
-    dense = Loop(None)
-    losses = [dense.step(rank, step, infinite=rank == 1 and step == VOID) for step in range(STEPS)]
-    found = {}
-    for name, compressor in COMPRESSORS.items():
-        run = Loop(compressor())
-        others, clean, skipped = [], True, []
-        for step in range(STEPS):
-            before = run.weights()
-            others.append(run.step(rank, step, infinite=rank == 1 and step == VOID))
-            clean &= bool(torch.isfinite(run.residual()).all())
-            if torch.equal(before, run.weights()):
-                skipped.append(step)
-        found[name] = {
-            "clean": clean,
-            "skipped": skipped,
-            "scale": run.scaler.get_scale() == dense.scaler.get_scale(),
-            "same": same_everywhere(run.weights()),
-            "first": sum(others[:5]) / 5,
-            "last": sum(others[-5:]) / 5,
-            "dense": sum(losses[-5:]) / 5,
-        }
-        assert run.state is not None
-        run.state.close()
-    return found
 
 
 def as_if_it_had_not_been(rank: int, world: int, names: Sequence[str]) -> dict[str, dict[str, bool]]:

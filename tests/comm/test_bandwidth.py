@@ -21,7 +21,8 @@ from hypothesis import strategies as st
 from accel.comm.bandwidth import Bandwidth, PeerLost, Row, Settings
 from accel.comm.bandwidth.cases import DTYPES, OPERATIONS, RankPlace, elements, modulus
 from accel.comm.bandwidth.fit import fit_line
-from accel.comm.bandwidth.links import LinkClass, links_of, node_key, nodes_of, sent_bytes
+from accel.comm.bandwidth.links import LinkClass, links_of, sent_bytes
+from accel.comm.ranks.topology import by_machine
 from accel.commands.bench import _child, bench
 from accel.commands.bench_table import BandwidthTable, Request, size_text
 from accel.commands.cli import main
@@ -164,29 +165,11 @@ def test_one_size_is_no_line() -> None:
     ],
 )
 def test_links_follow_from_nodes(keys: str, expected: dict[str, Any]) -> None:
-    assert {link.name: link.sets for link in links_of(nodes_of(list(keys)))} == expected
+    assert {link.name: link.sets for link in links_of(by_machine([{"machine": key} for key in keys]).hosts)} == expected
 
 
 def test_a_rank_outside_a_link_stands_aside() -> None:
     assert LinkClass("inter", ((0, 2),)).own(1) == ()
-
-
-def test_network_namespaces_are_nodes(tmp_path: Path) -> None:
-    keys = []
-    for name in ("one", "two"):
-        proc = tmp_path / name
-        (proc / "sys/kernel/random").mkdir(parents=True)
-        (proc / "sys/kernel/random/boot_id").write_text("7d1f\n")
-        (proc / "self/ns").mkdir(parents=True)
-        (proc / "self/ns/net").touch()
-        keys.append(node_key(proc))
-    assert keys[0] != keys[1]
-    assert all(key.startswith("7d1f/") for key in keys)
-
-
-def test_without_proc_torchruns_node_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GROUP_RANK", "3")
-    assert node_key(tmp_path).startswith("group/3/")
 
 
 def test_bytes_are_read_without_counting_bridges_twice(tmp_path: Path) -> None:

@@ -23,7 +23,10 @@ FAILED = RankReport("x", "no memory", True)
     ("others", "text"),
     [
         ([FAILED, None], "because rank 1 failed at x: no memory"),
-        ([None, OWN], "because rank 1 has ended, or hangs outside of communication: it gave no reason within 5 s"),
+        (
+            [None, OWN],
+            "because rank 1 has ended, hangs outside of communication, or is cut off: it gave no reason",
+        ),
         ([None, None], "because each of rank 1, rank 2 has ended"),
         ([RankReport("step 2, bucket 0", "late", False), OWN], "Connection closed; rank 1 was at step 2, bucket 0"),
         ([OWN, OWN], "rank 0 stopped at step 3, bucket 1: Connection closed"),
