@@ -188,7 +188,7 @@ class LocalSGD:
     def average(self) -> None:
         """Average weights, and what goes with them, over all ranks at once; every rank calls it, between steps.
 
-        The schedule goes on as it was. It runs by itself every `every` steps.
+        The schedule is not changed. It runs by itself every `every` steps.
         """
         masters = masters_of(self._optimizer)
         named = self._named(masters)

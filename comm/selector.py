@@ -42,7 +42,7 @@ class AutoComm(Planner):
     """State of a hook that chooses how gradients are averaged, within what is allowed, and checks its choice.
 
     Every rank makes one, with the same arguments. The first `WARM_UP` + `watch` steps are DDP's own. Saving, resuming
-    and errors are as with `CommState`; a resumed run measures and chooses anew, and keeps what was not sent yet.
+    and errors are as with `CommState`; a resumed run measures and chooses again, and keeps what was not sent yet.
 
     Args:
         ddp: the module; its process group must be the default one, whose links are measured.
@@ -91,7 +91,7 @@ class AutoComm(Planner):
         super().__init__(ddp, timeout=timeout, scaler=scaler)
 
     def bind(self, ddp: DistributedDataParallel, *, scaler: Any = None) -> None:
-        """Take a module, measure the network, and choose anew; every rank takes part.
+        """Take a module, measure the network, and choose; every rank takes part.
 
         Args:
             ddp: the module.
@@ -121,7 +121,7 @@ class AutoComm(Planner):
         return probe(self.topology, self.device)
 
     def close(self) -> None:
-        """End threads and groups, and with them the search; the hook goes on as DDP's own all-reduce."""
+        """End threads and groups, and with them the search; the hook is DDP's own all-reduce from then on."""
         if self.bound and not self.settled:
             self.settled = self._broke_off = True
         super().close()

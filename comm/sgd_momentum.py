@@ -120,7 +120,7 @@ class SGDMomentum:
                 self._group[self._names[id(parameter)]] = number
 
     def _process_group(self) -> dist.ProcessGroup:
-        """Return over which ranks velocities add up: those of the state, which may have been bound anew."""
+        """Return over which ranks velocities add up: those of the state, which may have been bound again."""
         if self._given_group is not None:
             return self._given_group
         state = self._state()
@@ -248,7 +248,7 @@ class SGDMomentum:
 
     @torch.no_grad()
     def close(self) -> None:
-        """Give the momentum back: SGD goes on with the sum of what the ranks have accumulated. Every rank takes part.
+        """Give the momentum back: SGD continues with the sum of what the ranks have accumulated. Every rank takes part.
 
         Residuals stay in the state's memory.
         """

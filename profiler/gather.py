@@ -45,7 +45,7 @@ class Exchange:
             decision: called on rank 0, or, if that does not come, on the one that has waited longest.
 
         Raises:
-            OSError: if the store can't be reached, whatever the reason, so that callers can let the script go on.
+            OSError: if the store can't be reached, whatever the reason, so that callers can let the script continue.
         """
         with self._rendezvous(what, self._timeout) as rendezvous:
             return rendezvous.meet(own, decision, "", all_must_come=False)

@@ -116,7 +116,7 @@ class Rendezvous:
             self._store.set(self._key(self.rank), pickle.dumps(own))
 
     def look(self, answer: Callable[[list[Any]], Any], missed: str, *, all_must_come: bool = True) -> tuple[Any, ...]:
-        """Return rank 0's answer in a tuple, an empty one while the meeting goes on; see `meet`."""
+        """Return rank 0's answer in a tuple, an empty one while the meeting is open; see `meet`."""
         with _reached():
             outcome = self._outcome()
             if outcome is None and not self._is_closed:

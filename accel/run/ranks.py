@@ -2,7 +2,7 @@
 
 The ranks exchange messages through the store of the process group, so that neither a GPU nor the communication of
 gradients is touched, and only between two actions (some tens of steps), never in a step. A rank that doesn't arrive
-within seconds is not waited for: all ranks go on plainly, and a late one finds that out when it arrives.
+within seconds is not waited for: all ranks continue plainly, and a late one finds that out when it arrives.
 """
 
 from __future__ import annotations

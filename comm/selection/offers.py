@@ -52,7 +52,7 @@ class SchemeOffers(Planner):
         super().__init__(ddp, timeout=backend.options._timeout, patience=_PATIENCE)
 
     def bind(self, ddp: DistributedDataParallel, *, scaler: Any = None) -> None:
-        """Take a module, and predict anew; every rank takes part."""
+        """Take a module, and predict again; every rank takes part."""
         super().bind(ddp, scaler=scaler)
         self.choices: dict[str, Choice] = {}
         """Predictions by level of `allow`."""

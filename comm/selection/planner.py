@@ -124,7 +124,7 @@ class Planner(HookState):
         return self.engine.memory
 
     def close(self) -> None:
-        """End threads and groups; the hook goes on as DDP's own all-reduce."""
+        """End threads and groups; the hook is DDP's own all-reduce from then on."""
         if self.bound:
             self.engine.use(())
             self.engine.close()
@@ -161,7 +161,7 @@ class Planner(HookState):
         """Leave the module as if it had never had a hook; on every rank, while no backward pass is under way.
 
         Returns:
-            False where DDP can't do without (see `accel.comm.selection.reducer`): the hook goes on as DDP's own
+            False where DDP can't do without (see `accel.comm.selection.reducer`): the hook stays on as DDP's own
             all-reduce.
         """
         self.engine.use(())
