@@ -1,6 +1,7 @@
 """The optimizer under local SGD: its float32 master weights, and one state for all ranks at the end of local steps.
 
-Moments are averaged. Counts of steps, which differ where GradScaler skipped, have no mean that an optimizer could use: all get those of the first rank that has them. So it is with all of a parameter's state where that holds more than
+Moments are averaged. Counts of steps, which differ where GradScaler skipped, have no mean that an optimizer could use:
+all get those of the first rank that has them. So it is with all of a parameter's state where that holds more than
 floating-point tensors and numbers: 8-bit codes mean nothing without the scales they were made with.
 
 Where the optimizer keeps masters of 16-bit parameters, these are averaged, and the parameters that they round to
