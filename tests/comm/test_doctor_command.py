@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from accel.comm import doctor
-from accel.comm.doctor import examine, registry
+from accel.comm.doctor import examination, examine
 from accel.commands import doctor as doctor_command
 from accel.commands.cli import main
 from tests.comm.fake_host import CARD, host
@@ -52,7 +52,7 @@ def test_a_log_with_a_warning_gives_status_1_and_a_file(words: list[str], machin
     (finding,) = written["findings"]
     assert finding["check"] == "p2p_disabled"
     assert set(finding) == {"check", "level", "title", "costs", "evidence", "change"}
-    assert {"p2p_disabled", *written["passed"]} == {check.name for check in (*registry.MACHINE, *registry.LOG)}
+    assert {"p2p_disabled", *written["passed"]} == {check.name for check in (*examination.MACHINE, *examination.LOG)}
     assert not written["unseen"]
 
 
