@@ -63,7 +63,7 @@ def bench() -> None:
 @_option("--timeout", "timeout_s", type=click.FloatRange(1, 3600), default=30.0, help="Seconds; then given up.")
 @click.option("--json", "target", type=click.Path(dir_okay=False), default="", metavar="FILE", help="Also write it.")
 @click.pass_context
-def comm(ctx: click.Context, smallest: int, largest: int, factor: int, ranks: int | None, **options: Any) -> None:
+def comm(ctx: click.Context, /, smallest: int, largest: int, factor: int, ranks: int | None, **options: Any) -> None:
     """Time the collective operations over the links of this job and check their results.
 
     \b

@@ -146,8 +146,9 @@ class Ranks:
 
     def is_late(self, error: Exception) -> bool:
         """Return whether ranks have come apart although none has left: a missing one may still come."""
-        diverged = isinstance(error, RanksDiverged) and not isinstance(error, RankLeft)
-        return self.distributed and diverged and error.by is not None
+        if not self.distributed or not isinstance(error, RanksDiverged):
+            return False
+        return not isinstance(error, RankLeft) and error.by is not None
 
     def check(self) -> None:
         """Raise `RanksDiverged` if the others have stopped already; reads the store once."""
