@@ -67,8 +67,12 @@ class PlanSearch:
         gain = choice.plain_s / choice.measured[option]
         if gain * (1 - WORTH) <= 1 or gain >= _SURE:
             return gain >= _SURE
-        verdict = yield from self.trial(choice.plain, option)
-        return verdict == "keep" and choice.measured[option] < (1 - WORTH) * choice.plain_s
+        return (yield from self.proves(option))
+
+    def proves(self, option: Option) -> Generator[None, None, bool]:
+        """Return whether an option is faster than DDP's own in a trial, and by enough."""
+        verdict = yield from self.trial(self.choice.plain, option)
+        return verdict == "keep" and self.choice.measured[option] < (1 - WORTH) * self.choice.plain_s
 
     def trial(self, a: Option, b: Option) -> Generator[None, None, Verdict]:
         """Run two options in blocks A B B A until it is known whether B is faster; leave both in `measured`."""
