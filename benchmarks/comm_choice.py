@@ -234,7 +234,7 @@ def turn(trainee: Trainee, scheme: Scheme | None) -> float:
     """
     if scheme is not None:
         assert trainee.state is not None
-        trainee.state.engine.use((scheme,))
+        trainee.state.use((scheme,))
     trainee.step()
     first = trainee.timed(1)
     steps = min(int(_ENOUGH_S / first), _MOST)

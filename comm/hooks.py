@@ -18,12 +18,12 @@ from torch import nn
 
 from accel.comm.catalogue import Scheme
 from accel.comm.compressor import Compressor, Exact
-from accel.comm.engine.gradient_engine import GradientEngine, HookState
+from accel.comm.engine.gradient_engine import GradientEngine
 from accel.comm.engine.plan import SchemeSettings
 from accel.comm.memory import Memory
 
 
-def hook(state: HookState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
+def hook(state: GradientEngine, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
     """Average a bucket of gradients as `state` says; for `DistributedDataParallel.register_comm_hook`.
 
     On each of n ranks, with the bucket's gradients g and what its parameters have not sent yet, e:
@@ -40,7 +40,7 @@ def hook(state: HookState, bucket: dist.GradBucket) -> torch.futures.Future[torc
     Example:
         >>> ddp.register_comm_hook(CommState(ddp, Half()), hook)
     """
-    if not isinstance(state, HookState):
+    if not isinstance(state, GradientEngine):
         raise ValueError(f"the state of this hook must be a CommState or an AutoComm, got {type(state).__name__}")
     return state.reduce(bucket)
 
@@ -76,6 +76,9 @@ class CommState(GradientEngine):
         >>> ddp.register_comm_hook(state, hook)
     """
 
+    kind = "CommState"
+    leaves_unfit = False
+
     def __init__(
         self,
         model: nn.Module,
@@ -97,12 +100,10 @@ class CommState(GradientEngine):
             )
         if timeout <= timedelta():
             raise ValueError(f"timeout must be positive, got {timeout}")
-        super().__init__(timeout=timeout, memory=memory, kind="CommState")
+        super().__init__(timeout=timeout, memory=memory)
         self.compressor, self.hierarchical = compressor, hierarchical
         self.error_feedback = compressor.feedback if error_feedback is None else error_feedback
         self.bind(model, process_group, scaler=scaler)
-
-    leaves_unfit = False
 
     def bind(self, model: nn.Module, process_group: dist.ProcessGroup | None = None, *, scaler: Any = None) -> None:
         """Make groups and threads for a model; every rank of the group takes part.
@@ -148,7 +149,7 @@ class CommState(GradientEngine):
         return {**settings, "saved": self.state_dict(), "scaled": self.loss_scale.in_use}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        GradientEngine.__init__(self, timeout=state.pop("timeout"), kind="CommState")
+        GradientEngine.__init__(self, timeout=state.pop("timeout"))
         saved, self.loss_scale.in_use = state.pop("saved"), state.pop("scaled", False)
         self.__dict__.update(state)
         self.load_state_dict(saved)

@@ -18,7 +18,8 @@ from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
-import torch
+import torch.distributed as dist
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from accel.comm.catalogue import allowed, check_level
@@ -90,17 +91,18 @@ class AutoComm(Planner):
         self._network = network
         super().__init__(ddp, timeout=timeout, scaler=scaler)
 
-    def bind(self, ddp: DistributedDataParallel, *, scaler: Any = None) -> None:
+    def bind(self, model: nn.Module, process_group: dist.ProcessGroup | None = None, *, scaler: Any = None) -> None:
         """Take a module, measure the network, and choose; every rank takes part.
 
         Args:
-            ddp: the module.
+            model: the DDP module.
+            process_group: that of the module.
             scaler: the GradScaler in use, if the state was pickled with one; default: the one that it has.
 
         Raises:
-            ValueError: if the state was pickled with a scaler and none is given, or `ddp` can't have the hook.
+            ValueError: if the state was pickled with a scaler and none is given, or the module can't have the hook.
         """
-        super().bind(ddp, scaler=scaler)
+        super().bind(model, process_group, scaler=scaler)
         self.choice: Choice | None = None
         self.chosen: Plan = ()
         """What the search came to, () where gradients were left as they are."""
@@ -112,7 +114,7 @@ class AutoComm(Planner):
             self.network = self._network or self._probed()
 
     def _probed(self) -> Network:
-        size = torch.distributed.get_world_size()
+        size = dist.get_world_size()
         if self.topology.size != size:
             raise ValueError(
                 f"the module's process group must have all {size} ranks for its links to be measured, got "
@@ -122,7 +124,7 @@ class AutoComm(Planner):
 
     def close(self) -> None:
         """End threads and groups, and with them the search; the hook is DDP's own all-reduce from then on."""
-        if self.bound and not self.settled:
+        if self.is_open and not self.settled:
             self.settled = self._broke_off = True
         super().close()
 
@@ -151,10 +153,10 @@ class AutoComm(Planner):
     def _keep(self, option: Option | None) -> Iterator[None]:
         if option is not None:
             self.switch_to(option)
-        self.chosen = self.engine.wanted
+        self.chosen = self.wanted
         self.recorder.on = False
         self.recorder.times.clear()
-        self.engine.release()
+        self.release()
         self.settled = True
         if not self.chosen:
             self.take_off_later()

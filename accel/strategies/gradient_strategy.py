@@ -77,7 +77,7 @@ class GradientStrategy(Strategy):
     def close(self, run: Run) -> None:
         """Free threads, groups and the hook, unless one of these strategies is on."""
         if self._offers is not None:
-            self._offers.release()
+            self._offers.free()
 
     def describe(self, setting: Any) -> str:
         """Return the scheme and the step predicted for it; '' until it is known."""

@@ -31,15 +31,7 @@ from accel.comm.ranks.topology import Topology
 Averaged = torch.futures.Future[Tensor]
 
 
-class HookState:
-    """What `accel.comm.hooks.hook` takes for its state."""
-
-    def reduce(self, bucket: dist.GradBucket) -> Averaged:  # type: ignore[name-defined]
-        """Average one bucket over the ranks."""
-        raise NotImplementedError
-
-
-class GradientEngine(HookState):
+class GradientEngine:
     """Averages buckets over ranks by a plan that may change between two steps; state of `accel.comm.hooks.hook`.
 
     Every rank makes one and gives it the same plans before the same steps. It is DDP's own all-reduce until `use` says
@@ -53,9 +45,10 @@ class GradientEngine(HookState):
         patience: how long to wait for ranks that make none; default: the timeout.
         memory: where what was not sent is kept; default: one of its own.
         scaler: the GradScaler in use, so that what was not sent yet follows its scale; default None.
-        kind: what the user makes one of, for messages.
     """
 
+    kind = "GradientEngine"
+    """What the user makes one of, for messages."""
     exchanges_objects = False
     """Whether it has a group for objects of the ranks; see `objects`."""
     leaves_unfit = True
@@ -68,9 +61,8 @@ class GradientEngine(HookState):
         patience: timedelta | None = None,
         memory: Memory | None = None,
         scaler: Any = None,
-        kind: str = "GradientEngine",
     ) -> None:
-        self.timeout, self.patience, self.kind = timeout, timeout if patience is None else patience, kind
+        self.timeout, self.patience = timeout, timeout if patience is None else patience
         self.step = 0
         self.memory = Memory() if memory is None else memory
         self.plan: Plan = ()
@@ -129,11 +121,6 @@ class GradientEngine(HookState):
     def layouts(self) -> list[Layout]:
         """Return the layouts of all buckets seen so far."""
         return self.binding.layouts
-
-    @property
-    def open_schemes(self) -> list[Scheme]:
-        """Return the schemes that have groups and threads."""
-        return list(self._routes)
 
     @property
     def is_open(self) -> bool:

@@ -51,9 +51,9 @@ class SchemeOffers(Planner):
         backend = ddp.process_group._get_backend(next(ddp.module.parameters()).device)
         super().__init__(ddp, timeout=backend.options._timeout, patience=_PATIENCE)
 
-    def bind(self, ddp: DistributedDataParallel, *, scaler: Any = None) -> None:
+    def bind(self, model: nn.Module, process_group: dist.ProcessGroup | None = None, *, scaler: Any = None) -> None:
         """Take a module, and predict again; every rank takes part."""
-        super().bind(ddp, scaler=scaler)
+        super().bind(model, process_group, scaler=scaler)
         self.choices: dict[str, Choice] = {}
         """Predictions by level of `allow`."""
         self._on: dict[str, int] = {}
@@ -73,26 +73,26 @@ class SchemeOffers(Planner):
         if self._network is None:
             self._network = probe(self.topology, self.device)
         self.put_on()
-        self.apply()
+        self.use_offer()
 
     def disable(self, level: str) -> None:
         """Go back to what was on before the level, in the end to DDP's own; then without a hook once all is known."""
         self._on.pop(level, None)
         if self._on:
-            self.apply()
+            self.use_offer()
             return
         self.registration.rebucket(self._cap_mb)
         if self.choices:
             self.take_off()
         else:
-            self.engine.use(())
+            self.use(())
 
-    def apply(self) -> None:
+    def use_offer(self) -> None:
         """Use the offer of the last of the levels that are on; DDP's own until there is one."""
         level, number = list(self._on.items())[-1]
         if not self._is_predicted(level):
             self.recorder.on = True
-            self.engine.use(())
+            self.use(())
             return
         options = self.choices[level].candidates
         if not options:
@@ -101,17 +101,17 @@ class SchemeOffers(Planner):
 
     def _use(self, option: Option) -> None:
         self.switch_to(option)
-        self.engine.release(option.plan)  # of schemes tried before
+        self.release(option.plan)  # of schemes tried before
         if any(option.plan):
             self.put_on()
         else:
             self.take_off_later()
 
-    def release(self) -> None:
+    def free(self) -> None:
         """Give up what is not in use; everything, with the hook, where no level is on."""
         if self._on:
-            self.engine.release()
-        elif self.bound:
+            self.release()
+        elif self.is_open:
             self.take_off()
             self.close()
             self.choices = {}
@@ -136,9 +136,9 @@ class SchemeOffers(Planner):
         """Make up for a prediction that could not be made when a level was switched on."""
         if self._on and not self.choices and len(self.recorder.times) >= WATCH:
             try:
-                self.apply()
+                self.use_offer()
             except (NoOffer, CommError):  # raised on every rank; within backward it would end the training
-                self.engine.use(())
+                self.use(())
 
     def about_as_fast(self, level: str) -> list[Option]:
         """Return what the model can't distinguish from the best of a level; nothing until there is a prediction."""
@@ -175,7 +175,7 @@ def open_offers(ddp: DistributedDataParallel) -> SchemeOffers:
     """Return the offers of a module, ready to be switched."""
     if ddp not in _offers:
         _offers[ddp] = SchemeOffers(ddp)
-    elif not _offers[ddp].bound:
+    elif not _offers[ddp].is_open:
         _offers[ddp].bind(ddp)
     return _offers[ddp]
 

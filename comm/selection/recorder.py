@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -124,14 +124,19 @@ class StepRecorder:
         if self.on:
             self.times.open()
 
-    def average(self, engine: GradientEngine, bucket: dist.GradBucket) -> Averaged:  # type: ignore[name-defined]
-        """Average a bucket as the engine does, and note it if it is on."""
+    def average(
+        self,
+        engine: GradientEngine,
+        bucket: dist.GradBucket,  # type: ignore[name-defined]
+        reduce: Callable[[Any], Averaged],
+    ) -> Averaged:
+        """Average a bucket by `reduce`, which is the engine's, and note it if it is on."""
         if not self.on:
-            return engine.reduce(bucket)
+            return reduce(bucket)
         self._note(engine.binding.layout(bucket))
         buffer, divided_s = bucket.buffer(), engine.divide_s
         done = self.times.ready(buffer.numel() * buffer.element_size())
-        averaged = engine.reduce(bucket)
+        averaged = reduce(bucket)
         self.times.extra(engine.divide_s - divided_s)
         if done is None:
             return averaged

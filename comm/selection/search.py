@@ -54,7 +54,7 @@ class PlanSearch:
                 break
             tried[option] = yield from self.measured(option, self.check)
             # Each scheme keeps one socket per peer open.
-            self.planner.engine.release(min(tried, key=tried.__getitem__).plan)
+            self.planner.release(min(tried, key=tried.__getitem__).plan)
         first, *others = sorted(tried, key=tried.__getitem__) or [choice.plain]
         if others and tried[others[0]] < tried[first] * (1 + _NEAR):
             yield from self.trial(first, others[0])

@@ -31,7 +31,7 @@ def resized(rank: int, world: int) -> dict[str, Any]:
         "static": {"static_graph": True},
     }.items():
         ddp, planner = planned(bucket_cap_mb=25, **options)
-        planner.engine.use((Scheme("int8"),))
+        planner.use((Scheme("int8"),))
         applied, wanted = torch.zeros(()).double(), torch.zeros(()).double()
         counts, sizes, can = [], [], True
         for step in range(12):

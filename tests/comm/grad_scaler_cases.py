@@ -157,7 +157,7 @@ def resumed(rank: int, world: int) -> dict[str, dict[str, Any]]:
             state: Any = CommState(ddp, Int8(64), error_feedback=True, timeout=SECONDS, scaler=scaler)
         else:
             state = Planner(ddp, timeout=SECONDS, scaler=scaler)
-            state.engine.use((Scheme("int8"),))
+            state.use((Scheme("int8"),))
         ddp.register_comm_hook(state, HOOKS[kind])
         applied, wanted = torch.zeros(()).double(), torch.zeros(()).double()
         for step in range(4):
@@ -168,7 +168,7 @@ def resumed(rank: int, world: int) -> dict[str, dict[str, Any]]:
                 forgotten = message(lambda: copy.bind(ddp))  # noqa: B023
                 copy.bind(ddp, scaler=scaler)
                 if kind == "planner":
-                    copy.engine.use((Scheme("int8"),))
+                    copy.use((Scheme("int8"),))
                 ddp.register_comm_hook(copy, HOOKS[kind])
                 state = copy
                 scaler.update(32.0)

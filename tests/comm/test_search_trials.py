@@ -28,7 +28,7 @@ class Played(PlanSearch):
         profile, network = Profile((1, 1), (0.0, 1.0), 0.0), Network.__new__(Network)
         choice = Choice([*options, PLAIN], [], profile, network, {PLAIN: 1.0})
         planner = Planner.__new__(Planner)
-        planner.engine = GradientEngine()
+        GradientEngine.__init__(planner)
         super().__init__(planner, choice, check=20)
         self.tried: list[str] = []
         self._steps = {scheme: iter_of(*values) for scheme, values in {"plain": (1.0, 1.0), **steps}.items()}
