@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from accel.comm.catalogue import Scheme
-from accel.comm.compressor import Compressor, Exact
+from accel.comm.compressor import Compressor, Exact, check_compressor
 from accel.comm.engine.gradient_engine import GradientEngine
 from accel.comm.engine.plan import SchemeSettings
 from accel.comm.memory import Memory
@@ -92,12 +92,7 @@ class CommState(GradientEngine):
         scaler: Any = None,
     ) -> None:
         compressor = Exact() if compressor is None else compressor
-        if not isinstance(compressor, Compressor):
-            raise ValueError(f"compressor must be a Compressor, got {compressor!r}; pass for example Int8()")
-        if error_feedback and not compressor.takes_feedback:
-            raise ValueError(
-                f"error_feedback=True needs a compressor that uses it, got {compressor!r}; leave the argument out"
-            )
+        check_compressor(compressor, error_feedback)
         if timeout <= timedelta():
             raise ValueError(f"timeout must be positive, got {timeout}")
         super().__init__(timeout=timeout, memory=memory)

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from accel.comm.engine.binding import ignored_names
+from accel.comm.engine.binding import check_same, ignored_names
 from accel.comm.hooks import CommState
 from accel.comm.periodic.local_checks import check_arguments, check_parts, difference
 from accel.comm.periodic.local_mean import HostMean, Named, WeightMean, fingerprint
@@ -122,14 +122,11 @@ class LocalSGD:
         settings = {name: getattr(self, name) for name in ("start_step", "every", "within", "average_momentum")}
         own = {**settings, "dense": repr(None if self._dense is None else self._dense.compressor)}
         own["scaler"] = self._scaler is not None
-        for rank, theirs in enumerate(self._weights.objects.gather(own)):
-            if theirs != own:
-                self._weights.close()
-                name = next(name for name in own if own[name] != theirs[name])
-                raise ValueError(
-                    f"all ranks must pass the same {name} to LocalSGD, got {own[name]!r} here and {theirs[name]!r} on "
-                    f"rank {rank}"
-                )
+        try:
+            check_same(self._weights.objects.gather(own), "LocalSGD")
+        except ValueError:
+            self._weights.close()
+            raise
 
     @property
     def local(self) -> bool:
