@@ -90,7 +90,7 @@ class SGDMomentum:
         self._optimizer, self._scaler = optimizer, scaler
         self._given_group, self._group_at_first, self._state = process_group, state.binding.group, weakref.ref(state)
         self._compressor, self._memory = compressor, state.memory  # not the state, which must be free to be dropped
-        self._names = dict(state.names)
+        self._names = dict(state.binding.names)
         self._inside: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._dense_grads: list[tuple[nn.Parameter, Tensor]] = []
         self._due = False

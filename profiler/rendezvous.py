@@ -174,7 +174,7 @@ class Rendezvous:
             waited = f"rank {self.rank} waits for {named(missing or [0])}, which {missed}"
             return self._publish(_Outcome("diverged", f"{waited} within {self.patience_s:g} s; {self._remedy}"))
         try:
-            came = iter(self._read_all([key for rank, key in enumerate(posts) if rank not in missing]))
+            came = iter(_read_all(self._store, [key for rank, key in enumerate(posts) if rank not in missing]))
             brought = [None if rank in missing else pickle.loads(next(came)) for rank in range(self.size)]
             return self._publish(_outcome_of(answer, brought))
         except BaseException as error:  # the others wait for an outcome
@@ -213,10 +213,6 @@ class Rendezvous:
         outcome: _Outcome | None = pickle.loads(self._store.get(key)) if self._store.check([key]) else None
         return outcome
 
-    def _read_all(self, keys: Sequence[str]) -> list[bytes]:
-        store = self._store
-        return list(store.multi_get(keys)) if store.has_extended_api() else [store.get(key) for key in keys]
-
     def _forget(self, number: int, *names: object) -> None:
         for name in names:
             with contextlib.suppress(RuntimeError):  # a store that can't delete keeps it
@@ -230,6 +226,10 @@ def _outcome_of(answer: Callable[[list[Any]], Any], brought: list[Any]) -> _Outc
         return _Outcome("refused", str(error))
     except ours() as error:
         return _Outcome("diverged", f"rank 0 failed to answer the others: {type(error).__name__}: {error}")
+
+
+def _read_all(store: Any, keys: Sequence[str]) -> list[bytes]:
+    return list(store.multi_get(keys)) if store.has_extended_api() else [store.get(key) for key in keys]
 
 
 @contextlib.contextmanager

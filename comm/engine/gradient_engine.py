@@ -22,7 +22,6 @@ from accel.comm.engine.binding import Binding
 from accel.comm.engine.plan import Plan, SchemeSettings, catalogue_settings, scheme_of
 from accel.comm.engine.reduction import BucketJob, is_finite
 from accel.comm.engine.route import Arrangement, Route, arranged
-from accel.comm.layout import Layout
 from accel.comm.memory import LossScale, Memory
 from accel.comm.ranks.channel import GlooChannel
 from accel.comm.ranks.object_group import ObjectGroup
@@ -78,7 +77,8 @@ class GradientEngine:
         self._binding: Binding | None = None
         self._routes: dict[Scheme, Route] = {}
         self._numbers = itertools.count()
-        self._open = False
+        self.is_open = False
+        """Whether there are groups with the other ranks: not once closed or unpickled."""
         self._objects: ObjectGroup | None = None
 
     # -- groups and threads ------------------------------------------------------------------------------------------
@@ -100,7 +100,7 @@ class GradientEngine:
         self.plan = self.wanted = ()
         self._binding, self._numbers = Binding(model, process_group, self.kind), itertools.count()
         self.topology: Topology = self._binding.meet(self.patience)
-        self._open = True
+        self.is_open = True
         if self.exchanges_objects:
             binding, store = self._binding, PrefixStore("objects", self._binding.store)
             self._objects = ObjectGroup(GlooChannel(store, range(binding.size), binding.rank, self.timeout))
@@ -113,21 +113,6 @@ class GradientEngine:
         return self._binding
 
     @property
-    def names(self) -> dict[int, str]:
-        """Return the names of the model's parameters, by identity."""
-        return self.binding.names
-
-    @property
-    def layouts(self) -> list[Layout]:
-        """Return the layouts of all buckets seen so far."""
-        return self.binding.layouts
-
-    @property
-    def is_open(self) -> bool:
-        """Return whether there are groups with the other ranks: not once closed or unpickled."""
-        return self._open
-
-    @property
     def objects(self) -> ObjectGroup:
         """Return the group that exchanges objects with the other ranks."""
         if self._objects is None:
@@ -136,7 +121,7 @@ class GradientEngine:
 
     def close(self) -> None:
         """End threads and groups; what is under way breaks off. The plan that was wanted is then the present one."""
-        self.plan, self._open, self._remembers = self.wanted, False, False
+        self.plan, self.is_open, self._remembers = self.wanted, False, False
         self._close_routes(())
         if self._objects is not None:
             self._objects.close()
@@ -162,7 +147,7 @@ class GradientEngine:
         """
         for scheme in filter(None, plan):
             self.settings_of(scheme)
-            if not self._open:
+            if not self.is_open:
                 raise ValueError(self.unbound())
             if scheme.hierarchical:
                 self.topology.check_even()
@@ -190,18 +175,16 @@ class GradientEngine:
             return
         for scheme in filter(None, self.wanted):
             if scheme not in self._routes:
-                self._routes[scheme] = self._new_route(scheme)
+                settings, arrangement = self.settings_of(scheme), self.arrangement(scheme)
+                number = next(self._numbers)
+                route = Route(number, settings, arrangement, self.binding, self.memory, self.timeout)
+                self._routes[scheme] = route
         if self.wanted:
             if self._filled not in ((), self.wanted):
                 self.memory.load_state_dict(self.memory.state_dict())  # laid out for the new schemes
             self._filled = self.wanted
         self.plan = self.wanted
         self._remembers = any(self._routes[scheme].settings.fields for scheme in self.plan if scheme is not None)
-
-    def _new_route(self, scheme: Scheme) -> Route:
-        arrangement = self.arrangement(scheme)
-        settings, number = self.settings_of(scheme), next(self._numbers)
-        return Route(number, settings, arrangement, self.binding, self.memory, self.timeout)
 
     # -- what the hook does with a bucket ----------------------------------------------------------------------------
 

@@ -139,7 +139,7 @@ def residual(state: CommState, group: Any = None) -> Tensor:
 
 
 def buckets(state: CommState) -> int:
-    return max(layout.index for layout in state.layouts) + 1
+    return max(layout.index for layout in state.binding.layouts) + 1
 
 
 def dense_start(rank: int, world: int) -> dict[Any, Any]:
