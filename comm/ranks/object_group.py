@@ -55,7 +55,7 @@ class ObjectGroup:
 
     def first(self, own: T | None) -> T:
         """Return what rank 0 passed."""
-        data = _bytes_of(own)
+        data = _bytes_of(own if self.rank == 0 else None)
         with self._connected():
             size = torch.tensor([len(data)])
             self._channel.broadcast(size)
