@@ -402,7 +402,10 @@ def test_a_killed_rank_ends_the_command_with_what_was_measured(tmp_path: Path) -
     options = ["--min", "64M", "--max", "256M", "--row-seconds", "20", "--iters", "1000", "--timeout", "10"]
     line = [sys.executable, "-m", "accel", "bench", "comm", "-o", "broadcast", *options, "--json", str(target)]
     process = subprocess.Popen(line, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    time.sleep(8)
+    assert process.stdout is not None
+    while not process.stdout.readline().startswith("accel bench comm"):  # the ranks have met
+        assert process.poll() is None
+    time.sleep(2)
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     ranks = [pid for pid in children if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
     os.kill(int(ranks[-1]), signal.SIGKILL)
@@ -508,8 +511,10 @@ def test_a_pulled_cable_ends_the_measurement(tmp_path: Path) -> None:
         ]
         line = ["-m", "accel", "bench", "comm", *options, "--iters", "1000", "--json", str(target)]
         processes = lab.start(line, ranks=1, folder=tmp_path)
-        time.sleep(12)
-        assert processes[0].poll() is None
+        while "accel bench comm" not in (tmp_path / "0.log").read_text():  # the ranks have met
+            assert processes[0].poll() is None
+            time.sleep(0.5)
+        time.sleep(3)
         lab.cut(1)
         codes = [process.wait(60) for process in processes]
     assert all(codes)
