@@ -62,6 +62,21 @@ def _umask() -> int:
     return umask
 
 
+def save(option: str, target: str | os.PathLike[str], text: str) -> None:
+    """Write a file that a command was asked for, or raise InvalidArgument with the reason.
+
+    Args:
+        option: as on the command line.
+        target: the file.
+        text: its contents.
+    """
+    try:
+        write_atomic(target, text)
+    except OSError as error:
+        reason = error.strerror or error
+        raise InvalidArgument(f"{option} {target} can't be written: {reason}; name another place") from None
+
+
 def check_folder(option: str, target: str | os.PathLike[str]) -> None:
     """Raise InvalidArgument unless a file that a command is to write lies in a folder that exists.
 

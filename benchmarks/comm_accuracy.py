@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from accel.comm.compression.momentum import Corrected
+from accel.comm.compression.momentum import MomentumCorrection
 from accel.comm.compressor import Compressor, Exact
 from accel.comm.dgc import DGC
 from accel.comm.hooks import CommState, hook
@@ -97,7 +97,7 @@ def train(task: Task, source: Source, method: str, seed: int) -> dict[str, Any]:
     state = CommState(ddp, METHODS[method](task.steps), timeout=timedelta(seconds=120))
     ddp.register_comm_hook(state, hook)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=task.lr, **SGD)
-    if isinstance(state.compressor, Corrected) and state.compressor.momentum:
+    if isinstance(state.compressor, MomentumCorrection) and state.compressor.momentum:
         take_momentum(state, optimizer)
     generator = torch.Generator().manual_seed(1_000 * seed + rank)
     losses = []

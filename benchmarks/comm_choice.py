@@ -28,8 +28,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from accel.comm.catalogue import Scheme, allowed
 from accel.comm.cost_model.choice import describe
-from accel.comm.selection.planner import Planner, hook
-from accel.comm.selector import AutoComm
+from accel.comm.selection.planner import Planner
+from accel.comm.selector import AutoComm, hook
 from benchmarks.comm.gradient_profiles import PROFILES, Replayed
 from benchmarks.comm.lab import why_not
 from benchmarks.comm.ranks import group, mlp, replicas_equal, report, run_in_lab, slowest
@@ -234,7 +234,7 @@ def turn(trainee: Trainee, scheme: Scheme | None) -> float:
     """
     if scheme is not None:
         assert trainee.state is not None
-        trainee.state.engine.use((scheme,))
+        trainee.state.use((scheme,))
     trainee.step()
     first = trainee.timed(1)
     steps = min(int(_ENOUGH_S / first), _MOST)

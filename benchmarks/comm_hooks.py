@@ -235,7 +235,7 @@ def work_once() -> None:
                 optimizer.zero_grad()
                 ddp(torch.randn(8, 64)).square().mean().backward()
                 optimizer.step()
-            buckets = max(layout.index for layout in state.layouts) + 1
+            buckets = max(layout.index for layout in state.binding.layouts) + 1
             if buckets < 4 or not replicas_equal(model):
                 wrong.append(f"{method}: {buckets} buckets, or replicas differ")
             state.close()

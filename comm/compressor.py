@@ -86,6 +86,16 @@ class Compressor(ABC):
         return f"{type(self).__name__}({settings})"
 
 
+def check_compressor(compressor: object, error_feedback: bool | None) -> None:
+    """Raise ValueError unless this is a compressor, and one that uses error feedback if that is asked for."""
+    if not isinstance(compressor, Compressor):
+        raise ValueError(f"compressor must be a Compressor, got {compressor!r}; pass for example Int8()")
+    if error_feedback and not compressor.takes_feedback:
+        raise ValueError(
+            f"error_feedback=True needs a compressor that uses it, got {compressor!r}; leave the argument out"
+        )
+
+
 class Exact(Compressor):
     """Send gradients as they are; sums differ from DDP's own by rounding alone."""
 

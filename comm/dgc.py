@@ -30,14 +30,14 @@ import torch
 from torch import Tensor
 
 from accel.comm.compression.dgc_pack import Pack, ParameterRange
-from accel.comm.compression.momentum import VELOCITY, Corrected, MomentumSource
+from accel.comm.compression.momentum import VELOCITY, MomentumCorrection, MomentumSource
 from accel.comm.compression.top_k import largest
 from accel.comm.compressor import RESIDUAL, Stage, any_nonzero
 from accel.comm.layout import Layout, Piece
 from accel.comm.ranks.channel import Channel
 
 
-class DGC(Corrected):
+class DGC(MomentumCorrection):
     """Send the largest of the accumulated, momentum-corrected gradients; 8 bytes for each.
 
     With momentum, hand the optimizer's over before the first step: `accel.comm.sgd_momentum.take_momentum`.
@@ -67,7 +67,7 @@ class DGC(Corrected):
     """
 
     feedback = True
-    _unsaved = (*Corrected._unsaved, "needs_whole_step")
+    _unsaved = (*MomentumCorrection._unsaved, "needs_whole_step")
 
     def __init__(
         self,

@@ -27,13 +27,13 @@ from torch.autograd import Variable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import PrefixStore
 
-from accel.comm.compressor import RESIDUAL, Compressor, Exact
+from accel.comm.compressor import RESIDUAL, Compressor, Exact, check_compressor
 from accel.comm.engine.reduction import BucketJob, Reduction
 from accel.comm.memory import LossScale
 from accel.comm.periodic.fsdp_groups import ShardGroup, check_mesh, contents, join, part, shard_groups
 from accel.comm.ranks.channel import Channel, ConnectionBroken, GlooChannel, NcclChannel
+from accel.comm.ranks.failure import CommError
 from accel.comm.ranks.object_group import ObjectGroup
-from accel.comm.ranks.post_mortem import CommError
 
 _made: weakref.WeakKeyDictionary[Any, itertools.count[int]] = weakref.WeakKeyDictionary()
 """Channels of this process, by process group."""
@@ -66,7 +66,7 @@ class FSDPComm:
 
     Raises:
         ValueError: if mesh, model and compressor don't go together, or differ between ranks.
-        accel.comm.ranks.post_mortem.CommError: from `loss.backward()`, if communication fails.
+        accel.comm.ranks.failure.CommError: from `loss.backward()`, if communication fails.
 
     Example:
         >>> comm = FSDPComm(model, mesh, Int8(), error_feedback=True)
@@ -84,7 +84,7 @@ class FSDPComm:
         scaler: Any = None,
     ) -> None:
         compressor = Exact() if compressor is None else compressor
-        _check_compressor(compressor, error_feedback)
+        _check(compressor, error_feedback)
         if timeout <= timedelta():
             raise ValueError(f"timeout must be positive, got {timeout}")
         check_mesh(model, mesh)
@@ -196,7 +196,7 @@ class FSDPComm:
             return
         self._seen = set()
         finite = all(group.memory.finite() for group in self._groups)
-        self._settle(all(self._within.gather(finite)) if self.error_feedback else finite)
+        self._settle(self._within.all_true(finite) if self.error_feedback else finite)
 
     def _settle(self, finite: bool) -> None:
         for group in self._groups:
@@ -232,13 +232,8 @@ class FSDPComm:
         self._between.close()
 
 
-def _check_compressor(compressor: Any, error_feedback: bool | None) -> None:
-    if not isinstance(compressor, Compressor):
-        raise ValueError(f"compressor must be a Compressor, got {compressor!r}; pass for example Int8()")
-    if error_feedback and not compressor.takes_feedback:
-        raise ValueError(
-            f"error_feedback=True needs a compressor that uses it, got {compressor!r}; leave the argument out"
-        )
+def _check(compressor: Any, error_feedback: bool | None) -> None:
+    check_compressor(compressor, error_feedback)
     if compressor.fields or compressor.needs_whole_step:
         raise ValueError(
             f"{compressor!r} works on the whole gradient or takes the optimizer's momentum, which shards don't have; "

@@ -17,14 +17,14 @@ import torch.distributed as dist
 from torch import nn
 
 from accel.comm.catalogue import Scheme
-from accel.comm.compressor import Compressor, Exact
+from accel.comm.compressor import Compressor, Exact, check_compressor
 from accel.comm.engine.gradient_engine import GradientEngine
 from accel.comm.engine.plan import SchemeSettings
 from accel.comm.memory import Memory
 
 
 def hook(state: GradientEngine, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
-    """Average a bucket of gradients by the plan of `state`; for `DistributedDataParallel.register_comm_hook`.
+    """Average a bucket of gradients as `state` says; for `DistributedDataParallel.register_comm_hook`.
 
     On each of n ranks, with the bucket's gradients g and what its parameters have not sent yet, e:
 
@@ -34,22 +34,15 @@ def hook(state: GradientEngine, bucket: dist.GradBucket) -> torch.futures.Future
         bucket ← ḡ                      write back
 
     Args:
-        state: a `CommState` of the same model.
+        state: a `CommState` or an `AutoComm` of the same model.
         bucket: from DDP.
 
     Example:
         >>> ddp.register_comm_hook(CommState(ddp, Half()), hook)
     """
     if not isinstance(state, GradientEngine):
-        raise ValueError(f"the state of this hook must be a CommState, got {type(state).__name__}")
-    if bucket.index() == 0:
-        state.begin_step()
-    route = state.route_of(bucket)
-    if route is None:
-        mean = state.all_reduced(bucket)
-    else:
-        mean = route.average(state.job_of(bucket, route))
-    return state.noted(bucket, mean)
+        raise ValueError(f"the state of this hook must be a CommState or an AutoComm, got {type(state).__name__}")
+    return state.reduce(bucket)
 
 
 class CommState(GradientEngine):
@@ -83,6 +76,9 @@ class CommState(GradientEngine):
         >>> ddp.register_comm_hook(state, hook)
     """
 
+    kind = "CommState"
+    leaves_unfit = False
+
     def __init__(
         self,
         model: nn.Module,
@@ -96,20 +92,13 @@ class CommState(GradientEngine):
         scaler: Any = None,
     ) -> None:
         compressor = Exact() if compressor is None else compressor
-        if not isinstance(compressor, Compressor):
-            raise ValueError(f"compressor must be a Compressor, got {compressor!r}; pass for example Int8()")
-        if error_feedback and not compressor.takes_feedback:
-            raise ValueError(
-                f"error_feedback=True needs a compressor that uses it, got {compressor!r}; leave the argument out"
-            )
+        check_compressor(compressor, error_feedback)
         if timeout <= timedelta():
             raise ValueError(f"timeout must be positive, got {timeout}")
-        super().__init__(timeout=timeout, memory=memory, kind="CommState")
+        super().__init__(timeout=timeout, memory=memory)
         self.compressor, self.hierarchical = compressor, hierarchical
         self.error_feedback = compressor.feedback if error_feedback is None else error_feedback
         self.bind(model, process_group, scaler=scaler)
-
-    leaves_unfit = False
 
     def bind(self, model: nn.Module, process_group: dist.ProcessGroup | None = None, *, scaler: Any = None) -> None:
         """Make groups and threads for a model; every rank of the group takes part.
@@ -149,17 +138,13 @@ class CommState(GradientEngine):
         """Return the own fields of the memory that this state uses."""
         return self.settings_of(self.scheme).fields
 
-    def reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
-        """Average one bucket over the ranks, as `hook` does."""
-        return hook(self, bucket)
-
     def __getstate__(self) -> dict[str, Any]:
         plain = ("compressor", "hierarchical", "timeout", "error_feedback")
         settings = {name: getattr(self, name) for name in plain}
         return {**settings, "saved": self.state_dict(), "scaled": self.loss_scale.in_use}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        GradientEngine.__init__(self, timeout=state.pop("timeout"), kind="CommState")
+        GradientEngine.__init__(self, timeout=state.pop("timeout"))
         saved, self.loss_scale.in_use = state.pop("saved"), state.pop("scaled", False)
         self.__dict__.update(state)
         self.load_state_dict(saved)

@@ -27,12 +27,11 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from accel.comm.engine.binding import ignored_names
+from accel.comm.engine.binding import check_same, ignored_names
 from accel.comm.hooks import CommState
 from accel.comm.periodic.local_checks import check_arguments, check_parts, difference
-from accel.comm.periodic.local_masters import is_master, masters_of, round_off
 from accel.comm.periodic.local_mean import HostMean, Named, WeightMean, fingerprint
-from accel.comm.periodic.local_state import same_state
+from accel.comm.periodic.local_state import is_master, masters_of, round_off, same_state
 from accel.comm.selection.reducer import unhook
 
 _VERSION = 1
@@ -70,7 +69,7 @@ class LocalSGD:
 
     Raises:
         ValueError: if an argument is out of range, or module, optimizer and states don't go together.
-        accel.comm.ranks.post_mortem.CommError: from `optimizer.step()`, if communication fails.
+        accel.comm.ranks.failure.CommError: from `optimizer.step()`, if communication fails.
 
     Example:
         >>> ddp = DistributedDataParallel(model)
@@ -123,14 +122,11 @@ class LocalSGD:
         settings = {name: getattr(self, name) for name in ("start_step", "every", "within", "average_momentum")}
         own = {**settings, "dense": repr(None if self._dense is None else self._dense.compressor)}
         own["scaler"] = self._scaler is not None
-        for rank, theirs in enumerate(self._weights.objects.gather(own)):
-            if theirs != own:
-                self._weights.close()
-                name = next(name for name in own if own[name] != theirs[name])
-                raise ValueError(
-                    f"all ranks must pass the same {name} to LocalSGD, got {own[name]!r} here and {theirs[name]!r} on "
-                    f"rank {rank}"
-                )
+        try:
+            check_same(self._weights.objects.gather(own), "LocalSGD")
+        except ValueError:
+            self._weights.close()
+            raise
 
     @property
     def local(self) -> bool:
@@ -189,7 +185,7 @@ class LocalSGD:
     def average(self) -> None:
         """Average weights, and what goes with them, over all ranks at once; every rank calls it, between steps.
 
-        The schedule goes on as it was. It runs by itself every `every` steps.
+        The schedule is not changed. It runs by itself every `every` steps.
         """
         masters = masters_of(self._optimizer)
         named = self._named(masters)

@@ -228,7 +228,7 @@ class LossScale:
         return 1.0 if self._scaler is None else self.value
 
     def take(self, scaler: Any, kind: str) -> None:
-        """Take another scaler, or go on with the one there is; raise ValueError if it was left behind in a `kind`."""
+        """Take another scaler, or keep the one there is; raise ValueError if it was left behind in a `kind`."""
         if scaler is None and self._awaited:
             raise ValueError(
                 f"this {kind} was used with a GradScaler, which a pickle leaves behind: give it back, "
@@ -285,7 +285,7 @@ def reshard(
 
     Shared fields, the same on every rank that reduces a parameter, are those of all old ranks. With `rank` they are
     those of the old ranks that it reads, at least one: where hosts with other numbers of ranks share out parameters
-    differently, what is not known on all that need it begins anew.
+    differently, what is not known on all that need it starts from zero.
 
     Args:
         states: the `state_dict()` of each old rank, in rank order; or, with `rank`, a function that reads one.

@@ -12,12 +12,12 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from accel.comm.compression.gathered import Gathered
+from accel.comm.compression.coarse_blocks import CoarseBlockCompressor
 from accel.kernels import sign_pack
 from accel.kernels.codes.block_code import BlockCode
 
 
-class OneBit(Gathered):
+class OneBit(CoarseBlockCompressor):
     """Send the sign of each element and the mean magnitude of each block, with error feedback.
 
     Args:

@@ -18,16 +18,18 @@ from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
-import torch
+import torch.distributed as dist
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from accel.comm.catalogue import allowed, check_level
+from accel.comm.cost_model.choice import Option, describe
 from accel.comm.cost_model.cost import Network
 from accel.comm.cost_model.prediction import Choice, choose, costs_of
 from accel.comm.cost_model.probe import probe
 from accel.comm.engine.plan import Plan
-from accel.comm.selection.outcome import explanation, sentence
-from accel.comm.selection.planner import Planner, hook
+from accel.comm.hooks import hook
+from accel.comm.selection.planner import Planner
 from accel.comm.selection.search import PlanSearch
 from accel.profiler import stderr
 
@@ -41,7 +43,7 @@ class AutoComm(Planner):
     """State of a hook that chooses how gradients are averaged, within what is allowed, and checks its choice.
 
     Every rank makes one, with the same arguments. The first `WARM_UP` + `watch` steps are DDP's own. Saving, resuming
-    and errors are as with `CommState`; a resumed run measures and chooses anew, and keeps what was not sent yet.
+    and errors are as with `CommState`; a resumed run measures and chooses again, and keeps what was not sent yet.
 
     Args:
         ddp: the module; its process group must be the default one, whose links are measured.
@@ -57,7 +59,7 @@ class AutoComm(Planner):
 
     Raises:
         ValueError: if an argument is out of range, or the module has a hook or a process group of its own.
-        accel.comm.ranks.post_mortem.CommError: from `loss.backward()`, if communication fails.
+        accel.comm.ranks.failure.CommError: from `loss.backward()`, if communication fails.
 
     Example:
         >>> ddp = DistributedDataParallel(model)
@@ -89,20 +91,22 @@ class AutoComm(Planner):
         self._network = network
         super().__init__(ddp, timeout=timeout, scaler=scaler)
 
-    def bind(self, ddp: DistributedDataParallel, *, scaler: Any = None) -> None:
-        """Take a module, measure the network, and choose anew; every rank takes part.
+    def bind(self, model: nn.Module, process_group: dist.ProcessGroup | None = None, *, scaler: Any = None) -> None:
+        """Take a module, measure the network, and choose; every rank takes part.
 
         Args:
-            ddp: the module.
+            model: the DDP module.
+            process_group: that of the module.
             scaler: the GradScaler in use, if the state was pickled with one; default: the one that it has.
 
         Raises:
-            ValueError: if the state was pickled with a scaler and none is given, or `ddp` can't have the hook.
+            ValueError: if the state was pickled with a scaler and none is given, or the module can't have the hook.
         """
-        super().bind(ddp, scaler=scaler)
+        super().bind(model, process_group, scaler=scaler)
         self.choice: Choice | None = None
         self.chosen: Plan = ()
         """What the search came to, () where gradients were left as they are."""
+        self._best: Option | None = None
         self.settled = self._broke_off = False
         self._steps = self._search()
         self._schemes = allowed(self.allow, by_hosts=self.topology.by_hosts_pays) if self.topology.size > 1 else []
@@ -110,7 +114,7 @@ class AutoComm(Planner):
             self.network = self._network or self._probed()
 
     def _probed(self) -> Network:
-        size = torch.distributed.get_world_size()
+        size = dist.get_world_size()
         if self.topology.size != size:
             raise ValueError(
                 f"the module's process group must have all {size} ranks for its links to be measured, got "
@@ -119,8 +123,8 @@ class AutoComm(Planner):
         return probe(self.topology, self.device)
 
     def close(self) -> None:
-        """End threads and groups, and with them the search; the hook goes on as DDP's own all-reduce."""
-        if self.bound and not self.settled:
+        """End threads and groups, and with them the search; the hook is DDP's own all-reduce from then on."""
+        if self.is_open and not self.settled:
             self.settled = self._broke_off = True
         super().close()
 
@@ -132,7 +136,7 @@ class AutoComm(Planner):
     def _search(self) -> Iterator[None]:
         """Probe, predict, try, keep; at each yield a step is taken."""
         if not self._schemes:
-            yield from self._keep(())
+            yield from self._keep(None)
         self.recorder.on = True
         for _ in range(WARM_UP):
             yield
@@ -143,20 +147,18 @@ class AutoComm(Planner):
         for _ in range(self.watch):
             yield
         self.choice = choose(self.recorder.times.observed(), self.facts, self.network, costs, self.objects)
-        search = PlanSearch(self, self.choice, self.check)
-        best = yield from search.shortest()
-        if any(best) and not (yield from search.pays(best)):
-            best = ()
-        yield from self._keep((yield from search.in_other_buckets(best)))
+        self._best = yield from PlanSearch(self, self.choice, self.check).best()
+        yield from self._keep(self._best)
 
-    def _keep(self, plan: Plan) -> Iterator[None]:
-        self.engine.use(plan)
-        self.chosen = self.engine.wanted
+    def _keep(self, option: Option | None) -> Iterator[None]:
+        if option is not None:
+            self.switch_to(option)
+        self.chosen = self.wanted
         self.recorder.on = False
         self.recorder.times.clear()
-        self.engine.release()
+        self.release()
         self.settled = True
-        if not any(plan):
+        if not self.chosen:
             self.take_off_later()
         if self.verbose and self.objects.rank == 0:
             stderr.write(f"accel: {self.verdict()}")
@@ -168,16 +170,21 @@ class AutoComm(Planner):
             return "gradients: still measuring"
         if self._broke_off:
             return "gradients: left as they are, the search was closed before its end"
-        if self.choice is None:
+        choice, best = self.choice, self._best
+        if choice is None or best is None:
             why = "there is one rank" if self.topology.size == 1 else f"allow={self.allow!r} leaves nothing to choose"
             return f"gradients: left as they are, {why}"
-        return sentence(self.choice, self.chosen)
+        plain = f"{choice.plain_s * 1e3:.1f} ms"
+        if best == choice.plain:
+            return f"gradients: left as they are, nothing helps on this network: a step takes {plain}, {_tried(choice)}"
+        scheme = str(best) if any(best.plan) else str(best).replace(describe(best.plan), "DDP's own all-reduce", 1)
+        return f"gradients: {scheme}, a step takes {choice.measured[best] * 1e3:.1f} ms in place of {plain}"
 
     def explain(self) -> str:
         """Return the outcome, each candidate's predicted step, and the measured ones."""
         if self.choice is None:
             return self.verdict()
-        return explanation(self.verdict(), self.choice, self.chosen if self.settled else None)
+        return f"{self.verdict()}\n\n{self.choice.table(self._best)}"
 
     # -- saving ------------------------------------------------------------------------------------------------------
 
@@ -187,4 +194,14 @@ class AutoComm(Planner):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self.choice, self.chosen, self.settled, self._broke_off = None, (), False, False
+        self.choice, self.chosen, self.settled, self._broke_off, self._best = None, (), False, False, None
+
+
+def _tried(choice: Choice) -> str:
+    tried = {option: step_s for option, step_s in choice.measured.items() if option != choice.plain}
+    if tried:
+        return ", ".join(f"{option} took {step_s * 1e3:.1f} ms" for option, step_s in tried.items())
+    best = next((option for option in choice.options if any(option.plan)), None)
+    if best is None:
+        return "no scheme fits these gradients"
+    return f"the best, {best}, is predicted to take {best.step_s * 1e3:.1f} ms"

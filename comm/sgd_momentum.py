@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from accel.comm.compression.momentum import VELOCITY, Corrected
+from accel.comm.compression.momentum import VELOCITY, MomentumCorrection
 from accel.comm.hooks import CommState
 from accel.comm.layout import as_laid_out
 
@@ -75,7 +75,7 @@ class SGDMomentum:
         self, state: CommState, optimizer: torch.optim.Optimizer, scaler: Any, process_group: dist.ProcessGroup | None
     ) -> None:
         compressor = state.compressor
-        if not isinstance(compressor, Corrected) or not compressor.momentum:
+        if not isinstance(compressor, MomentumCorrection) or not compressor.momentum:
             raise ValueError(
                 "the state must have a compressor with momentum to hand it over to, DGC() or OneBit(momentum=True), "
                 f"got {compressor!r}"
@@ -90,7 +90,7 @@ class SGDMomentum:
         self._optimizer, self._scaler = optimizer, scaler
         self._given_group, self._group_at_first, self._state = process_group, state.binding.group, weakref.ref(state)
         self._compressor, self._memory = compressor, state.memory  # not the state, which must be free to be dropped
-        self._names = dict(state.names)
+        self._names = dict(state.binding.names)
         self._inside: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._dense_grads: list[tuple[nn.Parameter, Tensor]] = []
         self._due = False
@@ -120,7 +120,7 @@ class SGDMomentum:
                 self._group[self._names[id(parameter)]] = number
 
     def _process_group(self) -> dist.ProcessGroup:
-        """Return over which ranks velocities add up: those of the state, which may have been bound anew."""
+        """Return over which ranks velocities add up: those of the state, which may have been bound again."""
         if self._given_group is not None:
             return self._given_group
         state = self._state()
@@ -248,7 +248,7 @@ class SGDMomentum:
 
     @torch.no_grad()
     def close(self) -> None:
-        """Give the momentum back: SGD goes on with the sum of what the ranks have accumulated. Every rank takes part.
+        """Give the momentum back: SGD continues with the sum of what the ranks have accumulated. Every rank takes part.
 
         Residuals stay in the state's memory.
         """

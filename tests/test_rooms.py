@@ -17,7 +17,6 @@ ROOMS = {
     "accel": {
         "amp",
         "cache",
-        "code",
         "commands",
         "elastic",
         "goodput",

@@ -8,6 +8,7 @@ import sys
 import tempfile
 import time
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -36,66 +37,33 @@ def _size(ctx: click.Context, param: click.Parameter, value: str) -> int:
     return int(match[1]) * UNITS[match[2].upper()]
 
 
+_option = partial(click.option, show_default=True)
+_size_option = partial(_option, callback=_size, metavar="SIZE")
+_choices = partial(click.option, multiple=True, help="Default: all.")
+
+
 @click.group()
 def bench() -> None:
     """Benchmarks."""
 
 
 @bench.command()
-@click.option("-o", "--operation", "operations", multiple=True, type=click.Choice(_OPERATIONS), help="Default: all.")
-@click.option(
-    "--min",
-    "--min-size",
-    "smallest",
-    callback=_size,
-    default="4K",
-    metavar="SIZE",
-    show_default=True,
-    help="Smallest size.",
-)
-@click.option(
-    "--max",
-    "--max-size",
-    "largest",
-    callback=_size,
-    default="64M",
-    metavar="SIZE",
-    show_default=True,
-    help="Largest size.",
-)
-@click.option("--factor", type=click.IntRange(2, 1 << 20), default=4, show_default=True, help="From size to size.")
-@click.option("--dtype", type=click.Choice(_DTYPES), default="float32", show_default=True)
-@click.option("--redop", type=click.Choice(["sum", "min", "max"]), default="sum", show_default=True)
-@click.option("--link", "links", multiple=True, type=click.Choice(["intra", "inter", "world"]), help="Default: all.")
+@_choices("-o", "--operation", "operations", type=click.Choice(_OPERATIONS))
+@_size_option("--min", "--min-size", "smallest", default="4K", help="Smallest size.")
+@_size_option("--max", "--max-size", "largest", default="64M", help="Largest size.")
+@_option("--factor", type=click.IntRange(2, 1 << 20), default=4, help="From size to size.")
+@_option("--dtype", type=click.Choice(_DTYPES), default="float32")
+@_option("--redop", type=click.Choice(["sum", "min", "max"]), default="sum")
+@_choices("--link", "links", type=click.Choice(["intra", "inter", "world"]))
 @click.option("--backend", default="", help="Of torch.distributed; default nccl with a GPU for each rank, else gloo.")
 @click.option("--ranks", type=click.IntRange(1, 512), help="Processes to start here; default 2. Not under torchrun.")
-@click.option("--iters", type=click.IntRange(2, 1000), default=20, show_default=True, help="Timed runs at most.")
-@click.option("--warmup", type=click.IntRange(1, 100), default=2, show_default=True, help="Runs before them.")
-@click.option("--row-seconds", type=click.FloatRange(0.01, 600), default=2.0, show_default=True, help="For timed runs.")
-@click.option(
-    "--timeout", type=click.FloatRange(1, 3600), default=30.0, show_default=True, help="Seconds; then given up."
-)
-@click.option(
-    "--json", "target", type=click.Path(dir_okay=False), default="", metavar="FILE", help="Also write it there."
-)
+@_option("--iters", type=click.IntRange(2, 1000), default=20, help="Timed runs at most.")
+@_option("--warmup", type=click.IntRange(1, 100), default=2, help="Runs before them.")
+@_option("--row-seconds", "row_s", type=click.FloatRange(0.01, 600), default=2.0, help="For timed runs.")
+@_option("--timeout", "timeout_s", type=click.FloatRange(1, 3600), default=30.0, help="Seconds; then given up.")
+@click.option("--json", "target", type=click.Path(dir_okay=False), default="", metavar="FILE", help="Also write it.")
 @click.pass_context
-def comm(
-    ctx: click.Context,
-    operations: tuple[str, ...],
-    smallest: int,
-    largest: int,
-    factor: int,
-    dtype: str,
-    redop: str,
-    links: tuple[str, ...],
-    backend: str,
-    ranks: int | None,
-    iters: int,
-    warmup: int,
-    row_seconds: float,
-    timeout: float,
-    target: str,
-) -> None:
+def comm(ctx: click.Context, /, smallest: int, largest: int, factor: int, ranks: int | None, **options: Any) -> None:
     """Time the collective operations over the links of this job and check their results.
 
     \b
@@ -110,25 +78,13 @@ def comm(
     launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     if launched and ranks is not None:
         raise InvalidArgument(f"--ranks must not be given under torchrun, which started {os.environ['WORLD_SIZE']}")
-    if target and (not launched or os.environ["RANK"] == "0"):  # the process that writes it
-        check_folder("--json", target)
+    if options["target"] and (not launched or os.environ["RANK"] == "0"):  # the process that writes it
+        check_folder("--json", options["target"])
     sizes = [smallest]
     while sizes[-1] * factor <= largest:
         sizes.append(sizes[-1] * factor)
-    request = Request(
-        operations=operations or _OPERATIONS,
-        sizes=tuple(sizes),
-        links=links,
-        dtype=dtype,
-        redop=redop,
-        backend=backend,
-        iters=iters,
-        warmup=warmup,
-        row_s=row_seconds,
-        timeout_s=timeout,
-        target=target,
-        command=" ".join(["accel", *sys.argv[1:]]),
-    )
+    options["operations"] = options["operations"] or _OPERATIONS
+    request = Request(**options, sizes=tuple(sizes), command=" ".join(["accel", *sys.argv[1:]]))
     if launched:
         ctx.exit(_rank(request, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), "env://"))
     ctx.exit(_start(request, ranks or 2))
@@ -189,25 +145,16 @@ def _child(request: Request, rank: int, ranks: int, store: str) -> None:
 
 def _rank(request: Request, rank: int, ranks: int, store: str) -> int:
     """Measure as one rank; rank 0 prints. Return the exit status."""
-    import torch
     import torch.distributed as dist
 
-    backend = request.backend or _best_backend(ranks)
-    local = int(os.environ.get("LOCAL_RANK", rank))
-    _check_backend(backend)
-    if backend == "nccl":
-        if local >= torch.cuda.device_count():
-            raise InvalidArgument(
-                f"nccl needs a GPU for each rank, got {torch.cuda.device_count()} for local rank {local}; "
-                "use --backend gloo"
-            )
-        torch.cuda.set_device(local)
+    backend = _backend(request, rank, ranks)
     try:
         timeout = timedelta(seconds=request.timeout_s)
         dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks, timeout=timeout)
     except (RuntimeError, ValueError) as error:
         if rank == 0:
-            click.echo(f"error: the ranks did not meet: {_line(error)}; {_MEET}", err=True)
+            first = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+            click.echo(f"error: the ranks did not meet: {first}; {_MEET}", err=True)
         return FAILED
     return _measured(request, rank, ranks, backend)
 
@@ -215,21 +162,24 @@ def _rank(request: Request, rank: int, ranks: int, store: str) -> int:
 _MEET = "on several machines GLOO_SOCKET_IFNAME must name the interface they share; `accel doctor` looks at it"
 
 
-def _best_backend(ranks: int) -> str:
+def _backend(request: Request, rank: int, ranks: int) -> str:
+    """Return the backend to be measured, with its device chosen."""
     import torch
-
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
-    return "nccl" if torch.cuda.is_available() and torch.cuda.device_count() >= local else "gloo"
-
-
-def _check_backend(backend: str) -> None:
     import torch.distributed as dist
 
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    local, local_ranks = int(os.environ.get("LOCAL_RANK", rank)), int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+    backend = request.backend or ("nccl" if gpus >= local_ranks else "gloo")
     if not dist.is_backend_available(backend):
-        available = [
-            name for name in dist.Backend.backend_list if name != "undefined" and dist.is_backend_available(name)
-        ]
-        raise InvalidArgument(f"--backend must be one that this torch has ({', '.join(available)}), got {backend!r}")
+        known = [name for name in dist.Backend.backend_list if name != "undefined" and dist.is_backend_available(name)]
+        raise InvalidArgument(f"--backend must be one that this torch has ({', '.join(known)}), got {backend!r}")
+    if backend == "nccl":
+        if local >= gpus:
+            raise InvalidArgument(
+                f"nccl needs a GPU for each rank, got {gpus} for local rank {local}; use --backend gloo"
+            )
+        torch.cuda.set_device(local)
+    return backend
 
 
 def _measured(request: Request, rank: int, ranks: int, backend: str) -> int:
@@ -280,7 +230,3 @@ def _measured(request: Request, rank: int, ranks: int, backend: str) -> int:
         sys.stderr.flush()
         os._exit(FAILED)
     return FAILED if any(row.wrong for row in rows) else 0
-
-
-def _line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
 from accel import __version__
-from accel.errors import InvalidArgument
-from accel.files import write_atomic
-from accel.report.terminal import Cell, Page
+from accel.files import save
+from accel.report.terminal import Page
 from accel.report.words import clean
 
 if TYPE_CHECKING:
@@ -21,6 +21,13 @@ if TYPE_CHECKING:
 
 SCHEMA = 1
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+_NO_LINE = 0.5
+"""Worst relative error above which no line is printed: it would predict times unlike any that were measured."""
+_SHORT = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u"}
+_LEGEND = (
+    "Sizes in bytes (K = 1024), bandwidths in GB/s as nccl-tests defines them. to: in place or out of place; spread: "
+    "p20 and p80 beside the median; sent/S: what the network interfaces counted."
+)
 
 
 @dataclass(frozen=True)
@@ -41,21 +48,52 @@ class Request:
     command: str
 
 
-# Title → columns. Together 79 with a space between them.
-_COLUMNS = {
-    "size": 5,
-    "count": 9,
-    "type": 4,
-    "redop": 5,
-    "to": 3,
-    "time us": 8,
-    "spread": 9,
-    "algbw": 7,
-    "busbw": 7,
-    "#wrong": 6,
-    "sent/S": 6,
-}
-_SHORT = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u"}
+class Column(NamedTuple):
+    """A column of one of the two tables."""
+
+    title: str
+    width: int
+    text: Callable[[Any], str]
+
+
+# Together 79 columns of the terminal, with a space between them.
+_ROW_COLUMNS = (
+    Column("size", 5, lambda row: size_text(row.size_bytes)),
+    Column("count", 9, lambda row: str(row.count)),
+    Column("type", 4, lambda row: re.sub(r"[a-z]+", lambda match: _SHORT[match[0]], row.dtype)),
+    Column("redop", 5, lambda row: row.redop or "-"),
+    Column("to", 3, lambda row: "in" if row.in_place else "out"),
+    Column("time us", 8, lambda row: _us(row.time_s)),
+    Column("spread", 9, lambda row: f"{_percent(row.time_p20_s, row)}/{_percent(row.time_p80_s, row)}%"),
+    Column("algbw", 7, lambda row: _gb(row.algbw)),
+    Column("busbw", 7, lambda row: _gb(row.busbw)),
+    Column("#wrong", 6, lambda row: "-" if row.wrong is None else str(row.wrong)),
+    Column("sent/S", 6, lambda row: "-" if row.sent_bytes is None else f"{row.sent_bytes / row.size_bytes:.2f}"),
+)
+
+
+class _SeriesFit(NamedTuple):
+    """The line through what was measured of an operation over a link."""
+
+    operation: str
+    link: str
+    line: Fit
+
+
+_FIT_COLUMNS = (
+    Column("operation", -14, lambda fit: fit.operation),
+    Column("link", -5, lambda fit: fit.link),
+    Column("alpha us", 10, lambda fit: _us(fit.line.alpha_s)),
+    Column("beta s/byte", 12, lambda fit: f"{fit.line.beta_s_per_byte:.3g}"),
+    Column("1/beta GB/s", 12, lambda fit: _gb(1 / beta) if (beta := fit.line.beta_s_per_byte) else "-"),
+    Column("worst error", 12, lambda fit: f"{100 * fit.line.error:.0f} %"),
+)
+
+
+def _row_text(columns: Sequence[Column], of: Any = None) -> str:
+    """Return a row of a table, or its titles; columns of a negative width are flush left."""
+    texts = [(column.title if of is None else column.text(of), column.width) for column in columns]
+    return " ".join(text.rjust(width) if width > 0 else text.ljust(-width) for text, width in texts)
 
 
 class BandwidthTable:
@@ -72,39 +110,33 @@ class BandwidthTable:
 
     def row(self, row: Row) -> None:
         """Print one row, under a heading where the operation or the link changes."""
-        page = Page()
         if self._section != (row.link, row.operation):
             self._section = row.link, row.operation
+            page = Page()
             page.heading(f"{row.operation}, {row.link}: {_count(row.ranks, 'rank')}")
             click.echo(page.text())
-            click.echo(click.style(_joined_cells(list(_COLUMNS)), dim=True))
+            click.echo(click.style(_row_text(_ROW_COLUMNS), dim=True))
         if row.problem:
             page = Page()
             page.paragraph(f"{size_text(row.size_bytes)}: {row.problem}", "yellow")
             click.echo(page.text())
         else:
-            click.echo(click.style(_joined_cells(_cells(row)), fg="red" if row.wrong else None))
+            click.echo(click.style(_row_text(_ROW_COLUMNS, row), fg="red" if row.wrong else None))
 
     def end(self, rows: list[Row], result: Bandwidth | None, problem: str) -> None:
         """Print the fitted lines and write the file."""
         fits = _fits(rows)
-        lines = [line for line in fits if line[2].error <= _NO_LINE]
         page = Page()
         if fits:
             page.heading("lines t(S) = alpha + beta * S")
-        if lines:
-            page.row(_fit_cells("operation", "link", "alpha us", "beta s/byte", "1/beta GB/s", "worst error"))
-        for operation, link, fit in lines:
-            beta = fit.beta_s_per_byte
-            speed = _gb(1 / beta) if beta else "-"
-            page.row(
-                _fit_cells(operation, link, _us(fit.alpha_s), f"{beta:.3g}", speed, f"{100 * fit.error:.0f} %"),
-            )
-        if without := [f"{operation} {link}" for operation, link, fit in fits if fit.error > _NO_LINE]:
-            worst = max(fit.error for _, _, fit in fits)
+        lines = [fit for fit in fits if fit.line.error <= _NO_LINE]
+        for line in (None, *lines) if lines else ():
+            page.paragraph(_row_text(_FIT_COLUMNS, line))
+        if without := [fit for fit in fits if fit not in lines]:
+            worst = max(fit.line.error for fit in without)
             page.paragraph(
-                f"no line: {', '.join(without)}; times are up to {100 * worst:.0f} % off the nearest one: they follow "
-                "none, or the machine was busy",
+                f"no line: {', '.join(f'{fit.operation} {fit.link}' for fit in without)}; times are up to "
+                f"{100 * worst:.0f} % off the nearest one: they follow none, or the machine was busy",
                 "yellow",
             )
         if result is not None:
@@ -113,11 +145,13 @@ class BandwidthTable:
         click.echo(page.text())
         if problem:
             click.echo(f"error: {clean(problem)}", err=True)
-        if self._request.target:
-            _write(self._request.target, self._document(rows, fits, result, problem))
+        if target := self._request.target:
+            document = self._document(rows, fits, result, problem)
+            save("--json", target, json.dumps(document, indent=1, allow_nan=False) + "\n")
+            click.echo(f"wrote {target}", err=True)
 
     def _document(
-        self, rows: list[Row], fits: list[tuple[str, str, Fit]], result: Bandwidth | None, problem: str
+        self, rows: list[Row], fits: list[_SeriesFit], result: Bandwidth | None, problem: str
     ) -> dict[str, Any]:
         import torch
 
@@ -134,47 +168,8 @@ class BandwidthTable:
             "problem": problem,
             "seconds": result.seconds if result else None,
             "rows": [{**asdict(row), "algbw": row.algbw, "busbw": row.busbw} for row in rows],
-            "fits": [{"operation": operation, "link": link, **fit._asdict()} for operation, link, fit in fits],
+            "fits": [{"operation": fit.operation, "link": fit.link, **fit.line._asdict()} for fit in fits],
         }
-
-
-_NO_LINE = 0.5
-"""Worst relative error above which no line is printed: it would predict times unlike any that were measured."""
-
-_LEGEND = (
-    "Sizes in bytes (K = 1024), bandwidths in GB/s as nccl-tests defines them. to: in place or out of place; spread: "
-    "p20 and p80 beside the median; sent/S: what the network interfaces counted."
-)
-
-
-def _fit_cells(*texts: str) -> list[Cell]:
-    widths = (14, 5, 9, 11, 11, 11)
-    return [
-        Cell(text=text, width=width, right=number > 1)
-        for number, (text, width) in enumerate(zip(texts, widths, strict=True))
-    ]
-
-
-def _joined_cells(texts: list[str]) -> str:
-    return " ".join(text.rjust(width) for text, width in zip(texts, _COLUMNS.values(), strict=True))
-
-
-def _cells(row: Row) -> list[str]:
-    assert row.time_s and row.time_p20_s is not None and row.time_p80_s is not None
-    below, above = (100 * (edge / row.time_s - 1) for edge in (row.time_p20_s, row.time_p80_s))
-    return [
-        size_text(row.size_bytes),
-        str(row.count),
-        re.sub(r"[a-z]+", lambda match: _SHORT[match[0]], row.dtype),
-        row.redop or "-",
-        "in" if row.in_place else "out",
-        _us(row.time_s),
-        f"{below:+.0f}/{above:+.0f}%",
-        _gb(row.algbw),
-        _gb(row.busbw),
-        "-" if row.wrong is None else str(row.wrong),
-        "-" if row.sent_bytes is None else f"{row.sent_bytes / row.size_bytes:.2f}",
-    ]
 
 
 def size_text(size: int) -> str:
@@ -194,6 +189,11 @@ def _us(seconds: float) -> str:
     return f"{1e6 * seconds:.1f}" if seconds < 1e-3 else f"{1e6 * seconds:.0f}"
 
 
+def _percent(edge_s: float, row: Row) -> str:
+    assert row.time_s
+    return f"{100 * (edge_s / row.time_s - 1):+.0f}"
+
+
 def _gb(rate: float | None) -> str:
     if rate is None:
         return "-"
@@ -201,19 +201,18 @@ def _gb(rate: float | None) -> str:
     return f"{value:.3g}" if 1e-3 <= value < 1e4 else f"{value:.1e}" if value else "0"
 
 
-def _fits(rows: list[Row]) -> list[tuple[str, str, Fit]]:
+def _fits(rows: list[Row]) -> list[_SeriesFit]:
     from accel.comm.bandwidth import fit_line
 
+    # One line per operation: the in-place form only where there is no other.
+    outside = {(row.operation, row.link) for row in rows if not row.in_place}
     series: dict[tuple[str, str], list[tuple[float, float]]] = {}
     for row in rows:
-        # One line per operation: the in-place form only where there is no other.
-        if row.time_s and (not row.in_place or not any(_outside(row, other) for other in rows)):
-            series.setdefault((row.operation, row.link), []).append((row.size_bytes, row.time_s))
-    return [(*key, fit_line(points)) for key, points in series.items() if len({size for size, _ in points}) > 1]
-
-
-def _outside(row: Row, other: Row) -> bool:
-    return other.operation == row.operation and other.link == row.link and not other.in_place
+        key = row.operation, row.link
+        if row.time_s and not (row.in_place and key in outside):
+            series.setdefault(key, []).append((row.size_bytes, row.time_s))
+    fitting = {key: points for key, points in series.items() if len({size for size, _ in points}) > 1}
+    return [_SeriesFit(*key, fit_line(points)) for key, points in fitting.items()]
 
 
 def _wrong_text(rows: list[Row]) -> str:
@@ -226,13 +225,3 @@ def _wrong_text(rows: list[Row]) -> str:
 
 def _count(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
-
-
-def _write(target: str, document: dict[str, Any]) -> None:
-    try:
-        write_atomic(target, json.dumps(document, indent=1, allow_nan=False) + "\n")
-    except OSError as error:
-        raise InvalidArgument(
-            f"--json {target} can't be written: {error.strerror or error}; name another place"
-        ) from None
-    click.echo(f"wrote {target}", err=True)

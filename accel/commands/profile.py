@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from accel.profiler.clocks.recorder import Recorder
     from accel.profiler.gather import Exchange
     from accel.profiler.report import ProfileReport
-    from accel.profiler.script import Ending, Script
+    from accel.profiler.script import Script
     from accel.profiler.session import ProfileSession
 
 _TERMINATED_S = 10.0
@@ -121,12 +121,39 @@ class ProfileJob(ScriptJob):
             self._session.leave_alone()
 
     def conclude(self) -> None:
-        """Make the report."""
+        """Make the report of all ranks and write it, or say why there is none."""
+        from accel.profiler.conclusion import verdict
+
         wall_s = time.perf_counter() - self._started_at
         session = self._session or self._start()  # no torch in the script: the report says what is not there
         session.stop()
-        ending = self.script.ending
-        _conclude(session, self._exchange, ending, self._target, self._line, self._started, wall_s)
+        recorder, exchange, ending = session.recorder, self._exchange, self.script.ending
+        evidence = session.finish()
+        diagnosis = session.diagnose(evidence)
+        everyone = {}
+        if exchange.launched:
+            timeout_s = _TERMINATED_S if ending.text == "terminated" else None
+            try:
+                everyone = exchange.collect("report", verdict.rank_summary(evidence, diagnosis), timeout_s)
+            except OSError as error:
+                session.unseen.append(f"other ranks: {error}")
+        if exchange.rank != 0:
+            return
+        if recorder.steps == 0:
+            say(_nothing(recorder, wall_s))
+            return
+        evidence.unseen = list(dict.fromkeys([*evidence.unseen, *session.unseen]))
+        report = verdict.build_report(evidence, diagnosis)
+        report.experiments = list(session.experiments.values())
+        report.unattributed = recorder.unattributed()
+        report.wall_s, report.command, report.ended = wall_s, self._line, ending.text
+        report.started = self._started.isoformat(timespec="seconds")
+        report.host.accel = __version__
+        samples, step_s = session.samples_per_step, diagnosis.anatomy.step_s
+        report.samples_per_s = samples / step_s if samples and step_s else None
+        if exchange.launched:
+            verdict.merge(report, everyone, diagnosis.anatomy, exchange.size)
+        _write(report, self._target)
 
 
 def _check(script: str, module: bool, target: Path) -> None:
@@ -136,48 +163,6 @@ def _check(script: str, module: bool, target: Path) -> None:
     if is_there("--json", target) and not target.is_file():
         raise InvalidArgument(f"--json must be an ordinary file, got {str(target)!r}; name one, then print it")
     check_folder("--json", target)
-
-
-def _conclude(
-    session: ProfileSession,
-    exchange: Exchange,
-    ending: Ending,
-    target: Path,
-    line: str,
-    started: datetime,
-    wall_s: float,
-) -> None:
-    """Make the report of all ranks and write it, or say why there is none."""
-    from accel.profiler.conclusion import verdict
-
-    recorder = session.recorder
-    evidence = session.finish()
-    diagnosis = session.diagnose(evidence)
-    everyone = {}
-    if exchange.launched:
-        try:
-            exchange.post("rank", verdict.rank_summary(evidence, diagnosis))
-            timeout_s = _TERMINATED_S if ending.text == "terminated" else None
-            everyone = exchange.collect("rank", timeout_s) if exchange.rank == 0 else {}
-        except OSError as error:
-            session.unseen.append(f"other ranks: {error}")
-    if exchange.rank != 0:
-        return
-    if recorder.steps == 0:
-        say(_nothing(recorder, wall_s))
-        return
-    evidence.unseen = list(dict.fromkeys([*evidence.unseen, *session.unseen]))
-    report = verdict.build_report(evidence, diagnosis)
-    report.experiments = list(session.experiments.values())
-    report.unattributed = recorder.unattributed()
-    report.wall_s, report.command, report.ended = wall_s, line, ending.text
-    report.started = started.isoformat(timespec="seconds")
-    report.host.accel = __version__
-    samples, step_s = session.samples_per_step, diagnosis.anatomy.step_s
-    report.samples_per_s = samples / step_s if samples and step_s else None
-    if exchange.launched:
-        verdict.merge(report, everyone, diagnosis.anatomy, exchange.size)
-    _write(report, target)
 
 
 def _nothing(recorder: Recorder, wall_s: float) -> str:

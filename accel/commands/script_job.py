@@ -51,7 +51,7 @@ class ScriptJob:
         """End the process as the script would have ended it.
 
         After Ctrl-C it ends by the signal, as Python does of itself when nobody catches it: after an exit status a
-        shell's loop over runs would go on. Python sees to it if source text ends so.
+        shell's loop over runs would continue. Python sees to it if source text ends so.
         """
         if self.script.ending.text == "interrupted":
             sys.excepthook = lambda *_: None  # the script's own traceback has been printed
@@ -147,7 +147,7 @@ def check_script(script: str, module: bool) -> None:
 
 
 def _holds_null_bytes(script: str) -> bool:
-    """Return whether a file can't be source, by its beginning; one that can't be read is told of when it is run."""
+    """Return whether a file can't be source, by its beginning; one that can't be read is an error when it is run."""
     with contextlib.suppress(OSError), open(script, "rb") as file:
         return b"\0" in file.read(1024)
     return False

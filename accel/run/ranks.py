@@ -2,7 +2,7 @@
 
 The ranks exchange messages through the store of the process group, so that neither a GPU nor the communication of
 gradients is touched, and only between two actions (some tens of steps), never in a step. A rank that doesn't arrive
-within seconds is not waited for: all ranks go on plainly, and a late one finds that out when it arrives.
+within seconds is not waited for: all ranks continue plainly, and a late one finds that out when it arrives.
 """
 
 from __future__ import annotations
@@ -11,13 +11,12 @@ import itertools
 import math
 import os
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
-if TYPE_CHECKING:
-    from accel.comm.ranks.rendezvous import Rendezvous
+from accel.profiler.rendezvous import RankLeft, RanksDiverged, Rendezvous
 
 T = TypeVar("T")
 A = TypeVar("A")
@@ -102,8 +101,6 @@ class Ranks:
         """
         if not self.distributed:
             return
-        from accel.comm.ranks.rendezvous import Rendezvous
-
         assert dist.group.WORLD is not None
         store = dist.group.WORLD.get_group_store()
         while self._meeting is None or self._meeting.given_up_before(since):
@@ -125,7 +122,8 @@ class Ranks:
             step_s: seconds of the last step, including everything done after it.
 
         Raises:
-            accel.comm.ranks.rendezvous.Apart: on every rank, if one does not come in time, has left, or rank 0 fails.
+            accel.profiler.rendezvous.RanksDiverged: on every rank, if one does not come in time, has left, or rank 0
+                fails.
         """
         if self._meeting is None:
             return decision([mine])
@@ -140,27 +138,25 @@ class Ranks:
         text = f"{type(error).__name__}: {error}"
         if not self.distributed:
             return Failure(text, everywhere=True)
-        from accel.comm.ranks.rendezvous import Apart, Left
-
-        if not isinstance(error, Apart):
+        if not isinstance(error, RanksDiverged):
             return Failure(text, everywhere=False)
-        if isinstance(error, Left):
+        if isinstance(error, RankLeft):
             return Failure(str(error), everywhere=False)
         return Failure(str(error), everywhere=True, reported=error.by not in (None, self.rank))
 
     def is_late(self, error: Exception) -> bool:
         """Return whether ranks have come apart although none has left: a missing one may still come."""
-        from accel.comm.ranks.rendezvous import Apart, Left
-
-        return self.distributed and isinstance(error, Apart) and not isinstance(error, Left) and error.by is not None
+        if not self.distributed or not isinstance(error, RanksDiverged):
+            return False
+        return not isinstance(error, RankLeft) and error.by is not None
 
     def check(self) -> None:
-        """Raise `Apart` if the others have stopped already; reads the store once."""
+        """Raise `RanksDiverged` if the others have stopped already; reads the store once."""
         if self._meeting is not None:
             self._meeting.check()
 
     def all_came(self) -> bool:
-        """Return whether those that were missing have come by now, after `decide` has raised `Apart`.
+        """Return whether those that were missing have come by now, after `decide` has raised `RanksDiverged`.
 
         Ask at the same steps on all ranks: those that get True meet again at once.
         """

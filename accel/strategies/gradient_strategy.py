@@ -29,7 +29,7 @@ class GradientStrategy(Strategy):
     touches = frozenset()
     collective = True
     one_off_s = 5.0
-    settle_steps = 3  # DDP makes its buckets anew after the hook has come off or gone on
+    settle_steps = 3  # DDP makes new buckets after the hook has been taken off or put on
     level: str
     """Of `allow`."""
     above: tuple[str, ...] = ()
@@ -75,9 +75,9 @@ class GradientStrategy(Strategy):
                 self._offers.disable(self.level)
 
     def close(self, run: Run) -> None:
-        """Let go of threads, groups and the hook, unless one of these strategies is on."""
+        """Free threads, groups and the hook, unless one of these strategies is on."""
         if self._offers is not None:
-            self._offers.release()
+            self._offers.free()
 
     def describe(self, setting: Any) -> str:
         """Return the scheme and the step predicted for it; '' until it is known."""

@@ -283,6 +283,6 @@ FAULTS = [
         "lets each rank decide for itself",
         "accel.comm.ranks.object_group:ObjectGroup.decide",
         _each_for_itself,
-        ("tests/comm/test_talk.py",),
+        ("tests/comm/test_failure.py",),
     ),
 ]

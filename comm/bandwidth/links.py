@@ -9,14 +9,14 @@
 Where two of them are the same ranks only one is measured: on one node everything is `intra`, with one rank a node
 everything is `inter`.
 
-A node is what shares a running kernel (its boot id), a network namespace and a host name: containers with addresses of
-their own are nodes of their own, since what they send to each other passes a virtual network card.
+A node is what shares a running kernel (its boot id), a network namespace and a host name, see
+`accel.comm.ranks.topology`: containers with addresses of their own are nodes of their own, since what they send to each
+other passes a virtual network card.
 """
 
 from __future__ import annotations
 
-import os
-import socket
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -45,59 +45,20 @@ class LinkClass:
         return next((ranks for ranks in self.sets if rank in ranks), ())
 
 
-def node_key(proc: Path = Path("/proc")) -> str:
-    """Return what identifies this node.
-
-    Args:
-        proc: where the kernel's file system is mounted.
-
-    Returns:
-        Boot id, network namespace and host name; torchrun's GROUP_RANK where the kernel has neither of the first two.
-    """
-    try:
-        boot = (proc / "sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        namespace = str((proc / "self/ns/net").stat().st_ino)
-    except OSError:
-        boot, namespace = "group", os.environ.get("GROUP_RANK", "")
-    return f"{boot}/{namespace}/{socket.gethostname()}"
-
-
-def nodes_of(keys: list[str]) -> list[tuple[int, ...]]:
-    """Group ranks by node.
-
-    Args:
-        keys: `node_key()` of each rank.
-
-    Example:
-        >>> nodes_of(["a", "b", "a"])
-        [(0, 2), (1,)]
-    """
-    nodes: dict[str, list[int]] = {}
-    for rank, key in enumerate(keys):
-        nodes.setdefault(key, []).append(rank)
-    return [tuple(ranks) for ranks in nodes.values()]
-
-
-def links_of(nodes: list[tuple[int, ...]], ranks: tuple[int, ...] | None = None) -> list[LinkClass]:
-    """List the link classes that differ.
+def links_of(nodes: Sequence[tuple[int, ...]]) -> list[LinkClass]:
+    """List the link classes that differ: `intra` alone, `inter` alone, or all three.
 
     Args:
         nodes: ranks of each node.
-        ranks: what the positions in `nodes` are as global ranks; default the same numbers.
-
-    Returns:
-        `intra` alone, `inter` alone, or all three.
     """
     total = sum(map(len, nodes))
-    names = ranks if ranks is not None else tuple(range(total))
-    nodes = [tuple(names[rank] for rank in node) for node in nodes]
     if len(nodes) == 1:
         return [LinkClass("intra", tuple(nodes))]
     inter = LinkClass("inter", (tuple(node[0] for node in nodes),))
     if total == len(nodes):
         return [inter]
     intra = LinkClass("intra", tuple(node for node in nodes if len(node) > 1))
-    return [intra, inter, LinkClass("world", (tuple(sorted(names)),))]
+    return [intra, inter, LinkClass("world", (tuple(range(total)),))]
 
 
 def groups_of(links: list[LinkClass], backend: str, timeout: timedelta) -> dict[str, Any]:

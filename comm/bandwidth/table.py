@@ -34,6 +34,7 @@ from accel.comm.bandwidth.fit import Fit, fit_line
 from accel.comm.bandwidth.links import LinkClass
 from accel.comm.ranks.channel import GlooChannel
 from accel.comm.ranks.object_group import ObjectGroup
+from accel.comm.ranks.topology import by_machine, identity
 
 PROBE_SIZES = (1 << 12, 1 << 19, 1 << 21)
 PROBE_OPERATIONS = ("all_reduce", "all_gather", "all_to_all")
@@ -197,7 +198,7 @@ def measure(
     began = time.perf_counter()
     objects = _object_group(settings.timeout_s)
     try:
-        nodes = bandwidth_links.nodes_of(objects.gather(bandwidth_links.node_key()))
+        nodes = by_machine(objects.gather(identity())).hosts
         classes = [link for link in bandwidth_links.links_of(nodes) if links is None or link.name in links]
         if not classes:
             there = ", ".join(link.name for link in bandwidth_links.links_of(nodes))
@@ -211,7 +212,7 @@ def measure(
             dist.destroy_process_group(group)
     finally:
         objects.close()
-    return Bandwidth(tuple(nodes), tuple(rows), seconds, sweep.cut, tuple(link.name for link in classes))
+    return Bandwidth(nodes, tuple(rows), seconds, sweep.cut, tuple(link.name for link in classes))
 
 
 def _nothing(row: Row) -> None:
@@ -275,7 +276,7 @@ def _brief(error: BaseException) -> str:
 class _Sweep:
     objects: ObjectGroup
     groups: dict[str, Any]
-    nodes: list[tuple[int, ...]]
+    nodes: tuple[tuple[int, ...], ...]
     device: torch.device
     settings: Settings
     began: float

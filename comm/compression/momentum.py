@@ -37,7 +37,7 @@ class MomentumSource(Protocol):
         """Raise ValueError if the optimizer has yet to make a step of the last backward pass."""
 
 
-class Corrected(Compressor):
+class MomentumCorrection(Compressor):
     """Base of compressors that can take an optimizer's momentum over.
 
     Attributes:

@@ -2,6 +2,9 @@
 
 Candidates are DDP's own all-reduce, each scheme for all buckets alike, and a mixture of the best of these, bucket by
 bucket, where that is predicted to be shorter by more than the model's error.
+
+Buckets of another size are candidates too: small ones are sent early and pay α each time, large ones are sent late.
+With compression little is left to overlap, so larger ones win.
 """
 
 from __future__ import annotations
@@ -11,8 +14,10 @@ from dataclasses import replace
 from statistics import fmean
 from typing import NamedTuple
 
+import numpy as np
+
 from accel.comm.catalogue import CATALOGUE, Scheme
-from accel.comm.cost_model.cost import Network, Profile, Stages, core_seconds, plain, simulate
+from accel.comm.cost_model.cost import Network, Profile, Stages, between, core_seconds, plain, simulate
 from accel.comm.engine.plan import Plan
 
 WORTH = 0.02
@@ -26,6 +31,8 @@ _BUSY = 0.92
 """Of cores that bound a step, the share in use: 0.90 to 0.93 measured, as ranks that share them wait for each other
 (2 hosts of 2 ranks on 2 cores, PowerSGD and DGC at 1 Gbit). Plain steps may show that it is more."""
 _ROUNDS = 12
+CAPS_MB = (1.0, 5.0, 25.0, 50.0, 100.0)
+"""Sizes of buckets that are predicted."""
 
 
 class Option(NamedTuple):
@@ -35,9 +42,12 @@ class Option(NamedTuple):
     step_s: float
     exposed_s: float
     """Communication that the backward pass does not hide."""
+    cap_mb: float | None = None
+    """Size of the buckets, as `bucket_cap_mb` of DDP; None for the one they have."""
 
     def __str__(self) -> str:
-        return describe(self.plan)
+        schemes = describe(self.plan)
+        return schemes if self.cap_mb is None else f"{schemes} in buckets of {self.cap_mb:g} MB"
 
 
 class ObservedStep(NamedTuple):
@@ -167,11 +177,10 @@ def _fidelity(scheme: Scheme | None) -> int:
     return -1 if scheme is None else list(CATALOGUE).index(scheme.compressor)
 
 
-def preferred(plans: Sequence[Plan], steps: Mapping[Plan, float]) -> Plan:
-    """Return the plan with the shortest step, or one about as short and more exact."""
-    shortest = min(steps[plan] for plan in plans)
-    alike = [plan for plan in plans if steps[plan] <= shortest * (1 + _ALIKE)]
-    return min(alike, key=lambda plan: (max(map(_fidelity, plan)), steps[plan]))
+def preferred(tried: Mapping[Option, float]) -> Option:
+    """Return the option with the shortest step, or one about as short and more exact."""
+    alike = [option for option, step_s in tried.items() if step_s <= min(tried.values()) * (1 + _ALIKE)]
+    return min(alike, key=lambda option: (max(map(_fidelity, option.plan)), tried[option]))
 
 
 def _refined(best: Option, schemes: Sequence[Scheme | None], estimate: Callable[[Plan], Option]) -> Option:
@@ -191,6 +200,74 @@ def worthwhile(ranked: Sequence[Option]) -> list[Option]:
     """Return the options that are predicted to beat plain DDP by more than `WORTH`, best first."""
     plain_s = next(option.step_s for option in ranked if not any(option.plan))
     return [option for option in ranked if option.step_s < plain_s * (1 - WORTH)]
+
+
+def rebucketed(profile: Profile, cap_bytes: float) -> tuple[Profile, list[float]]:
+    """Return the profile with buckets of at most `cap_bytes` (the first 1 MB, as DDP makes it), and these.
+
+    Gradients are taken to become ready evenly between the times at which buckets were.
+    """
+    total, ends = sum(profile.bytes), []
+    at = min(float(1 << 20), cap_bytes)
+    while at < total:
+        ends.append(at)
+        at += cap_bytes
+    ends.append(float(total))
+    boundaries = [0.0]
+    for nbytes in profile.bytes:
+        boundaries.append(boundaries[-1] + nbytes)
+    # The first bucket became ready at 0, at the pace of the others its gradients began before.
+    pace = profile.ready_s[-1] / max(boundaries[-1] - boundaries[1], 1.0)
+    times = [-pace * boundaries[1], *profile.ready_s]
+    ready = np.interp(ends, boundaries, times).tolist()
+    sizes = [end - begin for begin, end in zip([0.0, *ends], ends, strict=False)]
+    first = ready[0]
+    moved = Profile(
+        tuple(round(size) for size in sizes),
+        tuple(ready_s - first for ready_s in ready),
+        max(profile.rest_s + first, 0.0),
+        profile.threads,
+        profile.copy_byte_s,
+        profile.core_s,
+    )
+    return moved, sizes
+
+
+def in_better_buckets(
+    scheme: Scheme | None,
+    profile: Profile,
+    network: Network,
+    costs: Mapping[Scheme, Sequence[Stages]],
+    cap_mb: float = 25.0,
+) -> Option | None:
+    """Return a scheme in buckets of the size with which it is predicted to be fastest.
+
+    Args:
+        scheme: of all buckets; None is DDP's own all-reduce.
+        profile: of the backward pass.
+        network: links and cores.
+        costs: of each bucket by each scheme.
+        cap_mb: the present size, MiB.
+
+    Returns:
+        None unless it is better by more than `WORTH`, and where nothing can be predicted: what a compressor does with
+        other shapes in a bucket is known only by running it.
+    """
+    if scheme is not None and not CATALOGUE[scheme.compressor].linear:
+        return None
+    ends = sorted(range(len(profile.bytes)), key=lambda i: profile.bytes[i])
+    small, large = ends[0], ends[-1]
+    timelines = {}
+    for cap in {cap_mb, *CAPS_MB}:
+        moved, sizes = rebucketed(profile, cap * (1 << 20))
+        cost = [plain(size) for size in sizes]
+        if scheme is not None:
+            anchors = [(profile.bytes[end], costs[scheme][end]) for end in (small, large)]
+            cost = [between(anchors[0], anchors[1], size) for size in sizes]
+        timelines[cap] = simulate(moved, cost, network, [scheme] * len(sizes))
+    best = min(timelines, key=lambda cap: timelines[cap].step_s)
+    step_s, exposed_s = timelines[best].step_s, timelines[best].exposed_s
+    return Option((scheme,), step_s, exposed_s, best) if step_s < timelines[cap_mb].step_s * (1 - WORTH) else None
 
 
 def mean_of(steps: Sequence[ObservedStep]) -> ObservedStep:

@@ -67,7 +67,7 @@ class Network:
     """Seconds of a core for each byte that a rank sends and receives."""
     burst_bytes: float = 0.0
     """Bytes between hosts (within the only one) that pass at once after a pause, as the token buckets of shaped links
-    let them; saved up anew by each step."""
+    let them; saved up again in each step."""
 
     @property
     def size(self) -> int:
@@ -330,7 +330,7 @@ class _Fluid:
         return Timeline(step_s, tuple(self.ready), tuple(self.done))
 
     def _backward(self, bucket: int, now: float) -> None:
-        """Take note that a bucket is ready, and go on to the next."""
+        """Take note that a bucket is ready, and start the next."""
         self.ready[bucket] = now
         self._queue(bucket, 0, now)
         if bucket + 1 < len(self.costs):

@@ -17,9 +17,8 @@ from torch import Tensor
 from accel.comm.catalogue import CATALOGUE, Scheme
 from accel.comm.cost_model.cost import CollectiveCall, Stages, StageSegment, between, scaled
 from accel.comm.engine.plan import catalogue_settings
-from accel.comm.engine.reduction import BucketJob, Reduction
+from accel.comm.engine.reduction import BucketJob, Reduction, pipeline_stages
 from accel.comm.engine.route import arranged
-from accel.comm.engine.stages import pipeline_stages
 from accel.comm.layout import Layout
 from accel.comm.memory import Memory
 from accel.comm.ranks import small_sums

@@ -7,20 +7,26 @@ Rank 0 predicts and broadcasts.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
 from accel.comm.catalogue import Scheme
-from accel.comm.cost_model.bucket_size import Size, better_size
-from accel.comm.cost_model.choice import ObservedStep, Option, calibrated, mean_of, options
+from accel.comm.cost_model.choice import (
+    ObservedStep,
+    Option,
+    calibrated,
+    in_better_buckets,
+    mean_of,
+    options,
+    worthwhile,
+)
 from accel.comm.cost_model.cost import Network, Profile, Stages
 from accel.comm.cost_model.dry_run import copy_byte_s, costs, shared_out
-from accel.comm.engine.plan import Plan
 from accel.comm.layout import Layout
+from accel.comm.ranks.failure import CommError
 from accel.comm.ranks.object_group import ObjectGroup
-from accel.comm.ranks.post_mortem import CommError
 from accel.comm.ranks.topology import Topology
 from accel.profiler.interruptions import ours
 
@@ -37,6 +43,8 @@ class BucketFacts(NamedTuple):
     """Of the buckets, so that nothing is copied out of them."""
     cap_mb: float
     """As `bucket_cap_mb` of DDP."""
+    can_resize: bool
+    """Whether DDP can get buckets of another size."""
 
 
 @dataclass
@@ -44,33 +52,46 @@ class Choice:
     """The prediction for every candidate, and the measured step of those tried."""
 
     options: list[Option]
-    """Best first: the shortest predicted step, or about as short and more exact."""
+    """In the buckets there are, best first: the shortest predicted step, or about as short and more exact."""
+    resized: list[Option]
+    """In buckets of another size that is predicted to be better for the scheme."""
     profile: Profile
     network: Network
-    plain_s: float
-    """DDP's own step, measured."""
-    sizes: dict[Scheme | None, Size]
-    """Sizes of buckets predicted to be better, by the scheme that all buckets go by."""
-    measured: dict[Plan, float] = field(default_factory=dict)
-    """Steps of the options that were tried."""
-    sized: dict[float, float] = field(default_factory=dict)
-    """Steps of the chosen option by the size of buckets, where another one was tried."""
+    measured: dict[Option, float]
+    """Steps of the options that were tried; from the beginning that of DDP's own all-reduce."""
+    can_resize: bool = True
+    """Whether DDP can get buckets of another size."""
 
-    def table(self, chosen: Plan | None = None) -> str:
+    @property
+    def plain(self) -> Option:
+        """Return DDP's own all-reduce in the buckets there are."""
+        return next(option for option in self.options if not any(option.plan))
+
+    @property
+    def plain_s(self) -> float:
+        """Return DDP's own step, measured."""
+        return self.measured[self.plain]
+
+    @property
+    def candidates(self) -> list[Option]:
+        """Return what is predicted to beat DDP's own all-reduce, best first."""
+        resized = worthwhile([self.plain, *self.resized]) if self.can_resize else []
+        return sorted([*worthwhile(self.options), *resized], key=lambda option: option.step_s)
+
+    def table(self, chosen: Option | None = None) -> str:
         """Return the candidates, one a line: predicted step, communication that backward does not hide, measured."""
-        width = max(len(str(option)) for option in self.options)
+        listed = [*self.options, *self.resized]
+        width = max(len(str(option)) for option in listed)
         lines = [f"{'way':{width}}  predicted     exposed    measured"]
-        for option in self.options:
-            step_s = self.measured.get(option.plan)
+        for option in listed:
+            step_s = self.measured.get(option)
             measured = f"{step_s * 1e3:8.1f} ms" if step_s is not None else " " * 11
-            mark = "  <- chosen" if chosen is not None and _same(option.plan, chosen) else ""
             predicted = f"{option.step_s * 1e3:8.1f} ms {option.exposed_s * 1e3:8.1f} ms"
+            mark = "  <- chosen" if option == chosen else ""
             lines.append(f"{option!s:{width}} {predicted} {measured}{mark}".rstrip())
+        if self.resized and not self.can_resize:
+            lines += ["", "buckets of another size must be asked for: DistributedDataParallel(bucket_cap_mb=...)"]
         return "\n".join(lines)
-
-
-def _same(plan: Plan, other: Plan) -> bool:
-    return plan == other if any(plan) or any(other) else True
 
 
 def costs_of(schemes: Sequence[Scheme], facts: BucketFacts, objects: ObjectGroup) -> list[Costs]:
@@ -80,8 +101,8 @@ def costs_of(schemes: Sequence[Scheme], facts: BucketFacts, objects: ObjectGroup
         own = costs(schemes, facts.layouts, facts.topology, facts.device)
     except ours() as error:  # perhaps on this rank alone: the others wait for its result
         own = f"rank {objects.rank} could not time the schemes: {type(error).__name__}: {error}"
-    by_rank = objects.collect(own)
-    if problem := objects.first(next((costs for costs in by_rank if isinstance(costs, str)), "")):
+    by_rank = objects.gather(own)
+    if problem := next((costs for costs in by_rank if isinstance(costs, str)), ""):
         raise CommError(problem)
     return [costs for costs in by_rank if not isinstance(costs, str)]
 
@@ -104,14 +125,11 @@ def choose(
     def decision(by_rank: list[tuple[ObservedStep, float]]) -> Choice:
         mean = mean_of([step for step, _ in by_rank])
         profile, fitted = calibrated(mean, network, by_rank[0][1], copying)
-        return _predicted(mean, profile, fitted, shared_out(costs_by_rank), facts.cap_mb)
+        costs = shared_out(costs_by_rank)
+        better = [in_better_buckets(scheme, profile, fitted, costs, facts.cap_mb) for scheme in (None, *costs)]
+        predicted = options(profile, fitted, costs)
+        choice = Choice(predicted, [option for option in better if option], profile, fitted, {}, facts.can_resize)
+        choice.measured[choice.plain] = mean.step_s - mean.extra_s
+        return choice
 
     return objects.decide(own, decision)
-
-
-def _predicted(observed: ObservedStep, profile: Profile, network: Network, cost: Costs, cap_mb: float) -> Choice:
-    sizes = {scheme: better_size(scheme, profile, network, cost, cap_mb) for scheme in (None, *cost)}
-    better = {scheme: size for scheme, size in sizes.items() if size is not None}
-    plain_s = observed.step_s - observed.extra_s
-    plain: Plan = (None,) * len(observed.bytes)
-    return Choice(options(profile, network, cost), profile, network, plain_s, better, {plain: plain_s})

@@ -1,9 +1,11 @@
-"""What a check is: a row with its words, and a function that yields a `Hit` for each thing that is wrong.
+"""What a check is: a row of checks.json, and a function of its name that yields a `Hit` for each thing that is wrong.
 
-    Check("mtu", INFO, "small packets on a fast link", costs="...", fix="ip link set dev {} mtu 9000", when=small_mtu)
+    "mtu": {"level": "info", "title": "small packets on a fast link", "costs": "...", "fix": "ip link set dev {} ..."}
 
-    def small_mtu(host: Host) -> Iterator[Hit]:
+    def mtu(host: Host) -> Iterator[Hit]:
         yield Hit("/sys/class/net/eth0/mtu: 1500", "eth0")
+
+A row with `variables` needs no function: these are on, or have one of some values.
 
 One that can't look raises `NotSeen`; what it yielded before stays.
 """

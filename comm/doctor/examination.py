@@ -7,13 +7,39 @@ as nothing wrong.
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
+from accel.comm.doctor import devices, links, logs, settings, system
 from accel.comm.doctor.checks import LEVELS, WARN, Check, CheckFinding
 from accel.comm.doctor.host import Host, NotSeen
 from accel.comm.doctor.nccl_log import NcclLog
-from accel.comm.doctor.registry import LOG, MACHINE
 
+_FUNCTIONS: dict[str, Any] = {
+    name: function for module in (settings, links, devices, system, logs) for name, function in vars(module).items()
+}
+
+
+def _checks(rows: Mapping[str, Mapping[str, Any]]) -> tuple[Check, ...]:
+    return tuple(
+        Check(
+            name,
+            row["level"],
+            row["title"],
+            row["costs"],
+            row["fix"],
+            settings.variables(row["variables"]) if "variables" in row else _FUNCTIONS[name],
+        )
+        for name, row in rows.items()
+    )
+
+
+_ROWS = json.loads((Path(__file__).parent / "checks.json").read_text(encoding="utf-8"))
+MACHINE, LOG = _checks(_ROWS["machine"]), _checks(_ROWS["log"])
+"""The checks, in the order of the report."""
 NO_LOG = "no log was given (--log FILE takes what NCCL_DEBUG=INFO prints)"
 
 

@@ -93,10 +93,7 @@ class Host:
         Raises:
             NotSeen: if there is no such file or it can't be read.
         """
-        try:
-            return self.path(name).read_text(encoding="utf-8", errors="replace").strip()
-        except OSError as error:
-            raise NotSeen(f"{name}: {(error.strerror or str(error)).lower()}") from None
+        return self.data(name).decode(errors="replace").strip()
 
     def read_or(self, name: str, default: str = "") -> str:
         """Return a file's text, or `default` where its absence says nothing."""

@@ -24,7 +24,7 @@ _RING = re.compile(r"Channel \d+/(\d+) :")
 _COUNTS = re.compile(r"(\d+) coll channels")
 _RANK = re.compile(r"comm 0x[\da-f]+ rank (\d+) n[rR]anks (\d+)")
 _THREADS = re.compile(r"NET/Socket: Using (\d+) threads and (\d+) sockets per thread")
-_INTERFACES = re.compile(r"(?:NET/Socket|Bootstrap|NET/IB) : Using ?(.*)")
+_INTERFACES = re.compile(r"NET/Socket : Using ?(.*)")
 _NAME = re.compile(r"(?:\[\d+\])?([\w.@-]+):(?=\[?[\da-fA-F.:]+\]?<)")
 
 
@@ -120,7 +120,8 @@ def _take(log: NcclLog, host: str, kind: str, text: str, nets: list[tuple[int, i
     if threads := _THREADS.search(text):
         log.socket_threads = int(threads[1]), int(threads[2])
     if chosen := _INTERFACES.match(text):
-        _interfaces(log, host, text, chosen[1])
+        for name in _NAME.findall(chosen[1]):
+            log.interfaces.setdefault(name, set()).add(host)
     if channel := _CHANNEL.search(text):
         _channel(log, channel, nets)
     elif ring := _RING.search(text):
@@ -128,12 +129,6 @@ def _take(log: NcclLog, host: str, kind: str, text: str, nets: list[tuple[int, i
     if counts := _COUNTS.search(text):
         log.channels.add(int(counts[1]))
     _trouble(log, kind, text)
-
-
-def _interfaces(log: NcclLog, host: str, text: str, rest: str) -> None:
-    if text.startswith("NET/Socket"):
-        for name in _NAME.findall(rest):
-            log.interfaces.setdefault(name, set()).add(host)
 
 
 def _channel(log: NcclLog, channel: re.Match[str], nets: list[tuple[int, int]]) -> None:

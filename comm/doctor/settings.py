@@ -6,7 +6,7 @@ src/transport/net_socket.cc and src/misc/socket.cc.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from accel.comm.doctor.checks import ERROR, INFO, WARN, Hit
 from accel.comm.doctor.host import Host, NotSeen, matching
@@ -30,36 +30,23 @@ def several_nodes(host: Host) -> bool:
     return bool(world and local and world > local)
 
 
-# Values of one variable
-
-Condition = Callable[[Host, str], bool]
-
-
 def on(host: Host, name: str) -> bool:
     """Return whether a switch of NCCL's is set to something but 0."""
     return host.whole(name) not in (None, 0)
 
 
-def off(host: Host, name: str) -> bool:
-    """Return whether a switch is set to 0."""
-    return host.whole(name) == 0
+def variables(conditions: Mapping[str, str | Sequence[str]]) -> Callable[[Host], Iterator[Hit]]:
+    """Return what looks for variables that are "on", "off", or have one of some values, in whatever case."""
 
-
-def equals(*values: str) -> Condition:
-    """Return the condition that a variable has one of some values, in whatever case."""
-    return lambda host, name: host.set(name).upper() in values
-
-
-def variables(**conditions: Condition) -> Callable[[Host], Iterator[Hit]]:
-    """Return what looks for the variables whose condition holds."""
+    def holds(host: Host, name: str, condition: str | Sequence[str]) -> bool:
+        if condition == "on":
+            return on(host, name)
+        return host.whole(name) == 0 if condition == "off" else host.set(name).upper() in condition
 
     def look(host: Host) -> Iterator[Hit]:
-        return (Hit(host.where(name), name) for name, holds in conditions.items() if holds(host, name))
+        return (Hit(host.where(name), name) for name, value in conditions.items() if holds(host, name, value))
 
     return look
-
-
-# More than one variable
 
 
 def socket_threads(host: Host) -> Iterator[Hit]:
@@ -152,13 +139,14 @@ def hostname_loopback(host: Host) -> Iterator[Hit]:
 def rdma_unused(host: Host) -> Iterator[Hit]:
     """NCCL_IB_DISABLE or NCCL_NET=Socket although a device has an active port."""
     active = f"; active: {', '.join(host.need_adapter())}"
-    for hit in variables(NCCL_IB_DISABLE=on, NCCL_NET=equals("SOCKET"))(host):
+    for hit in variables({"NCCL_IB_DISABLE": "on", "NCCL_NET": ["SOCKET"]})(host):
         yield Hit(hit.evidence + active, hit.about)
 
 
 def gdr_limited(host: Host) -> Iterator[Hit]:
     """NCCL_NET_GDR_LEVEL=LOC, NCCL_IB_CUDA_SUPPORT=0 or NCCL_NET_GDR_READ=0."""
-    for hit in variables(NCCL_NET_GDR_LEVEL=equals("LOC", "0"), NCCL_NET_GDR_READ=off, NCCL_IB_CUDA_SUPPORT=off)(host):
+    limits = {"NCCL_NET_GDR_LEVEL": ["LOC", "0"], "NCCL_NET_GDR_READ": "off", "NCCL_IB_CUDA_SUPPORT": "off"}
+    for hit in variables(limits)(host):
         raised = ", or set it to PXB or PHB" if hit.about == "NCCL_NET_GDR_LEVEL" else ""
         yield Hit(hit.evidence, hit.about + raised)
 

@@ -7,7 +7,7 @@ import weakref
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,9 +16,9 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from accel.comm.layout import Layout
 from accel.comm.ranks import topology
-from accel.comm.ranks.post_mortem import CommError
-from accel.comm.ranks.rendezvous import Apart, Each, Rendezvous
+from accel.comm.ranks.failure import CommError
 from accel.comm.ranks.topology import Topology
+from accel.profiler.rendezvous import RanksDiverged, Rendezvous
 
 A = TypeVar("A")
 
@@ -100,13 +100,17 @@ class Binding:
 
     # -- meetings ----------------------------------------------------------------------------------------------------
 
-    def rendezvous(self, name: str, patience: timedelta) -> BindingRendezvous:
+    def rendezvous(self, name: str, patience_s: float) -> Rendezvous:
         """Return a place for the ranks to meet at, of a name that no other has."""
         remedy = "every rank must make as many, in the same order"
-        store = PrefixStore(name, self.store)
-        return BindingRendezvous(
-            Rendezvous(store, self.rank, self.size, patience.total_seconds(), remedy), f"made no {self.kind}"
-        )
+        return Rendezvous(PrefixStore(name, self.store), self.rank, self.size, patience_s, remedy)
+
+    def agree(self, rendezvous: Rendezvous, own: Any, answer: Callable[[list[Any]], A]) -> A:
+        """Return what rank 0 makes of what all ranks brought; raise CommError if one does not come."""
+        try:
+            return rendezvous.meet(own, answer, f"made no {self.kind}")
+        except RanksDiverged as error:
+            raise CommError(str(error)) from None
 
     def meet(self, patience: timedelta) -> Topology:
         """Return hosts and ranks, once all ranks are here with the same model."""
@@ -115,21 +119,8 @@ class Binding:
             check_same([described for _, described in introductions], self.kind)
             return topology.from_identities([identity for identity, _ in introductions])
 
-        return self.rendezvous("meeting", patience).meet((topology.identity(), self._described), answer)
-
-
-class BindingRendezvous(NamedTuple):
-    """Where ranks exchange objects before they have groups."""
-
-    rendezvous: Rendezvous
-    missed: str
-
-    def meet(self, own: Any, answer: Callable[[list[Any]], A | Each]) -> A:
-        """Return what rank 0 makes of what all ranks brought; raise CommError if one does not come."""
-        try:
-            return self.rendezvous.meet(own, answer, self.missed)
-        except Apart as error:
-            raise CommError(str(error)) from None
+        rendezvous = self.rendezvous("meeting", patience.total_seconds())
+        return self.agree(rendezvous, (topology.identity(), self._described), answer)
 
 
 def ignored_names(model: nn.Module) -> set[str]:

@@ -22,7 +22,6 @@ from accel.comm.engine.binding import Binding
 from accel.comm.engine.plan import Plan, SchemeSettings, catalogue_settings, scheme_of
 from accel.comm.engine.reduction import BucketJob, is_finite
 from accel.comm.engine.route import Arrangement, Route, arranged
-from accel.comm.layout import Layout
 from accel.comm.memory import LossScale, Memory
 from accel.comm.ranks.channel import GlooChannel
 from accel.comm.ranks.object_group import ObjectGroup
@@ -45,9 +44,12 @@ class GradientEngine:
         patience: how long to wait for ranks that make none; default: the timeout.
         memory: where what was not sent is kept; default: one of its own.
         scaler: the GradScaler in use, so that what was not sent yet follows its scale; default None.
-        kind: what the user makes one of, for messages.
     """
 
+    kind = "GradientEngine"
+    """What the user makes one of, for messages."""
+    exchanges_objects = False
+    """Whether it has a group for objects of the ranks; see `objects`."""
     leaves_unfit = True
     """Buckets that no scheme can take, sparse ones and integers, are reduced by DDP itself; else they are an error."""
 
@@ -58,9 +60,8 @@ class GradientEngine:
         patience: timedelta | None = None,
         memory: Memory | None = None,
         scaler: Any = None,
-        kind: str = "GradientEngine",
     ) -> None:
-        self.timeout, self.patience, self.kind = timeout, timeout if patience is None else patience, kind
+        self.timeout, self.patience = timeout, timeout if patience is None else patience
         self.step = 0
         self.memory = Memory() if memory is None else memory
         self.plan: Plan = ()
@@ -76,7 +77,9 @@ class GradientEngine:
         self._binding: Binding | None = None
         self._routes: dict[Scheme, Route] = {}
         self._numbers = itertools.count()
-        self._open = False
+        self.is_open = False
+        """Whether there are groups with the other ranks: not once closed or unpickled."""
+        self._objects: ObjectGroup | None = None
 
     # -- groups and threads ------------------------------------------------------------------------------------------
 
@@ -97,7 +100,10 @@ class GradientEngine:
         self.plan = self.wanted = ()
         self._binding, self._numbers = Binding(model, process_group, self.kind), itertools.count()
         self.topology: Topology = self._binding.meet(self.patience)
-        self._open = True
+        self.is_open = True
+        if self.exchanges_objects:
+            binding, store = self._binding, PrefixStore("objects", self._binding.store)
+            self._objects = ObjectGroup(GlooChannel(store, range(binding.size), binding.rank, self.timeout))
 
     @property
     def binding(self) -> Binding:
@@ -107,30 +113,19 @@ class GradientEngine:
         return self._binding
 
     @property
-    def names(self) -> dict[int, str]:
-        """Return the names of the model's parameters, by identity."""
-        return self.binding.names
-
-    @property
-    def layouts(self) -> list[Layout]:
-        """Return the layouts of all buckets seen so far."""
-        return self.binding.layouts
-
-    @property
-    def open_schemes(self) -> list[Scheme]:
-        """Return the schemes that have groups and threads."""
-        return list(self._routes)
-
-    def object_group(self) -> ObjectGroup:
-        """Return a new group for objects of the ranks; every rank takes part."""
-        binding = self.binding
-        store = PrefixStore(f"objects/{next(self._numbers)}", binding.store)
-        return ObjectGroup(GlooChannel(store, range(binding.size), binding.rank, self.timeout))
+    def objects(self) -> ObjectGroup:
+        """Return the group that exchanges objects with the other ranks."""
+        if self._objects is None:
+            raise ValueError(self.unbound())
+        return self._objects
 
     def close(self) -> None:
         """End threads and groups; what is under way breaks off. The plan that was wanted is then the present one."""
-        self.plan, self._open, self._remembers = self.wanted, False, False
+        self.plan, self.is_open, self._remembers = self.wanted, False, False
         self._close_routes(())
+        if self._objects is not None:
+            self._objects.close()
+            self._objects = None
 
     def _close_routes(self, kept: Plan) -> None:
         for scheme in [scheme for scheme in self._routes if scheme not in kept]:
@@ -152,7 +147,7 @@ class GradientEngine:
         """
         for scheme in filter(None, plan):
             self.settings_of(scheme)
-            if not self._open:
+            if not self.is_open:
                 raise ValueError(self.unbound())
             if scheme.hierarchical:
                 self.topology.check_even()
@@ -180,7 +175,10 @@ class GradientEngine:
             return
         for scheme in filter(None, self.wanted):
             if scheme not in self._routes:
-                self._routes[scheme] = self._new_route(scheme)
+                settings, arrangement = self.settings_of(scheme), self.arrangement(scheme)
+                number = next(self._numbers)
+                route = Route(number, settings, arrangement, self.binding, self.memory, self.timeout)
+                self._routes[scheme] = route
         if self.wanted:
             if self._filled not in ((), self.wanted):
                 self.memory.load_state_dict(self.memory.state_dict())  # laid out for the new schemes
@@ -188,12 +186,15 @@ class GradientEngine:
         self.plan = self.wanted
         self._remembers = any(self._routes[scheme].settings.fields for scheme in self.plan if scheme is not None)
 
-    def _new_route(self, scheme: Scheme) -> Route:
-        arrangement = self.arrangement(scheme)
-        settings, number = self.settings_of(scheme), next(self._numbers)
-        return Route(number, settings, arrangement, self.binding, self.memory, self.timeout)
-
     # -- what the hook does with a bucket ----------------------------------------------------------------------------
+
+    def reduce(self, bucket: dist.GradBucket) -> Averaged:  # type: ignore[name-defined]
+        """Average one bucket over the ranks by the plan."""
+        if bucket.index() == 0:
+            self.begin_step()
+        route = self.route_of(bucket)
+        mean = self.all_reduced(bucket) if route is None else route.average(self.job_of(bucket, route))
+        return self.noted(bucket, mean)
 
     def begin_step(self) -> None:
         """Take over what the last step wrote, unless it was void, and go over to the plan that is wanted."""

@@ -25,10 +25,9 @@ from torch import Tensor
 
 from accel.comm.layout import Layout
 from accel.comm.ranks.channel import Channel, ConnectionBroken
-from accel.comm.ranks.post_mortem import CommError, PostMortem, RankReport, verdict
+from accel.comm.ranks.failure import CommError, RankReport, explained
+from accel.profiler.rendezvous import Rendezvous
 from accel.profiler.torch_threads import compute_alone
-
-PATIENCE_S = 5.0
 
 
 class PipelineJob(Protocol):
@@ -61,15 +60,12 @@ class Pipeline:
 
     Args:
         stages: in order, each with a channel of its own.
-        rank: this rank in the group that reduces.
-        post_mortem: asked when a stage fails; None where ranks can't reach each other by UDP.
+        failure: where the ranks meet when a stage fails.
         device: of the buckets.
     """
 
-    def __init__(
-        self, stages: Sequence[PipelineStage], rank: int, post_mortem: PostMortem | None, device: torch.device
-    ) -> None:
-        self._line = _Line(list(stages), rank, post_mortem, device)
+    def __init__(self, stages: Sequence[PipelineStage], failure: Rendezvous, device: torch.device) -> None:
+        self._line = _Line(list(stages), failure, device)
         self._in_line = in_line(device)
         self._threads = [
             threading.Thread(target=self._line.work, args=(number,), name=f"accel-comm-{number}", daemon=True)
@@ -97,10 +93,8 @@ class Pipeline:
 class _Line:
     """What the threads share; they hold no reference to the pipeline, which ends when its owner drops it."""
 
-    def __init__(
-        self, stages: list[PipelineStage], rank: int, post_mortem: PostMortem | None, device: torch.device
-    ) -> None:
-        self.stages, self.rank, self.post_mortem = stages, rank, post_mortem
+    def __init__(self, stages: list[PipelineStage], failure: Rendezvous, device: torch.device) -> None:
+        self.stages, self.failure = stages, failure
         self.queues: list[queue.SimpleQueue[PipelineJob | None]] = [queue.SimpleQueue() for _ in stages]
         self.error: CommError | None = None
         self.agreed: list[set[Layout]] = [set() for _ in stages]
@@ -205,8 +199,8 @@ class _Line:
             # Peers that wait for this rank wake up, here other stages do.
             for other in self.stages:
                 other.channel.abort()
-            reports = {} if self.post_mortem is None or self.closing else self.post_mortem.ask(own, PATIENCE_S)
-            failure = CommError(verdict(self.rank, own, reports))
+            here = f"rank {self.failure.rank} stopped at {place}: {own.cause}"
+            failure = CommError(here if self.closing else explained(self.failure, own))
             failure.__cause__ = error
             self.fail_all(failure)
 
@@ -224,8 +218,6 @@ def _close(line: _Line, threads: Sequence[threading.Thread]) -> None:
             thread.join()
     for stage in line.stages:
         stage.channel.close()
-    if line.post_mortem is not None:
-        line.post_mortem.close()
 
 
 def _agree(job: PipelineJob, channel: Channel) -> None:

@@ -1,4 +1,4 @@
-"""Which scheme each bucket of gradients goes by, and what a scheme is made of."""
+"""By which scheme each bucket of gradients is averaged, and what a scheme is made of."""
 
 from __future__ import annotations
 

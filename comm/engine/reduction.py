@@ -3,12 +3,18 @@
 flat:          [all ranks] compressor
 hierarchical:  [within a host] each rank sums one slice → [across hosts] compressor on the slice → [within] gather
 
+Each stage of the pipeline has a channel of its own:
+
+flat:          divide, first stage of the scheme │ … │ last stage of the scheme, write back
+hierarchical:  divide, sum a slice within the host │ the scheme's stages on the slice │ gather, write back
+
 With N hosts of G ranks, the hierarchical all-reduce sends 2 (N − 1)/N of the gradient over a host's uplink, all slices
 together, where a flat ring sends 2 (NG − 1)/(NG) of it: (NG − 1)/(G (N − 1)) times as much.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -17,6 +23,7 @@ import torch
 from torch import Tensor
 
 from accel.comm.compressor import Compressor
+from accel.comm.engine.pipeline import PipelineStage
 from accel.comm.layout import Layout, Piece
 from accel.comm.memory import Memory, Slot
 from accel.comm.ranks.channel import Channel
@@ -117,6 +124,44 @@ class Reduction:
         """Note in the memory whether the mean, the same bits on every rank, is finite, if that is not known already."""
         if self._fields or not self._compressor.lossless:
             self._memory.note(is_finite(job.buffer) if finite is None else finite)
+
+
+def pipeline_stages(
+    compressor: Compressor,
+    reduction: Reduction,
+    hierarchical: bool,
+    within: tuple[int, ...],
+    across: tuple[int, ...],
+    channel: Callable[[str, tuple[int, ...]], Channel],
+) -> list[PipelineStage]:
+    """Return the stages of a scheme.
+
+    Args:
+        compressor: what is sent between the ranks `across`.
+        reduction: what happens around it.
+        hierarchical: sum over the ranks `within` a host first, and gather there in the end.
+        within: ranks of this host.
+        across: all ranks, or by hosts those with the same slice.
+        channel: makes a channel, from a name and its ranks.
+    """
+    stages: list[PipelineStage] = []
+    inner = compressor.stages()
+    if hierarchical:
+        stages.append(PipelineStage("sum within the host", reduction.sum_within, channel("sum", within)))
+    for number, stage in enumerate(inner):
+
+        def run(job: BucketJob, channel: Channel, number: int = number) -> None:
+            if number == 0 and not hierarchical:
+                reduction.divide(job)
+            assert job.piece is not None
+            inner[number].run(job.piece, channel)
+            if number == len(inner) - 1 and not hierarchical:
+                reduction.write_back(job)
+
+        stages.append(PipelineStage(stage.name, run, channel(f"{number}", across)))
+    if hierarchical:
+        stages.append(PipelineStage("gather within the host", reduction.gather_within, channel("gather", within)))
+    return stages
 
 
 def _sum_slices(whole: Tensor, cuts: list[int], channel: Channel, dtype: torch.dtype) -> Tensor:

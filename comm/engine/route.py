@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
-from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -15,13 +13,11 @@ from torch.distributed.distributed_c10d import PrefixStore
 from accel.comm.engine.binding import Binding, check_same
 from accel.comm.engine.pipeline import Pipeline, PipelineStage
 from accel.comm.engine.plan import SchemeSettings
-from accel.comm.engine.reduction import BucketJob, Reduction
-from accel.comm.engine.stages import pipeline_stages
+from accel.comm.engine.reduction import BucketJob, Reduction, pipeline_stages
 from accel.comm.layout import Layout
 from accel.comm.memory import Memory
 from accel.comm.ranks.channel import Channel, GlooChannel, NcclChannel
-from accel.comm.ranks.post_mortem import Address, PostMortem, neighbours
-from accel.comm.ranks.rendezvous import Each
+from accel.comm.ranks.failure import PATIENCE_S
 from accel.comm.ranks.topology import Topology
 
 
@@ -75,24 +71,15 @@ class Route:
         self._taken: set[Layout] = set()
         self._waiting: list[BucketJob] = []
         """Buckets of a step whose compressor must see all of them first."""
+        rendezvous = binding.rendezvous(f"{number}/meeting", timeout.total_seconds())
+        own = {name: repr(value) if name == "compressor" else value for name, value in settings._asdict().items()}
+        binding.agree(rendezvous, own, lambda described: check_same(described, binding.kind))
         store = PrefixStore(f"{number}", binding.store)
-        rendezvous = binding.rendezvous(f"{number}/meeting", timeout)
-        post_mortem = PostMortem(secrets.token_hex(8))
-        try:
-            peers: _Peers = rendezvous.meet(
-                (post_mortem.address, _described(settings)), lambda all_: _addresses(all_, binding)
-            )
-            post_mortem.address = post_mortem.address._replace(token=peers.token)
-            heard = post_mortem.connect(binding.rank, binding.size, peers.addresses)
-            stages = _stages(settings, arrangement, binding, memory, timeout, store)
-            # A rank that continued, and perhaps closed at once, would cut off those that are still connecting.
-            rendezvous.meet(None, lambda everyone: None)
-        except BaseException:
-            post_mortem.close()
-            raise
-        if not heard:
-            post_mortem.close()
-        self._pipeline = Pipeline(stages, binding.rank, post_mortem if heard else None, binding.device)
+        stages = _stages(settings, arrangement, binding, memory, timeout, store)
+        # A rank that continued, and perhaps closed at once, would cut off those that are still connecting.
+        binding.agree(rendezvous, None, lambda everyone: None)
+        failure = binding.rendezvous(f"{number}/failure", PATIENCE_S)
+        self._pipeline = Pipeline(stages, failure, binding.device)
 
     def has_taken(self, layout: Layout) -> bool:
         """Return whether buckets of a layout have been taken before."""
@@ -140,26 +127,6 @@ class Route:
     def close(self) -> None:
         """End the threads and free the groups; what is under way breaks off."""
         self._pipeline.close()
-
-
-class _Peers(NamedTuple):
-    """What a rank learns of the others."""
-
-    token: str
-    addresses: dict[int, Address]
-    """Of the ranks that it asks when something fails."""
-
-
-def _described(settings: SchemeSettings) -> dict[str, object]:
-    return {name: repr(value) if name == "compressor" else value for name, value in settings._asdict().items()}
-
-
-def _addresses(introductions: list[tuple[Address, Mapping[str, object]]], binding: Binding) -> Each:
-    """Return, on rank 0, each rank's part of what all ranks sent."""
-    check_same([described for _, described in introductions], binding.kind)
-    token, size = introductions[0][0].token, len(introductions)
-    near = [{peer: introductions[peer][0] for peer in neighbours(rank, size)} for rank in range(size)]
-    return Each([_Peers(token, addresses) for addresses in near])
 
 
 def _stages(

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from accel.comm.compression.momentum import Corrected
+from accel.comm.compression.momentum import MomentumCorrection
 from accel.comm.hooks import CommState
 
 _WITHIN = ("host", "rank")
@@ -43,7 +43,7 @@ def check_parts(ddp: Any, optimizer: Any, dense: Any, scaler: Any) -> None:
         )
     if dense is not None and not isinstance(dense, CommState):
         raise ValueError(f"dense must be a CommState, got {type(dense).__name__}; AutoComm switches hooks by itself")
-    if dense is not None and isinstance(dense.compressor, Corrected) and dense.compressor.momentum:
+    if dense is not None and isinstance(dense.compressor, MomentumCorrection) and dense.compressor.momentum:
         name = type(dense.compressor).__name__
         raise ValueError(
             f"{name} with momentum takes it from the optimizer, which local steps need; pass "

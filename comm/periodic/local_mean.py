@@ -10,7 +10,7 @@ import zlib
 from collections import deque
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,6 @@ from accel.comm.engine.reduction import BucketJob
 from accel.comm.engine.route import Arrangement, arranged
 from accel.comm.hooks import CommState
 from accel.comm.layout import Layout
-from accel.comm.ranks.object_group import ObjectGroup
 
 BUCKET_BYTES = 25 << 20  # DDP's own
 _UNDER_WAY = 4  # buckets in the stages at once; each is a copy of its tensors
@@ -45,32 +44,14 @@ class HostMean(CommState):
 class WeightMean(CommState):
     """Replaces tensors by their means over all ranks, the same bits on each."""
 
-    _objects: ObjectGroup | None = None
+    exchanges_objects = True
 
     def __init__(self, model: nn.Module, process_group: dist.ProcessGroup | None, timeout: timedelta) -> None:
         super().__init__(model, Exact(), process_group=process_group, timeout=timeout)
 
-    def bind(self, model: nn.Module, process_group: dist.ProcessGroup | None = None, *, scaler: Any = None) -> None:
-        """Make groups and threads for a model; every rank of the group takes part."""
-        super().bind(model, process_group, scaler=scaler)
-        self._objects = self.object_group()
-
     def arrangement(self, scheme: Scheme) -> Arrangement:
         """Return all ranks, by hosts where that pays."""
         return arranged(self.topology, self.binding.rank, self.topology.by_hosts_pays)
-
-    def close(self) -> None:
-        """End the threads and free the groups."""
-        super().close()
-        if self._objects is not None:
-            self._objects.close()
-            self._objects = None
-
-    @property
-    def objects(self) -> ObjectGroup:
-        """Return the group that exchanges objects with the other ranks."""
-        assert self._objects is not None
-        return self._objects
 
     @torch.no_grad()
     def copy_first(self, tensors: Sequence[Tensor]) -> None:

@@ -1,8 +1,12 @@
-"""One optimizer state for all ranks, at the end of local steps.
+"""The optimizer under local SGD: its float32 master weights, and one state for all ranks at the end of local steps.
 
-Moments are averaged. Counts of steps, which differ where GradScaler skipped, have no mean that an optimizer could go on
-with: all get those of the first rank that has them. So it is with all of a parameter's state where that holds more than
+Moments are averaged. Counts of steps, which differ where GradScaler skipped, have no mean that an optimizer could use:
+all get those of the first rank that has them. So it is with all of a parameter's state where that holds more than
 floating-point tensors and numbers: 8-bit codes mean nothing without the scales they were made with.
+
+Where the optimizer keeps masters of 16-bit parameters, these are averaged, and the parameters that they round to
+follow. Steps that 16 bits have no room for are in the masters alone: if the parameters were averaged, each rank's
+masters would take the mean over only where it differs from their own rounding, and ranks would drift apart.
 """
 
 from __future__ import annotations
@@ -14,7 +18,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from accel.comm.periodic.local_masters import is_master
 from accel.comm.periodic.local_mean import Named
 from accel.comm.ranks.object_group import ObjectGroup
 
@@ -149,3 +152,47 @@ def _unpacked(value: Any, device: torch.device) -> Any:
         return sent.values.to(device) if sent.on_device else sent.values
 
     return tree_map_only(_Sent, put, value, is_leaf=lambda node: isinstance(node, _Sent))
+
+
+# -- master weights ---------------------------------------------------------------------------------------------------
+
+_MASTER = "master"
+"""The field of a parameter's state where `accel.optim` keeps its master weights."""
+_OPTION = "master_weights"
+"""The option of a group whose optimizer makes masters at the first step that a parameter has a gradient."""
+_HALF = frozenset({torch.float16, torch.bfloat16})
+
+
+def is_master(field: str, parameter: Tensor) -> bool:
+    """Return whether a field of a parameter's state holds its master weights."""
+    return field == _MASTER and parameter.dtype in _HALF
+
+
+@torch.no_grad()
+def masters_of(optimizer: torch.optim.Optimizer) -> dict[Tensor, Tensor]:
+    """Return the master weights of 16-bit parameters, after taking over what others wrote to these."""
+    masters: dict[Tensor, Tensor] = {}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.dtype not in _HALF:
+                continue
+            state = optimizer.state.get(parameter, {})
+            if _MASTER not in state and group.get(_OPTION):  # a parameter that this rank alone has not used yet
+                state = optimizer.state[parameter]
+                state[_MASTER] = torch.empty_like(parameter, dtype=torch.float32).copy_(parameter)
+            if _MASTER in state:
+                masters[parameter] = _following(state[_MASTER], parameter)
+    return masters
+
+
+def _following(master: Tensor, parameter: Tensor) -> Tensor:
+    # What still rounds to the parameter is kept: it has the bits that the parameter has not.
+    same = master.to(parameter.dtype) == parameter
+    return master.copy_(torch.where(same, master, parameter.to(master.dtype)))
+
+
+@torch.no_grad()
+def round_off(masters: Mapping[Tensor, Tensor]) -> None:
+    """Set parameters to what their master weights round to."""
+    for parameter, master in masters.items():
+        parameter.copy_(master)

@@ -164,12 +164,18 @@ class GlooChannel:
         _share(self, own, out)
 
     @_backend_call
-    def gather_small(self, own: Tensor, out: Sequence[Tensor]) -> None:
-        """Fill `out[r]` with what rank r passed as `own`, of one size on all: few bytes, few ranks."""
+    def gather_equal(self, own: Tensor, out: Sequence[Tensor]) -> None:
+        """Fill `out[r]` with what rank r passed as `own`, of one size on all; gloo passes it on in a ring."""
         if self.size == 1:
             out[0].copy_(own)
         else:
             self._open().allgather([list(out)], [own]).wait()
+
+    @_backend_call
+    def broadcast(self, values: Tensor) -> None:
+        """Replace `values` by those of rank 0."""
+        if self.size > 1:
+            self._open().broadcast([values]).wait()
 
     @_backend_call
     def all_reduce(self, values: Tensor) -> None:

@@ -84,7 +84,15 @@ def identity(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
 
 def from_identities(identities: Sequence[Mapping[str, str]]) -> Topology:
     """Return the topology of ranks 0, 1, … with these identities: by agent if every rank has one, else by machine."""
-    key = "agent" if all(own["agent"] for own in identities) else "machine"
+    return _by("agent", identities) if all(own["agent"] for own in identities) else by_machine(identities)
+
+
+def by_machine(identities: Sequence[Mapping[str, str]]) -> Topology:
+    """Return the topology of ranks 0, 1, … by kernel, network namespace and host name alone."""
+    return _by("machine", identities)
+
+
+def _by(key: str, identities: Sequence[Mapping[str, str]]) -> Topology:
     hosts: dict[str, list[int]] = {}
     for rank, own in enumerate(identities):
         hosts.setdefault(own[key], []).append(rank)

@@ -10,18 +10,18 @@ from __future__ import annotations
 import weakref
 from collections.abc import Collection
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from accel.comm.catalogue import allowed
-from accel.comm.cost_model.choice import WORTH, Option, worthwhile
+from accel.comm.cost_model.choice import Option
 from accel.comm.cost_model.cost import Network
 from accel.comm.cost_model.prediction import Choice, choose, costs_of
 from accel.comm.cost_model.probe import probe
-from accel.comm.ranks.post_mortem import CommError
+from accel.comm.ranks.failure import CommError
 from accel.comm.selection.planner import Planner
 from accel.comm.selection.registration import why_not
 
@@ -39,31 +39,6 @@ class NoOffer(Exception):
     """Nothing is predicted to beat DDP's own all-reduce; the message says so with numbers."""
 
 
-class SchemeOption(NamedTuple):
-    """A scheme for the gradients, perhaps in buckets of another size."""
-
-    option: Option
-    cap_mb: float | None
-    """As `bucket_cap_mb` of DDP; None for the size they have."""
-    step_s: float
-    """Predicted."""
-
-    def __str__(self) -> str:
-        scheme = str(self.option)
-        return scheme if self.cap_mb is None else f"{scheme} in buckets of {self.cap_mb:g} MB"
-
-
-def candidates(choice: Choice) -> list[SchemeOption]:
-    """Return what is predicted to beat DDP's own all-reduce in buckets as they are, best first."""
-    better = [SchemeOption(option, None, option.step_s) for option in worthwhile(choice.options)]
-    limit_s = (1 - WORTH) * next(option.step_s for option in choice.options if not any(option.plan))
-    for option in choice.options:
-        size = choice.sizes.get(option.plan[0]) if len(set(option.plan)) == 1 else None
-        if size is not None and size.step_s < limit_s:
-            better.append(SchemeOption(option, size.cap_mb, size.step_s))
-    return sorted(better, key=lambda option: option.step_s)
-
-
 class SchemeOffers(Planner):
     """Offers of schemes for one DDP module: a plan is switched on and off from outside, at step boundaries.
 
@@ -76,15 +51,14 @@ class SchemeOffers(Planner):
         backend = ddp.process_group._get_backend(next(ddp.module.parameters()).device)
         super().__init__(ddp, timeout=backend.options._timeout, patience=_PATIENCE)
 
-    def bind(self, ddp: DistributedDataParallel, *, scaler: Any = None) -> None:
-        """Take a module, and predict anew; every rank takes part."""
-        super().bind(ddp, scaler=scaler)
+    def bind(self, model: nn.Module, process_group: dist.ProcessGroup | None = None, *, scaler: Any = None) -> None:
+        """Take a module, and predict again; every rank takes part."""
+        super().bind(model, process_group, scaler=scaler)
         self.choices: dict[str, Choice] = {}
         """Predictions by level of `allow`."""
         self._on: dict[str, int] = {}
         """Levels that are on, and the number of the offer of each; the last one counts."""
         self._network: Network | None = None
-        self._cap_mb = self.registration.cap_mb
 
     # -- on and off --------------------------------------------------------------------------------------------------
 
@@ -99,47 +73,45 @@ class SchemeOffers(Planner):
         if self._network is None:
             self._network = probe(self.topology, self.device)
         self.put_on()
-        self.apply()
+        self.use_offer()
 
     def disable(self, level: str) -> None:
         """Go back to what was on before the level, in the end to DDP's own; then without a hook once all is known."""
         self._on.pop(level, None)
         if self._on:
-            self.apply()
+            self.use_offer()
             return
         self.registration.rebucket(self._cap_mb)
         if self.choices:
             self.take_off()
         else:
-            self.engine.use(())
+            self.use(())
 
-    def apply(self) -> None:
+    def use_offer(self) -> None:
         """Use the offer of the last of the levels that are on; DDP's own until there is one."""
         level, number = list(self._on.items())[-1]
         if not self._is_predicted(level):
             self.recorder.on = True
-            self.engine.use(())
+            self.use(())
             return
-        options = candidates(self.choices[level])
+        options = self.choices[level].candidates
         if not options:
             raise NoOffer(_nothing(self.choices[level]))
         self._use(options[min(number, len(options) - 1)])
 
-    def _use(self, option: SchemeOption) -> None:
-        plan = option.option.plan if option.cap_mb is None else option.option.plan[:1]
-        self.registration.rebucket(option.cap_mb or self._cap_mb)
-        self.engine.release(plan)  # of schemes tried before
-        if any(plan):
+    def _use(self, option: Option) -> None:
+        self.switch_to(option)
+        self.release(option.plan)  # of schemes tried before
+        if any(option.plan):
             self.put_on()
-            self.engine.use(plan)
         else:
             self.take_off_later()
 
-    def release(self) -> None:
+    def free(self) -> None:
         """Give up what is not in use; everything, with the hook, where no level is on."""
         if self._on:
-            self.engine.release()
-        elif self.bound:
+            self.release()
+        elif self.is_open:
             self.take_off()
             self.close()
             self.choices = {}
@@ -164,13 +136,13 @@ class SchemeOffers(Planner):
         """Make up for a prediction that could not be made when a level was switched on."""
         if self._on and not self.choices and len(self.recorder.times) >= WATCH:
             try:
-                self.apply()
+                self.use_offer()
             except (NoOffer, CommError):  # raised on every rank; within backward it would end the training
-                self.engine.use(())
+                self.use(())
 
-    def about_as_fast(self, level: str) -> list[SchemeOption]:
+    def about_as_fast(self, level: str) -> list[Option]:
         """Return what the model can't distinguish from the best of a level; nothing until there is a prediction."""
-        options = candidates(self.choices[level]) if level in self.choices else []
+        options = self.choices[level].candidates if level in self.choices else []
         return [option for option in options if option.step_s <= _ERROR * options[0].step_s][:_MOST]
 
     def describe(self, level: str, number: int) -> str:
@@ -203,7 +175,7 @@ def open_offers(ddp: DistributedDataParallel) -> SchemeOffers:
     """Return the offers of a module, ready to be switched."""
     if ddp not in _offers:
         _offers[ddp] = SchemeOffers(ddp)
-    elif not _offers[ddp].bound:
+    elif not _offers[ddp].is_open:
         _offers[ddp].bind(ddp)
     return _offers[ddp]
 

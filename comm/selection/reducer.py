@@ -1,7 +1,7 @@
 """Give a DDP module a new reducer: without its communication hook, or with buckets of another size.
 
 DDP has a call for neither, but makes a new reducer when it is unpickled. That takes 8 ms for 100 MB; buckets are made
-anew over the next two steps. A hook that does what DDP does costs a pass over the gradients: without one, DDP divides
+again over the next two steps. A hook that does what DDP does costs a pass over the gradients: without one, DDP divides
 while it copies them into buckets. So where nothing is to be changed the hook goes.
 """
 
@@ -24,7 +24,7 @@ _made: weakref.WeakKeyDictionary[DistributedDataParallel, dict[str, Any]] = weak
 def is_renewable(ddp: DistributedDataParallel) -> bool:
     """Return whether a module can get a new reducer.
 
-    It can't where DDP holds more in it than could be made anew: with a static graph, mixed precision, delayed
+    It can't where DDP holds more in it than could be made again: with a static graph, mixed precision, delayed
     all-reduces, several hooks, or within `join`.
     """
     holds_more = (

@@ -75,6 +75,11 @@ class Registration:
         """Return the size of buckets, as `bucket_cap_mb` of DDP."""
         return cap_mb(self._module())
 
+    @property
+    def can_rebucket(self) -> bool:
+        """Return whether DDP can get buckets of another size; see `accel.comm.selection.reducer`."""
+        return is_rebucketable(self._module())
+
     def rebucket(self, bucket_cap_mb: float) -> bool:
         """Let DDP make buckets of another size from the next forward pass on; every rank before the same step.
 

@@ -1,6 +1,6 @@
-"""Plans tried on real steps. Each method is a generator: at each `yield` a step is taken.
+"""Options tried on real steps. Each method is a generator: at each `yield` a step is taken.
 
-The plan predicted best is measured for `check` steps; so is the next, as long as its prediction is about as short as
+The one predicted best is measured for `check` steps; so is the next, as long as its prediction is about as short as
 the best measurement: a wrong prediction leads to the next best. If the two shortest are close, a trial decides between
 them. A small gain must show in a trial against DDP's own all-reduce: see
 `accel.profiler.trial`.
@@ -11,9 +11,8 @@ from __future__ import annotations
 import math
 from collections.abc import Generator
 
-from accel.comm.cost_model.choice import WORTH, preferred, worthwhile
+from accel.comm.cost_model.choice import WORTH, Option, preferred
 from accel.comm.cost_model.prediction import Choice
-from accel.comm.engine.plan import Plan
 from accel.comm.selection.planner import Planner
 from accel.profiler.trial import Trial, TrialConfig, Verdict
 
@@ -37,84 +36,67 @@ class PlanSearch:
     Args:
         planner: whose plan is changed; it records.
         choice: what is predicted.
-        check: steps that a plan is measured for.
+        check: steps that an option is measured for.
     """
 
     def __init__(self, planner: Planner, choice: Choice, check: int) -> None:
         self.planner, self.choice, self.check = planner, choice, check
 
-    def shortest(self) -> Generator[None, None, Plan]:
-        """Try what is predicted to be about as short as the shortest that was measured; return the shortest of all."""
+    def best(self) -> Generator[None, None, Option]:
+        """Return the best of what was tried: what is predicted to be about as short as the shortest measured, so far.
+
+        That is DDP's own all-reduce where nothing else is faster by enough.
+        """
         choice = self.choice
-        tried: dict[Plan, float] = {}
-        for option in worthwhile(choice.options)[:_TRIALS]:
+        tried: dict[Option, float] = {}
+        for option in choice.candidates[:_TRIALS]:
             if option.step_s > min([choice.plain_s, *tried.values()]) * (1 + _NEAR):
                 break
-            tried[option.plan] = yield from self.measured(option.plan, self.check)
-            # Each scheme holds a socket to whom it speaks to.
-            self.planner.engine.release(min(tried, key=tried.__getitem__))
-        first, *others = sorted(tried, key=tried.__getitem__) or [()]
+            tried[option] = yield from self.measured(option, self.check)
+            # Each scheme keeps one socket per peer open.
+            self.planner.release(min(tried, key=tried.__getitem__).plan)
+        first, *others = sorted(tried, key=tried.__getitem__) or [choice.plain]
         if others and tried[others[0]] < tried[first] * (1 + _NEAR):
             yield from self.trial(first, others[0])
-            return preferred((first, others[0]), choice.measured)
-        return first
+            first = preferred({option: choice.measured[option] for option in (first, others[0])})
+        return first if first == choice.plain or (yield from self.pays(first)) else choice.plain
 
-    def pays(self, plan: Plan) -> Generator[None, None, bool]:
-        """Return whether a plan that was tried is faster than DDP's own, by enough; a small gain is put on trial."""
-        gain = self.choice.plain_s / self.choice.measured[plan]
-        if gain * (1 - WORTH) <= 1:
-            return False
-        return gain >= _SURE or (yield from self.proves(plan))
+    def pays(self, option: Option) -> Generator[None, None, bool]:
+        """Return whether an option that was tried is faster than DDP's own, by enough; a small gain is put on trial."""
+        choice = self.choice
+        gain = choice.plain_s / choice.measured[option]
+        if gain * (1 - WORTH) <= 1 or gain >= _SURE:
+            return gain >= _SURE
+        return (yield from self.proves(option))
 
-    def proves(self, plan: Plan) -> Generator[None, None, bool]:
-        """Return whether a plan is faster than DDP's own in a trial, and by enough."""
-        choice, plain = self.choice, (None,) * len(plan)
-        verdict = yield from self.trial(plain, plan)
-        choice.plain_s = choice.measured[plain]
-        return verdict == "keep" and choice.measured[plan] < (1 - WORTH) * choice.plain_s
+    def proves(self, option: Option) -> Generator[None, None, bool]:
+        """Return whether an option is faster than DDP's own in a trial, and by enough."""
+        verdict = yield from self.trial(self.choice.plain, option)
+        return verdict == "keep" and self.choice.measured[option] < (1 - WORTH) * self.choice.plain_s
 
-    def trial(self, plan_a: Plan, plan_b: Plan) -> Generator[None, None, Verdict]:
-        """Run two plans in blocks A B B A until it is known whether B is faster; leave both in `measured`."""
+    def trial(self, a: Option, b: Option) -> Generator[None, None, Verdict]:
+        """Run two options in blocks A B B A until it is known whether B is faster; leave both in `measured`."""
         measured = self.choice.measured
-        enough = min(math.ceil(_BLOCK_S / max(measured[plan_a], 1e-6)), _MOST_STEPS)
+        enough = min(math.ceil(_BLOCK_S / max(measured[a], 1e-6)), _MOST_STEPS)
         steps = max(self.check // _TRIAL.looks[0], enough, 2)
         trial = Trial(_TRIAL)
         while trial.verdict is None:
-            step_s = yield from self.measured(plan_a if trial.arm == "A" else plan_b, steps)
+            step_s = yield from self.measured(a if trial.arm == "A" else b, steps)
             trial.record([step_s])
         outcome = trial.outcome()
-        measured[plan_a], measured[plan_b] = outcome.before_ms / 1e3, outcome.after_ms / 1e3
+        measured[a], measured[b] = outcome.before_ms / 1e3, outcome.after_ms / 1e3
         return outcome.verdict
 
-    def in_other_buckets(self, plan: Plan) -> Generator[None, None, Plan]:
-        """Try the size of buckets that is predicted to suit a plan better; return the plan for the size that stays."""
-        choice, registration = self.choice, self.planner.registration
-        scheme = plan[0] if plan else None
-        size = choice.sizes.get(scheme) if len(set(plan)) <= 1 else None
-        if size is None or not registration.rebucket(registration.cap_mb):
-            return plan
-        earlier_s = choice.measured[plan] if plan else choice.plain_s
-        sized, before = choice.sized, registration.cap_mb
-        for cap_mb in (size.cap_mb, before):
-            registration.rebucket(cap_mb)
-            sized[cap_mb] = yield from self.measured((scheme,), self.check, settle=_REBUILT)
-        sized[before] = min(earlier_s, sized[before])
-        if sized[size.cap_mb] >= (1 - WORTH) * sized[before]:
-            return plan
-        registration.rebucket(size.cap_mb)
-        choice.measured[scheme,] = sized[size.cap_mb]
-        return (scheme,)
-
-    def measured(self, plan: Plan, steps: int, settle: int = 1) -> Generator[None, None, float]:
-        """Run a plan for some steps and return the step's length: that of the slowest rank."""
+    def measured(self, option: Option, steps: int) -> Generator[None, None, float]:
+        """Run an option for some steps and return the step's length: that of the slowest rank."""
         planner, recorder = self.planner, self.planner.recorder
-        planner.engine.use(plan)
+        settle = _REBUILT if planner.switch_to(option) else 1
         recorder.on = True
         for turn in range(settle + steps):
             if turn == settle:
                 recorder.times.clear()
             yield
         observed = recorder.times.observed()
-        step_s = planner.objects.decide(observed.step_s if any(plan) else observed.step_s - observed.extra_s, max)
-        self.choice.measured[plan] = step_s
+        own_s = observed.step_s if any(option.plan) else observed.step_s - observed.extra_s
+        step_s = self.choice.measured[option] = planner.objects.decide(own_s, max)
         return step_s

@@ -53,10 +53,13 @@ def agreed(own: Sequence[str], exchange: Exchange) -> list[str]:
     """
     if not exchange.launched:
         return list(own[:MAX_TESTED])
-    exchange.post("suspects", list(own))
-    suspects = exchange.collect("suspects") if exchange.rank == 0 else {}
-    # A waiting rank suspects what the slow one can't see, so all votes count. A rank that can't switch a cause takes
-    # part unchanged.
-    votes = Counter(cause for causes in suspects.values() for cause in causes)
-    shared = [cause for cause, _ in votes.most_common(MAX_TESTED)] if len(suspects) == exchange.size else []
-    return [str(cause) for cause in exchange.broadcast("experiments", shared) or []]
+
+    def elected(suspects: list[Sequence[str] | None]) -> list[str]:
+        if None in suspects:
+            return []
+        # A waiting rank suspects what the slow one can't see, so all votes count. A rank that can't switch a cause
+        # takes part unchanged.
+        votes = Counter(cause for causes in suspects for cause in causes or ())
+        return [cause for cause, _ in votes.most_common(MAX_TESTED)]
+
+    return exchange.decide("suspects", list(own), elected)

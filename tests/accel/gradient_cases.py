@@ -16,9 +16,10 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 import accel
 from accel import entry, strategies
 from accel.comm.catalogue import CATALOGUE, Entry
-from accel.comm.cost_model.choice import describe
+from accel.comm.cost_model.choice import Option, describe
+from accel.comm.cost_model.prediction import Choice
 from accel.comm.selection import offers
-from accel.comm.selection.offers import SchemeOption, known_offers
+from accel.comm.selection.offers import known_offers
 from accel.comm.selection.planner import Planner
 from accel.comm.selection.reducer import cap_mb
 from accel.search import controller
@@ -42,7 +43,7 @@ def _play(entries: dict[str, tuple[float, str]], slow: bool) -> None:
     if slow:
         _slow_plain()
         # Only the hook is slow here: without one, trials would compare with a fast network.
-        Planner.take_off = lambda self: bool(self.engine.use(()))  # type: ignore[method-assign]
+        Planner.take_off = lambda self: bool(self.use(()))  # type: ignore[method-assign]
     byte_s = SLOW_S / 50_000 if slow else 1e-12
     offers.probe = lambda topology, device: played_network(topology.size, byte_s)  # type: ignore[assignment]
 
@@ -116,14 +117,14 @@ def optimized(rank: int, world: int, entries: dict[str, tuple[float, str]], slow
     found["same after undo"] = same_everywhere(loop.weights())
     found["hooks after undo"] = len(loop.model._comm_hooks)
     found["plan after undo"] = () if known is None else known.plan
-    found["open after undo"] = known is not None and known.bound
+    found["open after undo"] = known is not None and known.is_open
     return found
 
 
 def by_hand(rank: int, world: int) -> dict[str, Any]:
     """Switch two strategies on and off as trials do, with what the guard does in between, against a plain twin."""
     _play({"quick": (0.0, "reduced"), "small": (0.0, "lossy")}, slow=False)
-    offers.worthwhile = lambda options: [one for one in options if any(one.plan)]  # type: ignore[assignment]
+    Choice.candidates = property(lambda self: [one for one in self.options if any(one.plan)])  # type: ignore[assignment]
     loop, twin = Loop(rank), Loop(rank)
     run: Any = type("Run", (), {"model": loop.model, "world_size": world, "cuda": False})()
     half, lossy = GradientHalf(), GradientCompression()
@@ -178,9 +179,10 @@ def by_hand(rank: int, world: int) -> dict[str, Any]:
 def resized(rank: int, world: int) -> dict[str, Any]:
     """Switch a strategy on and off whose best candidates are DDP's own all-reduce, and a way, in small buckets."""
     _play({"quick": (0.0, "reduced")}, slow=False)
-    offers.candidates = lambda choice: [  # type: ignore[assignment]
-        SchemeOption(one, 0.01, 0.0) for one in sorted(choice.options, key=lambda one: any(one.plan))
-    ]
+    small = lambda one: Option(one.plan[:1], 0.0, 0.0, 0.01)  # noqa: E731
+    Choice.candidates = property(  # type: ignore[assignment]
+        lambda self: [small(one) for one in sorted(self.options, key=lambda one: any(one.plan))]
+    )
     loop, twin = Loop(rank), Loop(rank)
     run: Any = type("Run", (), {"model": loop.model, "world_size": world, "cuda": False})()
     strategy = GradientHalf()

@@ -11,10 +11,8 @@ from torch import nn
 
 from accel import strategies
 from accel.comm.catalogue import Scheme
-from accel.comm.cost_model.bucket_size import Size
 from accel.comm.cost_model.choice import Option
 from accel.comm.cost_model.cost import Link, Network, Profile
-from accel.comm.selection.offers import candidates
 from accel.comm.selector import Choice
 from accel.strategies.base import Exactness
 from accel.strategies.gradient_by_hosts import GradientByHosts
@@ -72,15 +70,14 @@ def test_candidates_are_what_beats_plain_ddp_in_its_own_buckets() -> None:
     plain, half, other = (
         Option((way,), step_s, 0.0) for way, step_s in ((None, 1.0), (Scheme("half"), 0.9), (Scheme("x"), 2.0))
     )
-    sizes = {None: Size(5.0, 0.8), Scheme("half"): Size(50.0, 0.95), Scheme("x"): Size(1.0, 0.99)}
     profile = Profile((1,), (0.0,), 0.0)
-    found = candidates(Choice([half, plain, other], profile, network, 1.0, sizes))
-    assert [(one.option, one.cap_mb, one.step_s) for one in found] == [
-        (plain, 5.0, 0.8),
-        (half, None, 0.9),
-        (half, 50.0, 0.95),
-    ]
-    assert candidates(Choice([plain, other], profile, network, 1.0, {})) == []
+    resized = [plain._replace(step_s=0.8, cap_mb=5.0), half._replace(step_s=0.95, cap_mb=50.0)]
+    resized.append(other._replace(step_s=0.99, cap_mb=1.0))
+    choice = Choice([half, plain, other], resized, profile, network, {plain: 1.0})
+    assert choice.candidates == [resized[0], half, resized[1]]
+    choice.can_resize = False
+    assert choice.candidates == [half]
+    assert Choice([plain, other], [], profile, network, {plain: 1.0}).candidates == []
 
 
 def test_where_nothing_helps_gradients_are_left_as_they_are_with_the_numbers() -> None:

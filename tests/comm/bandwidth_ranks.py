@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from click.testing import CliRunner
 
-from accel.comm.bandwidth import Bandwidth, PeerLost, Row, Settings, measure
+from accel.comm.bandwidth import Bandwidth, PeerLost, Row, Settings, measure, table
 from accel.comm.bandwidth import links as bandwidth_links
 from accel.commands.bench import _measured
 from accel.commands.bench_table import Request
@@ -59,7 +59,7 @@ def command(rank: int, world: int, *options: str) -> tuple[int, str, str]:
 
 def two_nodes(rank: int, world: int, operations: list[str], sizes: list[int]) -> Bandwidth:
     """Measure four ranks as if ranks 0 and 1 were one node, 2 and 3 another."""
-    bandwidth_links.node_key = lambda: f"node{rank // 2}"
+    table.identity = lambda: {"machine": f"node{rank // 2}"}
     return measure(operations, sizes, settings=Settings(runs=2))
 
 

@@ -117,6 +117,7 @@ def ignored(rank: int, world: int) -> dict[str, Any]:
 
 def groups_anew(rank: int, world: int, folder: str) -> dict[str, str]:
     """Make groups anew in the same processes, of which one had made states in a group before."""
+    dist.barrier()  # a rank that is through would cut off those that are still connecting
     dist.destroy_process_group()
     if rank == 0:
         _init(Path(folder, "before"), 0, 1)

@@ -9,10 +9,9 @@ import torch.distributed as dist
 
 from accel.comm.catalogue import Scheme
 from accel.comm.cost_model import prediction
-from accel.comm.cost_model.bucket_size import Size
-from accel.comm.cost_model.choice import describe
+from accel.comm.cost_model.choice import Option, describe
 from accel.comm.engine import gradient_engine
-from accel.comm.selection.planner import hook
+from accel.comm.hooks import hook
 from accel.comm.selection.reducer import cap_mb, rebucket
 from accel.comm.selector import AutoComm
 from tests.comm import selector_cases
@@ -32,7 +31,7 @@ def resized(rank: int, world: int) -> dict[str, Any]:
         "static": {"static_graph": True},
     }.items():
         ddp, planner = planned(bucket_cap_mb=25, **options)
-        planner.engine.use((Scheme("int8"),))
+        planner.use((Scheme("int8"),))
         applied, wanted = torch.zeros(()).double(), torch.zeros(()).double()
         counts, sizes, can = [], [], True
         for step in range(12):
@@ -107,7 +106,8 @@ def searched(rank: int, world: int, small_helps: bool) -> dict[str, Any]:
             return real(values, *arguments, **options)
 
     gradient_engine.dist = Slow()  # type: ignore[assignment]
-    prediction.better_size = lambda way, *_: Size(SMALL_MB, 0.0) if way is None else None  # type: ignore[assignment]
+    small = Option((None,), 0.0, 0.0, SMALL_MB)
+    prediction.in_better_buckets = lambda way, *_: small if way is None else None  # type: ignore[assignment]
     with search_entries({"fib": (0.06, "reduced")}):
         ddp = module(bucket_cap_mb=25)
         network = played_network(world, 1e-12)

@@ -19,7 +19,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from accel.comm.compressor import Compressor, Exact
 from accel.comm.dgc import DGC
-from accel.comm.engine import pipeline
 from accel.comm.engine import route as routes
 from accel.comm.half import Half
 from accel.comm.hooks import CommState, hook
@@ -46,6 +45,9 @@ COMPRESSORS: dict[str, Callable[[], Compressor]] = {
     "int8": lambda: Int8(64),
     "1-bit": lambda: OneBit(64, exact_below=0),
     "1-bit twice": lambda: OneBitTwice(64, exact_below=200),
+    "PowerSGD": lambda: PowerSGD(2, min_compression=0),
+    "ACP-SGD": lambda: PowerSGD(2, min_compression=0, alternate=True),
+    "DGC": lambda: DGC(0.05, momentum=False, dense_below=0),
 }
 
 
@@ -137,7 +139,7 @@ def residual(state: CommState, group: Any = None) -> Tensor:
 
 
 def buckets(state: CommState) -> int:
-    return max(layout.index for layout in state.layouts) + 1
+    return max(layout.index for layout in state.binding.layouts) + 1
 
 
 def dense_start(rank: int, world: int) -> dict[Any, Any]:
@@ -287,7 +289,12 @@ def modes(rank: int, world: int, names: Sequence[str]) -> dict[str, Any]:
     return found
 
 
-RESUMED = {"int8, flat": ("int8", False), "1-bit, hosts": ("1-bit", True)}
+RESUMED = {
+    "int8, flat": ("int8", False),
+    "1-bit, hosts": ("1-bit", True),
+    "PowerSGD, hosts": ("PowerSGD", True),
+    "DGC, flat": ("DGC", False),
+}
 
 
 def resume(rank: int, world: int, names: Sequence[str]) -> dict[str, Any]:
@@ -362,11 +369,7 @@ def shapes_of_hosts(rank: int, world: int, per_host: list[int]) -> dict[int, dic
 def one_host(rank: int, world: int) -> dict[str, dict[str, float]]:
     """Average by hosts where there is one: nothing is compressed, so nothing is lost."""
     found = {}
-    for name, compressor in {
-        **COMPRESSORS,
-        "PowerSGD": lambda: PowerSGD(2),
-        "DGC": lambda: DGC(0.01, momentum=False, dense_below=0),
-    }.items():
+    for name, compressor in COMPRESSORS.items():
         feedback = compressor().takes_feedback
         ddp, state = make(compressor(), torch.float64, hierarchical=True, error_feedback=feedback)
         worst = 0.0
@@ -384,7 +387,7 @@ def rebound(rank: int, world: int, names: Sequence[str]) -> dict[str, dict[str, 
     found = {}
     for name in names:
         os.environ.update(GROUP_RANK=str(rank // 2))
-        ddp, state = make(REBOUND[name](), torch.float64, hierarchical=True, error_feedback=True)
+        ddp, state = make(COMPRESSORS[name](), torch.float64, hierarchical=True, error_feedback=True)
         applied, wanted, same = 0.0, 0.0, True
         for step in range(5):
             if step == 3:
@@ -401,12 +404,6 @@ def rebound(rank: int, world: int, names: Sequence[str]) -> dict[str, dict[str, 
         }
         state.close()
     return found
-
-
-REBOUND: dict[str, Callable[[], Compressor]] = {
-    "int8": COMPRESSORS["int8"],
-    "ACP-SGD": lambda: PowerSGD(2, min_compression=0, alternate=True),
-}
 
 
 # What is refused
@@ -541,7 +538,6 @@ def different_buckets(rank: int, world: int) -> dict[str, Any]:
 
 def hangs(rank: int, world: int) -> dict[str, Any]:
     """Let rank 1 not come to its third step before the others have given up."""
-    pipeline.PATIENCE_S = 2.0
     ddp, state = make(Int8(64), timeout=timedelta(seconds=2))
     for step in range(2):
         backward(ddp, gradients(rank, step))

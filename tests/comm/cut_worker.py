@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from accel.comm.hooks import CommState, hook
-from accel.comm.ranks.post_mortem import CommError
+from accel.comm.ranks.failure import CommError
 
 
 def main(folder: Path) -> None:

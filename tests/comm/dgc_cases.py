@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import pickle
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,7 +13,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from accel.comm.dgc import DGC
 from accel.comm.hooks import CommState, hook
-from accel.comm.memory import reshard
 from accel.comm.sgd_momentum import take_momentum
 from tests.comm.cases import SECONDS, buckets, flat, message, same_everywhere
 from tests.comm.dgc_training import DENSE_BELOW, SGD, Net, Published, Training, groups, loss
@@ -228,93 +226,6 @@ def void_step(rank: int, world: int, names: Sequence[str]) -> dict[str, dict[str
     return found
 
 
-def unused(rank: int, world: int) -> dict[str, Any]:
-    """Leave a layer out of some steps, on all ranks and on one."""
-    found = {}
-    for name, ratio, hierarchical in (("sparse", 0.02, False), ("hosts", 0.02, True), ("dense", 1.0, False)):
-        run = Training(DGC(ratio, dense_below=DENSE_BELOW), SGD, hierarchical=hierarchical)
-        for step in range(2):
-            run.step(rank, step)
-        keep = lambda run=run: [run.own(field)["extra.weight"] for field in ("velocity", "residual")]  # noqa: E731
-        before, weights = keep(), run.net.extra.weight.detach().clone()
-        run.step(rank, 2, extra=False)
-        stood = torch.equal(weights, run.net.extra.weight)
-        paused = all(map(torch.equal, before, keep()))
-        same = same_everywhere(run.step(rank, 3, extra=rank == 0))
-        found[name] = {"stood": stood, "paused": paused, "same": same, "went on": not torch.equal(before[0], keep()[0])}
-        run.close()
-    return found
-
-
-def resume(rank: int, world: int) -> dict[str, Any]:
-    """Stop after 4 of 8 steps: go on in new objects, from a pickle, and on two ranks."""
-    found: dict[str, Any] = {}
-    sgd = {**SGD, "weight_decay": 0.02}
-    for hierarchical in (False, True):
-        make = lambda **more: Training(  # noqa: E731
-            DGC(0.02, dense_below=DENSE_BELOW, warmup_steps=1, clip_norm=0.25), sgd, **more
-        )
-        run = make(hierarchical=hierarchical)
-        whole = [run.step(rank, step) for step in range(8)]
-        run.close()
-        run = make(hierarchical=hierarchical)
-        for step in range(4):
-            run.step(rank, step)
-        saved = pickle.loads(pickle.dumps([run.state.state_dict(), run.sgd.state_dict(), run.net.state_dict()]))
-        carried = pickle.loads(pickle.dumps(run.state))
-        run.close()
-
-        after = make(hierarchical=hierarchical)
-        after.state.load_state_dict(saved[0])
-        after.sgd.load_state_dict(saved[1])
-        after.net.load_state_dict(saved[2])
-        parts = [after.step(rank, step) for step in range(4, 8)]
-        after.close()
-
-        net = Net()
-        net.load_state_dict(saved[2])
-        ddp = DistributedDataParallel(net, bucket_cap_mb=0.004, find_unused_parameters=True)
-        carried.bind(ddp)
-        ddp.register_comm_hook(carried, hook)
-        optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
-        optimizer.load_state_dict(saved[1])
-        without = message(lambda: loss(ddp, rank, 4).backward())  # noqa: B023
-        carried.close()
-
-        states: list[Any] = [None] * world
-        dist.all_gather_object(states, saved[0])
-        totals = [_total(states, field) for field in ("velocity", "residual")]
-        fewer = reshard(states, 2)
-        kept = [
-            ((_total(fewer, field) - total).abs().max() / total.abs().max()).item()
-            for field, total in zip(("velocity", "residual"), totals, strict=True)
-        ]
-        pair, goes = dist.new_group([0, 1]), None
-        if rank < 2:
-            small = make(process_group=pair)
-            small.state.load_state_dict(fewer[rank])
-            small.sgd.load_state_dict(saved[1])
-            small.net.load_state_dict(saved[2])
-            goes = bool(torch.isfinite(small.step(rank, 4)).all())
-            small.close()
-        found["hosts" if hierarchical else "flat"] = {
-            "same bits": all(map(torch.equal, whole[4:], parts)),
-            "asks": without,
-            "kept": max(kept),
-            "goes on two": goes in (None, True),
-        }
-    return found
-
-
-def _total(states: list[Any], field: str) -> Tensor:
-    found = {name: torch.zeros(p.numel(), dtype=torch.float64) for name, p in Net().named_parameters()}
-    for state in states:
-        for name, pieces in state["own"][field].items():
-            for skipped, values in pieces:
-                found[name][skipped : skipped + values.numel()] += values
-    return flat(list(found.values()))
-
-
 def no_sync(rank: int, world: int) -> dict[str, Any]:
     """Accumulate two backward passes; they are one step of momentum."""
     compressor = DGC(0.02, dense_below=DENSE_BELOW)
@@ -430,12 +341,6 @@ def apart(make: Callable[[Scaler | None], Training], rank: int) -> float:
     run.close()
     without.close()
     return worst
-
-
-def scaled(rank: int, world: int) -> float:
-    """Compare steps with and without a loss scale."""
-    make = lambda given: Training(DGC(0.02, dense_below=DENSE_BELOW, clip_norm=0.03), SGD, scaler=given)  # noqa: E731
-    return apart(make, rank)
 
 
 def clipped_and_scaled(rank: int, world: int) -> float:

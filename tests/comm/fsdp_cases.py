@@ -271,48 +271,6 @@ def scaled(rank: int, world: int) -> dict[str, Any]:
     }
 
 
-TRAINED = 14
-"""Steps of a training: the loss falls by more than a tenth."""
-
-
-def training(rank: int, world: int) -> dict[str, dict[str, Any]]:
-    """Train with each compressor beside FSDP2 over both dimensions; stop and go on in the middle."""
-    mesh = mesh_of(world)
-
-    def run(make: Callable[[], Compressor] | None, resume: bool = False) -> tuple[list[float], Tensor]:
-        model = shard(Net(), mesh if make is None else mesh["shard"])
-        new = functools.partial(FSDPComm, model, mesh, timeout=SECONDS)
-        comm = None if make is None else new(make(), error_feedback=True)
-        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-        losses = []
-        for step in range(TRAINED):
-            if resume and step == TRAINED // 2:
-                assert comm is not None
-                assert make is not None
-                saved = pickle.dumps(comm.state_dict())
-                comm.close()
-                comm = new(make(), error_feedback=True)
-                comm.load_state_dict(pickle.loads(saved))
-            sgd.zero_grad()
-            value = loss(model, rank, step)
-            value.backward()
-            sgd.step()
-            losses.append(value.item())
-        if comm is not None:
-            comm.close()
-        return losses, weights(model)
-
-    dense, _ = run(None)
-    found = {}
-    for name in ("int8", "1-bit", "PowerSGD"):
-        compressor = COMPRESSORS[name]
-        losses, end = run(compressor)
-        found[name] = {"last": sum(losses[-4:]) / 4, "dense": sum(dense[-4:]) / 4, "first": sum(losses[:4]) / 4}
-        found[name]["same"] = same_on_replicas(end, mesh)
-        found[name]["resumed"] = name == "1-bit" or torch.equal(end, run(compressor, resume=True)[1])
-    return found
-
-
 def traffic(rank: int, world: int) -> dict[str, float]:
     """Count the bytes that a rank sends to its peer on the other host in a step, per byte of its shard."""
     mesh = mesh_of(world)

@@ -21,7 +21,6 @@ from accel.comm.int8 import Int8
 from accel.comm.one_bit import OneBit
 from accel.comm.powersgd import PowerSGD
 from accel.comm.selection.planner import Planner
-from accel.comm.selection.planner import hook as planned_hook
 from tests.comm.cases import (
     SECONDS,
     Given,
@@ -32,7 +31,6 @@ from tests.comm.cases import (
     mean_gradient,
     message,
     residual,
-    same_everywhere,
 )
 
 COMPRESSORS: dict[str, Callable[[], Compressor]] = {
@@ -76,34 +74,6 @@ class Loop:
         assert self.state is not None
         own = self.state.state_dict()["own"]["residual"]
         return torch.cat([values for name in sorted(own) for _, values in sorted(own[name], key=lambda one: one[0])])
-
-
-def train(rank: int, world: int) -> dict[str, dict[str, Any]]:
-    """Meet an infinity on rank 1 amid training: with each compressor, and with DDP alone."""
-    dense = Loop(None)
-    losses = [dense.step(rank, step, infinite=rank == 1 and step == VOID) for step in range(STEPS)]
-    found = {}
-    for name, compressor in COMPRESSORS.items():
-        run = Loop(compressor())
-        others, clean, skipped = [], True, []
-        for step in range(STEPS):
-            before = run.weights()
-            others.append(run.step(rank, step, infinite=rank == 1 and step == VOID))
-            clean &= bool(torch.isfinite(run.residual()).all())
-            if torch.equal(before, run.weights()):
-                skipped.append(step)
-        found[name] = {
-            "clean": clean,
-            "skipped": skipped,
-            "scale": run.scaler.get_scale() == dense.scaler.get_scale(),
-            "same": same_everywhere(run.weights()),
-            "first": sum(others[:5]) / 5,
-            "last": sum(others[-5:]) / 5,
-            "dense": sum(losses[-5:]) / 5,
-        }
-        assert run.state is not None
-        run.state.close()
-    return found
 
 
 def as_if_it_had_not_been(rank: int, world: int, names: Sequence[str]) -> dict[str, dict[str, bool]]:
@@ -187,7 +157,7 @@ def resumed(rank: int, world: int) -> dict[str, dict[str, Any]]:
             state: Any = CommState(ddp, Int8(64), error_feedback=True, timeout=SECONDS, scaler=scaler)
         else:
             state = Planner(ddp, timeout=SECONDS, scaler=scaler)
-            state.engine.use((Scheme("int8"),))
+            state.use((Scheme("int8"),))
         ddp.register_comm_hook(state, HOOKS[kind])
         applied, wanted = torch.zeros(()).double(), torch.zeros(()).double()
         for step in range(4):
@@ -198,7 +168,7 @@ def resumed(rank: int, world: int) -> dict[str, dict[str, Any]]:
                 forgotten = message(lambda: copy.bind(ddp))  # noqa: B023
                 copy.bind(ddp, scaler=scaler)
                 if kind == "planner":
-                    copy.engine.use((Scheme("int8"),))
+                    copy.use((Scheme("int8"),))
                 ddp.register_comm_hook(copy, HOOKS[kind])
                 state = copy
                 scaler.update(32.0)
@@ -215,7 +185,7 @@ def resumed(rank: int, world: int) -> dict[str, dict[str, Any]]:
     return found
 
 
-HOOKS: dict[str, Any] = {"state": hook, "planner": planned_hook}
+HOOKS: dict[str, Any] = {"state": hook, "planner": hook}
 
 
 def by_loss_scale(rank: int, world: int) -> dict[str, Any]:

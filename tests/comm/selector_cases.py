@@ -21,11 +21,10 @@ from accel.comm.cost_model.choice import describe
 from accel.comm.cost_model.cost import Link, Network
 from accel.comm.engine import gradient_engine
 from accel.comm.half import Half
-from accel.comm.hooks import CommState
-from accel.comm.hooks import hook as fixed_hook
+from accel.comm.hooks import CommState, hook
 from accel.comm.memory import reshard
-from accel.comm.selection.planner import Planner, hook
-from accel.comm.selection.timing import Times, work
+from accel.comm.selection.planner import Planner
+from accel.comm.selection.recorder import Times, work
 from accel.comm.selector import AutoComm
 from tests.comm.cases import (
     SECONDS,
@@ -68,7 +67,7 @@ def off_is_ddps_own(rank: int, world: int) -> dict[str, bool]:
         ddp, planner = planned(**options)
         same = []
         for step in range(6):
-            planner.engine.use((Scheme("int8"),) if step in (2, 3) else ())
+            planner.use((Scheme("int8"),) if step in (2, 3) else ())
             got, want = backward(ddp, gradients(rank, step)), backward(bare, gradients(rank, step))
             same.append(torch.equal(got, want))
         found[name] = same == [True, True, False, False, True, True]
@@ -86,8 +85,8 @@ def every_way(rank: int, world: int) -> dict[str, dict[str, Any]]:
         compressor = CATALOGUE[way.compressor].make()
         feedback = error_feedback(compressor, CATALOGUE[way.compressor].level)
         state = CommState(other, compressor, hierarchical=way.hierarchical, error_feedback=feedback, timeout=SECONDS)
-        other.register_comm_hook(state, fixed_hook)
-        planner.engine.use((way,))
+        other.register_comm_hook(state, hook)
+        planner.use((way,))
         equal, same = True, True
         for step in range(3):
             got, want = backward(ddp, gradients(rank, step)), backward(other, gradients(rank, step))
@@ -113,7 +112,7 @@ def back_and_forth(rank: int, world: int) -> dict[str, Any]:
     plans += [(), (Scheme("1-bit"),), (None, Scheme("int8"))]
     applied, wanted, same = 0.0, 0.0, True
     for step, plan in enumerate(plan for plan in plans for _ in range(2)):
-        planner.engine.use(plan)
+        planner.use(plan)
         got = backward(ddp, gradients(rank, step))
         same &= same_everywhere(got)
         applied, wanted = applied + got.double(), wanted + mean_gradient(world, step)
@@ -125,8 +124,8 @@ def back_and_forth(rank: int, world: int) -> dict[str, Any]:
         "steps": planner.step,
     }
     before = backward(ddp, gradients(rank, 50))
-    planner.engine.release()
-    found["states"] = len(planner.engine.open_schemes)
+    planner.release()
+    found["states"] = len(planner._routes)
     found["finite"] = bool(torch.isfinite(before).all())
     planner.close()
     return found
@@ -140,10 +139,10 @@ def follows(rank: int, world: int, names: Sequence[str], by_hosts: bool) -> dict
     out = (6, 8)  # one that is encoded, one that is sent as it is
     for name in names:
         ddp, planner = planned(find_unused_parameters=True)
-        planner.engine.use((Scheme("int8"),))
+        planner.use((Scheme("int8"),))
         applied = sum(backward(ddp, gradients(rank, step)).double() for step in range(2))
         before = residual(planner)  # type: ignore[arg-type]
-        planner.engine.use((Scheme(name, by_hosts),))
+        planner.use((Scheme(name, by_hosts),))
         given: list[Any] = gradients(rank, 2)
         for i in out:
             given[i] = None
@@ -174,7 +173,7 @@ def complex_beside_real(rank: int, world: int) -> dict[str, Any]:
     ddp.register_comm_hook(planner, hook)
     worst, same = 0.0, True
     for step in range(3):
-        planner.engine.use((Scheme("int8", True),) if step == 2 else (Scheme("exact", True),))
+        planner.use((Scheme("int8", True),) if step == 2 else (Scheme("exact", True),))
         for one in (ddp, bare):
             one.zero_grad()
             one(torch.arange(5.0) + rank + 3 * step).backward()
@@ -196,7 +195,7 @@ def complex_beside_real(rank: int, world: int) -> dict[str, Any]:
 def void_under_a_mixture(rank: int, world: int) -> dict[str, bool]:
     """Give a bucket that DDP itself reduces an infinity: the residuals of the others must not change."""
     ddp, planner = planned(find_unused_parameters=True)
-    planner.engine.use((Scheme("int8"), None, Scheme("int8")))
+    planner.use((Scheme("int8"), None, Scheme("int8")))
     planner.recorder.on = True
     for step in range(2):
         backward(ddp, gradients(rank, step))
@@ -216,7 +215,7 @@ def saved_and_moved(rank: int, world: int) -> dict[str, Any]:
     """Save a planner, pickle it, and deal its memory out to two ranks."""
     options = {"find_unused_parameters": True}
     ddp, planner = planned(**options)
-    planner.engine.use((Scheme("int8"),))
+    planner.use((Scheme("int8"),))
     for step in range(3):
         backward(ddp, gradients(rank, step))
     saved, copy = planner.state_dict(), pickle.loads(pickle.dumps(planner))
@@ -224,13 +223,13 @@ def saved_and_moved(rank: int, world: int) -> dict[str, Any]:
     again = module(**options)
     copy.bind(again)
     again.register_comm_hook(copy, hook)
-    copy.engine.use((Scheme("int8"),))
+    copy.use((Scheme("int8"),))
     found = {"pickled": torch.equal(backward(again, gradients(rank, 3)), want), "steps": copy.step}
     states: list[Any] = [None] * world
     dist.all_gather_object(states, saved)
     ddp2, fresh = planned(**options)
     fresh.load_state_dict(reshard(states, world)[rank])
-    fresh.engine.use((Scheme("int8"),))
+    fresh.use((Scheme("int8"),))
     found["loaded"] = torch.equal(backward(ddp2, gradients(rank, 3)), want)
     for one in (planner, copy, fresh):
         one.close()
@@ -247,7 +246,7 @@ def taken_off(rank: int, world: int) -> dict[str, Any]:
     }.items():
         bare, (ddp, planner) = module(**options), planned(**options)
         for step in range(2):
-            planner.engine.use((Scheme("int8"),))
+            planner.use((Scheme("int8"),))
             backward(ddp, gradients(rank, step)), backward(bare, gradients(rank, step))
         before = residual(planner)  # type: ignore[arg-type]
         off = planner.take_off()
@@ -258,7 +257,7 @@ def taken_off(rank: int, world: int) -> dict[str, Any]:
         steps, hooks = planner.step, len(ddp._comm_hooks)
         planner.put_on()
         planner.put_on()
-        planner.engine.use((Scheme("int8"),))
+        planner.use((Scheme("int8"),))
         got = backward(ddp, gradients(rank, 6)).double()
         law = got + residual(planner) - before - mean_gradient(world, 6)  # type: ignore[arg-type]
         found[name] = {
@@ -279,9 +278,9 @@ def refusals(rank: int, world: int) -> dict[str, str]:
     ddp.register_comm_hook(None, lambda state, bucket: None)  # type: ignore[misc]
     found["hooked"] = message(lambda: Planner(ddp))
     ddp, planner = planned()
-    found["unknown way"] = message(lambda: planner.engine.use((Scheme("int9"),)))
+    found["unknown way"] = message(lambda: planner.use((Scheme("int9"),)))
     planner.close()
-    found["closed"] = message(lambda: planner.engine.use((Scheme("int8"),)))
+    found["closed"] = message(lambda: planner.use((Scheme("int8"),)))
     other = module()
     other.register_comm_hook(None, hook)
     found["no state"] = message(lambda: backward(other, gradients(rank, 0)))
@@ -407,7 +406,7 @@ def _search(rank: int, world: int, allow: str, slow: bool) -> dict[str, Any]:
         "plan": describe(state.plan or (None,)),
         "verdict": state.verdict(),
         "explained": state.explain(),
-        "measured": {} if state.choice is None else {describe(k): v for k, v in state.choice.measured.items()},
+        "measured": {} if state.choice is None else {str(k): v for k, v in state.choice.measured.items()},
         "options": [] if state.choice is None else [(str(one), one.step_s) for one in state.choice.options],
         "hooks": len(ddp._comm_hooks),
         "threads": sum(one.name.startswith("accel-comm") for one in threading.enumerate()),

@@ -59,7 +59,19 @@ class Mailed(Counting):
         self._send(peer, send)
         self._receive(peer, receive)
 
-    def gather_small(self, own: Tensor, out: Sequence[Tensor]) -> None:
+    def all_reduce(self, values: Tensor) -> None:
+        parts = [torch.empty_like(values) for _ in range(self.size)]
+        self.gather_equal(values.clone(), parts)
+        values.copy_(torch.stack(parts).sum(0))
+
+    def broadcast(self, values: Tensor) -> None:
+        if self.rank:
+            self._receive(0, values)
+        else:
+            for to in range(1, self.size):
+                self._send(to, values)
+
+    def gather_equal(self, own: Tensor, out: Sequence[Tensor]) -> None:
         self.exchange([own] * self.size, out)
         out[self.rank].copy_(own)
 

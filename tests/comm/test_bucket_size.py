@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from accel.comm.catalogue import Scheme
-from accel.comm.cost_model.bucket_size import CAPS_MB, better_size, rebucketed
+from accel.comm.cost_model.choice import CAPS_MB, in_better_buckets, rebucketed
 from accel.comm.cost_model.cost import CollectiveCall, Link, Network, Profile, Stages, StageSegment
 from tests.comm import bucket_cases
 from tests.comm.ranks import run_ranks
@@ -36,21 +36,21 @@ def test_the_first_bucket_is_the_small_one_that_ddp_makes() -> None:
 
 
 def test_nothing_is_advised_where_the_size_hardly_matters() -> None:
-    assert better_size(None, PROFILE, NETWORK, {}) is None
+    assert in_better_buckets(None, PROFILE, NETWORK, {}) is None
 
 
 def test_an_expensive_start_asks_for_large_buckets() -> None:
     slow = Link(ring_s=0.2, message_s=0.2, byte_s=1e-10)
-    found = better_size(None, PROFILE, Network(2, 1, slow, slow, slow, cores=2.0), {})
+    found = in_better_buckets(None, PROFILE, Network(2, 1, slow, slow, slow, cores=2.0), {})
     assert found is not None
     assert found.cap_mb == 100
-    assert better_size(None, PROFILE, Network(2, 1, slow, slow, slow, cores=2.0), {}, 100.0) is None
+    assert in_better_buckets(None, PROFILE, Network(2, 1, slow, slow, slow, cores=2.0), {}, 100.0) is None
 
 
 def test_a_late_last_bucket_asks_for_small_ones() -> None:
     # As fast as backward: all but the last bucket is hidden, so that this one should be small.
     fast = Link(ring_s=0.0, message_s=0.0, byte_s=0.2 / (99 * MB))
-    found = better_size(None, PROFILE, Network(2, 1, fast, fast, fast, cores=2.0), {})
+    found = in_better_buckets(None, PROFILE, Network(2, 1, fast, fast, fast, cores=2.0), {})
     assert found is not None
     assert found.cap_mb < 25
 
@@ -62,7 +62,7 @@ def test_a_compressor_that_leaves_little_to_send_and_starts_slowly_wants_larger_
         )
 
     way = Scheme("1-bit")
-    found = better_size(way, PROFILE, NETWORK, {way: [cost(one) for one in PROFILE.bytes]})
+    found = in_better_buckets(way, PROFILE, NETWORK, {way: [cost(one) for one in PROFILE.bytes]})
     assert found is not None
     assert found.cap_mb > 25
 
@@ -74,7 +74,7 @@ def test_nothing_is_said_of_a_compressor_that_looks_at_shapes() -> None:
     before = dict(catalogue.CATALOGUE)
     try:
         catalogue.register("shapely", Half, "reduced")
-        assert better_size(Scheme("shapely"), PROFILE, NETWORK, {}) is None
+        assert in_better_buckets(Scheme("shapely"), PROFILE, NETWORK, {}) is None
     finally:
         catalogue.CATALOGUE.clear()
         catalogue.CATALOGUE.update(before)
@@ -116,4 +116,6 @@ def test_a_size_that_is_predicted_to_help_stays_if_it_does(helps: bool) -> None:
             "gradients: DDP's own all-reduce in buckets of 0.004 MB, a step takes" if helps else "gradients: left as"
         )
         assert found["verdict"].startswith(start)
-        assert "measured by the size of buckets: 0.004 MB" in found["explained"]
+        line = next(line for line in found["explained"].splitlines() if line.startswith("plain in buckets of 0.004 MB"))
+        assert ("<- chosen" in line) == helps
+        assert line.count(" ms") == 3

@@ -66,33 +66,10 @@ def test_a_void_step_arrives_and_leaves_velocity_and_residual_alone(names: tuple
             assert one == {"arrived": True, "untouched": True, "recovers": True, "moved": True}, what
 
 
-@pytest.mark.slow
-def test_a_parameter_that_no_rank_used_stands_still() -> None:
-    for found in run_ranks(dgc_cases.unused, 4, per_host=2):
-        for what, one in found.items():
-            assert one == {"stood": True, "paused": True, "same": True, "went on": True}, what
-
-
-@pytest.mark.slow
-def test_resuming_equals_not_stopping() -> None:
-    for found in run_ranks(dgc_cases.resume, 4, per_host=2):
-        for what, one in found.items():
-            assert one["same bits"], what
-            assert "was not handed over" in one["asks"]
-            assert one["kept"] < 1e-13
-            assert one["goes on two"]
-
-
 def test_accumulated_passes_are_one_step() -> None:
     for found in run_ranks(dgc_cases.no_sync, 3):
         assert found["error"] < 1e-13
         assert found["same"]
-
-
-@pytest.mark.slow
-def test_memory_does_not_depend_on_the_loss_scale() -> None:
-    # Scales are powers of 2: nothing rounds.
-    assert max(run_ranks(dgc_cases.scaled, 3)) < 1e-15
 
 
 def test_clipping_does_not_depend_on_the_loss_scale() -> None:

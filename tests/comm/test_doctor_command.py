@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from accel.comm import doctor
-from accel.comm.doctor import examine, registry
+from accel.comm.doctor import examination, examine
 from accel.commands import doctor as doctor_command
 from accel.commands.cli import main
 from tests.comm.fake_host import CARD, host
@@ -52,7 +52,7 @@ def test_a_log_with_a_warning_gives_status_1_and_a_file(words: list[str], machin
     (finding,) = written["findings"]
     assert finding["check"] == "p2p_disabled"
     assert set(finding) == {"check", "level", "title", "costs", "evidence", "change"}
-    assert {"p2p_disabled", *written["passed"]} == {check.name for check in (*registry.MACHINE, *registry.LOG)}
+    assert {"p2p_disabled", *written["passed"]} == {check.name for check in (*examination.MACHINE, *examination.LOG)}
     assert not written["unseen"]
 
 
@@ -89,23 +89,10 @@ def test_a_file_that_can_not_be_written_is_one_sentence(machine: Path) -> None:
     assert "--json must lie in a directory that exists" in done.output
 
 
-def test_options_before_the_command_are_not_lost_in_silence(machine: Path) -> None:
-    done = run("--json", machine / "x.json", "network")
-    assert done.exit_code == 2
-    assert "must follow the command" in done.output
-
-
-def test_code_still_reads_source(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text("x = 1\n")
-    done = run("code", tmp_path / "train.py")
-    assert done.exit_code == 0
-    assert done.output == "accel: no slow habits in 1 file\n"
-
-
 @pytest.mark.parametrize("width", [40, 80])
 def test_no_line_is_wider_than_the_terminal(width: int, tmp_path: Path) -> None:
     bad = host(tmp_path, files={"/proc/cmdline": "", "/dev/infiniband": None, f"{CARD}/mtu": "1500"})
-    text = doctor_command.render_network(examine(bad), width=width, color=False)
+    text = doctor_command.render(examine(bad), width=width, color=False)
     assert max(map(len, text.splitlines())) <= width
     assert text.index("error:") < text.index("warn:") < text.index("info:")
 

@@ -8,8 +8,8 @@ import pytest
 
 from accel.comm.doctor import NO_LOG, Examination, examine, nccl_log
 from accel.comm.doctor.checks import ERROR, INFO, WARN
+from accel.comm.doctor.examination import LOG
 from accel.comm.doctor.nccl_log import NotALog, parse
-from accel.comm.doctor.registry import LOG
 from tests.comm.fake_host import host
 
 # The lines of a run over two nodes with two GPUs each, in the forms of NCCL 2.21 to 2.28.

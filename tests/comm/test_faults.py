@@ -19,7 +19,7 @@ def refusals(once: Once) -> list[dict[str, str]]:
     [
         ("twice", "RuntimeError", "can only be called once"),
         ("closed", "ValueError", "must be bound first"),
-        ("no state", "ValueError", "must be a CommState, got NoneType"),
+        ("no state", "ValueError", "must be a CommState or an AutoComm, got NoneType"),
         ("another model", "ValueError", "pass the module that DDP wraps"),
         ("compressor", "ValueError", "compressor must be a Compressor, got 'int8'"),
         ("feedback", "ValueError", "error_feedback=True needs a compressor that uses it, got Exact()"),
@@ -73,7 +73,7 @@ def test_rank_with_other_buckets_is_named_on_all_ranks() -> None:
 def test_rank_that_hangs_is_named_while_it_hangs() -> None:
     found = run_ranks(cases.hangs, 3, meet=False)
     for one in (found[0], found[2]):
-        assert "because rank 1 sends nothing: it hangs outside of communication, or its link is cut" in one["said"]
+        assert "because rank 1 has ended, hangs outside of communication, or is cut off: it gave" in one["said"]
     assert found[1]["said"].startswith("CommError")
 
 

@@ -42,17 +42,6 @@ def test_residuals_follow_the_scale_and_lose_it_where_there_is_none() -> None:
 
 
 @pytest.mark.slow
-def test_training_goes_on_and_resumes_to_the_bit() -> None:
-    for found in run_ranks(cases.training, 4, per_host=2):
-        assert len(found) == 3
-        for name, one in found.items():
-            assert one["same"], name
-            assert one["last"] < (1.01 if name == "int8" else 1.2) * one["dense"], name
-            assert one["dense"] < 0.9 * one["first"]
-            assert one["resumed"], name
-
-
-@pytest.mark.slow
 def test_bytes_between_hosts_are_those_of_the_encoding() -> None:
     # With two replicas 2 (n − 1)/n = 1 of the shard, encoded; 4 bytes of scale for each block of 1024.
     want = {"exact": 1.0, "bf16": 1 / 2, "int8": (1 + 4 / 1024) / 4, "1-bit": (1 / 8 + 4 / 1024) / 4}

@@ -2,26 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
-
 from tests.comm import grad_scaler_cases as cases
 from tests.comm.few import few
 from tests.comm.ranks import run_ranks
-
-
-@pytest.mark.slow
-def test_training_goes_on_like_dense_after_an_infinite_step() -> None:
-    for found in run_ranks(cases.train, 2):
-        assert found.keys() == cases.COMPRESSORS.keys()
-        for name, one in found.items():
-            assert one["clean"], name
-            assert one["skipped"] == [cases.VOID], name
-            assert one["scale"], name
-            assert one["same"], name
-            # Half and int8 are dense but for rounding; 1-bit and rank 2 with feedback come near within 40 steps.
-            bound = 1.02 if name in ("bf16", "fp16", "int8") else 1.25
-            assert one["last"] < bound * one["dense"], name
-            assert one["dense"] < 0.8 * one["first"], name
 
 
 @few(cases.COMPRESSORS, ("PowerSGD",))

@@ -45,8 +45,9 @@ def test_link_cut_in_the_middle_of_a_bucket_is_told_on_both_sides(tmp_path: Path
     for rank in range(2):
         seconds, said = (tmp_path / f"{rank}.said").read_text().split(" ", 1)
         assert said.startswith(f"rank {rank} stopped at step 2, bucket ")
-        assert f"because rank {1 - rank} sends nothing: it hangs outside of communication, or its link is cut" in said
-        assert float(seconds) < 0.5 + 4 + 5 + 3
+        # The store is on the first host.
+        assert ("because rank 1 has ended, hangs outside", "the store of the process group does not")[rank] in said
+        assert float(seconds) < 0.5 + 4 + 5 + 8
 
 
 def wait_for(paths: list[Path], timeout_s: float, folder: Path) -> None:

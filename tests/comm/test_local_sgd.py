@@ -157,7 +157,7 @@ REFUSED = {
     "scaler": "scaler must be a torch.amp.GradScaler, got float",
     "foreign": "parameters must all be of the DDP module, got one of shape () that is not",
     "missing": "must have all parameters that require gradients, got none of 'gain'",
-    "settings differ": "all ranks must pass the same every to LocalSGD, got ",
+    "settings differ": "all ranks must have the same every, got 2 on rank 0 and 3 on rank 1; pass the same to LocalSGD",
     "complex": "LocalSGD averages dense, real floating point, got torch.complex64 in 'phase'",
     "DGC": "DGC with momentum takes it from the optimizer, which local steps need",
     "signs": "OneBit with momentum takes it from the optimizer, which local steps need",

@@ -12,8 +12,7 @@ import torch
 
 from accel.comm.compressor import RESIDUAL, Compressor
 from accel.comm.cost_model.dry_run import DryChannel
-from accel.comm.engine.reduction import BucketJob, Reduction
-from accel.comm.engine.stages import pipeline_stages
+from accel.comm.engine.reduction import BucketJob, Reduction, pipeline_stages
 from accel.comm.half import Half
 from accel.comm.int8 import Int8
 from accel.comm.layout import Layout

@@ -12,8 +12,7 @@ from torch import Tensor
 from accel.comm import dgc
 from accel.comm.compressor import RESIDUAL, Compressor
 from accel.comm.cost_model.dry_run import DryChannel
-from accel.comm.engine.reduction import BucketJob, Reduction
-from accel.comm.engine.stages import pipeline_stages
+from accel.comm.engine.reduction import BucketJob, Reduction, pipeline_stages
 from accel.comm.layout import Layout
 from accel.comm.memory import Memory
 from accel.comm.ranks.topology import Topology

@@ -82,7 +82,7 @@ def test_what_cannot_be_is_refused() -> None:
         assert "must have no communication hook yet" in one["hooked"]
         assert "schemes must be of the catalogue (exact, half, int8" in one["unknown way"]
         assert "must be bound first" in one["closed"]
-        assert "must be an AutoComm, got NoneType" in one["no state"]
+        assert "must be a CommState or an AutoComm, got NoneType" in one["no state"]
         assert one["watch"] == "ValueError: watch must be at least 1 step, got 0"
         assert "allow must be one of" in one["allow"]
     assert "must have all 3 ranks" in found[0]["part"]

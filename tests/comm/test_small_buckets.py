@@ -12,8 +12,7 @@ from torch import Tensor
 
 from accel.comm.compressor import RESIDUAL, Compressor, Exact
 from accel.comm.dgc import DGC
-from accel.comm.engine.reduction import BucketJob, Reduction
-from accel.comm.engine.stages import pipeline_stages
+from accel.comm.engine.reduction import BucketJob, Reduction, pipeline_stages
 from accel.comm.half import Half
 from accel.comm.int8 import Int8
 from accel.comm.layout import Layout

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from accel.comm.cost_model.choice import ObservedStep
-from accel.comm.selection.timing import Times
+from accel.comm.selection.recorder import Times
 
 
 class Clock:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.distributed.distributed_c10d import PrefixStore
@@ -25,8 +24,7 @@ from accel.comm.one_bit import OneBit
 from accel.comm.powersgd import PowerSGD
 from accel.comm.ranks.channel import GlooChannel
 from accel.comm.selection.planner import Planner
-from accel.comm.selection.planner import hook as planned_hook
-from tests.comm.cases import SECONDS, Given, backward, flat, gradients, make, message, same_everywhere
+from tests.comm.cases import SECONDS, Given, backward, flat, gradients, make, message
 from tests.comm.local_sgd_training import Net, Run, loss
 
 COMPRESSORS: dict[str, Callable[[], Compressor]] = {
@@ -38,67 +36,6 @@ COMPRESSORS: dict[str, Callable[[], Compressor]] = {
     "PowerSGD": lambda: PowerSGD(2),
     "top 5 %": lambda: DGC(0.05, momentum=False),
 }
-
-
-class Small(nn.Module):
-    """A convolution, an embedding and linear layers, in several buckets."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(11)
-        self.embedding = nn.Embedding(40, 36)
-        self.conv = nn.Conv2d(1, 8, 3)
-        self.norm = nn.LayerNorm(8 * 16)
-        self.out = nn.Linear(8 * 16, 4)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.conv(self.embedding(tokens).view(-1, 1, 6, 6))
-        found: Tensor = self.out(torch.relu(self.norm(x.flatten(1))))
-        return found
-
-
-def _batch(rank: int, step: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(100 * (step % 5) + rank)
-    tokens = torch.randint(20, (16,), generator=generator)
-    return tokens, tokens % 4
-
-
-def training(rank: int, world: int) -> dict[str, dict[str, Any]]:
-    """Take 50 steps beside DDP without a hook: with each compressor, and error feedback where it has it."""
-    plain = DistributedDataParallel(Small(), bucket_cap_mb=0.002)
-    start = flat([one.detach() for one in plain.parameters()]).clone()
-    want = _train(plain, rank)
-    found = {}
-    for name, compressor in COMPRESSORS.items():
-        one = compressor()
-        ddp = DistributedDataParallel(Small(), bucket_cap_mb=0.002)
-        state = CommState(ddp, one, error_feedback=one.takes_feedback, timeout=SECONDS)
-        ddp.register_comm_hook(state, hook)
-        got = _train(ddp, rank)
-        found[name] = {
-            "apart": ((got[0] - want[0]).norm() / (want[0] - start).norm()).item(),
-            "loss": got[1],
-            "plain loss": want[1],
-            "same": same_everywhere(got[0]),
-            "last": sorted({(one.index, one.is_last) for one in state.layouts}),
-            "logged": ddp._get_ddp_logging_data().get("comm_hook"),
-            "steps": state.step,
-        }
-        state.close()
-    return found
-
-
-def _train(ddp: DistributedDataParallel, rank: int) -> tuple[Tensor, float]:
-    sgd = torch.optim.SGD(ddp.parameters(), lr=0.05, momentum=0.5)
-    total = 0.0
-    for step in range(50):
-        tokens, labels = _batch(rank, step)
-        sgd.zero_grad()
-        value = nn.functional.cross_entropy(ddp(tokens), labels)
-        value.backward()
-        sgd.step()
-        total += value.item() if step >= 40 else 0.0
-    return flat([one.detach() for one in ddp.parameters()]), total / 10
 
 
 def checkpoints(rank: int, world: int, names: Sequence[str]) -> dict[str, dict[str, Any]]:
@@ -154,7 +91,7 @@ def uneven_by_active(rank: int, world: int) -> dict[str, str]:
     state.close()
     ddp = DistributedDataParallel(Given())
     planner = Planner(ddp, timeout=SECONDS)
-    ddp.register_comm_hook(planner, planned_hook)
+    ddp.register_comm_hook(planner, hook)
     with ddp.join(divide_by_initial_world_size=False):
         found["planner"] = message(lambda: backward(ddp, gradients(rank, 0)))
     planner.close()
@@ -229,28 +166,4 @@ def post_local(rank: int, world: int, per_host: int) -> dict[str, float]:
             worst = max(worst, ((got - want).abs().max() / want.abs().max()).item())
         found[within] = worst
         ours.local.close()
-    return found
-
-
-def views(rank: int, world: int) -> dict[str, bool]:
-    """Compare gradients as views of buckets with copied ones, to the bit; passes under no_sync() send nothing."""
-    found = {}
-    for name in ("exact", "int8", "1-bit", "PowerSGD"):
-        compressor = COMPRESSORS[name]
-        runs = [make(compressor(), gradient_as_bucket_view=view) for view in (False, True)]
-        equal = True
-        for step in range(3):
-            got = []
-            for ddp, state in runs:
-                ddp.zero_grad(set_to_none=True)
-                steps = state.step
-                with ddp.no_sync():
-                    ddp(gradients(rank, step)).backward()
-                equal &= state.step == steps
-                ddp(copy.deepcopy(gradients(rank, step + 10))).backward()
-                got.append(flat([p.grad for p in ddp.parameters()]).clone())
-            equal &= torch.equal(*got) and same_everywhere(got[0])
-        found[name] = equal
-        for _, state in runs:
-            state.close()
     return found

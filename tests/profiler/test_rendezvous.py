@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from accel.comm.ranks.rendezvous import Apart, Each, Left, Rendezvous, named
+from accel.profiler.rendezvous import RankLeft, RanksDiverged, Rendezvous, named
 from tests.comm.simulated import CountingStore
 from tests.sampling import examples
 
@@ -37,7 +37,7 @@ class World:
         """Return a rank's answer in a tuple, an empty one, or the text of what it raised."""
         try:
             return self.ranks[rank].look(answer, MISSED)
-        except (Apart, ValueError) as error:
+        except (RanksDiverged, ValueError) as error:
             return str(error)
 
     def all_meet(self, answer: Any = list) -> list[Any]:
@@ -50,9 +50,9 @@ class World:
 def test_operations_grow_with_the_ranks_in_all_and_not_at_all_for_each(size: int) -> None:
     one, meetings = World(size), 3
     for _ in range(meetings):
-        assert one.all_meet(lambda told: Each([2 * mine for mine in told])) == [(2 * r,) for r in range(size)]
+        assert one.all_meet(len) == [(size,)] * size
     others = [one.counts[rank] for rank in range(1, size)]
-    # Bring it, look twice (the word, the own part), read both, clean up.
+    # Bring it, look twice, read the outcome, clean up.
     assert max(others, default=0) <= 8 * meetings
     assert sum(one.counts.values()) <= 12 * meetings * (size + 1)
     # Nothing is left behind but the last word: a run meets thousands of times.
@@ -61,11 +61,18 @@ def test_operations_grow_with_the_ranks_in_all_and_not_at_all_for_each(size: int
     assert max((store.bytes for store in one.stores[1:]), default=0) <= 400 * meetings
 
 
-def test_an_answer_for_all_and_one_for_each() -> None:
+def test_an_answer_is_for_all() -> None:
     one = World(3)
     assert one.all_meet(sum) == [(3,)] * 3
-    assert one.all_meet(lambda told: Each(told)) == [(0,), (1,), (2,)]
     assert one.all_meet(lambda told: None) == [(None,)] * 3
+
+
+def test_an_answer_may_be_made_of_those_that_came() -> None:
+    one = World(3)
+    for rank in (1, 2):
+        one.ranks[rank].arrive(rank)
+    one.now = PATIENCE_S + 0.1
+    assert [one.ranks[rank].look(list, MISSED, all_must_come=False) for rank in (2, 1)] == [([None, 1, 2],)] * 2
 
 
 @pytest.mark.parametrize("missing", [[0], [1], [3], [0, 2]])
@@ -125,9 +132,9 @@ def test_one_that_leaves_is_heard_at_once() -> None:
     assert one.all_meet(len) == [(3,)] * 3
     one.ranks[2].leave("rank 2 has had enough")
     one.ranks[0].arrive(0)
-    with pytest.raises(Left, match="rank 2 has had enough"):
+    with pytest.raises(RankLeft, match="rank 2 has had enough"):
         one.ranks[0].look(list, MISSED)
-    with pytest.raises(Left, match="rank 2 has had enough"):
+    with pytest.raises(RankLeft, match="rank 2 has had enough"):
         one.ranks[1].check()
 
 
@@ -179,7 +186,7 @@ def test_a_store_that_is_gone_is_told_in_a_sentence() -> None:
 
     one.stores[1].set = gone  # type: ignore[method-assign]
     with pytest.raises(
-        Apart, match=r"can't be reached: Connection reset by peer; the process that holds it has ended$"
+        RanksDiverged, match=r"can't be reached: Connection reset by peer; the process that holds it has ended$"
     ):
         one.ranks[1].meet(1, list, MISSED)
 

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from accel.comm.compression.block_compressor import BlockCompressor
-from accel.comm.compression.momentum import VELOCITY, Corrected
+from accel.comm.compression.momentum import VELOCITY, MomentumCorrection
 from accel.comm.compressor import RESIDUAL, Stage, any_nonzero
 from accel.comm.layout import Piece
 from accel.comm.ranks.channel import Channel
@@ -39,7 +39,7 @@ class ParameterPart(NamedTuple):
     """It is encoded, not sent as it is."""
 
 
-class Gathered(Corrected, BlockCompressor):
+class CoarseBlockCompressor(MomentumCorrection, BlockCompressor):
     """Base of compressors by blocks whose codes are coarse.
 
     Attributes:

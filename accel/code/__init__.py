@@ -1,1 +1,0 @@
-"""Slow habits in Python source, found without running it."""
