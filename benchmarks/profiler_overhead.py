@@ -32,9 +32,9 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from accel.profiler.clocks import callslot
-from accel.profiler.clocks.probes import Function, Probes
-from accel.profiler.clocks.recorder import Recorder
+from accel.profiler.loop import callslot
+from accel.profiler.loop.patches import Function, Probes
+from accel.profiler.loop.recorder import Recorder
 from accel.profiler.session import WATCH_S
 from accel.profiler.system.sampler import Sampler
 from benchmarks.record import Record

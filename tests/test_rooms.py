@@ -37,7 +37,7 @@ ROOMS = {
     },
     "dataio": {"dataset", "engine", "fetching", "image", "passes", "samples", "sampling"},
     "kernels": {"codes", "draws", "fcos_targets", "optimizers", "rows", "simota", "window_attention"},
-    "profiler": {"clocks", "conclusion", "diagnose", "experiments", "system", "trace"},
+    "profiler": {"conclusion", "diagnose", "experiments", "loop", "system", "trace"},
 }
 
 # Rooms whose names are public too: `__init__` has them in `__all__`, and other folders import them there.

@@ -22,8 +22,10 @@ from collections.abc import Callable, Hashable, Iterator
 import torch
 
 from accel.profiler.interruptions import Tolerated, ours
-from accel.profiler.phases import Measurement, StepClock
-from accel.run import backward
+from accel.profiler.loop import backward
+from accel.profiler.loop.clock import StepClock
+from accel.profiler.phases import Measurement
+from accel.profiler.stderr import warn
 from accel.run.context import Run
 from accel.run.ranks import Ranks
 from accel.search.actions import Action, Result
@@ -33,14 +35,12 @@ from accel.session.among_ranks import failure_of, for_rank_0
 from accel.session.events import StepEvents
 from accel.session.guard_runner import GuardRunner
 from accel.session.host_meter import HostMeter
-from accel.session.own_warning import warn
 from accel.session.state import Mode, RunState
 from accel.session.switchboard import Switchboard
 from accel.session.training_loader import TrainingLoader
 from accel.session.turns import TURNS, Searcher
 from accel.session.usage import Usage
-from accel.session.usual_batch import UsualBatch
-from accel.session.usual_steps import UsualSteps
+from accel.session.usual import UsualBatch, UsualSteps
 from accel.session.whole_epoch import WholeEpoch
 from accel.strategies.base import Strategy
 
@@ -327,7 +327,7 @@ class Session:
         if self._ranks.leads:
             self._decisions = self._make_decisions()
         self._usage.watch_submodules()
-        self.events.begun = True
+        self.events.rule.begun = True
         self._next_action(first=True)
         self._result.steps = self.steps  # includes those in which another model's search came first
 
@@ -345,7 +345,7 @@ class Session:
         if not is_left_out:
             self._usual.add(measured)
         if action.whole_epoch:
-            repeated, epochs = self.events.kept.are_repeated, self.events.epochs
+            repeated, epochs = not self.events.rule.is_fed, self.events.epochs
             if not (repeated and is_left_out) and self._whole_epoch.book(measured, result, epochs, repeated):
                 self._finish_action()
             return

@@ -24,8 +24,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from accel.profiler.closures import Arguments, followed_by
 from accel.profiler.interruptions import ours
+from accel.profiler.loop.optimizers import Arguments, followed_by
 
 _FUSED = ("SGD", "Adam", "AdamW", "Adagrad")
 _FUSED_DEVICES = ("cpu", "cuda", "mps", "xpu")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import accel
-from accel.session.submodule_calls import SubmoduleCalls, advice
+from accel.session.usage import SubmoduleCalls, advice
 from tests.accel.loops import Quick, assert_same, everything, loss_of, make_loader
 
 

@@ -15,7 +15,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from accel.profiler.clocks.recorder import Recorder
+from accel.profiler.loop.recorder import Recorder
 from accel.profiler.phases import Measurement
 from tests.accel.loops import PlayedClock
 

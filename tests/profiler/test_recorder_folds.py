@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from accel.profiler.clocks import called_modules, callslot, facts
-from accel.profiler.clocks.recorder import Recorder
-from accel.profiler.phases import Measurement, StepClock
+from accel.profiler.loop import called_modules, callslot, facts
+from accel.profiler.loop.clock import StepClock
+from accel.profiler.loop.recorder import Recorder
+from accel.profiler.phases import Measurement
 from tests.accel.loops import PlayedClock
 from tests.profiler.test_recorder import parts, train
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from accel.profiler import naming
-from accel.profiler.clocks.recorder import Recorder
 from accel.profiler.evidence import Evidence
+from accel.profiler.loop.recorder import Recorder
 from accel.profiler.phases import Measurement
 from tests.accel.loops import PlayedClock
 

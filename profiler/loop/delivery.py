@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
 
-from accel.profiler.clocks.mark_state import MarkState
-from accel.profiler.clocks.segments import KEPT_STEPS, Segments
+from torch.optim import Optimizer
+
 from accel.profiler.interruptions import ours
-from accel.profiler.phases import Measurement, StepClock
+from accel.profiler.loop.clock import StepClock
+from accel.profiler.phases import Measurement
 
 
 class Delivery:
@@ -97,3 +100,74 @@ class Delivery:
         """Return the share of the wall time, first boundary to last, that is in no step and not the profiler's own."""
         wall = self.last_boundary - self.first_boundary
         return max(0.0, 1.0 - (self.step_s + self.clock.aside_s) / wall) if wall > 0 else 0.0
+
+
+class MarkState:
+    """State of the marked functions; in slots, since reading attributes of the recorder, which has many, is slower."""
+
+    __slots__ = (
+        *("away", "counting", "in_backward", "in_call", "iterator", "learning"),
+        *("steps_left", "optimizer", "stepped", "updating"),
+    )
+
+    def __init__(self) -> None:
+        self.iterator: Any = None
+        """The loop's iterator, unless its batches take the slow path."""
+        self.stepped = self.updating = self.in_call = self.in_backward = False
+        self.away = False
+        """Whether an experiment was told that the loop does something else than steps."""
+        self.learning = True
+        self.counting = True
+        """Whether the batches and calls of the open step are counted."""
+        self.optimizer: Callable[[], Optimizer | None] = lambda: None
+        """A weak reference to the optimizer whose update ends a step that no loader ends: the first that stepped."""
+        self.steps_left = 1
+        """Steps until the tape is handed over."""
+
+
+KEPT_STEPS = 20_000
+"""The last steps that are kept: 20 MB."""
+MIN_STEPS, MAX_STEPS, SECONDS = 64, 512, 1.0
+"""A segment has as many steps as take a second, within these bounds. With 64 always, handing segments over and the
+readings that come with that cost 1 µs of a step of 70 µs."""
+
+
+class Segments:
+    """Keeps the last segments.
+
+    Args:
+        keep_steps: at least so many of the last steps are kept.
+        now: the clock, s.
+
+    Attributes:
+        dropped: True once a segment was dropped at the front.
+    """
+
+    def __init__(self, keep_steps: int, now: Callable[[], float]) -> None:
+        self.dropped = False
+        self._keep_steps, self._now = keep_steps, now
+        self._kept: deque[tuple[int, list[Any]]] = deque()
+        self._steps, self._at = 0, 0.0
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        return (tape for _, tape in self._kept)
+
+    def append(self, steps: int, tape: list[Any]) -> None:
+        """Store a tape with so many steps."""
+        self._steps += steps
+        self._kept.append((steps, tape))
+        while self._steps - self._kept[0][0] >= self._keep_steps:
+            self._steps -= self._kept.popleft()[0]
+            self.dropped = True
+
+    def next(self, steps: int) -> int:
+        """Return how many steps the next segment should have; `steps` have been taken since the last call."""
+        now = self._now()
+        step_s = (now - self._at) / steps
+        self._at = now
+        return max(MIN_STEPS, min(MAX_STEPS, int(SECONDS / step_s) if step_s > 0 else MAX_STEPS))
+
+    def clear(self) -> None:
+        """Drop all segments."""
+        self._kept.clear()
+        self._steps = 0
