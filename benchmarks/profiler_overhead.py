@@ -159,7 +159,7 @@ class Marks:
 
 
 class Floor:
-    """The least that marks can do: phase and time, whoever calls (a `Marker` for `Probes`)."""
+    """The least that marks can do: phase and time, whoever calls (in the place of a recorder)."""
 
     thread = 0
 

@@ -188,7 +188,7 @@ class StepEvents(LoopObserver):
     # -- the loader ----------------------------------------------------------------------------------------------------
 
     @property
-    def fetching(self) -> Fetching:  # type: ignore[override]
+    def fetching(self) -> Fetching:
         """The fetching that strategies may change."""
         return self._run.fetching
 

@@ -76,6 +76,11 @@ class PairTape:
 class StepClock:
     """Books host time to phases, mark by mark.
 
+        tape:       data 1.0   host 1.3   forward 1.4  …  STEP   data 2.0   host 2.1  …
+                    └──────────── read ──────────────────────┘   └─ not read yet
+        read step:  a Measurement, handed out by `read`
+        open step:  began at `_began`; `_booked` so far; at `_last` the phase `_phase` was opened
+
     Args:
         clock: returns seconds, monotonic; default `time.perf_counter`.
 
@@ -101,15 +106,17 @@ class StepClock:
         self.backward_is_seen = False
         self.tape: list[Any] = ["outside", clock()]
         self.write = self.tape.extend
-        self._open = "outside"
+        self._phase = "outside"
+        self._began: float = self.tape[1]
+        self._last: float = self.tape[1]
         self._steps = 0
         self._early: list[Measurement] = []
-        self._faults = page_faults.count()
-        """When the open step began, if `close` or `restart` has begun it."""
+        """Steps of a tape that had become too long; the next reading hands them out."""
         self._has_segments = False
+        """Parts of the tape were detached, and must be read before the rest of it."""
         self._updating = False
-        self._opened: float = self.tape[1]
-        self._last: float = self.tape[1]
+        self._faults = page_faults.count()
+        """Page faults when the open step began, if `close` or `restart` has begun it."""
         self._reset()
 
     def _reset(self) -> None:
@@ -195,7 +202,7 @@ class StepClock:
         now = self.now()
         self._reset()
         self._first = first
-        self._opened = self._last = now
+        self._began = self._last = now
         self._faults = page_faults.count()
         return now
 
@@ -216,7 +223,7 @@ class StepClock:
                     return str(tape[index])
             except (IndexError, TypeError):  # the tape was read meanwhile
                 break
-        return self._open
+        return self._phase
 
     @property
     def last(self) -> float:
@@ -254,7 +261,7 @@ class StepClock:
         tape, ended = self.tape if segment is None else segment, self._early
         self._early = []
         length = len(tape)
-        booked, opened, last, phase = self._booked, self._opened, self._last, self._open
+        booked, began, last, phase = self._booked, self._began, self._last, self._phase
         index = 0
         while index < length - 1:
             code, at = tape[index], tape[index + 1]
@@ -268,8 +275,8 @@ class StepClock:
             elif code == _BATCH:
                 self._count(*at)
             elif code == STEP:
-                ended.append(self._ended(last - opened))
-                booked, opened = self._booked, last
+                ended.append(self._ended(last - began))
+                booked, began = self._booked, last
                 self.cut_at = last
             elif code == _FIRST:
                 self._first = True
@@ -281,13 +288,13 @@ class StepClock:
             else:
                 self.aside_s += at - last
                 if code == RESUME:
-                    opened = at
+                    began = at
                     for name in booked:
                         booked[name] = 0.0
                 else:
-                    opened += at - last
+                    began += at - last
                 last = at
-        self._opened, self._last, self._open = opened, last, phase
+        self._began, self._last, self._phase = began, last, phase
         del tape[:length]
         return ended
 
