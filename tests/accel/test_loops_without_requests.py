@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import gc
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -18,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import accel
 from accel import strategies
-from accel.profiler.loop.steps import UNFED_AFTER, EndingOptimizer, StepRule
+from accel.profiler.loop.steps import UNFED_AFTER
 from accel.run import Run
 from tests.accel import loops
 from tests.accel.loops import Quick, assert_same, everything, loss_of, make, play_clock
@@ -169,55 +168,6 @@ def test_a_closure_that_calls_the_model_ends_no_step_within_its_update(only_quic
 
     plain = run(False)
     assert_same(run(True), plain)
-
-
-def test_of_several_ranks_none_ends_steps_by_itself() -> None:
-    are_several, optimizer = [True], make()[2]
-    rule = StepRule(lambda: True, lambda: are_several[0])
-
-    def ends_step() -> bool:
-        rule.update(optimizer)
-        return rule.call_ends_step()
-
-    assert not any(ends_step() for _ in range(3 * UNFED_AFTER))
-    are_several[0] = False
-    assert [ends_step() for _ in range(UNFED_AFTER)].index(True) == UNFED_AFTER - 1
-    assert rule.has_just_changed and not rule.call_ends_step()
-    assert ends_step() and not rule.has_just_changed
-    rule.has_batch = True
-    rule.update(optimizer)
-    assert rule.is_fed and not ends_step()
-
-
-def test_a_loop_that_makes_its_batches_ends_its_steps_at_calls_on_several_ranks_too() -> None:
-    optimizer = make()[2]
-    rule = StepRule(lambda: True, lambda: True)
-    rule.makes_batches()
-    assert not rule.call_ends_step()
-    for _ in range(3):
-        rule.update(optimizer)
-        assert rule.wants_calls and rule.call_ends_step() and not rule.call_ends_step()
-
-
-def ended(updates: int, *, is_freed: bool, has_ranks: bool) -> list[bool]:
-    """Return which updates of a second optimizer have ended a step; the first one has stepped three times before."""
-    first, second = (torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1) for _ in range(2))
-    ending = EndingOptimizer()
-    assert all(ending.is_of(first, has_ranks=has_ranks) for _ in range(3))
-    if is_freed:
-        del first
-        gc.collect()
-    return [ending.is_of(second, has_ranks=has_ranks) for _ in range(updates)]
-
-
-def test_another_optimizer_ends_the_steps_at_once_when_the_first_is_gone() -> None:
-    assert ended(5, is_freed=True, has_ranks=False) == [True] * 5
-
-
-def test_ranks_end_the_same_steps_whenever_each_frees_it() -> None:
-    """One that began earlier would wait for the others, and these, in a reduction of gradients, for it."""
-    of_ranks = [ended(55, is_freed=is_freed, has_ranks=True) for is_freed in (True, False)]
-    assert of_ranks == [[False] * 50 + [True] * 5] * 2
 
 
 # -- what a review found -----------------------------------------------------------------------------------------------

@@ -210,17 +210,6 @@ def test_optimizers_that_step_together_are_one_step(recorder: Recorder, seen: li
     assert recorder.steps == 39
 
 
-def test_an_optimizer_that_takes_another_s_place(recorder: Recorder, seen: list[Measurement]) -> None:
-    """The first never steps again: the second ends steps after a while."""
-    model = nn.Linear(8, 2)
-    for optimizer in [torch.optim.SGD(model.parameters(), lr=lr) for lr in (0.1, 0.01)]:
-        for x in own_batches(100):
-            model(x).mean().backward()
-            optimizer.step()
-
-    assert 140 <= recorder.steps < 200
-
-
 @pytest.mark.parametrize("take", [list, lambda batches: [next(iter(batches))]], ids=["all", "one"])
 def test_a_loop_over_batches_taken_from_a_loader_before_has_steps_of_its_own(take: Callable[[Any], list[Any]]) -> None:
     recorder, seen = Recorder(), list[Measurement]()

@@ -193,20 +193,3 @@ def test_momentum_that_comes_back_makes_the_buffers_that_are_missing() -> None:
         ends.append([p.detach() for p in parameters])
     for expected, actual in zip(*ends, strict=True):
         torch.testing.assert_close(actual, expected)
-
-
-def test_gradients_that_are_views_of_the_loops_own_buffer_stay_so() -> None:
-    """Others stood in for them for good: the buffer that the loop cleared and clipped was nobody's."""
-    weight = nn.Parameter(torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last))
-    flat = torch.zeros(weight.numel())
-    optimizer = torch.optim.SGD([weight], 0.1)
-    paths = Paths()
-    paths.switch([optimizer], fused=True)
-    weight.grad = view = flat.view(weight.shape)
-    for _ in range(2):
-        before = weight.detach().clone()
-        flat.fill_(1.0)
-        optimizer.step()
-        assert weight.grad is view
-        torch.testing.assert_close(weight.detach(), before - 0.1)
-    paths.restore()
