@@ -21,7 +21,7 @@ _MODULES = 2
 """Modules of one optimizer that are optimized: their searches take turns, so each makes the last one begin later."""
 
 
-_GONE_AFTER = 200
+GONE_AFTER = 200
 """Updates without a step of an optimizer, besides one of each other that is followed, after which it is let go of."""
 _HOPELESS = 50
 """Optimizers that were let go of after which no new one is followed."""
@@ -148,7 +148,7 @@ class Learners:
         Args:
             updates: steps of all optimizers so far.
         """
-        limit = _GONE_AFTER + len(self._followed)
+        limit = GONE_AFTER + len(self._followed)
         for steps in self:
             if updates - steps.updates >= limit:
                 self._give_up(steps)

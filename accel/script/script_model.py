@@ -11,10 +11,9 @@ from torch.optim import Optimizer
 from accel import entry
 from accel.dataio.passes.proxy import LoaderProxy
 from accel.profiler.loop.observers import leave
+from accel.script.optimizer_steps import GONE_AFTER
 from accel.session.session import Session
 
-GONE_AFTER = 200
-"""Updates without a step of a model after which it is taken to be trained no more."""
 _PATIENCE = 10
 """How many times as many for one that was taken so before, and was trained again: some loops train models by turns."""
 

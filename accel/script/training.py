@@ -28,8 +28,8 @@ from accel.profiler.loop.called_modules import RegisteredModules
 from accel.profiler.loop.steps import is_between_steps, is_described
 from accel.run import ranks
 from accel.script.loaders import ScriptLoaders
-from accel.script.optimizer_steps import Learners, OptimizerSteps, parameters_of
-from accel.script.script_model import GONE_AFTER, ScriptModel
+from accel.script.optimizer_steps import GONE_AFTER, Learners, OptimizerSteps, parameters_of
+from accel.script.script_model import ScriptModel
 from accel.session.report_places import numbered
 
 _AT_ONCE = 8

@@ -214,7 +214,7 @@ class Paths:
         signature = _signature(optimizer) if self._fused else ()
         is_known = signature is not None and signature == self._signatures[optimizer]
         find = _has_tensors if is_known else partial(_unfit, optimizer)
-        why = next((found for group in groups if (found := find(group, fused=self._fused))), "")
+        why = next((reason for group in groups if (reason := find(group, fused=self._fused))), "")
         is_looked_at = self._fused and not is_known
         lacks_buffers = is_looked_at and any(_lacks_some_buffers(optimizer, group) for group in groups)
         self._reasons.pop(optimizer, None)

@@ -13,7 +13,7 @@ from weakref import ref
 import torch
 
 from accel.profiler.loop.called_modules import CalledModules
-from accel.profiler.loop.clock import CUT, MAYBE_DATA, MAYBE_HOST, STEP, StepClock, Tape
+from accel.profiler.loop.clock import CUT, MAYBE_DATA, MAYBE_HOST, STEP, StepClock
 from accel.profiler.loop.delivery import Delivery
 from accel.profiler.loop.patches import Function
 from accel.profiler.loop.pauses import Pauses
@@ -37,7 +37,7 @@ class BatchMarks(Delivery):
 
     roots: CalledModules
     updates: int
-    _tape: Tape
+    _tape: Any
 
     def __init__(self, clock: StepClock, thread: int) -> None:
         super().__init__(clock)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable
-from typing import Any, Protocol
+from typing import Any
 
 from accel.profiler import page_faults
 from accel.profiler.phases import MEANING, Measurement
@@ -44,33 +44,6 @@ def settled(code: str, *, within: bool) -> str:
     if code not in PROVISIONAL:
         return code
     return PROVISIONAL[code] if within else "evaluation"
-
-
-class Tape(Protocol):
-    """Takes phases and times alternately."""
-
-    def append(self, entry: Any, /) -> None:
-        """Take a phase, or the time of the phase before it."""
-
-
-class PairTape:
-    """A tape that hands its entries on in pairs.
-
-    Args:
-        write: takes a phase and a time.
-    """
-
-    def __init__(self, write: Callable[[Any], None]) -> None:
-        self._write = write
-        self._code: str | None = None
-
-    def append(self, entry: Any, /) -> None:
-        """Hold a phase back until its time follows."""
-        if self._code is None or isinstance(entry, str):  # Ctrl-C may have come before the time
-            self._code = entry
-            return
-        code, self._code = self._code, None
-        self._write(CUT if code is STEP else (code, entry))
 
 
 class StepClock:

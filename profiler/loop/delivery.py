@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from torch.optim import Optimizer
@@ -12,6 +12,12 @@ from torch.optim import Optimizer
 from accel.profiler.interruptions import ours
 from accel.profiler.loop.clock import StepClock
 from accel.profiler.phases import Measurement
+
+KEPT_STEPS = 20_000
+"""The last steps that are kept: 20 MB."""
+MIN_STEPS, MAX_STEPS, SECONDS = 64, 512, 1.0
+"""A segment has as many steps as take a second, within these bounds. With 64 always, handing segments over and the
+readings that come with that cost 1 µs of a step of 70 µs."""
 
 
 class Delivery:
@@ -28,6 +34,7 @@ class Delivery:
         steps: whole steps so far.
         step_s: seconds in steps, the first left out.
         failed: why recording has stopped, '' while it goes on.
+        keep_steps: at least so many of the last steps are stored while `deferred` is set.
     """
 
     def __init__(self, clock: StepClock) -> None:
@@ -40,8 +47,13 @@ class Delivery:
         self.failed = ""
         self.first_boundary = self.last_boundary = 0.0
         self._hot = MarkState()
-        self._segments = Segments(KEPT_STEPS, clock.now)
-        self._segment_steps = 1
+        self.keep_steps = KEPT_STEPS
+        self._segments: deque[tuple[int, list[Any]]] = deque()
+        """Numbers of steps, and the tapes that hold them."""
+        self._stored_steps = 0
+        self._has_dropped = False
+        self._segment_steps, self._segment_at = 1, 0.0
+        """Steps of the segment under way, and when it began, s."""
 
     def _is_learning(self) -> bool:
         """Return whether updates still tell something about the loop."""
@@ -62,17 +74,31 @@ class Delivery:
         hot = self._hot
         if self.deferred:
             self.steps += self._segment_steps
-            self._segments.append(self._segment_steps, self.clock.detach())
+            self._store(self.clock.detach())
             self.on_segment()
         else:
             for measured in self.clock.read():
                 self.steps += 1
                 self._record(measured)
-        hot.steps_left = self._segment_steps = self._segments.next(self._segment_steps) if self.deferred else 1
+        hot.steps_left = self._segment_steps = self._next_segment() if self.deferred else 1
         hot.learning = self._is_learning()
         hot.counting = True
         hot.iterator = None  # the next batch takes the slow path, which counts it
         self.clock.resume()
+
+    def _store(self, segment: list[Any]) -> None:
+        self._segments.append((self._segment_steps, segment))
+        self._stored_steps += self._segment_steps
+        while self._stored_steps - self._segments[0][0] >= self.keep_steps:
+            self._stored_steps -= self._segments.popleft()[0]
+            self._has_dropped = True
+
+    def _next_segment(self) -> int:
+        """Return how many steps the next segment should have."""
+        now = self.clock.now()
+        step_s = (now - self._segment_at) / self._segment_steps
+        self._segment_at = now
+        return max(MIN_STEPS, min(MAX_STEPS, int(SECONDS / step_s) if step_s > 0 else MAX_STEPS))
 
     def _record(self, measured: Measurement) -> None:
         self.last_boundary = self.clock.cut_at
@@ -87,12 +113,13 @@ class Delivery:
         self._guarded(self._parse_stored)
 
     def _parse_stored(self) -> None:
-        for number, segment in enumerate(self._segments):
-            if number == 0 and self._segments.dropped:  # the steps before were dropped
+        for number, (_, segment) in enumerate(self._segments):
+            if number == 0 and self._has_dropped:  # the steps before were dropped
                 self.first_boundary, self.step_s, self.clock.aside_s = segment[1], 0.0, 0.0
             for measured in self.clock.read(segment):
                 self._record(measured)
         self._segments.clear()
+        self._stored_steps = 0
         for measured in self.clock.read():
             self._record(measured)
 
@@ -123,51 +150,3 @@ class MarkState:
         """A weak reference to the optimizer whose update ends a step that no loader ends: the first that stepped."""
         self.steps_left = 1
         """Steps until the tape is handed over."""
-
-
-KEPT_STEPS = 20_000
-"""The last steps that are kept: 20 MB."""
-MIN_STEPS, MAX_STEPS, SECONDS = 64, 512, 1.0
-"""A segment has as many steps as take a second, within these bounds. With 64 always, handing segments over and the
-readings that come with that cost 1 µs of a step of 70 µs."""
-
-
-class Segments:
-    """Keeps the last segments.
-
-    Args:
-        keep_steps: at least so many of the last steps are kept.
-        now: the clock, s.
-
-    Attributes:
-        dropped: True once a segment was dropped at the front.
-    """
-
-    def __init__(self, keep_steps: int, now: Callable[[], float]) -> None:
-        self.dropped = False
-        self._keep_steps, self._now = keep_steps, now
-        self._kept: deque[tuple[int, list[Any]]] = deque()
-        self._steps, self._at = 0, 0.0
-
-    def __iter__(self) -> Iterator[list[Any]]:
-        return (tape for _, tape in self._kept)
-
-    def append(self, steps: int, tape: list[Any]) -> None:
-        """Store a tape with so many steps."""
-        self._steps += steps
-        self._kept.append((steps, tape))
-        while self._steps - self._kept[0][0] >= self._keep_steps:
-            self._steps -= self._kept.popleft()[0]
-            self.dropped = True
-
-    def next(self, steps: int) -> int:
-        """Return how many steps the next segment should have; `steps` have been taken since the last call."""
-        now = self._now()
-        step_s = (now - self._at) / steps
-        self._at = now
-        return max(MIN_STEPS, min(MAX_STEPS, int(SECONDS / step_s) if step_s > 0 else MAX_STEPS))
-
-    def clear(self) -> None:
-        """Drop all segments."""
-        self._kept.clear()
-        self._steps = 0

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from accel.profiler.interruptions import ours
-from accel.profiler.loop.clock import PROVISIONAL, RESUME, SETTLED, SKIP, STEP, WAS, StepClock, settled
+from accel.profiler.loop.clock import CUT, PROVISIONAL, RESUME, SETTLED, SKIP, STEP, WAS, StepClock, settled
 from accel.profiler.loop.patches import Function, Patches
 from accel.profiler.phases import MEANING, PHASES, Measurement
 
@@ -103,6 +103,7 @@ class DeviceEvents:
         self._make: Callable[[], Any] | None = None
         self._free: list[Any] = []
         self._step: list[tuple[str, Any]] = []
+        self._code: str | None = None
         self._is_whole = False
         self._pending: deque[tuple[int, list[tuple[str, Any]]]] = deque()
 
@@ -127,6 +128,14 @@ class DeviceEvents:
         except ours():
             log.debug("no events on the device", exc_info=True)
         self._make = None
+
+    def append(self, entry: Any, /) -> None:
+        """Take a phase, or the time of the phase before it, as the tape of a clock does."""
+        if self._code is None or isinstance(entry, str):  # Ctrl-C may have come before the time
+            self._code = entry
+            return
+        code, self._code = self._code, None
+        self.write(CUT if code is STEP else (code, entry))
 
     def write(self, pair: Any) -> None:
         """Write a pair to the tape, and mark a phase on the device too."""

@@ -24,7 +24,7 @@ from accel.profiler.evidence import LoaderFacts
 from accel.profiler.loop import facts
 from accel.profiler.loop.batches import BatchMarks
 from accel.profiler.loop.called_modules import CalledModules, RegisteredModules
-from accel.profiler.loop.clock import MAYBE_FORWARD, MAYBE_HOST, PROVISIONAL, PairTape, StepClock, Tape
+from accel.profiler.loop.clock import MAYBE_FORWARD, MAYBE_HOST, PROVISIONAL, StepClock
 from accel.profiler.loop.device import DeviceEvents, marked_copy
 from accel.profiler.loop.optimizers import Optimizers
 from accel.profiler.loop.patches import Function, Loaders, Probes, has_gpu
@@ -51,7 +51,7 @@ class Recorder(BatchMarks):
         if has_gpu():
             self.events = DeviceEvents(self.clock.write, lambda: self.steps)
             self.clock.write = self.events.write
-        self._tape: Tape = self.clock.tape if self.events is None else PairTape(self.events.write)
+        self._tape: Any = self.clock.tape if self.events is None else self.events
         self._on_update: Callable[[Optimizer], None] | None = None
         self.on_call: Callable[[], None] | None = None
         """Called within each counted call of the model, for as long as it is set."""
