@@ -155,6 +155,7 @@ class StepEvents(LoopObserver):
             register_optimizer_step_post_hook(self._optimizer_ended),
         ]
         self._run.gate.watch(self)
+        backward.listen(self)  # until the first step has ended: which model is trained?
 
     def close(self) -> None:
         """Remove all hooks."""
@@ -258,18 +259,11 @@ class StepEvents(LoopObserver):
         rule.has_batch = True
         if proxy is not self._loader.delivered:
             self._loader.turns_to(proxy)
-        if not self.steps and not self._usage.called:
-            self._count_untrained()
         if mode is _MEASURING:
             samples, shape = batches.describe(batch)
             self._clock.batch(samples, shape)
             if self.observation is not None:
                 self.observation.batch_delivered()
-
-    def _count_untrained(self) -> None:
-        # Under no_grad the loop is validating; without an optimizer each batch is a step.
-        if self._run.optimizers and torch.is_grad_enabled() and self._usage.untrained_batch():
-            backward.listen(self)
 
     def epoch_ended(self, proxy: LoaderProxy) -> None:
         """Pass it on: the request that reached the epoch's end has closed its last step."""
@@ -359,7 +353,6 @@ class StepEvents(LoopObserver):
             return
         key = id(optimizer)
         if key != self._stepping and (key == self._passing or not self._owns(optimizer)):
-            self._usage.trained_elsewhere()
             return
         if mode is _MEASURING:
             self._clock.updated()
@@ -383,7 +376,8 @@ class StepEvents(LoopObserver):
     def backward_ended(self, roots: list[Tensor]) -> None:
         """Check the gradients."""
         if self._state.mode is not _SUSPENDED:
-            self._usage.trained_elsewhere()
+            if not self.steps and not self._usage.called:
+                self._usage.trained_elsewhere()
             self._guard.backward_ended(roots)
 
     # -- the model's calls (gate.Watcher) ------------------------------------------------------------------------------

@@ -164,11 +164,6 @@ class Session:
         """True while `trying`, and while the loop runs plainly: in `suspended`, and once everything has been undone."""
         return self._state.mode is not _RESTING and (self._state.mode is not _MEASURING or self.trying)
 
-    @property
-    def untrained(self) -> str:
-        """A line for the user if the loop has gone through many batches and never trained the model, else ''."""
-        return "" if self.steps else self._usage.untrained
-
     # -- the batch controller, in steps that are not `trying` ----------------------------------------------------------
 
     def leave_out_step(self) -> None:
@@ -326,7 +321,6 @@ class Session:
         self._is_alone = self.guard.steps_alone = self._usual.tells_sizes = not self._ranks.distributed
         if self._ranks.leads:
             self._decisions = self._make_decisions()
-        self._usage.watch_submodules()
         self.events.rule.begun = True
         self._next_action(first=True)
         self._result.steps = self.steps  # includes those in which another model's search came first
@@ -393,7 +387,7 @@ class Session:
         self._result.regime, self._result.growth = self._regime(), self._batch.take_growth()
         self._result.load = self._host.look(self._action.host)
         self.run.observed.fetch_finding = self._loader.finding
-        self._usage.report_submodules()
+        self._usage.tell_uncalled()
         self._next_action()
 
     def _regime(self) -> Hashable:
@@ -491,7 +485,6 @@ class Session:
         remaining = {} if together else self.switchboard.collective()
         self.switchboard.switch(remaining)
         self.events.observe(False)
-        self._usage.close()
         self.guard.close()
         self._loader.watch(False)
         self.run.gate.close()

@@ -334,7 +334,7 @@ def test_of_a_module_that_is_never_called_loader_and_optimizer_remain(
             loss_of(model.loss(x), target).backward()
             optimizer.step()
     assert steps_of(model) >= 20
-    assert "the training steps call neither Parts nor a part of it" in capsys.readouterr().err
+    assert "the training steps never call Parts itself" in capsys.readouterr().err
 
 
 def test_an_optimizer_made_later_for_a_model_that_is_known_is_left_to_its_session(training: ScriptTraining) -> None:
