@@ -35,9 +35,9 @@ from accel.search.plan import Plan
 from accel.session.announcer import Announcer
 from accel.session.interrupts import end_as_interrupted, is_interactive
 from accel.session.journal import Journal
-from accel.session.listeners import free_fetching
 from accel.session.report_places import own_place
 from accel.session.session import Session
+from accel.session.training_loader import free_fetching
 from accel.settings import OptimizeSettings, check_objects, check_settings
 from accel.strategies.base import Strategy
 

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from accel.dataio.passes.proxy import LoaderProxy
+from accel.profiler.loop.observers import follow, leave
 from accel.session.announcer import Announcer
 from accel.session.journal import Journal
-from accel.session.listeners import follow, leave
 from accel.session.session import Session
 from accel.settings import OptimizeSettings
 

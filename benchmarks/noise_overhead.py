@@ -36,8 +36,8 @@ from accel.elastic.controller import BatchController
 from accel.elastic.noise_interval import interval_of
 from accel.goodput.noise_meter import NoiseMeter
 from accel.goodput.observations import WINDOW
+from accel.profiler.loop import backward
 from accel.profiler.trial import interval, winsorised
-from accel.run import backward
 from benchmarks.record import Column, Record
 from benchmarks.render import SOURCE, Row
 

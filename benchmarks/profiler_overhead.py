@@ -32,9 +32,9 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from accel.profiler.clocks import callslot
-from accel.profiler.clocks.probes import Function, Probes
-from accel.profiler.clocks.recorder import Recorder
+from accel.profiler.loop import callslot
+from accel.profiler.loop.patches import Function, Probes
+from accel.profiler.loop.recorder import Recorder
 from accel.profiler.session import WATCH_S
 from accel.profiler.system.sampler import Sampler
 from benchmarks.record import Record
@@ -159,7 +159,7 @@ class Marks:
 
 
 class Floor:
-    """The least that marks can do: phase and time, whoever calls (a `Marker` for `Probes`)."""
+    """The least that marks can do: phase and time, whoever calls (in the place of a recorder)."""
 
     thread = 0
 

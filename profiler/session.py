@@ -24,14 +24,6 @@ from typing import Any
 import torch
 
 from accel.profiler import naming
-from accel.profiler.clocks import called_modules as roots
-from accel.profiler.clocks import facts
-from accel.profiler.clocks.backlog import Backlog
-from accel.profiler.clocks.device_events import events_on, has_gpu
-from accel.profiler.clocks.probes import Loaders
-from accel.profiler.clocks.recorder import Recorder
-from accel.profiler.clocks.segments import KEPT_STEPS
-from accel.profiler.clocks.settings import TorchSettings
 from accel.profiler.conclusion import judging
 from accel.profiler.diagnose import device_time, one_offs
 from accel.profiler.diagnose.causes import CROWDS
@@ -42,12 +34,18 @@ from accel.profiler.experiments.whatif import ALONE, TOGETHER, Counterfactual, S
 from accel.profiler.gather import Exchange
 from accel.profiler.host import usable_cores
 from accel.profiler.interruptions import ours
+from accel.profiler.loop import called_modules as roots
+from accel.profiler.loop import facts
+from accel.profiler.loop.delivery import KEPT_STEPS
+from accel.profiler.loop.device import Backlog, events_on
+from accel.profiler.loop.patches import Loaders, has_gpu
+from accel.profiler.loop.recorder import Recorder
 from accel.profiler.naming import Diagnosis
 from accel.profiler.nvml import Nvml
 from accel.profiler.phases import Measurement
 from accel.profiler.report import Experiment, Finding
 from accel.profiler.system.loop_source import batch_lines, users_frames
-from accel.profiler.system.meters import Crowd, DdpWait, Span, Workers
+from accel.profiler.system.meters import Crowd, DdpWait, Span, TorchSettings, Workers
 from accel.profiler.system.sampler import Sampler
 from accel.profiler.system.thread_limit import ThreadLimit
 from accel.profiler.trace import roofline

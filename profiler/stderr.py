@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import warnings
 
 
 def write(text: str, end: str = "\n") -> None:
@@ -21,3 +22,16 @@ def write(text: str, end: str = "\n") -> None:
     if sys.stderr is not None:  # print() would write to stdout then
         with contextlib.suppress(Exception):
             print(text, end=end, file=sys.stderr, flush=True)
+
+
+def warn(text: str, stacklevel: int) -> None:
+    """Warn the user; where Python raises instead (`-W error`), the text goes to stderr, and the run goes on.
+
+    Args:
+        text: what the user is told.
+        stacklevel: as `warnings.warn` takes it, counted from the caller.
+    """
+    try:
+        warnings.warn(text, RuntimeWarning, stacklevel=stacklevel + 1)
+    except Warning:
+        write(f"accel: {text}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections import defaultdict
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
@@ -36,7 +37,7 @@ ROOMS = {
     },
     "dataio": {"dataset", "engine", "fetching", "image", "passes", "samples", "sampling"},
     "kernels": {"codes", "draws", "fcos_targets", "optimizers", "rows", "simota", "window_attention"},
-    "profiler": {"clocks", "conclusion", "diagnose", "experiments", "system", "trace"},
+    "profiler": {"conclusion", "diagnose", "experiments", "loop", "system", "trace"},
 }
 
 # Rooms whose names are public too: `__init__` has them in `__all__`, and other folders import them there.
@@ -164,3 +165,10 @@ def test_no_class_name_stands_for_two_things() -> None:
 def test_a_file_is_short_enough_to_be_read(folder: str) -> None:
     lines = {path.relative_to(ROOT).as_posix(): text(path).count("\n") for path in own_modules(folder)}
     assert not {name: count for name, count in lines.items() if count > LONGEST_FILE}
+
+
+def test_torch_s_entry_points_of_a_loop_are_patched_in_one_room() -> None:
+    """A loop that is new to accel is then taught in one place, and known to all who subscribe there."""
+    patched = re.compile(r"replace\((DataLoader|_BaseDataLoaderIter|torch\.autograd)|torch\.autograd\.backward = ")
+    rooms = {room_of(module) for module, path in MODULES.items() if patched.search(text(path))}
+    assert rooms == {"accel.profiler.loop"}

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from accel.errors import InvalidArgument
-from accel.run import backward
+from accel.profiler.loop import backward
 
 _FIRST, _EVERY = 2, 64
 """Calls of a model whose backward pass is looked at: so many at first, and then one of so many. It takes 2 µs for each

@@ -29,7 +29,7 @@ from accel.amp.casts import cast_weights, enter, leave
 from accel.amp.loss_scale import DynamicLossScale
 from accel.dataio.batches import map_tensors
 from accel.errors import InvalidArgument
-from accel.run import backward
+from accel.profiler.loop import backward
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _HALF = (torch.float16, torch.bfloat16)

@@ -18,8 +18,8 @@ from accel.errors import InvalidArgument
 from accel.files import check_folder, is_there, write_atomic
 
 if TYPE_CHECKING:
-    from accel.profiler.clocks.recorder import Recorder
     from accel.profiler.gather import Exchange
+    from accel.profiler.loop.recorder import Recorder
     from accel.profiler.report import ProfileReport
     from accel.profiler.script import Script
     from accel.profiler.session import ProfileSession

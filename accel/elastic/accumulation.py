@@ -32,7 +32,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from accel.run import backward
+from accel.profiler.loop import backward
 
 Step = Callable[..., Any]
 

@@ -45,13 +45,13 @@ from accel.goodput.noise_meter import NoiseMeter
 from accel.goodput.observations import WINDOW
 from accel.profiler.host import seconds_since_start
 from accel.profiler.interruptions import ours
-from accel.profiler.optimizers import Optimizers
+from accel.profiler.loop import backward
+from accel.profiler.loop.observers import LoopObserver
+from accel.profiler.loop.optimizers import Optimizers
+from accel.profiler.stderr import warn
 from accel.report.model import BatchRow
-from accel.run import backward
 from accel.run.context import Run
 from accel.run.ranks import Ranks
-from accel.session.listeners import Onlooker
-from accel.session.own_warning import warn
 from accel.session.session import Session
 from accel.session.turns import TURNS
 
@@ -68,7 +68,7 @@ _AHEAD = 8
 """Batches by which a rank's loader may run further ahead than another's between two decisions."""
 
 
-class BatchRun(Onlooker):
+class BatchRun(LoopObserver):
     """Let a controller decide the batch size of a loop.
 
     Args:

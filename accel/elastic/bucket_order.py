@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from accel.run import backward
+from accel.profiler.loop import backward
 
 is_heard_elsewhere = False
 """Somebody acts on the gradients of a parameter on another rank; known where the process group was formed anew."""

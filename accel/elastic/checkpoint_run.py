@@ -28,10 +28,10 @@ from accel.elastic.training_state import Stateful, capture_state, restore_state
 from accel.elastic.updates import all_updates
 from accel.errors import CheckpointError, InvalidArgument
 from accel.profiler.interruptions import ours
-from accel.run import backward
+from accel.profiler.loop import backward
+from accel.profiler.loop.observers import LoopObserver
+from accel.profiler.stderr import warn
 from accel.run.ranks import Ranks, leads
-from accel.session.listeners import Onlooker
-from accel.session.own_warning import warn
 
 _REQUESTS_ELSEWHERE = 4
 """Of batches, by another thread than the one that trains, after which the loop is taken to fetch there."""
@@ -51,7 +51,7 @@ class BatchState(Stateful, Protocol):
     """Bytes of this rank's device, or of the one that has the least."""
 
 
-class CheckpointRun(Onlooker):
+class CheckpointRun(LoopObserver):
     """Save a loop's training, and restore it.
 
     Args:

@@ -28,7 +28,7 @@ from accel.guard.guard import Recording
 from accel.guard.sharded import talks_within_calls
 from accel.profiler.host import available_memory, resident_memory
 from accel.profiler.interruptions import Tolerated, ours
-from accel.run import backward
+from accel.profiler.loop import backward
 
 Call = Callable[..., Any]
 

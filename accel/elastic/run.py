@@ -25,9 +25,9 @@ from accel.elastic.resize_orders import orders_of_job
 from accel.elastic.sample_position import SamplePosition
 from accel.elastic.torchrun_nodes import remedy
 from accel.goodput.job import JobProfile
+from accel.profiler.loop.observers import follow, is_followed, leave
+from accel.profiler.stderr import warn
 from accel.run.ranks import Ranks
-from accel.session.listeners import follow, is_followed, leave
-from accel.session.own_warning import warn
 from accel.session.session import Session
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ class ElasticRun:
         self._written = 0, 0.0
         """Batch and noise scale of the profile that was written last."""
         if settings.max_batch_size is not None:
-            session.events.kept.is_possible = False  # a step here ends with a request
+            session.events.rule.needs_requests = True  # a step here ends with a request
             self.batch = BatchRun(
                 session,
                 session.run,

@@ -33,8 +33,8 @@ from accel.elastic.held_batches import HeldBatches
 from accel.elastic.left_alone import is_left_alone
 from accel.elastic.loop_turns import RemainingEpochs, turns_of
 from accel.elastic.updates import all_updates
-from accel.run import backward
-from accel.session.listeners import Onlooker
+from accel.profiler.loop import backward
+from accel.profiler.loop.observers import LoopObserver
 
 
 class _Look(NamedTuple):
@@ -75,7 +75,7 @@ class _Inner:
         self.ahead.delivered(self.dealt)
 
 
-class SamplePosition(Onlooker):
+class SamplePosition(LoopObserver):
     """Follow a loader that an `ElasticSampler` makes the batches of.
 
     Args:

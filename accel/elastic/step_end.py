@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from accel.session.listeners import Onlooker
+from accel.profiler.loop.observers import LoopObserver
 
 
-class StepEnd(Onlooker):
+class StepEnd(LoopObserver):
     """Stops the clock of a step before anything else hears that it has ended.
 
     Args:

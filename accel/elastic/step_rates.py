@@ -10,7 +10,7 @@ from accel.elastic.learning_rate import LearningRateScaler
 from accel.elastic.left_alone import StepCount
 from accel.elastic.scaling_rules import AdaScale, BatchScale, Linear, NoScaling, Rule, Sqrt
 from accel.goodput.efficiency import NoiseInterval
-from accel.profiler.optimizers import Optimizers
+from accel.profiler.loop.optimizers import Optimizers
 
 
 class StepRates:

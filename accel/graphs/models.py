@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from accel.graphs.model_calls import ModelCalls
-from accel.profiler.clocks import callslot
+from accel.profiler.loop import callslot
 
 _NAME = "_accel_captured"
 

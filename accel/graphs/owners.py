@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from accel.profiler.clocks import callslot
+from accel.profiler.loop import callslot
 
 _PLAIN = frozenset({type(None), bool, int, float, complex, str})
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))

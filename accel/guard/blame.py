@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from accel.dataio.batches import tensors
 from accel.guard.guard import Comparison, Recording, Replayed
-from accel.run.backward import leads_past
+from accel.profiler.loop.backward import leads_past
 
 # In a step with more micro-batches, calls are not kept, and no strategy is blamed for gradients.
 _CALLS = 4

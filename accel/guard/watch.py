@@ -37,7 +37,8 @@ from accel.guard.nested_state import entries_within
 from accel.guard.random_states import RandomStates
 from accel.guard.sharded import talks_within_calls
 from accel.profiler.interruptions import Tolerated
-from accel.run import backward, ranks
+from accel.profiler.loop import backward
+from accel.run import ranks
 from accel.run.gate import Call, Gate
 
 # Outputs don't grow so much in a few hundred healthy steps; a diverging run gets there fast.

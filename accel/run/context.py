@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from accel.dataio.batches import shape_of, tensors
 from accel.profiler.host import usable_cores
-from accel.profiler.optimizers import Optimizers
+from accel.profiler.loop.optimizers import Optimizers
 from accel.run.layouts import order
 
 if TYPE_CHECKING:

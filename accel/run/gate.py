@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from accel.profiler.clocks import callslot
+from accel.profiler.loop import callslot
 
 Call = Callable[..., Any]
 Wrap = Callable[[Call], Call]

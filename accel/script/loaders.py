@@ -1,8 +1,8 @@
 """The script's DataLoaders: those that it iterates with gradients hand out their batches through a proxy.
 
-Only `DataLoader.__iter__` is replaced, once, while anything follows loaders: these, their classes and their pickles
-stay as they are. Of those that follow loaders in one thread only the latest does: a callback in a script under
-`accel run`, say. A proxy that nobody but this module follows fetches as the loader itself does.
+Only `DataLoader.__iter__` is replaced (`HandedOutLoaders`): loaders, their classes and their pickles stay as they are.
+Of those that follow loaders in one thread only the latest does: a callback in a script under `accel run`, say. A proxy
+that nobody but this module follows fetches as the loader itself does.
 
 Left alone are loaders iterated without gradients (for an evaluation), in another thread, or by a class with an
 `__iter__` of its own, whose batches are not those that `DataLoader.__iter__` yields.
@@ -10,26 +10,25 @@ Left alone are loaders iterated without gradients (for an evaluation), in anothe
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections import OrderedDict
 from collections.abc import Callable
-from threading import Lock, get_ident
+from threading import get_ident
 from types import FrameType
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
 
-from accel.dataio.passes.proxy import Fetching, LoaderProxy
-from accel.profiler.clocks.probes import Function, Patches
-from accel.session.listeners import follow
+from accel.dataio.passes.proxy import LoaderProxy
+from accel.profiler.loop.observers import LoopObserver, follow
+from accel.profiler.loop.patches import HANDED_OUT_LOADERS
 
 # Loaders whose proxies are kept; a script that makes a loader for each epoch or fold leaves many.
 _KEPT = 8
 
 
-class ScriptLoaders:
+class ScriptLoaders(LoopObserver):
     """Follow the loaders of the script.
 
     Args:
@@ -40,7 +39,6 @@ class ScriptLoaders:
         delivered: batches that it was given.
         has_workers: one of the loaders fetches in processes of its own.
         latest: where the last of them came from.
-        fetching: no loader's (a follower has one).
         on_new: called with each proxy that is made.
         on_request: called before a batch is asked for in that thread.
         on_later: called when another one begins to follow the loaders of that thread, before it does.
@@ -51,7 +49,6 @@ class ScriptLoaders:
         self.delivered = 0
         self.has_workers = False
         self.latest: LoaderProxy | None = None
-        self.fetching = Fetching()
         self.on_new: Callable[[LoaderProxy], None] = lambda proxy: None
         self.on_request: Callable[[], None] = lambda: None
         self.on_later: Callable[[], None] = lambda: None
@@ -64,18 +61,18 @@ class ScriptLoaders:
 
     def start(self) -> None:
         """Follow loaders from now on, in place of others that follow those of this thread."""
-        if (earlier := _FOLLOWERS.latest(self.thread)) is not None:
+        if (earlier := HANDED_OUT_LOADERS.latest(self.thread)) is not None:
             earlier.on_later()
-        _FOLLOWERS.add(self)
+        HANDED_OUT_LOADERS.add(self)
 
     def stop(self) -> None:
         """Leave loaders alone from now on; `DataLoader.__iter__` is restored once nobody follows any."""
-        _FOLLOWERS.remove(self)
+        HANDED_OUT_LOADERS.remove(self)
 
     @property
     def is_latest(self) -> bool:
         """Whether no other follower of this thread stands before this one."""
-        return _FOLLOWERS.latest(self.thread) is self
+        return HANDED_OUT_LOADERS.latest(self.thread) is self
 
     def iterate(self, loader: Any, caller: FrameType) -> Any:
         """Return what the script is to iterate; None if the loader is left alone."""
@@ -110,25 +107,16 @@ class ScriptLoaders:
             if is_free:
                 proxy._accel_listener = None  # which holds the proxy: they would wait for the garbage collector
 
-    # -- what a follower of a loader is told (session.listeners.Follower) ----------------------------------------------
+    # -- what an observer of a loader is told --------------------------------------------------------------------------
 
     def epoch_begins(self, proxy: LoaderProxy) -> None:
         """Note whose processes are there; a loader that is asked for an iterator need not be trained on."""
         self.has_workers = self.has_workers or bool(getattr(proxy._accel_loader, "num_workers", 0))
 
-    def batch_requested(self) -> None:
-        """Nothing: steps end elsewhere."""
-
     def batch_delivered(self, batch: Any, proxy: LoaderProxy) -> None:
         """Note where the batch comes from."""
         self.delivered += 1
         self.latest = proxy
-
-    def epoch_ended(self, proxy: LoaderProxy) -> None:
-        """Nothing."""
-
-    def fetching_failed(self, error: Exception) -> None:
-        """Nothing: the fetching of a loader is a session's."""
 
 
 def _is_within_ours(caller: FrameType) -> bool:
@@ -142,50 +130,6 @@ def _is_within_ours(caller: FrameType) -> bool:
             return True
         frame = frame.f_back
     return False
-
-
-class _Followers:
-    """Those that follow loaders at present, which may end in any order.
-
-    Were each of them to replace `DataLoader.__iter__`, one would take the loader that the proxy of another one iterates
-    for the script's, and so on without end.
-    """
-
-    def __init__(self) -> None:
-        self._present: tuple[ScriptLoaders, ...] = ()  # another one with each change: other threads read it meanwhile
-        self._patches = Patches()
-        self._changing = Lock()
-
-    def add(self, follower: ScriptLoaders) -> None:
-        with self._changing:
-            if not self._present:
-                self._patches = Patches()
-                self._patches.replace(DataLoader, "__iter__", self._handing_out)
-            self._present = (*self._present, follower)
-
-    def remove(self, follower: ScriptLoaders) -> None:
-        with self._changing:
-            self._present = tuple(each for each in self._present if each is not follower)
-            if not self._present:
-                self._patches.remove()
-
-    def latest(self, thread: int) -> ScriptLoaders | None:
-        """Return the one that has begun last of those of a thread."""
-        return next((each for each in reversed(self._present) if each.thread == thread), None)
-
-    def _handing_out(self, original: Function) -> Function:
-        patches = self._patches  # of this time: what the script has wrapped stays, and only passes on later
-
-        @functools.wraps(original)
-        def iterate(loader: Any) -> Any:
-            follower = self.latest(get_ident()) if patches.on else None
-            handed_out = None if follower is None else follower.iterate(loader, sys._getframe(1))
-            return original(loader) if handed_out is None else handed_out
-
-        return iterate
-
-
-_FOLLOWERS = _Followers()
 
 
 class HandedOut:

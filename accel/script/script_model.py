@@ -10,11 +10,10 @@ from torch.optim import Optimizer
 
 from accel import entry
 from accel.dataio.passes.proxy import LoaderProxy
-from accel.session.listeners import leave
+from accel.profiler.loop.observers import leave
+from accel.script.optimizer_steps import GONE_AFTER
 from accel.session.session import Session
 
-GONE_AFTER = 200
-"""Updates without a step of a model after which it is taken to be trained no more."""
 _PATIENCE = 10
 """How many times as many for one that was taken so before, and was trained again: some loops train models by turns."""
 
@@ -43,19 +42,10 @@ class ScriptModel:
         self._updates, self._has_returned = updates, has_returned
         """Made in all when it was last seen to be trained."""
 
-    @property
-    def makes_batches(self) -> bool:
-        """Whether the loop makes its own batches: steps end where its optimizers have stepped."""
-        return self._follow is None
-
     def follow(self, proxy: LoaderProxy) -> None:
         """Let the session follow a loader, if it follows any."""
         if self._follow is not None:
             self._follow(proxy)
-
-    def is_trained_by(self, optimizer: Optimizer) -> bool:
-        """Return whether its session has seen this optimizer train it."""
-        return any(optimizer is mine for mine in self.optimizers)
 
     def has_ended(self, updates: int, turn: int, at_once: bool) -> bool:
         """Return whether it is taken to be trained no more.
@@ -102,7 +92,7 @@ class ScriptModel:
             return
         for proxy in record.proxies:
             leave(proxy, session.events)  # a pass that goes on would count these steps as ones of the trial
-        session.events.kept.is_possible = False  # so would a loop of another kind
+        session.events.rule.needs_requests = True  # so would a loop of another kind
         session.events.observe(False)
         session.guard.expect(None)
         kept = record.journal.kept

@@ -9,11 +9,9 @@ Everything is decided by counting steps, so the ranks of a launch do the same at
 
 from __future__ import annotations
 
-import contextlib
 import gc
-import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
 from threading import get_ident
 from typing import Any
@@ -25,24 +23,35 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from accel import entry, startup
 from accel.dataio.passes.proxy import LoaderProxy
 from accel.profiler import stderr
-from accel.profiler.clocks.registered_modules import RegisteredModules
 from accel.profiler.interruptions import ours
+from accel.profiler.loop.called_modules import RegisteredModules
+from accel.profiler.loop.steps import is_between_steps, is_described
 from accel.run import ranks
-from accel.script.learners import Learners
 from accel.script.loaders import ScriptLoaders
-from accel.script.looks import Looks
-from accel.script.optimizer_steps import OptimizerSteps, parameters_of
-from accel.script.own_batches import UpdateBoundary
-from accel.script.script_model import GONE_AFTER, ScriptModel
-from accel.search.budget import Budget
+from accel.script.optimizer_steps import GONE_AFTER, Learners, OptimizerSteps, parameters_of
+from accel.script.script_model import ScriptModel
 from accel.session.report_places import numbered
 
 _AT_ONCE = 8
 """Models that are optimized at a time."""
 _REPORTS = 32
 """Models of which reports are written: a loop may copy its model for each of a hundred thousand tasks."""
+_LOOKS, _UPDATES_EACH = 16, 1000
+"""Looks at what an optimizer trains that may be taken at first, and updates after which one more may.
+
+To find its modules, those that were built in the run are gone through, and if they are not among these all objects of
+the process: 20 ms, or seconds beside a dataset of many small ones. To begin the search for a model takes as long.
+Federated training and population loops copy a model for each of thousands of clients, which take a few steps each.
+Counted and not timed, so that all ranks look alike."""
 _CHECK_EVERY = 50
 """Updates between two looks for what is trained no more."""
+
+
+class OwnBatches:
+    """Stands for the batches that a loop makes itself; nobody iterates it."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(())
 
 
 class ScriptTraining:
@@ -54,7 +63,6 @@ class ScriptTraining:
         whole: how to see the whole report, where it goes to no file.
         earlier: models that were optimized before these; reports are numbered on from them.
         from_start: it begins before the script makes any module, so that all can be noted.
-        clock: seconds, monotonic.
 
     Attributes:
         updates: steps of optimizers in that thread.
@@ -71,26 +79,21 @@ class ScriptTraining:
         earlier: int = 0,
         *,
         from_start: bool = False,
-        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.updates = self.updates_elsewhere = self.models = 0
         self.has_failed = False
         self.loaders = ScriptLoaders(thread)
         self._options, self._thread, self._whole, self._earlier = options, thread, whole, earlier
-        self._boundary = UpdateBoundary()
         self._registered, self._from_start = RegisteredModules(), from_start
         self._was_launched = ranks.are_launched()
-        self._looks = Looks(Budget.parse(options["budget"]), clock)
+        self._looks = 0
         self._learning = Learners(_AT_ONCE, self._leave)
         self._due: list[OptimizerSteps] = []
-        """What they train is known, and is optimized when the next batch is asked for."""
-        self._inseparable = 0
-        """Optimizers whose steps were seen only within hooks, where no step can end, and that no loader feeds."""
-        self._own_batches: weakref.WeakSet[OptimizerSteps] = weakref.WeakSet()
+        """What they train is known, and is optimized when the next batch is asked for or the model is called."""
+        self._uncalled = 0
+        """Optimizers that no loader feeds, and that train no module which is called: nothing ends their steps."""
         self._known: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         """Those that have been looked at, and need not be again."""
-        self._later: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        """Those that have come to a model which is optimized already, in a loop that makes its own batches."""
         self._left: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         """Those that were followed in vain, or whose models were let go of; they may step again."""
         self._met = 0
@@ -120,7 +123,7 @@ class ScriptTraining:
         if self._hook is not None:
             self._hook.remove()
         self._learning.release()
-        for steps in [*self._due, *self._own_batches]:
+        for steps in self._due:
             steps.release()
         self._due.clear()
 
@@ -145,12 +148,11 @@ class ScriptTraining:
         No step of a loop that another one follows would end a trial, and what is optimized here would be no longer its.
         """
         try:
-            for steps in [*self._learning, *self._due, *self._own_batches]:
+            for steps in [*self._learning, *self._due]:
                 self._leave(steps.optimizer)
                 steps.release()
             self._learning.release()
             self._due.clear()
-            self._own_batches.clear()
             for key in list(self._optimized):
                 self._let_go_of(self._optimized.pop(key))
         except ours() as error:
@@ -167,8 +169,10 @@ class ScriptTraining:
             return ""
         if self.updates_elsewhere:
             return f"{self.updates_elsewhere} updates ran in other threads; train in the thread that runs the script"
-        if self._inseparable:
-            return "the script puts another step in place of its optimizer's, and its batches come from no DataLoader"
+        if self._uncalled:
+            return (
+                "the loop neither takes batches from a DataLoader nor calls a module, so its steps can't be told apart"
+            )
         if self._met > 2 and not self._has_stepped_again:
             return f"each of the {self._met} optimizers looked at stepped only once; make one before the loop"
         if self.updates:
@@ -192,8 +196,8 @@ class ScriptTraining:
         try:
             if optimizer not in self._known:
                 self._newcomer(optimizer)
-            elif (steps := self._learning.get(optimizer)) is not None and not steps.is_under_way:
-                self._stepped_past(steps)
+            elif (steps := self._learning.get(optimizer)) is not None:
+                self._stepped(steps)
             if self.updates % _CHECK_EVERY == 0:
                 self._learning.let_go_of_idle(self.updates)
                 self._is_check_due = True
@@ -202,9 +206,6 @@ class ScriptTraining:
 
     def _newcomer(self, optimizer: Optimizer) -> None:
         """Look at an optimizer that is not known, unless that must wait for one of its later steps."""
-        if any(model.makes_batches and model.is_trained_by(optimizer) for model in self._optimized.values()):
-            self._go_on_with(optimizer)
-            return
         if ranks.are_started_by_script(self._was_launched):
             self.has_failed = True
             _say(ranks.STARTED_BY_SCRIPT)
@@ -212,11 +213,11 @@ class ScriptTraining:
         if self._learning.is_hopeless:
             return
         owners = self._learning.owners(optimizer)
-        if owners is None and not self._looks.are_affordable(self.updates):
+        if owners is None and self._looks >= _LOOKS + self.updates // _UPDATES_EACH:
             return
         if len(self._optimized) >= _AT_ONCE:
             self._want_room(optimizer)
-            # A loop without a loader has a place between two steps only where an optimizer is followed.
+            # Where no loader and no optimized model shows a place between two steps, one that is followed does.
             if not (self._is_check_due and self.updates % GONE_AFTER == 0):
                 return
         if optimizer in self._left and not self._learning.has_room_for(optimizer):
@@ -224,17 +225,6 @@ class ScriptTraining:
         self._known.add(optimizer)
         with startup.counted():
             self._meet(optimizer, owners)
-
-    def _go_on_with(self, optimizer: Optimizer) -> None:
-        """End steps where this optimizer has stepped: a loop that makes its own batches has it in the place of another.
-
-        From its second step on: one that steps only once would wait, with its state, for the garbage collector.
-        """
-        if optimizer not in self._later:
-            self._later.add(optimizer)
-            return
-        self._known.add(optimizer)
-        self._own_batches.add(OptimizerSteps(optimizer, self.loaders.delivered, self._stepped, among=()))
 
     def _want_room(self, optimizer: Optimizer) -> None:
         """Have models that are trained no more let go of for that of an optimizer; say so, once, if there are none."""
@@ -261,8 +251,8 @@ class ScriptTraining:
         if self._is_optimized(optimizer):
             return
         self._met += 1
-        with self._looks.take() if owners is None else contextlib.nullcontext():
-            steps = OptimizerSteps(optimizer, self.loaders.delivered, self._stepped, owners, self._registered.seen)
+        self._looks += owners is None
+        steps = OptimizerSteps(optimizer, self.loaders.delivered, self._called, owners, self._registered.seen)
         if any(entry.optimized(root) for root in steps.roots) or not steps.roots:
             steps.release()  # its model's session meets it too; parameters of no module are nobody's
             return
@@ -275,37 +265,24 @@ class ScriptTraining:
         return bool(self._optimized) and parameters_of(optimizer) <= set(map(id, optimized))
 
     def _stepped(self, steps: OptimizerSteps) -> None:
-        if get_ident() != self._thread or self.has_failed:
-            return
-        try:
-            if self._learning.get(steps.optimizer) is None:
-                self._boundary.updated(steps.optimizer)
-            elif self._has_learned(steps):
-                self._optimize(steps)
-            if self._is_check_due:
-                self._let_go_of_ended()
-        except ours() as error:
-            steps.release()
-            self._fail(error)
-
-    def _has_learned(self, steps: OptimizerSteps) -> bool:
-        """Count a step; return whether what it trains is known, as far as it can be."""
+        """Count a step of an optimizer; once what it trains is known, that is due."""
         self._has_stepped_again, steps.updates = True, self.updates
-        return steps.learned(self.loaders.delivered)
-
-    def _stepped_past(self, steps: OptimizerSteps) -> None:
-        """Count a step that was made without ours; it ends within hooks, where none can be added or removed."""
-        if not self._has_learned(steps):
+        if not steps.learned(self.loaders.delivered):
             return
         self._learning.take(steps)
-        if steps.from_loader:
+        if steps.from_loader or steps.is_called:
             self._due.append(steps)
         else:
-            self._inseparable += 1
+            self._uncalled += 1
             steps.release()
 
+    def _called(self) -> None:
+        """A module that may be a model is called with gradients: a step has ended, if one has since the last call."""
+        if (self._due or self._is_check_due) and is_between_steps() and not is_described():
+            self._between_steps()
+
     def _between_steps(self) -> None:
-        """A batch is asked for: the steps that were seen only within hooks have ended."""
+        """A batch is asked for, or in a loop without a loader a model is called: do what can't be done within hooks."""
         if self._is_check_due and not self.has_failed:
             try:
                 self._let_go_of_ended()
@@ -330,9 +307,8 @@ class ScriptTraining:
 
     def _optimize(self, steps: OptimizerSteps) -> None:
         """Optimize what an optimizer trains; its loop is between two steps."""
-        self._learning.take(steps)
         models = steps.trained()
-        steps.release_modules()
+        steps.release()
         loader = self.loaders.latest if steps.from_loader else None
         self._wants_room = True
         self._let_go_of_ended()
@@ -343,19 +319,13 @@ class ScriptTraining:
                 self._tell_limit()
                 self._leave(steps.optimizer)
                 break
-            with self._looks.counted():
-                self._begin(model, loader, steps.optimizer)
-        if loader is None and steps.optimizer in self._known:
-            self._own_batches.add(steps)
-        else:
-            steps.release()
+            self._begin(model, loader, steps.optimizer)
 
     def _begin(self, model: nn.Module, loader: LoaderProxy | None, optimizer: Optimizer) -> None:
         self.models += 1
         report, whole = self._place_of_report(self._earlier + self.models)
         options = {**self._options, "report": report}
-        proxy = self._boundary.proxy if loader is None else loader  # not `or`: that asks for the loader's length
-        entry.optimize(model, proxy, optimizer, **options)
+        entry.optimize(model, OwnBatches() if loader is None else loader, optimizer, **options)
         optimized = entry.optimized(model)
         if optimized is None:
             return  # ACCEL=0 was set meanwhile
@@ -367,7 +337,7 @@ class ScriptTraining:
         for proxy in self.loaders.proxies:
             self._optimized[id(model)].follow(proxy)
         if loader is None:
-            self._boundary.join(session.events)
+            session.events.makes_batches(self._between_steps)
         else:
             session.events.epoch_begins(loader)  # it has, and the session did not hear of it
 
@@ -397,18 +367,13 @@ class ScriptTraining:
         if not ended:
             return
         self._has_asked = False
-        with self._looks.counted():
-            for key in ended:
-                self._let_go_of(self._optimized.pop(key))
-            gc.collect()  # a session is full of circles, and the memory of its model may be needed for the next one
+        for key in ended:
+            self._let_go_of(self._optimized.pop(key))
+        gc.collect()  # a session is full of circles, and the memory of its model may be needed for the next one
 
     def _let_go_of(self, model: ScriptModel) -> None:
         others = [optimizer for other in self._optimized.values() for optimizer in other.optimizers]
         optimizers = [mine for mine in model.optimizers if not any(mine is optimizer for optimizer in others)]
-        for steps in list(self._own_batches):
-            if any(steps.optimizer is optimizer for optimizer in optimizers):
-                self._own_batches.discard(steps)
-                steps.release()
         if model.is_followed:  # else its session has failed, and would again
             for optimizer in optimizers:
                 self._leave(optimizer)

@@ -1,9 +1,7 @@
 """Turn the loop's events into steps, and mark their times on the clock.
 
 The loader reports when a batch is requested and delivered, the optimizers when an update begins and ends, the gate when
-the model is called, autograd when a backward pass has ended. A step ends where the next batch is requested after an
-optimizer has stepped, or at each batch if the model has no optimizer; where batches are repeated (`kept_batches`), at
-the first call of the model after an update.
+the model is called, autograd when a backward pass has ended. Where a step ends is the rule of `profiler/loop/steps.py`.
 """
 
 from __future__ import annotations
@@ -24,24 +22,22 @@ from torch.optim.optimizer import (
 
 from accel.dataio import batches
 from accel.dataio.passes.proxy import Fetching, LoaderProxy
-from accel.profiler.clocks import device_events
-from accel.profiler.closures import Arguments, followed_by
-from accel.profiler.optimizers import Strangers
-from accel.profiler.phases import StepClock
-from accel.run import backward, ranks
+from accel.profiler.loop import backward, device
+from accel.profiler.loop.clock import StepClock
+from accel.profiler.loop.device import DeviceClock
+from accel.profiler.loop.observers import LoopObserver
+from accel.profiler.loop.optimizers import Arguments, Strangers, followed_by
+from accel.profiler.loop.steps import StepRule, is_described, is_transformed
+from accel.run import ranks
 from accel.run.context import Run
 from accel.run.gate import Call
-from accel.session.device_clock import DeviceClock
 from accel.session.guard_runner import GuardRunner
-from accel.session.kept_batches import FEW, KeptBatches, outside_autocast
 from accel.session.observation import Observation
-from accel.session.state import Mode, RunState
+from accel.session.state import Mode, RunState, keeping_grad_mode, outside_autocast
 from accel.session.training_loader import TrainingLoader
 from accel.session.usage import Usage
 
 _MEASURING, _RESTING, _SUSPENDED, _CLOSED = Mode
-# After so many batches without a step of any of the model's optimizers, the loop is assumed to have none.
-_NO_OPTIMIZER_AFTER = 16
 # The first steps with plain calls, which show the model's usual inputs and outputs.
 _LEARNING_STEPS = 64
 # So many calls are looked at again after the usual batch has changed.
@@ -95,7 +91,7 @@ class NoiseSource(Protocol):
         """An optimizer is about to step."""
 
 
-class StepEvents:
+class StepEvents(LoopObserver):
     """Turn the loop's events into steps.
 
     Args:
@@ -123,14 +119,12 @@ class StepEvents:
         self._guard, self._usage, self._loader, self._listener = guard, usage, loader, listener
         self.steps = 0
         """Steps that have ended."""
-        self.device = DeviceClock(lambda: device_events.events_on(run.device)())
+        self.device = DeviceClock(lambda: device.events_on(run.device)())
         """Times the steps on a GPU."""
         self.boundaries = 0
         """Boundaries that were passed: also those before the search began, which its steps don't count."""
         self.epochs = 0
         """Epochs of the training loader that have begun."""
-        self.begun = False
-        """The first boundary has been passed."""
         self.observation: Observation | None = None
         """The profiler's view of the present steps, if they are observed."""
         self.noise: NoiseSource | None = None
@@ -143,17 +137,15 @@ class StepEvents:
         self._epoch_is_new = False
         self._pass_began_at = -1
         """The boundary at the first request of the newest pass."""
-        self._updated = False
         self._stepping = self._passing = 0
         """The id of the optimizer that is stepping: the one if it is the model's, the other if it is none of its."""
         self._thread: int | None = None
         """That trains, once it is known."""
-        self._batches = 0
-        """Since the last boundary."""
-        self.kept = KeptBatches()
-        """Whether the loop repeats batches instead of requesting them."""
+        self.rule = StepRule(lambda: bool(run.optimizers), lambda: ranks.are_several())
+        """Where a step ends."""
         self._learnt_steps, self._learnt_at = 0, -1
         """Steps with a plain call that was learnt from, and the boundary before the last of them."""
+        self._between_steps: Callable[[], None] = lambda: None
         self._hooks: list[Any] = []
 
     def start(self) -> None:
@@ -163,13 +155,14 @@ class StepEvents:
             register_optimizer_step_post_hook(self._optimizer_ended),
         ]
         self._run.gate.watch(self)
+        backward.listen(self)  # until the first step has ended: which model is trained?
 
     def close(self) -> None:
         """Remove all hooks."""
         for hook in self._hooks:
             hook.remove()
         self._hooks, self._heard = [], None
-        self.kept.is_possible = self._is_noise_measured = False
+        self.rule.needs_requests, self._is_noise_measured = True, False
         self.device.close()
         backward.forget(self)
 
@@ -183,7 +176,17 @@ class StepEvents:
                 self._clock, self._run, number=lambda: self.steps, counts=lambda: self._state.mode is _MEASURING
             )
 
-    # -- the loader (listeners.Follower) -------------------------------------------------------------------------------
+    def makes_batches(self, between_steps: Callable[[], None]) -> None:
+        """Begin the first step of a loop that makes its own batches: its steps end at the model's calls.
+
+        Args:
+            between_steps: called after each step.
+        """
+        self._usage.iterated, self._between_steps = True, between_steps
+        self.rule.makes_batches()
+        self._clock.restart(first=True)
+
+    # -- the loader ----------------------------------------------------------------------------------------------------
 
     @property
     def fetching(self) -> Fetching:
@@ -194,7 +197,7 @@ class StepEvents:
         """Begin a step: the time between two passes belongs to neither, unless the loop begins one for each step."""
         self.epochs += proxy._accel_loader is self._run.loader
         self._usage.iterated = True
-        is_left = (self._updated or self._batch_is_step()) and self._thread in (None, get_ident())
+        is_left = self.rule.has_ended() and self._thread in (None, get_ident())
         if is_left and proxy is self._loader.delivered and self.boundaries == self._pass_began_at:
             self._pass_began_at += 1  # `next(iter(loader))`: to begin a pass is a part of the step that ends
             if self._state.mode is _MEASURING:
@@ -212,64 +215,55 @@ class StepEvents:
         mode = self._state.mode
         if mode is _SUSPENDED or mode is _CLOSED:
             return
-        self.kept.has_batch = False
+        self.rule.has_batch = False
         if self._thread != get_ident() and self._thread is not None:
             self._usage.requested_elsewhere()  # the training is anywhere in its step
-            self.kept.is_possible = False
+            self.rule.needs_requests = True
             return
         if torch.is_inference_mode_enabled() and self._run.optimizers:
             return  # an evaluation, before the training asks for its next batch: calls in this mode have no gradients
-        is_new, self._epoch_is_new = self._epoch_is_new, False
-        if is_new:
-            _keeping_grad_mode(self._listener.epoch_begins)
-            if self._state.mode is _CLOSED:
-                return
-        self._end_step()
-        if is_new:
+        if not self._epoch_is_new:
+            self._end_step()
+            return
+        self._epoch_is_new = False
+        keeping_grad_mode(self._listener.epoch_begins)
+        if self._state.mode is not _CLOSED:
+            self._end_step()
             self._pass_began_at = self.boundaries
 
     def _end_step(self) -> None:
         """End the step, if there was one."""
+        rule = self.rule
+        has_ended = rule.updated or rule.has_ended()
+        if has_ended:
+            rule.updated, rule.batches = False, 0
         if self._state.mode is _RESTING:
-            if self._updated or self._batch_is_step():
-                self._updated, self._batches = False, 0
+            if has_ended:
                 self.boundaries += 1
-                _keeping_grad_mode(self._listener.step_passed)
+                keeping_grad_mode(self._listener.step_passed)
             return
-        ended = self._updated or self._batch_is_step()
         self._clock.request()
         if self.observation is not None:
             self.observation.batch_requested()
-        if ended:
-            self._updated, self._batches = False, 0
+        if has_ended:
             self.boundaries += 1
-            _keeping_grad_mode(self._listener.step_ended)
-
-    def _batch_is_step(self) -> bool:
-        """Return whether the loop has no optimizer, and a batch has been used."""
-        return not self._run.optimizers and self._batches >= (1 if self.begun else _NO_OPTIMIZER_AFTER)
+            keeping_grad_mode(self._listener.step_ended)
 
     def batch_delivered(self, batch: Any, proxy: LoaderProxy) -> None:
         """Count the batch, and record its size and loader."""
         mode = self._state.mode
         if mode is _SUSPENDED or mode is _CLOSED:
             return
-        self._batches += 1
-        self.kept.has_batch = True
+        rule = self.rule
+        rule.batches += 1
+        rule.has_batch = True
         if proxy is not self._loader.delivered:
             self._loader.turns_to(proxy)
-        if not self.steps and not self._usage.called:
-            self._count_untrained()
         if mode is _MEASURING:
             samples, shape = batches.describe(batch)
             self._clock.batch(samples, shape)
             if self.observation is not None:
                 self.observation.batch_delivered()
-
-    def _count_untrained(self) -> None:
-        # Under no_grad the loop is validating; without an optimizer each batch is a step.
-        if self._run.optimizers and torch.is_grad_enabled() and self._usage.untrained_batch():
-            backward.listen(self)
 
     def epoch_ended(self, proxy: LoaderProxy) -> None:
         """Pass it on: the request that reached the epoch's end has closed its last step."""
@@ -334,7 +328,7 @@ class StepEvents:
             self._passing = id(optimizer)
             return None
         self._stepping = id(optimizer)
-        self.kept.is_updating = True
+        self.rule.is_updating = True
         if mode is _MEASURING:
             self._clock.update()
         if args[1:] or kwargs:  # seldom
@@ -347,11 +341,11 @@ class StepEvents:
     def _before_update(self, optimizer: Optimizer) -> None:
         if self._guard.own_step is not None:
             with self.aside():
-                _keeping_grad_mode(self._guard.compare_with_own_step)
+                keeping_grad_mode(self._guard.compare_with_own_step)
         self._guard.before_update(optimizer)
         if self._is_noise_measured and self.noise is not None and self.noise.is_measuring:
             with self._state.suspended():  # it may call the model again
-                _keeping_grad_mode(partial(self.noise.before_update, optimizer))
+                keeping_grad_mode(partial(self.noise.before_update, optimizer))
 
     def _optimizer_ended(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         mode = self._state.mode
@@ -359,27 +353,21 @@ class StepEvents:
             return
         key = id(optimizer)
         if key != self._stepping and (key == self._passing or not self._owns(optimizer)):
-            self._usage.trained_elsewhere()
             return
         if mode is _MEASURING:
             self._clock.updated()
-        self._updated = True
         if self._thread != get_ident() and not backward.is_running():  # on CUDA a backward pass has threads of its own
             self._thread = get_ident()
-        kept = self.kept
-        if kept.has_batch:  # else the update is by one that the loop has kept
+        rule = self.rule
+        if rule.has_batch:  # else the update is by one that the loop has kept
             self._loader.source = self._loader.delivered
-            kept.begin_again()
-        kept.updates += 1
-        kept.is_updating = False
-        if kept.updates > FEW:
-            kept.updated(optimizer)
-            if self._run.gate.watcher is None and kept.is_possible:
-                self._run.gate.watch(self)
+        rule.update(optimizer)
+        if rule.wants_calls and self._run.gate.watcher is None:
+            self._run.gate.watch(self)
         if not self._usage.iterated:
             self._usage.updated_without_batch()
 
-    # -- the backward pass (backward.BackwardListener) -----------------------------------------------------------------
+    # -- the backward pass (a listener of profiler/loop/backward.py) ---------------------------------------------------
 
     def backward_begins(self, roots: list[Tensor]) -> None:
         """Record whether gradients are there already."""
@@ -388,14 +376,15 @@ class StepEvents:
     def backward_ended(self, roots: list[Tensor]) -> None:
         """Check the gradients."""
         if self._state.mode is not _SUSPENDED:
-            self._usage.trained_elsewhere()
+            if not self.steps and not self._usage.called:
+                self._usage.trained_elsewhere()
             self._guard.backward_ended(roots)
 
     # -- the model's calls (gate.Watcher) ------------------------------------------------------------------------------
 
     def watch_calls(self, needed: bool) -> None:
         """Watch the model's calls while the session needs that, or what is measured beside it."""
-        self._needs_calls = needed or self.kept.are_repeated
+        self._needs_calls = needed or not self.rule.is_fed
         self._run.gate.watch(self if self._needs_calls or self.noise is not None else None)
         self._let_calls_pass()
 
@@ -418,20 +407,18 @@ class StepEvents:
     def around(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Measure a call, record it if the guard needs it, and check its outputs."""
         mode = self._state.mode
-        if mode is _SUSPENDED or _is_described():
+        if mode is _SUSPENDED or is_described():
             return self._run.gate.plain(*args, **kwargs)
-        if _is_transformed():
+        if is_transformed():
             self._usage.called = self._usage.called or torch.is_grad_enabled()
             return self._run.gate.plain(*args, **kwargs)
         if not torch.is_grad_enabled():
             return self._guard.evaluate(call, args, kwargs)
         self._usage.called = True
-        if self.kept.updates > FEW and self._is_repeated():
-            return self._next_repeated(args, kwargs)
+        if self.rule.wants_calls and self._begins_step():
+            return self._call_in_next_step(args, kwargs)
         if mode is _RESTING:
             return self._called(call, args, kwargs)
-        if not self._usage.iterated:
-            self._usage.called_without_batch()
         self._clock.call()
         try:
             if self._guard.wants_recording():
@@ -442,21 +429,23 @@ class StepEvents:
         finally:
             self._clock.returned()
 
-    def _is_repeated(self) -> bool:
-        """Return whether the call that is about to be made begins a step with a batch that the loop has kept."""
-        return self._updated and self._thread == get_ident() and self._usage.iterated and self.kept.ends_step()
+    def _begins_step(self) -> bool:
+        """Return whether the call that is about to be made begins a step that no request has begun."""
+        rule = self.rule
+        return rule.updated and self._thread == get_ident() and self._usage.iterated and rule.call_ends_step()
 
-    def _next_repeated(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """End the step of a batch that was repeated, and make the first call of the next one as the gate is then."""
-        if self.kept.has_just_begun:
+    def _call_in_next_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """End the step, and make the first call of the next one as the gate is then."""
+        if self.rule.has_just_changed:
             self._listener.leave_out_step()
         with outside_autocast(self._run.device.type):
             self._end_step()
-            self._batches += 1
+            self.rule.batches += 1
             if self._state.mode is _MEASURING:
                 self._clock.batch(*self._listener.usual_batch)
                 if self.observation is not None:
                     self.observation.batch_delivered()
+            self._between_steps()
         return self._run.gate.again(*args, **kwargs)
 
     def _learn(self, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> None:
@@ -474,26 +463,3 @@ class StepEvents:
         if self._is_noise_measured and self.noise is not None and self.noise.wants_call:
             return self.noise.call(self._run.gate.plain, args, kwargs)
         return self._guard.call(call, args, kwargs)
-
-
-def _is_described() -> bool:
-    """Return whether a program is made of this call (torch.compile, export, jit.trace): nothing here belongs in it."""
-    return torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
-
-
-def _is_transformed() -> bool:
-    """Return whether tensors in this call have no values to check, as under vmap and in modes such as fake tensors'."""
-    return torch._C._len_torch_dispatch_stack() > 0 or torch._C._functorch.peek_interpreter_stack() is not None
-
-
-def _keeping_grad_mode(act: Callable[[], None]) -> None:
-    """Act, and leave the gradient mode as it was.
-
-    Torch's `no_grad` sets it in one line of Python and restores it in another. Ctrl-C between the two would leave the
-    loop that goes on without gradients. A call of C right at the beginning of `finally` can't be interrupted.
-    """
-    enabled = torch.is_grad_enabled()
-    try:
-        act()
-    finally:
-        torch._C._set_grad_enabled(enabled)

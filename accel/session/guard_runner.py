@@ -33,7 +33,7 @@ from accel.guard.own_step import OwnStep
 from accel.guard.random_states import RandomStates, devices_of
 from accel.guard.watch import Excuse, Watch
 from accel.profiler.interruptions import Tolerated, ours
-from accel.run import backward
+from accel.profiler.loop import backward
 from accel.run.context import Run
 from accel.run.gate import Call
 from accel.search.plan import Choices

@@ -175,7 +175,7 @@ class Journal:
         if report.state != "interrupted":
             return ""
         if report.steps == 0:
-            what = self._session.untrained or f"no training step of {report.model} was seen"
+            what = f"no training step of {report.model} was seen"
             return "" if self._announcer.has_printed else what
         why, remedy = self._controller.why_open()
         what = f"the run ended after {report.steps} steps, before the search for {report.model} had a verdict"

@@ -11,15 +11,16 @@ import threading
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
 from accel.profiler import page_faults
-from accel.profiler.clocks import facts
-from accel.profiler.clocks.device_steps import DeviceSteps
-from accel.profiler.clocks.probes import BackwardProbe
 from accel.profiler.diagnose import anatomy
 from accel.profiler.evidence import Evidence, ThreadShare
 from accel.profiler.host import ThreadMeter, ThreadTime
-from accel.profiler.phases import Measurement, StepClock
+from accel.profiler.loop import backward, facts
+from accel.profiler.loop.clock import StepClock
+from accel.profiler.loop.device import DeviceSteps
+from accel.profiler.phases import Measurement
 from accel.profiler.system.meters import DdpWait
 from accel.run.context import Run
 
@@ -38,7 +39,7 @@ class Observation:
         self, clock: StepClock, run: Run, number: Callable[[], int], counts: Callable[[], bool] = lambda: True
     ) -> None:
         self._clock, self._run = clock, run
-        self._probe = BackwardProbe(clock.backward, clock.backwarded, counts)
+        self._counts, self._is_backward = counts, False
         self._ddp_wait = DdpWait()
         self._ddp_wait.sample([run.model])
         self._meter = ThreadMeter(tid=threading.get_native_id())
@@ -46,7 +47,7 @@ class Observation:
         self._requested: ThreadTime | None = None
         self._waits: list[tuple[float, float, float]] = []
         self._device = DeviceSteps(clock, number, run.device, counts) if run.cuda else None
-        self._probe.install()
+        backward.listen(self, first=True)
         if self._device is not None:
             self._device.install()
         clock.backward_is_seen = True
@@ -56,9 +57,20 @@ class Observation:
         self._ddp_wait.stop()
         if self._device is not None:
             self._device.remove()
-        self._probe.remove()
+        backward.forget(self)
         self._clock.backward_is_seen = False
         self._meter.close()
+
+    def backward_begins(self, roots: list[Tensor]) -> None:
+        """A backward pass of the loop begins."""
+        self._is_backward = self._counts()
+        if self._is_backward:
+            self._clock.backward()
+
+    def backward_ended(self, roots: list[Tensor]) -> None:
+        """It has ended."""
+        if self._is_backward:
+            self._clock.backwarded()
 
     def batch_requested(self) -> None:
         """The loop requests a batch."""

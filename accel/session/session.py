@@ -22,8 +22,10 @@ from collections.abc import Callable, Hashable, Iterator
 import torch
 
 from accel.profiler.interruptions import Tolerated, ours
-from accel.profiler.phases import Measurement, StepClock
-from accel.run import backward
+from accel.profiler.loop import backward
+from accel.profiler.loop.clock import StepClock
+from accel.profiler.phases import Measurement
+from accel.profiler.stderr import warn
 from accel.run.context import Run
 from accel.run.ranks import Ranks
 from accel.search.actions import Action, Result
@@ -33,14 +35,12 @@ from accel.session.among_ranks import failure_of, for_rank_0
 from accel.session.events import StepEvents
 from accel.session.guard_runner import GuardRunner
 from accel.session.host_meter import HostMeter
-from accel.session.own_warning import warn
 from accel.session.state import Mode, RunState
 from accel.session.switchboard import Switchboard
 from accel.session.training_loader import TrainingLoader
 from accel.session.turns import TURNS, Searcher
 from accel.session.usage import Usage
-from accel.session.usual_batch import UsualBatch
-from accel.session.usual_steps import UsualSteps
+from accel.session.usual import UsualBatch, UsualSteps
 from accel.session.whole_epoch import WholeEpoch
 from accel.strategies.base import Strategy
 
@@ -163,11 +163,6 @@ class Session:
     def is_busy(self) -> bool:
         """True while `trying`, and while the loop runs plainly: in `suspended`, and once everything has been undone."""
         return self._state.mode is not _RESTING and (self._state.mode is not _MEASURING or self.trying)
-
-    @property
-    def untrained(self) -> str:
-        """A line for the user if the loop has gone through many batches and never trained the model, else ''."""
-        return "" if self.steps else self._usage.untrained
 
     # -- the batch controller, in steps that are not `trying` ----------------------------------------------------------
 
@@ -326,8 +321,7 @@ class Session:
         self._is_alone = self.guard.steps_alone = self._usual.tells_sizes = not self._ranks.distributed
         if self._ranks.leads:
             self._decisions = self._make_decisions()
-        self._usage.watch_submodules()
-        self.events.begun = True
+        self.events.rule.begun = True
         self._next_action(first=True)
         self._result.steps = self.steps  # includes those in which another model's search came first
 
@@ -345,7 +339,7 @@ class Session:
         if not is_left_out:
             self._usual.add(measured)
         if action.whole_epoch:
-            repeated, epochs = self.events.kept.are_repeated, self.events.epochs
+            repeated, epochs = not self.events.rule.is_fed, self.events.epochs
             if not (repeated and is_left_out) and self._whole_epoch.book(measured, result, epochs, repeated):
                 self._finish_action()
             return
@@ -393,7 +387,7 @@ class Session:
         self._result.regime, self._result.growth = self._regime(), self._batch.take_growth()
         self._result.load = self._host.look(self._action.host)
         self.run.observed.fetch_finding = self._loader.finding
-        self._usage.report_submodules()
+        self._usage.tell_uncalled()
         self._next_action()
 
     def _regime(self) -> Hashable:
@@ -491,7 +485,6 @@ class Session:
         remaining = {} if together else self.switchboard.collective()
         self.switchboard.switch(remaining)
         self.events.observe(False)
-        self._usage.close()
         self.guard.close()
         self._loader.watch(False)
         self.run.gate.close()

@@ -1,10 +1,12 @@
-"""The mode of a run: its steps are measured, only counted, or ignored."""
+"""The mode of a run: its steps are measured, only counted, or ignored. And torch's modes, which are the loop's."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from enum import Enum
+
+import torch
 
 
 class Mode(Enum):
@@ -52,3 +54,33 @@ class RunState:
     def close(self) -> None:
         """Ignore events from now on."""
         self.mode = Mode.CLOSED
+
+
+def keeping_grad_mode(act: Callable[[], None]) -> None:
+    """Act, and leave the gradient mode as it was.
+
+    Torch's `no_grad` sets it in one line of Python and restores it in another. Ctrl-C between the two would leave the
+    loop that goes on without gradients. A call of C right at the beginning of `finally` can't be interrupted.
+    """
+    enabled = torch.is_grad_enabled()
+    try:
+        act()
+    finally:
+        torch._C._set_grad_enabled(enabled)
+
+
+@contextlib.contextmanager
+def outside_autocast(device_type: str) -> Iterator[None]:
+    """Leave the loop's autocast for a block, and what it has cast as it is: no cast made within the block is kept.
+
+    That of a weight would belong to a graph that is gone when the loop uses it.
+    """
+    if not torch.is_autocast_enabled(device_type):
+        yield
+        return
+    is_kept = torch.is_autocast_cache_enabled()
+    try:
+        with torch.autocast(device_type, enabled=False, cache_enabled=False):
+            yield
+    finally:
+        torch.set_autocast_cache_enabled(is_kept)

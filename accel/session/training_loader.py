@@ -11,9 +11,9 @@ import torch
 from accel.dataio.dataset.fetch_watch import FetchWatch
 from accel.dataio.fetching.fetch import fetch_of
 from accel.dataio.passes.movable import movable
-from accel.dataio.passes.proxy import LoaderProxy
+from accel.dataio.passes.proxy import Fetching, LoaderProxy
+from accel.profiler.loop.observers import observers_of
 from accel.run.context import Run
-from accel.session.listeners import free_fetching
 
 # Steps without a batch of the loader that strategies act on after which the loop is taken to have gone on to another.
 _GONE_AFTER = 32
@@ -94,3 +94,9 @@ class TrainingLoader:
         """Watch all that makes the batches, the collate function too; where they can't be moved, the dataset if any."""
         watched = getattr(loader, "dataset", None) if movable(loader) else fetch_of(loader)
         return FetchWatch(watched, aside=self._aside)
+
+
+def free_fetching(proxy: LoaderProxy) -> Fetching:
+    """Return the fetching of `proxy` if nobody changes it yet, else one of its own that has no effect."""
+    taken = any(observer.fetching is proxy._accel_fetching for observer in observers_of(proxy))
+    return Fetching() if taken else proxy._accel_fetching

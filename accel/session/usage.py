@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from accel.run.context import Run
-from accel.session import submodule_calls as parts
-from accel.session.submodule_calls import SubmoduleCalls
+from torch import nn
 
-# After so many updates or training calls without a batch, the loop is assumed to iterate another loader.
-_UPDATES_WITHOUT_BATCH, _CALLS_WITHOUT_BATCH = 3, 12
+from accel.run.context import Run
+
+# After so many updates without a batch, the loop is assumed to iterate another loader.
+_UPDATES_WITHOUT_BATCH = 3
 # After so many requests of another thread than the one that trains, the loop is taken to fetch there.
 _REQUESTS_ELSEWHERE = 8
-# After so many batches without a call of the model or a step of its optimizer, while something else is trained, the
-# loop is assumed to train another model.
-_UNTRAINED_BATCHES = 32
+# After so many backward passes without a call of the model or a step of its optimizer, the loop is assumed to train
+# another model. A pass over the loader that trains nothing, to gather statistics say, counts nothing.
+_PASSES_ELSEWHERE = 32
 
 
 class Usage:
@@ -32,26 +32,18 @@ class Usage:
         """The loop has iterated the loader."""
         self.called = False
         """The loop has called the model to train it."""
-        self._batches = 0
-        """Batches that came before the first call of the model and the first step."""
-        self._trained_elsewhere_at = 0
-        """Of these, the one at which something was trained."""
-        self._updates = self._calls = 0
-        self._requests_elsewhere = 0
-        self._has_warned = False
-        self._submodule_calls: SubmoduleCalls | None = None
+        self._updates = self._requests_elsewhere = self._passes_elsewhere = 0
 
     # -- the loader ----------------------------------------------------------------------------------------------------
 
     def updated_without_batch(self) -> None:
         """The model was updated, and the loader has not been iterated."""
         self._updates += 1
-        self._warn_once(self._updates, _UPDATES_WITHOUT_BATCH, "was updated")
-
-    def called_without_batch(self) -> None:
-        """The model was called, and the loader has not been iterated."""
-        self._calls += 1
-        self._warn_once(self._calls, _CALLS_WITHOUT_BATCH, "was called")
+        if self._updates == _UPDATES_WITHOUT_BATCH:
+            self._say(
+                f"{self._model} was updated {self._updates} times without a batch from the loader that "
+                "accel.optimize returned; iterate that one, or nothing is made faster"
+            )
 
     def requested_elsewhere(self) -> None:
         """A batch is requested by another thread than the one that trained last: perhaps it trains from now on."""
@@ -62,59 +54,31 @@ class Usage:
                 "steps can't be told apart and nothing more is tried; iterate the loader in the loop itself"
             )
 
-    def _warn_once(self, times: int, limit: int, what: str) -> None:
-        if times == limit and not self._has_warned:
-            self._has_warned = True
-            self._say(
-                f"{self._model} {what} {times} times without a batch from the loader that "
-                "accel.optimize returned; iterate that one, or nothing is made faster"
-            )
-
     # -- the model -----------------------------------------------------------------------------------------------------
 
-    def untrained_batch(self) -> bool:
-        """Count a batch before any training of the model; return whether it is time to listen to backward passes.
-
-        A loop that trains nothing yet may be gathering statistics; only the end of the run shows that it did no more.
-        """
-        self._batches += 1
-        if self._trained_elsewhere_at and self._batches - self._trained_elsewhere_at == _UNTRAINED_BATCHES - 1:
-            self._say(self.untrained)
-        return self._batches == _UNTRAINED_BATCHES
-
     def trained_elsewhere(self) -> None:
-        """Something was trained: this model or another one, which the optimizer's next step decides."""
-        self._trained_elsewhere_at = self._trained_elsewhere_at or self._batches
+        """A backward pass has run, and neither a training call of the model before it nor a step of its optimizer."""
+        self._passes_elsewhere += 1
+        if self._passes_elsewhere == _PASSES_ELSEWHERE:
+            self._say(
+                f"{self._passes_elsewhere} backward passes ran without a training call of {self._model} or a step of "
+                "its optimizer; pass the model that the loop trains"
+            )
 
-    @property
-    def untrained(self) -> str:
-        """A line for the user if the loop has gone through many batches and never trained the model, else ''."""
-        if self.called or self._batches < _UNTRAINED_BATCHES:
-            return ""
-        return (
-            f"{self._batches} batches were fetched without a training call of {self._model} or a "
-            "step of its optimizer; pass the model that the loop trains"
-        )
-
-    # -- its submodules ------------------------------------------------------------------------------------------------
-
-    def watch_submodules(self) -> None:
-        """If the loop has not called the model so far, record which submodules it calls instead."""
-        if not self.called:
-            self._submodule_calls = SubmoduleCalls(self._run.model)
-
-    def report_submodules(self) -> None:
-        """Record and print which submodules are called instead of the model."""
+    def tell_uncalled(self) -> None:
+        """Say once, after the first steps, what to pass in place of a model that the loop has not called so far."""
         observed = self._run.observed
-        if self._submodule_calls is not None:
-            called, self._submodule_calls = self._submodule_calls.close(), None
-            if not self.called:
-                observed.uncalled = parts.advice(self._run.model, called)
-                self._say(f"{observed.uncalled}. Until then only its loader and optimizer are considered")
-        elif self.called:
+        if self.called:
             observed.uncalled = ""
+        elif not observed.uncalled:
+            observed.uncalled = _advice(self._run.model)
+            self._say(f"{observed.uncalled}. Until then only its loader and optimizer are considered")
 
-    def close(self) -> None:
-        """Restore the submodules."""
-        if self._submodule_calls is not None:
-            self._submodule_calls.close()
+
+def _advice(model: nn.Module) -> str:
+    parts = {name: len(list(part.parameters())) for name, part in model.named_children()}
+    such = f", such as model.{max(parts, key=lambda name: parts[name])}" if parts else ""
+    return (
+        f"the training steps never call {type(model).__name__} itself, or only within a function that is compiled; "
+        f"pass the module that they call{such}"
+    )

@@ -23,8 +23,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from accel.profiler.clocks import callslot
-from accel.run import backward
+from accel.profiler.loop import backward, callslot
 from accel.run.context import Shapes, shapes_of
 from accel.run.gate import Call, hooks_of
 

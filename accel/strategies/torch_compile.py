@@ -9,8 +9,8 @@ import torch
 
 from accel.dataio.batches import tensors
 from accel.profiler.bottleneck import Bottleneck
-from accel.profiler.clocks import callslot
 from accel.profiler.host import CrowdMeter
+from accel.profiler.loop import callslot
 from accel.run import Run
 from accel.run.context import shapes_of
 from accel.run.gate import Call

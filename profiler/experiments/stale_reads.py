@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from accel.profiler.clocks import copies
-from accel.profiler.clocks.probes import Patches
+from accel.profiler.loop.device import call_copy
+from accel.profiler.loop.patches import Patches
 
 READS = ("item", "tolist", "cpu", "__float__", "__int__", "__bool__", "__index__")
 _TRUE_READ_EVERY = 64
@@ -82,7 +82,7 @@ class StaleReads:
                 or not self._waits(tensor)
                 or (name == "cpu" and not _is_plain_value(tensor))
             ):
-                return copies.call(original, tensor, *args, **kwargs)
+                return call_copy(original, tensor, *args, **kwargs)
             frame: Any = sys._getframe(1)
             while frame.f_code.co_filename == _TENSOR_FILE:  # an f-string reads through Tensor.__format__
                 frame = frame.f_back

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 from torch.nn.parallel import DistributedDataParallel
 
-from accel.profiler.clocks.recorder import Recorder
 from accel.profiler.experiments.stale_reads import StaleReads
 from accel.profiler.experiments.whatif import (
     AllThreads,
@@ -21,6 +20,7 @@ from accel.profiler.experiments.whatif import (
 )
 from accel.profiler.gather import Exchange
 from accel.profiler.host import usable_cores
+from accel.profiler.loop.recorder import Recorder
 
 MAX_TESTED = 3
 """Most suspects that are tested in a run."""

@@ -2,12 +2,9 @@
 
 On a CPU torch's fused path takes the elements of parameter, gradient and state in the order of memory, as if all were
 laid out alike and of one size: where they are not, the update is wrong, or beyond the memory of one, without a word
-(torch 2.13). On CUDA, by its source, it raises. The foreach path takes no tensors for numbers. A loop
-may change all of that between any two steps, so what a path relies on is looked at in each: a group that lacks it is
-updated by the path that it had before. Gradients that a loop has assigned itself are laid out as their parameters.
-
-SGD's fused path wants a momentum buffer for all parameters of a group or for none. In the first step after a loop has
-unfrozen some of them, the path from before makes the buffers that are missing.
+(torch 2.13). On CUDA, by its source, it raises. The foreach path takes no tensors for numbers. SGD's fused path wants a
+momentum buffer for all parameters of a group or for none. A loop may change all of that between any two steps, so what
+a path relies on is looked at in each: an optimizer that lacks it takes the path that it had before in that step.
 """
 
 from __future__ import annotations
@@ -24,8 +21,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from accel.profiler.closures import Arguments, followed_by
 from accel.profiler.interruptions import ours
+from accel.profiler.loop.optimizers import Arguments, followed_by
 
 _FUSED = ("SGD", "Adam", "AdamW", "Adagrad")
 _FUSED_DEVICES = ("cpu", "cuda", "mps", "xpu")
@@ -80,18 +77,19 @@ def has_fused(optimizer: Optimizer) -> bool:
 
 def _unfit(optimizer: Optimizer, group: dict[str, Any], *, fused: bool) -> str:
     """Say why a path would not update a group as the plain one does, '' if it would."""
-    if _has_tensors(group, fused=fused):
-        return _TENSOR
+    if why := _has_tensors(group, fused=fused):
+        return why
     is_fit = not fused or all(_is_regular(p, optimizer.state.get(p, {})) for p in group["params"])
     return "" if is_fit else _OTHERWISE
 
 
-def _has_tensors(group: dict[str, Any], *, fused: bool) -> bool:
-    """Return whether tensors stand where a path takes numbers; torch's fused one reads some of them itself."""
+def _has_tensors(group: dict[str, Any], *, fused: bool) -> str:
+    """Say so if tensors stand where a path takes numbers, else ''; torch's fused one reads some of them itself."""
     takes = ("params", "lr", "betas") if fused else ("params",)
     given = [value for name, value in group.items() if name not in takes]
     pairs = [value for value in given if type(value) is tuple]
-    return any(issubclass(kind, Tensor) for kind in {*map(type, given), *map(type, chain.from_iterable(pairs))})
+    kinds = {*map(type, given), *map(type, chain.from_iterable(pairs))}
+    return _TENSOR if any(issubclass(kind, Tensor) for kind in kinds) else ""
 
 
 def _is_regular(parameter: Tensor, state: dict[str, Any]) -> bool:
@@ -131,16 +129,6 @@ def _signature(optimizer: Optimizer) -> Any:
     return list(map(id, params)), len(state), momentum, missing, own, others
 
 
-def _lay_out_gradients(group: dict[str, Any]) -> list[tuple[Tensor, Tensor]]:
-    """Lay gradients out as their parameters, and return those that were not, with their parameters."""
-    others = [p for p in group["params"] if p.grad is not None and p.grad.layout is torch.strided]
-    others = [p for p in others if p.grad.stride() != p.stride() and p.grad.shape == p.shape]
-    before = [(p, p.grad) for p in others]
-    for p, grad in before:
-        p.grad = torch.empty_like(p, dtype=grad.dtype).copy_(grad)
-    return before
-
-
 def _lacks_some_buffers(optimizer: Optimizer, group: dict[str, Any]) -> bool:
     """Return whether some of the parameters to be updated have a momentum buffer, and some none."""
     if not group.get("momentum") or not isinstance(optimizer, torch.optim.SGD):
@@ -161,103 +149,87 @@ class Paths:
 
     def __init__(self) -> None:
         self.saved: dict[int, tuple[Any, Any]] = {}
-        self._known: dict[int, dict[str, Any]] = {}
-        """All groups that have been looked at; kept, since another one could get the id of one that is gone."""
+        self._groups: list[dict[str, Any]] = []
+        """Those of `saved`; kept, since another one could get the id of one that is gone."""
         self._signatures: WeakKeyDictionary[Optimizer, Any] = WeakKeyDictionary()
         """Switched optimizers, which a loop may replace → what the path relies on, as it was last found fit."""
         self._fused = False
         self._hooks: list[RemovableHandle] = []
         self._for_this_step: list[dict[str, Any]] = []
         """Groups that take their own path in one step."""
-        self._gradients: list[tuple[Tensor, Tensor]] = []
-        """Gradients in another layout, for which others stand in during one step."""
-        self._reasons: dict[int, str] = {}
-        """id of a parameter group → why the path was not fit for it in the last step."""
+        self._reasons: WeakKeyDictionary[Optimizer, str] = WeakKeyDictionary()
+        """Optimizer → why the path was not fit for it in its last step."""
 
     def switch(self, optimizers: Iterable[Optimizer], *, fused: bool) -> None:
         """Take the fused path, or foreach."""
         self._fused = fused
         for optimizer in optimizers:
             self._signatures[optimizer] = None
-            self._take(optimizer, optimizer.param_groups)
+            self._take(optimizer, optimizer.param_groups, optimizer.param_groups)
             self._hooks.append(optimizer.register_step_pre_hook(self._step_begins))
             self._hooks.append(optimizer.register_step_post_hook(self._step_ended))
-        self._note_groups()
 
     def switches(self, optimizer: Optimizer) -> bool:
         """Return whether an optimizer takes the path, in some of its groups at least."""
-        if optimizer not in self._signatures:
-            return False
         self._take_new(optimizer)
-        return any(self._is_on(group) and id(group) not in self._reasons for group in optimizer.param_groups)
+        return optimizer in self._signatures and optimizer not in self._reasons and bool(self._switched(optimizer))
 
     def reason(self) -> str:
         """Say why an optimizer did not take the path in its last step, '' if all did."""
         return next(iter(self._reasons.values()), "")
 
-    def _is_on(self, group: dict[str, Any]) -> bool:
-        return id(group) in self.saved and bool(group.get("fused" if self._fused else "foreach"))
-
-    def _take(self, optimizer: Optimizer, groups: Iterable[dict[str, Any]]) -> None:
-        for group in groups:
-            self.saved[id(group)] = group["foreach"], group.get("fused")
+    def _take(self, optimizer: Optimizer, groups: list[dict[str, Any]], switched: list[dict[str, Any]]) -> None:
+        """Know these groups, and switch some of them."""
+        self._groups += groups
+        self.saved |= {id(group): (group.get("foreach"), group.get("fused")) for group in groups}
+        for group in switched:
             _set(group, not self._fused, self._fused)
-        if self._fused:
+        if self._fused and switched:
             _move_step_counters(optimizer, on_device=True)
 
     def _take_new(self, optimizer: Optimizer) -> None:
         """Switch the groups that it has got since it was switched, if they can be."""
-        new = [group for group in optimizer.param_groups if id(group) not in self._known]
-        if not new:
-            return
-        if not refusal(optimizer) and (has_fused(optimizer) or not self._fused):
-            self._take(optimizer, [group for group in new if not _is_set(group)])
-        self._note_groups()
+        new = [group for group in optimizer.param_groups if id(group) not in self.saved]
+        if new and optimizer in self._signatures:
+            is_fit = not refusal(optimizer) and (has_fused(optimizer) or not self._fused)
+            self._take(optimizer, new, [group for group in new if is_fit and not _is_set(group)])
 
-    def _note_groups(self) -> None:
-        """Note the present groups, and forget those that are gone."""
-        groups = [group for optimizer in self._signatures for group in optimizer.param_groups]
-        self._known = {id(group): group for group in groups}
-        self.saved = {key: paths for key, paths in self.saved.items() if key in self._known}
+    def _switched(self, optimizer: Optimizer) -> list[dict[str, Any]]:
+        path = "fused" if self._fused else "foreach"
+        return [group for group in optimizer.param_groups if id(group) in self.saved and group.get(path)]
 
     def _step_begins(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Arguments | None:
-        self._take_new(optimizer)
         self._step_ended(optimizer)  # the step before may have raised
+        self._take_new(optimizer)
         arguments = followed_by(partial(self._gradients_ready, optimizer), args, kwargs)
         if arguments is None:
             self._gradients_ready(optimizer)
         return arguments
 
     def _gradients_ready(self, optimizer: Optimizer) -> None:
-        """Have groups that lack what the path relies on updated by their own path, in this step."""
-        groups = [group for group in optimizer.param_groups if self._is_on(group)]
+        """Have an optimizer that lacks what the path relies on take its own path in this step."""
+        groups = self._switched(optimizer)
         if not groups:  # the closure may have ended in a restored path
             return
-        for group in groups:
-            self._reasons.pop(id(group), None)
         signature = _signature(optimizer) if self._fused else ()
-        if signature is not None and signature == self._signatures[optimizer]:
-            groups = [group for group in groups if _has_tensors(group, fused=self._fused)]
-        for group in groups:
-            if self._fused and (others := _lay_out_gradients(group)):
-                self._gradients += others
-                signature = None  # the next ones will have to be, too
-            if why := _unfit(optimizer, group, fused=self._fused):
-                self._reasons[id(group)] = why
-            elif not (self._fused and _lacks_some_buffers(optimizer, group)):
-                continue
-            signature = None
-            self._for_this_step.append(group)
-            _set(group, *self.saved[id(group)])
+        is_known = signature is not None and signature == self._signatures[optimizer]
+        find = _has_tensors if is_known else partial(_unfit, optimizer)
+        why = next((reason for group in groups if (reason := find(group, fused=self._fused))), "")
+        is_looked_at = self._fused and not is_known
+        lacks_buffers = is_looked_at and any(_lacks_some_buffers(optimizer, group) for group in groups)
+        self._reasons.pop(optimizer, None)
+        if why:
+            self._reasons[optimizer] = why
+        if why or lacks_buffers:
+            signature, self._for_this_step = None, groups
+            for group in groups:
+                _set(group, *self.saved[id(group)])
         self._signatures[optimizer] = signature
 
     def _step_ended(self, optimizer: Optimizer, args: Any = None, kwargs: Any = None) -> None:
         for group in self._for_this_step:
             _set(group, not self._fused, self._fused)
-        self._for_this_step.clear()
-        for p, grad in self._gradients:  # the loop's own: views of a buffer, say, that it clears
-            p.grad = grad
-        self._gradients.clear()
+        self._for_this_step = []
 
     def restore(self) -> None:
         """Restore the original paths."""
@@ -268,12 +240,10 @@ class Paths:
             _move_step_counters(optimizer, on_device=any(group.get("fused") for group in optimizer.param_groups))
         for hook in self._hooks:
             hook.remove()
-        self._hooks.clear()
+        self._hooks, self._groups, self._for_this_step = [], [], []
         self._signatures.clear()
-        self._for_this_step.clear()
         self._reasons.clear()
         self.saved.clear()
-        self._known.clear()
 
 
 def _set(group: dict[str, Any], foreach: bool | None, fused: bool | None) -> None:

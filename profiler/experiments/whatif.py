@@ -19,12 +19,12 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from accel.profiler.clocks.backlog import Backlog
-from accel.profiler.clocks.pauses import Pauses
-from accel.profiler.clocks.probes import Patches
-from accel.profiler.clocks.recorder import Recorder
 from accel.profiler.experiments import update_path
 from accel.profiler.experiments.update_path import Paths
+from accel.profiler.loop.device import Backlog
+from accel.profiler.loop.patches import Patches
+from accel.profiler.loop.pauses import Pauses
+from accel.profiler.loop.recorder import Recorder
 from accel.profiler.phases import Measurement
 from accel.profiler.report import Experiment, Saving
 from accel.profiler.trial import Outcome, Trial, TrialConfig

@@ -12,7 +12,7 @@ from functools import lru_cache
 from pathlib import Path
 from types import FrameType
 
-from accel.profiler.system.dataflow import Loop, StepBody, feeding_lines, known_modules
+from accel.profiler.system.dataflow import Loop, StepBody, feeding_lines
 
 _HERE = str(Path(__file__).resolve().parents[1])  # the profiler's folder
 _LIBRARY = tuple(
@@ -56,18 +56,18 @@ def source(file: str, line: int) -> str:
 
 
 @lru_cache(maxsize=64)
-def _parsed(file: str) -> tuple[tuple[StepBody, ...], frozenset[str]]:
-    """Return a file's loops and functions, and what in it is known to be a module."""
+def _parsed(file: str) -> tuple[StepBody, ...]:
+    """Return a file's loops and functions."""
     try:
         tree = ast.parse("".join(linecache.getlines(file)))
     except (SyntaxError, ValueError, RecursionError):
-        return (), frozenset()
-    return tuple(node for node in ast.walk(tree) if isinstance(node, StepBody)), known_modules(tree)
+        return ()
+    return tuple(node for node in ast.walk(tree) if isinstance(node, StepBody))
 
 
 def _around(file: str, line: int) -> tuple[list[Loop], list[StepBody]]:
     """Return the loops around a line within its function, and that function."""
-    around = [node for node in _parsed(file)[0] if node.lineno <= line <= (node.end_lineno or node.lineno)]
+    around = [node for node in _parsed(file) if node.lineno <= line <= (node.end_lineno or node.lineno)]
     functions = [node for node in around if not isinstance(node, Loop)]
     inner = max(functions, key=lambda node: node.lineno, default=None)
     loops = [node for node in around if isinstance(node, Loop) and (inner is None or node.lineno > inner.lineno)]
@@ -97,7 +97,7 @@ def batch_lines(frames: list[tuple[str, int]], model: Collection[tuple[str, int]
             calls = (node for node in ast.walk(loop) if isinstance(node, ast.Call))
             lines.update((file, call.lineno) for call in calls if _is_next(call))
         for node in loops or (function if looped else []):
-            lines.update((file, number) for number in feeding_lines(node, line, called, _parsed(file)[1]))
+            lines.update((file, number) for number in feeding_lines(node, line, called))
         looped = looped or bool(loops)
     return lines
 

@@ -17,7 +17,7 @@ from types import FrameType
 
 from accel.profiler.evidence import LineTime, ThreadShare
 from accel.profiler.host import ThreadMeter, ThreadTime
-from accel.profiler.phases import StepClock
+from accel.profiler.loop.clock import StepClock
 from accel.profiler.system.loop_source import is_users, source
 
 # Part of a library's file name → what the user's line was doing.

@@ -16,12 +16,12 @@ from torch.utils.data import DataLoader, TensorDataset
 import accel
 from accel import entry, strategies
 from accel.profiler import naming
-from accel.profiler.clocks import device_events
+from accel.profiler.loop import device as device_events
+from accel.profiler.loop.device import DeviceClock
 from accel.profiler.phases import Measurement
 from accel.report import Report
 from accel.run import Run
 from accel.search.actions import Action, Result
-from accel.session.device_clock import DeviceClock
 from accel.session.session import Session
 from accel.strategies.base import Exactness, Strategy
 from tests.played_events import Event, counted
@@ -393,7 +393,7 @@ def test_without_events_the_host_s_times_are_left_and_the_loop_goes_on(monkeypat
         raise RuntimeError("CUDA error: unspecified launch failure")
 
     clock, calls = DeviceClock(no_event), []
-    monkeypatch.setattr("accel.session.device_clock.log.debug", lambda *args, **kwargs: calls.append(args))
+    monkeypatch.setattr("accel.profiler.loop.device.log.debug", lambda *args, **kwargs: calls.append(args))
     for number in range(3):
         clock.begin()
         clock.mark()

@@ -75,7 +75,7 @@ def test_a_loop_that_trains_another_model_is_told_once(only_quick: None, capsys:
     accel.undo(model)
     _, loader, _ = accel.optimize(model, loader, optimizer, budget=60)
     advance(training(copied, loader, torch.optim.SGD(copied.parameters(), lr=0.1)), 80)
-    words = "32 batches were fetched without a training call of Net or a step of its optimizer; pass the model"
+    words = "32 backward passes ran without a training call of Net or a step of its optimizer; pass the model"
     assert capsys.readouterr().err.count(words) == 1
 
 
@@ -87,7 +87,7 @@ def test_a_pass_over_the_loader_that_trains_nothing_is_not_taken_for_the_trainin
     for _ in range(passes):
         list(loader)
     advance(training(model, loader, optimizer), 10)
-    assert "batches were fetched" not in capsys.readouterr().err
+    assert "backward passes ran" not in capsys.readouterr().err
 
 
 def test_a_model_whose_parts_are_called_after_such_a_pass_is_not_told_that_another_is_trained(
@@ -100,7 +100,7 @@ def test_a_model_whose_parts_are_called_after_such_a_pass_is_not_told_that_anoth
         for batch in loader:
             model.forward(*batch[:1]).sum().backward()
             optimizer.step()
-    assert "batches were fetched" not in capsys.readouterr().err
+    assert "backward passes ran" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("passes", [0, 4])
@@ -115,7 +115,7 @@ def test_what_trains_something_else_by_hand_after_such_a_pass_is_told_once(
     for _ in range(6):
         for _ in loader:
             other.sum().backward()
-    words = f"batches were fetched without a training call of {type(kept).__name__} or a step"
+    words = f"backward passes ran without a training call of {type(kept).__name__} or a step"
     assert capsys.readouterr().err.count(words) == 1
 
 
@@ -127,4 +127,4 @@ def test_a_run_that_ends_after_a_pass_that_trains_nothing_says_so(
         list(loader)
     assert capsys.readouterr().err == ""
     entry._at_exit()
-    assert capsys.readouterr().err.startswith("accel: 39 batches were fetched without a training call of Net or a step")
+    assert capsys.readouterr().err == "accel: no training step of Net was seen\n"

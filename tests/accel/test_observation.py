@@ -14,8 +14,9 @@ from torch.utils.data import DataLoader, TensorDataset
 import accel
 from accel import entry
 from accel.profiler import naming
-from accel.profiler.clocks import device_events
-from accel.profiler.phases import Measurement, StepClock
+from accel.profiler.loop import device as device_events
+from accel.profiler.loop.clock import StepClock
+from accel.profiler.phases import Measurement
 from accel.run import Run
 from accel.run.gate import Gate
 from accel.session.observation import Observation

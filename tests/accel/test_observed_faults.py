@@ -12,7 +12,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from accel.profiler import page_faults
 from accel.profiler.evidence import Evidence
-from accel.profiler.phases import Measurement, StepClock
+from accel.profiler.loop.clock import StepClock
+from accel.profiler.phases import Measurement
 from accel.run import Run
 from accel.run.gate import Gate
 from accel.search.priority import faulting

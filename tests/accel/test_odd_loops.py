@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import accel
 from accel import strategies
-from accel.profiler.closures import followed_by
-from accel.run import backward
+from accel.profiler.loop import backward
+from accel.profiler.loop.optimizers import followed_by
 from accel.strategies.fused_optimizer import FusedOptimizer
 from tests.accel.loops import Longer, Quick, assert_same, everything, loss_of, make, make_loader
 from tests.accel.test_session import Faster, Slow

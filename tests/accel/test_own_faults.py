@@ -18,7 +18,7 @@ import accel
 from accel import entry
 from accel.guard import guard, update_guard
 from accel.guard.changing_buffers import ChangingBuffers
-from accel.run import backward
+from accel.profiler.loop import backward
 from accel.strategies.base import Exactness
 from tests.accel.loops import Net, loss_of, make_loader
 from tests.sampling import examples

@@ -9,7 +9,7 @@ import pytest
 
 import accel
 from accel import entry
-from accel.session.own_warning import warn
+from accel.profiler.stderr import warn
 from tests.accel.loops import loss_of, make
 
 

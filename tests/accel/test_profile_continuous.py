@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 from accel.dataio.elastic_sampler import ElasticSampler
 from accel.dataio.loader import ContinuousLoader
 from accel.dataio.passes.loader_core import LoaderPass
-from accel.profiler.clocks.recorder import Recorder
+from accel.profiler.loop.recorder import Recorder
 from accel.profiler.phases import Measurement
 
 

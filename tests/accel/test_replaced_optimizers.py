@@ -11,7 +11,7 @@ import torch
 
 import accel
 from accel import entry
-from accel.profiler.optimizers import Optimizers, Strangers
+from accel.profiler.loop.optimizers import Optimizers, Strangers
 from tests.accel.loops import advance, make, settled, training
 
 

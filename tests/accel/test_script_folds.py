@@ -14,12 +14,9 @@ from torch import nn
 
 import accel
 from accel import entry
-from accel.profiler.clocks import called_modules
-from accel.run import ranks
-from accel.script.looks import Looks
+from accel.profiler.loop import called_modules
 from accel.script.training import ScriptTraining
-from accel.search.budget import Budget
-from tests.accel.loops import PlayedClock, Quick, make
+from tests.accel.loops import Quick, make
 from tests.accel.script_followed import OPTIONS, epochs, step, training
 
 __all__ = ["training"]
@@ -34,53 +31,36 @@ def steps(model: Any, optimizer: Any, count: int) -> None:
 # -- what looking at new models may take -------------------------------------------------------------------------------
 
 
-def test_ever_new_models_are_looked_at_within_the_budget(only_quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ever_new_models_are_looked_at_a_bounded_number_of_times(
+    only_quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Federated training copies the model for each client, which takes some steps: each was looked at for 20 ms."""
-    clock, looks, plain = PlayedClock(), list[int](), called_modules._modules
+    looks, plain = list[int](), called_modules._modules
 
     def look() -> list[nn.Module]:
         looks.append(1)
-        clock.sleep(0.1)
         return plain()
 
     monkeypatch.setattr(called_modules, "_modules", look)
-    training = ScriptTraining({**OPTIONS, "budget": "3%"}, threading.get_ident(), whole="", clock=clock)
+    training = ScriptTraining(dict(OPTIONS), threading.get_ident(), whole="")
     training.start()
     try:
         model, *_ = make()
-        for client in range(12):
-            if client == 11:
-                assert len(looks) <= 6
-                clock.sleep(60)
-                looks.clear()
+
+        def client(count: int) -> None:
             copied = copy.deepcopy(model)
-            steps(copied, torch.optim.SGD(copied.parameters(), lr=0.01), 3)
-        assert looks == [1]  # the run has lasted long enough for another one
+            steps(copied, torch.optim.SGD(copied.parameters(), lr=0.01), count)
+
+        for _ in range(30):
+            client(3)
+        assert len(looks) == 16
+        training.updates += 1000  # one more for each thousand
+        client(3)
+        client(3)
+        assert len(looks) == 17
     finally:
         training.stop()
         training.undo()
-
-
-def test_the_first_look_is_always_taken_and_a_long_one_is_not_soon_repeated() -> None:
-    clock = PlayedClock()
-    looks = Looks(Budget.parse("3%"), clock)
-    assert looks.are_affordable(0)
-    with looks.take():
-        clock.sleep(3)
-    clock.sleep(100)
-    assert not looks.are_affordable(10**6)
-    clock.sleep(100)
-    assert looks.are_affordable(0)
-
-
-def test_ranks_look_at_new_models_after_as_many_updates(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ranks, "are_several", lambda: True)
-    looks = Looks(Budget.parse("3%"), PlayedClock())
-    while looks.are_affordable(0):
-        with looks.take():
-            pass
-    assert looks.taken == 16
-    assert [looks.are_affordable(updates) for updates in (999, 1000)] == [False, True]
 
 
 def test_why_an_optimizer_for_each_step_gains_nothing_is_told(training: ScriptTraining) -> None:

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from accel.profiler.clocks.recorder import Recorder
-from accel.profiler.phases import Measurement, StepClock
+from accel.profiler.loop.clock import StepClock
+from accel.profiler.loop.recorder import Recorder
+from accel.profiler.phases import Measurement
 from tests.accel.loops import PlayedClock
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from accel.profiler.clocks import callslot
+from accel.profiler.loop import callslot
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from accel.profiler.clocks.collector import Collector
+from accel.profiler.loop.patches import Collector
 
 
 class Arriving(int):

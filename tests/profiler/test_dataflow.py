@@ -232,7 +232,7 @@ AROUND_THE_MODEL = {
         for i in range(9):  # batch
             out = net(rows[i], y)  # model
             y = targets(i)  # batch
-            z = rows[i + 1].float()  # batch
+            z = rows[i + 1].float()  # only the loss reads it
             loss = criterion(out, z)
             loss.backward()
             opt.step()  # step

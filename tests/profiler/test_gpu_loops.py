@@ -10,13 +10,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from accel.profiler.clocks.backlog import Backlog
-from accel.profiler.clocks.recorder import Recorder
 from accel.profiler.diagnose.device_time import by_device, means
 from accel.profiler.evidence import Evidence, LoaderFacts, SyncPoint, ThreadShare, TraceSummary
 from accel.profiler.experiments.whatif import ALONE, FetchedAhead, Snapshot, Unchanged, experiment
+from accel.profiler.loop.clock import StepClock
+from accel.profiler.loop.device import Backlog
+from accel.profiler.loop.recorder import Recorder
 from accel.profiler.naming import Diagnosis, diagnose
-from accel.profiler.phases import Measurement, StepClock
+from accel.profiler.phases import Measurement
 from accel.profiler.report import Experiment
 from tests.played_events import Event
 

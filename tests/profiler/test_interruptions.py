@@ -6,8 +6,9 @@ import contextlib
 
 import pytest
 
-from accel.profiler.clocks.recorder import Recorder
-from accel.profiler.phases import Measurement, StepClock
+from accel.profiler.loop.clock import StepClock
+from accel.profiler.loop.recorder import Recorder
+from accel.profiler.phases import Measurement
 from tests.accel.loops import PlayedClock
 from tests.interruptions import Interrupter
 from tests.profiler.test_recorder import parts, train
@@ -15,7 +16,7 @@ from tests.profiler.test_recorder import parts, train
 
 def record(at: int | None, *, deferred: bool) -> tuple[Interrupter, Recorder, list[Measurement]]:
     """Record two epochs, interrupted once, and then two epochs more."""
-    interrupter, seen = Interrupter("profiler/clocks", at), []
+    interrupter, seen = Interrupter("profiler/loop", at), []
     recorder = Recorder(StepClock(PlayedClock()))
     recorder.on_step = seen.append
     recorder.deferred = deferred

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from torch import nn
 
 from accel.profiler import naming
-from accel.profiler.clocks import facts
 from accel.profiler.conclusion.verdict import build_report
 from accel.profiler.diagnose.causes import CAUSES
 from accel.profiler.diagnose.findings import finding, saving
@@ -28,6 +27,7 @@ from accel.profiler.evidence import (
     TraceSummary,
     WorkerShare,
 )
+from accel.profiler.loop import facts
 from accel.profiler.naming import WORTH_BESIDE, diagnose
 from accel.profiler.phases import PHASES, Measurement
 from accel.profiler.report import Saving

@@ -7,7 +7,7 @@ import mmap
 import pytest
 
 from accel.profiler import page_faults
-from accel.profiler.phases import StepClock
+from accel.profiler.loop.clock import StepClock
 
 pytestmark = pytest.mark.skipif(page_faults.cost_s() is None, reason="the system counts no page faults")
 

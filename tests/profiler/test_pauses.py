@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from accel.profiler.clocks.recorder import Recorder
 from accel.profiler.experiments.whatif import ALONE, TOGETHER, Counterfactual, NoCollector, Snapshot, experiment
+from accel.profiler.loop.recorder import Recorder
 from accel.profiler.phases import Measurement
 from accel.profiler.report import Experiment
 from accel.profiler.trial import TrialConfig

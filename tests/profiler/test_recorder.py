@@ -15,7 +15,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from accel.profiler.clocks.recorder import Recorder
+from accel.profiler.loop.recorder import Recorder
 from accel.profiler.phases import Measurement
 from tests.accel.loops import PlayedClock
 
@@ -319,7 +319,7 @@ def test_steps_put_by_are_the_same_steps(recorder: Recorder, seen: list[Measurem
 
 
 def test_stored_segments_are_dropped_from_the_front(recorder: Recorder, seen: list[Measurement]) -> None:
-    recorder._segments._keep_steps = 600
+    recorder.keep_steps = 600
     model, optimizer, loader = parts()
     recorder.deferred = True
     for _ in range(200):

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from accel.profiler.clocks.recorder import Recorder
-from accel.profiler.clocks.training_loaders import TrainingLoaders
+from accel.profiler.loop.batches import TrainingLoaders
+from accel.profiler.loop.recorder import Recorder
 from accel.profiler.phases import Measurement
 from tests.accel.loops import PlayedClock
 from tests.profiler.test_recorder import parts, train

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from accel.profiler.host import ThreadTime
-from accel.profiler.phases import StepClock
+from accel.profiler.loop.clock import StepClock
 from accel.profiler.system.loop_source import batch_lines, is_users, users_frames
 from accel.profiler.system.sampler import Sampler, ThreadClocks
 

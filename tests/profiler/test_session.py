@@ -12,11 +12,11 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from accel.profiler.clocks.backlog import Backlog
-from accel.profiler.clocks.facts import Trained
 from accel.profiler.diagnose import device_time
 from accel.profiler.evidence import LoaderFacts, SyncPoint, TraceSummary
 from accel.profiler.gather import Exchange
+from accel.profiler.loop.device import Backlog
+from accel.profiler.loop.facts import Trained
 from accel.profiler.phases import Measurement
 from accel.profiler.session import WARM_UP, ProfileSession
 from accel.profiler.system.sampler import _Sample

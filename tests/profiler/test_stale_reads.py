@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from accel.profiler.clocks.recorder import Recorder
 from accel.profiler.experiments.stale_reads import READS, StaleReads
 from accel.profiler.experiments.whatif import _STUCK, ALONE, Snapshot, experiment
+from accel.profiler.loop.recorder import Recorder
 from accel.profiler.phases import Measurement
 from accel.profiler.report import Experiment
 

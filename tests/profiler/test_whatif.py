@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import nn
 
-from accel.profiler.clocks.recorder import Recorder
 from accel.profiler.experiments.whatif import (
     ALONE,
     TOGETHER,
@@ -25,6 +24,7 @@ from accel.profiler.experiments.whatif import (
     can_update_at_once,
     experiment,
 )
+from accel.profiler.loop.recorder import Recorder
 from accel.profiler.phases import Measurement
 from accel.profiler.report import Experiment
 

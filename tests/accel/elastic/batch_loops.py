@@ -19,7 +19,7 @@ from accel.dataio.elastic_sampler import ElasticSampler
 from accel.elastic import batch_loader
 from accel.elastic.batch_run import BatchRun
 from accel.goodput.efficiency import NoiseInterval
-from accel.profiler.optimizers import Optimizers
+from accel.profiler.loop.optimizers import Optimizers
 from accel.run import Run
 from accel.session.session import Session
 

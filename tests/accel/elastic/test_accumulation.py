@@ -16,7 +16,7 @@ from torch.nn.functional import mse_loss
 from torch.optim import Optimizer
 
 from accel.elastic.accumulation import GradientAccumulation
-from accel.run import backward
+from accel.profiler.loop import backward
 from tests.sampling import examples
 
 Loop = Callable[[nn.Module, Optimizer, Tensor, Tensor], None]

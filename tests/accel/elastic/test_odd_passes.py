@@ -26,7 +26,7 @@ from accel.elastic.checkpointing import Checkpointing
 from accel.elastic.held_batches import HeldBatches
 from accel.elastic.running import request_checkpoint, save_checkpoint
 from accel.elastic.sample_position import SamplePosition, remaining_epochs
-from accel.session.listeners import Onlooker, follow
+from accel.profiler.loop.observers import LoopObserver, follow
 from tests.accel.elastic.batch_loops import PLAIN, batch_run
 from tests.sampling import examples
 
@@ -228,7 +228,7 @@ def test_a_pass_that_has_ended_tells_nobody(tmp_path: Path) -> None:
     """Of a loop that fetches ahead, a batch that it held was taken for trained on."""
     told: list[str] = []
 
-    class Hears(Onlooker):
+    class Hears(LoopObserver):
         def batch_requested(self) -> None:
             told.append("requested")
 

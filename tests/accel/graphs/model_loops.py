@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from accel.graphs import ModelCalls
-from accel.profiler.clocks import callslot
+from accel.profiler.loop import callslot
 from tests.accel.graphs.tape import TapeRecorder
 
 

@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from accel.amp import decorate
 from accel.graphs import CaptureError, capture
-from accel.profiler.clocks import callslot
+from accel.profiler.loop import callslot
 from tests.accel.graphs.model_loops import batch, both, network, step, taped
 
 pytestmark = pytest.mark.filterwarnings("ignore:accel.graphs.capture:RuntimeWarning")

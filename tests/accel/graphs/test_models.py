@@ -11,7 +11,7 @@ import pytest
 from torch import nn
 
 from accel.graphs import ModelCalls, calls_of, capture, models, release
-from accel.profiler.clocks import callslot
+from accel.profiler.loop import callslot
 from tests.accel.graphs.model_loops import batch, network, taped
 from tests.accel.graphs.tape import TapeRecorder
 

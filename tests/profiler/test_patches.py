@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -12,9 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from accel.profiler.clocks.probes import BackwardProbe, Patches
-from accel.profiler.clocks.recorder import Recorder
-from accel.profiler.phases import Measurement, StepClock
+from accel.profiler.loop import backward as passes
+from accel.profiler.loop.clock import StepClock
+from accel.profiler.loop.patches import Patches
+from accel.profiler.loop.recorder import Recorder
+from accel.profiler.phases import Measurement
 from tests.accel.loops import PlayedClock
 
 ORIGINAL = vars(torch._C.TensorBase)["to"]
@@ -175,13 +178,13 @@ def test_what_the_script_puts_in_the_same_place_is_left_to_it(order: str, inheri
 def test_a_mark_that_the_script_puts_back_does_nothing() -> None:
     recorder, ends = Recorder(), []
     recorder.start()
-    probe = BackwardProbe(lambda: ends.append(1), lambda: ends.append(2))
-    probe.install()
+    listener = SimpleNamespace(backward_ended=ends.append)
+    passes.listen(listener)
     theirs = [mock.patch.object(torch.autograd, "backward"), mock.patch.object(Tensor, "to")]
     for patch in theirs:
         patch.start()
     recorder.stop()
-    probe.remove()
+    passes.forget(listener)
     for patch in theirs:
         patch.stop()
     backward, to = torch.autograd.backward, Tensor.to

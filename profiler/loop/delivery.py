@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import sys
+from collections import deque
 from collections.abc import Callable
+from typing import Any
 
-from accel.profiler.clocks.mark_state import MarkState
-from accel.profiler.clocks.segments import KEPT_STEPS, Segments
+from torch.optim import Optimizer
+
 from accel.profiler.interruptions import ours
-from accel.profiler.phases import Measurement, StepClock
+from accel.profiler.loop.clock import StepClock
+from accel.profiler.phases import Measurement
+
+KEPT_STEPS = 20_000
+"""The last steps that are kept: 20 MB."""
+MIN_STEPS, MAX_STEPS, SECONDS = 64, 512, 1.0
+"""A segment has as many steps as take a second, within these bounds. With 64 always, handing segments over and the
+readings that come with that cost 1 µs of a step of 70 µs."""
 
 
 class Delivery:
@@ -25,6 +34,7 @@ class Delivery:
         steps: whole steps so far.
         step_s: seconds in steps, the first left out.
         failed: why recording has stopped, '' while it goes on.
+        keep_steps: at least so many of the last steps are stored while `deferred` is set.
     """
 
     def __init__(self, clock: StepClock) -> None:
@@ -37,8 +47,13 @@ class Delivery:
         self.failed = ""
         self.first_boundary = self.last_boundary = 0.0
         self._hot = MarkState()
-        self._segments = Segments(KEPT_STEPS, clock.now)
-        self._segment_steps = 1
+        self.keep_steps = KEPT_STEPS
+        self._segments: deque[tuple[int, list[Any]]] = deque()
+        """Numbers of steps, and the tapes that hold them."""
+        self._stored_steps = 0
+        self._has_dropped = False
+        self._segment_steps, self._segment_at = 1, 0.0
+        """Steps of the segment under way, and when it began, s."""
 
     def _is_learning(self) -> bool:
         """Return whether updates still tell something about the loop."""
@@ -59,17 +74,31 @@ class Delivery:
         hot = self._hot
         if self.deferred:
             self.steps += self._segment_steps
-            self._segments.append(self._segment_steps, self.clock.detach())
+            self._store(self.clock.detach())
             self.on_segment()
         else:
             for measured in self.clock.read():
                 self.steps += 1
                 self._record(measured)
-        hot.steps_left = self._segment_steps = self._segments.next(self._segment_steps) if self.deferred else 1
+        hot.steps_left = self._segment_steps = self._next_segment() if self.deferred else 1
         hot.learning = self._is_learning()
         hot.counting = True
         hot.iterator = None  # the next batch takes the slow path, which counts it
         self.clock.resume()
+
+    def _store(self, segment: list[Any]) -> None:
+        self._segments.append((self._segment_steps, segment))
+        self._stored_steps += self._segment_steps
+        while self._stored_steps - self._segments[0][0] >= self.keep_steps:
+            self._stored_steps -= self._segments.popleft()[0]
+            self._has_dropped = True
+
+    def _next_segment(self) -> int:
+        """Return how many steps the next segment should have."""
+        now = self.clock.now()
+        step_s = (now - self._segment_at) / self._segment_steps
+        self._segment_at = now
+        return max(MIN_STEPS, min(MAX_STEPS, int(SECONDS / step_s) if step_s > 0 else MAX_STEPS))
 
     def _record(self, measured: Measurement) -> None:
         self.last_boundary = self.clock.cut_at
@@ -84,12 +113,13 @@ class Delivery:
         self._guarded(self._parse_stored)
 
     def _parse_stored(self) -> None:
-        for number, segment in enumerate(self._segments):
-            if number == 0 and self._segments.dropped:  # the steps before were dropped
+        for number, (_, segment) in enumerate(self._segments):
+            if number == 0 and self._has_dropped:  # the steps before were dropped
                 self.first_boundary, self.step_s, self.clock.aside_s = segment[1], 0.0, 0.0
             for measured in self.clock.read(segment):
                 self._record(measured)
         self._segments.clear()
+        self._stored_steps = 0
         for measured in self.clock.read():
             self._record(measured)
 
@@ -97,3 +127,26 @@ class Delivery:
         """Return the share of the wall time, first boundary to last, that is in no step and not the profiler's own."""
         wall = self.last_boundary - self.first_boundary
         return max(0.0, 1.0 - (self.step_s + self.clock.aside_s) / wall) if wall > 0 else 0.0
+
+
+class MarkState:
+    """State of the marked functions; in slots, since reading attributes of the recorder, which has many, is slower."""
+
+    __slots__ = (
+        *("away", "counting", "in_backward", "in_call", "iterator", "learning"),
+        *("steps_left", "optimizer", "stepped", "updating"),
+    )
+
+    def __init__(self) -> None:
+        self.iterator: Any = None
+        """The loop's iterator, unless its batches take the slow path."""
+        self.stepped = self.updating = self.in_call = self.in_backward = False
+        self.away = False
+        """Whether an experiment was told that the loop does something else than steps."""
+        self.learning = True
+        self.counting = True
+        """Whether the batches and calls of the open step are counted."""
+        self.optimizer: Callable[[], Optimizer | None] = lambda: None
+        """A weak reference to the optimizer whose update ends a step that no loader ends: the first that stepped."""
+        self.steps_left = 1
+        """Steps until the tape is handed over."""

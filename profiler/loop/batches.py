@@ -5,20 +5,19 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from threading import get_ident
 from typing import Any
+from weakref import ref
 
 import torch
 
-from accel.profiler.clocks import batch_size as samples
-from accel.profiler.clocks.called_modules import CalledModules
-from accel.profiler.clocks.collate_time import CollateTimer
-from accel.profiler.clocks.delivery import Delivery
-from accel.profiler.clocks.pauses import Pauses
-from accel.profiler.clocks.probes import Function
-from accel.profiler.clocks.training_loaders import TrainingLoaders
-from accel.profiler.phases import CUT, MAYBE_DATA, MAYBE_HOST, STEP, StepClock, Tape
+from accel.profiler.loop.called_modules import CalledModules
+from accel.profiler.loop.clock import CUT, MAYBE_DATA, MAYBE_HOST, STEP, StepClock
+from accel.profiler.loop.delivery import Delivery
+from accel.profiler.loop.patches import Function
+from accel.profiler.loop.pauses import Pauses
+from accel.profiler.loop.steps import EndingOptimizer
 
 
 class BatchMarks(Delivery):
@@ -38,7 +37,7 @@ class BatchMarks(Delivery):
 
     roots: CalledModules
     updates: int
-    _tape: Tape
+    _tape: Any
 
     def __init__(self, clock: StepClock, thread: int) -> None:
         super().__init__(clock)
@@ -58,7 +57,7 @@ class BatchMarks(Delivery):
         self._is_doubtful = False
         """Whether a call without gradients came since then that may be an evaluation."""
         self._starts_epoch = False
-        self._other_updates = 0
+        self._ending = EndingOptimizer()
         self._updates_at_fetch = 0
 
     def iterating(self, original: Function) -> Function:
@@ -180,7 +179,7 @@ class BatchMarks(Delivery):
             if following == "outside":
                 self.pauses.begin()
         if counting:
-            clock.count(samples.of(batch))
+            clock.count(samples_in(batch))
         self.fetched += 1
         return batch
 
@@ -198,7 +197,7 @@ class BatchMarks(Delivery):
             self.clock.enter(MAYBE_HOST)
             if not any(iterator is other for other, _ in self._pending):
                 self._recent.append(iterator._accel_loader)
-                self._pending.append((iterator, samples.of(batch) if self._hot.counting else None))
+                self._pending.append((iterator, samples_in(batch) if self._hot.counting else None))
         return batch
 
     def _settle(self, *, within: bool) -> None:
@@ -252,10 +251,91 @@ class BatchMarks(Delivery):
     def _boundary(self) -> None:
         hot = self._hot
         hot.stepped = False
-        self._other_updates = 0
+        self._ending.others = 0
         hot.counting = not self.deferred
         self.clock.write(CUT)
         hot.steps_left -= 1
         if hot.steps_left <= 0:
             self._deliver()
         self.pauses.end()
+
+
+class TrainingLoaders:
+    """The loaders that are known to feed the training; true once there is one, also when it is gone.
+
+    They are not kept alive, and not told by their ids: a loop that makes its loaders anew in each epoch may get one for
+    the validation where a training loader lay.
+    """
+
+    def __init__(self) -> None:
+        self._known: list[ref[Any]] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._known)
+
+    def __contains__(self, loader: Any) -> bool:
+        return any(known() is loader for known in self._known)
+
+    def add(self, loader: Any) -> None:
+        """Know a loader, and forget those that are gone."""
+        if loader not in self:
+            self._known = [*(known for known in self._known if known() is not None), ref(loader)]
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._known = []
+
+
+class CollateTimer:
+    """Fetches batches, and times the collate function.
+
+    Args:
+        clock: seconds, monotonic.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._now = clock
+        self._collate_s = self._fetch_s = 0.0
+
+    @property
+    def share(self) -> float:
+        """Share of the fetching so far."""
+        return self._collate_s / self._fetch_s if self._fetch_s else 0.0
+
+    def fetch(self, iterator: Any, original: Callable[[Any], Any]) -> Any:
+        """Fetch a batch from a loader's iterator by its own `__next__`."""
+        fetcher = getattr(iterator, "_dataset_fetcher", None)
+        collate = getattr(fetcher, "collate_fn", None)
+        if fetcher is None or collate is None:
+            return original(iterator)
+
+        def timed(samples: Any) -> Any:
+            began = self._now()
+            try:
+                return collate(samples)
+            finally:
+                self._collate_s += self._now() - began
+
+        began = self._now()
+        fetcher.collate_fn = timed
+        try:
+            return original(iterator)
+        finally:
+            fetcher.collate_fn = collate
+            self._fetch_s += self._now() - began
+
+
+def samples_in(batch: Any) -> int:
+    """Return the first dimension of the first tensor in a batch, 0 if there is none."""
+    if type(batch) in (list, tuple) and batch and type(batch[0]) is torch.Tensor:  # the usual case; the rest costs 1 µs
+        return batch[0].shape[0] if batch[0].dim() else 0
+    if isinstance(batch, torch.Tensor):
+        return batch.shape[0] if batch.dim() else 0
+    if isinstance(batch, Mapping):
+        batch = list(batch.values())
+    if isinstance(batch, tuple | list):
+        for part in batch:
+            size = samples_in(part)
+            if size:
+                return size
+    return 0

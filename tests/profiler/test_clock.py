@@ -6,15 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accel.profiler.phases import (
-    MAX_TAPE,
-    MAYBE_DATA,
-    MAYBE_FORWARD,
-    MAYBE_HOST,
-    PHASES,
-    Measurement,
-    StepClock,
-)
+from accel.profiler.loop.clock import MAX_TAPE, MAYBE_DATA, MAYBE_FORWARD, MAYBE_HOST, StepClock
+from accel.profiler.phases import PHASES, Measurement
 
 
 class FakeClock:
@@ -61,7 +54,7 @@ def test_a_clock_whose_reading_was_interrupted_goes_on(monkeypatch: pytest.Monke
 
     fake = FakeClock()
     clock = StepClock(fake)
-    monkeypatch.setattr("accel.profiler.phases.Measurement", interrupted)
+    monkeypatch.setattr("accel.profiler.loop.clock.Measurement", interrupted)
     with pytest.raises(TimeoutError):
         step(fake, clock)
     clock.restart()

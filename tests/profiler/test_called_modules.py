@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
-import warnings
 import weakref
 from collections.abc import Callable, Iterator
 
@@ -13,9 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from accel.profiler.clocks import called_modules
-from accel.profiler.clocks.called_modules import CalledModules
-from accel.profiler.clocks.registered_modules import RegisteredModules
+from accel.profiler.loop import called_modules
+from accel.profiler.loop.called_modules import CalledModules, RegisteredModules
 
 
 class Block(nn.Module):
@@ -83,7 +81,6 @@ BUILT: dict[str, Callable[[], nn.Module]] = {
     "put in later": _put_in_later,
     "shared": lambda: nn.Sequential(*[nn.Linear(2, 2)] * 2),
     "a transformer": _layers_that_are_copied,
-    "loaded by assignment": _loaded_by_assignment,
     "a copied part": lambda: Wrapper(copy.deepcopy(Block())),
     "normed by parametrization": lambda: nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(2, 2)), Block()),
 }
@@ -100,6 +97,7 @@ class CopiedByHand(Wrapper):
 
 OTHERS: dict[str, Callable[[], nn.Module]] = {
     "copied": lambda: copy.deepcopy(Block()),
+    "loaded by assignment": _loaded_by_assignment,
     "unpickled": lambda: pickle.loads(pickle.dumps(Block())),
     "copied, parts changed since": lambda: _parts_changed(copy.deepcopy(Wrapper(Block()))),
     "unpickled, parts changed since": lambda: _parts_changed(pickle.loads(pickle.dumps(Wrapper(Block())))),
@@ -162,14 +160,6 @@ def test_what_was_there_before_is_found_with_a_new_part(registered: RegisteredMo
     assert roots(model.inner[1], registered.seen) == [model]
 
 
-def test_a_scripted_model_is_found_beside_the_one_it_was_made_of(registered: RegisteredModules) -> None:
-    net = Block()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch.jit is deprecated
-        scripted = torch.jit.script(net)
-    assert {id(root) for root in roots(net, registered.seen)} == {id(net), id(scripted)}
-
-
 def test_a_class_may_have_children_of_its_own(registered: RegisteredModules) -> None:
     class Tree(Wrapper):
         def __init__(self, inner: nn.Module) -> None:
@@ -178,16 +168,6 @@ def test_a_class_may_have_children_of_its_own(registered: RegisteredModules) -> 
 
     tree = Tree(copy.deepcopy(Block()))
     assert roots(tree, registered.seen) == [tree]
-
-
-def test_torch_is_restored(registered: RegisteredModules) -> None:
-    registered.stop()
-    before = nn.Module.__setstate__, torch.jit.ScriptModule.__init__
-    registered.start()
-    assert nn.Module.__setstate__ is not before[0]
-    registered.stop()
-    assert (nn.Module.__setstate__, torch.jit.ScriptModule.__init__) == before
-    registered.start()
 
 
 def test_none_is_kept_alive_and_hooks_are_removed(registered: RegisteredModules) -> None:

@@ -17,8 +17,8 @@ from torch.utils.checkpoint import checkpoint
 
 import accel
 from accel import strategies
-from accel.run import Run, ranks
-from accel.session.kept_batches import _REPEATED_AFTER, KeptBatches
+from accel.profiler.loop.steps import UNFED_AFTER
+from accel.run import Run
 from tests.accel import loops
 from tests.accel.loops import Quick, assert_same, everything, loss_of, make, play_clock
 from tests.accel.test_odd_loops import threaded
@@ -101,7 +101,7 @@ def test_a_loop_that_repeats_batches_is_made_faster_and_trains_the_same(
     trained, report = train(batches, context=context)
     assert_same(trained, plain)
     assert report.state == "done" and report.plan == {"quick": None} and report.speedup > 1.2
-    assert 600 - 3 * _REPEATED_AFTER < report.steps <= 600
+    assert 600 - 3 * UNFED_AFTER < report.steps <= 600
 
 
 @settings(max_examples=examples(8), deadline=None)
@@ -128,7 +128,7 @@ def test_what_is_being_tried_when_the_requests_end_does_not_stay_on(monkeypatch:
             step(model, optimizer, x, target)
             if session.active:
                 break
-    for _ in range(4 * _REPEATED_AFTER):
+    for _ in range(4 * UNFED_AFTER):
         step(model, optimizer, x, target)
 
     assert not session.active
@@ -161,31 +161,13 @@ def test_a_closure_that_calls_the_model_ends_no_step_within_its_update(only_quic
             loss.backward()
             return loss
 
-        for _ in range(2 * _REPEATED_AFTER):
+        for _ in range(2 * UNFED_AFTER):
             optimizer.step(closure)
         accel.undo(model)
         return everything(model, optimizer)
 
     plain = run(False)
     assert_same(run(True), plain)
-
-
-def test_of_several_ranks_none_ends_steps_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ranks, "are_several", lambda: True)
-    kept, optimizer = KeptBatches(), make()[2]
-
-    def ends_step() -> bool:
-        kept.updates += 1
-        kept.updated(optimizer)
-        return kept.ends_step()
-
-    assert not any(ends_step() for _ in range(3 * _REPEATED_AFTER))
-    monkeypatch.setattr(ranks, "are_several", lambda: False)
-    assert [ends_step() for _ in range(_REPEATED_AFTER)].index(True) == _REPEATED_AFTER - 1
-    assert kept.has_just_begun and not kept.ends_step()
-    assert ends_step() and not kept.has_just_begun
-    kept.begin_again()
-    assert not kept.are_repeated and not ends_step()
 
 
 # -- what a review found -----------------------------------------------------------------------------------------------
@@ -198,7 +180,7 @@ def test_batches_that_another_thread_takes_are_requests() -> None:
     for _ in range(12):
         for x, target in threaded(loader):
             step(model, optimizer, x, target)
-    assert not accel.entry.MODELS[model].session.events.kept.are_repeated
+    assert accel.entry.MODELS[model].session.events.rule.is_fed
 
 
 def test_an_optimizer_for_each_parameter_makes_no_steps_of_its_own(only_quick: None) -> None:
@@ -209,7 +191,7 @@ def test_an_optimizer_for_each_parameter_makes_no_steps_of_its_own(only_quick: N
         loss_of(model(x), target).backward()
         for optimizer in optimizers:
             optimizer.step()
-    assert accel.explain(model).steps <= 13 and not accel.entry.MODELS[model].session.events.kept.are_repeated
+    assert accel.explain(model).steps <= 13 and accel.entry.MODELS[model].session.events.rule.is_fed
 
 
 def test_the_short_last_batch_is_not_taken_for_all_of_them(only_quick: None) -> None:
@@ -322,7 +304,7 @@ def test_batches_that_are_taken_without_gradients_are_requests(only_quick: None)
                 step(model, optimizer, x, target)
                 step(model, optimizer, x, target)
     session = accel.entry.MODELS[model].session
-    assert not session.events.kept.are_repeated and session._loader.moves >= 4
+    assert session.events.rule.is_fed and session._loader.moves >= 4
     assert session.steps <= 6 * 4 * 13
 
 

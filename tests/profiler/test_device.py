@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from accel.profiler.clocks import device_events
-from accel.profiler.clocks.device_events import MOST_PENDING, CudaEvent, DeviceEvents, events_on
-from accel.profiler.phases import CUT, MAYBE_DATA, MAYBE_HOST, RESUME, SETTLED, SKIP, StepClock
+from accel.profiler.loop import device as device_events
+from accel.profiler.loop.clock import CUT, MAYBE_DATA, MAYBE_HOST, RESUME, SETTLED, SKIP, StepClock
+from accel.profiler.loop.device import MOST_PENDING, CudaEvent, DeviceEvents, events_on
 
 PHASES = ("data", "host", "forward", "loss", "backward", "optimizer", "outside")
 SECOND = 1e3

@@ -10,7 +10,6 @@ is rare (a new iterator, a new optimizer, an evaluation) takes the slow path.
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Callable
 from threading import get_ident
 from types import MethodType
@@ -21,22 +20,18 @@ from torch import nn
 from torch.nn.modules import module as module_globals
 from torch.optim import Optimizer
 
-from accel.profiler.clocks import copies, facts
-from accel.profiler.clocks.batches import BatchMarks
-from accel.profiler.clocks.called_modules import CalledModules
-from accel.profiler.clocks.device_events import DeviceEvents, has_gpu
-from accel.profiler.clocks.probes import Function, Loaders, Probes
-from accel.profiler.clocks.registered_modules import RegisteredModules
 from accel.profiler.evidence import LoaderFacts
-from accel.profiler.optimizers import Optimizers
-from accel.profiler.phases import MAYBE_FORWARD, MAYBE_HOST, PROVISIONAL, PairTape, StepClock, Tape
+from accel.profiler.loop import facts
+from accel.profiler.loop.batches import BatchMarks
+from accel.profiler.loop.called_modules import CalledModules, RegisteredModules
+from accel.profiler.loop.clock import MAYBE_FORWARD, MAYBE_HOST, PROVISIONAL, StepClock
+from accel.profiler.loop.device import DeviceEvents, marked_copy
+from accel.profiler.loop.optimizers import Optimizers
+from accel.profiler.loop.patches import Function, Loaders, Probes, has_gpu
+from accel.profiler.loop.steps import LOST
 
 _LEARNING_STEPS = 12
 """Steps in which a module that is never called is replaced by its children."""
-_LOST = 50
-"""After this many updates by other optimizers, the one that ended steps is taken to be gone; before the first step has
-ended, after this many updates without a batch, so is the loader."""
-
 _NO_THREAD = -1
 
 
@@ -56,7 +51,7 @@ class Recorder(BatchMarks):
         if has_gpu():
             self.events = DeviceEvents(self.clock.write, lambda: self.steps)
             self.clock.write = self.events.write
-        self._tape: Tape = self.clock.tape if self.events is None else PairTape(self.events.write)
+        self._tape: Any = self.clock.tape if self.events is None else self.events
         self._on_update: Callable[[Optimizer], None] | None = None
         self.on_call: Callable[[], None] | None = None
         """Called within each counted call of the model, for as long as it is set."""
@@ -264,9 +259,10 @@ class Recorder(BatchMarks):
 
     def _learn(self, optimizer: Optimizer) -> None:
         hot = self._hot
-        ends_step = self._ends_step(optimizer)
+        ends_step = self._ending.is_of(optimizer, has_ranks=self.has_ranks)
+        hot.optimizer = self._ending.optimizer
         self.updates += ends_step
-        if self._training and not self.steps and self.updates - self._updates_at_fetch > _LOST:
+        if self._training and not self.steps and self.updates - self._updates_at_fetch > LOST:
             # The loop iterates over batches that it took from a loader earlier, so no loader ends its steps.
             self._training.clear()
             self.loader = None
@@ -288,21 +284,6 @@ class Recorder(BatchMarks):
         self.trained = facts.of_training(self.optimizers, self.trained)
         if self.roots.learn(optimizer, self.steps):
             self.roots.release_others({id(p) for o in self.optimizers for g in o.param_groups for p in g["params"]})
-
-    def _ends_step(self, optimizer: Optimizer) -> bool:
-        """Return whether an update ends a step that no loader ends; of two alternating optimizers only one does.
-
-        Ranks must end the same steps, and may free an optimizer at different ones.
-        """
-        hot = self._hot
-        ending = hot.optimizer()
-        is_gone = ending is None and not (self.has_ranks and self.optimizers)
-        if not is_gone and optimizer is not ending:
-            self._other_updates += 1
-            if self._other_updates <= _LOST:
-                return False
-        hot.optimizer, self._other_updates = weakref.ref(optimizer), 0
-        return True
 
     @property
     def on_update(self) -> Callable[[Optimizer], None] | None:
@@ -333,7 +314,7 @@ class Recorder(BatchMarks):
             self.clock.enter("copy")
             return functools.partial(self.clock.enter, before)
 
-        return copies.marked(original, copying, self.thread)
+        return marked_copy(original, copying, self.thread)
 
     def _within(self, phase: str, original: Function) -> Function:
         @functools.wraps(original)

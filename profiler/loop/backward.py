@@ -1,7 +1,8 @@
 """Notify listeners when a backward pass of the loop begins and when it has ended.
 
 `torch.autograd.backward`, which `Tensor.backward` calls too, is wrapped once for all listeners, and restored when none
-are left.
+are left. A listener has `backward_begins`, `backward_ended` or both; each is called with the tensors from which the
+pass starts.
 """
 
 from __future__ import annotations
@@ -9,54 +10,36 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 
-class BeginListener(Protocol):
-    """Called before each backward pass."""
-
-    def backward_begins(self, roots: list[Tensor]) -> None:
-        """A backward pass begins, from these tensors."""
-
-
-class EndListener(Protocol):
-    """Called after each backward pass."""
-
-    def backward_ended(self, roots: list[Tensor]) -> None:
-        """It has ended; it started from these tensors."""
-
-
-class BackwardListener(BeginListener, EndListener, Protocol):
-    """Called around each backward pass."""
-
-
 class _Mark:
     def __init__(self) -> None:
-        self.listeners: tuple[BeginListener | EndListener, ...] = ()
-        # Others with each change: it may come within a pass. And none is called for what it does not listen to.
+        self.listeners: tuple[Any, ...] = ()
+        # New tuples at each change, which may come within a pass. Nobody is called for what it does not listen to.
         self._begins: tuple[Callable[[list[Tensor]], None], ...] = ()
         self._ends: tuple[Callable[[list[Tensor]], None], ...] = ()
         self._marked: Any = None
         self._original: Any = None
         self._inside = False
 
-    def add(self, listener: BeginListener | EndListener, first: bool = False) -> None:
-        if listener not in self.listeners:  # some listen anew with each batch
+    def add(self, listener: Any, first: bool = False) -> None:
+        if listener not in self.listeners:  # some listen again with each batch
             self._set((listener, *self.listeners) if first else (*self.listeners, listener))
         if torch.autograd.backward is not self._marked and not self._is_in_place():
             self._original = torch.autograd.backward
             self._marked = torch.autograd.backward = self._mark(self._original)
 
-    def remove(self, listener: BeginListener | EndListener) -> None:
+    def remove(self, listener: Any) -> None:
         self._set(tuple(existing for existing in self.listeners if existing is not listener))
         # Inside somebody else's wrapper ours has to stay; without listeners it only calls the original.
         if not self.listeners and torch.autograd.backward is self._marked:
             torch.autograd.backward = self._original
 
-    def _set(self, listeners: tuple[BeginListener | EndListener, ...]) -> None:
+    def _set(self, listeners: tuple[Any, ...]) -> None:
         begins = tuple(each.backward_begins for each in listeners if hasattr(each, "backward_begins"))
         ends = tuple(each.backward_ended for each in listeners if hasattr(each, "backward_ended"))
         self.listeners, self._begins, self._ends = listeners, begins, ends  # Ctrl-C: all or none

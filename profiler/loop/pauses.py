@@ -7,8 +7,8 @@ from threading import get_ident
 
 import torch
 
-from accel.profiler.clocks.mark_state import MarkState
-from accel.profiler.phases import StepClock
+from accel.profiler.loop.clock import StepClock
+from accel.profiler.loop.delivery import MarkState
 
 
 class Pauses:

@@ -13,11 +13,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 from torch.optim import Optimizer
 
-from accel.profiler.clocks import callslot
-from accel.profiler.clocks.callslot import Call
 from accel.profiler.interruptions import Tolerated, ours
+from accel.profiler.loop import callslot
+from accel.profiler.loop.callslot import Call
 
 _MAX_DEPTH = 6
 
@@ -92,7 +96,7 @@ class CalledModules:
             owners = [module for module in _modules() if _owns(module, owned)]
             if gc.get_freeze_count() and not _own_all(owners, own):
                 owners = [module for module in _frozen_and_other_modules() if _owns(module, owned)]
-        inner = parts_of(owners)
+        inner = _parts_of(owners)
         for module in owners:
             if id(module) not in inner:
                 self._watch(module, 0, step)
@@ -169,7 +173,7 @@ def _own_all(modules: Iterable[nn.Module], parameters: Mapping[int, Tensor]) -> 
     return parameters.keys() <= {id(p) for module in modules for p in module.parameters()}
 
 
-def parts_of(modules: Iterable[nn.Module]) -> set[int]:
+def _parts_of(modules: Iterable[nn.Module]) -> set[int]:
     """Return the ids of all parts of these modules, at any depth: those in between need not be among them."""
     parts, due = set[int](), list(modules)
     while due:
@@ -212,3 +216,47 @@ def _class(module: nn.Module) -> str:
     # A wrapper's name says nothing about the model inside.
     inner = getattr(module, "_orig_mod", None) or getattr(module, "module", None)
     return _class(inner) if isinstance(inner, nn.Module) else type(module).__name__
+
+
+class RegisteredModules:
+    """Note modules as they are built, so that a model is found without going through all objects; none is kept alive.
+
+    Torch calls its hooks for each parameter and each part that a module registers. One that is unpickled or copied
+    registers nothing, and is found among all objects.
+    """
+
+    def __init__(self) -> None:
+        self._modules: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
+        self._has_strangers = False
+        """A part was registered by a module that was made unseen: it may belong to others of that kind."""
+        self._handles: list[Any] = []
+
+    def start(self) -> None:
+        """Begin with what is made from now on: to be called before the script makes any."""
+        self._handles = [
+            register_module_parameter_registration_hook(self._registers),
+            register_module_module_registration_hook(self._registers),
+        ]
+
+    def stop(self) -> None:
+        """Restore torch."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def seen(self) -> list[nn.Module]:
+        """Return those that still exist; none if they may be parts of others that were not seen."""
+        try:
+            return [] if self._has_strangers else list(self._modules.values())
+        except RuntimeError:  # another thread makes one just now
+            return []
+
+    def _registers(self, module: nn.Module, name: str, part: Any) -> None:
+        # The hook's result would take the part's place.
+        if id(module) not in self._modules:
+            self._has_strangers = self._has_strangers or _has_parts(module)
+            self._modules[id(module)] = module
+
+
+def _has_parts(module: nn.Module) -> bool:
+    return any(part is not None for part in (*module._parameters.values(), *module._modules.values()))

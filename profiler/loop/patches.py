@@ -1,0 +1,236 @@
+"""The patches of torch's own entry points, which report where an unmodified loop is.
+
+    DataLoader.__iter__, its iterators' __init__      a pass over a loader begins
+    their __next__                                    a batch is asked for and handed over
+    torch.autograd.backward, torch.autograd.grad      the backward pass
+    optimizer step hooks (torch's global ones)        the update
+    functions of torch.distributed                    collectives the loop calls itself
+    Tensor.to, Tensor.cuda (with a GPU only)          copies to the device
+    gc.callbacks                                      the garbage collector
+
+`Probes` puts all of them in place for a recorder, `HandedOutLoaders` the first for who gives the script other batches.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import itertools
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from threading import Lock, get_ident
+from types import FrameType
+from typing import Any, Protocol
+
+import torch
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+from torch.utils.data import DataLoader
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+_COLLECTIVES = (
+    *("all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "all_to_all", "all_to_all_single"),
+    *("barrier", "broadcast", "broadcast_object_list", "gather", "gather_object"),
+    *("reduce", "reduce_scatter", "reduce_scatter_tensor", "scatter"),
+)
+
+Function = Callable[..., Any]
+Loaders = Sequence[tuple[type, type]]
+
+
+class Patches:
+    """Attributes replaced for a while.
+
+    A script may replace the same attribute meanwhile (`mock.patch.object(torch.Tensor, "to")`). What it has put there
+    is its own and stays; it may put the replacement from here back later, which then must do nothing but pass on.
+
+    Attributes:
+        on: whether they are replaced; replacements ask for it where the script goes on after `remove`.
+    """
+
+    def __init__(self) -> None:
+        self.on = False
+        self._saved: list[tuple[Any, str, Any, Any, bool]] = []
+
+    def replace(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+        """Replace an attribute by what `make` returns for its value."""
+        own = name in vars(owner)
+        original = vars(owner)[name] if own else getattr(owner, name)
+        made = make(original)
+        self._saved.append((owner, name, original, made, own))
+        setattr(owner, name, made)
+        self.on = True
+
+    def remove(self) -> None:
+        """Restore all attributes that still are as they were replaced, the last replaced first."""
+        self.on = False
+        while self._saved:
+            owner, name, original, made, own = self._saved.pop()
+            if vars(owner).get(name) is not made:
+                continue
+            if own:
+                setattr(owner, name, original)
+            else:
+                delattr(owner, name)
+
+
+class LoaderSource(Protocol):
+    """Gives a script what it iterates in place of a loader's own iterator."""
+
+    thread: int
+
+    def iterate(self, loader: Any, caller: FrameType) -> Any:
+        """Return what the script is to iterate; None if the loader is left alone."""
+
+
+class HandedOutLoaders:
+    """All that hand out batches in place of `DataLoader.__iter__`, which may come and end in any order.
+
+    It is replaced once for all. Were each of them to replace it, one would take the loader that another one iterates
+    for the script's, and so on without end. Of those of one thread only the latest is asked.
+    """
+
+    def __init__(self) -> None:
+        self._present: tuple[LoaderSource, ...] = ()  # a new one at each change: other threads read it meanwhile
+        self._patches = Patches()
+        self._changing = Lock()
+
+    def add(self, source: LoaderSource) -> None:
+        """Ask this one from now on."""
+        with self._changing:
+            if not self._present:
+                self._patches = Patches()
+                self._patches.replace(DataLoader, "__iter__", self._handing_out)
+            self._present = (*self._present, source)
+
+    def remove(self, source: LoaderSource) -> None:
+        """Ask this one no more; `DataLoader.__iter__` is restored once nobody is left."""
+        with self._changing:
+            self._present = tuple(each for each in self._present if each is not source)
+            if not self._present:
+                self._patches.remove()
+
+    def latest(self, thread: int) -> Any:
+        """Return the one of a thread that was added last, None if it has none."""
+        return next((each for each in reversed(self._present) if each.thread == thread), None)
+
+    def _handing_out(self, original: Function) -> Function:
+        patches = self._patches  # of this time: what the script has wrapped stays, and only passes on later
+
+        @functools.wraps(original)
+        def iterate(loader: Any) -> Any:
+            source = self.latest(get_ident()) if patches.on else None
+            handed_out = None if source is None else source.iterate(loader, sys._getframe(1))
+            return original(loader) if handed_out is None else handed_out
+
+        return iterate
+
+
+HANDED_OUT_LOADERS = HandedOutLoaders()
+"""Those of this process."""
+
+
+class _Moments:
+    """The sum of the times at which `mark` was called, in ns since the clock's zero; integers, so it is exact."""
+
+    def __init__(self) -> None:
+        self._last = deque([0], maxlen=1)
+        moments = iter(time.perf_counter_ns, None)
+        self._marks = map(self._last.append, itertools.accumulate(moments))
+        self.mark = functools.partial(next, self._marks)
+
+    @property
+    def total(self) -> int:
+        return self._last[-1]
+
+
+class Collector:
+    """Add up the garbage collector's time, by a callback that has no Python frame.
+
+    A signal that arrives while the collector runs is handled at the next instruction of Python code. In a callback
+    written in Python that instruction is the callback's own, and what the handler raises there (Ctrl-C, an alarm) is
+    printed as "Exception ignored" and lost. So the callback consists of C functions: it asks an object for its
+    attribute `start` or `stop`, whose value is computed by advancing an iterator, which adds the clock to a sum.
+    """
+
+    def __init__(self) -> None:
+        self._begun, self._ended = _Moments(), _Moments()
+        # `next` gets the object as its second argument, which it only returns when an iterator is exhausted.
+        marks = {"start": property(self._begun.mark), "stop": property(self._ended.mark)}
+        self._callback: Any = functools.partial(getattr, type("Phases", (), marks)())
+        self._seconds = 0.0
+
+    def install(self) -> None:
+        """Start counting."""
+        gc.callbacks.append(self._callback)
+
+    def remove(self) -> None:
+        """Stop counting."""
+        if self._callback in gc.callbacks:
+            gc.callbacks.remove(self._callback)
+
+    @property
+    def seconds(self) -> float:
+        """Seconds it has run so far; a collection in progress in another thread counts once it is over."""
+        # While a collection is in progress its start time alone makes the difference negative.
+        self._seconds = max(self._seconds, (self._ended.total - self._begun.total) / 1e9)
+        return self._seconds
+
+
+class Probes:
+    """All marks of an unmodified loop. Calls from other threads than the training thread pass through unmarked.
+
+    Args:
+        marker: makes the marked functions, as `Recorder` does.
+        loaders: loaders that iterate in their own way, each with the class of its iterators.
+
+    Attributes:
+        collector: how long the garbage collector ran.
+    """
+
+    def __init__(self, marker: Any, loaders: Loaders = ()) -> None:
+        self._marker, self._loaders = marker, ((DataLoader, _BaseDataLoaderIter), *loaders)
+        self._patches = Patches()
+        self._hooks: list[Any] = []
+        self.collector = Collector()
+
+    def install(self) -> None:
+        """Put the marks in place."""
+        marker, replace = self._marker, self._patches.replace
+        for loader, iterator in self._loaders:
+            replace(loader, "__iter__", marker.iterating)
+            replace(iterator, "__next__", marker.fetching)
+        replace(_BaseDataLoaderIter, "__init__", marker.making)
+        for name in ("backward", "grad"):
+            replace(torch.autograd, name, marker.differentiating)
+        before, after = marker.updating()
+        self._hooks = [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]
+        if torch.distributed.is_available():
+            for name in _COLLECTIVES:
+                if hasattr(torch.distributed, name):
+                    replace(torch.distributed, name, marker.communicating)
+        if has_gpu():
+            for name in ("to", "cuda"):
+                replace(torch.Tensor, name, marker.copying)
+        self.collector.install()
+
+    def remove(self) -> None:
+        """Restore everything."""
+        self._patches.remove()
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        self.collector.remove()
+
+
+def has_gpu() -> bool:
+    """Return whether there is a GPU, without starting CUDA.
+
+    From its start on, a process can't fork ranks that use CUDA, and CUDA_VISIBLE_DEVICES can no longer be set:
+    `torch.cuda.is_available` would start it, while this asks the driver's management library.
+    """
+    return torch.cuda.device_count() > 0
