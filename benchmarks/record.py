@@ -161,10 +161,10 @@ def save(name: str, figures: Row) -> Path:
 
 
 def newest(name: str) -> Row | None:
-    """Return the newest result of a name, from any device."""
+    """Return the newest result of a name, from any device; one that lacks some of its parts where there is no other."""
     paths = [path for path in FOLDER.glob(f"{name}-*.json") if _NAMED.fullmatch(path.name[len(name) :])]
     results: list[Row] = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
-    return max(results, key=lambda result: str(result["date"])) if results else None
+    return max(results, key=lambda result: (not result.get("partial"), str(result["date"])), default=None)
 
 
 def _today() -> str:

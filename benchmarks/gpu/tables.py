@@ -113,6 +113,8 @@ def training_block(result: Row) -> str:
         "over eager": _over("eager"),
         "over a captured model alone": _over("model"),
         'over `torch.compile(mode="reduce-overhead")`': _over("reduce-overhead"),
+        "over the same of the whole step": _over("step, reduce-overhead"),
+        "over a graph by hand": _over("graph by hand"),
     }
     mixed: dict[str, Cell] = {
         "dtype": "{dtype}",
