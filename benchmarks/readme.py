@@ -45,7 +45,7 @@ from benchmarks import (
     time_to_accuracy,
     torch_versions,
 )
-from benchmarks.gpu import searches
+from benchmarks.gpu import decisive_tables, searches
 from benchmarks.gpu import tables as gpu
 from benchmarks.proof import figures_block, proof_block
 from benchmarks.record import ROOT, newest
@@ -95,6 +95,7 @@ BLOCKS = (
     Block("docs/checkpoints.md", "recovery", "recovery", recovery.RECORD.block),
     Block("docs/checkpoints.md", "resizing", "resizing", resizing.RECORD.block),
     Block("docs/kernels.md", "bernoulli", "bernoulli", bernoulli.RECORD.block),
+    Block("docs/gpu.md", "decisive", "gpu", decisive_tables.block),
     Block("docs/gpu.md", "targets", "gpu", gpu.judged_block),
     Block("docs/gpu.md", "searches", "searches", searches.searches_block),
     Block("docs/gpu.md", "windows", "gpu", gpu.windows_block),

@@ -48,8 +48,9 @@ CACHE = DATA / "decisive"
 MODELS = ("resnet", "swin", "bert", "gpt", "yolox", "vit", "unet")
 FIRST_MODELS = 5
 """The others while there is time left."""
-STEP_GB = {"resnet": 12, "swin": 14, "bert": 24, "gpt": 36, "yolox": 24, "vit": 10, "unet": 36}
-"""Most memory of a plain step with its compiler, by reckoning; BERT's was measured, 17.6."""
+STEP_GB = {"resnet": 8, "swin": 12, "bert": 20, "gpt": 26, "yolox": 10, "vit": 8, "unet": 36}
+"""Most memory of a compiled step in float32, by reckoning; BERT's plain one was measured, 17.6."""
+TESTS_GB = 10.0
 REPEATED = ("swin", "bert", "gpt", "vit")
 """Models of whose blocks accel compiles one for all."""
 COMPILE_PLANS = ("planned: torch_compile=whole model", "planned: torch_compile=blocks")
@@ -97,6 +98,7 @@ MOST_START_S = 60.0
 """Beyond its time a process may take so long to start: what was not compiled before is compiled then."""
 RACES = ("overhead", "swin_graphs", "graphs", "gradient_kernels", "simota_warps")
 """Sections of `second`; all but the first need a GPU."""
+WARM_GRAPHS = "graphs: "
 _WARM_GRAPHS = """
 from benchmarks.gpu.swin_graphs import trainer
 trainer({way!r}).losses(4)
@@ -136,9 +138,9 @@ def prewarm(results: Results, settings: Settings, left_s: Left) -> None:
     mark = sources(*LIBRARY, "tests")
     tests = results.figures.get("tests", {})
     if settings.tests and not (tests.get("green") and tests.get("sources") == mark):
-        jobs.insert(0, processes.gpu_tests(left_s()))
+        jobs.insert(0, processes.gpu_tests(left_s(), TESTS_GB))
     gb = torch.cuda.get_device_properties(0).total_memory / 1e9 if torch.cuda.is_available() else 64.0
-    for ended in Queue(width=max(2, usable_cores() // 2), gb=0.8 * gb).run(jobs, left_s):
+    for ended in Queue(width=max(2, usable_cores() // 2), gb=0.9 * gb).run(jobs, left_s):
         if "tests" in ended.job.key:
             results.put("tests", {**ended.figures, "sources": mark})
         else:
@@ -146,23 +148,25 @@ def prewarm(results: Results, settings: Settings, left_s: Left) -> None:
 
 
 def _compilations(results: Results, settings: Settings, left_s: Left) -> Iterator[Job]:
-    kinds = [*product(settings.models[:FIRST_MODELS], (COMPILED, "compile", AUTOTUNED))]
-    kinds.sort(key=lambda kind: kind[1] == AUTOTUNED)  # the longest last
-    kinds += [(model, COMPILE_PLANS[model in REPEATED]) for model in settings.models[:FIRST_MODELS]]
-    kinds += product(settings.models[FIRST_MODELS:], [COMPILED])
-    keys = [{"model": model, "variant": variant, "size": settings.size} for model, variant in kinds]
+    """Yield what is to be compiled, in the order in which it is worth the time."""
+    first, more = settings.models[:FIRST_MODELS], settings.models[FIRST_MODELS:]
+    kinds = [*product(first, (COMPILED, "compile")), *product(first, [AUTOTUNED])]
+    if torch.cuda.is_available() and "swin" in first:
+        kinds += [("swin", WARM_GRAPHS + way) for way in ("compile", "both, captured", "reduce-overhead")]
+    kinds += [(model, COMPILE_PLANS[model in REPEATED]) for model in first]
+    kinds += product(more, [COMPILED])
     environ = {**settings.environ("compiling"), "TORCHINDUCTOR_COMPILE_THREADS": "4"}
-    for number, key in enumerate(keys):
-        key["source"] = sources(*SUITE, *LIBRARY)
-        if not results.has("compiling", key):
+    for number, (model, variant) in enumerate(kinds):
+        key = {"model": model, "variant": variant, "size": settings.size, "source": sources(*SUITE, *LIBRARY)}
+        if variant.startswith(WARM_GRAPHS):
+            arguments = ["-c", _WARM_GRAPHS.format(way=variant.removeprefix(WARM_GRAPHS))]
+        else:
             own = settings.cache / f"compiling-{number}.lock"  # held by nobody else: they run together
-            times = ["--hold=0.1", f"--seconds={COMPILE_PLAN_S * settings.pace}"]
-            arguments = ["-m", "benchmarks.whole_process", key["model"], key["variant"], f"--size={settings.size}"]
-            yield Job(key, [*arguments, *times, f"--lock={own}"], 0.0, left_s(), STEP_GB.get(key["model"], 8), environ)
-    for way in ("compile", "both, captured", "reduce-overhead") if torch.cuda.is_available() else ():
-        key = {"model": "swin", "variant": f"graphs: {way}"}
+            times = ["--hold=0.1", f"--seconds={COMPILE_PLAN_S * settings.pace}", f"--lock={own}"]
+            arguments = ["-m", "benchmarks.whole_process", model, variant, f"--size={settings.size}", *times]
         if not results.has("compiling", key):
-            yield Job(key, ["-c", _WARM_GRAPHS.format(way=way)], 0.0, left_s(), STEP_GB["swin"], environ)
+            gb = STEP_GB.get(model, 8) * (0.6 if variant.startswith(BY_HAND) else 1.0)  # in bfloat16
+            yield Job(key, arguments, 0.0, left_s(), gb, environ)
 
 
 def compiled_row(figures: Row) -> Row:

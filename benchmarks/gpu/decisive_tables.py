@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 from benchmarks.gpu import targets
 from benchmarks.render import Cell, Row, table
 from benchmarks.spread import geometric_mean
 
-COMPARED = (
-    *(("by hand", "plain"), ("TF32", "plain"), ("compile", "plain"), ("reduced", "plain"), ("reordered", "plain")),
-    *(("reduced", "compile"), ("reduced", "by hand"), ("second", "plain"), ("second", "by hand")),
-)
 ACCEL = ("reduced", "second", "reordered")
 DECIDED = ("refused", "undone", "not tried")
-JUDGED = {True: "met", False: "**missed**", None: "not judged"}
 
 
 def ways(figures: Row) -> dict[str, dict[str, Row]]:
@@ -42,30 +38,29 @@ def loss(rows: dict[str, Row], way: str) -> float | None:
 
 
 def text(figures: Row) -> str:
-    """Return all tables as Markdown, which a terminal shows as well."""
+    """Return all tables as Markdown, which a terminal shows as well; what matters most comes last."""
     models = ways(figures)
     lines = [f"`{figures['command']}`, {figures['date']}, {figures['device']}, torch {figures['torch']}."]
-    lines += _section("Ceilings", _ceilings(figures.get("ceilings", {})))
-    if models:
-        lines += ["", "Steps a second over the last 60 % of a process's time, and over its last 20 %; memory while it"]
-        lines[-1] += " trains on, and at most; loss after as many samples as the plain loop had seen."
-        lines += ["", *table(_columns(), _shown(models))]
-    lines += _section("Geometric means", list(means(models)))
-    lines += _section("Refused, undone or not tried", list(refused(models)))
-    lines += _section("Seconds to compile", list(_compiling(figures)))
-    lines += _section("Beside it", list(_races(figures)))
-    if models:
-        judged: dict[str, Cell] = {
-            "target": lambda row: row["line"].replace("|", r"\|"),
-            "asked": "{asked}",
-            "found": lambda row: None if row["found"] is None else f"{row['found']:.3g}",
-            "": lambda row: JUDGED[row["met"]],
-        }
-        green = figures.get("tests", {}).get("green", False)
-        lines += ["", *table(judged, targets.held_to(lines_of(models), green))]
     if tests := figures.get("tests", {}).get("line"):
-        lines += ["", f"Tests: {tests}"]
-    return "\n".join(lines)
+        lines[0] += f" Tests: {tests}."
+    lines += _section("Ceilings", list(_ceilings(figures.get("ceilings", {}))))
+    lines += _section("Seconds to compile, several at a time", list(_compiling(figures)))
+    lines += _section("Beside it", list(_races(figures)))
+    lines += _section("Refused, undone or not tried", list(refused(models)))
+    if not models:
+        return "\n".join(lines)
+    lines += [
+        "",
+        "GB of memory while it trains on, and at most; loss after as many samples as the plain loop had seen:",
+    ]
+    lines += ["", *table(DETAILS, _details(models))]
+    lines += [
+        "",
+        "Plain steps a second over the last 60 % of a process's time, and how many times as many in other ways:",
+    ]
+    lines += ["", *table(SPEEDS, _speeds(models)), ""]
+    green = figures.get("tests", {}).get("green", False)
+    return "\n".join([*lines, *table(JUDGED, targets.held_to(lines_of(models), green))])
 
 
 def block(result: Row) -> str:
@@ -79,62 +74,76 @@ def _section(title: str, lines: list[str]) -> list[str]:
     return ["", f"{title}:", "", *(f"- {line}" for line in lines)] if lines else []
 
 
-def _columns() -> dict[str, Cell]:
-    return {
-        "model": "{model}",
-        "way": "{way}",
-        "steps/s": lambda row: f"{row['steps_per_s']:.3g}, {row['end_steps_per_s']:.3g}",
-        "over plain": _over("plain"),
-        "over by hand": _over("by hand"),
-        "GB": lambda row: f"{row['held_peak_mb'] / 1e3:.1f}, {row['peak_mb'] / 1e3:.1f}",
-        "loss": lambda row: None if row["loss"] is None else f"{row['loss']:.4f}",
-        "first step s": "{first_step_s:.1f}",
-        "kept": lambda row: ", ".join(f"`{name}`" for name in row["kept"]) or None,
-    }
+def _speeds(models: dict[str, dict[str, Row]]) -> Iterator[Row]:
+    """Yield the ratios of each model, and their means."""
+    over_plain = {way: ratios(models, way, "plain") for way in SHOWN}
+    for model, rows in models.items():
+        steps = f"{rows['plain']['steps_per_s']:.3g}" if "plain" in rows else ""
+        yield {"model": model, "plain": steps, **{way: _times(found.get(model)) for way, found in over_plain.items()}}
+    for base, words in (("plain", "geometric mean"), ("by hand", "geometric mean, over by hand")):
+        means = {way: _times(_mean(ratios(models, way, base))) for way in SHOWN}
+        yield {"model": words, "plain": "", **means}
 
 
-def _over(base: str) -> Cell:
-    def cell(row: Row) -> str | None:
-        rows: dict[str, Row] = row["rows"]
-        return f"{row['steps_per_s'] / rows[base]['steps_per_s']:.2f}x" if base in rows else None
-
-    return cell
+def _times(ratio: float | None) -> str:
+    return "" if ratio is None else f"{ratio:.2f}x"
 
 
-def _shown(models: dict[str, dict[str, Row]]) -> Iterator[Row]:
-    for rows in models.values():
-        for way, row in rows.items():
-            yield {**row, "rows": rows, "loss": loss(rows, way)}
+def _details(models: dict[str, dict[str, Row]]) -> Iterator[Row]:
+    for model, rows in models.items():
+        for way in ("plain", "by hand", *ACCEL):
+            if way in rows:
+                by_hand = ratios(models, way, "by hand").get(model)
+                yield {**rows[way], "over_by_hand": _times(by_hand), "loss": loss(rows, way)}
 
 
-def means(models: dict[str, dict[str, Row]]) -> Iterator[str]:
-    """Yield how the ways compare over all models that have both."""
-    for way, base in COMPARED:
-        if by_model := ratios(models, way, base):
-            least = min(by_model, key=lambda model: by_model[model])
-            mean = geometric_mean(list(by_model.values()))
-            shown = f"{mean:.2f}x over {', '.join(by_model)}"
-            yield f"{way} over {base}: {shown}; least {least}, {by_model[least]:.2f}x"
+def _if_any(column: str, row: Row) -> str | None:
+    return row[column] or None
+
+
+SHOWN = ("TF32", "compile", "by hand", "reordered", "reduced", "second")
+SPEEDS: dict[str, Cell] = {"model": "{model}", **{way: partial(_if_any, way) for way in ("plain", *SHOWN)}}
+DETAILS: dict[str, Cell] = {
+    "model": "{model}",
+    "way": "{way}",
+    "over by hand": "{over_by_hand}",
+    "at its end": lambda row: f"{row['end_steps_per_s']:.3g}",
+    "GB": lambda row: f"{row['held_peak_mb'] / 1e3:.1f}, {row['peak_mb'] / 1e3:.1f}",
+    "loss": lambda row: None if row["loss"] is None else f"{row['loss']:.4f}",
+    "first step s": "{first_step_s:.1f}",
+    "kept": lambda row: ", ".join(f"`{name}`" for name in row["kept"]) or None,
+}
+JUDGED: dict[str, Cell] = {
+    "target": lambda row: row["line"].replace("|", r"\|"),
+    "asked": "{asked}",
+    "found": lambda row: None if row["found"] is None else f"{row['found']:.3g}",
+    "": lambda row: {True: "met", False: "**missed**", None: "not judged"}[row["met"]],
+}
 
 
 def refused(models: dict[str, dict[str, Row]]) -> Iterator[str]:
-    """Yield what accel did not keep, and why."""
+    """Yield what accel did not keep, and why: what has one reason in the same ways is one line."""
     for model, rows in models.items():
+        tried: dict[tuple[str, str], list[str]] = {}
         for way in (way for way in ACCEL if way in rows):
-            reasons: dict[str, list[str]] = {}
             for each in rows[way]["strategies"]:
                 if each["status"] in DECIDED:
                     gain = "" if each["gain"] is None else f" at {each['gain']:.2f}x"
                     reason = f"{each['status']}{gain}{': ' if each['why'] else ''}{each['why']}"
-                    reasons.setdefault(reason, []).append(f"`{each['name']}`")
-            yield from (f"{model}, {way}: {', '.join(names)} {reason}" for reason, names in reasons.items())
+                    tried.setdefault((each["name"], reason), []).append(way)
+        lines: dict[tuple[str, str], list[str]] = {}
+        for (name, reason), seen in tried.items():
+            lines.setdefault((", ".join(seen), reason), []).append(f"`{name}`")
+        yield from (f"{model}, {seen}: {', '.join(names)} {reason}" for (seen, reason), names in lines.items())
 
 
-def _ceilings(figures: Row) -> list[str]:
-    parts = [f"copy {figures['copy_gb_per_s']:,.0f} GB/s"] if "copy_gb_per_s" in figures else []
-    parts += [f"{name} products {value:,.3g} TFLOP/s" for name, value in figures.get("tflops", {}).items()]
-    from_host: dict[str, float] = figures.get("from_host_gb_per_s", {})
-    return [*parts, *(f"from {name} memory of the host {value:.1f} GB/s" for name, value in from_host.items())]
+def _ceilings(figures: Row) -> Iterator[str]:
+    if "copy_gb_per_s" in figures:
+        yield f"copy {figures['copy_gb_per_s']:,.0f} GB/s"
+    if tflops := figures.get("tflops"):
+        yield "products, TFLOP/s: " + ", ".join(f"{name} {value:,.1f}" for name, value in tflops.items())
+    if speeds := figures.get("from_host_gb_per_s"):
+        yield "from the host, GB/s: " + ", ".join(f"{name} {value:.1f}" for name, value in speeds.items())
 
 
 def _compiling(figures: Row) -> Iterator[str]:
@@ -156,13 +165,14 @@ def _races(figures: Row) -> Iterator[str]:
     for row in figures.get("gradient_kernels", {}).get("rows", []):
         yield f"{row['op']}: {_against(row)}"
     for row in figures.get("simota_warps", {}).get("rows", []):
-        yield f"SimOTA, {row['warps']} warps: {row.get('failed') or '{median:.2f} ms'.format(**row['device_ms'])}"
+        figure = row.get("failed") or "{median:.2f} ms".format_map(row["device_ms"])
+        yield f"SimOTA, warps of a program {row['warps']}: {figure}"
 
 
 def _against(row: Row) -> str:
     if "failed" in row:
         return str(row["failed"])
-    return ", ".join(f"{times:.2f}x over {rival}" for rival, times in row["speedup"].items())
+    return ", ".join(f"{times:.3g}x over {rival}" for rival, times in row["speedup"].items())
 
 
 def lines_of(models: dict[str, dict[str, Row]]) -> Iterator[targets.Line]:

@@ -191,12 +191,12 @@ def section(name: str, limit_s: float, publish: Callable[[Figures], object] = la
     return {**ended.figures, **figures}
 
 
-def gpu_tests(limit_s: float) -> Job:
+def gpu_tests(limit_s: float, gb: float) -> Job:
     """Return the job that runs the GPU tests."""
     arguments = ["-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider"]
     if importlib.util.find_spec("xdist") is not None:
         arguments += ["-n", str(WORKERS)]
-    return Job({"tests": "gpu"}, arguments, 0.0, limit_s, gb=20.0, read=read_tests)
+    return Job({"tests": "gpu"}, arguments, 0.0, limit_s, gb, read=read_tests)
 
 
 def read_tests(code: int | None, output: str) -> Figures:

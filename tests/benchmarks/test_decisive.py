@@ -225,9 +225,12 @@ def test_a_table_has_each_way_and_is_not_measured_twice(call: Callable[..., Resu
     assert list(rows) and set(rows) == set(decisive.WAYS) - {"second"}
     assert rows["by hand"]["variant"] == COMPILED  # autotuning did not end before
     assert rows["reduced"]["kept"] == ["autocast_bf16"]
-    assert "| ncf | reduced | 36, 36 | 3.60x | 0.90x | 1.0, 2.0 |" in done.output
-    assert "- reduced over by hand: 0.90x over ncf; least ncf, 0.90x" in done.output
-    assert "- ncf, reduced: `torch_compile`, `cuda_graphs` not tried: no room" in done.output
+    assert "| ncf | reduced | 0.90x | 36 | 1.0, 2.0 | 4.7500 | 1.0 | `autocast_bf16` |" in done.output
+    assert "| ncf | 10 | 1.50x | 1.50x | 4.00x | 1.10x | 3.60x | |" in done.output
+    assert "| geometric mean, over by hand | | 0.38x | 0.38x | 1.00x | 0.28x | 0.90x | |" in done.output.replace(
+        "  ", " "
+    )
+    assert "- ncf, reduced, reordered: `torch_compile`, `cuda_graphs` not tried: no room" in done.output
     started = ran(tmp_path)
     assert len(started) == 7
     assert all("--lock=" in line and "--size=tiny" in line for line in started)
@@ -253,7 +256,7 @@ def test_the_second_call_has_what_the_first_remembered(call: Callable[..., Resul
     assert [row["way"] for row in written["second"]["rows"]] == ["second"]
     assert written["overhead"]["rows"][0]["us"] == 9.0
     assert "a step of a small network, by hand: 9 µs [8, 10]" in done.output
-    assert "| ncf | second | 36, 36 |" in done.output
+    assert "| ncf | second | 0.90x | 36 |" in done.output
     assert r"| second over by hand, geometric mean | >= 0.97x | 0.9 | not judged |" in done.output
     ran(tmp_path)
     call("second")
@@ -273,7 +276,7 @@ def test_a_call_that_is_ended_keeps_its_rows_and_shows_them(
     monkeypatch.setattr(Results, "add", added)
     done = call("table")
     assert done.exit_code == 1
-    assert "ended by a signal" in done.output and "Steps a second" in done.output
+    assert "ended by a signal" in done.output and "Plain steps a second" in done.output
     kept = {row["way"] for row in figures(tmp_path)["table"]["rows"]}
     assert len(kept) == 2
     ran(tmp_path)

@@ -229,7 +229,13 @@ def compiled_in_a_search(device: str, setting: str, monkeypatch: pytest.MonkeyPa
     data = TensorDataset(torch.randn(64, 16, 64), torch.randint(4, (64,)))
     others = tuple(name for name in strategies.names() if name != "torch_compile")
     model, loader, optimizer = accel.optimize(
-        model, DataLoader(data, batch_size=16), optimizer, budget=300, cache=False, disable=others
+        model,
+        DataLoader(data, batch_size=16),
+        optimizer,
+        budget=300,
+        cache=False,
+        enable=("torch_compile",),
+        disable=others,
     )
     began = time.monotonic()
     while accel.explain(model).state == "searching" and time.monotonic() - began < 120:
