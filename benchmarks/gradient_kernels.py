@@ -1,6 +1,6 @@
 """Kernels of gradient compressors on a GPU: 100 MB encoded, summed over ranks, and searched for the largest.
 
-    python3 -m benchmarks.gradient_kernels
+    python -m benchmarks.gpu.sections gradient_kernels FILE
 
 For each op: milliseconds launched (median, 20 and 80 %) and, where it waits for nothing, of the device alone (replays
 of a graph with cold caches), the bytes it must move at least in a second, and the share of the device's measured copy
@@ -25,7 +25,7 @@ from accel.kernels import quantise, sign_pack, threshold
 from accel.kernels.codes.block_code import BlockCode
 from accel.kernels.support import Cost
 from benchmarks.gpu.device_times import launched, replayed_flushed
-from benchmarks.gpu.rows import Figures, bytes_per_s, command, growing, tried
+from benchmarks.gpu.rows import Figures, bytes_per_s, growing, tried
 from benchmarks.kernels import code_rivals
 from benchmarks.render import Row
 
@@ -209,7 +209,3 @@ def _timed(call: Call) -> Row:
 def everything() -> Figures:
     """Measure; yield the rows so far."""
     yield from growing("rows", rows(bytes_per_s()))
-
-
-if __name__ == "__main__":
-    command(everything, "Time the kernels of gradient compressors on this machine's GPU.")()

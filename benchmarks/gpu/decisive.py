@@ -1,18 +1,10 @@
 """What the one line gives on a GPU, beside what an expert gets by hand: three calls that fit 15 minutes together.
 
-    python3 -m benchmarks.gpu.decisive prewarm [--out FOLDER] [--limit-s 170]
-    python3 -m benchmarks.gpu.decisive table [--out FOLDER] [--limit-s 380]
-    python3 -m benchmarks.gpu.decisive second [--out FOLDER] [--limit-s 190]
+    python3 -m benchmarks.gpu.decisive prewarm | table | second [--out FOLDER] [--limit-s SECONDS]
 
-| call | what it does |
-|---|---|
-| `prewarm` | the device's ceilings; then all compilations into one cache folder, and the tests, side by side |
-| `table` | each model in each way: plain, TF32, compiled, by hand, under accel with a budget of 25 s |
-| `second` | the same models with what was remembered; the cost of accel once its search is over; fair rivals |
-
-Each writes its figures after each row, prints the table last, and leaves out what is measured on this machine already.
-Processes of `table` and `second` run one after the other, and import and make their data while another is timed.
-`--size tiny` runs on a CPU, too.
+docs/gpu.md says what they do. Each writes its figures after each row, prints the table last, and leaves out what is
+measured on this machine already. Processes of `table` and `second` run one after the other, and import and make their
+data while another is timed. `--size tiny` runs on a CPU, too.
 """
 
 from __future__ import annotations
@@ -96,8 +88,6 @@ WAYS = {
 FIRST, REST = ("plain", "by hand", "reduced"), ("TF32", "compile", "plain, another seed")
 MOST_START_S = 60.0
 """Beyond its time a process may take so long to start: what was not compiled before is compiled then."""
-RACES = ("overhead", "swin_graphs", "graphs", "gradient_kernels", "simota_warps")
-"""Sections of `second`; all but the first need a GPU."""
 WARM_GRAPHS = "graphs: "
 _WARM_GRAPHS = """
 from benchmarks.gpu.swin_graphs import trainer
@@ -142,7 +132,7 @@ def prewarm(results: Results, settings: Settings, left_s: Left) -> None:
     gb = torch.cuda.get_device_properties(0).total_memory / 1e9 if torch.cuda.is_available() else 64.0
     for ended in Queue(width=max(2, usable_cores() // 2), gb=0.9 * gb).run(jobs, left_s):
         if "tests" in ended.job.key:
-            results.put("tests", {**ended.figures, "sources": mark})
+            results.put("tests", {"green": False, "line": "", **ended.figures, "sources": mark})
         else:
             _add(results, "compiling", ended, compiled_row(ended.figures))
 
@@ -191,7 +181,7 @@ def table(results: Results, settings: Settings, left_s: Left) -> None:
 def second(results: Results, settings: Settings, left_s: Left) -> None:
     """Train each model with what accel remembers; then race what a first table leaves open."""
     _train("second", product(settings.models[:FIRST_MODELS], ["second"]), results, settings, left_s)
-    for name in RACES:
+    for name in decisive_tables.RACES:
         if not results.is_known(name) and left_s() > 0 and (name == "overhead" or torch.cuda.is_available()):
             run_section(name, results, min(SECTIONS[name].limit_s * settings.pace, left_s()))
 

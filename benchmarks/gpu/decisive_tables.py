@@ -11,6 +11,8 @@ from benchmarks.render import Cell, Row, table
 from benchmarks.spread import geometric_mean
 
 ACCEL = ("reduced", "second", "reordered")
+RACES = ("overhead", "swin_graphs", "graphs", "gradient_kernels", "simota_warps")
+"""Sections of `second`; all but the first need a GPU."""
 DECIDED = ("refused", "undone", "not tried")
 
 
@@ -61,13 +63,6 @@ def text(figures: Row) -> str:
     lines += ["", *table(SPEEDS, _speeds(models)), ""]
     green = figures.get("tests", {}).get("green", False)
     return "\n".join([*lines, *table(JUDGED, targets.held_to(lines_of(models), green))])
-
-
-def block(result: Row) -> str:
-    """Return the tables for the manual."""
-    return (
-        text(result) if ways(result) else "Nothing has been recorded yet: these calls are newer than all figures here."
-    )
 
 
 def _section(title: str, lines: list[str]) -> list[str]:
@@ -154,6 +149,9 @@ def _compiling(figures: Row) -> Iterator[str]:
 
 
 def _races(figures: Row) -> Iterator[str]:
+    for name in RACES:
+        if "failed" in figures.get(name, {}):
+            yield f"{name}: {figures[name]['failed']}"
     for row in figures.get("overhead", {}).get("rows", []):
         more = f", {row['over_by_hand_us']:+.0f} µs" if "over_by_hand_us" in row else ""
         spread = f"[{row['low']:,.0f}, {row['high']:,.0f}]"

@@ -1,6 +1,6 @@
 """Training steps of small models, with a fused AdamW: eager, in torch's own graphs, and captured by `accel.graphs`.
 
-    python3 -m benchmarks.gpu.graphs [--out FILE]
+    python -m benchmarks.gpu.sections graphs FILE
 
 | way | what is captured |
 |---|---|
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from accel.graphs import capture
 from benchmarks.gpu.device_times import launched
-from benchmarks.gpu.rows import Figures, command, growing, tried
+from benchmarks.gpu.rows import Figures, growing, tried
 from benchmarks.render import Row
 
 STEPS = 24
@@ -166,9 +166,3 @@ def measured(model: str, device: str, time: Callable[[Callable[[], Any]], Any] =
 def everything() -> Figures:
     """Measure; yield the rows so far."""
     yield from growing("rows", rows())
-
-
-main = command(everything, __doc__ or "")
-
-if __name__ == "__main__":
-    main()

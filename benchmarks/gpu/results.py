@@ -10,6 +10,7 @@ import functools
 import hashlib
 import json
 import platform
+import re
 from collections.abc import Mapping, Sequence
 from datetime import date
 from pathlib import Path
@@ -22,6 +23,9 @@ from benchmarks.gpu import targets
 from benchmarks.gpu.sections import SECTIONS
 from benchmarks.record import FOLDER, ROOT, replaced
 from benchmarks.render import Row
+
+SHOWN = ("tests", "window_attention", "assignment", "gradient_kernels", "to_target")
+"""Without these a file is no source of the manual's tables."""
 
 
 @functools.cache
@@ -76,14 +80,14 @@ class Results:
         earlier: Row = json.loads(kept.read_text(encoding="utf-8")) if kept.is_file() else {}
         if not all(earlier.get(name) == now[name] for name in ("device", "torch")):
             earlier = recorded(now)
-        name = f"gpu-{now['device'].split()[-1].lower()}-{now['date']}.json"
-        return cls({**earlier, **now}, (out / name, kept))
+        kind = re.split(r"\W", now["device"].removeprefix("NVIDIA "))[0].lower()
+        return cls({**earlier, **now}, (out / f"gpu-{kind}-{now['date']}.json", kept))
 
     def put(self, name: str, value: Any) -> None:
         """Take in the figures of a section, judge all, and write."""
         self.figures[name] = value
         self.figures["targets"] = targets.judged(self.figures)
-        self.figures["partial"] = not SECTIONS.keys() <= self.figures.keys()
+        self.figures["partial"] = not {*SHOWN} <= self.figures.keys()
         for path in self._paths:
             path.parent.mkdir(parents=True, exist_ok=True)
             write_atomic(path, json.dumps(self.figures, indent=1) + "\n")

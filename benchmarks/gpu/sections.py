@@ -1,6 +1,6 @@
 """The sections of the GPU suite, and one of them in a process of its own.
 
-    python3 -m benchmarks.gpu.sections NAME FILE
+    python3 -m benchmarks.gpu.sections NAME FILE    # `make gpu` does so, with a time limit
 
 A section yields its figures as it finds them, and FILE holds all so far. So one that hangs, or that leaves the device
 in an error, costs what it had not found yet and nothing else.

@@ -189,7 +189,8 @@ def gradients_block(result: Row) -> str:
         "against": lambda row: ", ".join(f"{name}: {times:.3g}x" for name, times in row["speedup"].items()),
     }
     section = result["gradient_kernels"]
-    head = f"`python -m benchmarks.gradient_kernels`, {section['run']}, {result['device']}, torch {result['torch']}."
+    command = "python -m benchmarks.gpu --only gradient_kernels"
+    head = f"`{command}`, {section['run']}, {result['device']}, torch {result['torch']}."
     return block(head, columns, [row for row in section["rows"] if "failed" not in row])
 
 

@@ -154,7 +154,9 @@ words = sys.argv[1:]
 Path({log!r}).open("a").write(" ".join(words) + "\\n")
 if "benchmarks.gpu.sections" in words:
     figures = dict(rows=[dict(way="by hand", us=9.0, low=8.0, high=10.0)]) if "overhead" in words else dict(tflops={{}})
-    Path(words[-1]).write_text(json.dumps(figures))
+    part = Path(words[-1] + ".part")
+    part.write_text(json.dumps(figures))
+    part.replace(words[-1])  # as sections do: it is read at any time
 elif "pytest" in words:
     print("5 passed in 3.00s")
 else:
@@ -215,7 +217,7 @@ def test_prewarm_measures_compiles_and_tests_once(call: Callable[..., Result], t
     assert "- ncf, compile: 1 s" in done.output
 
     call("prewarm")
-    assert [line.split()[3] for line in ran(tmp_path)] == [decisive.AUTOTUNED.split()[0], "planned:"]  # what failed
+    assert sorted(line.split()[3] for line in ran(tmp_path)) == ["by", "planned:"]  # what failed
 
 
 def test_a_table_has_each_way_and_is_not_measured_twice(call: Callable[..., Result], tmp_path: Path) -> None:
@@ -225,11 +227,9 @@ def test_a_table_has_each_way_and_is_not_measured_twice(call: Callable[..., Resu
     assert list(rows) and set(rows) == set(decisive.WAYS) - {"second"}
     assert rows["by hand"]["variant"] == COMPILED  # autotuning did not end before
     assert rows["reduced"]["kept"] == ["autocast_bf16"]
-    assert "| ncf | reduced | 0.90x | 36 | 1.0, 2.0 | 4.7500 | 1.0 | `autocast_bf16` |" in done.output
+    assert "| ncf | reduced | 0.90x | 36 | 1.0, 2.0 | 4.7550 | 1.0 | `autocast_bf16` |" in done.output
     assert "| ncf | 10 | 1.50x | 1.50x | 4.00x | 1.10x | 3.60x | |" in done.output
-    assert "| geometric mean, over by hand | | 0.38x | 0.38x | 1.00x | 0.28x | 0.90x | |" in done.output.replace(
-        "  ", " "
-    )
+    assert "| geometric mean, over by hand | | 0.38x | 0.38x | 1.00x | 0.28x | 0.90x | |" in done.output
     assert "- ncf, reduced, reordered: `torch_compile`, `cuda_graphs` not tried: no room" in done.output
     started = ran(tmp_path)
     assert len(started) == 7
@@ -252,6 +252,7 @@ def test_the_second_call_has_what_the_first_remembered(call: Callable[..., Resul
 
     call("table")
     done = call("second")
+    assert done.exit_code == 0, done.output
     written = figures(tmp_path)
     assert [row["way"] for row in written["second"]["rows"]] == ["second"]
     assert written["overhead"]["rows"][0]["us"] == 9.0
@@ -344,9 +345,8 @@ def test_the_table_is_held_to_what_is_asked() -> None:
     assert found["loss: |accel - plain| / |plain - another seed|, the most"] == pytest.approx(2.0)
     assert decisive_tables.loss(models["bert"], "by hand") is None  # it has not seen as many samples
     header = {"command": "c", "date": "d", "device": "NVIDIA T1", "torch": "t", "tests": {"green": True, "line": "5"}}
-    text = decisive_tables.block({**header, "table": {"rows": rows}, "second": {"rows": second}})
+    text = decisive_tables.text({**header, "table": {"rows": rows}, "second": {"rows": second}})
     assert "| reduced over by hand, geometric mean | >= 0.9x | 0.462 | **missed** |" in text
-    assert decisive_tables.block(header).startswith("Nothing has been recorded yet")
 
 
 def test_what_compiling_took_is_what_steps_took_beyond_the_shortest() -> None:
