@@ -81,7 +81,8 @@ def test_a_section_in_a_process_is_on_disk_as_it_goes_and_ended_with_all_it_star
     script = tmp_path / "played"
     script.write_text(
         f"#!{sys.executable}\nimport json, os, subprocess, sys, time\np = subprocess.Popen(['sleep', '60'])\n"
-        "open(sys.argv[-1] + '.part', 'w').write(json.dumps({'rows': [p.pid]}))\nos.replace(sys.argv[-1] + '.part', sys.argv[-1])\n"
+        "part = sys.argv[-1] + '.part'\nopen(part, 'w').write(json.dumps({'rows': [p.pid]}))\n"
+        "os.replace(part, sys.argv[-1])\n"
         "print('words', flush=True)\n"
         "sys.exit(3) if sys.argv[3] == 'failing' else time.sleep(60)\n"
     )
