@@ -47,6 +47,8 @@ class Played:
     def take(self, name: str, limit_s: float) -> None:
         self.limits_s[name] = limit_s
         self.clock.now += min(limit_s, 100)
+        if name in decisive.PARTS:
+            self.results.figures.setdefault("seconds", {})[name] = 100.0
         if name in SECTIONS:
             mark = sources(*SECTIONS[name].sources)
             self.results.put(name, {"failed": "no"} if name in self.failing else {"sources": mark})
@@ -66,6 +68,13 @@ def test_what_decides_comes_first_and_the_next_call_goes_on(played: Played) -> N
     assert played.suite(440)[0] == "overhead"  # which failed again, and cost no more than itself
     assert list(played.limits_s)[3:6] == ["overhead", "gradient_kernels", "simota_warps"]
     assert "failed" not in played.results.figures["gradient_kernels"]
+
+
+def test_the_next_call_begins_with_what_the_first_did_not_come_to(played: Played) -> None:
+    played.suite(259)
+    assert list(played.limits_s) == ["prewarm", "table", "ceilings", "overhead"]  # 59 s were left
+    played.suite(320)
+    assert list(played.limits_s) == ["second", "prewarm", "table", "swin_graphs"]
 
 
 def test_a_part_has_its_budget_and_no_more_than_is_left(played: Played) -> None:
