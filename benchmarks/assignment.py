@@ -1,6 +1,6 @@
 """Target assignment on a GPU: FCOS, FCOS3D and SimOTA, launched one by one and as replays of a graph.
 
-    python3 -m benchmarks.assignment
+    python -m benchmarks.gpu.sections assignment FILE
 
 FCOS at nuScenes size: 8 images, 30,929 points, 10 and 50 boxes; against the head's algorithm with a range index and
 with a tensor index, as on a CPU (benchmarks/fcos_targets.py). SimOTA: 640 x 640, 100 boxes an image, over batch sizes
@@ -22,7 +22,7 @@ from accel.kernels.fcos_targets.inputs import FcosPoints
 from benchmarks import fcos_targets
 from benchmarks.gpu import simota
 from benchmarks.gpu.device_times import launched, replayed, sets
-from benchmarks.gpu.rows import Figures, bytes_per_s, command, growing, tried
+from benchmarks.gpu.rows import Figures, bytes_per_s, growing, tried
 from tests.kernels.fcos_oracle import fcos3d_batch, fcos_batch
 
 
@@ -68,7 +68,3 @@ def everything() -> Figures:
     bandwidth = bytes_per_s()
     yield from growing("fcos", fcos_rows(bandwidth))
     yield from growing("simota", simota.rows(bandwidth))
-
-
-if __name__ == "__main__":
-    command(everything, "Time target assignment on this machine's GPU.")()

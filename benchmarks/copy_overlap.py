@@ -1,6 +1,6 @@
 """How much of the copy to a GPU hides behind the step: batches copied one ahead, against others and against no copy.
 
-    python -m benchmarks.copy_overlap
+    python -m benchmarks.gpu.sections copy_overlap FILE
 
 The step is matrix products long enough to hide the copy. `on the device` has its batches there already: the floor. Runs
 as part of `make gpu`.
@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from accel.dataio.loader import ContinuousLoader
-from benchmarks.gpu.rows import Figures, command
+from benchmarks.gpu.rows import Figures
 from benchmarks.render import Row
 from benchmarks.spread import extremes, ratios
 
@@ -129,13 +129,3 @@ def everything() -> Figures:
     """Measure and yield the figures."""
     for figures in overlap():
         yield from figures.items()
-
-
-def show(figures: Row) -> None:
-    """Print a line for each way."""
-    for name, row in figures["ways"].items():
-        print(f"{name:26} {row['step_ms']:8.3f} ms, {row['ratio']:.3f} [{row['low']:.3f}, {row['high']:.3f}]")
-
-
-if __name__ == "__main__":
-    command(everything, "Time the copy of batches to this machine's GPU.", show)()

@@ -1,11 +1,12 @@
 """Kernels of gradient compressors on a GPU: 100 MB encoded, summed over ranks, and searched for the largest.
 
-    python3 -m benchmarks.gradient_kernels
+    python -m benchmarks.gpu.sections gradient_kernels FILE
 
 For each op: milliseconds launched (median, 20 and 80 %) and, where it waits for nothing, of the device alone (replays
 of a graph with cold caches), the bytes it must move at least in a second, and the share of the device's measured copy
-bandwidth that is. Rivals: the reference in plain torch, and torch.topk. Nothing is timed whose result is
-wrong. Runs as part of `make gpu`.
+bandwidth that is. Rivals: the reference in plain torch, which goes over the vector in tiles for a CPU's cache; the same
+arithmetic on whole tensors, eager and compiled; and torch.topk. Nothing is timed whose result is wrong. Runs as part of
+`make gpu`.
 """
 
 from __future__ import annotations
@@ -24,13 +25,14 @@ from accel.kernels import quantise, sign_pack, threshold
 from accel.kernels.codes.block_code import BlockCode
 from accel.kernels.support import Cost
 from benchmarks.gpu.device_times import launched, replayed_flushed
-from benchmarks.gpu.rows import Figures, bytes_per_s, command, growing, tried
+from benchmarks.gpu.rows import Figures, bytes_per_s, growing, tried
+from benchmarks.kernels import code_rivals
 from benchmarks.render import Row
 
 ELEMENTS = 25_000_000  # 100 MB of float32, no multiple of a block
 RANKS = 8
 
-Call = Callable[[], Any]
+Call = Callable[..., Any]
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,8 @@ def _codes(name: str, code: BlockCode, values: Tensor, residual: Tensor) -> Iter
         code.decode_sum(out[None], total)
         return _near(total + lost, values + residual, 4)
 
-    yield Case(f"{name} encode", encode, code.cost_encode(numel, block), kept, {"plain": encode_plainly})
+    rivals = {"plain": encode_plainly, **_whole(code_rivals.encode, code.bits, values, residual, block)}
+    yield Case(f"{name} encode", encode, code.cost_encode(numel, block), kept, rivals)
     for row in rows:
         code.encode(values.roll(1), row, block)
 
@@ -94,7 +97,8 @@ def _codes(name: str, code: BlockCode, values: Tensor, residual: Tensor) -> Iter
         return _near(found, total, 4 * RANKS)
 
     cost = code.cost_decode_sum(numel, RANKS - 1, block, add=True)
-    yield Case(f"{name} sum of {RANKS - 1}", decode_sum, cost, summed, {"plain": sum_plainly})
+    rivals = {"plain": sum_plainly, **_whole(code_rivals.decode_sum, code.bits, rows, numel, block)}
+    yield Case(f"{name} sum of {RANKS - 1}", decode_sum, cost, summed, rivals)
 
     def decode() -> None:
         code.decode_sum(rows[:1], total, block)
@@ -106,7 +110,19 @@ def _codes(name: str, code: BlockCode, values: Tensor, residual: Tensor) -> Iter
         return torch.equal(found, total)
 
     cost = code.cost_decode_sum(numel, 1, block)
-    yield Case(f"{name} decode", decode, cost, decoded, {"plain": lambda: code.decode_sum_ref(rows[:1], total, block)})
+    rivals = {
+        "plain": lambda: code.decode_sum_ref(rows[:1], total, block),
+        **_whole(code_rivals.decode_sum, code.bits, rows[:1], numel, block),
+    }
+    yield Case(f"{name} decode", decode, cost, decoded, rivals)
+
+
+def _whole(function: Call, *arguments: Any) -> dict[str, Call]:
+    """Return the rivals that work on whole tensors; a compiler for a CPU is none."""
+    on_gpu = any(isinstance(each, Tensor) and each.is_cuda for each in arguments)
+    compiled: Any = torch.compile(function, dynamic=False) if on_gpu else None
+    rivals = {"whole tensors": partial(function, *arguments)}
+    return {**rivals, **({"whole tensors, compiled": partial(compiled, *arguments)} if on_gpu else {})}
 
 
 def _near(found: Tensor, expected: Tensor, roundings: int) -> bool:
@@ -134,7 +150,7 @@ def _thresholds(values: Tensor) -> Iterator[Case]:
     for name, given in (("", None), (" by maxima", maxima)):
         yield Case(
             f"at least a threshold{name}",
-            lambda given=given: threshold.at_least(values, least, count, given),  # type: ignore[misc]
+            lambda given=given: threshold.at_least(values, least, count, given),
             threshold.cost_at_least(numel, count, blocks=None if given is None else blocks),
             lambda given=given: _same_found(values, least, count, given),  # type: ignore[misc]
             {"plain": lambda: threshold.at_least_ref(values, least, count)},
@@ -175,21 +191,21 @@ def _row(case: Case, bandwidth: float) -> Row:
     called = launched(case.ours)
     device = called if case.waits else replayed_flushed(case.ours)
     floor_ms = case.cost.seconds(math.inf, bandwidth) * 1e3
-    rivals = {name: launched(call) for name, call in case.rivals.items()}
+    rivals = {name: tried({}, partial(_timed, call)) for name, call in case.rivals.items()}
     return {
         "ms": called._asdict(),
         "device_ms": None if case.waits else device._asdict(),
         "gb_per_s": case.cost.bytes / device.median / 1e6,
         "roofline": floor_ms / device.median,
-        "rivals_ms": {name: timing._asdict() for name, timing in rivals.items()},
-        "speedup": {name: timing.median / called.median for name, timing in rivals.items()},
+        "rivals_ms": rivals,
+        "speedup": {name: row["median"] / called.median for name, row in rivals.items() if "failed" not in row},
     }
+
+
+def _timed(call: Call) -> Row:
+    return launched(call)._asdict()
 
 
 def everything() -> Figures:
     """Measure; yield the rows so far."""
     yield from growing("rows", rows(bytes_per_s()))
-
-
-if __name__ == "__main__":
-    command(everything, "Time the kernels of gradient compressors on this machine's GPU.")()

@@ -17,7 +17,6 @@ import click
 import torch
 from torch import nn
 
-from benchmarks.gpu.rows import Figures
 from benchmarks.kernels.optimizer_rivals import OURS, Step, loop, params_of, shapes, torchs
 from benchmarks.record import Column, Record
 from benchmarks.render import SOURCE, Row, times
@@ -98,13 +97,6 @@ def races(numel: int, rounds: int, clock: Callable[[], float] = time.perf_counte
         for name in OURS:
             for rival in rivals(name):
                 yield race(name, rival, own_shapes, rounds, clock)
-
-
-def everything() -> Figures:
-    """Measure on a GPU; for `make gpu`."""
-    from benchmarks.gpu import optimizers
-
-    yield from optimizers.everything()
 
 
 @click.command()

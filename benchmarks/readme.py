@@ -45,7 +45,7 @@ from benchmarks import (
     time_to_accuracy,
     torch_versions,
 )
-from benchmarks.gpu import searches
+from benchmarks.gpu import decisive_tables, searches
 from benchmarks.gpu import tables as gpu
 from benchmarks.proof import figures_block, proof_block
 from benchmarks.record import ROOT, newest
@@ -59,6 +59,8 @@ class Block(NamedTuple):
     result: str
     """Name of the record it is made from."""
     text: Callable[[dict[str, Any]], str]
+    part: str = ""
+    """Of the record, if any will do that has it."""
 
 
 BLOCKS = (
@@ -95,6 +97,7 @@ BLOCKS = (
     Block("docs/checkpoints.md", "recovery", "recovery", recovery.RECORD.block),
     Block("docs/checkpoints.md", "resizing", "resizing", resizing.RECORD.block),
     Block("docs/kernels.md", "bernoulli", "bernoulli", bernoulli.RECORD.block),
+    Block("docs/gpu.md", "decisive", "gpu", decisive_tables.text, "table"),
     Block("docs/gpu.md", "targets", "gpu", gpu.judged_block),
     Block("docs/gpu.md", "searches", "searches", searches.searches_block),
     Block("docs/gpu.md", "windows", "gpu", gpu.windows_block),
@@ -108,7 +111,7 @@ BLOCKS = (
 def filled(page: str, text: str) -> str:
     """Return a page with its blocks filled; a block without results stays as it is."""
     for block in BLOCKS:
-        if block.page == page and (result := newest(block.result)) is not None:
+        if block.page == page and (result := newest(block.result, block.part)) is not None:
             begin, end = f"<!-- {block.marker}:begin -->", f"<!-- {block.marker}:end -->"
             text = text[: text.index(begin)] + f"{begin}\n{block.text(result)}\n" + text[text.index(end) :]
     return text

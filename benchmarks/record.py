@@ -160,11 +160,12 @@ def save(name: str, figures: Row) -> Path:
     return path
 
 
-def newest(name: str) -> Row | None:
-    """Return the newest result of a name, from any device."""
+def newest(name: str, part: str = "") -> Row | None:
+    """Return the newest result of a name, from any device, that is whole; or, where a part is named, that has it."""
     paths = [path for path in FOLDER.glob(f"{name}-*.json") if _NAMED.fullmatch(path.name[len(name) :])]
     results: list[Row] = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
-    return max(results, key=lambda result: str(result["date"])) if results else None
+    usable = [result for result in results if (part in result if part else not result.get("partial"))]
+    return max(usable, key=lambda result: str(result["date"]), default=None)
 
 
 def _today() -> str:

@@ -1,6 +1,6 @@
 """Swin-T of timm trained on a GPU in mixed precision: plain, on the fused op, compiled, and both.
 
-    python3 -m benchmarks.swin_training
+    python -m benchmarks.gpu.sections training FILE
 
 Batch 128, AdamW, bf16. Losses over 200 steps of eager, of eager again and of fused; then step times in turns. "Eager
 again" starts from weights that are one rounding off: on a device that repeats its bits it would tell nothing otherwise.
@@ -8,7 +8,6 @@ again" starts from weights that are one rounding off: on a device that repeats i
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable
 
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks import spread
-from benchmarks.gpu.rows import Figures, command
+from benchmarks.gpu.rows import Figures
 from benchmarks.spread import extremes
 
 BATCH, STEPS, LAST = 128, 200, 20
@@ -153,8 +152,3 @@ PAIRS = (("eager", "fused"), ("eager", "compile"), ("eager", "both"), ("compile"
 def ratios(times: dict[str, list[float]], before: str, after: str) -> list[float]:
     """Return how many times as fast, turn by turn: median, least, most."""
     return list(extremes(spread.ratios(times[before], times[after])))
-
-
-if __name__ == "__main__":
-    show = lambda figures: print(json.dumps(figures, indent=1))  # noqa: E731
-    command(everything, "Train on this machine's GPU.", show)()

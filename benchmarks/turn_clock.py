@@ -25,7 +25,7 @@ _CLOCKS = ("time", "perf_counter", "monotonic")
 
 
 class TurnClock:
-    """Stops this process between two steps when its turn is over.
+    """Stops this process between two steps when its turn is over, and a GPU has done what it was asked for in it.
 
     Args:
         turn_s: least length of a turn, s.
@@ -66,6 +66,7 @@ class TurnClock:
         """Stop if the turn is over: to be called between two steps."""
         if time.perf_counter() - self._began < self._turn_s:
             return
+        drain_device()
         cores = frozenset(os.sched_getaffinity(0))
         at, before = self._real["perf_counter"](), self._own_busy_seconds(Path("/proc"), cores)
         self._stop()
@@ -73,6 +74,13 @@ class TurnClock:
         self.stopped_s += self._real["perf_counter"]() - at
         self.foreign_s += (after or 0.0) - (before or 0.0)
         self._began = time.perf_counter()
+
+
+def drain_device() -> None:
+    """Wait for what this process has asked of its GPU: queued steps would run in the next process's turn."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        torch.cuda.synchronize()
 
 
 def end_with_parent() -> None:

@@ -5,12 +5,17 @@
 It ends after so many seconds, counted from its start with all imports. Without accel it ends earlier, `--hold` seconds
 after its third step, since from then on its steps go on as they are: `Course.steps_in` counts the rest at the rate of
 those seconds. `--hold 0` runs every process to its end.
+
+With `--lock FILE` a process imports and makes its data at once, and touches the device when it has the lock; its time
+is counted from then on (`benchmarks.device_lock`).
 """
 
 from __future__ import annotations
 
 import bisect
 import dataclasses
+import gc
+import importlib
 import itertools
 import json
 import resource
@@ -19,16 +24,19 @@ import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import click
 import torch
 
+from benchmarks.device_lock import device_lock
 from benchmarks.losses import Losses
 from benchmarks.suite import MODELS, Size, Workload, train_step
 from benchmarks.suite.files import from_files
+from benchmarks.turn_clock import end_with_parent
 from benchmarks.turns import Command, take_turns
-from benchmarks.variants import variant
+from benchmarks.variants import Variant, optimized, variant
 
 _WARM_STEPS = 3
 """After so many steps a process without a search is as fast as it will be."""
@@ -50,6 +58,8 @@ class Course:
     """How long it ran after its third step, 0 if it never did; its rate is that of this time, else of its last half."""
     peak_mb: float = 0.0
     """Largest resident memory, or largest memory allocated on the GPU, MB."""
+    held_peak_mb: float = 0.0
+    """The same in three steps after all others: without what a search needs."""
     rows: list[dict[str, Any]] = field(default_factory=list)
     """Of accel's report: name, status, setting, gain and reason of each strategy."""
     remembered: str = ""
@@ -62,8 +72,12 @@ class Course:
 
     def rate(self) -> float:
         """Return the steps in a second."""
+        return self.last_rate(1.0 if self.held_s else 0.5)
+
+    def last_rate(self, share: float) -> float:
+        """Return the steps in a second over the last part of the time after the third step."""
         end = self.ends_s[-1]
-        window_s = self.held_s or (end - self.ends_s[0]) / 2
+        window_s = share * (self.held_s or end - self.ends_s[0])
         first = min(bisect.bisect_left(self.ends_s, end - window_s), len(self.ends_s) - 2)
         return (len(self.ends_s) - 1 - first) / (end - self.ends_s[first])
 
@@ -118,52 +132,102 @@ class Stop:
         return 0.0 if self._warm_s is None else now_s - self._warm_s
 
 
+def _go_on() -> None:
+    pass
+
+
 def train(
-    workload: Workload, stop: Stop, device: torch.device, clock: Callable[[], float], between: Callable[[], None]
+    workload: Workload,
+    stop: Callable[[int, float], bool],
+    device: torch.device,
+    clock: Callable[[], float],
+    between: Callable[[], None],
 ) -> Course:
     """Train until it is time to stop.
 
     Args:
         workload: prepared.
-        stop: tells when.
+        stop: tells after how many steps and seconds.
         device: where the batches go.
         clock: seconds since the process was started.
         between: called between two steps.
     """
     ends_s: list[float] = []
     losses = Losses(device)
+    ahead = workload.non_blocking
     while True:
         for x, target in workload.loader:
-            losses.add(train_step(workload, x.to(device), target.to(device)))
+            x, target = x.to(device, non_blocking=ahead), target.to(device, non_blocking=ahead)
+            losses.add(train_step(workload, x, target))
             if device.type == "cuda" and len(ends_s) % 10 == 0:
                 torch.cuda.synchronize()  # else the host would run ahead of the clock
             ends_s.append(clock())
             if stop(len(ends_s), ends_s[-1]):
-                return Course(ends_s, losses.numbers(), stop.held_s(ends_s[-1]))
+                return Course(ends_s, losses.numbers())
             between()
 
 
-def work(
-    model: str,
-    name: str,
-    size: Size,
-    data: str,
-    seconds: float,
-    hold_s: float,
-    launched: float,
-    between: Callable[[], None],
-) -> Course:
-    """Be a process: train a model of the suite in one variant."""
-    torch.manual_seed(0)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    workload = MODELS[model](size)
-    if data == "real":
+class Job(NamedTuple):
+    """What a process does."""
+
+    model: str
+    variant: str
+    size: Size = "tiny"
+    data: str = "synthetic"
+    seconds: float = 180.0
+    hold_s: float = 20.0
+    budget: str = ""
+    """Of `accel.optimize`; '' for its default."""
+    seed: int = 0
+    lock: Path | None = None
+    """What is waited for before the device is touched."""
+
+
+def work(job: Job, launched: float, between: Callable[[], None] = _go_on) -> Course:
+    """Be a process: train a model of the suite in one variant.
+
+    Args:
+        job: what to do.
+        launched: when the process was started, s since the epoch.
+        between: called between two steps.
+    """
+    torch.manual_seed(job.seed)
+    workload = MODELS[job.model](job.size)
+    if job.data == "real":
         workload = from_files(workload)
+    chosen = variant(job.variant)
+    if job.lock is not None:
+        end_with_parent()
+        _import_early(chosen)
+    with device_lock(job.lock):
+        course = _train_on_device(job, workload, chosen, time.time() if job.lock else launched, between)
+        if job.lock is not None and torch.cuda.is_available():  # or the next one begins beside what this one held
+            del workload
+            gc.collect()
+            torch.cuda.empty_cache()
+        return course
+
+
+def _import_early(chosen: Variant) -> None:
+    """Import what is imported by the first call otherwise, on the device's time."""
+    if chosen.allow:
+        importlib.import_module("accel.entry")
+    if chosen.caches:
+        importlib.import_module("torch._inductor.compile_fx")
+
+
+def _train_on_device(
+    job: Job, workload: Workload, chosen: Variant, began: float, between: Callable[[], None]
+) -> Course:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     workload.model.to(device)
-    chosen = variant(name)
-    workload = chosen.prepare(workload, model)
-    stop = Stop(seconds, 0.0 if chosen.allow else hold_s)  # the search goes on as long as the run does
-    course = train(workload, stop, device, lambda: time.time() - launched, between)
+    if job.budget:
+        workload = optimized(workload, allow=chosen.allow, budget=job.budget)
+    else:
+        workload = chosen.prepare(workload, job.model)
+    stop = Stop(job.seconds, 0.0 if chosen.allow else job.hold_s)  # the search goes on as long as the run does
+    course = train(workload, stop, device, lambda: time.time() - began, between)
+    course.held_s = stop.held_s(course.ends_s[-1])
     course.peak_mb = peak_mb(device)
     if chosen.allow:
         import accel
@@ -172,6 +236,12 @@ def work(
         columns = ("name", "status", "setting", "gain", "gain_low", "gain_high", "why")
         course.rows = [{column: getattr(row, column) for column in columns} for row in report.rows]
         course.remembered = report.remembered
+    if job.lock is not None:
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+        train(workload, lambda steps, _: steps == _WARM_STEPS, device, time.time, _go_on)
+        course.held_peak_mb = peak_mb(device)
     return course
 
 
@@ -219,26 +289,16 @@ def _course(process: Process, done: subprocess.CompletedProcess[str]) -> Course 
 @click.option("--data", default="synthetic", show_default=True, type=click.Choice(["synthetic", "real"]))
 @click.option("--seconds", default=180.0, show_default=True, help="Of the process.")
 @click.option("--hold", default=20.0, show_default=True, help="Seconds after the third step, without accel; 0 for all.")
+@click.option("--budget", default="", help="Of accel.optimize.  [default: its own]")
+@click.option("--seed", default=0, show_default=True, help="Of the weights and the order of the data.")
+@click.option("--lock", type=click.Path(path_type=Path), help="Wait for this file's lock before the device is touched.")
 @click.option("--launched", type=float, help="When it was started, in seconds since the epoch; default now.")
 @click.pass_obj
-def main(
-    between: Callable[[], None] | None,
-    model: str,
-    name: str,
-    size: Size,
-    data: str,
-    seconds: float,
-    hold: float,
-    launched: float | None,
-) -> None:
+def main(between: Callable[[], None] | None, /, launched: float | None, **options: Any) -> None:
     """Train MODEL in the variant NAME, and print its course as JSON."""
     launched = time.time() if launched is None else launched
-    course = work(model, name, size, data, seconds, hold, launched, between or _go_on)
-    click.echo(json.dumps(dataclasses.asdict(course)))
-
-
-def _go_on() -> None:
-    pass
+    job = Job(variant=options.pop("name"), hold_s=options.pop("hold"), **options)
+    click.echo(json.dumps(dataclasses.asdict(work(job, launched, between or _go_on))))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Window attention on a GPU: the fused op against eager, SDPA, timm's fused path, torch.compile and FlexAttention.
 
-    python3 -m benchmarks.window_attention [--out FILE]
+    python -m benchmarks.gpu.sections window_attention FILE
 
 Stage 1 of Swin-T (56 x 56 tokens, 3 heads of 32 channels, windows of 7, shifted by 3) in fp16 over batch sizes, forward
 and forward + backward; then the large windows of Swin-B at 384 pixels (12 x 12) and of Swin V2 (16 x 16, without its
@@ -23,7 +23,7 @@ from torch import Tensor
 from accel.kernels.window_attention import Spec, cost, shifted_window_attention_ref
 from accel.kernels.window_attention.regions import shift_regions
 from benchmarks.gpu.device_times import launched, replayed, sets
-from benchmarks.gpu.rows import Figures, command, growing, tried
+from benchmarks.gpu.rows import Figures, growing, tried
 from benchmarks.kernels.window_rivals import Op, Rivals
 
 BATCHES = (32, 1, 128, 8)
@@ -134,7 +134,3 @@ def everything() -> Figures:
     roof = limits.gb_per_s * 1e9, limits.gflops["float16"] * 1e9
     yield from growing("rows", rows(*roof))
     yield from growing("large_windows", rows(*roof, LARGE, LARGE_BATCHES))
-
-
-if __name__ == "__main__":
-    command(everything, "Measure window attention on this machine's GPU.")()

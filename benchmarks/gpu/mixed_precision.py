@@ -1,6 +1,6 @@
 """BERT-base trained at O2 by `accel.amp.decorate`, against torch's autocast: time of a step, most memory, same losses.
 
-    python3 -m benchmarks.gpu.mixed_precision [--out FILE]
+    python -m benchmarks.gpu.sections mixed_precision FILE
 
 Each in float16, with a loss scale, and in bfloat16, without. Nothing is timed whose losses are not those of float32
 within 5 %.
@@ -20,7 +20,7 @@ from torch.optim import AdamW
 from accel.amp import decorate
 from accel.optim import FusedAdamW
 from benchmarks.gpu.device_times import launched
-from benchmarks.gpu.rows import Figures, command, growing, tried
+from benchmarks.gpu.rows import Figures, growing, tried
 from benchmarks.render import Row
 from benchmarks.suite import bert
 from benchmarks.suite.workload import Size
@@ -146,9 +146,3 @@ def measured(
 def everything() -> Figures:
     """Measure; yield the rows so far."""
     yield from growing("rows", rows())
-
-
-main = command(everything, __doc__ or "")
-
-if __name__ == "__main__":
-    main()

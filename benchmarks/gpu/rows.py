@@ -1,17 +1,13 @@
-"""What the sections of the GPU suite share: rows that may fail, figures as they come, a command of their own."""
+"""What the sections of the GPU suite share: rows that may fail, figures as they come."""
 
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
 from typing import Any
 
-import click
 import torch
 
-from accel.files import write_atomic
 from benchmarks.render import Row
 
 Figures = Iterator[tuple[str, Any]]
@@ -40,28 +36,3 @@ def bytes_per_s() -> float:
     from accel.profiler.trace import roofline
 
     return roofline.measure(torch.device("cuda"), []).gb_per_s * 1e9
-
-
-def command(
-    section: Callable[[], Figures], words: str, show: Callable[[Row], None] = lambda figures: None
-) -> click.Command:
-    """Return the command that runs a section alone.
-
-    Args:
-        section: yields the figures.
-        words: what `--help` says.
-        show: prints all figures at the end.
-    """
-
-    @click.command(help=words)
-    @click.option("--out", type=click.Path(path_type=Path), help="Write the figures there as JSON.")
-    def main(out: Path | None) -> None:
-        if not torch.cuda.is_available():
-            print("no CUDA device: nothing was run")
-            sys.exit(2)
-        figures = dict(section())
-        show(figures)
-        if out is not None:
-            write_atomic(out, json.dumps(figures, indent=1) + "\n")
-
-    return main

@@ -1,6 +1,6 @@
 """The sections of the GPU suite, and one of them in a process of its own.
 
-    python3 -m benchmarks.gpu.sections NAME FILE
+    python3 -m benchmarks.gpu.sections NAME FILE    # `make gpu` does so, with a time limit
 
 A section yields its figures as it finds them, and FILE holds all so far. So one that hangs, or that leaves the device
 in an error, costs what it had not found yet and nothing else.
@@ -16,25 +16,17 @@ from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any
-
-import torch
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from typing import Any, NamedTuple
 
 from accel.files import write_atomic
 from benchmarks.gpu.rows import Figures
 
-
-def _of(module: str) -> Figures:
-    """Run a benchmark that has a command of its own."""
-    yield from importlib.import_module(f"benchmarks.{module}").everything()
+LIBRARY = ("accel", "comm", "dataio", "kernels", "profiler")
 
 
-def search() -> Figures:
-    """Train one network under `accel.optimize`; each strategy's figure stands in the report."""
-    for batch_size in (64, 256):
-        yield f"batch {batch_size}", searched(batch_size, 1500, 30)
+def _of(module: str, function: str = "everything") -> Figures:
+    """Run a benchmark of a module."""
+    yield from getattr(importlib.import_module(f"benchmarks.{module}"), function)()
 
 
 def faults() -> Figures:
@@ -62,52 +54,37 @@ def to_target() -> Figures:
         yield "comparison", [row._asdict() for row in compare(rows)]
 
 
-SECTIONS: dict[str, Callable[[], Figures]] = {
-    "window_attention": partial(_of, "window_attention"),
-    "assignment": partial(_of, "assignment"),
-    "optimizers": partial(_of, "optimizers"),
-    "graphs": partial(_of, "gpu.graphs"),
-    "mixed_precision": partial(_of, "gpu.mixed_precision"),
-    "training": partial(_of, "swin_training"),
-    "copy_overlap": partial(_of, "copy_overlap"),
-    "gradient_kernels": partial(_of, "gradient_kernels"),
-    "search": search,
-    "to_target": to_target,
-    "faults": faults,
-    "swin_graphs": partial(_of, "gpu.swin_graphs"),
+class Section(NamedTuple):
+    """A part of the suite."""
+
+    run: Callable[[], Figures]
+    limit_s: float
+    sources: tuple[str, ...]
+    """What its figures depend on, beside its own module."""
+
+
+def _section(module: str, limit_s: float, *sources: str, function: str = "everything") -> Section:
+    own = f"benchmarks/{module.replace('.', '/')}.py"
+    return Section(partial(_of, module, function), limit_s, (own, *sources))
+
+
+SECTIONS = {
+    "ceilings": _section("gpu.ceilings", 25),
+    "overhead": _section("gpu.overhead", 25, *LIBRARY),
+    "swin_graphs": _section("gpu.swin_graphs", 50, "accel/graphs", "kernels/window_attention"),
+    "graphs": _section("gpu.graphs", 25, "accel/graphs"),
+    "gradient_kernels": _section("gradient_kernels", 20, "kernels", "benchmarks/kernels/code_rivals.py"),
+    "simota_warps": _section("gpu.simota", 12, "kernels/simota", function="by_warps"),
+    "window_attention": _section("window_attention", 220, "kernels/window_attention"),
+    "assignment": _section("assignment", 90, "kernels/simota", "kernels/fcos_targets", "benchmarks/gpu/simota.py"),
+    "optimizers": _section("gpu.optimizers", 60, "kernels/optimizers", "accel/optim"),
+    "mixed_precision": _section("gpu.mixed_precision", 60, "kernels/optimizers", "accel/optim", "accel/amp"),
+    "training": _section("swin_training", 210, "kernels/window_attention"),
+    "copy_overlap": _section("copy_overlap", 60, "dataio"),
+    "to_target": Section(to_target, 240, ("accel/elastic", "accel/goodput", "benchmarks/to_target")),
+    "faults": Section(faults, 300, ("profiler", "benchmarks/faults")),
 }
-"""In the order in which they are worth the time."""
-
-
-def network(width: int = 64, blocks: int = 8) -> nn.Module:
-    """Return a plain convolutional network of ResNet-like widths for 3 x 64 x 64 images."""
-    layers: list[nn.Module] = [nn.Conv2d(3, width, 3, padding=1)]
-    for _ in range(blocks):
-        layers += [nn.BatchNorm2d(width), nn.ReLU(), nn.Conv2d(width, width, 3, padding=1)]
-    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, 10))
-
-
-def searched(batch_size: int, steps: int, budget_s: float) -> dict[str, Any]:
-    """Train under a search until it ends or `steps` are done, and return the report."""
-    import accel
-
-    torch.manual_seed(0)
-    data = TensorDataset(torch.randn(2048, 3, 64, 64), torch.randint(0, 10, (2048,)))
-    loader = DataLoader(data, batch_size=batch_size, shuffle=True, drop_last=True)
-    model = network().cuda()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-    model, loader, optimizer = accel.optimize(model, loader, optimizer, allow="reduced", budget=budget_s, cache=False)
-    done = 0
-    while done < steps and accel.explain(model).state == "searching":
-        for images, labels in loader:
-            loss = nn.functional.cross_entropy(model(images.cuda()), labels.cuda())
-            optimizer.zero_grad()
-            loss.backward()  # type: ignore[no-untyped-call]
-            optimizer.step()
-            done += 1
-    report: dict[str, Any] = json.loads(accel.explain(model).to_json())
-    accel.undo(model)
-    return report
+"""In the order in which they are worth the time; together they take more than there is."""
 
 
 def written(section: Callable[[], Figures], file: Path) -> bool:
@@ -126,4 +103,4 @@ def written(section: Callable[[], Figures], file: Path) -> bool:
 
 
 if __name__ == "__main__":
-    sys.exit(0 if written(SECTIONS[sys.argv[1]], Path(sys.argv[2])) else 1)
+    sys.exit(0 if written(SECTIONS[sys.argv[1]].run, Path(sys.argv[2])) else 1)

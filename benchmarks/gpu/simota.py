@@ -10,7 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -19,7 +21,7 @@ from accel.kernels.simota import assign as op
 from accel.kernels.simota import cost
 from accel.kernels.simota.inputs import VARIANTS, Assignment, anchors_of, cells_of, truths_of
 from benchmarks.gpu.device_times import launched, replayed, sets
-from benchmarks.gpu.rows import tried
+from benchmarks.gpu.rows import Figures, growing, tried
 from benchmarks.render import Row
 from benchmarks.simota import CLASSES, Batch, batch_of
 from tests.kernels import simota_oracle
@@ -91,6 +93,32 @@ def measured(images: int, bytes_per_s: float) -> dict[str, Any]:
     if images in RIVALS_AT:
         found["rivals"] = {name: rival(call, batch) for name, call in rivals(batch).items()}
     return found
+
+
+def by_warps(counts: tuple[int, ...] = (4, 1, 2)) -> Figures:
+    """Time the whole assignment with so many warps in each program that matches; Triton's default is 4."""
+    from accel.kernels.simota import launchers
+    from accel.kernels.simota.triton import match_kernel
+
+    images = BATCHES[0]
+    batch = batch_of(images, BOXES, torch.device("cuda"), torch.float16)
+    least = cost(images, ANCHORS, BOXES, CLASSES, itemsize=2)
+    given = [on(batch, lambda t: t.clone()) for _ in range(sets(least.bytes))]
+
+    def with_warps(count: int) -> Row:
+        plan = SimpleNamespace(plan=partial(match_kernel.plan, num_warps=count))
+        with mock.patch.object(launchers, "match_kernel", plan):
+            launchers._launches.cache_clear()
+            if wrong := disagreement(batch.assign(), batch, 1):
+                return {"failed": wrong}
+            return {"device_ms": replayed([one.assign for one in given])._asdict()}
+
+    try:
+        yield from growing(
+            "rows", (tried({"images": images, "warps": count}, partial(with_warps, count)) for count in counts)
+        )
+    finally:
+        launchers._launches.cache_clear()
 
 
 def rivals(batch: Batch) -> dict[str, Callable[[], Any]]:

@@ -1,6 +1,6 @@
 """Swin-T of timm as in benchmarks/swin_training.py, with whole steps as CUDA graphs: fused, compiled, and both.
 
-    python3 -m benchmarks.gpu.swin_graphs [--out FILE]
+    python -m benchmarks.gpu.sections swin_graphs FILE
 
 In turns with the compiled model as it is, and with graphs of the compiler's own ("reduce-overhead"). Fused and
 compiled, the device is done sooner than the host has launched a step: only in a graph it shows what the op gives.
@@ -13,7 +13,7 @@ import torch
 
 from accel.graphs import capture
 from benchmarks import spread
-from benchmarks.gpu.rows import Figures, command
+from benchmarks.gpu.rows import Figures
 from benchmarks.spread import extremes
 from benchmarks.swin_training import BATCH, Trainer, in_turns, model
 
@@ -49,7 +49,7 @@ def everything() -> Figures:
     expected = trainer("eager").losses(STEPS)
     trainers: dict[str, Trainer] = {}
     failed: dict[str, str] = {}
-    for way in ("both, captured", COMPILED, OWN_GRAPHS, "fused, captured", "compile, captured"):
+    for way in (COMPILED, "both, captured", "compile, captured", OWN_GRAPHS, "fused, captured"):
         try:
             one = trainer(way)
             losses = one.losses(STEPS)
@@ -75,9 +75,3 @@ def speedups(times: dict[str, list[float]]) -> dict[str, list[float]]:
         if name not in rivals
         for rival in rivals
     }
-
-
-main = command(everything, __doc__ or "")
-
-if __name__ == "__main__":
-    main()

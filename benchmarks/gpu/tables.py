@@ -114,6 +114,9 @@ def training_block(result: Row) -> str:
         "over a captured model alone": _over("model"),
         'over `torch.compile(mode="reduce-overhead")`': _over("reduce-overhead"),
     }
+    newer = {"over the same of the whole step": "step, reduce-overhead", "over a graph by hand": "graph by hand"}
+    raced = {rival for row in result.get("graphs", {}).get("rows", []) for rival in row.get("speedup", {})}
+    graphs |= {heading: _over(rival) for heading, rival in newer.items() if rival in raced}
     mixed: dict[str, Cell] = {
         "dtype": "{dtype}",
         "autocast ms": lambda row: f"{row['ms']['autocast']:.1f}",
@@ -186,7 +189,8 @@ def gradients_block(result: Row) -> str:
         "against": lambda row: ", ".join(f"{name}: {times:.3g}x" for name, times in row["speedup"].items()),
     }
     section = result["gradient_kernels"]
-    head = f"`python -m benchmarks.gradient_kernels`, {section['run']}, {result['device']}, torch {result['torch']}."
+    command = "python -m benchmarks.gpu --only gradient_kernels"
+    head = f"`{command}`, {section['run']}, {result['device']}, torch {result['torch']}."
     return block(head, columns, [row for row in section["rows"] if "failed" not in row])
 
 

@@ -7,11 +7,13 @@ Kernels are judged by what the device takes: the median of replays of a graph ov
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 Figures = dict[str, Any]
 Found = float | None
+Line = tuple[str, str, float, str, Found]
+"""What is asked, the sign, the figure, its unit, and what was found."""
 
 RIVALS = ("sdpa", "flex", "compile")
 LEAST_BATCH = 32
@@ -32,13 +34,19 @@ def judged(figures: Figures) -> list[Figures]:
     Args:
         figures: of the suite, section by section; sections may be missing, or hold a part of their rows.
     """
-    green = figures.get("tests", {}).get("green", False)
+    rows = held_to(_lines(figures), figures.get("tests", {}).get("green", False))
+    for row in rows:
+        if spread := _spread(figures, row["line"]):
+            row["spread"] = spread
+    return rows
+
+
+def held_to(lines: Iterable[Line], green: bool) -> list[Figures]:
+    """Return a row for each line; nothing is claimed where tests are not green."""
     rows: list[Figures] = []
-    for line, sign, asked, unit, found in _lines(figures):
+    for line, sign, asked, unit, found in lines:
         met = None if found is None or not green else _SIGNS[sign](found, asked)
         rows.append({"line": line, "asked": f"{sign} {asked:.3g}{unit}", "found": found, "met": met})
-        if spread := _spread(figures, line):
-            rows[-1]["spread"] = spread
     return rows
 
 
@@ -48,7 +56,7 @@ def _spread(figures: Figures, line: str) -> list[float]:
     return ratios[1:]
 
 
-def _lines(figures: Figures) -> Iterator[tuple[str, str, float, str, Found]]:
+def _lines(figures: Figures) -> Iterator[Line]:
     window = figures.get("window_attention", {}).get("rows", [])
     yield "window attention, both ways, B >= 32: share of roofline", ">=", 0.7, "", _roofline(window)
     yield "window attention, forward, B = 1", "<=", 10.0, " us", _forward_us(window)

@@ -28,6 +28,8 @@ class Workload(NamedTuple):
     """What a step does after the update, given its target: a GAN trains its discriminator."""
     backward: Callable[[Tensor], Any] = torch.Tensor.backward
     """Runs the backward pass of a loss; frameworks have their own."""
+    non_blocking: bool = False
+    """Whether the loop copies its batches without waiting for them."""
 
 
 def train_step(workload: Workload, x: Any, target: Any) -> Tensor:

@@ -6,7 +6,7 @@ variant is prepared; `why_not` says where a rival isn't installed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from benchmarks.suite import Workload
@@ -15,6 +15,7 @@ from benchmarks.variants.recipes import PUBLISHED, RECIPES, STRATEGIES, by_hand
 
 BY_HAND = "by hand: "
 """How the names of variants begin that are tuned by hand; the settings follow."""
+PLANNED = "planned: "
 RIVALS = ("autotune", "accelerate", "fabric", "compile")
 """What accel is compared with as the best of them."""
 
@@ -40,14 +41,21 @@ def optimized(workload: Workload, **options: Any) -> Workload:
     return workload._replace(model=model, loader=loader, optimizer=optimizer)
 
 
-def planned(workload: Workload, model: str) -> Workload:
-    """Return the workload with the strategies of the model's first recipe taken over from a plan, without a search."""
+def planned(workload: Workload, strategies: Mapping[str, Any]) -> Workload:
+    """Return the workload with strategies taken over from a plan, without a search."""
     from accel import Plan
     from accel.search.plan import fingerprint
 
-    strategies = dict(STRATEGIES[setting] for setting in RECIPES[model][0])
-    plan = Plan(fingerprint=fingerprint(workload.model), model=type(workload.model).__name__, strategies=strategies)
+    plan = Plan(fingerprint=fingerprint(workload.model), model=type(workload.model).__name__, strategies={**strategies})
     return optimized(workload, plan=plan)
+
+
+def _planned(strategies: Callable[[str], Mapping[str, Any]]) -> Variant:
+    return Variant(lambda workload, model: planned(workload, strategies(model)), allow="reordered")
+
+
+def _first_recipe(model: str) -> Mapping[str, Any]:
+    return dict(STRATEGIES[setting] for setting in RECIPES[model][0])
 
 
 def _accel(allow: str) -> Variant:
@@ -59,7 +67,7 @@ def _rival(prepare: Callable[[Workload], Workload], module: str, caches: bool = 
 
 
 def _by_hand(settings: Sequence[str]) -> Variant:
-    return Variant(lambda workload, _: by_hand(workload, settings), caches="compile" in settings)
+    return Variant(lambda workload, _: by_hand(workload, settings), caches=bool({"compile", "autotuned"} & {*settings}))
 
 
 VARIANTS: dict[str, Variant] = {
@@ -67,7 +75,7 @@ VARIANTS: dict[str, Variant] = {
     "compile": _by_hand(["compile"]),
     "published": _by_hand(PUBLISHED),
     **{allow: _accel(allow) for allow in ("exact", "reordered", "reduced", "lossy")},
-    "planned": Variant(planned, allow="reordered"),
+    "planned": _planned(_first_recipe),
     "autotune": _rival(rivals.autotune, "pytorch_autotune", caches=True),
     "accelerate": _rival(rivals.accelerate, "accelerate"),
     "fabric": _rival(rivals.fabric, "lightning"),
@@ -75,11 +83,15 @@ VARIANTS: dict[str, Variant] = {
 
 
 def variant(name: str) -> Variant:
-    """Return a variant by its name, also one that is tuned by hand: "by hand: allocator, fused".
+    """Return a variant by its name, also one that is tuned by hand: "by hand: allocator, fused"; or one that is planned
+    with a strategy and its setting: "planned: torch_compile=blocks".
 
     Raises:
         KeyError: if there is none of that name.
     """
+    if name.startswith(PLANNED):
+        strategy, _, setting = name.removeprefix(PLANNED).partition("=")
+        return _planned(lambda _: {strategy: setting})
     return _by_hand(name.removeprefix(BY_HAND).split(", ")) if name.startswith(BY_HAND) else VARIANTS[name]
 
 

@@ -1,16 +1,20 @@
-"""What a person would set by hand, exact or reordered, and what is worth trying for each model of the suite."""
+"""What a person would set by hand, and what of it is worth trying for each model of the suite: on a CPU exact or
+reordered."""
 
 from __future__ import annotations
 
 import ctypes
 import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from accel.profiler.host import usable_cores
 from benchmarks.suite import Workload
 
 RECIPES: Mapping[str, tuple[tuple[str, ...], ...]] = {
@@ -34,6 +38,9 @@ list is also the plan of the variant "planned", which must not be slower than pl
 PUBLISHED = ("channels_last", "fused", "compile")
 """What PyTorch's Performance Tuning Guide and its torch.compile tutorial advise for every model, at the same
 precision."""
+
+ON_A_GPU = ("tf32", "nhwc", "fused", "pinned_workers", "autotuned", "bf16")
+"""What somebody who knows a GPU would write at once."""
 
 
 def by_hand(workload: Workload, settings: Sequence[str]) -> Workload:
@@ -96,18 +103,67 @@ def _path(name: str) -> Callable[[Workload], Workload]:
     return set_path
 
 
-def _compile(workload: Workload) -> Workload:
-    compiled: Any = torch.compile(workload.model)
+def _compile(workload: Workload, mode: str | None = None) -> Workload:
+    compiled: Any = torch.compile(workload.model, mode=mode)
     return workload._replace(model=compiled)
 
 
-def _workers(workload: Workload) -> Workload:
-    """Fetch in one worker process, which stays from epoch to epoch."""
+def _nhwc(workload: Workload) -> Workload:
+    """Have weights and images in NHWC memory order; images are copied as they are, and turned on the device."""
+    model: Any = workload.model
+    model.to(memory_format=torch.channels_last)
+    model.register_forward_pre_hook(lambda _, inputs: tuple(map(_in_nhwc, inputs)))
+    return workload
+
+
+def _in_nhwc(x: Any) -> Any:
+    return x.contiguous(memory_format=torch.channels_last) if _is_image(x) else x
+
+
+def _tf32(workload: Workload) -> Workload:
+    torch.set_float32_matmul_precision("high")
+    return workload
+
+
+class InAutocast(nn.Module):
+    """A model whose calls are in an autocast."""
+
+    def __init__(self, model: Any, autocast: Callable[[], AbstractContextManager[Any]]) -> None:
+        super().__init__()
+        self.model, self._autocast = model, autocast
+
+    def forward(self, x: Any) -> Any:
+        """Call the model."""
+        with self._autocast():
+            return self.model(x)
+
+
+def in_autocast(workload: Workload, model: Any, autocast: Callable[[], AbstractContextManager[Any]]) -> Workload:
+    """Return the workload with a model and its loss in an autocast."""
+
+    def loss(output: Any, target: Any) -> Tensor:
+        with autocast():
+            return workload.loss(output, target)
+
+    return workload._replace(model=InAutocast(model, autocast), loss=loss)
+
+
+def _bf16(workload: Workload) -> Workload:
+    device = next(workload.model.parameters()).device.type
+    return in_autocast(workload, workload.model, partial(torch.autocast, device, torch.bfloat16))
+
+
+def _workers(workload: Workload, count: int = 1, **options: Any) -> Workload:
+    """Fetch in worker processes, which stay from epoch to epoch."""
     loader: DataLoader[Any] = workload.loader
-    shuffled = DataLoader(
-        loader.dataset, loader.batch_size, shuffle=True, num_workers=1, persistent_workers=True, prefetch_factor=4
-    )
-    return workload._replace(loader=shuffled)
+    fetching: dict[str, Any] = {"num_workers": count, "persistent_workers": True, "prefetch_factor": 4, **options}
+    return workload._replace(loader=DataLoader(loader.dataset, loader.batch_size, shuffle=True, **fetching))
+
+
+def _pinned_workers(workload: Workload) -> Workload:
+    """Fetch in up to eight worker processes, into pinned memory, and copy without waiting."""
+    pinned = _workers(workload, min(8, usable_cores()), pin_memory=torch.cuda.is_available())
+    return pinned._replace(non_blocking=True)
 
 
 SETTINGS: Mapping[str, Callable[[Workload], Workload]] = {
@@ -117,6 +173,11 @@ SETTINGS: Mapping[str, Callable[[Workload], Workload]] = {
     "foreach": _path("foreach"),
     "workers": _workers,
     "compile": _compile,
+    "autotuned": partial(_compile, mode="max-autotune-no-cudagraphs"),
+    "nhwc": _nhwc,
+    "tf32": _tf32,
+    "bf16": _bf16,
+    "pinned_workers": _pinned_workers,
 }
 
 STRATEGIES: Mapping[str, tuple[str, Any]] = {

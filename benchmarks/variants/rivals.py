@@ -6,10 +6,11 @@ import importlib.util
 import inspect
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from benchmarks.suite import Workload
 from benchmarks.suite.packages import let_torchvision_import
+from benchmarks.variants.recipes import in_autocast
 
 _INSTALL = {
     "pytorch_autotune": "pip install pytorch-autotune",
@@ -63,33 +64,8 @@ def autotune(workload: Workload) -> Workload:
         device=str(next(workload.model.parameters()).device),
         verbose=False,
     )
-    tuned = workload._replace(
-        model=InAutocast(result), optimizer=result.optimizer, loss=loss_in_autocast(workload, result)
-    )
+    tuned = in_autocast(workload, result.model, result.autocast)._replace(optimizer=result.optimizer)
     return tuned if result.scaler is None else _scaled(tuned, result.scaler)
-
-
-class InAutocast(nn.Module):
-    """A model whose calls are in the autocast that was chosen."""
-
-    def __init__(self, result: Any) -> None:
-        super().__init__()
-        self.model, self._autocast = result.model, result.autocast
-
-    def forward(self, x: Any) -> Any:
-        """Call the model."""
-        with self._autocast():
-            return self.model(x)
-
-
-def loss_in_autocast(workload: Workload, result: Any) -> Any:
-    """Return the loss, in the same autocast."""
-
-    def loss(output: Any, target: Any) -> Tensor:
-        with result.autocast():
-            return workload.loss(output, target)
-
-    return loss
 
 
 class _ScaledOptimizer:

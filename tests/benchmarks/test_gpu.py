@@ -10,9 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from click.testing import CliRunner
 
+from benchmarks.gpu import ceilings, decisive, overhead, processes
 from benchmarks.gpu import sections as gpu_sections
 from benchmarks.gpu import suite as gpu
+from benchmarks.gpu.results import Results, sources
+from benchmarks.gpu.sections import SECTIONS
+from benchmarks.record import ROOT
 
 
 class Clock:
@@ -25,67 +31,86 @@ class Clock:
         return self.now
 
 
-def played(clock: Clock, takes_s: float, **found: Any) -> Any:
-    def part(limit_s: float) -> dict[str, Any]:
-        clock.now += min(takes_s, limit_s)
-        return {**found, "limit_s": limit_s}
-
-    return part
+@pytest.fixture
+def played(monkeypatch: pytest.MonkeyPatch) -> Played:
+    """Play all parts and sections: each takes as long as it may, but at most 100 s, and notes that."""
+    return Played(monkeypatch)
 
 
-def broken(limit_s: float) -> dict[str, Any]:
-    raise OSError("no device")
+class Played:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.clock, self.limits_s, self.failing = Clock(), dict[str, float](), set[str]()
+        self.results = Results({}, ())
+        monkeypatch.setattr(decisive, "run_part", lambda name, results, settings, limit_s: self.take(name, limit_s))
+        monkeypatch.setattr(decisive, "run_section", lambda name, results, limit_s: self.take(name, limit_s))
+
+    def take(self, name: str, limit_s: float) -> None:
+        self.limits_s[name] = limit_s
+        self.clock.now += min(limit_s, 100)
+        if name in decisive.PARTS:
+            self.results.figures.setdefault("seconds", {})[name] = 100.0
+        if name in SECTIONS:
+            mark = sources(*SECTIONS[name].sources)
+            self.results.put(name, {"failed": "no"} if name in self.failing else {"sources": mark})
+
+    def suite(self, limit_s: float, *names: str) -> list[str]:
+        self.limits_s.clear()
+        began = self.clock.now
+        return gpu.suite(names, self.results, decisive.Settings(Path()), limit_s, lambda: self.clock.now - began)
 
 
-def test_each_part_is_written_before_the_next_begins() -> None:
-    clock, seen = Clock(), []
-    figures: dict[str, Any] = {}
-    parts = {"tests": played(clock, 5, green=True), "training": broken, "copy_overlap": played(clock, 5, ways={})}
-    complete = gpu.suite(parts, figures, lambda now: seen.append(sorted(now)), 100, clock)
-
-    assert not complete
-    assert figures["training"]["failed"] == "OSError: no device"
-    assert figures["copy_overlap"]["ways"] == {}
-    assert [name in seen[0] for name in ("tests", "targets", "training")] == [True, True, False]
-    assert len(seen) == 3
+def test_what_decides_comes_first_and_the_next_call_goes_on(played: Played) -> None:
+    played.failing = {"overhead"}
+    lacking = played.suite(439)
+    decisive_ones = {"prewarm": 170, "table": 339, "second": 190}
+    assert played.limits_s == {**decisive_ones, "ceilings": 25, "overhead": 25, "swin_graphs": 50, "graphs": 25}
+    assert lacking == [name for name in SECTIONS if name not in ("ceilings", "swin_graphs", "graphs")]
+    assert played.suite(440)[0] == "overhead"  # which failed again, and cost no more than itself
+    assert list(played.limits_s)[3:6] == ["overhead", "gradient_kernels", "simota_warps"]
+    assert "failed" not in played.results.figures["gradient_kernels"]
 
 
-def test_a_part_has_its_budget_and_no_more_than_is_left() -> None:
-    clock, figures = Clock(), {}
-    parts = {name: played(clock, 1000) for name in ("tests", "window_attention", "assignment")}
-    complete = gpu.suite(parts, figures, lambda now: None, 300, clock)
-
-    assert figures["tests"]["limit_s"] == gpu.BUDGETS_S["tests"]
-    assert figures["window_attention"]["limit_s"] == 100
-    assert figures["assignment"]["failed"] == "not begun: 0 of 300 s were left"
-    assert not complete
+def test_the_next_call_begins_with_what_the_first_did_not_come_to(played: Played) -> None:
+    played.suite(259)
+    assert list(played.limits_s) == ["prewarm", "table", "ceilings", "overhead"]  # 59 s were left
+    played.suite(320)
+    assert list(played.limits_s) == ["second", "prewarm", "table", "swin_graphs"]
 
 
-def test_all_ran() -> None:
-    clock = Clock()
-    assert gpu.suite({"search": played(clock, 1)}, {}, lambda now: None, 100, clock)
+def test_a_part_has_its_budget_and_no_more_than_is_left(played: Played) -> None:
+    assert played.suite(250, "table", "window_attention", "faults") == []
+    assert played.limits_s == {"table": 250, "window_attention": 150, "faults": 50}
+    assert played.suite(110, "table", "window_attention") == []  # measured before, and asked for
+    assert played.limits_s == {"table": 110}
 
 
-def test_a_command_is_ended_with_all_it_started() -> None:
-    starts = "import subprocess, sys; p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])"
-    for limit_s in (0.5, 2, 8, 32):  # a busy machine takes long to start what is to be ended
-        code, output = gpu.run([sys.executable, "-c", f"{starts}; print(p.pid, flush=True); p.wait()"], limit_s)
-        assert code is None
-        if output:
-            break
+def test_a_section_in_a_process_is_on_disk_as_it_goes_and_ended_with_all_it_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "played"
+    script.write_text(
+        f"#!{sys.executable}\nimport json, os, subprocess, sys, time\np = subprocess.Popen(['sleep', '60'])\n"
+        "part = sys.argv[-1] + '.part'\nopen(part, 'w').write(json.dumps({'rows': [p.pid]}))\n"
+        "os.replace(part, sys.argv[-1])\n"
+        "print('words', flush=True)\n"
+        "sys.exit(3) if sys.argv[3] == 'failing' else time.sleep(60)\n"
+    )
+    script.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(script))
+    published: list[dict[str, Any]] = []
+    slow = processes.section("slow", 2.0, lambda figures: published.append(dict(figures)))
+    assert published == [{"rows": slow["rows"]}]
+    assert slow["failed"] == "took too long"
     deadline = time.monotonic() + 30
-    while _runs(int(output)) and time.monotonic() < deadline:
+    while _runs(slow["rows"][0]) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert not _runs(int(output))
+    assert not _runs(slow["rows"][0])
+    assert processes.section("failing", 60)["failed"] == "exit status 3: words"
 
 
 def _runs(pid: int) -> bool:
     status = Path(f"/proc/{pid}/status")
     return status.exists() and "zombie" not in status.read_text()
-
-
-def test_a_command_tells_its_status_and_output() -> None:
-    assert gpu.run([sys.executable, "-c", "print('words'); raise SystemExit(3)"], 60) == (3, "words\n")
 
 
 def test_a_section_keeps_what_it_found_before_it_failed(tmp_path: Path) -> None:
@@ -98,27 +123,40 @@ def test_a_section_keeps_what_it_found_before_it_failed(tmp_path: Path) -> None:
     assert gpu_sections.written(lambda: iter([("rows", [3])]), tmp_path / "found.json")
 
 
-@pytest.mark.parametrize(
-    ("ends", "failed"), [((None, ""), "took longer than 9 s"), ((1, "a\nb"), "exit status 1: a | b"), ((0, ""), None)]
-)
-def test_a_section_in_a_process(ends: tuple[Any, str], failed: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    def run(command: list[str], limit_s: float) -> tuple[int | None, str]:
-        Path(command[-1]).write_text('{"rows": [1]}')
-        return ends
-
-    monkeypatch.setattr(gpu, "run", run)
-    found = gpu.section("assignment", 9)
-    assert found.get("failed") == failed
-    assert found["rows"] == [1]
-
-
-def test_red_tests_name_what_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu, "run", lambda *_: (1, "..F\nFAILED tests/a.py::b\n1 failed"))
-    found = gpu.tests(9)
+def test_red_tests_name_what_failed() -> None:
+    found = processes.read_tests(1, "..F\nFAILED tests/a.py::b\n1 failed")
     assert found == {
         "green": False, "line": "1 failed", "failed": "exit status 1", "lines": ["FAILED tests/a.py::b"]
     }  # fmt: skip
+    assert processes.read_tests(0, "..\n2 passed in 1.0s") == {"green": True, "line": "2 passed in 1.0s"}
 
 
-def test_every_section_has_a_budget_in_the_same_order() -> None:
-    assert list(gpu.BUDGETS_S) == ["tests", *gpu_sections.SECTIONS]
+def test_all_that_figures_depend_on_is_there() -> None:
+    paths = {path for section in SECTIONS.values() for path in section.sources}
+    assert not [path for path in paths if not (ROOT / path).exists()]
+
+
+def test_without_a_gpu_nothing_is_run() -> None:
+    done = CliRunner().invoke(gpu.main, [])
+    assert (done.exit_code, done.output) == (2, "no CUDA device: nothing was run, nothing was written\n")
+
+
+# Small sections
+
+
+def test_the_ceilings_of_a_cpu() -> None:
+    found = dict(ceilings.everything("cpu", side=64, megabytes=1))
+    assert found["copy_gb_per_s"] > 0
+    assert set(found["tflops"]) == {"fp32", "bf16"}
+
+
+def test_the_cost_of_accel_is_that_beyond_a_step_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        rows = dict(overhead.everything("cpu", turns=1, steps=3))["rows"]
+    finally:
+        torch.set_num_threads(threads)
+    assert [row["way"] for row in rows] == ["by hand", "accel, nothing kept", "accel, fused_optimizer"]
+    assert rows[1]["over_by_hand_us"] == pytest.approx(rows[1]["us"] - rows[0]["us"])
+    assert all(row["low"] <= row["us"] <= row["high"] for row in rows)

@@ -32,8 +32,9 @@ def _on_a_tape(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_captured_steps_lose_what_eager_ones_lose(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graphs, "STEPS", 6)
     row = graphs.measured(model, "cpu", timed)
-    assert row["speedup"] == {"eager": 1.0, "model": 1.0, "reduce-overhead": 1.0}
+    assert row["speedup"] == {"eager": 1.0, "model": 1.0, "reduce-overhead": 1.0, "step, reduce-overhead": 1.0}
     assert row["loss_apart"] == 0
+    assert "graph by hand" in row["failed_rivals"]  # there is no CUDA graph here
 
 
 def test_another_loss_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -44,4 +45,5 @@ def test_another_loss_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
         return captured(step) if isinstance(step, torch.nn.Module) else lambda x, target: step(x, target) + 1
 
     monkeypatch.setattr(graphs, "capture", capture)
-    assert "captured: losses are 1.0e+00 apart" in graphs.measured("mlp", "cpu", timed)["failed"]
+    with pytest.raises(RuntimeError, match=r"captured: losses are 1\.0e\+00 apart: nothing is timed"):
+        graphs.measured("mlp", "cpu", timed)

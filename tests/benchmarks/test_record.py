@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -65,6 +66,17 @@ def test_the_command_has_all_options_and_no_path_of_this_machine(arguments: list
     assert CliRunner().invoke(made_up, arguments).output == f"made-up {words}\n"
 
 
+def test_the_newest_is_whole_or_has_the_part_that_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(record, "FOLDER", tmp_path)
+    assert record.newest("gpu") is None
+    partial = {"partial": True}
+    for date, more in (("2020-01-01", {}), ("2020-01-02", {"table": 1, **partial}), ("2020-01-03", partial)):
+        (tmp_path / f"gpu-t1-{date}.json").write_text(json.dumps({"date": date, **more}))
+    assert record.newest("gpu") == {"date": "2020-01-01"}
+    assert record.newest("gpu", "table") == {"date": "2020-01-02", "table": 1, "partial": True}
+    assert record.newest("gpu", "others") is None
+
+
 def test_a_table_is_its_columns() -> None:
     rows = [{"a": 1.25, "b": "x"}, {"a": 2.0, "b": ""}]
     columns = {"": "{b}", "figure": "{a:.1f}", "if any": lambda row: row["b"] or None}
@@ -82,7 +94,7 @@ def test_statistics_of_rounds() -> None:
 
 @pytest.mark.parametrize("block", BLOCKS, ids=lambda block: f"{block.page}:{block.marker}")
 def test_pages_hold_what_was_recorded(block: Block) -> None:
-    result = record.newest(block.result)
+    result = record.newest(block.result, block.part)
     page = (record.ROOT / block.page).read_text(encoding="utf-8")
     if result is None:
         empty = rf"<!-- {block.marker}:begin -->\nNot recorded yet: `python -m [^`]+`\.\n<!-- {block.marker}:end -->"

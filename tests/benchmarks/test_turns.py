@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TypedDict
 
 import pytest
@@ -95,6 +96,21 @@ def test_who_waits_for_a_turn_ends_with_the_process_that_gives_them(tmp_path: Pa
     while Path(f"/proc/{stopped}").exists() and "(zombie)" not in Path(f"/proc/{stopped}/status").read_text():
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+@pytest.mark.parametrize("is_used", [True, False])
+def test_a_turn_ends_when_the_device_has_done_what_it_was_asked_for(
+    is_used: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log: list[str] = []
+    cuda = SimpleNamespace(is_initialized=lambda: is_used, synchronize=lambda: log.append("drained"))
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda))
+    clock = TurnClock(0.0, lambda: log.append("stopped"))
+    clock._real["perf_counter"] = time.perf_counter
+    clock()
+    assert log == ["drained", "stopped"][not is_used :]
+    TurnClock(60.0, lambda: log.append("too early"))._began = time.perf_counter()
+    assert len(log) == 1 + is_used
 
 
 def test_clocks_and_the_meter_of_crowds_stand_still(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 
+import accel
 from accel import strategies
 from benchmarks.suite import MODELS, train_step
 from benchmarks.suite.files import from_files
 from benchmarks.variants import BY_HAND, RIVALS, VARIANTS, hand_tuned, rivals, variant
-from benchmarks.variants.recipes import PUBLISHED, RECIPES, SETTINGS, STRATEGIES, by_hand
+from benchmarks.variants.recipes import ON_A_GPU, PUBLISHED, RECIPES, SETTINGS, STRATEGIES, by_hand
 
 
 def test_every_model_has_recipes_of_known_settings() -> None:
@@ -48,6 +49,31 @@ def test_channels_last_reaches_weights_and_batches() -> None:
     assert "fused" not in workload.optimizer.param_groups[0]  # Adadelta has no such path
     assert workload.optimizer.param_groups[0]["foreach"] is True
     assert torch.isfinite(train_step(workload, x, target))
+
+
+def test_the_recipe_for_a_gpu_runs_model_and_loss_in_bfloat16() -> None:
+    precision, seen = torch.get_float32_matmul_precision(), []
+    workload = MODELS["cnn"]("tiny")
+    loss = workload.loss
+    workload = workload._replace(loss=lambda output, target: (seen.append(output.dtype), loss(output, target))[1])
+    try:
+        workload = by_hand(workload, [name for name in ON_A_GPU if name != "autotuned"])
+    finally:
+        torch.set_float32_matmul_precision(precision)
+    x, target = next(iter(workload.loader))
+    assert torch.isfinite(train_step(workload, x, target))
+    assert seen == [torch.bfloat16]
+    assert workload.non_blocking and workload.loader.num_workers >= 1
+    assert next(p for p in workload.model.parameters() if p.dim() == 4 and p.shape[1] > 1).stride()[1] == 1
+    assert variant(f"{BY_HAND}{', '.join(ON_A_GPU)}").caches
+
+
+def test_a_strategy_is_planned_by_its_name() -> None:
+    chosen = variant("planned: fused_optimizer=fused")
+    assert chosen.allow == "reordered"
+    workload = chosen.prepare(MODELS["ncf"]("tiny"), "ncf")
+    assert accel.explain(workload.model).state == "searching"  # it is taken over after some steps
+    accel.undo(workload.model)
 
 
 def test_a_rival_that_is_not_installed_says_how() -> None:

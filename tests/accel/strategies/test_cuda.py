@@ -11,16 +11,22 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+import accel
+from accel import strategies
 from accel.dataio.engine import transfer
 from accel.dataio.passes.proxy import Fetching
+from accel.report import StrategyRow
 from accel.run import Run
 from accel.run.gate import Gate
+from accel.search import controller
+from accel.strategies import torch_compile
 from accel.strategies.async_copy import AsyncCopy
 from accel.strategies.autocast_bf16 import AutocastBf16
 from accel.strategies.base import Strategy
 from accel.strategies.cudnn_benchmark import CudnnBenchmark
 from accel.strategies.pin_memory import PinMemory
 from accel.strategies.tf32 import TF32
+from accel.strategies.torch_compile import TorchCompile
 
 CUDA = [TF32(), CudnnBenchmark(), PinMemory(), AsyncCopy()]
 
@@ -173,8 +179,6 @@ def test_on_a_gpu_pinned_batches_are_pinned() -> None:
 
 @pytest.mark.gpu
 def test_on_a_gpu_a_search_ends_with_the_same_kind_of_model() -> None:
-    import accel
-
     torch.manual_seed(0)
     x = torch.randn(512, 3, 16, 16)
     data = TensorDataset(x, (x.mean((1, 2, 3)) > 0).long())
@@ -200,6 +204,60 @@ def test_on_a_gpu_a_search_ends_with_the_same_kind_of_model() -> None:
     assert sum(losses[-50:]) < sum(losses[:50])
     assert not any(row.why.startswith(("wrong", "failed")) for row in accel.explain(model).rows)
     accel.undo(model)
+
+
+class Dropping(nn.Module):
+    """Two layers of a transformer with dropout everywhere: in attention, behind it and in the feed-forward part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(64, 4, 128, dropout=0.1, batch_first=True)
+        self.layers, self.head = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), nn.Linear(64, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.layers(x).mean(1))  # type: ignore[no-any-return]
+
+
+def compiled_in_a_search(device: str, setting: str, monkeypatch: pytest.MonkeyPatch) -> StrategyRow:
+    """Train with dropout under a search that tries `torch_compile` in one setting alone, and return its row."""
+    monkeypatch.setattr(TorchCompile, "settings", lambda self, run: [setting])
+    monkeypatch.setattr(controller, "_is_crowded", lambda diagnosis: False)  # by other tests
+    monkeypatch.setattr(torch_compile, "_no_room", lambda run: "not in tests")
+    torch.manual_seed(0)
+    model = Dropping().to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    data = TensorDataset(torch.randn(64, 16, 64), torch.randint(4, (64,)))
+    others = tuple(name for name in strategies.names() if name != "torch_compile")
+    model, loader, optimizer = accel.optimize(
+        model,
+        DataLoader(data, batch_size=16),
+        optimizer,
+        budget=300,
+        cache=False,
+        enable=("torch_compile",),
+        disable=others,
+    )
+    began = time.monotonic()
+    while accel.explain(model).state == "searching" and time.monotonic() - began < 120:
+        for x, target in loader:
+            loss = nn.functional.cross_entropy(model(x.to(device)), target.to(device))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    row = next(row for row in accel.explain(model).rows if row.name == "torch_compile")
+    accel.undo(model)
+    return row
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore")  # of the compiler's own
+@pytest.mark.parametrize("setting", ["blocks", "whole model"])
+def test_on_a_gpu_a_compiled_model_with_dropout_passes_the_guard(setting: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Masks that a compiler draws otherwise than eager code does are no wrong result, and must not be taken for one."""
+    row = compiled_in_a_search("cuda", setting, monkeypatch)
+    assert row.status in ("kept", "undone", "refused"), row
+    assert not row.why.startswith(("wrong", "failed")), row
+    assert row.gradient_error is not None, row
 
 
 @pytest.mark.gpu
