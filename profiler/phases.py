@@ -15,8 +15,6 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from accel.profiler import page_faults
-
 MEANING = {
     "data": "waiting for the next batch",
     "copy": "copying to the device",
@@ -77,9 +75,6 @@ class Measurement:
     """Signature of the step's first batch: shapes and dtypes of its tensors."""
     first: bool = False
     """True for the first step of an epoch, which holds the start of the loader."""
-    page_faults: int | None = field(default=None, compare=False)
-    """Page faults of the process in the step; None where they were not counted. Two clocks of one step read them
-    a little apart."""
 
 
 class Tape(Protocol):
@@ -140,8 +135,6 @@ class StepClock:
         self._open = "outside"
         self._steps = 0
         self._early: list[Measurement] = []
-        self._faults = page_faults.count()
-        """When the open step began, if `close` or `restart` has begun it."""
         self._has_segments = False
         self._updating = False
         self._opened: float = self.tape[1]
@@ -232,7 +225,6 @@ class StepClock:
         self._reset()
         self._first = first
         self._opened = self._last = now
-        self._faults = page_faults.count()
         return now
 
     # -- reading -------------------------------------------------------------------------------------------------------
@@ -265,10 +257,6 @@ class StepClock:
         self.cut()
         measured = self.read()[-1]
         measured.step = step
-        faults = page_faults.count()
-        if faults is not None and self._faults is not None:
-            measured.page_faults = faults - self._faults
-        self._faults = faults
         return measured
 
     def detach(self) -> list[Any]:
