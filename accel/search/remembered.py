@@ -108,19 +108,19 @@ class RememberedPlan:
         if self._memory is None:
             return
         self._end_check()
-        found = self.stored = self._memory.recall()
+        known = self.stored = self._memory.recall()
         self._earlier, self.text, self._tried = None, "", set()
-        self.cost_s = {} if found is None else dict(found.cost_s)
-        if found is None:
+        self.cost_s = {} if known is None else dict(known.cost_s)
+        if known is None:
             return
-        days = abs(self._now() - seconds_of(found.searched)) / _DAY_S
+        days = abs(self._now() - seconds_of(known.searched)) / _DAY_S
         old = f"it is {days:.0f} days old" if days > MOST_DAYS else ""
         if reason := self._memory.interrupted or old:
-            self.text = f"from {_date(found.searched)}; {reason}, so all is searched anew"
+            self.text = f"from {_date(known.searched)}; {reason}, so all is searched anew"
             return
-        self._earlier = found
-        outcome = "a plan of which nothing applies now" if found.plan else "nothing that helped"
-        self.text = f"from {_date(found.searched)}: {outcome}"
+        self._earlier = known
+        outcome = "a plan of which nothing applies now" if known.plan else "nothing that helped"
+        self.text = f"from {_date(known.searched)}: {outcome}"
 
     def choices(self, candidates: dict[str, Candidate]) -> Choices:
         """Return what of the earlier plan applies here.
