@@ -98,7 +98,8 @@ def _glance(state: SearchState) -> Decisions:
         yield from act(state, Action(plan={}, rest=rest, steps=1))
     if has_news(state):
         state.recollection.recall()
-        if not state.recollection.text:  # else the remembered plan comes first
+        remembered = state.recollection.choices(state.candidates)
+        if all(state.candidates[name].comparison.order for name in remembered):  # else that comes first, as a whole
             yield from follow(state)
 
 

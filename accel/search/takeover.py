@@ -5,7 +5,7 @@ from __future__ import annotations
 from accel.profiler.trial_driver import TrialResult
 from accel.search import costs, verdicts
 from accel.search.closing import close
-from accel.search.experiment import Decisions, charged_to, check, check_whole, look
+from accel.search.experiment import Decisions, charged_to, check, check_whole, has_news, look
 from accel.search.plan import Choices
 from accel.search.state import CandidateStage, SearchState
 from accel.search.trying import consider
@@ -37,7 +37,7 @@ def recall(state: SearchState) -> Decisions:
         state.say(f"remembered {memory.text}")
     for candidate in [state.candidates[name] for name in plan]:
         candidate.row.setting = candidate.describe(plan[candidate.name])
-        if candidate.comparison.order < 0:
+        if candidate.comparison.order < 0 and not has_news(state):  # that can't wait for so long a trial
             yield from consider(state, candidate)
     whole = {name: setting for name, setting in plan.items() if not state.candidates[name].comparison.order}
     if suggested := _affordable_part(state, whole):
