@@ -8,6 +8,7 @@ import gc
 import multiprocessing
 import os
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from enum import Enum
@@ -34,7 +35,6 @@ from accel.search.controller import decisions
 from accel.search.plan import Plan
 from accel.search.state import Candidate, SearchState
 from accel.session.announcer import Announcer
-from accel.session.interrupts import end_as_interrupted, is_interactive
 from accel.session.journal import Journal
 from accel.session.listeners import free_fetching
 from accel.session.report_places import own_place
@@ -195,6 +195,11 @@ def optimize(
             optimized = MODELS[model] = _start(model, proxy, optimizer_if_passed, settings, optimized)
         optimized.follow(proxy)
     return model, proxy, *arguments[2:]
+
+
+def is_interactive() -> bool:
+    """Return whether the interpreter goes on after what was interrupted: a statement typed, or a script with -i."""
+    return hasattr(sys, "ps1") or bool(sys.flags.interactive)
 
 
 def _proxy_of(loader: Any) -> LoaderProxy:
@@ -440,8 +445,15 @@ def optimized(model: nn.Module) -> Optimized | None:
 
 @atexit.register
 def _at_exit() -> None:
+    """Write the reports, and let a process that Ctrl-C has ended end by SIGINT, as Python has it by itself.
+
+    A shell's loop then ends too. CPython remembers what the last source text that it ran ended with, not the script.
+    Imports for the report run some: dataclasses and named tuples are made from text.
+    """
     _conclude()
-    end_as_interrupted()
+    if getattr(sys, "last_type", None) is KeyboardInterrupt and not is_interactive():
+        with contextlib.suppress(KeyboardInterrupt):
+            exec("raise KeyboardInterrupt")
 
 
 def _conclude() -> None:

@@ -51,6 +51,9 @@ def _decide(state: SearchState) -> Decisions:
         yield from _search(state)
         if state.closing is None or state.plan != state.closed_plan:
             yield from close(state)
+    for candidate in state.candidates.values():
+        if candidate.name not in state.plan:
+            candidate.passed = None  # what is tried much later is compared again
     state.searching = False
     state.searched_until = state.steps
     remember(state)

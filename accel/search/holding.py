@@ -158,7 +158,7 @@ def _check_again(state: SearchState) -> Decisions:
     """Let the guard look at the plan, undo it if that fails with each of the next batches, and try what is doubtful."""
     for again in range(state.pace.confirm + 1):
         action = Action(plan=state.plan, steps=1, check=dict(state.plan), settled=True)
-        result = yield from act(state, action)
+        result = yield from act(state, action, may_grow=True)
         if result.finding is None or not result.finding.problem or not state.plan:
             break
         if again == state.pace.confirm:

@@ -9,6 +9,7 @@ generators are torch's own.
 from __future__ import annotations
 
 import itertools
+import sys
 import threading
 import warnings
 from typing import Any
@@ -54,9 +55,9 @@ class DropoutMasks(Strategy):
 
     def comparison(self, run: Run) -> TrialDesign:
         """Reckon with what compiling takes, 0 once that has been done in this process."""
-        from accel.kernels.bernoulli import why_not
-
-        return TrialDesign(cost_s=0.0 if why_not.cache_info().currsize else _COMPILING_S)
+        bernoulli = sys.modules.get("accel.kernels.bernoulli")  # imported where a model drops out
+        is_compiled = bernoulli is not None and bernoulli.why_not.cache_info().currsize
+        return TrialDesign(cost_s=0.0 if is_compiled else _COMPILING_S)
 
     def enable(self, run: Run, setting: Any) -> None:
         """Compile the kernel, the first time, and register it."""
