@@ -7,15 +7,11 @@ in again, each zeroed by the kernel first. With these thresholds out of the way,
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-import functools
 import math
-import mmap
 import os
 import platform
 import statistics
-import time
 from collections.abc import Generator
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -174,6 +170,8 @@ _LOOK = 12
 _BLOCKS, _BLOCK_S = 10, 0.3
 """Blocks before, and after, the switch. Each of them lasts at least so long: fast steps are disturbed for many at a
 time."""
+_FAULT_S = 3e-6
+"""What a page fault takes at most: on two virtual cores it took 2.7 µs, most of them the zeroing of the page."""
 _SAVED = 0.2
 """Share of the plain steps' page faults from which on it saves some; else the heap had grown before it."""
 
@@ -232,9 +230,8 @@ class _Counted:
 
 
 def _faulting(faults: float | None, step_s: float) -> float | None:
-    """Return the share of a step that page faults take if one thread has them all; None if they are not counted."""
-    cost_s = fault_s()
-    return None if faults is None or cost_s is None else min(1.0, faults * cost_s / step_s)
+    """Return the share of a step that page faults take at most; None if they are not counted."""
+    return None if faults is None else min(1.0, faults * _FAULT_S / step_s)
 
 
 def _judged(result: TrialResult, share: float, saved: float, config: TrialConfig) -> TrialResult:
@@ -268,47 +265,9 @@ def _judged(result: TrialResult, share: float, saved: float, config: TrialConfig
     return result._replace(outcome=outcome)
 
 
-_TOUCHED, _TIMES = 1024, 3
-"""Pages that are touched to see what a fault costs, and how often."""
-
-
 def fault_count() -> int | None:
     """Return the page faults of this process so far that needed no disk; None where the system doesn't count them.
 
     Memory that is touched for the first time since the system gave it faults, page by page, and is zeroed then.
     """
     return None if getrusage is None else getrusage(RUSAGE_SELF).ru_minflt
-
-
-@functools.cache
-def fault_s() -> float | None:
-    """Return what one costs here, s, by touching fresh memory: some 10 ms, once; None where they are not counted.
-
-    It is the median of three readings. On two virtual cores a fault took 2.7 µs.
-    """
-    costs: list[float] = []
-    with contextlib.suppress(OSError, ValueError):
-        for _ in range(_TIMES):
-            seconds, faults = _touch_fresh_pages()
-            if seconds > 0 and faults:
-                costs.append(seconds / faults)
-    return statistics.median(costs) if costs else None
-
-
-def _touch_fresh_pages() -> tuple[float, int]:
-    """Touch pages for the first time and for the second; return how much longer the first took, and its faults."""
-    # Private, as an allocator's: memory that is shared may have pages of another size.
-    private = getattr(mmap, "MAP_PRIVATE", 0) | getattr(mmap, "MAP_ANONYMOUS", 0)
-    with mmap.mmap(-1, _TOUCHED * mmap.PAGESIZE, flags=private) as memory:
-        before = fault_count()
-        fresh_s = _touch(memory)
-        after = fault_count()
-        if before is None or after is None:
-            return 0.0, 0
-        return fresh_s - _touch(memory), after - before
-
-
-def _touch(memory: mmap.mmap) -> float:
-    began = time.perf_counter()
-    memory[:: mmap.PAGESIZE] = bytes(_TOUCHED)
-    return time.perf_counter() - began

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -13,14 +12,13 @@ from accel.run import Run
 from accel.run.context import Shapes, shapes_of
 from accel.run.gate import Call
 from accel.strategies.base import Exactness, NothingHelps, Strategy
-from accel.strategies.trial_design import TrialDesign
+from accel.strategies.trial_design import Replay, TrialDesign
 
 if TYPE_CHECKING:
     from accel.graphs import ModelCalls
     from accel.guard.guard import Comparison as Finding
-    from accel.guard.guard import Recording, Replayed
+    from accel.guard.guard import Recording
 
-Replay = Callable[["Recording"], "Replayed"]
 _WATCHED = 3
 """Calls that are watched before a capture: which outputs get gradients, and whether those are differentiated again."""
 

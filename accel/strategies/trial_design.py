@@ -58,17 +58,9 @@ class HostWatch(Protocol):
         """The search begins again."""
 
 
-class FurtherCheck(Protocol):
-    """Compares what the guard's own replays can't see."""
-
-    def __call__(
-        self,
-        without: Callable[[Recording], Replayed],
-        under: Callable[[Recording], Replayed],
-        recording: Recording,
-        exactness: Exactness,
-    ) -> Finding:
-        """Compare a call under the plan without the strategy and under the plan."""
+Replay = Callable[["Recording"], "Replayed"]
+FurtherCheck = Callable[[Replay, Replay, "Recording", "Exactness"], "Finding"]
+"""Compares a call under the plan without the strategy and under the plan: what the guard's own replays can't see."""
 
 
 @dataclass(frozen=True, kw_only=True)

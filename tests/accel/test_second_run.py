@@ -148,7 +148,7 @@ def test_what_gave_nothing_is_reported_with_its_date(cache: Path, monkeypatch: p
     report = first_run()
     rows = {row.name: row for row in report.rows}
     assert rows["slow"].status == "not tried"
-    assert re.match(r"tried less than a day ago: 0\.\d\dx, slower; again once", rows["slow"].why)
+    assert re.match(r"tried less than a day ago: 0\.\d\dx, slower; again if", rows["slow"].why)
 
 
 @pytest.mark.parametrize("how", ["argument", "variable", "plan"])

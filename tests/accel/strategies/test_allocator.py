@@ -165,7 +165,7 @@ def fault(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
     def of(machine: Faulting, seconds: float = 3e-6) -> Faulting:
         monkeypatch.setattr(allocator, "fault_count", lambda: machine.count)
-        monkeypatch.setattr(allocator, "fault_s", lambda: seconds)
+        monkeypatch.setattr(allocator, "_FAULT_S", seconds)
         return machine
 
     return of
@@ -263,7 +263,6 @@ def test_other_page_faults_of_each_step_don_t_change_the_verdict(lasts: bool, fa
 
 def test_where_the_system_counts_no_faults_times_alone_decide(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(allocator, "fault_count", lambda: None)
-    monkeypatch.setattr(allocator, "fault_s", lambda: None)
     for gain, plan in ((1.2, {"heap": None}), (1.0, {})):
         assert searched(Faulting(speed={"heap": gain}, noise=0.02)).plan == plan
 
@@ -316,11 +315,6 @@ def test_what_can_t_be_shown_now_is_left_to_the_next_run(others: dict[str, Any],
 # -- what a page fault is ----------------------------------------------------------------------------------------------
 
 
-def test_a_fault_costs_between_a_twentieth_of_a_microsecond_and_a_millisecond() -> None:
-    cost_s = allocator.fault_s()
-    assert cost_s is not None and 5e-8 < cost_s < 1e-3
-
-
 def test_memory_that_is_touched_for_the_first_time_faults() -> None:
     before = allocator.fault_count()
     with mmap.mmap(-1, 1024 * mmap.PAGESIZE) as memory:
@@ -332,4 +326,3 @@ def test_memory_that_is_touched_for_the_first_time_faults() -> None:
 def test_where_the_system_counts_none_nothing_is_made_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(allocator, "getrusage", None)
     assert allocator.fault_count() is None
-    assert allocator.fault_s.__wrapped__() is None
