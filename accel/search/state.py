@@ -185,9 +185,8 @@ class BatchGrowth:
 class SearchState:
     """What a search knows, has decided and has spent.
 
-    The fields up to `ran_s` are what it is given: `announce` is called with each decided row, its number among those to
-    be tried (0 for one that is announced again or is not to be tried), and their total; `say` prints one line for the
-    user; `startup_s` tells what accel's start has cost the run before the search, and `ran_s` how long the run had
+    The fields up to `ran_s` are what it is given: `announce` is called with each decided row; `say` prints one line for
+    the user; `startup_s` tells what accel's start has cost the run before the search, and `ran_s` how long the run had
     lasted by then.
     """
 
@@ -198,7 +197,7 @@ class SearchState:
     pace: Pace = field(default_factory=Pace)
     reduce: Callable[[Sequence[float]], float] = statistics.median
     """How a block of step times becomes one number."""
-    announce: Callable[[StrategyRow, int, int], None] = lambda row, done, total: None
+    announce: Callable[[StrategyRow], None] = lambda row: None
     say: Callable[[str], None] = lambda line: None
     replay: Choices | None = None
     """Choices to take over from a plan, without a search."""

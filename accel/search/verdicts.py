@@ -107,21 +107,9 @@ def announce(state: SearchState, candidate: Candidate) -> None:
     """Announce a row, unless it was announced as it is now."""
     row = candidate.row
     news = (row.status, row.setting, row.why)
-    if state.announced.get(candidate.name) == news:
-        return
-    is_first = candidate.name not in state.announced
-    state.announced[candidate.name] = news
-    numbered = [each for each in state.candidates.values() if _has_number(state, each)] if is_first else []
-    done = sum(each.name in state.announced for each in numbered) if candidate in numbered else 0
-    state.announce(row, done, len(numbered))
-
-
-def _has_number(state: SearchState, candidate: Candidate) -> bool:
-    """Return whether a candidate is counted as one to be tried: not if it is ruled out or doesn't apply."""
-    if candidate.stage is CandidateStage.RULED_OUT:
-        return False
-    announced = state.announced.get(candidate.name)
-    return announced[0] != "not applicable" if announced else not candidate.refusal()
+    if state.announced.get(candidate.name) != news:
+        state.announced[candidate.name] = news
+        state.announce(row)
 
 
 def _join(row: StrategyRow, outcome: Outcome) -> None:

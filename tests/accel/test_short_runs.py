@@ -98,7 +98,7 @@ def test_a_trial_is_cut_short_once_it_has_cost_what_is_left_and_goes_on_later() 
         budget="3%",
         until_settled=False,
         steps=20_000,
-        announce=lambda row, done, total: said.append(f"{row.status}: {row.why}"),
+        announce=lambda row: said.append(f"{row.status}: {row.why}"),
     )
     assert controller.plan == {"input": None}
     assert any("more than the budget of 3% allows now; tried once the run is long enough" in each for each in said)
