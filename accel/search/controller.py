@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import math
 
-from accel.profiler import naming
 from accel.profiler.diagnose import causes
 from accel.run.host_load import SHORTEST_LOOK_S
-from accel.search import costs, priority, verdicts
+from accel.search import costs, priority
 from accel.search.actions import Action
 from accel.search.closing import close
 from accel.search.experiment import Decisions, Interrupted, act, has_news, look, watching
@@ -19,7 +18,7 @@ from accel.search.holding import hold
 from accel.search.out_of_turn import follow
 from accel.search.state import BatchGrowth, CandidateStage, SearchState
 from accel.search.takeover import recall, remember, take_over
-from accel.search.trying import consider, try_at_once
+from accel.search.trying import consider, say_what_does_not_apply_anyway, try_at_once
 
 _SILENT_S = 60.0
 """How long a run may be too young for a first trial without a word of that, s."""
@@ -78,7 +77,7 @@ def _observe(state: SearchState) -> Decisions:
         if not waits and not state.plan:
             yield from _begin_affordably(state)
             yield from follow(state)
-        if not _is_crowded(state.diagnosis) or _only_losers_are_left(state):
+        if not _is_crowded(state) or _only_losers_are_left(state):
             break
         if waits == state.pace.crowded_looks:
             state.note("the machine is crowded: the search begins anyway")
@@ -88,9 +87,7 @@ def _observe(state: SearchState) -> Decisions:
             state.say("other processes keep the machine busy: what that would hide or distort is tried later")
         yield from try_at_once(state, follow)
         state.last_trial = None  # the closing trial is to see the quiet machine
-    for candidate in state.candidates.values():
-        if candidate.row.status == "not allowed" and (why := candidate.refusal()):
-            verdicts.decide(state, candidate, "not applicable", why)
+    say_what_does_not_apply_anyway(state)
 
 
 def _glance(state: SearchState) -> Decisions:
@@ -133,9 +130,10 @@ def _only_losers_are_left(state: SearchState) -> bool:
     return not any(not candidate.refusal() for candidate in able)
 
 
-def _is_crowded(diagnosis: naming.Diagnosis) -> bool:
+def _is_crowded(state: SearchState) -> bool:
     """Tell whether other processes keep the machine busy."""
-    return diagnosis.crowd is not None and diagnosis.crowd.cause == causes.OVERSUBSCRIBED
+    crowd = state.diagnosis.crowd
+    return crowd is not None and crowd.cause == causes.OVERSUBSCRIBED
 
 
 # -- search ------------------------------------------------------------------------------------------------------------
@@ -197,7 +195,7 @@ def why_open(state: SearchState) -> tuple[str, str]:
         return "too few steps to time the plain loop", "it takes a longer run"
     if state.recollection.is_checking:
         return "the remembered plan was still being checked", "the next run checks it again"
-    if _is_crowded(state.diagnosis):
+    if _is_crowded(state):
         return "other processes kept the machine busy, and trials waited", "it takes a quieter machine"
     left = [
         costs.expected_s(state, candidate)

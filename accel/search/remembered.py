@@ -95,7 +95,8 @@ class RememberedPlan:
         """The earlier plan is on, and has shown nothing yet."""
         self.cost_s: dict[str, float] = {}
         """One-off work → what it took when it was done last, in an earlier run or this one."""
-        self._tried: set[str] = set()
+        self.tried: set[str] = set()
+        """Strategies that have been tried in this run."""
         self.stored: RememberedSearch | None = None  # as far as it was decided in this run
 
     @property
@@ -109,7 +110,7 @@ class RememberedPlan:
             return
         self._end_check()
         known = self.stored = self._memory.recall()
-        self._earlier, self.text, self._tried = None, "", set()
+        self._earlier, self.text, self.tried = None, "", set()
         self.cost_s = {} if known is None else dict(known.cost_s)
         if known is None:
             return
@@ -182,7 +183,7 @@ class RememberedPlan:
 
     def lost(self, name: str) -> str:
         """Return what became of a strategy that gave nothing in an earlier run, and was not tried since; else ''."""
-        if self._earlier is None or name in self._tried or name not in self._earlier.lost:
+        if self._earlier is None or name in self.tried or name not in self._earlier.lost:
             return ""
         days = int(max(0.0, self._now() - seconds_of(self._earlier.searched)) / _DAY_S)
         ago = "less than a day ago" if days < 1 else "a day ago" if days == 1 else f"{days} days ago"
@@ -192,10 +193,6 @@ class RememberedPlan:
         """Return why it is too early to try a strategy that gave nothing in an earlier run, else ''."""
         lost = self.lost(name)
         return f"{lost}; again if this run lasts longer" if lost and elapsed_s < _LONGER * self.run_s else ""
-
-    def tried(self, name: str) -> None:
-        """Note that a strategy has been tried in this run."""
-        self._tried.add(name)
 
     def store(
         self,
@@ -224,7 +221,7 @@ class RememberedPlan:
                 self._end_check()
             return
         earlier = self._earlier
-        known = RememberedSearch(searched=self._today()) if earlier is None else earlier
+        known = RememberedSearch(searched=_iso(self._now())) if earlier is None else earlier
         # What could not be tried in this run, or not be judged, is tried in the next one.
         kept = {**plan, **{n: s for n, s in known.plan.items() if n not in plan and n not in undone}}
         if kept != plan or speedup is None:
@@ -233,7 +230,7 @@ class RememberedPlan:
             searched=known.searched,
             plan=kept,
             speedup=None if speedup is None else round(speedup, 4),
-            lost={**{n: why for n, why in known.lost.items() if n not in self._tried}, **lost},
+            lost={**{n: why for n, why in known.lost.items() if n not in self.tried}, **lost},
             cost_s={work: round(seconds, 2) for work, seconds in self.cost_s.items()},
             run_s=round(run_s if ended else max(run_s, known.run_s), 1),
         )
@@ -242,9 +239,6 @@ class RememberedPlan:
         if self.stored is None or ended or not search.says_the_same(self.stored):
             self.stored = search
             self._memory.store(search)
-
-    def _today(self) -> str:
-        return datetime.fromtimestamp(self._now()).astimezone().isoformat(timespec="seconds")
 
     def _end_check(self) -> None:
         """If a check is under way, leave what is remembered as it was."""
@@ -273,6 +267,10 @@ def seconds_of(moment: str) -> float:
         return datetime.fromisoformat(moment).astimezone().timestamp()
     except (ValueError, OverflowError, OSError) as error:
         raise UnreadableJson(f"it must hold times as ISO 8601, got {moment[:60]!r}: {error}") from None
+
+
+def _iso(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds).astimezone().isoformat(timespec="seconds")
 
 
 def _date(moment: str) -> str:

@@ -71,7 +71,7 @@ def _check_suggested(state: SearchState, plan: Choices) -> Decisions:
         return
     for name in plan:
         state.candidates[name].stage = CandidateStage.DECIDED
-        memory.tried(name)
+        memory.tried.add(name)
     state.plan = {**standing, **plan}
     yield from look(state)
     yield from close(state, "the remembered plan")

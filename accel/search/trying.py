@@ -35,6 +35,13 @@ def consider(state: SearchState, candidate: Candidate) -> Decisions:
         yield from _try_in_turn(state, candidate)
 
 
+def say_what_does_not_apply_anyway(state: SearchState) -> None:
+    """Say of what the user's level leaves out that it does not apply, where that is so: naming it would not help."""
+    for candidate in state.candidates.values():
+        if candidate.row.status == "not allowed" and (why := candidate.refusal()):
+            verdicts.decide(state, candidate, "not applicable", why)
+
+
 def _try_in_turn(state: SearchState, candidate: Candidate) -> Decisions:
     """Try a candidate in brief, and at length once all others have been tried: noise must not hold them up."""
     # What has a place of its own can't be put off: comparisons with others would spoil its trial.
@@ -75,7 +82,7 @@ def try_settings(
     """
     settings = candidate.settings()
     candidate.settings_left = None
-    state.recollection.tried(candidate.name)
+    state.recollection.tried.add(candidate.name)
     for number, setting in enumerate(settings):
         if number and _has_to_wait(state, candidate, setting):
             candidate.settings_left = settings[number:]  # the verdict so far stands
