@@ -8,9 +8,11 @@ import gc
 import multiprocessing
 import os
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from enum import Enum
+from functools import partial
 from multiprocessing.util import Finalize
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
@@ -29,11 +31,10 @@ from accel.profiler.interruptions import ours
 from accel.report import Report
 from accel.run import Run, ranks
 from accel.run.gate import Gate
-from accel.search.actions import Candidate
-from accel.search.controller import Controller
+from accel.search.controller import decisions
 from accel.search.plan import Plan
+from accel.search.state import Candidate, SearchState
 from accel.session.announcer import Announcer
-from accel.session.interrupts import end_as_interrupted, is_interactive
 from accel.session.journal import Journal
 from accel.session.report_places import own_place
 from accel.session.session import Session
@@ -196,6 +197,11 @@ def optimize(
     return model, proxy, *arguments[2:]
 
 
+def is_interactive() -> bool:
+    """Return whether the interpreter goes on after what was interrupted: a statement typed, or a script with -i."""
+    return hasattr(sys, "ps1") or bool(sys.flags.interactive)
+
+
 def _proxy_of(loader: Any) -> LoaderProxy:
     """Return the loader's proxy if it has one, or a new one."""
     if is_proxy(loader):
@@ -262,12 +268,22 @@ def _start(
     gate = Gate(model, list(chosen))
     fetching = free_fetching(proxy)
     run = Run(model, proxy._accel_loader, [] if optimizer is None else [optimizer], gate, fetching)
-    run.exact = settings.level.word == "exact"
+    run.exact, run.enabled = settings.level.word == "exact", settings.enable
     announcer = Announcer()
     taken = [other.journal.target for key, other in MODELS.items() if key is not model]
     fetching_in_use = fetching is not proxy._accel_fetching
-    controller = Controller(
-        [_candidate(s, run, settings, fetching_in_use) for s in chosen.values()],
+    search = SearchState(
+        offered=[
+            Candidate(
+                strategy=strategy,
+                run=run,
+                order=order,
+                ruled_out=_ruled_out(strategy, settings, fetching_in_use),
+                is_insisted=strategy.name in settings.enable,
+                why_not=partial(_refusal, run),
+            )
+            for order, strategy in enumerate(chosen.values())
+        ],
         budget=settings.budget,
         reduce=statistics.fmean if run.cuda else statistics.median,
         announce=announcer.announce,
@@ -277,11 +293,11 @@ def _start(
         startup_s=startup.charge,
         ran_s=(lambda: 0.0) if is_interactive() else startup.ran_s,
     )
-    session = Session(run, chosen, controller.decisions, say=announcer.say)
+    session = Session(run, chosen, partial(decisions, search), say=announcer.say)
     journal = Journal(
         run,
         session,
-        controller,
+        search,
         announcer,
         allow=settings.level.word,
         budget=settings.budget.text,
@@ -327,38 +343,8 @@ def _memory(run: Run, settings: OptimizeSettings, fetching_in_use: bool) -> Reme
     return RememberedPlans(lambda: conditions(run, options))
 
 
-def _candidate(strategy: Strategy, run: Run, settings: OptimizeSettings, fetching_in_use: bool) -> Candidate:
-    estimates = type(strategy).expected_s is not Strategy.expected_s
-    return Candidate(
-        name=strategy.name,
-        summary=strategy.summary,
-        treats=strategy.treats,
-        exactness=strategy.exactness,
-        touches=strategy.touches,
-        compiles=strategy.compiles,
-        of_shape=strategy.compiles or strategy.captures,
-        one_off_s=0.0 if strategy.name in settings.enable else strategy.one_off_s,
-        repeated_share=strategy.repeated_share,
-        settling=strategy.settling,
-        # On a GPU the host's time in an optimizer is that of launching: it says nothing of what the update takes.
-        phase="" if run.cuda and strategy.phase == "optimizer" else strategy.phase,
-        by_epoch=lambda: strategy.by_epoch(run),
-        is_compared=bool(strategy.touches),
-        lasting=strategy.lasting,
-        host_dependent=strategy.host_dependent,
-        frees_cores=strategy.frees_cores,
-        ruled_out=_ruled_out(strategy, settings, fetching_in_use),
-        refusal=lambda: _refusal(strategy, run),
-        waits=lambda: strategy.waits(run),
-        is_preparing=lambda: strategy.is_preparing,
-        expected_s=(lambda setting: strategy.expected_s(run, setting)) if estimates else None,
-        repeats=strategy.repeats,
-        settings=lambda: strategy.settings(run),
-        describe=strategy.describe,
-    )
-
-
-def _refusal(strategy: Strategy, run: Run) -> str:
+def _refusal(run: Run, strategy: Strategy) -> str:
+    """Return why a strategy does not apply to a run, by its own word and for what holds for all of its kind."""
     if "model" in strategy.touches and run.observed.uncalled:
         return run.observed.uncalled
     if why := strategy.refusal(run):
@@ -375,8 +361,6 @@ def _ruled_out(strategy: Strategy, settings: OptimizeSettings, fetching_in_use: 
         return "not applicable", "the loader is another model's too: its report has the verdict"
     if strategy.name in settings.enable:
         return None
-    if strategy.opt_in:
-        return "not allowed", f"{strategy.opt_in}; enable=({strategy.name!r},) tries it"
     if strategy.exactness > settings.level:
         return "not allowed", f"it is {strategy.exactness.word}; allow={strategy.exactness.word!r} tries it"
     return None
@@ -461,8 +445,15 @@ def optimized(model: nn.Module) -> Optimized | None:
 
 @atexit.register
 def _at_exit() -> None:
+    """Write the reports, and let a process that Ctrl-C has ended end by SIGINT, as Python has it by itself.
+
+    A shell's loop then ends too. CPython remembers what the last source text that it ran ended with, not the script.
+    Imports for the report run some: dataclasses and named tuples are made from text.
+    """
     _conclude()
-    end_as_interrupted()
+    if getattr(sys, "last_type", None) is KeyboardInterrupt and not is_interactive():
+        with contextlib.suppress(KeyboardInterrupt):
+            exec("raise KeyboardInterrupt")
 
 
 def _conclude() -> None:

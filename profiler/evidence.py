@@ -210,10 +210,6 @@ class Evidence:
     workers: list[WorkerShare] = field(default_factory=list)
     collate_share: float = 0.0
     """Of the time spent waiting for data in this process."""
-    page_faults: float | None = None
-    """In a step; None where they are not counted."""
-    page_fault_s: float = 0.0
-    """What one of them costs, s."""
     gc_share: float = 0.0
     """Of the steps' time in Python's garbage collector."""
     optimizer: OptimizerFacts = field(default_factory=OptimizerFacts)

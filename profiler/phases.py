@@ -45,6 +45,3 @@ class Measurement:
     """Signature of the step's first batch: shapes and dtypes of its tensors."""
     first: bool = False
     """True for the first step of an epoch, which holds the start of the loader."""
-    page_faults: int | None = field(default=None, compare=False)
-    """Page faults of the process in the step; None where they were not counted. Two clocks of one step read them
-    a little apart."""

@@ -12,7 +12,7 @@ standard deviations are pulled in (a burst of another process), and the interval
     refused     still open when the pairs run out: the machine is too noisy for an effect this small. Pairs of fast
                 steps take little time, so they run out later where B looks faster by more than `worth_gain`
 
-The controller's trials, the profiler's counterfactuals and the trials of gradient schemes are this class. Loaders
+This is the statistics; which blocks are run, and what they cost, is the part of `accel.profiler.trial_driver`. Loaders
 compare many settings at once: they run them there and back again, and judge them by the same ratios and intervals.
 """
 
@@ -139,12 +139,6 @@ class Outcome:
     spread_ms: float
     """Half the interquartile range of B's steps, ms."""
     pairs: int
-    in_turns: bool = True
-    """Blocks of A and B took turns; if not, all of A came before all of B."""
-    saved_faults: float | None = None
-    """Page faults of a step that B has less; None where that was not looked at, or can't be seen."""
-    lasts: bool = False
-    """B's effect has been seen to outlast it: steps of A have it too, once B has been on."""
 
 
 @dataclass

@@ -17,7 +17,7 @@ from accel.profiler.typed_json import UnreadableJson, decode, read
 from accel.report.model import NOTHING_REMEMBERED
 from accel.search.remembered import RememberedSearch
 
-SCHEMA = 1
+SCHEMA = 2
 _PROCESS = secrets.token_hex(8)
 """Tells this process from an earlier one of the same number."""
 _WHAT = "What accel's search found for this kind of run, tried first in the next one. Delete it to search anew."
@@ -82,7 +82,7 @@ class RememberedPlans:
             raise UnreadableJson(f"it must be a file of schema {SCHEMA}")
         if raw.get("conditions") != self._key:
             raise UnreadableJson("it is about another kind of run")
-        search = read(RememberedSearch, raw.get("found"), "found", required=("plan", "trials"))
+        search = read(RememberedSearch, raw.get("found"), "found", required=("searched", "plan"))
         search.check()
         return search, _interrupted(raw.get("checking"))
 

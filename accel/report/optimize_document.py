@@ -95,18 +95,16 @@ def model_text(report: Report) -> str:
     return ", ".join(word for word in words if word)
 
 
-def decision_line(row: StrategyRow, done: int, total: int) -> str:
-    """Render one decision as one log line, e.g. `accel [3/9] channels_last kept: 1.45x [1.38, 1.52], 26.6 → 18.4 ms`.
+def decision_line(row: StrategyRow) -> str:
+    """Render one decision as one log line, e.g. `accel: channels_last kept: 1.45x [1.38, 1.52], 26.6 → 18.4 ms`.
 
     Args:
         row: the strategy that was decided.
-        done: how many strategies are decided, this one included; 0 for one that is not counted.
-        total: how many there are.
 
     Returns:
         One line of at most 100 columns, unless the name alone is longer; a long reason is cut there.
     """
-    start = f"accel{f' [{done}/{total}]' if done else ':'} {clean(name_text(row))} {clean(row.status)}"
+    start = f"accel: {clean(name_text(row))} {clean(row.status)}"
     if finite(row.gain) is not None:
         start += f": {gain_text(row.gain, row.gain_low, row.gain_high)}"
     if finite(row.before_ms) is not None and finite(row.after_ms) is not None:

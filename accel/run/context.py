@@ -130,6 +130,8 @@ class Run:
     world_size: int = 1
     exact: bool = False
     """allow="exact": what can't be shown to be the same bits is left alone."""
+    enabled: frozenset[str] = frozenset()
+    """Strategies that the user has named in `enable=`."""
     observed: Observed = field(default_factory=Observed)
     refused_elsewhere: dict[str, str] = field(default_factory=dict)
     """Strategies that apply on this rank and don't on another, and why."""

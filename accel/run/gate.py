@@ -44,6 +44,8 @@ class Gate:
         self._order = order
         self._wraps: dict[str, Wrap] = {}
         self._before_plain: dict[str, Callable[[], None]] = {}
+        self._compiling: set[str] = set()
+        """Wrappers that make a compiled call."""
         in_slot: Call | None = model._compiled_call_impl
         # A call that only counts, of the profiler's or of `accel run`'s, is not a compiled one.
         self._user_compiled = None if isinstance(in_slot, callslot.SlotCall) else in_slot
@@ -79,15 +81,24 @@ class Gate:
         """True while a wrapper is on."""
         return bool(self._wraps)
 
-    def add(self, name: str, wrap: Wrap, before_plain: Callable[[], None] | None = None) -> None:
+    @property
+    def compiles(self) -> bool:
+        """True while a wrapper makes a compiled call, into which modes of torch don't see."""
+        return bool(self._compiling)
+
+    def add(
+        self, name: str, wrap: Wrap, before_plain: Callable[[], None] | None = None, *, compiles: bool = False
+    ) -> None:
         """Add a wrapper, at its place in the order.
 
         Args:
             name: of the wrapper, one of the order.
             wrap: given a call, returns the wrapped one.
             before_plain: called before a call along the plain path, for a wrapper that acts inside the model too.
+            compiles: what it wraps runs compiled.
         """
         self._wraps[name] = wrap
+        (self._compiling.add if compiles else self._compiling.discard)(name)
         self._before_plain.pop(name, None)
         if before_plain is not None:
             self._before_plain[name] = before_plain
@@ -106,6 +117,7 @@ class Gate:
         """Remove a wrapper; unknown names are ignored."""
         self._wraps.pop(name, None)
         self._before_plain.pop(name, None)
+        self._compiling.discard(name)
         self._rebuild()
 
     def watch(self, watcher: Watcher | None) -> None:
@@ -169,4 +181,5 @@ class Gate:
         self.watcher, self.passes = None, False
         self._wraps.clear()
         self._before_plain.clear()
+        self._compiling.clear()
         self._rebuild()

@@ -1,23 +1,16 @@
-"""The whole interface between the controller and the run: actions, their results, and candidates."""
+"""The whole interface between the search and the run: actions and their results."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from accel.guard.guard import Comparison
 from accel.profiler import naming
-from accel.profiler.bottleneck import Bottleneck
-from accel.profiler.diagnose import anatomy
 from accel.profiler.evidence import Evidence
 from accel.profiler.phases import Measurement
-from accel.search.host_load import HostLoad
+from accel.run.host_load import HostLoad
 from accel.search.plan import Choices
-from accel.strategies.base import Exactness
-
-_DEAR_S = 1.0
-"""One-off work that takes so long comes after what is cheap, is not done beside other processes, and is measured."""
 
 _MIN_STEPS = 6
 """Steps that suffice to order the candidates; a verdict in a report needs more."""
@@ -123,9 +116,13 @@ class Result:
         return [m.seconds for m in self.measurements]
 
     @property
-    def page_faults(self) -> float | None:
-        """Page faults of a typical counted step; None where they are not counted."""
-        return anatomy.page_faults(self.measurements)
+    def phases(self) -> dict[str, float]:
+        """Phase → seconds in all counted steps."""
+        spent: dict[str, float] = {}
+        for measured in self.measurements:
+            for phase, seconds in measured.phases.items():
+                spent[phase] = spent.get(phase, 0.0) + seconds
+        return spent
 
     @classmethod
     def merged(cls, results: list[Result]) -> Result:
@@ -149,57 +146,3 @@ def _scale(measured: Measurement, seconds: float) -> None:
     factor = seconds / measured.seconds if measured.seconds else 1.0
     measured.seconds = seconds
     measured.phases = {phase: factor * each for phase, each in measured.phases.items()}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Candidate:
-    """A strategy as the controller sees it."""
-
-    name: str
-    summary: str = ""
-    treats: frozenset[Bottleneck] = frozenset()
-    exactness: Exactness = Exactness.EXACT
-    touches: frozenset[str] = frozenset({"model"})
-    """What the guard compares of it: `model`, `optimizer` or `input`."""
-    compiles: bool = False
-    """The model's call is compiled, and once more for what else changes how the call runs."""
-    of_shape: bool = False
-    """What it has made is for batches of one shape."""
-    one_off_s: float = 0.0
-    """Seconds of one-off work that the budget must allow for, for any setting; 0 if it need not."""
-    repeated_share: float = 1.0
-    settling: Callable[[Any], int] = lambda setting: 1
-    is_compared: bool = True
-    """The guard compares it with the plain path before its trial, which costs several steps."""
-    lasting: bool = False
-    """It saves page faults, and its effect may outlast it: then it is judged by the steps before and after it."""
-    host_dependent: bool = False
-    frees_cores: bool = False
-    """It uses fewer cores, and gains most where other processes keep the rest busy."""
-    phase: str = ""
-    """The one phase of the step that it can shorten; '' if it acts on more."""
-    by_epoch: Callable[[], bool] = lambda: False
-    """Tells whether it takes effect when an epoch begins, and is tried in whole epochs."""
-    ruled_out: tuple[str, str] | None = None
-    """Report status and reason, if the user's arguments leave it out."""
-    refusal: Callable[[], str] = lambda: ""
-    waits: Callable[[], str] = lambda: ""
-    """Tells what it waits for in the running loop before it can be tried, '' if it can; begins what that takes."""
-    is_preparing: Callable[[], bool] = lambda: False
-    """Tells whether it prepares itself now, beside the loop."""
-    expected_s: Callable[[Any], float] | None = None
-    """Estimates the one-off work of a setting, s; None if it is `one_off_s` for all settings together."""
-    repeats: Callable[[Any], float] | None = None
-    """Tells the share of a setting's work that a later process does again; None if it is `repeated_share`."""
-    settings: Callable[[], list[Any]] = lambda: [None]
-    describe: Callable[[Any], str] = lambda setting: "" if setting is None else str(setting)
-
-    @property
-    def is_dear(self) -> bool:
-        """Tell whether its one-off work takes seconds."""
-        return self.one_off_s >= _DEAR_S
-
-    @property
-    def acts_on_calls(self) -> bool:
-        """Tell whether it changes how the model's call runs: its layout, its precision, its number of threads."""
-        return "model" in self.touches

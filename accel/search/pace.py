@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from accel.search.host_load import SHORTEST_LOOK_S, HostLoad
+from accel.run.host_load import SHORTEST_LOOK_S, HostLoad
 
 _FEWEST = 5
 """Steps that an action measures at the least."""

@@ -2,113 +2,87 @@
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable
 
 from accel.profiler.bottleneck import Bottleneck
-from accel.profiler.evidence import Evidence
-from accel.profiler.naming import Diagnosis
-from accel.search.actions import Candidate, Result
-from accel.search.pace import Pace
+from accel.search import costs
+from accel.search.state import Candidate, CandidateStage, SearchState
 
 
-def first(
-    pending: Iterable[str], candidates: Mapping[str, Candidate], postponed: Collection[str], diagnosis: Diagnosis
-) -> str:
-    """Return which of the pending candidates comes next; the arguments are those of `rank`, by name."""
-    order = list(candidates)
-    return min(pending, key=lambda name: rank(candidates[name], order.index(name), name in postponed, diagnosis))
+def next_candidate(state: SearchState) -> Candidate | None:
+    """Return which candidate is to be looked at next; None if there is none, or all others have to wait."""
+    queued = [each for each in state.pending() if each.stage is CandidateStage.QUEUED or can_be_tried(state, each)]
+    return min(queued, key=lambda candidate: rank(state, candidate), default=None)
 
 
-def rank(
-    candidate: Candidate, order: int, postponed: bool, diagnosis: Diagnosis
-) -> tuple[bool, bool, bool, bool, bool, bool, int, int]:
+def rank(state: SearchState, candidate: Candidate) -> tuple[int, bool, bool, bool, bool, int, int]:
     """Return what sorts candidates: cheap ones first, and among them what treats the present bottleneck.
 
-    Before those comes what saves page faults: a comparison by the guard can make the heap grow for good, and then it is
-    too late to see what such a strategy gives. A small network's plain steps took 77 ms before one, and 46 after it.
-
-    Args:
-        candidate: to be ranked.
-        order: its place in the registry, which decides among equals.
-        postponed: it has had a brief trial without a verdict.
-        diagnosis: names the bottleneck.
+    What has a place of its own (`Comparison.order`) keeps that: a comparison by the guard can make the heap grow for
+    good, and then it is too late to see what the allocator gives. A small network's plain steps took 77 ms before one,
+    and 46 after it.
     """
-    limits = [Bottleneck(finding.bottleneck) for finding in diagnosis.findings] + diagnosis.limits
-    treated = (limits.index(limit) for limit in candidate.treats if limit in limits)
+    findings = state.diagnosis.findings
+    limits = [Bottleneck(finding.bottleneck) for finding in findings] + state.diagnosis.limits
+    treated = (limits.index(limit) for limit in candidate.strategy.treats if limit in limits)
     return (
-        candidate.by_epoch(),
-        postponed,
-        candidate.is_dear,
-        not candidate.lasting,
-        candidate.name not in [finding.strategy for finding in diagnosis.findings],
+        candidate.comparison.order,
+        candidate.at_length or bool(state.recollection.lost(candidate.name)),
+        costs.is_dear(candidate),
+        candidate.name not in [finding.strategy for finding in findings],
         candidate.is_compared,
         min(treated, default=len(limits)),
-        order,
+        candidate.order,
     )
 
 
-def share(candidate: Candidate, anatomy: Mapping[str, float]) -> float | None:
-    """Return the share of the step that a candidate can shorten; None if that is not one phase, or not known."""
-    total = sum(anatomy.values())
-    return anatomy.get(candidate.phase, 0.0) / total if candidate.phase and total > 0 else None
+def why_pending(state: SearchState, candidate: Candidate) -> str:
+    """Say why a candidate that applies can't be tried now; '' if it can. Begins what it waits for in the loop."""
+    if why := state.recollection.postponed(candidate.name, state.elapsed_s):
+        return why
+    return costs.too_dear(state, candidate) or waits_in_loop(state, candidate)
 
 
-def faulting(evidence: Evidence | None) -> float | None:
-    """Return the share of a step that page faults take if one thread has them all; None if they are not counted."""
-    if evidence is None or evidence.page_faults is None or not evidence.steps:
-        return None
-    step_s = statistics.median(m.seconds for m in evidence.steps)
-    return min(1.0, evidence.page_faults * evidence.page_fault_s / step_s)
+def can_be_tried(state: SearchState, candidate: Candidate) -> bool:
+    """Tell whether a candidate that had to wait can be tried now."""
+    return not why_pending(state, candidate)
 
 
-def too_little(
-    candidate: Candidate, anatomy: Mapping[str, float], drop_gain: float, faulting: float | None = None
-) -> str:
-    """Return why a candidate can't gain enough: all that it can shorten is shorter than the least gain; else ''.
-
-    Args:
-        candidate: to be tried.
-        anatomy: phase → seconds of a step.
-        drop_gain: the least gain, as a fraction.
-        faulting: share of the step that page faults take at most.
-    """
-    if candidate.lasting and faulting is not None and faulting < drop_gain:
-        return f"page faults take {faulting:.1%} of the step at most: too little to win"
-    of_step = None if candidate.by_epoch() else share(candidate, anatomy)
-    if of_step is None or of_step >= drop_gain:
-        return ""
-    return f"{candidate.phase} is {of_step:.1%} of the step: too little to win"
+def waits_in_loop(state: SearchState, candidate: Candidate) -> str:
+    """Ask what a candidate waits for in the loop; work that begins then, and is expected no more, is charged."""
+    expected_s = costs.work_s(state, candidate)
+    waits = candidate.waits()
+    if waits and candidate.comparison.is_preparing and (begun_s := expected_s - costs.work_s(state, candidate)) > 0:
+        state.cost_s += begun_s
+        candidate.row.cost_s += begun_s
+    return waits
 
 
-def too_little_of_epoch(candidate: Candidate, epoch: Result, drop_gain: float) -> str:
-    """Return the same of a candidate that takes effect when an epoch begins, after a whole one."""
-    of_epoch = sum(m.phases.get(candidate.phase, 0.0) for m in epoch.measurements) / sum(epoch.seconds)
-    return "" if of_epoch >= drop_gain else f"{candidate.phase} is {of_epoch:.1%} of an epoch: too little to win"
+def too_little(state: SearchState, candidate: Candidate) -> str:
+    """Say why all that a candidate can shorten is too little of the step; '' if it is not."""
+    return candidate.comparison.too_little(state.anatomy_after, state.config.drop_gain)
 
 
-def is_urgent(candidate: Candidate, anatomy: Mapping[str, float], pace: Pace) -> bool:
-    """Return whether what it can shorten is so much of the step that its gain stands out from any noise."""
-    return (share(candidate, anatomy) or 0.0) >= pace.urgent
+def is_urgent(state: SearchState, candidate: Candidate) -> bool:
+    """Tell whether what it can shorten is so much of the step that its gain stands out from any noise."""
+    return (candidate.comparison.share(state.anatomy_after) or 0.0) >= state.pace.urgent
 
 
-def shows_when_crowded(
-    candidate: Candidate, anatomy: Mapping[str, float], drop_gain: float, pace: Pace, faulting: float | None = None
-) -> bool:
-    """Return whether its gain shows beside other processes: it doesn't depend on them, or is large."""
-    if is_urgent(candidate, anatomy, pace):
+def shows_when_crowded(state: SearchState, candidate: Candidate) -> bool:
+    """Tell whether its gain shows beside other processes: it doesn't depend on them, or is large."""
+    if is_urgent(state, candidate):
         return True
-    free = not candidate.host_dependent and not candidate.is_dear and not candidate.by_epoch()
-    return free and not too_little(candidate, anatomy, drop_gain, faulting)
+    comparison = candidate.comparison
+    is_free = not comparison.depends_on_host and not costs.is_dear(candidate) and comparison.order <= 0
+    return is_free and not too_little(state, candidate)
 
 
-def first_undone(plan: Iterable[str], candidates: Mapping[str, Candidate]) -> list[str]:
+def first_undone(state: SearchState, plan: Iterable[str]) -> list[str]:
     """Return what is undone of a plan that is not faster; the rest is tried once more without it.
 
     First what depends on the host (threads, workers): when other processes come or go it can lose more than all else
-    gives. What has a lasting effect has had its trial, and goes last.
+    gives. What stands by its own trial stays.
     """
-    lasting = [name for name in plan if candidates[name].lasting]
-    others = [name for name in plan if name not in lasting]
-    loose = [name for name in others if candidates[name].host_dependent]
-    return (loose if len(loose) < len(others) else []) or others or lasting
+    others = [name for name in plan if state.candidates[name].standing is None]
+    loose = [name for name in others if state.candidates[name].comparison.depends_on_host]
+    return loose if loose and len(loose) < len(others) else others

@@ -9,12 +9,12 @@ from torch import nn
 from accel.run.context import Run
 from accel.run.ranks import Failure, Ranks
 from accel.search.actions import Result
-from accel.strategies.base import Strategy, asked
+from accel.strategies.base import Strategy, asked, is_collective
 
 
 def for_rank_0(own: Result, strategies: dict[str, Strategy], run: Run) -> Result:
     """Return what rank 0 needs of another rank's result: what may stop a strategy."""
-    collective = [(name, strategy) for name, strategy in strategies.items() if strategy.collective]
+    collective = [(name, strategy) for name, strategy in strategies.items() if is_collective(strategy)]
     refusals = {name: why for name, each in collective if (why := asked(partial(each.refusal, run)))}
     return Result(trips=own.trips, finding=own.finding, refusals=refusals, load=own.load)
 

@@ -34,7 +34,7 @@ class Announcer:
         """The report has been printed: from now on, print what changes the plan."""
         self._prints_decisions = True
 
-    def announce(self, row: StrategyRow, done: int, total: int) -> None:
+    def announce(self, row: StrategyRow) -> None:
         """Log a decision; print it if it changes the plan that was reported."""
         changes_plan = row.status == "kept" or row.name in self._kept
         if row.status == "kept":
@@ -46,7 +46,7 @@ class Announcer:
             return
         from accel.report.optimize_document import decision_line  # brings rich: only where there is something to print
 
-        line = decision_line(row, done, total)
+        line = decision_line(row)
         log.debug(line)
         if prints:
             stderr.write(line)

@@ -29,7 +29,6 @@ from accel.guard.faults import may_be_of_strategies
 from accel.guard.guard import Comparison, Recording, Replayed
 from accel.guard.module_state import ModuleState
 from accel.guard.own_state import WrittenParameters
-from accel.guard.own_step import OwnStep
 from accel.guard.random_states import RandomStates, devices_of
 from accel.guard.watch import Excuse, Watch
 from accel.profiler.interruptions import Tolerated, ours
@@ -37,7 +36,6 @@ from accel.profiler.loop import backward
 from accel.run.context import Run
 from accel.run.gate import Call
 from accel.search.plan import Choices
-from accel.session import graph_check
 from accel.session.state import RunState
 from accel.session.switchboard import Switchboard
 from accel.strategies.base import Exactness
@@ -68,13 +66,9 @@ class GuardRunner:
         self._excuse = Excuse()
         self._plan: Choices | None = None
         self._recording: Recording | None = None
-        self.own_step: OwnStep | None = None
-        """Of the step under way, with which the plan is to be compared before the optimizer changes the weights."""
-        self._agreed: Choices | None = None
-        """A plan that agrees with the step under way itself."""
         self._finding: Comparison | None = None
-        self._other_captures: set[str] = set()
-        """Strategies that have captured graphs for comparisons alone, in another precision than that of real steps."""
+        self._made_otherwise: set[str] = set()
+        """Strategies that have made what they need, such as graphs, for a comparison in another precision alone."""
         self._written: list[Tensor] = []
         """Parameters that the model's own call writes to."""
         self._gradients_checked = False
@@ -92,14 +86,14 @@ class GuardRunner:
 
     def take_finding(self) -> Comparison | None:
         """Return the comparison since the last call, and clear it; None if nothing was compared."""
-        self._release_other_captures()
+        self._close_made_otherwise()
         finding, self._finding = self._finding, None
         return finding
 
-    def _release_other_captures(self) -> None:
-        names, self._other_captures = self._other_captures, set()
+    def _close_made_otherwise(self) -> None:
+        names, self._made_otherwise = self._made_otherwise, set()
         try:
-            self._switchboard.release_captures(names)
+            self._switchboard.close_strategies(names)
         except ours() as error:
             self._note(_failure(error))
 
@@ -131,21 +125,7 @@ class GuardRunner:
         if self._learn_written(written):
             return outputs  # what was in the parameters before is gone: the next call is recorded
         self._listen(recording, outputs, before)
-        if self._recording is not None and self._takes_own_step():
-            with Tolerated("a call's arguments could not be looked through once more"):
-                self.own_step = OwnStep(self._run.model, recording, (args, kwargs), given, outputs)
-                self.own_step.listen()
         return outputs
-
-    def _takes_own_step(self) -> bool:
-        """Return whether the plan may be compared with the step itself: where it only uses fewer cores.
-
-        That is wanted where others keep these busy, and there a plain call that is made once more takes as long as a
-        step of the loop's. Several ranks replay alike, since a model may exchange values in its call.
-        """
-        plan = self._plan or {}
-        is_alone = self.steps_alone and len(self._run.optimizers) == 1
-        return bool(plan) and is_alone and not self._switchboard.active and self._switchboard.only_frees_cores(plan)
 
     def _listen(self, recording: Recording, outputs: Any, before: set[Any]) -> None:
         """Take a call that was made as the reference; one that has raised can't be."""
@@ -167,38 +147,11 @@ class GuardRunner:
         self._watch.writes_to(new)
         return bool(new)
 
-    def compare_with_own_step(self) -> None:
-        """Compare the plan with the step under way; if it does not agree, it is compared as usual after the step."""
-        own, recording, plan = self._forget_own_step(), self._recording, self._plan
-        if own is None or recording is None or not plan or backward.is_running():
-            return
-        finding = Comparison(unsure="it could not be compared with the step itself")
-        with Tolerated("a plan could not be compared with the step itself"):
-            computed = own.computed()
-            if computed is None:
-                return
-            with self._untouched(recording), self._state.suspended():
-                candidate = self._replayed(plan, recording, partial(guard.replay, self._run.model))
-                finding = guard.compare(computed, candidate, self._switchboard.exactness(plan))
-        if not finding.problem and not finding.unsure:
-            self._agreed = dict(plan)
-            self._note(finding)
-
-    def _forget_own_step(self) -> OwnStep | None:
-        own, self.own_step = self.own_step, None
-        if own is not None:
-            own.close()
-        return own
-
     def check(self, plan: Choices) -> None:
         """Compare a plan with the plain path, in the objects that it touches."""
-        self._forget_own_step()
-        agreed, self._agreed = self._agreed, None
         recording, self._recording = self._recording, None
         if recording is not None:
             recording.forget()
-        if agreed == plan:
-            return
         before, began = dict(self._switchboard.active), self._clock()
         findings: list[Comparison] = []
         has_failed = False
@@ -215,7 +168,7 @@ class GuardRunner:
             finding.seconds = self._clock() - began
             self._note(finding)
         if has_failed:
-            self._release_other_captures()
+            self._close_made_otherwise()
             if findings[-1].unsure:
                 give_memory_back()  # only now: the exception held the frames, and they the tensors
 
@@ -225,15 +178,16 @@ class GuardRunner:
         touched = self._switchboard.touched_by(new)
         exactness = self._switchboard.exactness(plan)
         if "model" in touched and recording is not None:
-            compiles = self._switchboard.compiles(plan) or self._run.gate.compiled_by_user
-            with rounding.without_tf32(recording.rounding, self._run.device, exactness, compiles=compiles) as without:
+            compiles = self._compiles(plan)
+            is_compiled = compiles or self._run.gate.compiled_by_user
+            with rounding.without_tf32(recording.rounding, self._run.device, exactness, compiles=is_compiled) as finer:
                 try:
-                    findings.append(self._check_model(plan, recording, exactness))
+                    findings.append(self._check_model(plan, recording, exactness, compiles=compiles))
                 finally:
-                    if without is not None:  # graphs that were captured so are of no use in real steps
+                    if finer is not None:  # what was made for it, such as graphs, is of no use in real steps
                         self._switchboard.switch({})
-                        self._switchboard.release_captures(on.intersection(new))
-                        self._other_captures.update(set(new) - on)  # the next of these steps can replay them
+                        self._switchboard.close_strategies(on.intersection(new))
+                        self._made_otherwise.update(set(new) - on)  # the next of these steps can use it
         elif "model" in touched:
             findings.append(Comparison(unsure="the model was not called in the recorded steps"))
         if "optimizer" in touched:
@@ -241,44 +195,45 @@ class GuardRunner:
         if touched <= {"input"}:
             self._switchboard.switch(plan)  # switching it on compares a batch with a plain fetch; see the strategy
 
-    def _check_model(self, plan: Choices, recording: Recording, exactness: Exactness) -> Comparison:
+    def _check_model(self, plan: Choices, recording: Recording, exactness: Exactness, *, compiles: bool) -> Comparison:
         with self._untouched(recording), self._state.suspended():
+            replay = partial(guard.replay, self._run.model)
             try:
-                finding, draws = self._check_training(plan, recording, exactness)
+                finding, draws = self._compared(plan, recording, replay, exactness, compiles=compiles)
             except _NotReplayable as error:
                 return Comparison(unsure=f"the plain call can't be replayed: {error}")
             if finding.unsure:  # what is compared beside this call would hide it
                 return finding
-            if not finding.problem and self._switchboard.captures(plan):
-                finding = finding.merge(self._check_graphs(plan, recording, exactness, draws=draws))
+            if not finding.problem:
+                finding = self._further_checks(finding, plan, recording, exactness)
             if finding.problem or not draws or self._finding is not None:  # once: a plan is checked in two steps
                 return finding
-            return finding.merge(self._check_evaluation(plan, recording, exactness))
-
-    def _check_training(self, plan: Choices, recording: Recording, exactness: Exactness) -> tuple[Comparison, bool]:
-        """Compare the call; return also whether it draws. Its two replays are freed before others are made."""
-        plain, candidate = self._both(plan, recording, partial(guard.replay, self._run.model), exactness)
-        return guard.compare(plain, candidate, exactness), bool(plain.draws)
+            return finding if compiles else finding.merge(self._check_evaluation(plan, recording, exactness))
 
     def _untouched(self, call: Recording) -> contextlib.AbstractContextManager[None]:
         """Restore, at the end, whatever replays of a call have changed."""
         return guard.untouched(self._run.model, self._run.device, call.args, call.kwargs, written=self._written)
 
-    def _check_graphs(self, plan: Choices, recording: Recording, exactness: Exactness, *, draws: bool) -> Comparison:
-        """Compare a plan's graphs, which run eagerly under the mode that notes draws, with the plan without them."""
-        graphs = self._switchboard.acting_on("model", plan)
-        eager = {name: setting for name, setting in graphs.items() if not self._switchboard.captures([name])}
+    def _further_checks(
+        self, finding: Comparison, plan: Choices, recording: Recording, exactness: Exactness
+    ) -> Comparison:
+        """Merge into a finding what strategies of the plan compare themselves, such as graphs with eager calls."""
+        on_model = self._switchboard.acting_on("model", plan)
         replay = partial(guard.replay, self._run.model)
-        by_calls, by_graphs = (partial(self._replayed, each, replay=replay) for each in (eager, graphs))
-        finding = graph_check.compared(by_calls, by_graphs, recording, exactness)
-        if not finding.problem or not draws or self._switchboard.compiles(plan):  # that would be compiled for each path
-            return finding
+        for name, check in self._switchboard.further_checks(on_model).items():
+            others = {other: setting for other, setting in on_model.items() if other != name}
+            without, under = (partial(self._replayed, each, replay=replay) for each in (others, on_model))
+            finding = finding.merge(check(without, under, recording, exactness))
+        return finding
 
-        def noting(call: Recording) -> Replayed:
-            return self._replayed(eager, call, partial(replay, draws=self._draws(canonical=True)))
-
-        on_its_path = graph_check.compared_on_its_path(by_calls, noting, by_graphs, recording, exactness)
-        return on_its_path or finding
+    def _compiles(self, plan: Choices) -> bool:
+        """Tell whether strategies of a plan compile the model's calls; they tell the gate when they are on."""
+        before = dict(self._switchboard.active)
+        self._switchboard.switch(plan)
+        try:
+            return self._run.gate.compiles
+        finally:
+            self._switchboard.switch(before)
 
     def _replayed(self, plan: Choices, recording: Recording, replay: Callable[..., Replayed]) -> Replayed:
         """Replay the call under a plan."""
@@ -291,25 +246,32 @@ class GuardRunner:
             self._switchboard.switch({})  # before attributes are restored: a strategy undoes its own changes
 
     def _check_evaluation(self, plan: Choices, recording: Recording, exactness: Exactness) -> Comparison:
-        if self._switchboard.compiles(plan):
-            return Comparison()  # a graph of its own, which takes as long again to compile
+        """Compare the call in evaluation mode; not where it is compiled, which would take as long again."""
         replay = partial(guard.replay_evaluation, self._run.model)
         try:
-            plain, candidate = self._both(plan, recording, replay, exactness)
+            finding, _ = self._compared(plan, recording, replay, exactness, compiles=False)
         except torch.OutOfMemoryError:
             raise  # nobody knows then
         except ours() as error:
             log.debug("accel: the call could not be made in evaluation mode: %s", error)
             return Comparison()
-        finding = guard.compare(plain, candidate, exactness)
         finding.problem = finding.problem and f"in evaluation mode {finding.problem}"
         return finding
 
-    def _both(
-        self, plan: Choices, recording: Recording, replay: Callable[..., Replayed], exactness: Exactness
-    ) -> tuple[Replayed, Replayed]:
-        """Replay the call plainly and under the plan."""
-        canonical, compiles = exactness != Exactness.EXACT, self._switchboard.compiles(plan)
+    def _compared(
+        self,
+        plan: Choices,
+        recording: Recording,
+        replay: Callable[..., Replayed],
+        exactness: Exactness,
+        *,
+        compiles: bool,
+    ) -> tuple[Comparison, bool]:
+        """Replay the call plainly and under the plan, and compare; return also whether it draws.
+
+        Both replays are freed before others are made.
+        """
+        canonical = exactness != Exactness.EXACT
         self._switchboard.switch({})
         recording.modules.restore()
         try:
@@ -322,7 +284,7 @@ class GuardRunner:
         candidate = self._replayed(self._switchboard.acting_on("model", plan), recording, noting)
         if compiles:
             candidate.draws = plain.draws
-        return plain, candidate
+        return guard.compare(plain, candidate, exactness), bool(plain.draws)
 
     def _draws(self, canonical: bool, *, compiles: bool = False) -> ReplayedDraws | None:
         """Return what notes the draws of a replay; None where the user has compiled: that runs under no mode.
@@ -375,8 +337,6 @@ class GuardRunner:
 
     def call(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make a call, check its outputs, and keep it until its gradients have been checked."""
-        if self.own_step is not None:
-            self._forget_own_step()  # the step's gradients are not those of one call
         if not self._run.gate.wrapped or self._run.device.type != "cpu" or backward.is_running():
             return self._watch.call(call, args, kwargs)
         kept_call = self._blame.begin(args, kwargs)
@@ -449,7 +409,7 @@ class GuardRunner:
         gate, model, switch = self._run.gate, self._run.model, self._switchboard.switch
         active = dict(self._switchboard.active)
         on_model = self._switchboard.acting_on("model", active)
-        exactness, compiles = self._switchboard.exactness(active), self._switchboard.compiles(active)
+        exactness, compiles = self._switchboard.exactness(active), self._run.gate.compiles
         canonical, given = exactness != Exactness.EXACT, (call.args, call.kwargs)
         with self._untouched(call), self._state.suspended():
             try:
@@ -470,8 +430,6 @@ class GuardRunner:
     def close(self) -> None:
         """Release the calls that were kept or recorded."""
         self._blame.forget()
-        self._forget_own_step()
-        self._agreed = None
         if self._recording is not None:
             self._recording.forget()
             self._recording = None

@@ -7,7 +7,7 @@ import time
 
 from accel.profiler.host import CrowdMeter, free_cores
 from accel.run.context import Run
-from accel.search.host_load import SHORTEST_LOOK_S, HostLoad
+from accel.run.host_load import SHORTEST_LOOK_S, HostLoad
 
 
 class HostMeter:

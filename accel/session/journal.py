@@ -26,8 +26,10 @@ from accel.profiler.report import utf8
 from accel.report.model import NOTHING_REMEMBERED, BatchRow, Machine, Report, State, StrategyRow
 from accel.run import Run
 from accel.run.machine import machine_name
-from accel.search.controller import Controller
+from accel.search import controller as search
 from accel.search.plan import Choices, Plan, fingerprint
+from accel.search.state import SearchState
+from accel.search.takeover import remember
 from accel.session.announcer import Announcer
 from accel.session.session import Session
 
@@ -86,7 +88,7 @@ class Journal:
         self,
         run: Run,
         session: Session,
-        controller: Controller,
+        controller: SearchState,
         announcer: Announcer,
         *,
         allow: str,
@@ -138,7 +140,7 @@ class Journal:
         """
         report = self.report()  # whose conclusions stand while another search runs
         tried = self._controller.has_tried
-        if self._reported is None and self._controller.is_too_early:
+        if self._reported is None and search.is_too_early(self._controller):
             return False
         if self._reported is None or (tried and self._reported == "nothing tried"):
             from accel.report.summary import summary  # brings rich: only where there is something to print
@@ -157,7 +159,7 @@ class Journal:
         if self._session.failed:
             self._controller.recollection.failed()
         else:
-            self._controller.remember(ended=True)
+            remember(self._controller, ended=True)
         self._write(self.report())
 
     def say_how_it_ended(self) -> None:
@@ -170,14 +172,14 @@ class Journal:
         if report.state == "done" and self._reported is None:
             untried = ", ".join(row.name for row in report.rows if row.status == "not tried")
             what = f"{report.model} {report.verdict()}" + (f"; not tried yet: {untried}" if untried else "")
-            why, remedy = self._controller.why_open()
+            why, remedy = search.why_open(self._controller)
             return f"{what}: {why}; {remedy}" if untried and why else what
         if report.state != "interrupted":
             return ""
         if report.steps == 0:
             what = f"no training step of {report.model} was seen"
             return "" if self._announcer.has_printed else what
-        why, remedy = self._controller.why_open()
+        why, remedy = search.why_open(self._controller)
         what = f"the run ended after {report.steps} steps, before the search for {report.model} had a verdict"
         kept = report.kept_text() or ", ".join(report.plan)
         stored = None if report.cache.startswith(NOTHING_REMEMBERED) else self._controller.recollection.stored
@@ -257,7 +259,7 @@ class Journal:
         note = self._session.switchboard.note(row.name) if row.status == "kept" else ""
         return dataclasses.replace(row, why=f"{row.why}; {note}") if note else row
 
-    def _stand_by(self, report: Report, controller: Controller) -> None:
+    def _stand_by(self, report: Report, controller: SearchState) -> None:
         """Store the conclusions of a search that has ended; while another one runs, report what of them holds."""
         if not controller.searching:
             self._concluded, self._concluded_in = copy.deepcopy(report), controller.reopened
@@ -280,7 +282,7 @@ class Journal:
         if self._finished:
             report.state = concluded.state
 
-    def _state(self, controller: Controller) -> State:
+    def _state(self, controller: SearchState) -> State:
         if not self._session.alive:
             return "undone"
         if controller.searching:
@@ -289,7 +291,7 @@ class Journal:
             return "searching"
         return "done" if self._replayed is None else "replayed"
 
-    def _speed(self, report: Report, controller: Controller) -> None:
+    def _speed(self, report: Report, controller: SearchState) -> None:
         closing = controller.closed
         report.plain_ms = report.accel_ms = report.speedup = report.speedup_low = report.speedup_high = None
         if closing is not None:
@@ -324,7 +326,7 @@ def _latest(concluded: StrategyRow, present: StrategyRow) -> StrategyRow:
     return present if is_decided else copy.deepcopy(concluded)
 
 
-def _anatomy(report: Report, controller: Controller) -> None:
+def _anatomy(report: Report, controller: SearchState) -> None:
     """Set both anatomies, scaled to the reported step times: they were measured outside the closing trial."""
     parts = [controller.anatomy_before, controller.anatomy_after]
     if not controller.searching and not controller.plan:
@@ -335,7 +337,7 @@ def _anatomy(report: Report, controller: Controller) -> None:
         setattr(report, name, {phase: seconds * factor for phase, seconds in part.items()})
 
 
-def _limit(report: Report, controller: Controller) -> None:
+def _limit(report: Report, controller: SearchState) -> None:
     """Set what limits the run, with a share that agrees with the anatomy."""
     diagnosis = controller.diagnosis if controller.plan or controller.searching else controller.plain_diagnosis
     total = sum(report.anatomy_after.values())

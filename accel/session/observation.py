@@ -13,8 +13,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from accel.profiler import page_faults
-from accel.profiler.diagnose import anatomy
 from accel.profiler.evidence import Evidence, ThreadShare
 from accel.profiler.host import ThreadMeter, ThreadTime
 from accel.profiler.loop import backward, facts
@@ -90,7 +88,6 @@ class Observation:
         if self._device is not None:
             self._device.apply(steps)
         run, now = self._run, self._meter.read()
-        fault_s = page_faults.cost_s() if run.device.type == "cpu" else None
         return Evidence(
             steps=steps,
             cores=run.cores,
@@ -101,8 +98,6 @@ class Observation:
             data_thread=self._waiting(),
             loader=facts.of_loader(run.loader),
             optimizer=facts.of_optimizers(run.optimizers),
-            page_faults=None if fault_s is None else anatomy.page_faults(steps),
-            page_fault_s=fault_s or 0.0,
             dtype=facts.dtype(run.model.parameters()),
             anomaly_mode=torch.is_anomaly_enabled(),
             ddp_wait_share=self._wait_share(steps),

@@ -29,7 +29,7 @@ from accel.profiler.stderr import warn
 from accel.run.context import Run
 from accel.run.ranks import Ranks
 from accel.search.actions import Action, Result
-from accel.search.experiments import Decisions
+from accel.search.experiment import Decisions
 from accel.search.plan import Choices
 from accel.session.among_ranks import failure_of, for_rank_0
 from accel.session.events import StepEvents

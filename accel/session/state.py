@@ -1,4 +1,16 @@
-"""The mode of a run: its steps are measured, only counted, or ignored. And torch's modes, which are the loop's."""
+"""The mode of a run: its steps are measured, only counted, or ignored. And torch's modes, which are the loop's.
+
+    MEASURING ──── rest(n), as an action begins ────▶ RESTING
+        ▲  │  ◀─── n steps later, or `wake()` ───────    │
+        │  └──────────────┬──────────────────────────────┘
+        │ the block ends  ▼ `suspended()`: replays of the guard, `accel.disabled()`
+        └──────────── SUSPENDED
+
+    CLOSED from anywhere, and for good: `accel.undo`, a failure of accel's own, another rank that has stopped
+
+An action of the search is such a sequence: its rest, then its settling steps and its counted ones, which are MEASURING.
+At the boundary after the last of them the session sends the result, and the next action begins.
+"""
 
 from __future__ import annotations
 

@@ -10,7 +10,8 @@ from accel.profiler.interruptions import Tolerated, ours
 from accel.run.context import Run
 from accel.run.ranks import Ranks
 from accel.search.plan import Choices
-from accel.strategies.base import Exactness, NothingHelps, Strategy
+from accel.strategies.base import Exactness, NothingHelps, Strategy, is_collective
+from accel.strategies.trial_design import FurtherCheck
 
 log = logging.getLogger("accel")
 
@@ -56,7 +57,7 @@ class Switchboard:
 
     def switch_together(self, plan: Choices, ranks: Ranks) -> None:
         """Switch; a strategy that all ranks must switch together goes off again if it failed on one of them."""
-        new = [n for n in plan if self._strategies[n].collective and self.active.get(n, self) != plan[n]]
+        new = [n for n in plan if is_collective(self._strategies[n]) and self.active.get(n, self) != plan[n]]
         self.switch(plan)
         if not new:
             return
@@ -90,7 +91,7 @@ class Switchboard:
 
     def note(self, name: str) -> str:
         """Return what a strategy adds to why it was kept."""
-        return self._strategies[name].note(self._run)
+        return self._strategies[name].comparison(self._run).note
 
     # -- trips ---------------------------------------------------------------------------------------------------------
 
@@ -149,34 +150,26 @@ class Switchboard:
         """Return how far a plan may move the numbers."""
         return max((self._strategies[name].exactness for name in plan), default=Exactness.EXACT)
 
-    def compiles(self, plan: Iterable[str]) -> bool:
-        """Tell whether the model's call is compiled under a plan."""
-        return any(self._strategies[name].compiles for name in plan)
+    def further_checks(self, plan: Iterable[str]) -> dict[str, FurtherCheck]:
+        """Return the checks that strategies of a plan have beside the guard's."""
+        checks = {name: self._strategies[name].comparison(self._run).further_check for name in plan}
+        return {name: check for name, check in checks.items() if check is not None}
 
-    def only_frees_cores(self, plan: Iterable[str]) -> bool:
-        """Tell whether a plan does nothing but use fewer cores."""
-        return all(self._strategies[name].frees_cores for name in plan)
-
-    def captures(self, plan: Iterable[str]) -> bool:
-        """Tell whether the model's calls are graphs under a plan."""
-        return any(self._strategies[name].captures for name in plan)
-
-    def release_captures(self, names: Iterable[str]) -> None:
-        """Give back the memory of what these strategies have captured."""
+    def close_strategies(self, names: Iterable[str]) -> None:
+        """Release what these strategies, which are off, have made."""
         for name in names:
-            if self._strategies[name].captures:
-                self._strategies[name].close(self._run)
+            self._strategies[name].close(self._run)
 
     def collective(self) -> Choices:
         """Return what is on and must be switched by all ranks at the same step."""
-        return {name: setting for name, setting in self.active.items() if self._strategies[name].collective}
+        return {name: setting for name, setting in self.active.items() if is_collective(self._strategies[name])}
 
     # -- resources of strategies ---------------------------------------------------------------------------------------
 
     def close_idle(self) -> None:
         """Release the resources of strategies that are off."""
         for name, strategy in self._strategies.items():
-            if name not in self.active and not strategy.is_preparing:
+            if name not in self.active and not strategy.comparison(self._run).is_preparing:
                 strategy.close(self._run)
 
     def close_fetching(self) -> None:

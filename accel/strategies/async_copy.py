@@ -12,6 +12,9 @@ if TYPE_CHECKING:
     from accel.dataio.engine.transfer import AheadCopier
 
 
+_SEEN = "the loop would see batches on the GPU, which code that reads them on the CPU can't take"
+
+
 class AsyncCopy(Strategy):
     """Hand over batches that are on the device already: pinned, copied on a side stream, ordered by an event.
 
@@ -23,14 +26,15 @@ class AsyncCopy(Strategy):
     treats = frozenset({Bottleneck.TRANSFER})
     exactness = Exactness.EXACT
     touches = frozenset({"input"})
-    opt_in = "the loop would see batches on the GPU, which code that reads them on the CPU can't take"
 
     def __init__(self) -> None:
         self._copier: AheadCopier | None = None
 
     def refusal(self, run: Run) -> str:
-        """Say why it does not apply: no CUDA."""
-        return "" if run.cuda else "it needs a CUDA device; the model is on the " + run.device.type.upper()
+        """Say why it does not apply: no CUDA, or nobody has asked for it."""
+        if not run.cuda:
+            return "it needs a CUDA device; the model is on the " + run.device.type.upper()
+        return "" if self.name in run.enabled else f"{_SEEN}; enable=({self.name!r},) tries it"
 
     def enable(self, run: Run, setting: Any) -> None:
         """Copy from the next batch on."""

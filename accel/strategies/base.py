@@ -1,11 +1,4 @@
-"""What a strategy is: one acceleration that can be switched on and off at a step boundary.
-
-A strategy is a small class in a file of its own. It says what it treats, whether it applies to this run and why not,
-how exact it is, and how it is switched on and off; it never measures and never decides.
-
-Every run imports every strategy's module, so what takes long to import is imported in `enable`, or in `refusal` behind
-the checks that cost nothing.
-"""
+"""What a strategy is: one acceleration that can be switched on and off at a step boundary."""
 
 from __future__ import annotations
 
@@ -16,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from accel.profiler.bottleneck import Bottleneck
 from accel.profiler.interruptions import ours
+from accel.strategies.trial_design import TrialDesign
 
 if TYPE_CHECKING:
     from accel.run import Run
@@ -44,11 +38,32 @@ class Exactness(IntEnum):
 
 
 class Strategy(ABC):
-    """One acceleration.
+    """One acceleration: a small class in a file of its own. This is the manual of writing one.
 
-    Subclasses set the class attributes and write `refusal`, `enable` and `disable`. The same object is switched on and
-    off many times in a trial, so that what is expensive to make (a compiled graph, worker processes) is kept between
-    two uses and given up in `close`.
+    It says what it treats, whether it applies to this run and why not, how exact it is, how it is judged, and how it is
+    switched on and off; it never measures and never decides. Set the class attributes, write `refusal`, `enable` and
+    `disable`; everything else has a default. Then add a line to the registry (`accel.strategies`).
+
+    One object lives as long as the run. It is switched on and off many times in a trial, between two steps, so what is
+    expensive to make (a compiled graph, worker processes) is kept from use to use and given up in `close`. Every run
+    imports every strategy's module: what takes long to import is imported in `enable`, or in `refusal` behind the
+    checks that cost nothing.
+
+    How it is judged is its own business. By default blocks of steps with and without it take turns. `comparison`
+    returns a `TrialDesign` with other numbers (one-off work, steps to settle, …), an `EpochDesign` for what takes
+    effect when an epoch begins, or a subclass written in the strategy's own file (see `accel.strategies.allocator`).
+    `touches` says what the guard compares before that.
+
+    Ways to act:
+
+        wrap the model's call     run.gate.add(self.name, wrap) and run.gate.remove(self.name)
+        change each batch         run.fetching.transforms[self.name] = function
+        change a setting          of torch, or of the optimizers in run.optimizers; one of the whole process through
+                                  `ProcessSetting`, as other models may switch it too
+        change modules' classes   see examples/own_strategy.py; never set plain attributes on a module, since the
+                                  guard puts attributes back before each replay
+
+    A complete one is in examples/own_strategy.py.
     """
 
     name: ClassVar[str]
@@ -56,63 +71,25 @@ class Strategy(ABC):
     summary: ClassVar[str]
     """What it does, one line."""
     treats: ClassVar[frozenset[Bottleneck]]
-    """Bottlenecks it treats; the controller tries those strategies first that treat what it just measured."""
+    """Bottlenecks that it treats: strategies that treat what was just measured are tried first. What treats
+    `communication` changes how ranks talk to each other: all of them switch it at the same step, or none."""
     exactness: ClassVar[Exactness]
+    """How far it may move the numbers; the guard holds it to that."""
     touches: ClassVar[frozenset[str]] = frozenset({"model"})
-    """What the guard must compare: `model` (outputs and gradients), `optimizer` (the update), `input` (the batch)."""
-    phase: ClassVar[str] = ""
-    """The one phase of the step that it can shorten (`data`, `optimizer`); not tried when that phase is negligible."""
-    host_dependent: ClassVar[bool] = False
-    """Its gain depends on what else the machine does: once kept, it is tried again from time to time."""
-    frees_cores: ClassVar[bool] = False
-    """It uses fewer cores: tried as soon as other processes keep them busy, and again once these have left."""
-    compiles: ClassVar[bool] = False
-    """The model's call is compiled. It draws random numbers in canonical order (`accel.guard.draws`) by itself."""
-    captures: ClassVar[bool] = False
-    """The model's calls are graphs, and run eagerly under a mode of torch, which would not see into them."""
-    lasting: ClassVar[bool] = False
-    """It saves page faults, and its effect may outlast it: where steps without it no longer have them, blocks of steps
-    in turns compare nothing, and it is judged by the steps before and after it."""
-    collective: ClassVar[bool] = False
-    """With it, ranks talk to each other in another way: all must switch it at the same step, or none."""
-    opt_in: ClassVar[str] = ""
-    """Why it runs only when named in `enable=`; empty for all others."""
-    one_off_s: ClassVar[float] = 0.0
-    """Seconds of one-off work that the budget must allow for before it is tried; `expected_s` may know better."""
-    repeated_share: ClassVar[float] = 1.0
-    """Share of that work which a later process does again; the rest is kept on disk, by torch for instance."""
-    settle_steps: ClassVar[int] = 1
-    """Steps to leave out after each switch, until its effect is steady; see `settling`."""
-    is_preparing: bool = False
-    """It prepares itself while it is off, see `waits`, so that it is not closed."""
+    """What the guard compares: `model` (outputs and gradients), `optimizer` (the update), `input` (the batch). Empty if
+    nothing has to be compared, or it compares its numbers itself."""
 
     @abstractmethod
     def refusal(self, run: Run) -> str:
         """Return '' if it applies to this run, else one sentence that says why not."""
 
-    def waits(self, run: Run) -> str:
-        """Return '' if it can be tried now, else what it waits for in the running loop; begins what that takes."""
-        return ""
-
-    def failure(self, run: Run) -> str:
-        """Return why it has stopped acting since it was switched on, where it does so by itself; '' if it hasn't."""
-        return ""
-
-    def note(self, run: Run) -> str:
-        """Return what the report adds to why it was kept; '' for nothing."""
-        return ""
-
-    def expected_s(self, run: Run, setting: Any) -> float:
-        """Return seconds of one-off work to expect of a setting in this run, while none have been measured."""
-        return self.one_off_s
-
-    def repeats(self, setting: Any) -> float:
-        """Return the share of the one-off work just done that a later process does again."""
-        return self.repeated_share
-
     def settings(self, run: Run) -> list[Any]:
         """Return the settings worth trying, best guess first; one None when there is nothing to set."""
         return [None]
+
+    def comparison(self, run: Run) -> TrialDesign:
+        """Return how it is judged in this run, as things are now; asked often, so it must be cheap."""
+        return TrialDesign()
 
     @abstractmethod
     def enable(self, run: Run, setting: Any) -> None:
@@ -120,22 +97,14 @@ class Strategy(ABC):
 
     @abstractmethod
     def disable(self, run: Run) -> None:
-        """Switch off, at a step boundary; leaves everything as `enable` found it."""
+        """Switch off, at a step boundary, also after an `enable` that failed; leaves all as it was before."""
+
+    def failure(self, run: Run) -> str:
+        """Return why it has stopped acting since it was switched on, where it does so by itself; '' if it hasn't."""
+        return ""
 
     def close(self, run: Run) -> None:  # noqa: B027  (most strategies keep nothing)
         """Give up what was kept between uses."""
-
-    def by_epoch(self, run: Run) -> bool:
-        """Tell whether it takes effect when an epoch begins: then it is tried in whole epochs, after all others."""
-        return False
-
-    def settling(self, setting: Any) -> int:
-        """Return how many steps to leave out after each switch to or from this setting."""
-        return self.settle_steps
-
-    def describe(self, setting: Any) -> str:
-        """Return the setting as `key=value` for the report; '' when there is none."""
-        return "" if setting is None else f"{self.name}={setting}"
 
 
 def asked(refusal: Callable[[], str]) -> str:
@@ -144,3 +113,8 @@ def asked(refusal: Callable[[], str]) -> str:
         return refusal()
     except ours() as error:
         return f"its check of the run failed: {type(error).__name__}: {error}"
+
+
+def is_collective(strategy: Strategy) -> bool:
+    """Tell whether all ranks must switch a strategy at the same step, or none."""
+    return Bottleneck.COMMUNICATION in strategy.treats

@@ -4,9 +4,10 @@ Only the inputs are laid out anew; the layout then spreads from convolution to c
 theirs, so checkpoints, optimizer state and gradient buckets don't notice. On two Zen 5 cores this gives all of what
 converting the parameters too would give (17.4 against 17.3 ms for a step that took 27.6 ms).
 
-The loop gets what it would have got, since `.view` on another layout fails: outputs, gradients of inputs and what the
-call has put into its arguments are laid out as in a plain call. Hooks see the activations before that, so that the
-strategy does not apply to a model with hooks of the user's; what a model keeps in attributes the guard looks at.
+The loop gets what it would have got, since `.view` on another layout fails: outputs and gradients of inputs are laid
+out as in a plain call. A call with containers of tensors is left as it is: it may write into them. Hooks see the
+activations in between, so that the strategy does not apply to a model with hooks of the user's; what a model keeps in
+attributes the guard looks at.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ from accel.run.context import Observed
 from accel.run.gate import Call, hooks_of
 from accel.run.layouts import in_order
 from accel.strategies.base import Exactness, NothingHelps, Strategy
-from accel.strategies.exchanged_arguments import ExchangedArguments
 
 _CONVOLUTIONS = (nn.Conv2d, nn.ConvTranspose2d)
 _IN_ORDER = "the weights of the model's convolutions are in this order already"
 _WRITTEN = "the model writes to its input, and in another layout it would write to a copy"
+_NESTED = "the model is called with a container of tensors, which would get what it writes there in another layout"
 _HOOKED = "a hook on a module of the model would see its values in another layout"
 _OUR_HOOKS = ("torch.", "accel.")
 """Modules whose hooks bear any layout, such as those of spectral norms."""
@@ -50,8 +51,8 @@ class ChannelsLast(Strategy):
     exactness = Exactness.REORDERED
 
     def __init__(self) -> None:
-        self._is_written = False
-        """A call has written to its input."""
+        self._stopped = ""
+        """Why it does not go with the calls that were made: they write to their inputs, or get containers."""
         self._observed = Observed()
 
     def refusal(self, run: Run) -> str:
@@ -67,8 +68,8 @@ class ChannelsLast(Strategy):
 
     def enable(self, run: Run, setting: Any) -> None:
         """Convert the inputs of each call."""
-        if self._is_written:  # as the guard's replay has shown
-            raise NothingHelps(_WRITTEN)
+        if self._stopped:  # as the guard's replay has shown
+            raise NothingHelps(self._stopped)
         self._observed = run.observed
         run.gate.add(self.name, self._in_channels_last)
 
@@ -77,42 +78,56 @@ class ChannelsLast(Strategy):
         run.gate.remove(self.name)
 
     def failure(self, run: Run) -> str:
-        """Say that the model writes to its input, or has got a hook."""
-        if self._is_written:
-            return _WRITTEN
-        return _HOOKED if _has_users_hooks(run.model) else ""
+        """Say that the model writes to its input, is called with containers, or has got a hook."""
+        return self._stopped or (_HOOKED if _has_users_hooks(run.model) else "")
 
     def _in_channels_last(self, call: Call) -> Call:
         def run_call(*args: Any, **kwargs: Any) -> Any:
-            exchanged = ExchangedArguments(_to_last, in_order)
-            try:
-                args, kwargs = exchanged.put_in((args, kwargs))
-                versions = [_version(laid_out) for _, laid_out in exchanged.pairs]
-                outputs = call(*args, **kwargs)
-            finally:
-                if exchanged.pairs:
-                    exchanged.take_out()
-            if not exchanged.pairs:  # a plain call: images that come in this order leave so
+            if any(not _is_flat(value) and tensors(value) for value in (*args, *kwargs.values())):
+                self._stopped = _NESTED
+                return call(*args, **kwargs)
+            pairs: dict[int, tuple[Tensor, Tensor]] = {}
+            """The loop's tensors and what the call gets for them, by the former's id."""
+
+            def laid_out(value: Any) -> Any:
+                other = _to_last(value) if isinstance(value, Tensor) and id(value) not in pairs else value
+                if other is not value:
+                    pairs[id(value)] = value, other
+                return pairs[id(value)][1] if id(value) in pairs else value
+
+            given = [laid_out(value) for value in args], {name: laid_out(value) for name, value in kwargs.items()}
+            versions = [_version(other) for _, other in pairs.values()]
+            outputs = call(*given[0], **given[1])
+            if not pairs:  # a plain call: images that come in this order leave so
                 return outputs
-            for (tensor, laid_out), version in zip(exchanged.pairs, versions, strict=True):
-                if _version(laid_out) != version:
-                    tensor.copy_(laid_out)  # with its gradients, if it has any
-                    self._is_written = True
-            return map_tensors(self._as_in_plain_calls(exchanged, outputs), outputs)
+            for (tensor, other), version in zip(pairs.values(), versions, strict=True):
+                if _version(other) != version:
+                    tensor.copy_(other)  # with its gradients, if it has any
+                    self._stopped = _WRITTEN
+            own = {id(other): tensor for tensor, other in pairs.values()}
+            return map_tensors(self._as_in_plain_calls(own, outputs), outputs)
 
         return run_call
 
-    def _as_in_plain_calls(self, exchanged: ExchangedArguments, outputs: Any) -> Callable[[Tensor], Tensor]:
-        """Return what makes of each tensor among the outputs what the loop would have got."""
+    def _as_in_plain_calls(self, own: dict[int, Tensor], outputs: Any) -> Callable[[Tensor], Tensor]:
+        """Return what makes of each tensor among the outputs what the loop would have got.
+
+        Args:
+            own: the loop's tensors, by the ids of what the call has got for them.
+            outputs: of the call.
+        """
         returned = tensors(outputs)
         orders = self._observed.orders_of(returned)
         known = dict(zip(map(id, returned), orders, strict=True)) if len(returned) == len(orders) else {}
 
         def as_in_plain_calls(tensor: Tensor) -> Tensor:
-            own = exchanged.own(tensor)
-            return in_order(tensor, known.get(id(tensor))) if own is None else own
+            return own[id(tensor)] if id(tensor) in own else in_order(tensor, known.get(id(tensor)))
 
         return as_in_plain_calls
+
+
+def _is_flat(value: Any) -> bool:
+    return value is None or isinstance(value, Tensor | str | int | float)
 
 
 def _version(tensor: Tensor) -> int | None:

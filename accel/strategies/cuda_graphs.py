@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,12 +12,31 @@ from accel.run import Run
 from accel.run.context import Shapes, shapes_of
 from accel.run.gate import Call
 from accel.strategies.base import Exactness, NothingHelps, Strategy
+from accel.strategies.trial_design import Replay, TrialDesign
 
 if TYPE_CHECKING:
     from accel.graphs import ModelCalls
+    from accel.guard.guard import Comparison as Finding
+    from accel.guard.guard import Recording
 
 _WATCHED = 3
 """Calls that are watched before a capture: which outputs get gradients, and whether those are differentiated again."""
+
+
+def compared_with_eager(without: Replay, under: Replay, recording: Recording, exactness: Exactness) -> Finding:
+    """Compare a call from the same random state: the one that captures, then one that replays what was captured.
+
+    From the same state a graph draws what an eager call draws, unless a library takes another path while a stream is
+    captured, as transformers does for attention masks. Such graphs are refused.
+    """
+    from accel.guard import guard
+
+    expected, finding = without(recording), guard.Comparison()
+    for _ in range(2):  # one is freed before the next is made
+        finding = finding.merge(guard.compare(expected, under(recording), exactness))
+        if finding.problem:
+            break
+    return finding
 
 
 class CudaGraphs(Strategy):
@@ -29,8 +49,6 @@ class CudaGraphs(Strategy):
     summary = "forward and backward pass as one launch each"
     treats = frozenset({Bottleneck.LAUNCH})
     exactness = Exactness.REORDERED  # libraries may choose other algorithms for a graph's own memory
-    captures = True
-    settle_steps = 2
 
     def __init__(self) -> None:
         self._calls: ModelCalls | None = None
@@ -50,6 +68,12 @@ class CudaGraphs(Strategy):
         if run.observed.calls and run.observed.usual_shapes is None:
             return "the shapes of the model's inputs vary, and each would take a graph (accel.graphs.Buckets pads them)"
         return ""
+
+    def comparison(self, run: Run) -> TrialDesign:
+        """Watch some calls first; graphs run eagerly where the guard notes draws, so they are compared without that."""
+        return TrialDesign(
+            settle_steps=2, prepare=partial(self.waits, run), is_made_for_calls=True, further_check=compared_with_eager
+        )
 
     def waits(self, run: Run) -> str:
         """Watch some calls, and say so until they have been seen."""

@@ -11,6 +11,7 @@ from accel.profiler.bottleneck import Bottleneck
 from accel.run import Run
 from accel.strategies.base import Exactness, Strategy
 from accel.strategies.process_setting import ProcessSetting
+from accel.strategies.trial_design import TrialDesign
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
@@ -29,8 +30,6 @@ class CudnnBenchmark(Strategy):
     summary = "cuDNN picks its algorithm by timing"
     treats = frozenset({Bottleneck.COMPUTE})
     exactness = Exactness.REORDERED
-    # The first step of each shape times every algorithm.
-    settle_steps = 2
 
     def refusal(self, run: Run) -> str:
         """Say why it does not apply: no CUDA, no convolution, on already, or deterministic algorithms asked for."""
@@ -43,6 +42,10 @@ class CudnnBenchmark(Strategy):
         if torch.backends.cudnn.deterministic or torch.are_deterministic_algorithms_enabled():
             return "the run asks for deterministic algorithms"
         return ""
+
+    def comparison(self, run: Run) -> TrialDesign:
+        """Leave out the first step of each shape, which times every algorithm."""
+        return TrialDesign(settle_steps=2)
 
     def enable(self, run: Run, setting: Any) -> None:
         """Switch the timing on."""

@@ -9,6 +9,7 @@ generators are torch's own.
 from __future__ import annotations
 
 import itertools
+import sys
 import threading
 import warnings
 from typing import Any
@@ -19,9 +20,12 @@ from torch import Generator, Tensor, nn
 from accel.profiler.bottleneck import Bottleneck
 from accel.run import Run
 from accel.strategies.base import Exactness, NothingHelps, Strategy
+from accel.strategies.trial_design import TrialDesign
 
 _COMPARED_EVERY = 512
 """One draw in so many is made by torch as well, and compared."""
+_COMPILING_S = 0.3
+"""The C compiler's 0.2 s, and the comparison."""
 
 
 class DropoutMasks(Strategy):
@@ -38,8 +42,6 @@ class DropoutMasks(Strategy):
     treats = frozenset({Bottleneck.COMPUTE})
     exactness = Exactness.EXACT
     touches = frozenset()  # it compares its numbers itself, in all steps
-    one_off_s = 0.3
-    """The C compiler's 0.2 s, and the comparison."""
 
     def refusal(self, run: Run) -> str:
         """Say why it does not apply: another device, no dropout, no C compiler."""
@@ -51,11 +53,11 @@ class DropoutMasks(Strategy):
 
         return "" if compiler() else "there is no C compiler: neither CC nor cc, gcc or clang"
 
-    def expected_s(self, run: Run, setting: Any) -> float:
-        """Return what compiling takes, 0 once that has been done in this process."""
-        from accel.kernels.bernoulli import why_not
-
-        return 0.0 if why_not.cache_info().currsize else self.one_off_s
+    def comparison(self, run: Run) -> TrialDesign:
+        """Reckon with what compiling takes, 0 once that has been done in this process."""
+        bernoulli = sys.modules.get("accel.kernels.bernoulli")  # imported where a model drops out
+        is_compiled = bernoulli is not None and bernoulli.why_not.cache_info().currsize
+        return TrialDesign(cost_s=0.0 if is_compiled else _COMPILING_S)
 
     def enable(self, run: Run, setting: Any) -> None:
         """Compile the kernel, the first time, and register it."""

@@ -15,6 +15,7 @@ from accel.profiler.experiments import update_path
 from accel.profiler.experiments.update_path import Paths
 from accel.run import Run
 from accel.strategies.base import Exactness, Strategy
+from accel.strategies.trial_design import TrialDesign
 
 _NONE_LEFT = "no optimizer takes that path any more"
 _REPLACED = "the loop has replaced it, or loaded a state that can't"
@@ -32,7 +33,6 @@ class FusedOptimizer(Strategy):
     treats = frozenset({Bottleneck.OPTIMIZER, Bottleneck.LAUNCH})
     exactness = Exactness.REORDERED
     touches = frozenset({"optimizer"})
-    phase = "optimizer"
 
     def __init__(self) -> None:
         self._paths = Paths()
@@ -54,6 +54,10 @@ class FusedOptimizer(Strategy):
         able = [o for o in run.optimizers if not _refusal(o)]
         fused = ["fused"] if all(update_path.has_fused(o) for o in able) else []
         return fused if run.cuda else [*fused, "foreach"]
+
+    def comparison(self, run: Run) -> TrialDesign:
+        """Try it where the update is a part of the step; on a GPU the host's time in it is that of launching."""
+        return TrialDesign(phase="" if run.cuda else "optimizer")
 
     def enable(self, run: Run, setting: Any) -> None:
         """Set the path, and move step counters where the fused path wants them."""
@@ -84,10 +88,6 @@ class FusedOptimizer(Strategy):
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
-
-    def describe(self, setting: Any) -> str:
-        """Return `fused` or `foreach`."""
-        return str(setting)
 
 
 def _put_counters_on_cpu(states: dict[Any, Any], keys: Iterable[Any]) -> None:

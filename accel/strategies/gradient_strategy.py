@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from accel.profiler.bottleneck import Bottleneck
 from accel.run import Run
 from accel.strategies.base import NothingHelps, Strategy
+from accel.strategies.trial_design import TrialDesign
 
 if TYPE_CHECKING:
     from accel.comm.selection.offers import SchemeOffers
@@ -27,11 +28,10 @@ class GradientStrategy(Strategy):
 
     treats = frozenset({Bottleneck.COMMUNICATION})
     touches = frozenset()
-    collective = True
-    one_off_s = 5.0
-    settle_steps = 3  # DDP makes new buckets after the hook has been taken off or put on
     level: str
     """Of `allow`."""
+    measuring_s = 5.0
+    """What measuring the network and the compressors takes."""
     above: tuple[str, ...] = ()
     """Levels whose schemes include those of this one."""
 
@@ -52,6 +52,10 @@ class GradientStrategy(Strategy):
         from accel.comm.selection import offers
 
         return offers.refusal(run.model, self.above)
+
+    def comparison(self, run: Run) -> TrialDesign:
+        """Reckon with the measurement of the network; DDP makes its buckets anew after the hook has come off or on."""
+        return TrialDesign(cost_s=self.measuring_s, settle_steps=3, describe=self.describe)
 
     def settings(self, run: Run) -> list[Any]:
         """Return the numbers of the offers; the list grows once they are known, while it is gone through."""

@@ -15,6 +15,7 @@ from accel.profiler.bottleneck import Bottleneck
 from accel.profiler.host import available_memory
 from accel.run import Run
 from accel.strategies.base import Exactness, Strategy
+from accel.strategies.trial_design import EpochDesign, TrialDesign
 
 if TYPE_CHECKING:
     from accel.dataio.passes.continuous import Continuous
@@ -39,9 +40,7 @@ class LoaderWorkers(Strategy):
     summary = "batches fetched ahead by threads or worker processes, across epochs"
     treats = frozenset({Bottleneck.INPUT})
     exactness = Exactness.EXACT
-    host_dependent = True
     touches = frozenset({"input"})
-    phase = "data"
 
     def __init__(self) -> None:
         self._pool: dict[Any, Continuous] = {}
@@ -70,7 +69,21 @@ class LoaderWorkers(Strategy):
         unseen = LoopWatch(fetch_of(run.loader)).unseen
         return unseen and f"the loop could change {unseen}, within an epoch without being seen: allow='exact' leaves it"
 
-    def note(self, run: Run) -> str:
+    def comparison(self, run: Run) -> TrialDesign:
+        """Judge in whole epochs where the loader has workers of its own, which it starts for each epoch."""
+        is_by_epoch = isinstance(run.loader, DataLoader) and run.loader.num_workers > 0
+        return (EpochDesign if is_by_epoch else TrialDesign)(
+            phase="data",
+            # What fetches batches otherwise begins with imports and threads, and makes two batches to compare.
+            cost_s=0.1,
+            # The batches that are still under way after a switch, and some: a fork makes pages copy on write.
+            settle_steps=lambda setting: 2 * _count(setting) + 2,
+            describe=lambda setting: f"workers={setting}" if isinstance(setting, int) else str(setting),
+            depends_on_host=True,
+            note=self._compared(),
+        )
+
+    def _compared(self) -> str:
         """Tell how many of the batches that were made elsewhere were compared with the loop's own."""
         seen, compared = sum(each.seen for each in self._checks), sum(each.compared for each in self._checks)
         return f"{compared:,} of {seen:,} batches were made by the loop too and compared: the same bits" if seen else ""
@@ -119,18 +132,6 @@ class LoaderWorkers(Strategy):
         """Let go of the workers that are not in use; they end once the epoch that may still wait for them is over."""
         self._pool = {setting: ahead for setting, ahead in self._pool.items() if ahead is run.fetching.workers}
         self._own = run.fetching.own_workers
-
-    def by_epoch(self, run: Run) -> bool:
-        """Tell whether the loader has workers of its own, which it starts for each epoch."""
-        return isinstance(run.loader, DataLoader) and run.loader.num_workers > 0
-
-    def settling(self, setting: Any) -> int:
-        """Return the batches that are still under way after a switch, and some: a fork makes pages copy on write."""
-        return 2 * _count(setting) + 2
-
-    def describe(self, setting: Any) -> str:
-        """Return `workers=n` or `threads=n`."""
-        return f"workers={setting}" if isinstance(setting, int) else str(setting)
 
 
 _THREADS = "threads="

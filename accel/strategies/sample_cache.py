@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from accel.dataio.passes.movable import movable
 from accel.profiler.bottleneck import Bottleneck
 from accel.run import Run
 from accel.strategies.base import Exactness, NothingHelps, Strategy
+from accel.strategies.trial_design import TrialDesign
 
 if TYPE_CHECKING:
     from accel.dataio.passes.kept_samples import KeptSamples
 
 _EPOCHS, _NOTED_S = 2, 10e-6
 """Seconds of noting a sample of 3 kB: 8 µs in the first epoch, 13 in the second."""
+_UNKNOWN_S = 0.1
+"""Of a dataset that has no length."""
 
 
 class KeepSamples(Strategy):
@@ -32,12 +36,10 @@ class KeepSamples(Strategy):
     treats = frozenset({Bottleneck.INPUT})
     exactness = Exactness.EXACT
     touches = frozenset({"input"})
-    phase = "data"
-    one_off_s = 0.1
 
     def __init__(self) -> None:
         self._kept: KeptSamples | None = None
-        self._under_way = 0
+        self._under_way, self._is_preparing = 0, False
 
     def refusal(self, run: Run) -> str:
         """Say why it does not apply: the loader's kind, or a dataset whose samples differ or can't be kept."""
@@ -54,21 +56,31 @@ class KeepSamples(Strategy):
             return self._kept.finding
         return not_keepable(run.loader)
 
-    def expected_s(self, run: Run, setting: Any) -> float:
+    def comparison(self, run: Run) -> TrialDesign:
+        """Have samples noted before the trial, and leave out the batches that workers have under way, and one."""
+        return TrialDesign(
+            phase="data",
+            cost_s=self._noting_s(run),
+            settle_steps=self._under_way + 1,
+            prepare=partial(self.waits, run),
+            is_preparing=self._is_preparing,
+        )
+
+    def _noting_s(self, run: Run) -> float:
         """Return what noting the samples of two epochs will take; 0 once that is under way."""
         if self._kept is not None and self._kept.loader is run.loader:
             return 0.0
         try:
             return _EPOCHS * _NOTED_S * len(run.loader.dataset)
         except TypeError:
-            return self.one_off_s
+            return _UNKNOWN_S
 
     def waits(self, run: Run) -> str:
         """Have samples looked at, and say what is waited for until most have been kept."""
         kept, workers = self._of(run), run.fetching.workers
         self._under_way = 0 if workers is None else workers.engine.capacity
         waits = kept.waits
-        self.is_preparing = bool(waits)
+        self._is_preparing = bool(waits)
         return kept.finding or waits
 
     def enable(self, run: Run, setting: Any) -> None:
@@ -81,7 +93,7 @@ class KeepSamples(Strategy):
     def disable(self, run: Run) -> None:
         """Fetch all samples from the next batch on; what is kept stays."""
         if self._kept is not None:
-            if self.is_preparing:
+            if self._is_preparing:
                 self._kept.record()
             else:
                 self._kept.rest()
@@ -92,16 +104,12 @@ class KeepSamples(Strategy):
 
     def close(self, run: Run) -> None:
         """Give the memory back."""
-        self.is_preparing = False
+        self._is_preparing = False
         if self._kept is not None:
             self._kept.close()
             if run.fetching.samples is self._kept:
                 run.fetching.samples = None
             self._kept = None
-
-    def settling(self, setting: Any) -> int:
-        """Return the batches that workers have under way, and one."""
-        return self._under_way + 1
 
     def _of(self, run: Run) -> KeptSamples:
         if self._kept is None or self._kept.loader is not run.loader:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +17,7 @@ from accel.run.context import shapes_of
 from accel.run.gate import Call
 from accel.strategies.base import Exactness, Strategy
 from accel.strategies.repeated_blocks import layers, repeated_blocks
+from accel.strategies.trial_design import TrialDesign
 
 if TYPE_CHECKING:
     from accel.strategies.compile_ahead import CompileAhead
@@ -24,6 +26,9 @@ if TYPE_CHECKING:
 BLOCKS, WHOLE = "blocks", "whole model"
 # Fitted to eight models of benchmarks/suite on two cores: 9 to 113 s, all within a factor of two.
 _START_S, _LAYER_S, _REPEATED_LAYER_S = 5.0, 1.2, 0.35
+REPEATED_SHARE = 0.3
+"""Of what a helper process has compiled, the part that this one does again. With torch's cache a small convolutional
+network took 2.8 s in place of 18.8 s; large models repeat more."""
 _LEAST_IDLE = 0.75
 """Cores that nobody must be using where a helper process is to compile."""
 _LOOK_S = 1.0
@@ -46,11 +51,6 @@ class TorchCompile(Strategy):
     summary = "compiled graph of the model (TorchInductor)"
     treats = frozenset({Bottleneck.LAUNCH, Bottleneck.MEMORY, Bottleneck.COMPUTE})
     exactness = Exactness.REORDERED
-    one_off_s = 30.0
-    # With torch's cache a small convolutional network took 2.8 s in place of 18.8 s. Large models repeat more.
-    repeated_share = 0.3
-    settle_steps = 2
-    compiles = True
 
     def __init__(self) -> None:
         self._calls: dict[str, CompiledCalls] = {}
@@ -66,6 +66,7 @@ class TorchCompile(Strategy):
         self._crowd: CrowdMeter | None = None
         self._crowd_since = 0.0
         self._active = ""
+        self._is_preparing = False
 
     def refusal(self, run: Run) -> str:
         """Say why it does not apply: compiled already, a wrapper, or a loop that uses its graphs otherwise."""
@@ -83,11 +84,18 @@ class TorchCompile(Strategy):
         """Return the repeated blocks, if there are any, and the whole model: what compiles faster comes first."""
         return [BLOCKS, WHOLE] if self._blocks(run) else [WHOLE]
 
-    def describe(self, setting: Any) -> str:
-        """Return `blocks` or `whole model`; a plan of an earlier version has None for that."""
-        return str(setting or WHOLE)
+    def comparison(self, run: Run) -> TrialDesign:
+        """Have a helper process compile first, if cores are idle; a graph is for calls as they are now."""
+        return TrialDesign(
+            cost_s=partial(self.compiling_s, run),
+            settle_steps=2,
+            describe=lambda setting: str(setting or WHOLE),  # a plan of an earlier version has None for that
+            prepare=partial(self.waits, run),
+            is_preparing=self._is_preparing,
+            is_made_for_calls=True,
+        )
 
-    def expected_s(self, run: Run, setting: Any) -> float:
+    def compiling_s(self, run: Run, setting: Any) -> float:
         """Return seconds until it is compiled: so many for each layer in the graphs, fewer for one like another.
 
         The compiler finds most of the code for a repeated layer done, but captures and lowers each. What a helper
@@ -98,11 +106,7 @@ class TorchCompile(Strategy):
         graphs = 1 if run.observed.usual_shapes is not None else 2  # for the first sizes, and for all
         seconds = (_START_S + _LAYER_S * different + _REPEATED_LAYER_S * repeated) * graphs
         problem = self._helped.get(setting) if setting in self._helped else _no_room(run)
-        return seconds if problem else seconds * self.repeated_share
-
-    def repeats(self, setting: Any) -> float:
-        """Return the share that a later process does again: all, where a helper process had done the rest before."""
-        return 1.0 if self._helped.get(setting) == "" else self.repeated_share
+        return seconds if problem else seconds * REPEATED_SHARE
 
     def waits(self, run: Run) -> str:
         """Have a helper process compile, if there is room for it, and say so until it has ended."""
@@ -119,8 +123,8 @@ class TorchCompile(Strategy):
                 self._helped[setting] = "other processes keep the cores busy"
             else:
                 self._ask_helper(run, setting)
-        self.is_preparing = self._helper is not None
-        return f"a helper process compiles: {self._helper_compiles}" if self.is_preparing else ""
+        self._is_preparing = self._helper is not None
+        return f"a helper process compiles: {self._helper_compiles}" if self._is_preparing else ""
 
     def enable(self, run: Run, setting: Any) -> None:
         """Put the compiled calls in place; compilation happens at their first call."""
@@ -181,7 +185,8 @@ class TorchCompile(Strategy):
             wrapped = self._calls[self._active].wrap(call) if self._active else call
             return wrapped if self._helper is None else self._with_helper(self._helper, run, call, wrapped)
 
-        run.gate.add(self.name, wrap, self._calls[self._active].leave if self._active else None)
+        leave = self._calls[self._active].leave if self._active else None
+        run.gate.add(self.name, wrap, leave, compiles=bool(self._active))
 
     def _follow_batch(self, run: Run) -> None:
         """After a change of the batch, forget what was compiled ahead for the one before."""
@@ -211,7 +216,7 @@ class TorchCompile(Strategy):
     def _dismiss_helper(self, run: Run) -> None:
         if self._helper is not None:
             self._helper.stop()
-            self._helper, self.is_preparing = None, False
+            self._helper, self._is_preparing = None, False
             self._wrap_calls(run)
 
     def _with_helper(self, helper: CompileAhead, run: Run, call: Call, wrapped: Call) -> Call:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from accel.profiler.bottleneck import Bottleneck
 from accel.run import Run
 from accel.strategies.base import Exactness, Strategy
+from accel.strategies.trial_design import TrialDesign
 
 if TYPE_CHECKING:
     from accel.kernels.window_dropins import FusedModules
@@ -22,7 +23,6 @@ class WindowAttention(Strategy):
     summary = "Swin's window attention as one fused kernel each way"
     treats = frozenset({Bottleneck.LAUNCH, Bottleneck.MEMORY, Bottleneck.COMPUTE})
     exactness = Exactness.REORDERED
-    one_off_s = 10.0  # the kernels are compiled; 1 to 2 s for each kind of layer
 
     def __init__(self) -> None:
         self._fused: FusedModules | None = None
@@ -39,6 +39,10 @@ class WindowAttention(Strategy):
         if not candidates(run.model):
             return "the model has no window attention of a known library"
         return ""
+
+    def comparison(self, run: Run) -> TrialDesign:
+        """Reckon with the kernels' compilation: 1 to 2 s for each kind of layer."""
+        return TrialDesign(cost_s=10.0)
 
     def enable(self, run: Run, setting: Any) -> None:
         """Switch the modules; they are compared with their own results the first time."""

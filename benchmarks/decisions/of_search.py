@@ -17,8 +17,7 @@ from benchmarks.decisions.fault import (
 )
 
 _TRIAL = ("tests/profiler/test_trial.py", "tests/accel/test_controller.py")
-_LASTING = ("tests/accel/test_lasting.py",)
-_POOLED = ("tests/accel/test_pooled_trials.py", "tests/accel/test_pooled_evidence.py")
+_LASTING = ("tests/accel/strategies/test_allocator.py",)
 _SHORT = ("tests/accel/test_short_runs.py",)
 _BUDGET = ("tests/accel/test_budget.py", "tests/accel/test_search_budget.py")
 _SPENT = ("tests/accel/test_search_budget.py", "tests/accel/test_controller.py")
@@ -32,7 +31,7 @@ def _keeps_losers(verdict: Any) -> Any:
 
 
 def _without_haste(order: Any) -> Any:
-    return (*order[:3], True, *order[4:])
+    return (max(0, order[0]), *order[1:])
 
 
 def _narrow(bounds: tuple[float, float]) -> tuple[float, float]:
@@ -69,19 +68,16 @@ def _dear(tried: Any) -> Any:
 
 
 def _charges_another(right: Any) -> Any:
-    def tried(self: Any, candidate: Any, config: Any, **options: Any) -> Any:
-        before = self.rows[candidate.name].cost_s
-        yield from right(self, candidate, config, **options)
-        row = self.rows[candidate.name]
-        other = next((r for name, r in self.rows.items() if name != candidate.name), row)
-        row.cost_s, other.cost_s = before, other.cost_s + row.cost_s - before
+    def charged(state: Any, candidate: Any = None) -> Any:
+        others = [other for other in state.candidates.values() if other is not candidate]
+        return right(state, others[0] if candidate is not None and others else candidate)
 
-    return tried
+    return charged
 
 
 def _dear_ones_first(rank: tuple[Any, ...]) -> tuple[Any, ...]:
-    by_epoch, postponed, works, lasting, named, compared, *rest = rank
-    return (not by_epoch, postponed, not works, not lasting, named, not compared, *rest)
+    order, at_length, is_dear, named, compared, *rest = rank
+    return (order, at_length, not is_dear, named, not compared, *rest)
 
 
 def _backwards(rank: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -175,65 +171,33 @@ FAULTS = [
         "before_and_after_keeps_all",
         "trial",
         "keeps whatever can't be switched back",
-        "accel.search.lasting_trials:before_and_after",
+        "accel.profiler.trial_driver:before_and_after",
         generator_becomes(_kept),
-        _LASTING,
-    ),
-    Fault(
-        "turns_with_nothing",
-        "trial",
-        "takes turns with plain steps that no longer fault",
-        "accel.search.lasting_trials:_STILL_FAULTS",
-        is_now(0.0),
         _LASTING,
     ),
     Fault(
         "page_faults_say_nothing",
         "trial",
         "undoes what noise leaves open, though steps with it are seen to have no page faults",
-        "accel.search.lasting_trials:by_faults",
-        lambda right: lambda outcome, drop_gain: outcome,
+        "accel.strategies.allocator:_judged",
+        lambda right: lambda result, share, saved, config: result,
         _LASTING,
     ),
     Fault(
         "page_faults_say_all",
         "trial",
         "keeps what saves page faults and is slower",
-        "accel.search.lasting_trials:by_faults",
-        lambda right: lambda outcome, drop_gain: replace(outcome, verdict="keep"),
+        "accel.strategies.allocator:_judged",
+        lambda right: lambda result, share, saved, config: _kept(result),
         _LASTING,
-    ),
-    Fault(
-        "two_open_trials_are_a_gain",
-        "trial",
-        "keeps whatever noise has left open twice",
-        "accel.search.trials:shows_a_gain",
-        returns(True),
-        _POOLED,
-    ),
-    Fault(
-        "two_open_trials_are_nothing",
-        "trial",
-        "lets two open trials say no more than one",
-        "accel.search.trials:shows_a_gain",
-        returns(False),
-        _POOLED,
-    ),
-    Fault(
-        "closing_trial_alone",
-        "trial",
-        "undoes a plan that noise leaves open in the closing trial, whatever its trials have shown",
-        "accel.search.closing:Closing._bears_out_trials",
-        returns(False),
-        _POOLED,
     ),
     Fault(
         "all_undone_at_once",
         "trial",
         "undoes all of a plan for what other processes do to its threads and workers",
         "accel.search.priority:first_undone",
-        lambda right: lambda experiments, plan: list(plan),
-        ("tests/accel/test_crowded_machine.py", *_POOLED, "tests/accel/test_controller.py"),
+        lambda right: lambda state, plan: list(plan),
+        ("tests/accel/test_crowded_machine.py", "tests/accel/test_controller.py"),
     ),
     # Budget
     Fault(
@@ -267,7 +231,7 @@ FAULTS = [
         "startup_is_free",
         "budget",
         "tries things before the run can pay for accel's imports",
-        "accel.search.controller:Controller._begin_affordably",
+        "accel.search.controller:_begin_affordably",
         returns(()),
         _SHORT,
     ),
@@ -275,7 +239,7 @@ FAULTS = [
         "trials_have_no_limit",
         "budget",
         "goes on with a trial whatever it costs",
-        "accel.search.experiments:Experiments._trial_limit_s",
+        "accel.search.costs:trial_limit_s",
         returns(math.inf),
         _SHORT,
     ),
@@ -283,7 +247,7 @@ FAULTS = [
         "trials_are_free",
         "budget",
         "does not count the slower steps of a trial",
-        "accel.search.trials:by_blocks",
+        "accel.profiler.trial_driver:by_blocks",
         generator_becomes(_free),
         _SPENT,
     ),
@@ -291,7 +255,7 @@ FAULTS = [
         "trials_are_dear",
         "budget",
         "counts a minute too much for each trial",
-        "accel.search.trials:by_blocks",
+        "accel.profiler.trial_driver:by_blocks",
         generator_becomes(_dear),
         _SPENT,
     ),
@@ -299,7 +263,7 @@ FAULTS = [
         "charges_another",
         "budget",
         "books a trial's cost to another candidate",
-        "accel.search.candidate_trials:CandidateTrials._try",
+        "accel.search.experiment:charged_to",
         _charges_another,
         _SPENT,
     ),
@@ -307,7 +271,7 @@ FAULTS = [
         "stalls_count",
         "budget",
         "counts a stall of seconds as the candidate's cost",
-        "accel.search.trials:_LONGEST_SETTLING",
+        "accel.profiler.trial_driver:_LONGEST_SETTLING",
         is_now(math.inf),
         _CONTROLLER,
     ),
@@ -332,7 +296,7 @@ FAULTS = [
         "faults_unheeded",
         "search",
         "tries what saves page faults where there are next to none",
-        "accel.search.priority:faulting",
+        "accel.strategies.allocator:_faulting",
         returns(1.0),
         _LASTING,
     ),
@@ -356,7 +320,7 @@ FAULTS = [
         "never_undoes",
         "search",
         "leaves on what was found wrong, slower or failing",
-        "accel.search.experiments:Experiments._remove",
+        "accel.search.verdicts:remove",
         returns(None),
         _CONTROLLER,
     ),
@@ -364,7 +328,7 @@ FAULTS = [
         "no_closing_trial",
         "search",
         "does not try the plan as a whole",
-        "accel.search.closing:Closing._close",
+        "accel.search.closing:close",
         ends_with(None),
         _CONTROLLER,
     ),
@@ -372,7 +336,7 @@ FAULTS = [
         "skips_the_guard",
         "search",
         "runs a candidate that the guard has not passed",
-        "accel.search.experiments:Experiments._guard",
+        "accel.search.experiment:check",
         ends_with(True),
         _CONTROLLER,
     ),
@@ -380,7 +344,7 @@ FAULTS = [
         "never_looks_again",
         "search",
         "does not notice that the plan has become slower",
-        "accel.search.step_level:StepLevel.add",
+        "accel.search.holding:StepLevel.add",
         returns(""),
         ("tests/accel/test_step_level.py", *_CONTROLLER),
     ),
@@ -388,7 +352,7 @@ FAULTS = [
         "ignores_another_regime",
         "search",
         "goes on with a plan for other batches",
-        "accel.search.experiments:Experiments._is_another",
+        "accel.search.experiment:_is_another_regime",
         returns(False),
         _CONTROLLER,
     ),
@@ -396,7 +360,7 @@ FAULTS = [
         "ignores_trips",
         "search",
         "keeps a strategy that has failed while it was on",
-        "accel.search.experiments:Experiments._record_trip",
+        "accel.search.experiment:_record_trip",
         returns(None),
         _CONTROLLER,
     ),
@@ -404,7 +368,7 @@ FAULTS = [
         "tries_what_does_not_apply",
         "search",
         "does not ask whether a candidate applies",
-        "accel.search.ledger:refusal",
+        "accel.search.state:Candidate.refusal",
         returns(""),
         _CONTROLLER,
     ),
@@ -429,7 +393,7 @@ FAULTS = [
         "remembered_unchecked",
         "remembered plans",
         "switches a remembered plan on without the guard",
-        "accel.search.experiments:Experiments._guard_whole",
+        "accel.search.experiment:check_whole",
         ends_with(""),
         _REMEMBERED,
     ),
@@ -437,39 +401,23 @@ FAULTS = [
         "remembered_untried",
         "remembered plans",
         "keeps a remembered plan that is no faster any more",
-        "accel.search.takeover:TakeOver._close",
+        "accel.search.takeover:close",
         ends_with(None),
         _REMEMBERED,
-    ),
-    Fault(
-        "remembered_beyond_doubt",
-        "remembered plans",
-        "lets what an earlier run has shown outweigh whatever this one shows",
-        "accel.search.remembered:bears_out",
-        returns(True),
-        (*_REMEMBERED, "tests/accel/test_lasting.py"),
-    ),
-    Fault(
-        "remembered_alone",
-        "remembered plans",
-        "undoes a remembered plan that noise leaves open in this run",
-        "accel.search.remembered:bears_out",
-        returns(False),
-        (*_REMEMBERED, "tests/accel/test_lasting.py"),
     ),
     Fault(
         "never_too_old",
         "remembered plans",
         "relies on a result of last year",
-        "accel.search.remembered:Recollection._too_old",
-        returns(""),
+        "accel.search.remembered:MOST_DAYS",
+        is_now(math.inf),
         _REMEMBERED,
     ),
     Fault(
         "losers_tried_each_run",
         "remembered plans",
         "tries in every run what gave nothing in the one before",
-        "accel.search.remembered:Recollection.postponed",
+        "accel.search.remembered:RememberedPlan.postponed",
         returns(""),
         _REMEMBERED,
     ),
@@ -477,7 +425,7 @@ FAULTS = [
         "losers_never_tried_again",
         "remembered plans",
         "never tries again what gave nothing once",
-        "accel.search.remembered:Recollection.postponed",
+        "accel.search.remembered:RememberedPlan.postponed",
         _always_late,
         _REMEMBERED,
     ),

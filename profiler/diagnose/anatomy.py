@@ -100,12 +100,6 @@ def _excess(steps: Sequence[Measurement], phases: Sequence[str]) -> float:
     return sum(max(0.0, spent[n] - usual) for n in starting) if usual else 0.0
 
 
-def page_faults(steps: Sequence[Measurement]) -> float | None:
-    """Return the page faults of a typical step; None where they were not counted."""
-    counts = [m.page_faults for m in steps if m.page_faults is not None]
-    return statistics.median(counts) if counts else None
-
-
 def typical(steps: Sequence[Measurement]) -> dict[str, float]:
     """Return the median seconds of each phase, scaled so that they add up to the median step."""
     if not steps:

@@ -27,7 +27,8 @@ from accel.profiler.loop.pauses import Pauses
 from accel.profiler.loop.recorder import Recorder
 from accel.profiler.phases import Measurement
 from accel.profiler.report import Experiment, Saving
-from accel.profiler.trial import Outcome, Trial, TrialConfig
+from accel.profiler.trial import Outcome, TrialConfig
+from accel.profiler.trial_driver import Block, Steps, by_blocks, drive
 
 ALONE = TrialConfig(block_steps=4, looks=(6, 12), min_pairs=4)
 TOGETHER = TrialConfig(block_steps=4, looks=(8,), min_pairs=8)
@@ -405,33 +406,36 @@ def experiment(
             each switch, and a block of four steps would be timed by how fast they are launched.
     """
     switch = _Switch(counterfactual, snapshot() if counterfactual.changes_learning else None)
-    # The mean of a block, not its median: workers deliver in bursts, and a burst is time too.
-    trial = Trial(config, reduce=statistics.fmean)
     whole = {"A": 0, "B": 0}
+
+    def run(block: Block) -> Generator[None, Measurement, Steps]:
+        changes = switch.set(block.arm == "B")
+        if backlog is not None:
+            backlog.drain()
+        if changes or backlog is not None:
+            yield  # the first step after a switch still depends on the one before it
+            switch.passed()
+        if backlog is not None:
+            backlog.begin()
+        steps: list[tuple[float, bool]] = []
+        while len(steps) < block.steps:
+            measured = yield
+            steps.append((measured.seconds, switch.passed()))
+        if backlog is not None:
+            steps = _by_device(steps, backlog.end())
+        undisturbed = [seconds for seconds, was_whole in steps if was_whole]
+        whole[block.arm] += len(undisturbed)
+        return Steps(seconds=undisturbed or [seconds for seconds, _ in steps])
+
     switch.watch(pauses)
     try:
-        while trial.verdict is None:
-            changes = switch.set(trial.arm == "B")
-            if backlog is not None:
-                backlog.drain()
-            if changes or backlog is not None:
-                yield  # the first step after a switch still depends on the one before it
-                switch.passed()
-            if backlog is not None:
-                backlog.begin()
-            block: list[tuple[float, bool]] = []
-            while len(block) < config.block_steps:
-                measured = yield
-                block.append((measured.seconds, switch.passed()))
-            if backlog is not None:
-                block = _by_device(block, backlog.end())
-            undisturbed = [seconds for seconds, was_whole in block if was_whole]
-            whole[trial.arm] += len(undisturbed)
-            trial.record(undisturbed or [seconds for seconds, _ in block])
+        # The mean of a block, not its median: workers deliver in bursts, and a burst is time too.
+        result = yield from drive(by_blocks(config, reduce=statistics.fmean), run)
     finally:
         switch.end(pauses)
+    assert result.outcome is not None
     void = switch.is_stuck or not counterfactual.worked() or not all(whole.values())
-    return _result(counterfactual, trial.outcome(), void=void)
+    return _result(counterfactual, result.outcome, void=void)
 
 
 def _by_device(block: Sequence[tuple[float, bool]], more_s: float) -> list[tuple[float, bool]]:

@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Hashable
 from typing import Any
 
-from accel.profiler import page_faults
 from accel.profiler.phases import MEANING, Measurement
 
 # Codes on the tape; the entry after each is a time, or what the name says.
@@ -88,7 +87,6 @@ class StepClock:
         self._has_segments = False
         """Parts of the tape were detached, and must be read before the rest of it."""
         self._updating = False
-        self._faults = page_faults.count()
         """Page faults when the open step began, if `close` or `restart` has begun it."""
         self._reset()
 
@@ -176,7 +174,6 @@ class StepClock:
         self._reset()
         self._first = first
         self._began = self._last = now
-        self._faults = page_faults.count()
         return now
 
     # -- reading -------------------------------------------------------------------------------------------------------
@@ -209,10 +206,6 @@ class StepClock:
         self.cut()
         measured = self.read()[-1]
         measured.step = step
-        faults = page_faults.count()
-        if faults is not None and self._faults is not None:
-            measured.page_faults = faults - self._faults
-        self._faults = faults
         return measured
 
     def detach(self) -> list[Any]:

@@ -129,11 +129,6 @@ def _shown(report: Report) -> Iterator[str]:
                 yield f"the {where} lacks {part!r}"
 
 
-def numbers_of_decisions(lines: list[str]) -> list[tuple[int, int]]:
-    """Return (number, of how many) of the lines about decisions."""
-    return [(int(a), int(b)) for line in lines for a, b in re.findall(r"^accel \[(\d+)/(\d+)\]", line)]
-
-
 # -- a profiled run ----------------------------------------------------------------------------------------------------
 
 

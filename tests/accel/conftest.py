@@ -10,7 +10,7 @@ import torch
 import accel
 from accel import entry, startup, strategies
 from accel.search import controller
-from accel.search.remembered import Recollection
+from accel.search.remembered import RememberedPlan
 from tests.accel import loops
 from tests.accel.loops import Quick
 from tests.accel.memory import NOW
@@ -56,4 +56,4 @@ def only_quick(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def today(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let it be the day from which `tests.accel.memory` counts."""
-    monkeypatch.setattr(Recollection.__init__, "__defaults__", (lambda: NOW,))
+    monkeypatch.setattr(RememberedPlan.__init__, "__defaults__", (lambda: NOW,))

@@ -36,7 +36,7 @@ MOST_STEPS = 600
 def _play(entries: dict[str, tuple[float, str]], slow: bool) -> None:
     """Let there be these compressors, and, if `slow`, a network that DDP's own all-reduce is slow on."""
     controller._is_crowded = lambda diagnosis: False  # type: ignore[assignment]
-    GradientStrategy.one_off_s = 0.0  # a run this short would not pay for it
+    GradientStrategy.measuring_s = 0.0  # a run this short would not pay for it
     CATALOGUE.clear()
     for name, (seconds, level) in entries.items():
         CATALOGUE[name] = Entry(lambda seconds=seconds: Lying(seconds), level)  # type: ignore[misc]

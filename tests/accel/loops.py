@@ -21,6 +21,7 @@ from accel.run import Run
 from accel.script.training import ScriptTraining
 from accel.session.session import Session
 from accel.strategies.base import Exactness, Strategy
+from accel.strategies.trial_design import TrialDesign
 
 WAIT_S = 0.0015
 BATCH, SAMPLES = 8, 100  # 12 whole batches and one of 4
@@ -73,11 +74,13 @@ class Quick(Strategy):
     summary = "no waiting"
     treats = frozenset()
     exactness = Exactness.EXACT
-    settle_steps = 0
     on: ClassVar[bool] = False
 
     def refusal(self, run: Run) -> str:
         return ""
+
+    def comparison(self, run: Run) -> TrialDesign:
+        return TrialDesign(settle_steps=0)
 
     def enable(self, run: Run, setting: Any) -> None:
         Quick.on = True

@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import datetime
 from typing import Any
 
-from accel.search.remembered import RememberedSearch, RememberedTrial
+from accel.search.remembered import RememberedSearch
 
 DAY_S = 86400.0
 NOW = datetime.fromisoformat("2026-11-23T12:00:00+00:00").timestamp()
@@ -41,9 +41,3 @@ def day(days_ago: float) -> str:
 
 def remembered(days_ago: float = 3, **fields: Any) -> RememberedSearch:
     return RememberedSearch(searched=day(days_ago), **fields)
-
-
-def lost(gain: float = 0.99, trial_s: float = 1.0, **fields: Any) -> RememberedTrial:
-    return RememberedTrial(
-        **{"status": "undone", "on": day(3), "why": "slower", "gain": gain, "trial_s": trial_s, **fields}
-    )

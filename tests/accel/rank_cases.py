@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 import accel
 import accel.run.ranks
 from accel import entry, strategies
+from accel.profiler.bottleneck import Bottleneck
 from accel.search import controller
 from tests.accel import loops
 from tests.accel.loops import Net, Quick, loss_of
@@ -183,7 +184,7 @@ def leaves(rank: int, world: int, how: str) -> dict[str, Any]:
 class Together(Quick):
     """Stands for what all ranks must switch at the same step."""
 
-    collective = True
+    treats = frozenset({Bottleneck.COMMUNICATION})
 
 
 class Halfway(Together):
@@ -238,17 +239,17 @@ def keeps(rank: int, world: int) -> dict[str, Any]:
 
 def deciding_fails(rank: int, world: int) -> dict[str, Any]:
     """Let rank 0 fail while the others wait for its decision."""
-    decisions = controller.Controller.decisions
+    decisions = entry.decisions
 
-    def broken(self: controller.Controller) -> Any:
+    def broken(state: Any) -> Any:
         raise OSError("no room left")
         yield
 
-    controller.Controller.decisions = broken  # type: ignore[method-assign]
+    entry.decisions = broken  # type: ignore[assignment]
     try:
         return _compared(rank, world, [20] * world, nothing, epochs=1)
     finally:
-        controller.Controller.decisions = decisions  # type: ignore[method-assign]
+        entry.decisions = decisions
 
 
 def one_after_the_other(rank: int, world: int, which: list[tuple[Callable[..., Any], Any]]) -> list[dict[str, Any]]:

@@ -8,15 +8,18 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from accel.guard.guard import Comparison
+from accel.guard.guard import Comparison as Finding
 from accel.profiler.bottleneck import Bottleneck
 from accel.profiler.evidence import Evidence, ThreadShare
 from accel.profiler.phases import Measurement
-from accel.search.actions import Action, Candidate, Result
+from accel.run.host_load import HostLoad
+from accel.search.actions import Action, Result
 from accel.search.budget import Budget
-from accel.search.controller import Controller
-from accel.search.host_load import HostLoad
+from accel.search.controller import decisions
 from accel.search.pace import Pace
+from accel.search.state import Candidate, SearchState
+from accel.strategies.base import Exactness, Strategy
+from accel.strategies.trial_design import TrialDesign
 
 PLAIN_S = 0.020
 INPUT = frozenset({Bottleneck.INPUT})
@@ -45,8 +48,6 @@ class Machine:
     """How the training thread spends its time, by step."""
     load: Callable[[int], HostLoad | None] = lambda step: None
     """Of the host, by step."""
-    page_fault_s: float = 0.0
-    """What a page fault costs; 0 where they are not counted."""
 
     def __post_init__(self) -> None:
         self.random = random.Random(self.seed)
@@ -56,10 +57,6 @@ class Machine:
     def seconds(self, plan: dict[str, Any]) -> float:
         factor = math.prod(self.speed.get((n, s), self.speed.get(n, 1.0)) for n, s in plan.items())
         return PLAIN_S / factor * self.drift(self.step) * math.exp(self.random.gauss(0, self.noise))
-
-    def page_faults(self, plan: dict[str, Any]) -> int | None:
-        """Return those of a step."""
-        return None
 
     def answer(self, action: Action) -> Result:
         self.actions.append(action)
@@ -80,30 +77,57 @@ class Machine:
             else:
                 data = start + (seconds - start) * self.data_share
                 phases = {"data": data, "forward": seconds - data}
-                faults = self.page_faults(action.plan)
-                result.measurements.append(
-                    Measurement(step=self.step, seconds=seconds, phases=phases, samples=32, page_faults=faults)
-                )
+                result.measurements.append(Measurement(step=self.step, seconds=seconds, phases=phases, samples=32))
         if action.anatomy:
-            result.evidence = Evidence(
-                steps=result.measurements,
-                thread=self.thread(self.step),
-                page_faults=result.page_faults,
-                page_fault_s=self.page_fault_s,
-            )
+            result.evidence = Evidence(steps=result.measurements, thread=self.thread(self.step))
         result.load = self.load(self.step) if action.host else None
         for name, setting in action.plan.items():
             if self.step >= self.trips_at.get((name, setting), self.trips_at.get(name, 10**9)):
                 result.trips[name] = "its output is not finite"
         if action.check is not None:
             bad = [name for name in action.check if name in self.wrong]
-            result.finding = Comparison("its output is off", 1.0) if bad else Comparison()
+            result.finding = Finding("its output is off", 1.0) if bad else Finding()
         return result
 
 
-def candidate(name: str, *, settings: tuple[Any, ...] = (None,), **options: Any) -> Candidate:
-    options.setdefault("treats", frozenset({Bottleneck.COMPUTE}))
-    return Candidate(name=name, settings=lambda: list(settings), **options)
+class Offered(Strategy):
+    """A strategy that does nothing: what it declares is all that counts in a simulated run."""
+
+    summary = ""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        self._options = options
+        for name in ("name", "treats", "exactness", "touches"):
+            setattr(self, name, options.pop(name))
+        self._refusal, self._settings = options.pop("refusal"), options.pop("settings")
+        self._kind, self._preparing = options.pop("kind"), options.pop("is_preparing")
+
+    def refusal(self, run: Any) -> str:
+        return self._refusal()  # type: ignore[no-any-return]
+
+    def settings(self, run: Any) -> list[Any]:
+        return list(self._settings() if callable(self._settings) else self._settings)
+
+    def comparison(self, run: Any) -> TrialDesign:
+        return self._kind(is_preparing=self._preparing(), **self._options)  # type: ignore[no-any-return]
+
+    def enable(self, run: Any, setting: Any) -> None: ...
+
+    def disable(self, run: Any) -> None: ...
+
+
+def candidate(name: str, *, ruled_out: tuple[str, str] | None = None, **options: Any) -> Candidate:
+    """Return a candidate; what is no part of a strategy is a part of its comparison, of the class `kind`."""
+    defaults: dict[str, Any] = {
+        "treats": frozenset({Bottleneck.COMPUTE}),
+        "exactness": Exactness.EXACT,
+        "touches": frozenset({"model"}),
+        "refusal": lambda: "",
+        "settings": (None,),
+        "kind": TrialDesign,
+        "is_preparing": lambda: False,
+    }
+    return Candidate(strategy=Offered({"name": name, **defaults, **options}), run=None, ruled_out=ruled_out)
 
 
 def simulate(
@@ -114,16 +138,24 @@ def simulate(
     until_settled: bool = True,
     budget: str | float = 1e9,
     **options: Any,
-) -> Controller:
-    """Run a controller on a machine until its search ends, or for `steps` steps."""
-    controller = Controller(candidates, budget=Budget.parse(budget), **options)
-    decisions = controller.decisions()
-    action = next(decisions)
+) -> SearchState:
+    """Run a search on a machine until it ends, or for `steps` steps."""
+    state = search(candidates, budget=budget, **options)
+    actions = decisions(state)
+    action = next(actions)
     while machine.step < steps:
-        action = decisions.send(machine.answer(action))
+        action = actions.send(machine.answer(action))
         if until_settled and action.settled:
             break
-    return controller
+    return state
+
+
+def search(candidates: list[Candidate], *, budget: str | float | int = 1e9, **options: Any) -> SearchState:
+    """Return the state of a search that is to begin; a candidate may have been in an earlier one."""
+    for order, each in enumerate(candidates):
+        each.order = order
+        each.begin_again()
+    return SearchState(offered=candidates, budget=Budget.parse(budget), **options)
 
 
 def step_of_first(machine: Machine, holds: Callable[[dict[str, Any]], bool]) -> int:

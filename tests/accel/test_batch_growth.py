@@ -30,7 +30,9 @@ def test_a_plan_stays_on_when_the_batch_controller_changes_the_batch(
     machine = Grows(speed={"good": 1.5}, noise=0.02, regime=lambda step: "small" if step < 1000 else "large")
     machine.growth = growth
 
-    controller = simulate([candidate("good", of_shape=of_shape)], machine, until_settled=False, steps=3000, pace=FAST)
+    controller = simulate(
+        [candidate("good", is_made_for_calls=of_shape)], machine, until_settled=False, steps=3000, pace=FAST
+    )
 
     assert sum("searching again" in event.text for event in controller.events) == searches
     assert list(controller.plan) == ["good"]

@@ -22,7 +22,7 @@ from accel.cache.folder import MOST_BYTES, MOST_FILES, CacheFolder, NoFolder, ca
 from accel.cache.remembered_plans import RememberedPlans
 from accel.run import Run
 from accel.run.gate import Gate
-from accel.search.remembered import RememberedSearch, RememberedTrial
+from accel.search.remembered import RememberedSearch
 from tests.accel.loops import Net, make_loader
 
 KEY = {"model": "Net", "batch": "(8, 6)"}
@@ -30,8 +30,7 @@ SEARCH = RememberedSearch(
     searched="2026-11-20T12:00:00+00:00",
     plan={"loader_workers": "threads=2", "channels_last": None, "quick": 3},
     speedup=1.25,
-    trials={"slow": RememberedTrial(status="undone", on="2026-11-20T12:00:00+00:00", why="slower", gain=0.9)},
-    runs=2,
+    lost={"slow": "0.90x, slower"},
     run_s=60.0,
 )
 
@@ -172,7 +171,7 @@ def change_found(**fields: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
 @pytest.mark.parametrize(
     "spoil",
     [
-        change(schema=2),
+        change(schema=1),
         change(schema=None),
         change(conditions={"model": "Other"}),
         change(found=None),
@@ -186,12 +185,10 @@ def change_found(**fields: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
         change_found(speedup=float("nan")),
         change_found(speedup=float("inf")),
         change_found(run_s=-1),
-        change_found(runs=10**400),
-        change_found(runs=1.5),
-        change_found(trials={"slow": {"status": "excellent", "on": SEARCH.searched}}),
-        change_found(trials={"slow": {"status": "kept"}}),
-        change_found(one_off_s={"torch_compile": "soon"}),
-        change_found(one_off_s={"torch_compile": -1.0}),
+        change_found(lost=["slow"]),
+        change_found(lost={"slow": 0.9}),
+        change_found(cost_s={"torch_compile": "soon"}),
+        change_found(cost_s={"torch_compile": -1.0}),
         change_found(command="rm"),
         lambda content: [content],
         lambda content: None,

@@ -17,7 +17,7 @@ def _quiet_machine() -> None:
 def test_the_search_waits_for_a_crowded_machine() -> None:
     machine = Machine(speed={"good": 1.5}, noise=0.02, thread=lambda step: CROWDED if step < 300 else QUIET)
 
-    controller = simulate([candidate("good", host_dependent=True)], machine, pace=FAST)
+    controller = simulate([candidate("good", depends_on_host=True)], machine, pace=FAST)
 
     assert [event.text for event in controller.events] == ["the machine is crowded: the search waits"] * 2
     assert next(action for action in machine.actions if action.check).plan == {}
@@ -41,8 +41,8 @@ def test_a_crowded_machine_holds_up_no_trial_whose_effect_is_far_above_the_noise
         data_share=0.95,
         thread=lambda step: CROWDED if step < 2000 else QUIET,
     )
-    workers = candidate("loader_workers", treats=INPUT, phase="data", settings=(1, 2), host_dependent=True)
-    controller = simulate([candidate("other", host_dependent=True), workers], machine, pace=FAST, say=said.append)
+    workers = candidate("loader_workers", treats=INPUT, phase="data", settings=(1, 2), depends_on_host=True)
+    controller = simulate([candidate("other", depends_on_host=True), workers], machine, pace=FAST, say=said.append)
 
     waited = next(number for number, action in enumerate(machine.actions) if action.rest)
     tried = [name for action in machine.actions[:waited] for name in action.plan]
@@ -55,7 +55,7 @@ def test_a_crowded_machine_holds_up_no_trial_whose_effect_is_far_above_the_noise
 
 def test_what_does_not_depend_on_other_processes_is_tried_beside_them() -> None:
     machine = Machine(speed={"good": 1.5, "threads": 1.5}, noise=0.02, thread=lambda step: CROWDED)
-    threads = candidate("threads", host_dependent=True)
+    threads = candidate("threads", depends_on_host=True)
     controller = simulate([candidate("good"), threads, candidate("none")], machine, pace=FAST)
 
     waited = next(number for number, action in enumerate(machine.actions) if action.rest)
@@ -123,8 +123,8 @@ def test_what_becomes_ready_beside_other_processes_is_tried_beside_them() -> Non
         data_share=0.9,
         thread=lambda step: CROWDED if step < 400 else QUIET,
     )
-    cache = candidate("cache", treats=INPUT, phase="data", waits=lambda: "it waits" if machine.step < 40 else "")
-    workers = candidate("loader_workers", treats=INPUT, phase="data", host_dependent=True)
+    cache = candidate("cache", treats=INPUT, phase="data", prepare=lambda: "it waits" if machine.step < 40 else "")
+    workers = candidate("loader_workers", treats=INPUT, phase="data", depends_on_host=True)
     controller = simulate([cache, workers], machine, pace=FAST)
 
     assert sorted(controller.plan) == ["cache", "loader_workers"]

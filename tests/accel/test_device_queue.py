@@ -68,7 +68,7 @@ def play(device: Device, patch: pytest.MonkeyPatch) -> None:
 class Change(Strategy):
     """Changes what a step takes."""
 
-    name, summary, treats, exactness, settle_steps = "change", "", frozenset(), Exactness.REORDERED, 1
+    name, summary, treats, exactness = "change", "", frozenset(), Exactness.REORDERED
     device_s, host_s = 0.004, 0.001
     times: ClassVar[tuple[float, float]]
 

@@ -11,7 +11,7 @@ from accel import entry
 from accel.profiler import naming
 from accel.profiler.evidence import Evidence
 from accel.search import controller as search
-from accel.search.actions import Candidate
+from accel.search.state import Candidate
 from tests.accel.loops import advance, make, training
 from tests.accel.run_reports import full, row
 from tests.accel.simulation import CROWDED, INPUT, Machine, candidate, simulate
@@ -21,7 +21,7 @@ SOONER = 'to decide sooner: budget="30s" (accel run --budget 30s), or a longer r
 
 def ended(candidates: list[Candidate], machine: Machine, steps: int, **options: Any) -> tuple[str, str]:
     """Return what a run says that ends after so many steps."""
-    return simulate(candidates, machine, steps=steps, until_settled=False, **options).why_open()
+    return search.why_open(simulate(candidates, machine, steps=steps, until_settled=False, **options))
 
 
 def test_a_run_that_ends_before_the_plain_loop_is_timed() -> None:
@@ -44,7 +44,7 @@ def test_the_remedy_brings_a_trial_at_once() -> None:
 
 
 def test_the_budget_that_is_advised_is_enough_for_what_is_left() -> None:
-    dear = [candidate("dear", one_off_s=50.0)]
+    dear = [candidate("dear", cost_s=50.0)]
     assert 'budget="101s"' in ended(dear, Machine(), 400, budget="3%", startup_s=lambda: 0.3)[1]
 
 
@@ -53,7 +53,8 @@ def test_a_budget_in_seconds_is_not_blamed() -> None:
     assert (why, remedy) == ("trials were under way", "a longer run decides")
 
 
-def test_a_busy_machine_is_named() -> None:
+def test_a_busy_machine_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(search, "_is_crowded", lambda diagnosis: True)
     machine = Machine(thread=lambda step: CROWDED)
     assert ended([candidate("free", treats=INPUT)], machine, 60)[0].startswith("other processes kept the machine busy")
 
@@ -61,7 +62,7 @@ def test_a_busy_machine_is_named() -> None:
 def test_a_remembered_plan_that_is_being_checked_is_named() -> None:
     controller = simulate([candidate("free")], Machine(), steps=60, until_settled=False)
     controller.recollection.is_checking = True
-    assert controller.why_open()[0] == "the remembered plan was still being checked"
+    assert search.why_open(controller)[0] == "the remembered plan was still being checked"
 
 
 def test_a_closing_trial_that_has_not_ended_is_named() -> None:
@@ -70,7 +71,7 @@ def test_a_closing_trial_that_has_not_ended_is_named() -> None:
 
     offered = [candidate("one"), candidate("two")]
     settled = simulate(offered, machine())
-    assert (settled.plan, settled.why_open()) == ({"one": None, "two": None}, ("", ""))
+    assert (settled.plan, search.why_open(settled)) == ({"one": None, "two": None}, ("", ""))
     said = {ended(offered, machine(), steps)[0] for steps in range(20, settled.searched_until - 20, 10)}
     assert said == {"trials were under way", "the trial of the whole plan had not ended"}
 
@@ -78,10 +79,10 @@ def test_a_closing_trial_that_has_not_ended_is_named() -> None:
 @pytest.mark.parametrize("steps", range(0, 2000, 97))
 @pytest.mark.parametrize("budget", ["3%", "100%", 60])
 def test_every_ending_of_a_search_that_is_under_way_has_a_reason(steps: int, budget: str | float) -> None:
-    offered = [candidate("fast"), candidate("slow", is_compared=False), candidate("dear", expected_s=5.0)]
+    offered = [candidate("fast"), candidate("slow", touches=frozenset()), candidate("dear", cost_s=5.0)]
     machine = Machine(speed={"fast": 1.2, "slow": 0.8}, noise=0.1)
     controller = simulate(offered, machine, steps=steps, until_settled=False, budget=budget, startup_s=lambda: 0.1)
-    why, remedy = controller.why_open()
+    why, remedy = search.why_open(controller)
     assert bool(why) == bool(remedy)
     assert why or not controller.searching
 

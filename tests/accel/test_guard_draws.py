@@ -18,6 +18,7 @@ from accel.report import StrategyRow
 from accel.run import Run
 from accel.strategies.base import Exactness, Strategy
 from accel.strategies.channels_last import ChannelsLast
+from accel.strategies.trial_design import TrialDesign as Judged
 
 _dropout = functional.dropout
 
@@ -65,10 +66,12 @@ class Injected(Strategy):
     summary = "a fault"
     treats = frozenset()
     exactness = Exactness.REORDERED
-    settle_steps = 0
 
     def refusal(self, run: Run) -> str:
         return ""
+
+    def comparison(self, run: Run) -> Judged:
+        return Judged(settle_steps=0)
 
     def enable(self, run: Run, setting: Any) -> None:
         run.gate.add(self.name, self._wrapped)

@@ -20,11 +20,14 @@ from accel.run.gate import Call
 from accel.search.actions import Action, Result
 from accel.session.guard_runner import GuardRunner
 from accel.strategies.base import Exactness, Strategy
+from accel.strategies.cuda_graphs import compared_with_eager
+from accel.strategies.trial_design import TrialDesign as Judged
 from tests.accel.simulation import Machine, candidate, simulate
 
 MESSAGE = "CUDA out of memory. Tried to allocate 2.00 GiB"
 NO_ROOM = f"there is no room to compare: {MESSAGE}"
 PLAN: dict[str, Any] = {"large": None}
+BY_GRAPHS = Judged(further_check=compared_with_eager)
 
 
 class Large(Strategy):
@@ -195,7 +198,7 @@ def test_two_replays_at_most_are_alive(loop: Loop, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(guard, "replay", noting)
     monkeypatch.setattr(guard, "compare", comparing)
-    monkeypatch.setattr(Large, "captures", True)
+    monkeypatch.setattr(Large, "comparison", lambda self, run: BY_GRAPHS)
     finding = loop.checked()
     assert finding is not None
     assert (finding.problem, finding.unsure) == ("", "")
@@ -215,7 +218,7 @@ def test_a_graph_that_computes_something_else_is_wrong(loop: Loop, wrong: int, m
         return run_call
 
     monkeypatch.setattr(Large, "act", staticmethod(spoils))
-    monkeypatch.setattr(Large, "captures", True)
+    monkeypatch.setattr(Large, "comparison", lambda self, run: BY_GRAPHS)
     finding = loop.checked()
     assert finding is not None
     assert finding.problem.startswith("its output is off by")

@@ -9,7 +9,7 @@ import pytest
 
 from accel.guard.guard import Comparison
 from accel.search.actions import Action, Result
-from accel.search.controller import Controller
+from accel.search.state import SearchState
 from tests.accel.simulation import FAST, Machine, candidate, simulate
 
 PROBLEM = "its gradients are 1.025 times as long, allowed 1 ± 1.6e-02"
@@ -33,7 +33,7 @@ class Fails(Machine):
         return result
 
 
-def run(failures: int, machine: Machine | None = None) -> tuple[Controller, list[int]]:
+def run(failures: int, machine: Machine | None = None) -> tuple[SearchState, list[int]]:
     machine = machine or Fails(speed={"good": 1.5})
     assert isinstance(machine, Fails)
     machine.failures = failures

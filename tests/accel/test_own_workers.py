@@ -16,6 +16,7 @@ from accel.dataio.passes.proxy import Fetching
 from accel.run import Run
 from accel.run.gate import Gate
 from accel.strategies.loader_workers import LoaderWorkers
+from accel.strategies.trial_design import EpochDesign
 from tests.accel.loops import Net, loss_of
 
 OTHERS = ("allocator", "dropout_masks", "intraop_threads", "fused_optimizer", "channels_last", "torch_compile")
@@ -109,5 +110,5 @@ def test_why_it_is_left_alone(options: dict[str, Any], ranks: int, why: str) -> 
     run = Run(model, loader, [], Gate(model, []), Fetching(), world_size=ranks, cores=2)
 
     assert why in strategy.refusal(run) and bool(why) == bool(strategy.refusal(run))
-    assert strategy.by_epoch(run)
+    assert isinstance(strategy.comparison(run), EpochDesign)
     assert strategy.settings(run) == [2]

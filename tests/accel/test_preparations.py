@@ -7,7 +7,7 @@ from tests.accel.simulation import Machine, candidate, simulate
 
 def test_what_waits_for_the_loop_is_tried_once_it_is_ready() -> None:
     machine = Machine(speed={"cache": 1.5, "other": 1.2})
-    cache = candidate("cache", waits=lambda: "it waits for two epochs" if machine.step < 1500 else "")
+    cache = candidate("cache", prepare=lambda: "it waits for two epochs" if machine.step < 1500 else "")
 
     early = simulate([cache, candidate("other")], machine)
     assert list(early.plan) == ["other"]
@@ -22,7 +22,7 @@ def test_what_waits_for_the_loop_is_tried_once_it_is_ready() -> None:
 
 def test_what_becomes_ready_during_the_search_is_tried_in_it() -> None:
     machine = Machine(speed={"cache": 1.5, "other": 1.2})
-    cache = candidate("cache", waits=lambda: "it waits for two epochs" if machine.step < 60 else "")
+    cache = candidate("cache", prepare=lambda: "it waits for two epochs" if machine.step < 60 else "")
 
     controller = simulate([cache, candidate("other")], machine)
     assert sorted(controller.plan) == ["cache", "other"]
@@ -36,8 +36,8 @@ def test_what_waits_begins_with_the_search_whatever_the_budget() -> None:
         asked[phase].append(machine.step)
         return "it waits"
 
-    cache = candidate("cache", phase="data", waits=lambda: waits("data"))
-    negligible = candidate("negligible", phase="optimizer", waits=lambda: waits("optimizer"))
+    cache = candidate("cache", phase="data", prepare=lambda: waits("data"))
+    negligible = candidate("negligible", phase="optimizer", prepare=lambda: waits("optimizer"))
     simulate([candidate("first"), cache, negligible], machine, budget="0.001%")
     assert asked["data"][0] == machine.actions[0].steps
     assert not asked["optimizer"]
@@ -47,7 +47,7 @@ def test_what_turns_out_not_to_apply_while_it_waits_is_said_and_waits_no_more() 
     machine = Machine()
     cache = candidate(
         "cache",
-        waits=lambda: "it waits for two epochs",
+        prepare=lambda: "it waits for two epochs",
         refusal=lambda: "its samples differ" if machine.step > 1500 else "",
     )
 
@@ -60,6 +60,6 @@ def test_a_preparation_that_fails_leaves_the_candidate_out() -> None:
     def fails() -> str:
         raise OSError("no room")
 
-    controller = simulate([candidate("cache", waits=fails)], Machine(), until_settled=False, steps=2000)
+    controller = simulate([candidate("cache", prepare=fails)], Machine(), until_settled=False, steps=2000)
     assert controller.rows["cache"].why == "its preparation failed: OSError: no room"
     assert not controller.plan

@@ -12,7 +12,7 @@ from tests.accel.simulation import FAST, PLAIN_S, Machine, candidate, simulate
 
 def test_one_off_work_waits_until_the_run_is_long_enough() -> None:
     machine = Machine(speed={"compile": 1.5})
-    compiled = candidate("compile", one_off_s=5.0)
+    compiled = candidate("compile", cost_s=5.0)
 
     early = simulate([compiled], machine, budget="10%")
     assert early.plan == {}
@@ -42,11 +42,11 @@ def test_the_search_goes_on_as_soon_as_the_budget_allows() -> None:
 
 
 def test_half_of_what_the_search_has_saved_may_be_spent_and_a_tenth_of_the_run_at_once() -> None:
-    compiled = candidate("compile", one_off_s=5.0)
+    compiled = candidate("compile", cost_s=5.0)
     waits = {}
     for gain in (1.0, 1.1, 1.5):
         machine = Machine(speed={"free": gain, "compile": 1.2})
-        candidates = [candidate("free", is_compared=False), compiled]
+        candidates = [candidate("free", touches=frozenset()), compiled]
         simulate(candidates, machine, budget="3%", until_settled=False, steps=10_000)
         actions = itertools.takewhile(lambda action: "compile" not in action.plan, machine.actions)
         waits[gain] = sum(action.rest + action.settle + action.steps for action in actions) * PLAIN_S / gain
@@ -56,7 +56,7 @@ def test_half_of_what_the_search_has_saved_may_be_spent_and_a_tenth_of_the_run_a
 
 
 def test_one_off_work_beyond_an_absolute_budget_is_not_tried() -> None:
-    controller = simulate([candidate("compile", one_off_s=30.0)], Machine(), budget="5s")
+    controller = simulate([candidate("compile", cost_s=30.0)], Machine(), budget="5s")
 
     assert controller.rows["compile"].why == "about 30 s of one-off work, more than the budget of 5s allows now"
 

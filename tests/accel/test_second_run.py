@@ -111,7 +111,6 @@ def test_the_second_run_starts_fast_and_leaves_the_same_bits(
     assert_same(everything(model, optimizer), plain_run(steps))
     accel.undo(model)
     assert not Quick.on
-    assert content(cache)["found"]["runs"] == 1
 
 
 def test_under_exact_no_file_switches_on_what_is_not(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,7 +132,7 @@ def test_a_remembered_plan_that_became_slow_is_undone(cache: Path, monkeypatch: 
     first_run()
     (path,) = cache.iterdir()
     written = content(cache)
-    assert written["found"]["trials"]["slow"]["status"] == "undone"
+    assert "slow" in written["found"]["lost"]
     written["found"]["plan"] = {"slow": None}
     path.write_text(json.dumps(written), encoding="utf-8")
     report = first_run()
@@ -149,7 +148,7 @@ def test_what_gave_nothing_is_reported_with_its_date(cache: Path, monkeypatch: p
     report = first_run()
     rows = {row.name: row for row in report.rows}
     assert rows["slow"].status == "not tried"
-    assert re.match(r"tried less than a day ago: 0\.\d\dx, slower; again once", rows["slow"].why)
+    assert re.match(r"tried less than a day ago: 0\.\d\dx, slower; again if", rows["slow"].why)
 
 
 @pytest.mark.parametrize("how", ["argument", "variable", "plan"])

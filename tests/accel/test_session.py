@@ -17,6 +17,7 @@ from accel import strategies
 from accel.report import Report
 from accel.run import Run
 from accel.strategies.base import Exactness, Strategy
+from accel.strategies.trial_design import TrialDesign
 from tests.accel.loops import Longer
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -29,11 +30,13 @@ class Injected(Strategy):
     summary = "a fault"
     treats = frozenset()
     exactness = Exactness.REORDERED
-    settle_steps = 0
     calls: ClassVar[int] = 0
 
     def refusal(self, run: Run) -> str:
         return ""
+
+    def comparison(self, run: Run) -> TrialDesign:
+        return TrialDesign(settle_steps=0)
 
     def enable(self, run: Run, setting: Any) -> None:
         run.gate.add(self.name, lambda call: lambda *args: self.faulty(call, *args))

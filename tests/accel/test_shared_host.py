@@ -16,13 +16,15 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import accel
-from accel.report import StrategyRow
 from accel.run.context import Observed
-from accel.search.actions import Action, Candidate, Result
-from accel.search.host_load import Before, HostLoad, Neighbours
+from accel.run.host_load import HostLoad
+from accel.search.actions import Action, Result
 from accel.search.pace import Pace
+from accel.search.state import Candidate
+from accel.search.takeover import remember
 from accel.session import host_meter
 from accel.session.host_meter import HostMeter
+from accel.strategies.intraop_threads import OtherProcesses
 from tests.accel.memory import FakeMemory
 from tests.accel.simulation import PLAIN_S, Machine, candidate, simulate
 from tests.sampling import examples
@@ -53,7 +55,7 @@ class Host(Machine):
 
 
 def threads(**options: Any) -> Candidate:
-    return candidate("threads", settings=(1,), host_dependent=True, frees_cores=True, **options)
+    return candidate("threads", **{"settings": (1,), "depends_on_host": True, "watch": OtherProcesses(), **options})
 
 
 def plan_at(machine: Machine, step: int) -> dict[str, Any]:
@@ -178,7 +180,7 @@ def test_a_verdict_of_a_quiet_host_stands_again_after_one_that_was_not_kept_besi
 
 def test_what_was_kept_beside_them_has_its_turn_once_they_have_left() -> None:
     machine = Host([0, 2000])
-    offered = candidate("threads", settings=(1, 2), host_dependent=True, frees_cores=True)
+    offered = threads(settings=(1, 2))
     seconds = machine.seconds
 
     def two_are_better_alone(plan: dict[str, Any]) -> float:
@@ -189,7 +191,7 @@ def test_what_was_kept_beside_them_has_its_turn_once_they_have_left() -> None:
     controller = simulate([offered], machine, steps=6000, until_settled=False)
     assert controller.plan == {"threads": 2}
     assert "beside" not in controller.rows["threads"].why
-    controller.remember(ended=True)
+    remember(controller, ended=True)
 
 
 def test_what_a_load_between_both_makes_slower_goes_at_a_recheck() -> None:
@@ -201,7 +203,7 @@ def test_what_a_load_between_both_makes_slower_goes_at_a_recheck() -> None:
 
 def test_it_goes_though_the_model_is_compiled_once_more_for_that() -> None:
     machine = Host([0, 4000], speed={"compiled": 1.5})
-    compiled = candidate("compiled", compiles=True, one_off_s=0.1)
+    compiled = candidate("compiled", is_made_for_calls=True, cost_s=0.1)
     controller = simulate([threads(), compiled], machine, steps=9000, until_settled=False)
     assert controller.plan == {"compiled": None}
 
@@ -217,7 +219,7 @@ def test_what_compiles_is_not_compiled_once_more_for_others_beyond_the_budget(bu
         return result
 
     machine.answer = compiling  # type: ignore[method-assign]
-    compiled = candidate("compiled", compiles=True, one_off_s=20.0)
+    compiled = candidate("compiled", is_made_for_calls=True, cost_s=20.0)
     controller = simulate([threads(), compiled], machine, steps=6000, until_settled=False, budget=budget)
     assert controller.plan == {"compiled": None} if budget == 35.0 else {"compiled": None, "threads": 1}
 
@@ -248,8 +250,7 @@ def test_neither_their_coming_nor_their_leaving_puts_the_plan_to_a_closing_trial
 def test_an_earlier_verdict_was_of_another_load() -> None:
     memory = FakeMemory()
     simulate([threads(), candidate("good")], Host([], speed={"good": 1.5}), memory=memory)
-    assert memory.search is not None
-    assert memory.search.trials["threads"].status == "undone"
+    assert memory.search is not None and "threads" in memory.search.lost
 
     machine = Host([0], speed={"good": 1.5})
     controller = simulate([threads(), candidate("good")], machine, memory=memory, steps=600)
@@ -260,11 +261,11 @@ def test_what_is_kept_beside_them_is_not_remembered() -> None:
     memory = FakeMemory()
     machine = Host([0], speed={"good": 1.5})
     controller = simulate([threads(), candidate("good")], machine, memory=memory)
-    controller.remember(ended=True)
+    remember(controller, ended=True)
     assert set(controller.plan) == {"threads", "good"}
     assert memory.search is not None
     assert memory.search.plan == {"good": None}
-    assert "threads" not in memory.search.trials
+    assert "threads" not in memory.search.lost
     assert memory.search.speedup is None
 
 
@@ -304,28 +305,27 @@ def test_a_host_is_shared_where_threads_must_wait(
 
 
 def test_they_have_come_once_until_they_leave() -> None:
-    neighbours = Neighbours()
-    assert news(neighbours, QUIET, BETWEEN, SHARED, SHARED, BETWEEN, SHARED) == [SHARED]
-    assert news(neighbours, QUIET, None, SHARED) == [SHARED]
-    neighbours.beside["threads"] = Before(
-        StrategyRow(name="threads", summary="", treats=[], exactness="exact"), was_pending=False
-    )
-    assert news(neighbours, SHARED, BETWEEN, QUIET) == [QUIET]
-    neighbours.doubt_quiet()
-    assert news(neighbours, QUIET, BETWEEN, QUIET, QUIET) == [QUIET]
-    neighbours.undone("threads")
-    assert news(neighbours, QUIET, SHARED, QUIET, SHARED) == []
-    assert news(neighbours, SHARED) == [SHARED]
-    neighbours.undone("threads")  # it was not beside them
-    assert news(neighbours, QUIET, SHARED, SHARED) == [SHARED]
+    watch = OtherProcesses()
+    assert news(watch, QUIET, BETWEEN, SHARED, SHARED, BETWEEN, SHARED) == [SHARED]
+    assert news(watch, QUIET, None, SHARED) == [SHARED]
+    watch.is_used = True
+    assert news(watch, SHARED, BETWEEN, QUIET) == [QUIET]
+    watch.left_open()
+    assert news(watch, QUIET, BETWEEN, QUIET, QUIET) == [QUIET]
+    watch.is_used = False
+    watch.not_kept()
+    assert news(watch, QUIET, SHARED, QUIET, SHARED) == []
+    assert news(watch, SHARED) == [SHARED]
+    assert news(watch, QUIET, SHARED, SHARED) == [SHARED]
 
 
-def news(neighbours: Neighbours, *looks: HostLoad | None) -> list[HostLoad]:
-    """Let the neighbours be seen, and return what that tells."""
+def news(watch: OtherProcesses, *looks: HostLoad | None) -> list[HostLoad]:
+    """Let the watch see some looks, and return what it has told."""
     told = []
     for look in looks:
-        neighbours.see(look)
-        told.append(neighbours.take_news())
+        watch.see(look)
+        told.append(watch.news)
+        watch.news = None
     return [each for each in told if each is not None]
 
 
@@ -403,8 +403,8 @@ def test_a_search_on_a_real_loop_looks_at_its_host(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(host_meter, "SHORTEST_LOOK_S", 0.0)
     torch.set_num_threads(2)
     seen = list[HostLoad | None]()
-    see = Neighbours.see
-    monkeypatch.setattr(Neighbours, "see", lambda self, load: (seen.append(load), see(self, load))[1])
+    see = OtherProcesses.see
+    monkeypatch.setattr(OtherProcesses, "see", lambda self, load: (seen.append(load), see(self, load))[1])
     model = nn.Linear(4, 2)
     data = DataLoader(TensorDataset(torch.randn(256, 4), torch.randint(0, 2, (256,))), batch_size=8)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

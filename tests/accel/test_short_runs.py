@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from accel import startup
 from accel.search.actions import Action, Result
-from accel.search.controller import Controller
+from accel.search.state import SearchState
 from tests.accel.simulation import INPUT, PLAIN_S, Machine, candidate, simulate
 from tests.sampling import examples
 
@@ -51,7 +51,7 @@ def seconds_before(machine: Machine, holds: Any) -> float:
 @pytest.mark.parametrize("startup_s", [0.0, 0.2])
 def test_nothing_is_tried_before_the_budget_has_room_for_the_start(startup_s: float) -> None:
     machine = Machine(speed={"free": 1.3})
-    controller = simulate([candidate("free", is_compared=False)], machine, budget="3%", startup_s=lambda: startup_s)
+    controller = simulate([candidate("free", touches=frozenset())], machine, budget="3%", startup_s=lambda: startup_s)
     began_s = seconds_before(machine, lambda action: action.plan)
     assert began_s == pytest.approx(startup_s / 0.03, abs=1.0)
     assert controller.plan == {"free": None} and controller.cost_s >= startup_s
@@ -60,7 +60,7 @@ def test_nothing_is_tried_before_the_budget_has_room_for_the_start(startup_s: fl
 def test_what_the_run_has_lasted_before_its_first_step_counts() -> None:
     """A process on a GPU is 8 s old by then: imports, the device's start, the model."""
     machine = Machine(speed={"free": 1.3})
-    offered = [candidate("free", is_compared=False)]
+    offered = [candidate("free", touches=frozenset())]
     controller = simulate(offered, machine, budget="3%", startup_s=lambda: 0.4, ran_s=lambda: 8.0)
     assert seconds_before(machine, lambda action: action.plan) == pytest.approx(0.4 / 0.03 - 8.0, abs=1.0)
     assert controller.elapsed_s == pytest.approx(0.4 + machine.step * PLAIN_S, rel=0.05)  # of which plans save a part
@@ -68,25 +68,25 @@ def test_what_the_run_has_lasted_before_its_first_step_counts() -> None:
 
 def test_nothing_is_observed_while_it_waits() -> None:
     machine = Machine(speed={"free": 1.3})
-    simulate([candidate("free", is_compared=False)], machine, budget="3%", startup_s=lambda: 0.2)
+    simulate([candidate("free", touches=frozenset())], machine, budget="3%", startup_s=lambda: 0.2)
     assert not any(action.anatomy for action in machine.actions if action.rest)
 
 
 def test_what_is_seen_then_is_the_plain_loop() -> None:
     machine = Machine(speed={"free": 1.3}, drift=lambda step: 2.0 if step < 100 else 1.0)  # slow while it warms up
-    controller = simulate([candidate("free", is_compared=False)], machine, budget="3%", startup_s=lambda: 0.2)
+    controller = simulate([candidate("free", touches=frozenset())], machine, budget="3%", startup_s=lambda: 0.2)
     assert controller.plain_ms == pytest.approx(PLAIN_S * 1e3, rel=0.05)
     assert sum(controller.anatomy_before.values()) == pytest.approx(PLAIN_S, rel=0.05)
 
 
 def test_a_budget_in_seconds_is_not_waited_for() -> None:
     machine = Machine(speed={"free": 1.3})
-    simulate([candidate("free", is_compared=False)], machine, budget="5s", startup_s=lambda: 0.2)
+    simulate([candidate("free", touches=frozenset())], machine, budget="5s", startup_s=lambda: 0.2)
     assert seconds_before(machine, lambda action: action.plan) < 1.0
 
 
 def slow_to_switch(**options: Any) -> Any:
-    return candidate("input", treats=INPUT, touches=frozenset({"input"}), settling=lambda setting: 4, **options)
+    return candidate("input", treats=INPUT, touches=frozenset({"input"}), settle_steps=lambda setting: 4, **options)
 
 
 def test_a_trial_is_cut_short_once_it_has_cost_what_is_left_and_goes_on_later() -> None:
@@ -98,7 +98,7 @@ def test_a_trial_is_cut_short_once_it_has_cost_what_is_left_and_goes_on_later() 
         budget="3%",
         until_settled=False,
         steps=20_000,
-        announce=lambda row, done, total: said.append(f"{row.status}: {row.why}"),
+        announce=lambda row: said.append(f"{row.status}: {row.why}"),
     )
     assert controller.plan == {"input": None}
     assert any("more than the budget of 3% allows now; tried once the run is long enough" in each for each in said)
@@ -128,7 +128,7 @@ def test_at_no_moment_has_accel_cost_more_than_a_small_share(
     stall_s: float, gain: float, startup_s: float, noise: float, seed: int
 ) -> None:
     machine = Stalls(stall_s, speed={"input": gain, "model": 0.97}, noise=noise, seed=seed)
-    candidates = [slow_to_switch(), candidate("model", is_compared=False)]
+    candidates = [slow_to_switch(), candidate("model", touches=frozenset())]
     simulate(candidates, machine, budget="3%", until_settled=False, steps=6000, startup_s=lambda: startup_s)
     # 3 %, a trial that is cut short at 1 % more, and the block in which that shows: two switches.
     slack = 2 * stall_s + 10 * PLAIN_S * (0.5 + 10 * noise)
@@ -179,8 +179,8 @@ def _printed(code: str) -> float:
 
 def test_a_controller_is_charged_as_its_search_begins() -> None:
     charged = iter([0.25])
-    controller = simulate([candidate("free", is_compared=False)], Machine(), startup_s=lambda: next(charged))
-    assert isinstance(controller, Controller) and controller.cost_s >= 0.25
+    controller = simulate([candidate("free", touches=frozenset())], Machine(), startup_s=lambda: next(charged))
+    assert isinstance(controller, SearchState) and controller.cost_s >= 0.25
 
 
 # -- what a review found -----------------------------------------------------------------------------------------------
@@ -188,7 +188,7 @@ def test_a_controller_is_charged_as_its_search_begins() -> None:
 
 def test_a_long_start_holds_up_no_budget_in_seconds() -> None:
     machine = Machine(speed={"free": 1.3}, drift=lambda step: 0.25)
-    controller = simulate([candidate("free", is_compared=False)], machine, budget="60s", startup_s=lambda: 2.0)
+    controller = simulate([candidate("free", touches=frozenset())], machine, budget="60s", startup_s=lambda: 2.0)
     assert controller.plan == {"free": None}
     assert 0.25 * seconds_before(machine, lambda action: action.plan) < 0.5
 
@@ -207,9 +207,7 @@ def test_work_that_did_not_begin_is_not_charged() -> None:
         asked.append(True)
         return "noting a sample takes 60% of the time of its fetch"
 
-    finds_out = candidate(
-        "input", is_compared=False, one_off_s=0.1, waits=waits, expected_s=lambda setting: 0.0 if asked else 2.0
-    )
+    finds_out = candidate("input", touches=frozenset(), prepare=waits, cost_s=lambda setting: 0.0 if asked else 2.0)
     controller = simulate([finds_out], Machine(), budget="10%", until_settled=False, steps=3000)
     assert asked and controller.rows["input"].cost_s == controller.cost_s == 0.0
 
@@ -232,11 +230,11 @@ def test_a_kept_setting_stays_kept_where_the_others_could_gain_too_little() -> N
 
 def test_what_trips_after_another_was_cut_short_is_not_tried_again() -> None:
     machine = Stalls(0.4, speed={"input": 1.05}, trips_at={"heap": 0})
-    candidates = [slow_to_switch(), candidate("heap", is_compared=False, lasting=True, one_off_s=2.0)]
+    candidates = [slow_to_switch(), candidate("heap", touches=frozenset(), cost_s=2.0)]
     controller = simulate(candidates, machine, budget="3%", until_settled=False, steps=12_000)
     assert controller.rows["heap"].status == "undone"
     began = [action for action in machine.actions if "heap" in action.plan]
-    assert len(began) == 1 and "heap" not in controller._pending
+    assert len(began) == 1 and not controller.candidates["heap"].is_pending
 
 
 def test_the_work_of_the_process_counts_once_and_only_so_far(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from accel.search.step_level import StepLevel
+from accel.search.holding import StepLevel
 
 
 def looked(*medians_ms: float) -> tuple[StepLevel, list[str]]:
@@ -29,8 +29,8 @@ def test_it_is_open_until_the_usual_step_is_known_and_after_a_slow_look() -> Non
     assert not looked(10.0, 10.0, 10.0, 12.0, 10.0)[0].is_open
 
 
-def test_begun_anew_it_takes_three_looks_again() -> None:
+def test_begun_again_it_takes_three_looks_again() -> None:
     level, _ = looked(10.0, 10.0, 10.0, 12.0, 12.0)
-    level.begin_anew()
+    level.begin_again()
     assert [level.add(20.0) for _ in range(3)] == ["", "", ""]
     assert not level.is_open

@@ -68,17 +68,17 @@ def test_decisions_of_the_search_are_logged_and_later_changes_printed(
     capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     announcer = Announcer()
-    announcer.announce(row(), 1, 2)
+    announcer.announce(row())
     assert caplog.messages == []
     caplog.set_level(logging.DEBUG, logger="accel")
-    announcer.announce(row(name="tf32", status="undone", why="slower"), 2, 2)
-    assert caplog.messages == ["accel [2/2] tf32 undone: 1.45x [1.38, 1.52], 26.6 → 18.4 ms; slower"]
+    announcer.announce(row(name="tf32", status="undone", why="slower"))
+    assert caplog.messages == ["accel: tf32 undone: 1.45x [1.38, 1.52], 26.6 → 18.4 ms; slower"]
     assert capsys.readouterr().err == ""
 
     announcer.search_has_ended()
-    announcer.announce(row(name="tf32", status="not tried"), 0, 2)
+    announcer.announce(row(name="tf32", status="not tried"))
     assert capsys.readouterr().err == ""
-    announcer.announce(row(status="undone", why="it no longer pays"), 0, 2)
+    announcer.announce(row(status="undone", why="it no longer pays"))
     assert capsys.readouterr().err.startswith("accel: channels_last undone: 1.45x")
-    announcer.announce(row(name="compiled"), 1, 1)
-    assert capsys.readouterr().err.startswith("accel [1/1] compiled kept: 1.45x")
+    announcer.announce(row(name="compiled"))
+    assert capsys.readouterr().err.startswith("accel: compiled kept: 1.45x")

@@ -9,6 +9,7 @@ import pytest
 
 from accel.session.switchboard import Switchboard
 from accel.strategies.base import Exactness, NothingHelps, Strategy
+from accel.strategies.trial_design import TrialDesign
 
 
 class Logged(Strategy):
@@ -116,7 +117,7 @@ def test_what_prepares_itself_is_not_closed_while_it_is_off() -> None:
     board, strategies, log = make(idle="input", preparing="input", active="input")
     for name, strategy in strategies.items():
         strategy.close = lambda run, name=name: log.append(f"closed {name}")
-    strategies["preparing"].is_preparing = True
+    strategies["preparing"].comparison = lambda run: TrialDesign(is_preparing=True)
     board.switch({"active": None})
     board.close_idle()
     assert log == ["+active", "closed idle"]
@@ -124,10 +125,9 @@ def test_what_prepares_itself_is_not_closed_while_it_is_off() -> None:
     assert log[2:] == ["closed idle", "closed preparing"]
 
 
-def test_captures_are_released_of_those_that_capture() -> None:
+def test_what_a_comparison_alone_has_made_is_released() -> None:
     board, strategies, log = make(graphs="model", other="model")
-    strategies["graphs"].captures = True
     for strategy in strategies.values():
         strategy.close = lambda run, name=strategy.name: log.append(f"closed {name}")
-    board.release_captures(["graphs", "other"])
+    board.close_strategies(["graphs"])
     assert log == ["closed graphs"]

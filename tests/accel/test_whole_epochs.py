@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from accel.strategies.trial_design import EpochDesign
 from tests.accel.simulation import FAST, Machine, candidate, simulate
 
 
 def by_epoch() -> Any:
-    return candidate("workers", phase="data", by_epoch=lambda: True)
+    return candidate("workers", phase="data", kind=EpochDesign)
 
 
 def test_what_takes_effect_when_an_epoch_begins_is_tried_in_whole_epochs_and_last() -> None:
@@ -20,9 +21,12 @@ def test_what_takes_effect_when_an_epoch_begins_is_tried_in_whole_epochs_and_las
 
     assert controller.plan == {"fast": None, "workers": None}
     plans = [action.plan for action in machine.actions if action.whole_epoch]
-    assert all("workers" not in plan for plan in plans[:2])  # one epoch to see whether it is worth a trial, then A
-    trial = [action for action in machine.actions if action.plan == {"fast": None, "workers": None}]
-    assert all(action.whole_epoch for action in trial if not action.anatomy and not action.settled)
+    assert all("workers" not in plan for plan in plans[:1])
+    last = max(n for n, action in enumerate(machine.actions) if action.whole_epoch)
+    trial = [action for action in machine.actions[:last] if "workers" in action.plan]
+    assert trial and all(action.whole_epoch for action in trial)
+    closing = [action.plan for action in machine.actions[last + 1 :] if action.steps and not action.anatomy]
+    assert {"workers": None} in closing  # it stands by its own trial: the closing trial has it in both plans
 
 
 def test_what_shortens_the_beginning_of_epochs_alone_is_not_tried_a_second_time_in_the_closing_trial() -> None:
@@ -32,7 +36,7 @@ def test_what_shortens_the_beginning_of_epochs_alone_is_not_tried_a_second_time_
 
     assert controller.plan == {"workers": None}
     assert controller.closing is not None and controller.closing.verdict == "keep"
-    assert sum(action.whole_epoch for action in machine.actions) == 1 + 12
+    assert sum(action.whole_epoch for action in machine.actions) == 12
 
 
 def test_an_epoch_that_waits_for_little_is_no_reason_for_a_trial() -> None:
@@ -64,7 +68,7 @@ def test_what_is_tried_in_whole_epochs_is_not_tried_again_while_the_plan_is_on()
     controller = simulate([by_epoch()], machine, steps=4000, until_settled=False, pace=FAST)
 
     assert controller.plan == {"workers": None}
-    assert sum(action.whole_epoch for action in machine.actions) == 1 + 12
+    assert sum(action.whole_epoch for action in machine.actions) == 12
 
 
 def test_another_batch_shape_in_the_epoch_before_a_trial_ends_the_search_at_once() -> None:

@@ -25,7 +25,7 @@ from accel.run import Run
 from accel.run.gate import Gate
 from accel.strategies import compile_ahead, compiled_draws, torch_compile
 from accel.strategies.compile_ahead import CompileAhead
-from accel.strategies.torch_compile import BLOCKS, WHOLE, TorchCompile
+from accel.strategies.torch_compile import BLOCKS, REPEATED_SHARE, WHOLE, TorchCompile
 from tests.accel.strategies.test_torch_compile import WIDTH, Stack
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -234,7 +234,7 @@ def make(
 
 def test_it_is_started_in_a_training_call_of_the_usual_shape(monkeypatch: pytest.MonkeyPatch) -> None:
     strategy, run = make(monkeypatch)
-    expected = strategy.expected_s(run, BLOCKS)
+    expected = strategy.compiling_s(run, BLOCKS)
     assert strategy.waits(run) == "a helper process compiles: blocks"
     helper: Any = strategy._helper
     with torch.no_grad():
@@ -244,14 +244,13 @@ def test_it_is_started_in_a_training_call_of_the_usual_shape(monkeypatch: pytest
     run.model(torch.randn(4, 5, WIDTH))
     assert not helper.is_due
     assert strategy.waits(run)
-    assert strategy.is_preparing
+    assert strategy.comparison(run).is_preparing
 
     helper.ended = True
     assert strategy.waits(run) == ""
-    assert not strategy.is_preparing
+    assert not strategy.comparison(run).is_preparing
     assert not run.gate.wrapped
-    assert strategy.expected_s(run, BLOCKS) == expected
-    assert strategy.repeats(BLOCKS) == 1.0
+    assert strategy.compiling_s(run, BLOCKS) == expected
     assert strategy.waits(run) == ""  # the same setting is not compiled twice
 
 
@@ -259,11 +258,10 @@ def test_where_it_gives_nothing_the_loop_compiles_itself(monkeypatch: pytest.Mon
     strategy, run = make(monkeypatch)
     assert strategy.waits(run)
     helper: Any = strategy._helper
-    expected = strategy.expected_s(run, BLOCKS)
+    expected = strategy.compiling_s(run, BLOCKS)
     helper.problem, helper.ended = "it ended with status 3", True
     assert strategy.waits(run) == ""
-    assert strategy.expected_s(run, BLOCKS) == pytest.approx(expected / strategy.repeated_share)
-    assert strategy.repeats(BLOCKS) == strategy.repeated_share
+    assert strategy.compiling_s(run, BLOCKS) == pytest.approx(expected / REPEATED_SHARE)
 
 
 def test_another_setting_is_prepared_while_the_first_is_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -277,7 +275,7 @@ def test_another_setting_is_prepared_while_the_first_is_on(monkeypatch: pytest.M
     strategy.close(run)
     assert helper.stopped
     assert not run.gate.wrapped
-    assert not strategy.is_preparing
+    assert not strategy.comparison(run).is_preparing
 
 
 def test_after_a_change_of_the_batch_it_compiles_anew(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -302,13 +300,13 @@ def test_after_a_change_of_the_batch_it_compiles_anew(monkeypatch: pytest.Monkey
 
 def test_other_processes_may_leave_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
     strategy, run = make(monkeypatch, cores=torch.get_num_threads() + 2, others=None)
-    expected = strategy.expected_s(run, BLOCKS)
+    expected = strategy.compiling_s(run, BLOCKS)
     assert strategy.waits(run) == "whether a core is idle is being measured"
-    assert not strategy.is_preparing
+    assert not strategy.comparison(run).is_preparing
     monkeypatch.setattr(TorchCompile, "_cores_of_others", lambda self: 1.5)
     assert strategy.waits(run) == ""
-    assert not strategy.is_preparing
-    assert strategy.expected_s(run, BLOCKS) == pytest.approx(expected / strategy.repeated_share)
+    assert not strategy.comparison(run).is_preparing
+    assert strategy.compiling_s(run, BLOCKS) == pytest.approx(expected / REPEATED_SHARE)
 
 
 def test_how_busy_others_are_is_measured_for_a_second(monkeypatch: pytest.MonkeyPatch) -> None:

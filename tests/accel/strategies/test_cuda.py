@@ -35,7 +35,7 @@ def make_run(device: str = "cpu", **options: Any) -> Run:
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.LazyLinear(2))
     model(torch.zeros(1, 3, 8, 8))
     loader = DataLoader(TensorDataset(torch.randn(8, 3, 8, 8)), batch_size=4, **options)
-    return Run(model.to(device), loader, [], Gate(model, []), Fetching())
+    return Run(model.to(device), loader, [], Gate(model, []), Fetching(), enabled=frozenset({"async_copy"}))
 
 
 @pytest.fixture

@@ -357,19 +357,7 @@ def tells(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
 
 
-def test_a_graph_that_draws_other_numbers_is_not_wrong(calls: list[ModelCalls], tells: None) -> None:
-    row, _, _ = tried(Capturing)
-    assert calls[0].replays > 4
-    assert row.steps > 8  # it has had its trial
-    assert not row.why.startswith("wrong"), row.why
-    assert row.output_error == 0.0
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_wrong_one_is_caught_all_the_same(
-    calls: list[ModelCalls], tells: None, fault: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    inject(fault, monkeypatch)
+def test_a_graph_that_draws_other_numbers_is_refused(calls: list[ModelCalls], tells: None) -> None:
     row, model, optimizer = tried(Capturing)
     assert row.status == "undone"
     assert row.why.startswith("wrong"), row.why

@@ -24,7 +24,7 @@ from accel.run.gate import Gate
 from accel.strategies import compiled_draws, torch_compile
 from accel.strategies.compiled_calls import MOST
 from accel.strategies.repeated_blocks import layers, leaves, repeated_blocks
-from accel.strategies.torch_compile import BLOCKS, WHOLE, TorchCompile
+from accel.strategies.torch_compile import BLOCKS, REPEATED_SHARE, WHOLE, TorchCompile
 
 WIDTH = 8
 
@@ -403,13 +403,13 @@ def test_fewer_layers_are_expected_to_compile_faster(monkeypatch: pytest.MonkeyP
     strategy, run = make(Stack(12), (4, 5, WIDTH))
     assert leaves(run.model) == 12 * 4 + 2
     assert layers([run.model]) == (4 + 2, 11 * 4)
-    blocks, whole = (strategy.expected_s(run, setting) for setting in (BLOCKS, WHOLE))
+    blocks, whole = (strategy.compiling_s(run, setting) for setting in (BLOCKS, WHOLE))
     assert 0 < blocks < 0.5 * whole
-    assert strategy.expected_s(run, None) == whole  # of a plan of an earlier version
+    assert strategy.compiling_s(run, None) == whole  # of a plan of an earlier version
     run.observed.call_shapes.update({((4, 6, WIDTH),): 20})
-    assert strategy.expected_s(run, WHOLE) == 2 * whole
+    assert strategy.compiling_s(run, WHOLE) == 2 * whole
     monkeypatch.setattr(torch_compile, "_no_room", lambda run: "")
-    assert strategy.expected_s(run, WHOLE) == pytest.approx(2 * whole * strategy.repeated_share)
+    assert strategy.compiling_s(run, WHOLE) == pytest.approx(2 * whole * REPEATED_SHARE)
 
 
 def test_shapes_are_learnt_anew_when_the_usual_batch_changes(backend: Counts) -> None:

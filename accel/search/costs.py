@@ -1,0 +1,173 @@
+"""What trying a candidate will cost about, and whether the run can afford it.
+
+One-off work costs what the strategy declares, until it has been measured, in this run or an earlier one; a comparison
+by the guard some replays of the step, until one of its kind has been made.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from accel.profiler.interruptions import ours
+from accel.search.actions import Result
+from accel.search.state import Candidate, SearchState
+
+DEAR_S = 1.0
+"""One-off work that takes so long comes after what is cheap, is not done beside other processes, and is measured."""
+COMPARING = "comparing it with the plain loop"
+"""Work that a trial is too dear for the budget by."""
+_REPLAYS = {"model": 3.0, "optimizer": 0.5, "input": 0.0}
+"""Steps that a comparison in one step takes about, by what is compared: replays of the step, two updates of a copy,
+nothing."""
+_OVERSPENT = 0.01
+"""Share of the run so far that a trial may cost where less than that is left of the budget."""
+_MARGIN = 1.1
+"""The run may have become faster since the plain step was measured."""
+
+
+def declared_s(candidate: Candidate, setting: Any = None) -> float:
+    """Return the seconds of one-off work that a strategy itself expects of a setting."""
+    try:
+        return candidate.comparison.cost_of(setting)
+    except ours():  # a model whose modules can't be looked into; its refusal will say so
+        return 0.0
+
+
+def is_dear(candidate: Candidate) -> bool:
+    """Tell whether one-off work takes seconds."""
+    cost_s = candidate.comparison.cost_s
+    return not candidate.is_insisted and (callable(cost_s) or cost_s >= DEAR_S)
+
+
+def work_s(state: SearchState, candidate: Candidate) -> float:
+    """Return the seconds of one-off work to expect of the setting that is tried next."""
+    return work_of(state, candidate, _next_setting(candidate))
+
+
+def work_of(state: SearchState, candidate: Candidate, setting: Any) -> float:
+    """Return the same of a setting: what is done already, or does not wait for the budget, costs nothing more."""
+    again_s = _again_s(state, candidate, setting)
+    work = _work(candidate, setting)
+    if candidate.is_insisted or work in candidate.done:
+        return again_s
+    declared = declared_s(candidate, setting)
+    return again_s + (state.recollection.cost_s.get(work, declared) if declared else 0.0)
+
+
+def made_for_calls(state: SearchState, candidate: Candidate) -> Candidate | None:
+    """Return what of the plan has to be made once more, at its cost, if a candidate is switched on or off.
+
+    A compiled graph is for one layout, one precision and one number of threads. What touches no call, or is made for
+    calls itself, changes none of these.
+    """
+    if candidate.comparison.is_made_for_calls or "model" not in candidate.strategy.touches:
+        return None
+    others = (state.candidates[name] for name in state.plan)
+    return next((other for other in others if other.comparison.is_made_for_calls and is_dear(other)), None)
+
+
+def _again_s(state: SearchState, candidate: Candidate, setting: Any) -> float:
+    """Return the seconds to expect of making once more what is made for calls as they are now."""
+    other = made_for_calls(state, candidate)
+    if other is None or candidate.passed == {**state.plan, candidate.name: setting}:
+        return 0.0  # for such a plan the guard's check has done so already
+    kept = state.plan[other.name]
+    return state.recollection.cost_s.get(_work(other, kept), declared_s(other, kept))
+
+
+def note_work(state: SearchState, candidate: Candidate, setting: Any, seconds: float) -> None:
+    """Note that one-off work has been done, and what it has taken, if it is dear."""
+    work, expected_s = _work(candidate, setting), work_of(state, candidate, setting)
+    if is_dear(candidate):
+        done_s = state.recollection.cost_s.get(work, 0.0) if work in candidate.done else 0.0
+        state.recollection.cost_s[work] = max(seconds, done_s)
+        if expected_s and work not in candidate.done:
+            state.note(f"{work}: one-off work took {seconds:.1f} s, expected {expected_s:.1f} s")
+    candidate.done.add(work)
+
+
+def check_s(state: SearchState, candidate: Candidate) -> float:
+    """Return what the guard's comparison of a candidate will take about."""
+    if not candidate.is_compared:
+        return 0.0
+    compared = _compared(candidate)
+    return state.check_s.get(compared, _REPLAYS[compared] * state.pace.guard * state.plain_s)
+
+
+def note_check(state: SearchState, candidate: Candidate, result: Result, cost_s: float) -> None:
+    """Let the next comparison of the same kind be expected to take as long as this one.
+
+    The first step of a comparison has work in it that is done once: cuDNN plans its algorithms and times them, graphs
+    are captured, libraries are loaded. So its last one counts, as often as there are steps.
+    """
+    comparison = candidate.comparison
+    if comparison.cost_s or comparison.watch is not None or made_for_calls(state, candidate) is not None:
+        return  # that may be mostly one-off work, or has fewer steps
+    took_s = result.finding.seconds if result.finding is not None else 0.0
+    state.check_s[_compared(candidate)] = state.pace.guard * took_s if took_s else cost_s
+
+
+def expected_s(state: SearchState, candidate: Candidate) -> float:
+    """Return what trying a candidate will cost at the least, s."""
+    return max(work_s(state, candidate) + check_s(state, candidate), candidate.needs_s)
+
+
+def affordable(state: SearchState, seconds: float) -> bool:
+    """Return whether the budget allows for a further cost now."""
+    return state.budget.allows(spent=state.cost_s, expected=seconds, elapsed=state.lasted_s, saved=state.saved_s)
+
+
+def affordable_in(state: SearchState, length_s: float, saved_s: float) -> Callable[[float], bool]:
+    """Return what tells whether a cost is allowed, if this run lasts, and is shortened, as an earlier one."""
+    elapsed_s = max(state.elapsed_s, length_s)
+    return lambda seconds: state.budget.allows(spent=state.cost_s, expected=seconds, elapsed=elapsed_s, saved=saved_s)
+
+
+def too_dear(state: SearchState, candidate: Candidate) -> str:
+    """Say that a candidate costs more than the budget allows now; '' if it doesn't."""
+    seconds = expected_s(state, candidate)
+    if affordable(state, seconds):
+        return ""
+    one_off_s = work_s(state, candidate)
+    if one_off_s:
+        return state.budget.too_dear(state.cost_s, one_off_s)
+    return state.budget.too_dear(state.cost_s, seconds, COMPARING)
+
+
+def trial_limit_s(state: SearchState) -> float:
+    """Return what a trial may cost before it is cut short: doubled, that is what its next one must wait for."""
+    left_s = state.budget.in_all(elapsed=state.lasted_s, saved=state.saved_s) - state.cost_s
+    return max(left_s, _OVERSPENT * state.lasted_s)
+
+
+def steps_until_affordable(state: SearchState, candidates: Iterable[Candidate]) -> float:
+    """Return after how many steps the first of these will be affordable; infinite if none waits for that."""
+    waiting = [each for each in candidates if not state.recollection.postponed(each.name, state.elapsed_s)]
+    seconds = [each for each in (expected_s(state, other) for other in waiting) if not affordable(state, each)]
+    if not seconds or state.plain_ms <= 0:
+        return math.inf
+    from_s = state.budget.allowed_from(spent=state.cost_s, expected=min(seconds), saved=state.saved_s)
+    return _MARGIN * max(0.0, from_s - state.lasted_s) / state.plain_s + 1
+
+
+def _next_setting(candidate: Candidate) -> Any:
+    """Return the setting whose one-off work comes next; None where all settings share it."""
+    if not callable(candidate.comparison.cost_s):
+        return None
+    try:
+        return next(iter(candidate.settings()), None)
+    except ours():
+        return None
+
+
+def _work(candidate: Candidate, setting: Any) -> str:
+    """Return what names a piece of one-off work: the strategy, with the setting if each has work of its own."""
+    described = candidate.describe(setting) if callable(candidate.comparison.cost_s) else ""
+    return f"{candidate.name} {described}".strip()
+
+
+def _compared(candidate: Candidate) -> str:
+    """Return which of the things that the guard compares of a candidate takes longest."""
+    return max(candidate.strategy.touches, key=_REPLAYS.__getitem__)

@@ -1,0 +1,220 @@
+"""Experiments on the run: an action, a look at the step, a check by the guard, a trial; and what each has cost."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import replace
+
+from accel.profiler.diagnose import anatomy
+from accel.profiler.diagnose.communication_wait import wait_as_communication
+from accel.profiler.trial import TrialConfig, Verdict
+from accel.profiler.trial_driver import Block, Steps, TrialResult, drive
+from accel.search import costs, verdicts
+from accel.search.actions import Action, Result
+from accel.search.plan import Choices
+from accel.search.state import Candidate, CandidateStage, SearchState
+from accel.strategies.trial_design import Terms, TrialDesign
+
+Decisions = Generator[Action, Result, None]
+
+
+class Interrupted(Exception):
+    """The conditions (batch shape, loader, world size, threads) are others: what was measured says nothing any more."""
+
+
+class _Tripped(Exception):
+    """A strategy was switched off in a trial, whose steps say nothing then."""
+
+
+def act(state: SearchState, action: Action, *, may_grow: bool = False) -> Generator[Action, Result, Result]:
+    """Run an action, and book what it has cost.
+
+    Args:
+        state: of the search.
+        action: to run.
+        may_grow: the batch controller may change the batch, if what is on will do for such a batch as well.
+
+    Raises:
+        Interrupted: if it ran under other conditions than the plan was measured for.
+    """
+    looks = state.elapsed_s >= state.next_look_s and bool(watching(state))
+    result = yield replace(action, base=action.plan == state.plan, host=looks)
+    state.steps += result.steps
+    state.elapsed_s += result.elapsed_s + result.aside_s
+    state.saved_s += result.elapsed_s * (state.shown_gain(action.plan) - 1)
+    if state.searching or state.is_out_of_turn:
+        state.cost_s += result.aside_s
+    if looks:
+        state.next_look_s = state.elapsed_s + state.pace.until_look(result.load)
+        for candidate in watching(state):
+            if (watch := candidate.comparison.watch) is not None:
+                watch.see(result.load)
+    if _is_another_regime(state, result):
+        is_made_for_calls = any(state.candidates[name].comparison.is_made_for_calls for name in action.plan)
+        is_taken = may_grow and state.growth.takes(result.growth, is_made_for_calls)
+        state.regime = result.regime
+        if not is_taken:
+            raise Interrupted
+    state.regime = result.regime if state.regime is None else state.regime
+    for name, why in result.trips.items():
+        _record_trip(state, name, f"{why} at step {state.steps}", action)
+    return result
+
+
+def watching(state: SearchState) -> list[Candidate]:
+    """Return the candidates that apply and have a watch of the host; none where a plan is replayed."""
+    if state.replay is not None:
+        return []
+    watched = (each for each in state.candidates.values() if each.stage is not CandidateStage.RULED_OUT)
+    return [each for each in watched if each.comparison.watch is not None and not each.refusal()]
+
+
+def has_news(state: SearchState) -> bool:
+    """Tell whether a watch has seen a change on which nobody has acted yet."""
+    watches = (candidate.comparison.watch for candidate in watching(state))
+    return any(watch is not None and watch.news is not None for watch in watches)
+
+
+def _is_another_regime(state: SearchState, result: Result) -> bool:
+    both_known = state.regime is not None and result.regime is not None
+    return both_known and result.regime != state.regime and state.reopened < state.pace.reopenings
+
+
+def _record_trip(state: SearchState, name: str, why: str, action: Action) -> None:
+    """Undo a strategy; where another setting of it was being tried, the kept one stays."""
+    candidate, tried = state.candidates[name], {**action.plan, **(action.check or {})}
+    if name in state.plan and name in tried and tried[name] != state.plan[name]:
+        setting = candidate.describe(tried[name])
+        state.note(f"{name} {setting} undone: {why}; {candidate.row.setting} stays")
+        return
+    verdicts.remove(state, name, why)
+    candidate.stage = CandidateStage.FAILED
+
+
+@contextlib.contextmanager
+def charged_to(state: SearchState, candidate: Candidate | None = None) -> Iterator[None]:
+    """Count the steps of a block of trials as the search's, and their cost as a candidate's, however it ends."""
+    cost_s, steps = state.cost_s, state.steps
+    try:
+        yield
+    finally:
+        state.search_steps += state.steps - steps
+        if candidate is not None:
+            candidate.row.cost_s += state.cost_s - cost_s
+            candidate.row.steps += state.steps - steps
+
+
+def look(state: SearchState, *, rest: int = 0, steps: int = 0) -> Generator[Action, Result, Result]:
+    """Observe some steps under the present plan: their anatomy, and what limits them."""
+    plan = dict(state.plan)
+    result = yield from act(state, Action(plan=plan, rest=rest, steps=steps or state.pace.observe, anatomy=True))
+    if result.measurements:
+        wait_share = None if result.evidence is None else result.evidence.ddp_wait_share
+        state.anatomy_after = anatomy.typical(wait_as_communication(result.measurements, wait_share))
+        state.diagnosis = result.diagnosis
+    if not plan:
+        state.anatomy_before, state.plain_diagnosis = dict(state.anatomy_after), state.diagnosis
+        if result.seconds:
+            state.plain_ms = state.reduce(result.seconds) * 1e3
+    return result
+
+
+def check(state: SearchState, candidate: Candidate, trial_plan: Choices) -> Generator[Action, Result, bool]:
+    """Let the guard compare a plan with a candidate with the plain path; return whether it may be tried."""
+    if not candidate.is_compared:
+        return True
+    cost_s = state.cost_s
+    # Where a watch wants it plain steps are slow, and what their replays show in one of them suffices.
+    steps = 1 if candidate.comparison.watch is not None else state.pace.guard
+    result = yield from act(state, Action(plan=state.plan, steps=steps, check=trial_plan))
+    costs.note_check(state, candidate, result, state.cost_s - cost_s)
+    finding, name = result.finding, candidate.name
+    if name in result.trips:
+        return False
+    if finding is None:
+        return True
+    if (finding.problem or finding.unsure) and name in state.plan:  # another setting of it is kept
+        setting = candidate.describe(trial_plan[name])
+        why = f"is wrong: {finding.problem}" if finding.problem else f"was not compared: {finding.unsure}"
+        state.note(f"{name} {setting} {why}; {candidate.row.setting} stays")
+        return False
+    verdicts.record_finding(candidate, finding)
+    if finding.problem:
+        verdicts.decide(state, candidate, "undone", f"wrong: {finding.problem}")
+        candidate.stage = CandidateStage.FAILED
+    elif finding.unsure:
+        verdicts.decide(state, candidate, "not tried", f"the guard could compare nothing: {finding.unsure}")
+    return not finding.problem and not finding.unsure
+
+
+def check_whole(state: SearchState, plan: Choices) -> Generator[Action, Result, str]:
+    """Check a plan as a whole before any of it is on; return what speaks against it, else ''."""
+    result = yield from act(state, Action(plan=state.plan, steps=state.pace.guard, check=plan))
+    if failed := [f"{name}: {why}" for name, why in result.trips.items() if name in plan]:
+        return failed[0]
+    finding = result.finding
+    if finding is None:
+        return ""
+    if finding.problem:
+        return f"wrong: {finding.problem}"
+    if finding.unsure:
+        return f"the guard could compare nothing: {finding.unsure}"
+    # The comparison is of all together. What is exact moves no number, so the others have moved them.
+    candidates = [state.candidates[name] for name in plan]
+    level = max(candidate.strategy.exactness for candidate in candidates)
+    for candidate in candidates:
+        if candidate.strategy.exactness == level:
+            verdicts.record_finding(candidate, finding)
+    return ""
+
+
+def trial(
+    state: SearchState,
+    comparison: TrialDesign,
+    a: Choices,
+    b: Choices,
+    *,
+    settle: int,
+    config: TrialConfig | None = None,
+    if_much_slower: Verdict | None = None,
+    limit_s: Callable[[], float] = lambda: math.inf,
+) -> Generator[Action, Result, TrialResult | None]:
+    """Compare two plans; None if a strategy tripped meanwhile.
+
+    Args:
+        state: of the search.
+        comparison: how.
+        a: the plan to compare with.
+        b: the plan that is judged.
+        settle: steps to leave out after each switch.
+        config: the statistics, if not those of the search.
+        if_much_slower: the verdict where the first steps of `b` are much slower.
+        limit_s: what it may cost before it is cut short.
+    """
+    terms = Terms(
+        config=(config or state.config).for_steps_of(state.plain_s),
+        settle=settle,
+        reduce=state.reduce,
+        step_s=max(state.plain_s, 1e-4),
+        if_much_slower=if_much_slower,
+        limit_s=limit_s,
+    )
+
+    def run(block: Block) -> Generator[Action, Result, Steps]:
+        plan = a if block.arm == "A" else b
+        action = Action(plan=plan, steps=block.steps, settle=block.settle, whole_epoch=block.whole_epoch)
+        result = yield from act(state, action)
+        if result.trips:
+            raise _Tripped
+        return Steps(seconds=result.seconds, settling=result.settling, drained=result.drained, phases=result.phases)
+
+    try:
+        result = yield from drive(comparison.trial(terms), run)
+    except _Tripped:
+        return None
+    state.cost_s += result.cost_s
+    if result.outcome is not None and not comparison.stands and (state.searching or state.is_out_of_turn):
+        state.last_trial = dict(a), dict(b), result.outcome
+    return result

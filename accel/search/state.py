@@ -1,0 +1,315 @@
+"""The state of a search and of its candidates: every function of this room takes it and does one thing with it.
+
+A candidate:
+
+               its turn has come, and it waits
+    QUEUED ──▶ WAITING for the budget, the loop, or a longer run
+      │  ▲        │ can be tried
+      │  └────────┤ noise has left a brief trial open (`at_length`), or settings are left that wait for the budget
+      ▼           ▼
+    guard ──▶ trial ──▶ DECIDED: kept (it is in the plan) or not; also if it does not apply, or could win too little
+      │           │         │ no longer pays: DECIDED, out of the plan. It was kept out of its turn: QUEUED again
+      └──▶ FAILED ◀─────────┘ it is wrong, can't be switched on, trips
+    RULED_OUT by the arguments of `optimize`
+
+The search, whose actions the session runs:
+
+    observe ─▶ remembered plan ─▶ search ─▶ closing trial ─▶ hold ─┐
+      ▲                             ▲                              │ something that waited can be tried now
+      │                             └──────────────────────────────┤
+      └── Interrupted, at any action: other batches, loader, ranks ┘
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from accel.profiler import naming
+from accel.profiler.evidence import Evidence
+from accel.profiler.interruptions import ours
+from accel.profiler.trial import Outcome, TrialConfig
+from accel.report import Event, StrategyRow
+from accel.search.budget import Budget
+from accel.search.pace import Pace
+from accel.search.plan import Choices
+from accel.search.remembered import PlanMemory, RememberedPlan
+from accel.strategies.base import Strategy, asked
+from accel.strategies.trial_design import TrialDesign
+
+_ALIKE = 3.0
+"""Times as large a batch, or as small, for which a plan is not searched for again. When each change of the batch did
+that, the plan went, and a gain of 8 % with it for seconds."""
+
+
+class CandidateStage(Enum):
+    """Where a candidate stands."""
+
+    RULED_OUT = "the user's arguments leave it out"
+    QUEUED = "its turn has not come"
+    WAITING = "its turn has come, and it waits for the budget, the loop, or a longer run"
+    DECIDED = "its trials are over, it does not apply, or it could win too little"
+    FAILED = "it is wrong, or has failed: not tried again in this search"
+
+
+@dataclass(eq=False, kw_only=True)
+class Candidate:
+    """A strategy bound to a run, and what the search knows of it."""
+
+    strategy: Strategy
+    run: Any
+    order: int = 0
+    """Its place in the registry, which decides among equals."""
+    ruled_out: tuple[str, str] | None = None
+    """Report status and reason, if the user's arguments leave it out."""
+    is_insisted: bool = False
+    """The user has named it in `enable=`: its one-off work does not wait for the budget."""
+    why_not: Callable[[Strategy], str] | None = None
+    """Tells why it does not apply, in place of its own `refusal`."""
+
+    stage: CandidateStage = CandidateStage.QUEUED
+    row: StrategyRow = field(init=False)
+    """What the report says of it."""
+    at_length: bool = False
+    """Noise has left its brief trial open: it comes after all others, and its trial is long."""
+    settings_left: list[Any] | None = None
+    """Settings that wait for their turn, while the verdict on the others stands; None if there are none."""
+    passed: Choices | None = None
+    """The last plan with it that the guard has passed."""
+    needs_s: float = 0.0
+    """What its next trial must be allowed to cost, since the last one was cut short."""
+    standing: Outcome | None = None
+    """What its own trial has shown, if that can't be repeated and has kept it; it is in both plans of later trials."""
+    before: tuple[StrategyRow, CandidateStage] | None = None
+    """What was known before it was tried, or kept, out of its turn."""
+    done: set[str] = field(default_factory=set)
+    """One-off work that has been done."""
+    other_draws: bool = False
+    """With it dropout draws other numbers."""
+
+    def __post_init__(self) -> None:
+        self.begin_again()
+
+    @property
+    def name(self) -> str:
+        """The registered name."""
+        return self.strategy.name
+
+    @property
+    def comparison(self) -> TrialDesign:
+        """How it is judged now."""
+        return self.strategy.comparison(self.run)
+
+    @property
+    def is_compared(self) -> bool:
+        """The guard compares it with the plain path before its trial, which costs several steps."""
+        return bool(self.strategy.touches)
+
+    @property
+    def is_pending(self) -> bool:
+        """It is still to be tried in this search."""
+        return self.stage in (CandidateStage.QUEUED, CandidateStage.WAITING)
+
+    def has_failed(self) -> bool:
+        """Tell whether it is wrong, or has failed."""
+        return self.stage is CandidateStage.FAILED
+
+    def refusal(self) -> str:
+        """Return why it does not apply; '' if it does."""
+        if self.why_not is not None:
+            return asked(lambda: self.why_not(self.strategy))  # type: ignore[misc]
+        return asked(lambda: self.strategy.refusal(self.run))
+
+    def waits(self) -> str:
+        """Return what it waits for in the loop, '' if it can be tried; begins what that takes."""
+        try:
+            return self.comparison.prepare()
+        except ours() as error:
+            return f"its preparation failed: {type(error).__name__}: {error}"
+
+    def settings(self) -> list[Any]:
+        """Return the settings that are left, at first all of them."""
+        return self.settings_left or self.strategy.settings(self.run)
+
+    def describe(self, setting: Any) -> str:
+        """Return a setting in words."""
+        return self.comparison.describe(setting)
+
+    def withdraw(self) -> None:
+        """Withdraw the verdict; its cost still counts, and what the guard has found stands."""
+        before, self.row = self.row, self._new_row()
+        self.row.cost_s, self.row.steps, self.row.tolerance = before.cost_s, before.steps, before.tolerance
+        self.row.output_error, self.row.gradient_error = before.output_error, before.gradient_error
+
+    def begin_again(self) -> None:
+        """Forget what a search has found."""
+        self.row = self._new_row()
+        self.stage = CandidateStage.QUEUED if self.ruled_out is None else CandidateStage.RULED_OUT
+        self.at_length, self.settings_left, self.passed, self.needs_s = False, None, None, 0.0
+        self.standing, self.before, self.done = None, None, set()
+
+    def _new_row(self) -> StrategyRow:
+        row = StrategyRow(
+            name=self.strategy.name,
+            summary=self.strategy.summary,
+            treats=sorted(bottleneck.value for bottleneck in self.strategy.treats),
+            exactness=self.strategy.exactness.word,
+        )
+        if self.ruled_out is not None:
+            row.status, row.why = self.ruled_out  # type: ignore[assignment]
+        return row
+
+
+@dataclass
+class BatchGrowth:
+    """By how much the batch controller has changed the batch since the search began."""
+
+    times: float = 1.0
+    is_unchecked: bool = False
+    """The plan has not been tried again since the last change."""
+
+    def takes(self, times: float, is_made_for_calls: bool) -> bool:
+        """Take a change in; return whether a plan that was found before says something of such a batch."""
+        self.times *= times
+        if times == 1.0 or is_made_for_calls or not 1 / _ALIKE < self.times < _ALIKE:
+            return False
+        self.is_unchecked = True
+        return True
+
+
+@dataclass(eq=False, kw_only=True)
+class SearchState:
+    """What a search knows, has decided and has spent.
+
+    The fields up to `ran_s` are what it is given: `announce` is called with each decided row; `say` prints one line for
+    the user; `startup_s` tells what accel's start has cost the run before the search, and `ran_s` how long the run had
+    lasted by then.
+    """
+
+    offered: Sequence[Candidate]
+    """In registry order."""
+    budget: Budget
+    config: TrialConfig = field(default_factory=TrialConfig)
+    pace: Pace = field(default_factory=Pace)
+    reduce: Callable[[Sequence[float]], float] = statistics.median
+    """How a block of step times becomes one number."""
+    announce: Callable[[StrategyRow], None] = lambda row: None
+    say: Callable[[str], None] = lambda line: None
+    replay: Choices | None = None
+    """Choices to take over from a plan, without a search."""
+    memory: PlanMemory | None = None
+    """Keeps what is found from run to run; None remembers nothing."""
+    startup_s: Callable[[], float] = lambda: 0.0
+    ran_s: Callable[[], float] = lambda: 0.0
+
+    plan: Choices = field(default_factory=dict)
+    """The best plan so far, which an interrupted run keeps."""
+    searching: bool = True
+    events: list[Event] = field(default_factory=list)
+    """What happened at which step."""
+    announced: dict[str, tuple[str, str, str]] = field(default_factory=dict)
+    """Candidate → what was announced of it last."""
+
+    steps: int = 0
+    search_steps: int = 0
+    searched_until: int = 0
+    """Step at which the last search ended."""
+    elapsed_s: float = 0.0
+    before_s: float = 0.0
+    """How long the run had lasted before its first step, as far as that counts in the budget."""
+    cost_s: float = 0.0
+    saved_s: float = 0.0
+    check_s: dict[str, float] = field(default_factory=dict)
+    """What is compared → what the guard's next comparison of it will cost, by the last one."""
+
+    plain_ms: float = 0.0
+    anatomy_before: dict[str, float] = field(default_factory=dict)
+    anatomy_after: dict[str, float] = field(default_factory=dict)
+    diagnosis: naming.Diagnosis = field(default_factory=lambda: naming.diagnose(Evidence()))
+    """The profiler's verdict on the plan as it is now."""
+    plain_diagnosis: naming.Diagnosis = field(default_factory=lambda: naming.diagnose(Evidence()))
+
+    regime: object = None
+    """The conditions that the plan is measured under."""
+    reopened: int = 0
+    """How often the search has begun again from the plain loop."""
+    growth: BatchGrowth = field(default_factory=BatchGrowth)
+    is_out_of_turn: bool = False
+    """A strategy is tried out of its turn: that costs, although the search may be over."""
+    next_look_s: float = 0.0
+
+    closing: Outcome | None = None
+    """The closing trial: plain against the whole plan."""
+    closed_plan: Choices = field(default_factory=dict)
+    """The plan that it was about."""
+    last_trial: tuple[Choices, Choices, Outcome] | None = None
+    """Both plans of the last trial in blocks of this search, and what it has found."""
+
+    def __post_init__(self) -> None:
+        self.candidates = {candidate.name: candidate for candidate in self.offered}
+        self.recollection = RememberedPlan(self.memory)
+        """What an earlier run has found."""
+
+    @property
+    def rows(self) -> dict[str, StrategyRow]:
+        """The report's rows, by name."""
+        return {name: candidate.row for name, candidate in self.candidates.items()}
+
+    @property
+    def lasted_s(self) -> float:
+        """How long the run has lasted, as the budget has it: nothing shortens what came before the first step."""
+        return self.before_s + self.elapsed_s
+
+    @property
+    def plain_s(self) -> float:
+        """Seconds of a plain step, 0 while that is not known."""
+        return self.plain_ms / 1e3
+
+    @property
+    def has_tried(self) -> bool:
+        """True if there is anything to tell of trials."""
+        return any(row.steps or row.status in ("kept", "undone") for row in self.rows.values())
+
+    @property
+    def closed(self) -> Outcome | None:
+        """The closing trial, if it was of the plan that is on: not once a part of that was undone, or one added."""
+        return self.closing if self.plan and not self.is_unclosed else None
+
+    @property
+    def is_unclosed(self) -> bool:
+        """The plan needs a closing trial; what was kept out of its turn, after that trial, doesn't."""
+        return bool(self.plan) and (not self.closed_plan or self.closed_plan not in (self.plan, self.lasting_plan()))
+
+    def lasting_plan(self) -> Choices:
+        """Return the plan without what is in it only for as long as other processes are there."""
+        return {name: setting for name, setting in self.plan.items() if self.candidates[name].before is None}
+
+    def standing_plan(self) -> Choices:
+        """Return the part of the plan that is in both plans of each trial, since its own trial can't be repeated."""
+        return {name: setting for name, setting in self.plan.items() if self.candidates[name].standing is not None}
+
+    def pending(self) -> list[Candidate]:
+        """Return the candidates that are still to be tried."""
+        return [candidate for candidate in self.candidates.values() if candidate.is_pending]
+
+    def shown_gain(self, plan: Choices) -> float:
+        """Return by how much a plan is faster than the plain loop at the least, as a ratio; 1 if that isn't known."""
+        if plan and plan == self.closed_plan == self.plan and self.closing is not None:
+            return max(1.0, self.closing.low)
+        rows = [self.candidates[name].row for name, setting in plan.items() if self.plan.get(name, self) == setting]
+        return math.prod(max(1.0, row.gain_low or 1.0) for row in rows if row.status == "kept")
+
+    def note(self, text: str) -> None:
+        """Record an event."""
+        self.events.append(Event(step=self.steps, text=text))
+
+    def break_even_step(self) -> int | None:
+        """Return the step at which the search has paid for itself, or None if it never does."""
+        if self.closed is None:
+            return None
+        saved = (self.closed.before_ms - self.closed.after_ms) / 1e3
+        return self.searched_until + int(self.cost_s / saved) + 1 if saved > 0 else None
