@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import math
 import operator
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -26,17 +27,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from accel.dataio.batches import leaves, tensors
-from accel.guard import nested_state, own_state
-from accel.guard.alone import without_forward
-from accel.guard.changing_buffers import ChangingBuffers
+from accel.guard.alone import talks_within_calls, without_forward
 from accel.guard.faults import of_strategies
-from accel.guard.late_values import LateValues
-from accel.guard.module_state import ModuleState
-from accel.guard.nested_state import entries_within
-from accel.guard.random_states import RandomStates
-from accel.guard.sharded import talks_within_calls
+from accel.guard.snapshot import FEW_ENTRIES, Changes, Snapshot, as_now, devices_of, generators_in, refill, within
 from accel.profiler.interruptions import Tolerated
+from accel.profiler.trees import leaves, tensors
 from accel.run import backward, ranks
 from accel.run.gate import Call, Gate
 
@@ -72,6 +67,55 @@ class Excuse:
         self._length = self._left = 0
 
 
+class LateValues:
+    """Numbers, one a call, that are read some calls late and in their order, without waiting for what was queued since.
+
+    `item()` copies on the current stream, and so waits for all that was launched before it: however old the value of a
+    GPU is, the host loses its lead. So it is copied to page-locked memory where it is computed, and read once the event
+    behind that copy has come. Only where very many are under way is the oldest waited for.
+
+    Args:
+        calls: values that are always under way; the youngest ones.
+        most: values that may be under way; beyond it the oldest is waited for.
+    """
+
+    def __init__(self, calls: int, most: int = 64) -> None:
+        self._calls, self._most = calls, most
+        self._under_way: deque[tuple[Tensor, Any]] = deque()
+        """Each with the event that tells when it is there; None for one of the host."""
+
+    def note(self, value: Tensor) -> None:
+        """Add the value of the present call."""
+        self._under_way.append(_on_its_way(value))
+
+    def due(self) -> list[float]:
+        """Return those of enough calls ago that have arrived since, the oldest first."""
+        values: list[float] = []
+        while len(self._under_way) > self._calls:
+            number, event = self._under_way[0]
+            if event is not None and not event.query():
+                if len(self._under_way) <= self._most:
+                    break
+                event.synchronize()
+            self._under_way.popleft()  # first: one that can't be read must not hold up the others
+            values.append(float(number))
+        return values
+
+
+def _on_its_way(value: Tensor) -> tuple[Any, Any]:
+    """Return a number and the event that tells when it is there: a copy in page-locked memory, of a value of a GPU.
+
+    That memory torch's allocator has from earlier copies.
+    """
+    if not value.is_cuda:
+        return value, None
+    number = torch.empty((), dtype=value.dtype, device="cpu", pin_memory=True)
+    number.copy_(value, non_blocking=True)
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(value.device))
+    return number, event
+
+
 class Watch:
     """Check outputs and gradients while strategies are on.
 
@@ -91,8 +135,10 @@ class Watch:
         self._late, self._learnt = LateValues(self.LATE), LateValues(0)
         self._plain_max = 0.0
         self._large = 0
-        self._moving = ChangingBuffers(gate.model)
-        self._gpus = _gpus_of(gate.model)
+        self._changes: Changes | None = None
+        """What calls change; None until one was looked at. Until then all state is kept before each call."""
+        self._written: list[Tensor] = []
+        """Parameters that the model's own call writes to."""
         self._parallel = _data_parallel(gate.model)
         self._excuse = Excuse()
         self._keeps_inputs = False
@@ -135,6 +181,8 @@ class Watch:
         else:
             problem = "" if self._excuse.holds() else self._judged(self._problem, outputs)
             if not problem:
+                if before.snapshot is not None and torch.is_grad_enabled():
+                    self.learn_changes(before.snapshot)
                 return outputs
             if talks_within_calls(self._gate.model):
                 self._trip(f"{problem}, and no rank can make this model's call again alone")
@@ -145,13 +193,18 @@ class Watch:
         # Outside the handler: the user's own error must have no context, and its activations no company in memory.
         return self._again(before, reached, problem, args, kwargs)
 
-    def _before(self, args: Any, kwargs: Any) -> _CallState | None:
+    def _before(self, args: Any, kwargs: Any) -> _Before | None:
         """Return the state before a call; None if it can't be read, and so the call not be made again."""
         with Tolerated("the state before a call could not be read"):
-            return _CallState(self._moving, self._gpus, (args, kwargs), keeps_inputs=self._keeps_inputs)
+            given, snapshot = (args, kwargs), None
+            if self._changes is None:
+                model = self._gate.model
+                snapshot = Snapshot(model, devices_of(model, self._device, given), written=self._written)
+            restore = self._changes.kept() if snapshot is None else snapshot.restore  # type: ignore[union-attr]
+            return _Before(given, restore, snapshot, keeps_inputs=self._keeps_inputs)
         return None
 
-    def _again(self, before: _CallState, reached: list[nn.Module], why: str, args: Any, kwargs: Any) -> Any:
+    def _again(self, before: _Before, reached: list[nn.Module], why: str, args: Any, kwargs: Any) -> Any:
         """Repeat the call along the plain path; the strategies are to blame only if its result is fine.
 
         The modules in `reached` have told the other ranks of this call. These don't listen a second time.
@@ -213,11 +266,9 @@ class Watch:
     def learn(self, outputs: Any) -> None:
         """Learn how large the outputs of the plain loop are.
 
-        On a GPU without waiting here either: trials compare such calls with those under a strategy. The state that
-        changes is waited for, in the first few.
+        On a GPU without waiting here either: trials compare such calls with those under a strategy.
         """
         with Tolerated("nothing could be learnt from a call"):
-            self._moving.observe()
             norm = _norm(outputs)
             if norm is not None:
                 self._learnt.note(norm)
@@ -227,23 +278,25 @@ class Watch:
         """Learn the sizes of plain outputs that have arrived."""
         self._plain_max = max([self._plain_max, *filter(math.isfinite, self._learnt.due())])
 
+    def learn_changes(self, before: Snapshot) -> None:
+        """Learn what a call has changed, which has found this state; beside it, as much is kept as was known to."""
+        with Tolerated("what a call has changed could not be learnt"):
+            changes = before.changed()
+            changes.write(self._written)
+            if self._changes is not None:
+                changes.add(self._changes)
+            self._changes = changes
+
     def writes_to(self, parameters: Iterable[Tensor]) -> None:
         """Learn that the model's own call writes to these parameters."""
-        self._moving.add(parameters)
-
-    def changed_by_call(self, modules: ModuleState, random: RandomStates) -> None:
-        """Learn what a plain call has changed.
-
-        Args:
-            modules: as they were before it.
-            random: likewise.
-        """
-        with Tolerated("what a call has changed could not be learnt"):
-            self._moving.add_changes(modules, random)
+        self._written += parameters
+        if self._changes is not None:
+            self._changes.write(self._written)
 
     def lives_on(self, device: torch.device) -> None:
         """Learn where the model lives now: the loop may have moved it, or filled one of the meta device, since."""
-        self._device, self._gpus = device, _gpus_of(self._gate.model)
+        if device != self._device:
+            self._device, self._changes = device, None
 
     def keep_inputs(self) -> None:
         """Learn that the model's own call writes to its inputs: those of the coming calls are kept, to be put back."""
@@ -266,20 +319,29 @@ def _are_finite(gradients: list[Tensor | None]) -> bool:
     return all(bool(g.isfinite().all()) for g in dense)  # a norm overflows before its elements do
 
 
-class _CallState:
-    """The state that a call finds: random numbers, buffers and counters, its arguments as far as they are kept."""
+class _Before:
+    """What a call finds: the state of the model, random numbers, and its arguments as far as they are kept.
 
-    def __init__(self, moving: ChangingBuffers, gpus: list[torch.device], given: Any, *, keeps_inputs: bool) -> None:
+    Args:
+        given: the arguments.
+        restore: puts the state of the model and random numbers back.
+        snapshot: of all that state, where it is not known what calls change.
+        keeps_inputs: the model writes to the tensors that it is given.
+    """
+
+    def __init__(
+        self, given: Any, restore: Callable[[], None], snapshot: Snapshot | None, *, keeps_inputs: bool
+    ) -> None:
+        self.snapshot, self._restore = snapshot, restore
         self._given, self._passed = given, list(leaves(given))
         self._tensors = [leaf for leaf in self._passed if isinstance(leaf, Tensor)]
-        self._written = versions(self._tensors)
-        self._contents = entries_within(given)
-        self._inputs = _Inputs(self._tensors) if keeps_inputs else None
-        self._moving = moving
-        self._drawn = torch.get_rng_state()
-        self._drawn_on_gpus = [(gpu, torch.cuda.get_rng_state(gpu)) for gpu in gpus]
-        self._moved = moving.saved()
-        self._generators = own_state.states_of(own_state.generators_given(*given))
+        self._versions = versions(self._tensors)
+        self._contents, _, _ = within(given, FEW_ENTRIES)
+        self._generators = [(source, source.read()) for source in generators_in(self._passed)]
+        self._kept: list[tuple[Tensor, Tensor, int, Any]] | None = None
+        if keeps_inputs:
+            counted = [tensor for tensor in self._tensors if not tensor.is_inference()]
+            self._kept = [(each, each.detach().clone(), each._version, each.grad_fn) for each in counted]
 
     def put_arguments_back(self) -> bool:
         """Give the arguments the entries again that a call has taken or exchanged; tell whether it can be repeated.
@@ -287,30 +349,28 @@ class _CallState:
         It can't where it has written to a tensor that is not kept, or has exchanged what can't be put back. The
         arguments then stay as the call has left them.
         """
-        if self._inputs is None and versions(self._tensors) != self._written:
+        if self._kept is None and versions(self._tensors) != self._versions:
             return False
-        left = nested_state.as_now(self._contents)
-        nested_state.put_back(self._contents)
+        left = as_now(self._contents)
+        refill(self._contents)
         now = list(leaves(self._given))
         if len(now) == len(self._passed) and all(map(operator.is_, now, self._passed)):
             return True
-        nested_state.put_back(left)
+        refill(left)
         return False
 
     def put_back(self) -> None:
-        """Make it what it was."""
-        torch.set_rng_state(self._drawn)
-        for gpu, state in self._drawn_on_gpus:
-            torch.cuda.set_rng_state(state, gpu)
-        self._moving.restore(self._moved)
-        own_state.put_back(self._generators)
-        if self._inputs is not None:
-            self._inputs.put_back()
-
-
-def _gpus_of(model: nn.Module) -> list[torch.device]:
-    """Return the GPUs that a model draws random numbers on: those of its parameters."""
-    return list({p.device: None for p in model.parameters() if p.device.type == "cuda"})
+        """Make all of it what it was."""
+        self._restore()
+        for source, state in self._generators:
+            source.write(state)
+        for tensor, value, version, history in self._kept or ():
+            if tensor._version == version:
+                continue
+            if history is None and tensor.grad_fn is not None and not tensor._is_view():
+                tensor.detach_()
+            with torch.no_grad():
+                tensor.copy_(value)
 
 
 def _data_parallel(model: nn.Module) -> list[nn.Module]:
@@ -327,24 +387,6 @@ def _noting(modules: list[nn.Module], called: list[nn.Module]) -> Iterator[None]
     finally:
         for hook in hooks:
             hook.remove()
-
-
-class _Inputs:
-    """What the tensors hold that a call is given."""
-
-    def __init__(self, given: list[Tensor]) -> None:
-        counted = [tensor for tensor in given if not tensor.is_inference()]
-        self._kept = [(each, each.detach().clone(), each._version, each.grad_fn) for each in counted]
-
-    def put_back(self) -> None:
-        """Put it back, where a call that has failed has written to them."""
-        for tensor, value, version, history in self._kept:
-            if tensor._version == version:
-                continue
-            if history is None and tensor.grad_fn is not None and not tensor._is_view():
-                tensor.detach_()
-            with torch.no_grad():
-                tensor.copy_(value)
 
 
 def versions(given: list[Tensor]) -> list[int]:

@@ -345,9 +345,6 @@ class StepEvents:
         return None
 
     def _before_update(self, optimizer: Optimizer) -> None:
-        if self._guard.own_step is not None:
-            with self.aside():
-                _keeping_grad_mode(self._guard.compare_with_own_step)
         self._guard.before_update(optimizer)
         if self._is_noise_measured and self.noise is not None and self.noise.is_measuring:
             with self._state.suspended():  # it may call the model again

@@ -20,19 +20,17 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from accel.dataio.batches import tensors
 from accel.device_memory import give_memory_back
 from accel.guard import guard, rounding, update_guard, watch
 from accel.guard.blame import Blame
 from accel.guard.draws import ReplayedDraws
 from accel.guard.faults import may_be_of_strategies
-from accel.guard.guard import Comparison, Recording, Replayed
-from accel.guard.module_state import ModuleState
-from accel.guard.own_state import WrittenParameters
-from accel.guard.own_step import OwnStep
-from accel.guard.random_states import RandomStates, devices_of
+from accel.guard.guard import Comparison, NotRestorable, Recording, Replayed
+from accel.guard.snapshot import Snapshot, devices_of
 from accel.guard.watch import Excuse, Watch
+from accel.guard.written_parameters import WrittenParameters
 from accel.profiler.interruptions import Tolerated, ours
+from accel.profiler.trees import tensors
 from accel.run import backward
 from accel.run.context import Run
 from accel.run.gate import Call
@@ -68,10 +66,6 @@ class GuardRunner:
         self._excuse = Excuse()
         self._plan: Choices | None = None
         self._recording: Recording | None = None
-        self.own_step: OwnStep | None = None
-        """Of the step under way, with which the plan is to be compared before the optimizer changes the weights."""
-        self._agreed: Choices | None = None
-        """A plan that agrees with the step under way itself."""
         self._finding: Comparison | None = None
         self._other_captures: set[str] = set()
         """Strategies that have captured graphs for comparisons alone, in another precision than that of real steps."""
@@ -127,25 +121,11 @@ class GuardRunner:
         outputs = self._run.gate.plain(*args, **kwargs)
         if watch.versions(given) != versions:
             self._watch.keep_inputs()
-        self._watch.changed_by_call(recording.modules, recording.state)
+        self._watch.learn_changes(recording.before)
         if self._learn_written(written):
             return outputs  # what was in the parameters before is gone: the next call is recorded
         self._listen(recording, outputs, before)
-        if self._recording is not None and self._takes_own_step():
-            with Tolerated("a call's arguments could not be looked through once more"):
-                self.own_step = OwnStep(self._run.model, recording, (args, kwargs), given, outputs)
-                self.own_step.listen()
         return outputs
-
-    def _takes_own_step(self) -> bool:
-        """Return whether the plan may be compared with the step itself: where it only uses fewer cores.
-
-        That is wanted where others keep these busy, and there a plain call that is made once more takes as long as a
-        step of the loop's. Several ranks replay alike, since a model may exchange values in its call.
-        """
-        plan = self._plan or {}
-        is_alone = self.steps_alone and len(self._run.optimizers) == 1
-        return bool(plan) and is_alone and not self._switchboard.active and self._switchboard.only_frees_cores(plan)
 
     def _listen(self, recording: Recording, outputs: Any, before: set[Any]) -> None:
         """Take a call that was made as the reference; one that has raised can't be."""
@@ -167,38 +147,11 @@ class GuardRunner:
         self._watch.writes_to(new)
         return bool(new)
 
-    def compare_with_own_step(self) -> None:
-        """Compare the plan with the step under way; if it does not agree, it is compared as usual after the step."""
-        own, recording, plan = self._forget_own_step(), self._recording, self._plan
-        if own is None or recording is None or not plan or backward.is_running():
-            return
-        finding = Comparison(unsure="it could not be compared with the step itself")
-        with Tolerated("a plan could not be compared with the step itself"):
-            computed = own.computed()
-            if computed is None:
-                return
-            with self._untouched(recording), self._state.suspended():
-                candidate = self._replayed(plan, recording, partial(guard.replay, self._run.model))
-                finding = guard.compare(computed, candidate, self._switchboard.exactness(plan))
-        if not finding.problem and not finding.unsure:
-            self._agreed = dict(plan)
-            self._note(finding)
-
-    def _forget_own_step(self) -> OwnStep | None:
-        own, self.own_step = self.own_step, None
-        if own is not None:
-            own.close()
-        return own
-
     def check(self, plan: Choices) -> None:
         """Compare a plan with the plain path, in the objects that it touches."""
-        self._forget_own_step()
-        agreed, self._agreed = self._agreed, None
         recording, self._recording = self._recording, None
         if recording is not None:
             recording.forget()
-        if agreed == plan:
-            return
         before, began = dict(self._switchboard.active), self._clock()
         findings: list[Comparison] = []
         has_failed = False
@@ -283,7 +236,7 @@ class GuardRunner:
     def _replayed(self, plan: Choices, recording: Recording, replay: Callable[..., Replayed]) -> Replayed:
         """Replay the call under a plan."""
         self._switchboard.switch({})
-        recording.modules.restore()
+        recording.before.restore()
         try:
             self._switchboard.switch(plan)
             return replay(self._run.gate.call, recording)
@@ -311,7 +264,7 @@ class GuardRunner:
         """Replay the call plainly and under the plan."""
         canonical, compiles = exactness != Exactness.EXACT, self._switchboard.compiles(plan)
         self._switchboard.switch({})
-        recording.modules.restore()
+        recording.before.restore()
         try:
             plain = replay(self._run.gate.plain, recording, draws=self._draws(canonical, compiles=compiles))
         except torch.OutOfMemoryError:
@@ -375,8 +328,6 @@ class GuardRunner:
 
     def call(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make a call, check its outputs, and keep it until its gradients have been checked."""
-        if self.own_step is not None:
-            self._forget_own_step()  # the step's gradients are not those of one call
         if not self._run.gate.wrapped or self._run.device.type != "cpu" or backward.is_running():
             return self._watch.call(call, args, kwargs)
         kept_call = self._blame.begin(args, kwargs)
@@ -455,11 +406,9 @@ class GuardRunner:
             try:
                 switch({name: setting for name, setting in active.items() if name not in on_model})
                 # The kept call has the random state of the CPU only: the rest is as now in both replays.
-                modules = ModuleState(model, self._written)
-                drawn = RandomStates(devices_of(model, self._run.device, *given), *given)
+                before = Snapshot(model, devices_of(model, self._run.device, *given), given, self._written)
                 plain = guard.replay(model, gate.plain, call, draws=self._draws(canonical, compiles=compiles))
-                modules.restore()
-                drawn.restore()
+                before.restore()
             finally:
                 switch(active)
             candidate = guard.replay(model, gate.call, call, draws=None if compiles else self._draws(canonical))
@@ -470,8 +419,6 @@ class GuardRunner:
     def close(self) -> None:
         """Release the calls that were kept or recorded."""
         self._blame.forget()
-        self._forget_own_step()
-        self._agreed = None
         if self._recording is not None:
             self._recording.forget()
             self._recording = None
@@ -486,5 +433,7 @@ def _failure(error: Exception, what: str = "") -> Comparison:
     """
     if isinstance(error, torch.OutOfMemoryError):
         return Comparison(unsure=f"there is no room to compare: {error}")
+    if isinstance(error, NotRestorable):
+        return Comparison(unsure=str(error))
     text = f"{what}{type(error).__name__}: {error}"
     return Comparison(text) if may_be_of_strategies(error) else Comparison(unsure=text)

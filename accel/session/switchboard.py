@@ -153,10 +153,6 @@ class Switchboard:
         """Tell whether the model's call is compiled under a plan."""
         return any(self._strategies[name].compiles for name in plan)
 
-    def only_frees_cores(self, plan: Iterable[str]) -> bool:
-        """Tell whether a plan does nothing but use fewer cores."""
-        return all(self._strategies[name].frees_cores for name in plan)
-
     def captures(self, plan: Iterable[str]) -> bool:
         """Tell whether the model's calls are graphs under a plan."""
         return any(self._strategies[name].captures for name in plan)

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from accel.dataio.batches import map_tensors, with_entries
+from accel.profiler.trees import map_tensors, with_entries
 
 
 class ExchangedArguments:

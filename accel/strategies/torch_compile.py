@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from accel.dataio.batches import tensors
 from accel.profiler.bottleneck import Bottleneck
 from accel.profiler.clocks import callslot
 from accel.profiler.host import CrowdMeter
+from accel.profiler.trees import tensors
 from accel.run import Run
 from accel.run.context import shapes_of
 from accel.run.gate import Call
