@@ -19,6 +19,7 @@ ROOMS = {
         "cache",
         "code",
         "commands",
+        "compile",
         "elastic",
         "goodput",
         "graphs",

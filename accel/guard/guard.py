@@ -26,7 +26,7 @@ from accel.guard.alone import on_this_rank_alone
 from accel.guard.comparison import Comparison, Replayed, Tolerance, compare, noise_like, same_bits
 from accel.guard.draws import ReplayedDraws
 from accel.guard.rounding import Rounding, rounding_of
-from accel.guard.snapshot import Snapshot, devices_of, plain_attributes
+from accel.guard.snapshot import ModelSnapshot, devices_of, plain_attributes
 from accel.profiler.trees import copied, leaves, tensors
 
 __all__ = ["Comparison", "Recording", "Replayed", "Tolerance", "compare", "record", "replay", "untouched"]
@@ -84,7 +84,7 @@ class Recording:
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    before: Snapshot
+    before: ModelSnapshot
     """The state that the call has found."""
     autocast: tuple[bool, torch.dtype]
     device: str
@@ -145,7 +145,7 @@ def record(
         NotRestorable: if the model holds more state than can be put back after a replay.
     """
     kind = device.type
-    before = Snapshot(model, devices_of(model, device, args, kwargs), (args, kwargs), written)
+    before = ModelSnapshot(model, devices_of(model, device, args, kwargs), (args, kwargs), written)
     if before.unkept:
         raise NotRestorable(f"{before.unkept}, which could not all be put back after a replay")
     return Recording(
@@ -168,7 +168,7 @@ def untouched(model: nn.Module, device: torch.device, *given: Any, written: Iter
         given: the arguments of the call.
         written: the parameters that its own call writes to.
     """
-    before = Snapshot(model, devices_of(model, device, *given), given, written)
+    before = ModelSnapshot(model, devices_of(model, device, *given), given, written)
     try:
         yield
     finally:
@@ -262,7 +262,7 @@ def _is_as_before(old: Tensor, new: Tensor) -> bool:
 
 def _tensors_in_attributes(model: nn.Module) -> dict[str, list[Tensor]]:
     """Return the tensors that modules keep in plain attributes, also in lists, tuples and dicts, by where they are."""
-    found = {}
+    by_place = {}
     for path, module in model.named_modules():
         for name, value in plain_attributes(module).items():
             values = [value] if isinstance(value, Tensor) else value.values() if isinstance(value, dict) else value
@@ -270,8 +270,8 @@ def _tensors_in_attributes(model: nn.Module) -> dict[str, list[Tensor]]:
                 continue
             if isinstance(value, Tensor) or len(value) <= _MOST_IN_AN_ATTRIBUTE:
                 own = [each.detach() for each in values if isinstance(each, Tensor)]
-                found[f"{path}.{name}".lstrip(".")] = own
-    return found
+                by_place[f"{path}.{name}".lstrip(".")] = own
+    return by_place
 
 
 def _sent_back(recording: Recording, outputs: list[Tensor], inputs: list[Tensor]) -> list[Tensor | None]:

@@ -14,6 +14,8 @@ one of what such calls were seen to change (`Changes`).
 
 from __future__ import annotations
 
+import itertools
+import operator
 import random
 import sys
 from collections import deque
@@ -52,12 +54,12 @@ class Source(NamedTuple):
 
     name: str
     read: Callable[[], Any]
-    write: Callable[[Any], None]
+    write: Callable[[Any], object]
     is_shared: bool = False
     """Other threads may draw from it: it is written only if it has been drawn from, and its states can be compared."""
 
 
-class Snapshot:
+class ModelSnapshot:
     """The state that a call of a model finds.
 
     Args:
@@ -243,7 +245,7 @@ def within(values: Iterable[Any], most: int | None = None) -> tuple[Contents, li
     """
     left = MOST_ENTRIES if most is None else most
     contents: Contents = []
-    found, seen = list[Tensor](), set[int]()
+    held, seen = list[Tensor](), set[int]()
     waiting = deque(values)
     while waiting:
         value = waiting.popleft()
@@ -251,17 +253,17 @@ def within(values: Iterable[Any], most: int | None = None) -> tuple[Contents, li
             continue
         seen.add(id(value))
         if isinstance(value, Tensor):
-            found.append(value)
+            held.append(value)
             continue
         left -= len(value)
         if left < 0:
-            return contents, found, False
+            return contents, held, False
         if not isinstance(value, tuple):
             contents.append((value, _entries(value)))
         if not isinstance(value, set):
             inner = value.values() if isinstance(value, dict) else value
             waiting.extend(each for each in inner if isinstance(each, (*_CONTAINERS, tuple, Tensor)))
-    return contents, found, True
+    return contents, held, True
 
 
 def refill(contents: Contents) -> None:
@@ -271,7 +273,7 @@ def refill(contents: Contents) -> None:
             continue
         container.clear()
         if isinstance(container, dict):
-            for key, value in entries:  # not by update(): a Counter's adds up
+            for key, value in zip(entries[::2], entries[1::2], strict=True):  # not by update(): a Counter's adds up
                 container[key] = value
         else:
             (container.update if isinstance(container, set) else container.extend)(entries)
@@ -287,19 +289,12 @@ def _reaches(value: Any, containers: set[int]) -> bool:
 
 
 def _entries(container: Any) -> list[Any]:
-    return list(container.items()) if isinstance(container, dict) else list(container)
+    """Return the entries of a container; of a dict, keys and values in turns."""
+    return list(itertools.chain.from_iterable(container.items())) if isinstance(container, dict) else list(container)
 
 
 def _are_same(now: list[Any], before: list[Any]) -> bool:
-    """Return whether entries are the same objects; a dict's are pairs, which are made for each look."""
-    if len(now) != len(before):
-        return False
-    return all(a is b or _is_same_pair(a, b) for a, b in zip(now, before, strict=True))
-
-
-def _is_same_pair(a: Any, b: Any) -> bool:
-    is_pair = type(a) is tuple and type(b) is tuple and len(a) == len(b) == 2
-    return is_pair and a[0] is b[0] and a[1] is b[1]
+    return len(now) == len(before) and all(map(operator.is_, now, before))
 
 
 # -- tensors -----------------------------------------------------------------------------------------------------------
@@ -367,13 +362,9 @@ def _of_devices(devices: Iterable[torch.device]) -> list[Source]:
         module: Any = torch.get_device_module(device.type)
         if hasattr(module, "get_rng_state"):
             at = () if device.type == "mps" else (device,)  # there is one of these only
-            write = partial(_write_device, module.set_rng_state, at)
+            write = partial(lambda put, at, state: put(state, *at), module.set_rng_state, at)
             sources.append(Source(str(device), partial(module.get_rng_state, *at), write))
     return sources
-
-
-def _write_device(write: Callable[..., None], at: tuple[torch.device, ...], state: Any) -> None:
-    write(state, *at)
 
 
 def own_generators(model: nn.Module) -> list[Source]:

@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 
 from accel.guard.alone import talks_within_calls, without_forward
 from accel.guard.faults import of_strategies
-from accel.guard.snapshot import FEW_ENTRIES, Changes, Snapshot, as_now, devices_of, generators_in, refill, within
+from accel.guard.snapshot import FEW_ENTRIES, Changes, ModelSnapshot, as_now, devices_of, generators_in, refill, within
 from accel.profiler.interruptions import Tolerated
 from accel.profiler.trees import leaves, tensors
 from accel.run import backward, ranks
@@ -199,7 +199,7 @@ class Watch:
             given, snapshot = (args, kwargs), None
             if self._changes is None:
                 model = self._gate.model
-                snapshot = Snapshot(model, devices_of(model, self._device, given), written=self._written)
+                snapshot = ModelSnapshot(model, devices_of(model, self._device, given), written=self._written)
             restore = self._changes.kept() if snapshot is None else snapshot.restore  # type: ignore[union-attr]
             return _Before(given, restore, snapshot, keeps_inputs=self._keeps_inputs)
         return None
@@ -278,7 +278,7 @@ class Watch:
         """Learn the sizes of plain outputs that have arrived."""
         self._plain_max = max([self._plain_max, *filter(math.isfinite, self._learnt.due())])
 
-    def learn_changes(self, before: Snapshot) -> None:
+    def learn_changes(self, before: ModelSnapshot) -> None:
         """Learn what a call has changed, which has found this state; beside it, as much is kept as was known to."""
         with Tolerated("what a call has changed could not be learnt"):
             changes = before.changed()
@@ -330,7 +330,7 @@ class _Before:
     """
 
     def __init__(
-        self, given: Any, restore: Callable[[], None], snapshot: Snapshot | None, *, keeps_inputs: bool
+        self, given: Any, restore: Callable[[], None], snapshot: ModelSnapshot | None, *, keeps_inputs: bool
     ) -> None:
         self.snapshot, self._restore = snapshot, restore
         self._given, self._passed = given, list(leaves(given))

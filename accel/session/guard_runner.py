@@ -26,7 +26,7 @@ from accel.guard.blame import Blame
 from accel.guard.draws import ReplayedDraws
 from accel.guard.faults import may_be_of_strategies
 from accel.guard.guard import Comparison, NotRestorable, Recording, Replayed
-from accel.guard.snapshot import Snapshot, devices_of
+from accel.guard.snapshot import ModelSnapshot, devices_of
 from accel.guard.watch import Excuse, Watch
 from accel.guard.written_parameters import WrittenParameters
 from accel.profiler.interruptions import Tolerated, ours
@@ -406,7 +406,7 @@ class GuardRunner:
             try:
                 switch({name: setting for name, setting in active.items() if name not in on_model})
                 # The kept call has the random state of the CPU only: the rest is as now in both replays.
-                before = Snapshot(model, devices_of(model, self._run.device, *given), given, self._written)
+                before = ModelSnapshot(model, devices_of(model, self._run.device, *given), given, self._written)
                 plain = guard.replay(model, gate.plain, call, draws=self._draws(canonical, compiles=compiles))
                 before.restore()
             finally:

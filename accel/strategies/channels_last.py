@@ -11,6 +11,7 @@ strategy does not apply to a model with hooks of the user's; what a model keeps 
 
 from __future__ import annotations
 
+from collections import UserDict
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -20,13 +21,12 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from accel.profiler.bottleneck import Bottleneck
-from accel.profiler.trees import map_tensors, tensors
+from accel.profiler.trees import is_dataclass, map_tensors, tensors, with_entries
 from accel.run import Run
 from accel.run.context import Observed
 from accel.run.gate import Call, hooks_of
 from accel.run.layouts import in_order
 from accel.strategies.base import Exactness, NothingHelps, Strategy
-from accel.strategies.exchanged_arguments import ExchangedArguments
 
 _CONVOLUTIONS = (nn.Conv2d, nn.ConvTranspose2d)
 _IN_ORDER = "the weights of the model's convolutions are in this order already"
@@ -84,7 +84,7 @@ class ChannelsLast(Strategy):
 
     def _in_channels_last(self, call: Call) -> Call:
         def run_call(*args: Any, **kwargs: Any) -> Any:
-            exchanged = ExchangedArguments(_to_last, in_order)
+            exchanged = SubstitutedTensors(_to_last, in_order)
             try:
                 args, kwargs = exchanged.put_in((args, kwargs))
                 versions = [_version(laid_out) for _, laid_out in exchanged.pairs]
@@ -102,7 +102,7 @@ class ChannelsLast(Strategy):
 
         return run_call
 
-    def _as_in_plain_calls(self, exchanged: ExchangedArguments, outputs: Any) -> Callable[[Tensor], Tensor]:
+    def _as_in_plain_calls(self, exchanged: SubstitutedTensors, outputs: Any) -> Callable[[Tensor], Tensor]:
         """Return what makes of each tensor among the outputs what the loop would have got."""
         returned = tensors(outputs)
         orders = self._observed.orders_of(returned)
@@ -151,3 +151,102 @@ def _to_last(tensor: Tensor) -> Tensor:
     if given.requires_grad:
         given.register_hook(in_order)  # type: ignore[no-untyped-call]
     return laid_out
+
+
+class SubstitutedTensors:
+    """Other tensors in the place of the loop's own for one call, within the very containers that the loop passes.
+
+    Copies of these would hide from the loop what the call writes into them, as in `batch["image"] = normalised`.
+
+    Args:
+        exchange: returns what the call gets for a tensor; the tensor itself where that is fine.
+        back: returns what the loop gets for a tensor that the call has put into one of its containers.
+
+    Attributes:
+        pairs: the loop's tensors that were exchanged, with what the call gets.
+    """
+
+    def __init__(self, exchange: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> None:
+        self._exchange, self._back = exchange, back
+        self.pairs: list[tuple[Tensor, Tensor]] = []
+        self._given: dict[int, tuple[Any, Any]] = {}
+        """What the loop has passed, and what the call gets for it, by the former's id."""
+        self._own: dict[int, Any] = {}
+        """What the loop has passed, by the id of what the call gets for it."""
+        self._before: list[tuple[Any, list[tuple[Any, Any]]]] = []
+        """The loop's containers, and the entries that they had."""
+
+    def put_in(self, value: Any) -> Any:
+        """Return arguments for the call: the loop's containers are the same objects, and hold other tensors.
+
+        Args:
+            value: arguments of the call, or a part of them.
+        """
+        if id(value) in self._given:  # twice among the arguments, or a link to what it is a part of
+            return self._given[id(value)][1]
+        held = _held(value)
+        if held is not None:
+            self._given[id(value)] = value, value
+            self._put_into(held)
+            return value
+        if isinstance(value, Tensor):
+            other: Any = self._exchange(value)
+            if other is not value:
+                self.pairs.append((value, other))
+        elif isinstance(value, tuple):
+            other = with_entries(value, [self.put_in(entry) for entry in value])
+        else:
+            other = map_tensors(self.put_in, value)
+        self._given[id(value)] = value, other
+        self._own[id(other)] = value
+        return other
+
+    def _put_into(self, held: Any) -> None:
+        before = _entries(held)
+        self._before.append((held, before))
+        for key, entry in before:
+            other = self.put_in(entry)
+            if other is not entry:
+                held[key] = other
+
+    def take_out(self) -> None:
+        """Put the loop's own tensors back into its containers, and what the call has put there as the loop knows it."""
+        for held, before in self._before:
+            known = {id(entry) for _, entry in before}
+            for key, entry in _entries(held):
+                own = self._own.get(id(entry), entry)
+                if own is entry and id(entry) not in known:
+                    own = map_tensors(self.returned, entry)
+                if own is not entry:
+                    held[key] = own
+
+    def returned(self, tensor: Tensor) -> Tensor:
+        """Return the loop's own tensor for one that was exchanged for it; for another one what `back` does.
+
+        Args:
+            tensor: that the call has put into a container.
+        """
+        own: Tensor | None = self.own(tensor)
+        return self._back(tensor) if own is None else own
+
+    def own(self, tensor: Tensor) -> Tensor | None:
+        """Return the loop's own tensor that the call got this one for; None if it comes from elsewhere.
+
+        Args:
+            tensor: that the call returns, say.
+        """
+        return self._own.get(id(tensor))
+
+
+def _held(value: Any) -> Any:
+    """Return the list or dict in which a container has its entries; None if it is no such container."""
+    if isinstance(value, list | dict):
+        return value
+    if isinstance(value, UserDict):
+        return value.data
+    # Also of a frozen dataclass, which is what it was when the call has ended.
+    return getattr(value, "__dict__", None) if is_dataclass(value) else None
+
+
+def _entries(held: Any) -> list[tuple[Any, Any]]:
+    return list(enumerate(held)) if isinstance(held, list) else list(held.items())

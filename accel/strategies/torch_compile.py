@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from accel.compile.repeated_blocks import layers, repeated_blocks
 from accel.profiler.bottleneck import Bottleneck
 from accel.profiler.clocks import callslot
 from accel.profiler.host import CrowdMeter
@@ -15,11 +16,10 @@ from accel.run import Run
 from accel.run.context import shapes_of
 from accel.run.gate import Call
 from accel.strategies.base import Exactness, Strategy
-from accel.strategies.repeated_blocks import layers, repeated_blocks
 
 if TYPE_CHECKING:
-    from accel.strategies.compile_ahead import CompileAhead
-    from accel.strategies.compiled_calls import CompiledCalls
+    from accel.compile.compile_ahead import CompileAhead
+    from accel.compile.compiled_calls import CompiledCalls
 
 BLOCKS, WHOLE = "blocks", "whole model"
 # Fitted to eight models of benchmarks/suite on two cores: 9 to 113 s, all within a factor of two.
@@ -37,7 +37,7 @@ class TorchCompile(Strategy):
     The compiled calls are made once and kept while a trial switches them on and off.
 
     Where cores are idle, a helper process compiles first, while training goes on: what it leaves in torch's cache on
-    disk makes compiling here short. See `accel.strategies.compile_ahead`.
+    disk makes compiling here short. See `accel.compile.compile_ahead`.
 
     Source: Ansel et al., PyTorch 2, ASPLOS 2024.
     """
@@ -163,8 +163,8 @@ class TorchCompile(Strategy):
         return self._groups
 
     def _new_calls(self, run: Run, setting: str) -> CompiledCalls:
-        from accel.strategies.compiled_calls import CompiledCalls
-        from accel.strategies.compiled_draws import compile_with_plain_draws
+        from accel.compile.compiled_calls import CompiledCalls
+        from accel.compile.compiled_draws import compile_with_plain_draws
 
         groups = self._blocks(run) if setting == BLOCKS else []
         return CompiledCalls(run.model, groups, usual=run.observed.usual_shapes, compiler=compile_with_plain_draws)
@@ -203,7 +203,7 @@ class TorchCompile(Strategy):
         return busy or 0.0
 
     def _ask_helper(self, run: Run, setting: str) -> None:
-        from accel.strategies.compile_ahead import CompileAhead
+        from accel.compile.compile_ahead import CompileAhead
 
         self._helper, self._helper_compiles = CompileAhead(torch.get_num_threads()), setting
         self._wrap_calls(run)
@@ -242,7 +242,7 @@ def _no_room(run: Run) -> str:
         return "the loop uses all cores"
     if run.device.type != "cpu":
         return "the model is not on the CPU"
-    from accel.strategies.compile_ahead import unavailable
+    from accel.compile.compile_ahead import unavailable
 
     return unavailable()
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from accel.guard import guard, snapshot
 from accel.guard.guard import NotRestorable
-from accel.guard.snapshot import Changes, Snapshot, devices_of
+from accel.guard.snapshot import Changes, ModelSnapshot, devices_of
 from accel.strategies.base import Exactness
 
 CPU = torch.device("cpu")
@@ -180,7 +180,7 @@ class Counts(nn.Module):
 
 
 def changes_of(model: nn.Module, *arguments: Any) -> Changes:
-    before = Snapshot(model)
+    before = ModelSnapshot(model)
     model(*arguments)
     return before.changed()
 
@@ -276,7 +276,7 @@ class Spread(nn.Module):
 @pytest.mark.parametrize("place", ["cuda:0", "cuda:1", "xpu:0", "mps"])
 def test_the_state_of_each_device_is_put_back(place: str, chips: dict[str, Any]) -> None:
     devices = devices_of(Spread("cpu", "cuda:0", "cuda:1", "xpu:0", "mps", "hpu:0", "meta"), CPU)
-    before = Snapshot(nn.Linear(2, 2), devices)
+    before = ModelSnapshot(nn.Linear(2, 2), devices)
     chip = chips[place.split(":")[0]]
     chip.states[place] = 7
     restore = before.changed().kept()

@@ -19,9 +19,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from accel.compile import compiled_draws
+from accel.compile.compiled_draws import compile_with_plain_draws
 from accel.guard.draws import ReplayedDraws
-from accel.strategies import compiled_draws
-from accel.strategies.compiled_draws import compile_with_plain_draws
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -29,7 +29,7 @@ SECOND_PROCESS = """
 import sys, torch
 from torch import nn
 from torch._dynamo.utils import counters
-from accel.strategies.compiled_draws import compile_with_plain_draws
+from accel.compile.compiled_draws import compile_with_plain_draws
 
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(6, 16), nn.Dropout(0.3), nn.Linear(16, 3))
