@@ -27,7 +27,10 @@ Compared, for a candidate with a base precision ε (fp32's 1.2e-7 for `reordered
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from functools import reduce
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -135,12 +138,7 @@ def compare(plain: Replayed, candidate: Replayed, exactness: Exactness) -> Compa
         return Comparison(unsure="the model returns no tensors that can be looked at")
     if plain.is_cut_off:  # its graph has other leaves than the model's parameters, as that of a sharded model has
         return Comparison(unsure="gradients arrived at the outputs, and none of them reaches a parameter or an input")
-    finding = Comparison()
-    for expected, actual in zip(plain.outputs, candidate.outputs, strict=True):
-        finding = finding.merge(_compare_output(expected, actual, exactness, plain.coarsest))
-    for number, (left, own) in enumerate(zip(plain.inputs, candidate.inputs, strict=True)):
-        finding = finding.merge(_compare_input(number, left, own, exactness, plain.coarsest))
-    finding = finding.merge(_compare_left(plain, candidate, exactness))
+    finding = reduce(Comparison.merge, _compared_tensors(plain, candidate, exactness), Comparison())
     if not finding.problem:
         finding = finding.merge(_compare_gradients(plain, candidate, exactness))
     finding.other_draws = candidate.other_draws or by_other_kernels(plain.draws, candidate.draws)
@@ -150,103 +148,79 @@ def compare(plain: Replayed, candidate: Replayed, exactness: Exactness) -> Compa
     return finding
 
 
-def _compare_output(plain: Tensor, candidate: Tensor, exactness: Exactness, coarsest: torch.dtype) -> Comparison:
+def _compared_tensors(plain: Replayed, candidate: Replayed, exactness: Exactness) -> Iterator[Comparison]:
+    """Yield comparisons of the outputs, and of what a call has left in its arguments and in attributes of modules."""
+    coarsest = plain.coarsest
+    for expected, actual in zip(plain.outputs, candidate.outputs, strict=True):
+        yield _compare_tensors("its output", expected, actual, exactness, coarsest)
+    for number, (left, own) in enumerate(zip(plain.inputs, candidate.inputs, strict=True)):
+        if left is not None and own is not None:
+            yield _compare_tensors(f"what it leaves in input {number}", left, own, exactness, coarsest)
+        elif left is not own:
+            what = "writes to" if left is None else "does not write to"
+            yield Comparison(f"it {what} input {number}, unlike the plain path", 1.0)
+    if (plain.entries, len(plain.added)) != (candidate.entries, len(candidate.added)):
+        yield Comparison("it puts other entries into its arguments than the plain path", 1.0)
+    for expected, actual in zip(plain.added, candidate.added, strict=False):
+        yield _compare_tensors("what it puts into its arguments", expected, actual, exactness, coarsest)
+    for name, kept in plain.attributes.items():
+        if not all(map(is_kept, kept, candidate.attributes.get(name, ()))):
+            yield Comparison(f"what it keeps in {name} has other strides than in the plain path")
+
+
+def _compare_tensors(
+    what: str, plain: Tensor, candidate: Tensor, exactness: Exactness, coarsest: torch.dtype
+) -> Comparison:
     if plain.shape != candidate.shape or plain.dtype != candidate.dtype:
         was, now = f"{tuple(plain.shape)} {plain.dtype}", f"{tuple(candidate.shape)} {candidate.dtype}"
-        return Comparison(f"its output is {now}, the plain one {was}")
+        return Comparison(f"{what} is {now}, the plain one {was}")
     if not is_kept(plain, candidate):
-        return Comparison(f"its output has the strides {candidate.stride()}, the plain one {plain.stride()}")
+        return Comparison(f"{what} has the strides {candidate.stride()}, the plain one {plain.stride()}")
     plain, candidate = as_real(plain), as_real(candidate)
     if exactness == Exactness.EXACT or not plain.is_floating_point():
-        return Comparison() if same_bits(plain, candidate) else Comparison("its output has other bits", math.nan)
+        return Comparison() if same_bits(plain, candidate) else Comparison(f"{what} has other bits", math.nan)
     tolerance = Tolerance.of(exactness, coarser(plain.dtype, coarsest)).output
     if not _is_finite(candidate):
-        return Comparison("its output is not finite, unlike the plain one", math.inf)
+        return Comparison(f"{what} is not finite, unlike the plain one", math.inf)
     error, size, _ = _sizes(plain, candidate)
     relative = error / size if size > 0 else error
     if relative > tolerance:
-        return Comparison(f"its output is off by {relative:.1e}, allowed {tolerance:.1e}", relative)
+        return Comparison(f"{what} is off by {relative:.1e}, allowed {tolerance:.1e}", relative)
     return Comparison(output_error=relative)
 
 
-def _compare_input(
-    number: int, plain: Tensor | None, candidate: Tensor | None, exactness: Exactness, coarsest: torch.dtype
-) -> Comparison:
-    """Compare what a call has left in a tensor that it was given: the loop may use it again."""
-    if plain is None or candidate is None:
-        if plain is candidate:
-            return Comparison()
-        what = "writes to" if plain is None else "does not write to"
-        return Comparison(f"it {what} input {number}, unlike the plain path", 1.0)
-    finding = _compare_output(plain, candidate, exactness, coarsest)
-    finding.problem = finding.problem.replace("its output", f"what it leaves in input {number}", 1)
-    return finding
-
-
-def _compare_left(plain: Replayed, candidate: Replayed, exactness: Exactness) -> Comparison:
-    """Compare what a call has left in the containers that it was given, and how what it has kept lies in memory."""
-    if (plain.entries, len(plain.added)) != (candidate.entries, len(candidate.added)):
-        return Comparison("it puts other entries into its arguments than the plain path", 1.0)
-    finding = Comparison()
-    for expected, actual in zip(plain.added, candidate.added, strict=True):
-        finding = finding.merge(_compare_output(expected, actual, exactness, plain.coarsest))
-    finding.problem = finding.problem.replace("its output", "what it puts into its arguments", 1)
-    for name, expected_in_it in plain.attributes.items():
-        if not all(map(is_kept, expected_in_it, candidate.attributes.get(name, ()))):
-            finding = finding.merge(Comparison(f"what it keeps in {name} has other strides than in the plain path"))
-    return finding
-
-
 def _compare_gradients(plain: Replayed, candidate: Replayed, exactness: Exactness) -> Comparison:
-    gradients = map(_summed, plain.gradients), map(_summed, candidate.gradients)
-    pairs = list(zip(plain.names, *gradients, strict=True))
-    for name, expected, actual in pairs:
-        if (expected is None) != (actual is None):
-            return Comparison(
-                f"it gives {'no' if actual is None else 'a'} gradient for {name}, unlike the plain path", 0.0, 1.0
-            )
-        if expected is not None and actual is not None and expected.shape != actual.shape:
-            return Comparison(
-                f"its gradient for {name} has shape {tuple(actual.shape)}, the plain one {tuple(expected.shape)}"
-            )
-        if expected is not None and actual is not None and not _same_places(expected, actual):
+    compared: list[tuple[str, Tensor, Tensor]] = []
+    for name, expected, actual in zip(plain.names, plain.gradients, candidate.gradients, strict=True):
+        if expected is None or actual is None:
+            if expected is not actual:
+                what = "no" if actual is None else "a"
+                return Comparison(f"it gives {what} gradient for {name}, unlike the plain path", 0.0, 1.0)
+            continue
+        if expected.shape != actual.shape:
+            was, now = tuple(expected.shape), tuple(actual.shape)
+            return Comparison(f"its gradient for {name} has shape {now}, the plain one {was}")
+        places, values = _places_and_values(expected)
+        own_places, own_values = _places_and_values(actual)
+        if (places is None) != (own_places is None) or not (places is None or torch.equal(places, own_places)):
             return Comparison(f"its gradient for {name} holds other entries than the plain one", 0.0, 1.0)
-        if name.startswith("input ") and not _can_be_viewed(expected, actual):
+        # The loop may view it; gradients of parameters arrive in the layout of these.
+        is_viewed = name.startswith("input ") and expected.layout == torch.strided and expected.is_contiguous()
+        if is_viewed and not is_kept(expected, actual):
             return Comparison(f"its gradient for {name} is not contiguous, unlike the plain one")
-    compared = [
-        (name, _entries(expected), _entries(actual))
-        for name, expected, actual in pairs
-        if expected is not None and actual is not None
-    ]
+        compared.append((name, values, own_values))
     if exactness == Exactness.EXACT:
         wrong = [name for name, expected, actual in compared if not same_bits(expected, actual)]
         return Comparison(f"its gradient for {wrong[0]} has other bits", 0.0, math.nan) if wrong else Comparison()
     return _compare_sizes(compared, exactness, plain.coarsest) if compared else Comparison()
 
 
-def _summed(gradient: Tensor | None) -> Tensor | None:
-    """Return a gradient with each entry once; a sparse one has a row for each time that it was looked up."""
-    return gradient.coalesce() if gradient is not None and gradient.is_sparse else gradient
-
-
-def _same_places(expected: Tensor, actual: Tensor) -> bool:
-    if expected.is_sparse != actual.is_sparse:
-        return False
-    return not expected.is_sparse or torch.equal(expected.indices(), actual.indices())
-
-
-def _can_be_viewed(expected: Tensor | None, actual: Tensor | None) -> bool:
-    """Return whether a gradient that the loop may ask for is contiguous where the plain one is.
-
-    Those of parameters arrive in the layout of these.
-    """
-    if expected is None or actual is None or expected.layout != torch.strided:
-        return True
-    return not expected.is_contiguous() or is_kept(expected, actual)
-
-
-def _entries(gradient: Tensor) -> Tensor:
-    return as_real(gradient.values() if gradient.is_sparse else gradient)
+def _places_and_values(gradient: Tensor) -> tuple[Any, Tensor]:
+    """Return where a sparse gradient has entries, each once, and these; None and all of them of a dense one."""
+    if not gradient.is_sparse:
+        return None, as_real(gradient)
+    summed = gradient.coalesce()  # it has a row for each time that one was looked up
+    return summed.indices(), as_real(summed.values())
 
 
 def _compare_sizes(

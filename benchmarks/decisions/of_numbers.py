@@ -99,7 +99,7 @@ FAULTS = [
         "ignores_outputs",
         "guard",
         "compares the gradients alone",
-        "accel.guard.comparison:_compare_output",
+        "accel.guard.comparison:_compare_tensors",
         _agreed,
         _GUARD,
     ),
