@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from accel.guard import watch as watching
-from accel.guard.watch import LateValues, Watch
+from accel.guard import output_sizes
+from accel.guard.output_sizes import LateValues
+from accel.guard.watch import Watch
 from accel.run.gate import Call, Gate
 
 
@@ -55,7 +56,7 @@ class Copy:
 def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     """Every value is one of a GPU."""
     made = Device()
-    monkeypatch.setattr(watching, "_on_its_way", made.send)
+    monkeypatch.setattr(output_sizes, "_on_its_way", made.send)
     return made
 
 
@@ -121,7 +122,7 @@ def test_a_value_of_a_gpu_is_copied_without_waiting(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: device)
     value: Any = SimpleNamespace(is_cuda=True, dtype=torch.float64, device="cuda")
     monkeypatch.setattr(Tensor, "copy_", lambda self, value, non_blocking=False: copied.append(non_blocking))
-    watching._on_its_way(value)
+    output_sizes._on_its_way(value)
     assert (made[0]["pin_memory"], made[0]["device"], copied, recorded) == (True, "cpu", [True], ["cuda"])
 
 
@@ -161,10 +162,10 @@ def test_the_watch_learns_from_plain_calls_without_waiting(device: Device) -> No
     _, watch, _ = spoilt(1000)
     for size in (1.0, 7.0, math.inf, 3.0):
         watch.learn(torch.tensor([size]))
-    assert (watch._plain_max, device.waited) == (0.0, 0)
+    assert (watch._sizes._plain_max, device.waited) == (0.0, 0)
     device.runs(1)
     watch.learn(torch.tensor([2.0]))
-    assert watch._plain_max == 1.0
+    assert watch._sizes._plain_max == 1.0
     device.runs(4)
     watch.call(watch._gate.call, (torch.ones(1, 2),), {})
-    assert (watch._plain_max, device.waited) == (7.0, 0)  # the last plain ones, in the first call of the plan
+    assert (watch._sizes._plain_max, device.waited) == (7.0, 0)  # the last plain ones, in the first call of the plan
