@@ -4,14 +4,13 @@ Only the inputs are laid out anew; the layout then spreads from convolution to c
 theirs, so checkpoints, optimizer state and gradient buckets don't notice. On two Zen 5 cores this gives all of what
 converting the parameters too would give (17.4 against 17.3 ms for a step that took 27.6 ms).
 
-The loop gets what it would have got, since `.view` on another layout fails: outputs, gradients of inputs and what the
-call has put into its arguments are laid out as in a plain call. Hooks see the activations before that, so that the
-strategy does not apply to a model with hooks of the user's; what a model keeps in attributes the guard looks at.
+The loop gets what it would have got, since `.view` on another layout fails: outputs and gradients of inputs are laid
+out as in a plain call. Hooks see the activations before that, so that the strategy does not apply to a model with hooks
+of the user's; what a model keeps in attributes, or puts into its arguments, the guard looks at.
 """
 
 from __future__ import annotations
 
-from collections import UserDict
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -21,16 +20,18 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from accel.profiler.bottleneck import Bottleneck
-from accel.profiler.trees import is_dataclass, map_tensors, tensors, with_entries
+from accel.profiler.trees import map_tensors, tensors, with_entries
 from accel.run import Run
 from accel.run.context import Observed
 from accel.run.gate import Call, hooks_of
 from accel.run.layouts import in_order
 from accel.strategies.base import Exactness, NothingHelps, Strategy
 
+_LAST = torch.channels_last
 _CONVOLUTIONS = (nn.Conv2d, nn.ConvTranspose2d)
 _IN_ORDER = "the weights of the model's convolutions are in this order already"
 _WRITTEN = "the model writes to its input, and in another layout it would write to a copy"
+_CONTAINED = "the model takes its images in a list or dict, in which it might exchange them: they stay as they are"
 _HOOKED = "a hook on a module of the model would see its values in another layout"
 _OUR_HOOKS = ("torch.", "accel.")
 """Modules whose hooks bear any layout, such as those of spectral norms."""
@@ -52,6 +53,8 @@ class ChannelsLast(Strategy):
     def __init__(self) -> None:
         self._is_written = False
         """A call has written to its input."""
+        self._is_contained = False
+        """A call has found its images in a list or dict."""
         self._observed = Observed()
 
     def refusal(self, run: Run) -> str:
@@ -67,8 +70,8 @@ class ChannelsLast(Strategy):
 
     def enable(self, run: Run, setting: Any) -> None:
         """Convert the inputs of each call."""
-        if self._is_written:  # as the guard's replay has shown
-            raise NothingHelps(_WRITTEN)
+        if why := self._why_not():  # as the guard's replay has shown
+            raise NothingHelps(why)
         self._observed = run.observed
         run.gate.add(self.name, self._in_channels_last)
 
@@ -77,42 +80,77 @@ class ChannelsLast(Strategy):
         run.gate.remove(self.name)
 
     def failure(self, run: Run) -> str:
-        """Say that the model writes to its input, or has got a hook."""
-        if self._is_written:
-            return _WRITTEN
-        return _HOOKED if _has_users_hooks(run.model) else ""
+        """Say that the model writes to its input, takes images in a container, or has got a hook."""
+        return self._why_not() or (_HOOKED if _has_users_hooks(run.model) else "")
+
+    def _why_not(self) -> str:
+        return _WRITTEN if self._is_written else _CONTAINED if self._is_contained else ""
 
     def _in_channels_last(self, call: Call) -> Call:
         def run_call(*args: Any, **kwargs: Any) -> Any:
-            exchanged = SubstitutedTensors(_to_last, in_order)
-            try:
-                args, kwargs = exchanged.put_in((args, kwargs))
-                versions = [_version(laid_out) for _, laid_out in exchanged.pairs]
-                outputs = call(*args, **kwargs)
-            finally:
-                if exchanged.pairs:
-                    exchanged.take_out()
-            if not exchanged.pairs:  # a plain call: images that come in this order leave so
-                return outputs
-            for (tensor, laid_out), version in zip(exchanged.pairs, versions, strict=True):
-                if _version(laid_out) != version:
-                    tensor.copy_(laid_out)  # with its gradients, if it has any
+            laid_out = LaidOut()
+            own_args = [laid_out.of(value) for value in args]
+            own_kwargs = {name: laid_out.of(value) for name, value in kwargs.items()}
+            if not laid_out.pairs:  # a plain call: images that come in this order leave so
+                self._is_contained = self._is_contained or _holds_images((args, kwargs))
+                return call(*args, **kwargs)
+            versions = [_version(other) for _, other in laid_out.pairs]
+            outputs = call(*own_args, **own_kwargs)
+            for (tensor, other), version in zip(laid_out.pairs, versions, strict=True):
+                if _version(other) != version:
+                    tensor.copy_(other)  # with its gradients, if it has any
                     self._is_written = True
-            return map_tensors(self._as_in_plain_calls(exchanged, outputs), outputs)
+            return map_tensors(self._as_in_plain_calls(laid_out, outputs), outputs)
 
         return run_call
 
-    def _as_in_plain_calls(self, exchanged: SubstitutedTensors, outputs: Any) -> Callable[[Tensor], Tensor]:
+    def _as_in_plain_calls(self, laid_out: LaidOut, outputs: Any) -> Callable[[Tensor], Tensor]:
         """Return what makes of each tensor among the outputs what the loop would have got."""
         returned = tensors(outputs)
         orders = self._observed.orders_of(returned)
         known = dict(zip(map(id, returned), orders, strict=True)) if len(returned) == len(orders) else {}
+        own = {id(other): tensor for tensor, other in laid_out.pairs}
 
         def as_in_plain_calls(tensor: Tensor) -> Tensor:
-            own = exchanged.own(tensor)
-            return in_order(tensor, known.get(id(tensor))) if own is None else own
+            return own[id(tensor)] if id(tensor) in own else in_order(tensor, known.get(id(tensor)))
 
         return as_in_plain_calls
+
+
+class LaidOut:
+    """The images among the arguments of a call, laid out anew.
+
+    Attributes:
+        pairs: the loop's tensors, each once, with what the call gets.
+    """
+
+    def __init__(self) -> None:
+        self.pairs: list[tuple[Tensor, Tensor]] = []
+
+    def of(self, value: Any) -> Any:
+        """Return what the call gets for an argument: a tensor or a tuple. What stands in lists and dicts stays.
+
+        The call may put others there, as in `batch["image"] = normalised`, which copies would hide from the loop.
+        """
+        if isinstance(value, tuple):
+            return with_entries(value, [self.of(entry) for entry in value])
+        if not isinstance(value, Tensor):
+            return value
+        for tensor, other in self.pairs:
+            if tensor is value:
+                return other
+        other = _to_last(value)
+        if other is not value:
+            self.pairs.append((value, other))
+        return other
+
+
+def _holds_images(arguments: Any) -> bool:
+    return any(_is_image(each) and not each.is_contiguous(memory_format=_LAST) for each in tensors(arguments))
+
+
+def _is_image(tensor: Tensor) -> bool:
+    return tensor.dim() == 4 and tensor.is_floating_point()
 
 
 def _version(tensor: Tensor) -> int | None:
@@ -125,7 +163,7 @@ def _is_in_order(module: nn.Module) -> bool:
     weight = module._parameters.get("weight") if isinstance(module, _CONVOLUTIONS) else None
     if weight is None or is_lazy(weight) or weight.dim() != 4 or weight.is_contiguous():
         return False
-    return weight.is_contiguous(memory_format=torch.channels_last)
+    return weight.is_contiguous(memory_format=_LAST)
 
 
 def _has_users_hooks(model: nn.Module) -> bool:
@@ -139,114 +177,15 @@ def _home(hook: Any) -> str:
 
 
 def _to_last(tensor: Tensor) -> Tensor:
-    if tensor.dim() != 4 or not tensor.is_floating_point():
+    if not _is_image(tensor):
         return tensor
     # The loop looks at gradients of inputs, too: on the way back they get their own order again.
     given = tensor.view_as(tensor) if tensor.requires_grad else tensor
     # `.contiguous` would leave a one-channel image alone: its strides already pass for either order, and the first
     # convolution would then choose the plain one.
-    laid_out = given.to(memory_format=torch.channels_last)
+    laid_out = given.to(memory_format=_LAST)
     if laid_out is given:
         return tensor
     if given.requires_grad:
         given.register_hook(in_order)  # type: ignore[no-untyped-call]
     return laid_out
-
-
-class SubstitutedTensors:
-    """Other tensors in the place of the loop's own for one call, within the very containers that the loop passes.
-
-    Copies of these would hide from the loop what the call writes into them, as in `batch["image"] = normalised`.
-
-    Args:
-        exchange: returns what the call gets for a tensor; the tensor itself where that is fine.
-        back: returns what the loop gets for a tensor that the call has put into one of its containers.
-
-    Attributes:
-        pairs: the loop's tensors that were exchanged, with what the call gets.
-    """
-
-    def __init__(self, exchange: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> None:
-        self._exchange, self._back = exchange, back
-        self.pairs: list[tuple[Tensor, Tensor]] = []
-        self._given: dict[int, tuple[Any, Any]] = {}
-        """What the loop has passed, and what the call gets for it, by the former's id."""
-        self._own: dict[int, Any] = {}
-        """What the loop has passed, by the id of what the call gets for it."""
-        self._before: list[tuple[Any, list[tuple[Any, Any]]]] = []
-        """The loop's containers, and the entries that they had."""
-
-    def put_in(self, value: Any) -> Any:
-        """Return arguments for the call: the loop's containers are the same objects, and hold other tensors.
-
-        Args:
-            value: arguments of the call, or a part of them.
-        """
-        if id(value) in self._given:  # twice among the arguments, or a link to what it is a part of
-            return self._given[id(value)][1]
-        held = _held(value)
-        if held is not None:
-            self._given[id(value)] = value, value
-            self._put_into(held)
-            return value
-        if isinstance(value, Tensor):
-            other: Any = self._exchange(value)
-            if other is not value:
-                self.pairs.append((value, other))
-        elif isinstance(value, tuple):
-            other = with_entries(value, [self.put_in(entry) for entry in value])
-        else:
-            other = map_tensors(self.put_in, value)
-        self._given[id(value)] = value, other
-        self._own[id(other)] = value
-        return other
-
-    def _put_into(self, held: Any) -> None:
-        before = _entries(held)
-        self._before.append((held, before))
-        for key, entry in before:
-            other = self.put_in(entry)
-            if other is not entry:
-                held[key] = other
-
-    def take_out(self) -> None:
-        """Put the loop's own tensors back into its containers, and what the call has put there as the loop knows it."""
-        for held, before in self._before:
-            known = {id(entry) for _, entry in before}
-            for key, entry in _entries(held):
-                own = self._own.get(id(entry), entry)
-                if own is entry and id(entry) not in known:
-                    own = map_tensors(self.returned, entry)
-                if own is not entry:
-                    held[key] = own
-
-    def returned(self, tensor: Tensor) -> Tensor:
-        """Return the loop's own tensor for one that was exchanged for it; for another one what `back` does.
-
-        Args:
-            tensor: that the call has put into a container.
-        """
-        own: Tensor | None = self.own(tensor)
-        return self._back(tensor) if own is None else own
-
-    def own(self, tensor: Tensor) -> Tensor | None:
-        """Return the loop's own tensor that the call got this one for; None if it comes from elsewhere.
-
-        Args:
-            tensor: that the call returns, say.
-        """
-        return self._own.get(id(tensor))
-
-
-def _held(value: Any) -> Any:
-    """Return the list or dict in which a container has its entries; None if it is no such container."""
-    if isinstance(value, list | dict):
-        return value
-    if isinstance(value, UserDict):
-        return value.data
-    # Also of a frozen dataclass, which is what it was when the call has ended.
-    return getattr(value, "__dict__", None) if is_dataclass(value) else None
-
-
-def _entries(held: Any) -> list[tuple[Any, Any]]:
-    return list(enumerate(held)) if isinstance(held, list) else list(held.items())
