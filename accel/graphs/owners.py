@@ -52,8 +52,6 @@ class Owners:
         self._stepped: list[Tensor] = []
         self._every: list[nn.Module] = []
         self._inner: list[nn.Module] = []
-        self._states = [optimizer.state for optimizer in self.optimizers]
-        self._loads = 0
         self.refresh()
 
     def refresh(self) -> None:
@@ -84,7 +82,7 @@ class Owners:
         Args:
             kind: of the device that the graph runs on.
         """
-        return self.form(), self.numbers(kind), self._loaded()
+        return self.form(), self.numbers(kind)
 
     def places(self, gradients: list[Tensor | None], kind: Hashable) -> Hashable:
         """Return where the gradients lie with which a step of a kind begins, but for those that it replaces."""
@@ -121,15 +119,8 @@ class Owners:
         own = [(module.__class__, _same(module.__dict__.get("forward"))) for module in self._every]
         return tuple(own), tuple([_same(module.__dict__.get(callslot.NAME)) for module in self._inner])
 
-    def _loaded(self) -> int:
-        """Return how often an optimizer was seen to have another state: `load_state_dict` puts new tensors there."""
-        states = [optimizer.state for optimizer in self.optimizers]
-        if any(state is not known for state, known in zip(states, self._states, strict=True)):
-            self._loads, self._states = self._loads + 1, states
-        return self._loads
-
     def entries(self) -> list[Any]:
-        """Return what optimizers keep for each parameter: someone may clear it, or put something else in its place."""
+        """Return what optimizers keep for each parameter: someone may clear it, or load another."""
         groups = [(each.state, group["params"]) for each in self.optimizers for group in each.param_groups]
         return [state.get(p) for state, params in groups for p in params]
 

@@ -247,32 +247,6 @@ def test_a_parameter_or_buffer_of_another_object_is_seen(name: str) -> None:
     assert both(loop, warmup=1).captures == 2
 
 
-class Counting(nn.Module):
-    """Replaces its buffer in each call."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("total", torch.zeros(3))
-        self.kept: list[Tensor] = []
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Add."""
-        self.kept.append(self.total)
-        self.total = self.total + x
-        return self.total * 1
-
-
-def test_a_buffer_that_is_replaced_each_time_is_said_and_right() -> None:
-    model = Counting()
-    step = taped(capture(lambda x: model(x), modules=[model], warmup=1))
-    for _ in range(3):
-        step(torch.ones(3))
-    with pytest.warns(RuntimeWarning, match="each call puts something else into 'total' of a module"):
-        assert torch.equal(step(torch.ones(3)), torch.full((3,), 4.0))
-    assert torch.equal(step(torch.ones(3)), torch.full((3,), 5.0))
-    assert step.captures == 0
-
-
 class Pair(NamedTuple):
     x: Tensor
     rest: dict[str, Any]

@@ -89,25 +89,6 @@ def taped_step(step: Any, **options: Any) -> CapturedStep:
     return captured
 
 
-class Counted(nn.Module):
-    """Counts its calls in Python."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.calls = nn.Linear(6, 6), 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Grow."""
-        self.calls += 1
-        out: Tensor = self.layer(x) * self.calls
-        return out
-
-
-def test_a_number_that_each_call_changes_is_said_and_right() -> None:
-    calls = both(lambda model, optimizer: [step(model, optimizer, seed) for seed in range(12)], Counted, warmup=1)
-    assert "'calls' of a module" in calls.why_eager[0]
-
-
 class Skipping(nn.Module):
     """Leaves a layer out by chance, which the host draws."""
 
