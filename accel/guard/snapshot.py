@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from accel.dataio.fetching.randomness import streams
+from accel.profiler.interruptions import ours
 from accel.profiler.trees import leaves, shape_of, tensors
 
 MOST_BYTES = 2**28
@@ -319,7 +320,12 @@ def _memory(tensor: Tensor) -> int:
 
 def _is_other(tensor: Tensor, value: Tensor) -> bool:
     """Return whether a tensor may hold something else than it did."""
-    return shape_of(tensor) != shape_of(value) or not has_plain_memory(tensor) or not torch.equal(tensor, value)
+    if shape_of(tensor) != shape_of(value) or not has_plain_memory(tensor):
+        return True
+    try:
+        return not torch.equal(tensor, value)
+    except ours(RuntimeError):  # of 8-bit floats, say, torch can't tell
+        return True
 
 
 def _write(tensor: Tensor, value: Tensor) -> None:

@@ -157,6 +157,14 @@ def test_a_buffer_that_has_grown_is_put_back() -> None:
     assert model.queue.tolist() == [1.0, 1.0]
 
 
+def test_buffers_that_torch_cant_compare_are_put_back() -> None:
+    model: Any = nn.Linear(3, 2)
+    model.register_buffer("scales", torch.ones(2).to(torch.float8_e4m3fn))
+    with guard.untouched(model, CPU):
+        model.scales.copy_(torch.zeros(2))
+    assert model.scales.float().tolist() == [1.0, 1.0]
+
+
 # -- what calls were seen to change ------------------------------------------------------------------------------------
 
 
