@@ -60,6 +60,10 @@ class Source(NamedTuple):
     """Other threads may draw from it: it is written only if it has been drawn from, and its states can be compared."""
 
 
+_TORCH = Source("torch", torch.get_rng_state, torch.set_rng_state)
+"""The host's, as it is kept before each call: reading its bytes takes longer."""
+
+
 class ModelSnapshot:
     """The state that a call of a model finds.
 
@@ -124,8 +128,9 @@ class ModelSnapshot:
             if attributes.get(name) is not value or (refilled and _reaches(value, refilled))
         ]
         written = [tensor for tensor, value in self._copies if _is_other(tensor, value)]
-        unshared = [source for source in self._lasting if not source.is_shared or source.name == "torch"]
-        drawn = [source for source, state in self._generators if source.is_shared and source.read() != state]
+        unshared = [_TORCH, *(source for source in self._lasting if not source.is_shared)]
+        shared = [(source, state) for source, state in self._generators if source.is_shared]
+        drawn = [source for source, state in shared if source.name != _TORCH.name and source.read() != state]
         return Changes(attributes, [each for each in written if each.numel() <= _SMALL], unshared + drawn)
 
 
