@@ -1,7 +1,8 @@
 """Trees of tensors, such as a batch, or the arguments and the results of a call.
 
-Nodes are tuples (named ones too), lists, mappings and dataclasses, of any class. `torch.utils._pytree` knows only exact
-classes and those that someone has registered, makes all containers anew, and takes twice as long for a pair of tensors.
+Nodes are tuples (named ones too), lists, mappings and dataclasses, of any class.
+`torch.utils._pytree` knows only exact classes and those that someone has registered, makes all
+containers anew, and takes twice as long for a pair of tensors.
 """
 
 from __future__ import annotations

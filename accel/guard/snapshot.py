@@ -1,15 +1,18 @@
 """What a call of a model may change, kept before the call and put back after it, so that it can be made again.
 
-    attributes    plain ones of all modules, without a leading underscore; which buffers and parameters stand in them
-    containers    lists, dicts, sets and deques among these, also within each other: refilled, so that they stay the
-                  same objects
-    tensors       buffers, tensors in those containers, and parameters that the call itself writes to: written in place
-    generators    torch's on the host and on each device, Python's, numpy's, those that modules hold or a call is given
+    attributes    plain ones of all modules, without a leading underscore; which buffers and
+                  parameters stand in them
+    containers    lists, dicts, sets and deques among these, also within each other: refilled, so
+                  that they stay the same objects
+    tensors       buffers, tensors in those containers, and parameters that the call itself writes
+                  to: written in place
+    generators    torch's on the host and on each device, Python's, numpy's, those that modules hold
+                  or a call is given
 
 Objects of other classes, and the insides of them, are not looked at.
 
-Two snapshots are taken: a full one around a call that is recorded or replayed, and before each call under strategies
-one of what such calls were seen to change (`Changes`).
+Two snapshots are taken: a full one around a call that is recorded or replayed, and before each call
+under strategies one of what such calls were seen to change (`Changes`).
 """
 
 from __future__ import annotations

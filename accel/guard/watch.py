@@ -1,16 +1,18 @@
 """The run-time watch: checks a strategy after its trial, as long as it is on.
 
-While a strategy is on, each call's outputs are checked. A call that returns values that are not finite or far above
-any in the plain loop, or that raises what a strategy may have caused (`faults`), is repeated along the plain path from
-the same random state, buffers and counters, and the step goes on with that result. If the plain result is fine, the
-strategies are at fault and are switched off at once. If it is no better, the fault is the run's own and no strategy is
-blamed; if it raises too, the error is the user's and propagates, as all other errors do from the first call. What can't
-be judged is passed over: no check raises anything into the loop.
+While a strategy is on, each call's outputs are checked. A call that returns values that are not
+finite or far above any in the plain loop, or that raises what a strategy may have caused
+(`faults`), is repeated along the plain path from the same random state, buffers and counters, and
+the step goes on with that result. If the plain result is fine, the strategies are at fault and are
+switched off at once. If it is no better, the fault is the run's own and no strategy is blamed; if
+it raises too, the error is the user's and propagates, as all other errors do from the first call.
+What can't be judged is passed over: no check raises anything into the loop.
 
-With several ranks, the repeated call sends nothing that the first one has sent already. A model that exchanges more
-within its call than `DistributedDataParallel` does can't be called on one rank alone: the loop gets the outputs as they
-are, and the strategies go. Only a call that has raised is repeated in such a model, too: there are no outputs to hand
-on, and ranks mostly meet the same error together.
+With several ranks, the repeated call sends nothing that the first one has sent already. A model
+that exchanges more within its call than `DistributedDataParallel` does can't be called on one rank
+alone: the loop gets the outputs as they are, and the strategies go. Only a call that has raised is
+repeated in such a model, too: there are no outputs to hand on, and ranks mostly meet the same error
+together.
 """
 
 from __future__ import annotations

@@ -1,12 +1,14 @@
 """channels_last: hand images to the model in the memory order that convolutions are fastest in.
 
-Only the inputs are laid out anew; the layout then spreads from convolution to convolution by itself. Parameters keep
-theirs, so checkpoints, optimizer state and gradient buckets don't notice. On two Zen 5 cores this gives all of what
-converting the parameters too would give (17.4 against 17.3 ms for a step that took 27.6 ms).
+Only the inputs are laid out anew; the layout then spreads from convolution to convolution by
+itself. Parameters keep theirs, so checkpoints, optimizer state and gradient buckets don't notice.
+On two Zen 5 cores this gives all of what converting the parameters too would give (17.4 against
+17.3 ms for a step that took 27.6 ms).
 
-The loop gets what it would have got, since `.view` on another layout fails: outputs and gradients of inputs are laid
-out as in a plain call. Hooks see the activations before that, so that the strategy does not apply to a model with hooks
-of the user's; what a model keeps in attributes, or puts into its arguments, the guard looks at.
+The loop gets what it would have got, since `.view` on another layout fails: outputs and gradients
+of inputs are laid out as in a plain call. Hooks see the activations before that, so that the
+strategy does not apply to a model with hooks of the user's; what a model keeps in attributes, or
+puts into its arguments, the guard looks at.
 """
 
 from __future__ import annotations
