@@ -24,7 +24,7 @@ from accel.cache.conditions import conditions
 from accel.cache.remembered_plans import RememberedPlans
 from accel.dataio.passes.proxy import LoaderProxy, is_proxy
 from accel.errors import InvalidArgument
-from accel.guard.sharded import is_sharded
+from accel.guard.alone import is_sharded
 from accel.optimized import MODELS, Optimized
 from accel.profiler import stderr
 from accel.profiler.interruptions import ours

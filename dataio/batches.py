@@ -1,103 +1,20 @@
-"""Look into a batch of any structure: its tensors, its size, its signature."""
+"""What two batches of any structure have in common: their kind, their content, memory."""
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import datetime
 import enum
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Hashable, Mapping
 from pathlib import PurePath
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import PackedSequence
 
 from accel.profiler.interruptions import ours
-
-
-def leaves(batch: Any) -> Iterator[Any]:
-    """Yield the leaves of nested tuples, lists, mappings and dataclasses, in order."""
-    if isinstance(batch, Tensor | str | bytes):
-        yield batch
-    elif isinstance(batch, Mapping):
-        for value in batch.values():
-            yield from leaves(value)
-    elif isinstance(batch, tuple | list):
-        for value in batch:
-            yield from leaves(value)
-    elif dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        for field in dataclasses.fields(batch):
-            if hasattr(batch, field.name):  # one with init=False may be set later
-                yield from leaves(getattr(batch, field.name))
-    else:
-        yield batch
-
-
-def tensors(batch: Any) -> list[Tensor]:
-    """Return the tensors in `batch`, in order."""
-    return [leaf for leaf in leaves(batch) if isinstance(leaf, Tensor)]
-
-
-def map_tensors(function: Callable[[Tensor], Tensor], batch: Any) -> Any:
-    """Return `batch` with `function` applied to each tensor; the structure and its types stay.
-
-    Named tuples, mappings that can be copied and dataclasses keep their class. One in which no tensor
-    changed is returned as the very same object.
-    """
-    if isinstance(batch, Tensor):
-        return function(batch)
-    if isinstance(batch, Mapping):
-        return _rebuild_mapping(batch, {key: map_tensors(function, value) for key, value in batch.items()})
-    if isinstance(batch, tuple | list):
-        values = [map_tensors(function, value) for value in batch]
-        if isinstance(batch, PackedSequence):
-            values[1] = batch.batch_sizes  # which stay on the CPU
-        return with_entries(batch, values)
-    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        return _rebuild_dataclass(function, batch)
-    return batch
-
-
-def with_entries(sequence: Any, entries: list[Any]) -> Any:
-    """Return a tuple or list of the same class with other entries; the very same object where none is another."""
-    if all(new is old for new, old in zip(entries, sequence, strict=True)):
-        return sequence
-    return type(sequence)(*entries) if hasattr(sequence, "_fields") else type(sequence)(entries)
-
-
-def fields_of(instance: Any) -> dict[str, Any]:
-    """Return what stands in a dataclass, in its fields and in attributes beside them."""
-    names = dict.fromkeys([*(each.name for each in dataclasses.fields(instance)), *getattr(instance, "__dict__", ())])
-    return {name: getattr(instance, name) for name in names if hasattr(instance, name)}
-
-
-def _rebuild_mapping(batch: Mapping[Any, Any], values: dict[Any, Any]) -> Any:
-    if all(values[key] is batch[key] for key in batch):
-        return batch
-    if type(batch) is dict:
-        return values
-    try:
-        changed: Any = copy.copy(batch)
-        for key, value in values.items():
-            changed[key] = value
-    except TypeError:  # one that can't be copied, or written to
-        return type(batch)(values)  # type: ignore[call-arg]
-    return changed
-
-
-def _rebuild_dataclass(function: Callable[[Tensor], Tensor], batch: Any) -> Any:
-    old = fields_of(batch)
-    new = {name: map_tensors(function, value) for name, value in old.items()}
-    changed = {name: value for name, value in new.items() if value is not old[name]}
-    if not changed:
-        return batch
-    rebuilt = copy.copy(batch)  # not made anew: what __post_init__ did is done
-    for name, value in changed.items():
-        object.__setattr__(rebuilt, name, value)  # of a frozen one too
-    return rebuilt
+from accel.profiler.trees import is_dataclass, leaves, shape_of, tensors
 
 
 def describe(batch: Any) -> tuple[int, Hashable]:
@@ -114,11 +31,6 @@ def describe(batch: Any) -> tuple[int, Hashable]:
     else:
         shapes = [shape_of(tensor) for tensor in tensors(batch)]
     return next((shape[0] for shape in shapes if shape), 0), tuple(shapes)
-
-
-def shape_of(tensor: Tensor) -> torch.Size:
-    """Return a tensor's shape; of a nested one, which has none, how many it holds and how many elements these have."""
-    return torch.Size((tensor.size(0), tensor.numel())) if tensor.is_nested else tensor.shape
 
 
 def equal(batch: Any, other: Any) -> bool:
@@ -177,6 +89,6 @@ def _entries(batch: Any) -> list[Any]:
         return list(batch.values())
     if isinstance(batch, tuple | list):
         return list(batch)
-    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+    if is_dataclass(batch):
         return [getattr(batch, each.name) for each in dataclasses.fields(batch) if hasattr(batch, each.name)]
     return []

@@ -23,7 +23,8 @@ FOLDERS = ("accel", *LINKED, "benchmarks", "tests")
 # Facts of the host, the statistics of a trial and how ranks agree: loaders and communication may stand on them.
 GROUND_FLOOR = {
     *("accel.profiler.cgroup", "accel.profiler.host", "accel.profiler.nvml", "accel.profiler.torch_threads"),
-    *("accel.profiler.interruptions", "accel.profiler.rendezvous", "accel.profiler.stderr", "accel.profiler.trial"),
+    *("accel.profiler.interruptions", "accel.profiler.rendezvous", "accel.profiler.stderr", "accel.profiler.trees"),
+    "accel.profiler.trial",
 }
 
 # Folder → the folders, or single modules, that it may import beside its own.

@@ -19,6 +19,7 @@ ROOMS = {
         "amp",
         "cache",
         "commands",
+        "compile",
         "elastic",
         "goodput",
         "graphs",

@@ -27,9 +27,9 @@ from torch import Tensor, nn
 from accel.amp import bypass, skipped_steps
 from accel.amp.casts import cast_weights, enter, leave
 from accel.amp.loss_scale import DynamicLossScale
-from accel.dataio.batches import map_tensors
 from accel.errors import InvalidArgument
 from accel.profiler.loop import backward
+from accel.profiler.trees import map_tensors
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _HALF = (torch.float16, torch.bfloat16)

@@ -21,14 +21,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from accel.dataio.batches import map_tensors, tensors
 from accel.device_memory import give_memory_back
-from accel.guard import guard, own_state
+from accel.guard import guard
+from accel.guard.alone import talks_within_calls
 from accel.guard.guard import Recording
-from accel.guard.sharded import talks_within_calls
+from accel.guard.written_parameters import without_gradient
 from accel.profiler.host import available_memory, resident_memory
 from accel.profiler.interruptions import Tolerated, ours
 from accel.profiler.loop import backward
+from accel.profiler.trees import map_tensors, tensors
 
 Call = Callable[..., Any]
 
@@ -102,7 +103,7 @@ class BatchRehearsal:
             return reason
         if recording is None or talks_within_calls(self._model):
             return ""
-        written = own_state.without_gradient(self._model)
+        written = without_gradient(self._model)
         untouched = guard.untouched(self._model, self._device, recording.args, recording.kwargs, written=written)
         with untouched:
             reason = self._rehearsed(recording, samples, held)

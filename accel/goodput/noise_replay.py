@@ -36,13 +36,13 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from accel.dataio.batches import map_tensors, tensors
 from accel.errors import InvalidArgument
 from accel.goodput.noise_refusal import Unmeasurable
 from accel.goodput.noise_scale import NoiseSums
 from accel.guard import guard
 from accel.guard.guard import Recording
 from accel.profiler.interruptions import ours
+from accel.profiler.trees import map_tensors, tensors
 
 Call = Callable[..., Any]
 Vector = Callable[[Sequence[Tensor | None]], Tensor]
@@ -218,7 +218,7 @@ class ReplayedParts:
     def _evaluated(self, batch: _Batch, rows: Tensor | None) -> list[Tensor]:
         """Return the outputs that gradients arrived at, in evaluation mode; of some rows, or of all."""
         recording = batch.recording if rows is None else _with_rows(batch.recording, rows, batch.samples)
-        batch.recording.modules.restore()
+        batch.recording.before.restore()
         outputs = guard.replay_evaluation(self._model, batch.call, recording).outputs
         shapes = {number: each.shape for number, each in recording.arrived.items()}
         if any(number >= len(outputs) or outputs[number].shape != shape for number, shape in shapes.items()):
@@ -239,7 +239,7 @@ class ReplayedParts:
 
     def _gradient(self, batch: _Batch, recording: Recording) -> Tensor:
         """Make a call again, and return the gradient of all parameters."""
-        recording.modules.restore()
+        recording.before.restore()
         done = guard.replay(self._model, batch.call, recording)
         for number, arrived in recording.arrived.items():
             if number >= len(done.outputs) or done.outputs[number].shape != arrived.shape:

@@ -18,8 +18,9 @@ from accel.goodput.noise_parts import PartSums
 from accel.goodput.noise_refusal import Unmeasurable, reason_of
 from accel.goodput.noise_replay import Call, ReplayedParts
 from accel.goodput.noise_scale import NoiseSums
-from accel.guard import guard, own_state
+from accel.guard import guard
 from accel.guard.guard import Recording
+from accel.guard.written_parameters import without_gradient
 from accel.profiler.interruptions import ours
 
 
@@ -117,7 +118,7 @@ class MeasuredStep:
     def _replayed(self, replay: ReplayedParts) -> NoiseSums:
         assert self._recording is not None and self._call is not None
         recording, total = self._recording, self._vector(self._taken())
-        given, written = (recording.args, recording.kwargs), own_state.without_gradient(self._model)
+        given, written = (recording.args, recording.kwargs), without_gradient(self._model)
         untouched = guard.untouched(self._model, self._parameters[0].device, *given, written=written)
         with untouched:
             try:

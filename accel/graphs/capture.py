@@ -21,15 +21,21 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from accel.device_memory import give_memory_back
+from accel.graphs.checks import (
+    Contents,
+    NotCapturable,
+    StateMade,
+    left_in,
+    nothing_left,
+    state_in_place,
+    unwritten,
+    without_draws,
+)
 from accel.graphs.found import found
-from accel.graphs.host_draws import HostDraws, without_draws
-from accel.graphs.inputs import WrittenInputs, described, difference, rebuilt, unwritten
-from accel.graphs.leaving import recorded
+from accel.graphs.inputs import described, difference, rebuilt
 from accel.graphs.model_calls import MANY, MANY_KINDS, CaptureError, ModelCalls
 from accel.graphs.models import capture_model
 from accel.graphs.modes import modes, without_cached_casts
-from accel.graphs.module_states import LeftBehind, LeftValue, ModuleStates
-from accel.graphs.optimizer_states import OptimizerStates
 from accel.graphs.owners import Owners
 from accel.graphs.recorder import CudaRecorder, GraphRecorder, RecordedGraph
 from accel.profiler.interruptions import ours
@@ -38,10 +44,8 @@ _MOST_COUNTED = 1024
 """Kinds of calls whose number is kept until they are captured."""
 _FIRST_STEPS = 2
 """Eager calls of a kind, beside `warmup`, in which optimizers may make their state."""
-_ANEW = 3
-"""Captures for the same inputs and other numbers of an optimizer, after which a warning says so."""
 _MANY_NUMBERS = 16
-"""The same of eager calls: numbers that change in each step are never captured, and those of a warm-up are."""
+"""Numbers of an optimizer with the same inputs after which a warning says that each takes a graph of its own."""
 
 
 _Model = TypeVar("_Model", bound=nn.Module)
@@ -131,8 +135,6 @@ class _Captured:
     outputs: list[Tensor]
     gradients: list[tuple[Tensor, Tensor | None]]
     """Those that the step has made, each with its parameter."""
-    left: list[LeftValue]
-    """What the step has put into modules."""
     entries: list[Any]
     """States of optimizers that the graph writes to: they are kept, so that no other takes their identity."""
 
@@ -143,8 +145,6 @@ class _Captured:
         self.graph.replay()
         for parameter, gradient in self.gradients:
             parameter.grad = gradient  # zero_grad outside of the graph has taken it off
-        for each in self.left:
-            each.put()
         return rebuilt(self.result, iter([output.clone() for output in self.outputs]))
 
 
@@ -193,10 +193,10 @@ class CapturedStep:
         self._first: Hashable = None
         """Form of the first call's arguments, which `fixed` holds all others to."""
         self._numbers: dict[Hashable, set[Hashable]] = {}
-        """Numbers of optimizers that were captured."""
-        self._met: dict[Hashable, set[Hashable]] = {}
-        """Those of eager calls."""
+        """Arguments → numbers of optimizers that calls with such have met."""
         self._has_said_numbers = False
+        self._leaving: Counter[Hashable] = Counter()
+        """Arguments → eager calls with such that have left something in a module."""
         self._kinds: dict[_Kind, _Kind] = {}
         self._recorder: GraphRecorder | None = None
 
@@ -237,7 +237,7 @@ class CapturedStep:
     def _key(self, description: Hashable, recorder: GraphRecorder) -> tuple[Hashable, ...]:
         """Return what a graph is captured for: what decides how the code goes, and where it reads and writes."""
         device = recorder.device.type
-        kind = _Kind((description, self._owners.state(device, description), modes(device)))
+        kind = _Kind((description, self._owners.state(device), modes(device)))
         if len(self._kinds) >= _MOST_COUNTED:
             self._kinds.clear()
         kind = self._kinds.setdefault(kind, kind)
@@ -269,15 +269,15 @@ class CapturedStep:
         if len(self._calls) == MANY and not self.captures:
             self._say(MANY_KINDS)
         description = key[0].of[0]
-        self._count(self._met, description, recorder, _MANY_NUMBERS)
-        before, states = self._owners.gradients(), ModuleStates(self._owners.modules_within())
+        self._count(description, recorder)
+        before, contents = self._owners.gradients(), Contents(self._owners.modules_within())
         result = recorder.aside(lambda: self._step(*args, **kwargs))
         self._owners.learn(before, key[0])
-        overwritten = self._owners.overwritten(description)
-        new = {each.place for each in states.left() if each.holds_tensors} - overwritten
-        overwritten |= new
-        if not new:  # else calls are of another kind from now on
-            self._calls[(key[0], *self._memory(key[0], before))] += 1  # with what it has made, and replaces
+        self._calls[(key[0], *self._memory(key[0], before))] += 1  # with what it has made, and replaces
+        if name := contents.changed():
+            self._leaving[description] += 1
+            if self._leaving[description] > self._warmup + _FIRST_STEPS:  # the first ones may set themselves up
+                self._refuse(description, NotCapturable(left_in(name)))
         return _detached(result)
 
     def _captured(self, recorder: GraphRecorder, description: Any, inputs: list[Tensor], args: Any, kwargs: Any) -> Any:
@@ -293,62 +293,56 @@ class CapturedStep:
         before = self._owners.gradients()
         self._owners.send()
         recorder.waits()
-        states = OptimizerStates(self._owners.optimizers, recorder.device)
         object_before = dict(own_object := _object_of(self._step))
-        outputs: list[Tensor] = []
-
-        def record() -> tuple[RecordedGraph, Any]:
-            with unwritten(own), without_cached_casts(recorder.device.type):
-                made = without_draws(
-                    lambda: recorder.record(lambda: self._step(*own_args, **own_kwargs)), recorder.device
-                )
-            states.check()
-            return made
-
-        def undo(made: tuple[RecordedGraph, Any]) -> None:
-            made[0].reset()
-            self._owners.put(before)
-
-        recording, is_warm, is_out_of_memory = None, True, False
+        recording, is_first, is_out_of_memory = None, False, False
         try:
-            recording = recorded(
-                self._owners, description, lambda: self._key(description, recorder), record, undo, is_whole=True
-            )
+            with (
+                nothing_left(self._owners.modules_within()),
+                state_in_place(self._owners.optimizers, recorder.device),
+                unwritten(own),
+                without_draws(recorder.device),
+                without_cached_casts(recorder.device.type),
+            ):
+                recording = recorder.record(lambda: self._step(*own_args, **own_kwargs))
         except BaseException as error:
+            if recording is not None:
+                recording[0].reset()
+                recording = None
             self._owners.put(before)
-            is_first = states.have_more()
-            states.put_back()
             own_object.clear()
             own_object.update(object_before)
             if not isinstance(error, ours()):  # Ctrl-C and its like
                 raise
-            is_warm = not is_first or self._calls[key] >= self._warmup + _FIRST_STEPS  # else made anew in each replay
             is_out_of_memory = isinstance(error, torch.OutOfMemoryError)
-            if is_warm:
-                self._refuse(description if isinstance(error, LeftBehind) else key, error)
+            # Else it would be made anew in each replay.
+            is_first = isinstance(error, StateMade) and self._calls[key] < self._warmup + _FIRST_STEPS
+            if not is_first:
+                is_lasting = isinstance(error, NotCapturable) and not isinstance(error, StateMade)
+                self._refuse(description if is_lasting else key, error)
         if is_out_of_memory:  # only here, as the eager step: the traceback held what was captured
             give_memory_back()
         if recording is None:
-            return _detached(self._step(*args, **kwargs)) if is_warm else self._warm(recorder, key, args, kwargs)
-        graph, result = recording.made
+            return self._warm(recorder, key, args, kwargs) if is_first else _detached(self._step(*args, **kwargs))
+        graph, result = recording
+        outputs: list[Tensor] = []
         shape = described(_detached(result), outputs, "what a step returns")
-        kind, entries, _ = recording.key
+        kind, *_ = key
         self._owners.learn(before, kind)
-        key = kind, entries, self._owners.places(before, kind)  # gradients that it has replaced are of no account
-        owned = self._owners.made(before), recording.left, self._owners.entries()
+        key = (kind, *self._memory(kind, before))  # gradients that it has replaced are of no account
+        owned = self._owners.made(before), self._owners.entries()
         self._keep(key, description, _Captured(graph, own, shape, outputs, *owned))
-        self._count(self._numbers, description, recorder, _ANEW)
+        self._count(description, recorder)
         return self._graphs[key].replay(inputs)
 
     def _refuse(self, key: Hashable, error: Exception) -> None:
         """Run calls of a kind eagerly from now on, and say why."""
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        if self._strict and isinstance(error, HostDraws | WrittenInputs | LeftBehind):
+        if self._strict and isinstance(error, NotCapturable):
             raise CaptureError(f"capture: a step can't be captured: {error}") from error
         if self._strict:
             raise CaptureError(f"capture: a step must not wait for the device. Found: {reason}") from error
         self._eager.add(key)
-        if isinstance(error, HostDraws | WrittenInputs | LeftBehind):
+        if isinstance(error, NotCapturable):
             self._say(str(error))
         else:
             self._say(f"it could not be captured: {reason}; accel.graphs.why_not_capturable names the line")
@@ -372,15 +366,15 @@ class CapturedStep:
                 f"{other and f', as at {other}'}. Pad them to few sizes (accel.graphs.Buckets), or raise most="
             )
 
-    def _count(self, met: dict[Hashable, set[Hashable]], description: Any, recorder: GraphRecorder, most: int) -> None:
-        """Say once if there are as many numbers of optimizers for the same arguments."""
-        if len(met) >= _MOST_COUNTED:
-            met.clear()
-        numbers = met.setdefault(description, set())
-        is_new = len(numbers) < most
-        if is_new:
-            numbers.add(self._owners.numbers(recorder.device.type))
-        if is_new and len(numbers) == most and not self._has_said_numbers:
+    def _count(self, description: Any, recorder: GraphRecorder) -> None:
+        """Say once if there are many numbers of optimizers for the same arguments."""
+        if self._has_said_numbers:
+            return
+        if len(self._numbers) >= _MOST_COUNTED:
+            self._numbers.clear()
+        numbers = self._numbers.setdefault(description, set())
+        numbers.add(self._owners.numbers(recorder.device.type))
+        if len(numbers) == _MANY_NUMBERS:
             self._has_said_numbers = True
             self._warn(
                 "a number of an optimizer changes from step to step, and each value takes a graph of its own; give it "

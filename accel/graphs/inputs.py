@@ -6,15 +6,12 @@ torch copies a new input into a graph's own with `copy_`, which broadcasts: an i
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Hashable, Iterator
 from enum import Enum
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-
-from accel.errors import AccelError
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, Enum)
 
@@ -49,24 +46,6 @@ class _Value(NamedTuple):
 
 
 _REMEDY = "let the function find other objects itself"
-
-
-class WrittenInputs(AccelError):
-    """A recorded function writes to what it is called with: each replay would write to a graph's own copy."""
-
-
-@contextlib.contextmanager
-def unwritten(tensors: list[Tensor]) -> Iterator[None]:
-    """Record a function in the block, whose inputs these are.
-
-    Raises:
-        WrittenInputs: if it has written to one of them.
-    """
-    counted = [tensor for tensor in tensors if not tensor.is_inference()]
-    before = [tensor._version for tensor in counted]
-    yield
-    if [tensor._version for tensor in counted] != before:
-        raise WrittenInputs("it writes to its inputs, and a graph has copies of them; let it write to its own tensors")
 
 
 def described(value: Any, tensors: list[Tensor], what: str, remedy: str = _REMEDY) -> Hashable:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import warnings
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterable
-from functools import partial
 from typing import Any
 
 import torch
@@ -18,13 +17,10 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from accel.device_memory import give_memory_back
 from accel.errors import AccelError
-from accel.graphs.host_draws import HostDraws, without_draws
-from accel.graphs.inputs import WrittenInputs, described
-from accel.graphs.leaves import HeldElsewhere
-from accel.graphs.leaving import Recorded, recorded
+from accel.graphs.checks import NotCapturable, nothing_left, without_draws
+from accel.graphs.inputs import described
 from accel.graphs.model_graph import ModelGraph, described_outputs
 from accel.graphs.modes import is_watched, modes
-from accel.graphs.module_states import LeftBehind
 from accel.graphs.owners import Owners
 from accel.graphs.recorder import CudaRecorder, GraphRecorder
 from accel.profiler.interruptions import ours
@@ -32,8 +28,6 @@ from accel.run.gate import Call, hooks_of
 
 _MOST_COUNTED = 1024
 """Kinds of calls that are remembered without a graph."""
-_ATTEMPTS = 3
-"""To record a call; a second one is for parameters that the call holds beside their modules, or replaces."""
 _MOST_UNUSED = 4
 """Captures for the same arguments, none of which is replayed in a later call."""
 _DIFFERS = (
@@ -182,7 +176,7 @@ class ModelCalls:
 
     def _key(self, around: Hashable, description: Hashable, inputs: list[Tensor]) -> _Key:
         kind = next((tensor.device.type for tensor in inputs), "cuda")
-        return around, description, self._owners.form(description), modes(kind)
+        return around, description, self._owners.form(), modes(kind)
 
     # -- eager calls before --------------------------------------------------------------------------------------------
 
@@ -259,23 +253,19 @@ class ModelCalls:
             return None
         self._make_room_for(around)
         recorder.waits()
-        recording, is_out_of_memory = None, False
+        graph, is_out_of_memory = None, False
         try:
-            recording = self._recorded(recorder, around, call, description, inputs)
-        except LeftBehind as error:
+            graph = self._recorded(recorder, call, description, inputs)
+        except NotCapturable as error:
             self._refuse((description, torch.is_grad_enabled()), str(error))
-        except (HostDraws, WrittenInputs) as error:
-            self._refuse(key, str(error))
         except ours() as error:
             is_out_of_memory = isinstance(error, torch.OutOfMemoryError)
             reason = f"{type(error).__name__}: {error}".splitlines()[0]
             self._refuse(key, f"it could not be captured: {reason}; accel.graphs.why_not_capturable names the line")
-        if recording is None:
+        if graph is None:
             if is_out_of_memory:  # only here: the traceback held what was captured
                 give_memory_back()
             return None
-        graph, key = recording.made, recording.key
-        graph.left = recording.left
         self._graphs[key] = graph
         self.captures += 1
         self._unused[description] += 1
@@ -283,30 +273,14 @@ class ModelCalls:
             self._refuse((description, torch.is_grad_enabled()), _DIFFERS)
         return graph
 
-    def _recorded(
-        self, recorder: GraphRecorder, around: Hashable, call: Call, description: Any, inputs: list[Tensor]
-    ) -> Recorded[ModelGraph]:
-        """Record a call; which parameters must be themselves in it, attempts show."""
+    def _recorded(self, recorder: GraphRecorder, call: Call, description: Any, inputs: list[Tensor]) -> ModelGraph:
         uses = self._uses.get((description, torch.is_grad_enabled()), Counter())
         seen = [use for use in uses if uses[use]]
         # Each once: autograd adds up what comes for a weight that stands in two places.
         trained = {id(tensor): tensor for tensor in self._owners.tensors() if tensor.requires_grad}
-        modules, held = self._owners.modules_within(), set[int]()
-
-        def record() -> ModelGraph:
-            parameters = list(trained.values())
-            return ModelGraph(recorder, call, description, inputs, parameters, seen, modules=modules, held=held)
-
-        for _ in range(_ATTEMPTS):
-            known = partial(self._key, around, description, inputs)
-            draws_nothing = partial(without_draws, record, recorder.device)
-            try:
-                return recorded(self._owners, description, known, draws_nothing, ModelGraph.reset, is_whole=False)
-            except HeldElsewhere as error:
-                held |= error.parameters
-            # What the attempt has left in its memory goes with the last reference to it: the next one has its own.
-            recorder = self._recorder_for([*inputs, *self._owners.tensors()]) or recorder
-        raise LeftBehind("it holds other parameters beside their modules, or replaces others, each time it is recorded")
+        modules = self._owners.modules_within()
+        with nothing_left(modules), without_draws(recorder.device):
+            return ModelGraph(recorder, call, description, inputs, list(trained.values()), seen, modules)
 
     def _has_room(self) -> bool:
         """Drop the graphs of a kind, if there are too many; of one whose backward pass may come they are kept."""

@@ -10,16 +10,15 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from collections.abc import Set as AbstractSet
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from accel.graphs.inputs import described, rebuilt, unwritten
-from accel.graphs.leaves import HeldElsewhere, Leaves
+from accel.graphs.checks import NotCapturable, unwritten
+from accel.graphs.inputs import described, rebuilt
+from accel.graphs.leaves import Leaves, reached
 from accel.graphs.modes import outside_autocast, without_cached_casts
-from accel.graphs.module_states import LeftValue
 from accel.graphs.recorder import GraphRecorder, RecordedGraph
 from accel.run.gate import Call
 
@@ -48,10 +47,9 @@ class ModelGraph:
         parameters: that are trained.
         uses: which outputs were seen to get gradients, in different calls.
         modules: that hold the parameters.
-        held: ids of parameters that the call reads past them.
 
     Raises:
-        HeldElsewhere: if there are more of these.
+        NotCapturable: if the call does what no replay would do.
     """
 
     def __init__(
@@ -63,22 +61,19 @@ class ModelGraph:
         parameters: list[Tensor],
         uses: list[frozenset[int]],
         modules: Iterable[nn.Module] = (),
-        held: AbstractSet[int] = frozenset(),
     ) -> None:
         self._inputs = [tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in inputs]
         self.parameters = parameters
         self.replays = 0
-        self.left: list[LeftValue] = []
-        """What the call has put into modules, for a replay to put there again."""
         self._outputs: list[Tensor] = []  # in the graph's memory; their history holds the activations
         self._use: weakref.ref[_Use] | None = None
         self._backwards: dict[frozenset[int], BackwardGraph] = {}
         args, kwargs = rebuilt(description, iter(self._inputs))
-        leaves = Leaves(modules, held)
+        leaves = Leaves(modules)
         try:
             with leaves.in_place():
                 self._record(recorder, lambda: call(*args, **kwargs), leaves, uses)
-        except HeldElsewhere:
+        except NotCapturable:
             self.reset()
             raise
 
@@ -88,8 +83,7 @@ class ModelGraph:
         with unwritten(self._inputs), without_cached_casts(recorder.device.type):
             self._forward, result = recorder.record(call)
         self._result = described_outputs(result, self._outputs)
-        if past := _read_past(leaves.replaced(self.parameters), self._outputs):
-            raise HeldElsewhere(past)
+        leaves.check_unread(self.parameters, self._outputs)
         given = [tensor for tensor in self._inputs if tensor.requires_grad]
         self._needing = given + list(map(leaves.of, self.parameters))
         self.differentiable = [number for number, output in enumerate(self._outputs) if output.requires_grad]
@@ -118,8 +112,6 @@ class ModelGraph:
         """Replay the forward pass, and return copies of its outputs."""
         self._take(inputs)
         self._forward.replay()
-        for each in self.left:
-            each.put()
         return [output.detach().clone() for output in self._outputs]
 
     def _take(self, inputs: Any) -> None:
@@ -202,7 +194,7 @@ class BackwardGraph:
             if self.frees:
                 self.graph, gradients = record()
         self._gradients: list[Tensor | None] = list(gradients)
-        self._reached = {number: _reached(outputs[number], needing) for number in numbers}
+        self._reached = {number: reached(outputs[number], needing) for number in numbers}
 
     def __call__(self, given: tuple[Tensor | None, ...], present: frozenset[int]) -> list[Tensor | None]:
         """Replay, and return copies: autograd takes a gradient as it is for `.grad`, where it would be overwritten."""
@@ -261,26 +253,3 @@ class _Replayed(torch.autograd.Function):
         remaining = iter(ctx.graph.backward(ctx.use, gradients))
         inputs = [next(remaining) if requires_grad else None for requires_grad in ctx.inputs]
         return (None, None, *inputs, *remaining)
-
-
-def _read_past(replaced: list[Tensor], outputs: list[Tensor]) -> set[int]:
-    """Return the ids of parameters that have had leaves in their place, and that outputs depend on nevertheless."""
-    return {id(replaced[number]) for output in outputs for number in _reached(output, replaced)}
-
-
-def _reached(output: Tensor, needing: list[Tensor]) -> set[int]:
-    """Return the numbers of the tensors that an output's gradient comes to."""
-    numbers = {id(tensor): number for number, tensor in enumerate(needing)}
-    reached, waiting, seen = set[int](), [output.grad_fn], set[Any]()
-    if output.grad_fn is None and id(output) in numbers:
-        return {numbers[id(output)]}
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        variable = getattr(node, "variable", None)
-        if variable is not None and id(variable) in numbers:
-            reached.add(numbers[id(variable)])
-        waiting += [following for following, _ in node.next_functions]
-    return reached

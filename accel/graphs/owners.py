@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from accel.graphs.checks import is_looked_at
 from accel.profiler.loop import callslot
 
 _PLAIN = frozenset({type(None), bool, int, float, complex, str})
@@ -18,9 +19,6 @@ _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 """Attributes that torch gives each module; of these only the mode decides, which is asked by itself."""
 _MOST_KINDS = 1024
 """Kinds of calls of which it is known what they replace."""
-
-Place = tuple[int, str]
-"""Where a module keeps something: the id of one of its dictionaries, and a name."""
 
 
 @runtime_checkable
@@ -47,8 +45,6 @@ class Owners:
         self.modules, self.optimizers = list(modules), list(optimizers)
         self._replaced: dict[Hashable, set[int]] = {}
         """Kind of call → tensors whose gradient it was seen to replace: what it begins with is of no account."""
-        self._overwritten: dict[Hashable, set[Place]] = {}
-        """Kind of call → attributes and buffers whose tensor it replaces: it must not read the one it begins with."""
         self._slots: list[tuple[dict[str, Any], str]] = []
         self._contents: list[dict[str, Any]] = []
         self._settings: list[tuple[dict[str, Any], str]] = []
@@ -56,8 +52,6 @@ class Owners:
         self._stepped: list[Tensor] = []
         self._every: list[nn.Module] = []
         self._inner: list[nn.Module] = []
-        self._states = [optimizer.state for optimizer in self.optimizers]
-        self._loads = 0
         self.refresh()
 
     def refresh(self) -> None:
@@ -82,14 +76,13 @@ class Owners:
         held: list[Tensor | None] = [d.get(name) for d, name in self._slots]
         return held + self._stepped
 
-    def state(self, kind: str, arguments: Hashable) -> Hashable:
+    def state(self, kind: str) -> Hashable:
         """Return what a step's graph has frozen beside gradients: that of a model's, and numbers of optimizers.
 
         Args:
             kind: of the device that the graph runs on.
-            arguments: describe those of the call.
         """
-        return self.form(arguments), self.numbers(kind), self._loaded()
+        return self.form(), self.numbers(kind)
 
     def places(self, gradients: list[Tensor | None], kind: Hashable) -> Hashable:
         """Return where the gradients lie with which a step of a kind begins, but for those that it replaces."""
@@ -97,38 +90,18 @@ class Owners:
         pairs = zip(self._held(), gradients, strict=True)
         return tuple([None if g is None or id(t) in replaced else g.data_ptr() for t, g in pairs])
 
-    def form(self, arguments: Hashable) -> Hashable:
-        """Return what a model's graph has frozen: modes, code, numbers of modules, where tensors lie, which train.
+    def form(self) -> Hashable:
+        """Return what a model's graph has frozen: modes, code, numbers of modules, where tensors lie, which train."""
+        places = tuple([(t.data_ptr(), t.requires_grad) for t in self.tensors()])
+        return tuple([module.training for module in self._every]), self._code(), self._values(), places
 
-        Args:
-            arguments: describe those of the call; what calls with such only write to is left out.
-        """
-        left_out = self._overwritten.get(arguments)
-        tensors = self._but(left_out) if left_out else self.tensors()
-        places = tuple([(t.data_ptr(), t.requires_grad) for t in tensors])
-        return tuple([module.training for module in self._every]), self._code(), self._values(left_out), places
-
-    def _but(self, left_out: AbstractSet[Place]) -> list[Tensor]:
-        held = [(d, name) for d, name in self._slots if (id(d), name) not in left_out]
-        return [tensor for d, name in held if (tensor := d.get(name)) is not None] + self._stepped
-
-    def _values(self, left_out: AbstractSet[Place] | None) -> Hashable:
+    def _values(self) -> Hashable:
         """Return the values and tensors of modules, and how much each module holds: a value may have come."""
         values: list[Any] = [d.get(name) for d, name in self._settings]
-        if left_out:  # a tensor that is only written to; None in its place decides which way the code goes
-            places = [(id(d), name) for d, name in self._settings]
-            pairs = zip(values, places, strict=True)
-            values = [_Tensor if place in left_out and holds_tensors(value) else value for value, place in pairs]
         kinds = tuple(map(type, values))  # 1 and 1.0 are equal, and not the same factor
         if not _PLAIN.issuperset(kinds):
             values = list(map(_frozen, values))
         return tuple(values), kinds, tuple(map(len, self._contents))
-
-    def overwritten(self, arguments: Hashable) -> set[Place]:
-        """Return the attributes and buffers that calls with such arguments only write to; more may be added."""
-        if len(self._overwritten) >= _MOST_KINDS:
-            self._overwritten.clear()
-        return self._overwritten.setdefault(arguments, set())
 
     def modules_within(self) -> list[nn.Module]:
         """Return the modules with all those inside of them."""
@@ -146,15 +119,8 @@ class Owners:
         own = [(module.__class__, _same(module.__dict__.get("forward"))) for module in self._every]
         return tuple(own), tuple([_same(module.__dict__.get(callslot.NAME)) for module in self._inner])
 
-    def _loaded(self) -> int:
-        """Return how often an optimizer was seen to have another state: `load_state_dict` puts new tensors there."""
-        states = [optimizer.state for optimizer in self.optimizers]
-        if any(state is not known for state, known in zip(states, self._states, strict=True)):
-            self._loads, self._states = self._loads + 1, states
-        return self._loads
-
     def entries(self) -> list[Any]:
-        """Return what optimizers keep for each parameter: someone may clear it, or put something else in its place."""
+        """Return what optimizers keep for each parameter: someone may clear it, or load another."""
         groups = [(each.state, group["params"]) for each in self.optimizers for group in each.param_groups]
         return [state.get(p) for state, params in groups for p in params]
 
@@ -204,16 +170,6 @@ def _is_setting(name: str, value: object) -> bool:
     return is_looked_at(value) and name not in _OF_EVERY_MODULE
 
 
-def is_looked_at(value: object) -> bool:
-    """Return whether a value of a module's is part of the key."""
-    return type(value) in _PLAIN or holds_tensors(value)
-
-
-def holds_tensors(value: object) -> bool:
-    """Return whether a value is a tensor, or a tuple with one in it: the state of an LSTM is a pair."""
-    return isinstance(value, Tensor) or (isinstance(value, tuple) and any(map(holds_tensors, value)))
-
-
 def _frozen(value: Any) -> Hashable:
     """Return what a graph has frozen of a value: where a tensor lies, which is not kept alive by that."""
     if type(value) in (Tensor, nn.Parameter) and value.layout == torch.strided:
@@ -223,10 +179,6 @@ def _frozen(value: Any) -> Hashable:
     if isinstance(value, tuple):
         return tuple(map(_frozen, value))
     return value if type(value) in _PLAIN else _Same(value)
-
-
-class _Tensor:
-    """Stands for any tensor."""
 
 
 class _Same:

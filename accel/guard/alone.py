@@ -1,13 +1,21 @@
-"""Calls of a model that this rank makes alone: the others take no part, since they may be at another step."""
+"""Calls of a model that this rank makes alone: the others take no part, since they may be at another step.
+
+A model whose weights are spread over ranks can't be called so, nor can a rank compare its gradients: the graph of a
+call of FSDP's has gathered weights for leaves, and each call has all ranks gather.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+
+from accel.run import ranks
 
 _OF_FORWARD = ("_join_config", "require_forward_param_sync")
 """What has a call of `DistributedDataParallel` talk to other ranks, beside the exchange of gradients: within `join()`
@@ -43,3 +51,35 @@ def without_forward(module: Any) -> Iterator[None]:
     finally:
         for name, value in before.items():
             setattr(module, name, value)
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Return whether a model, or a part of it, is sharded (FSDP), or has parameters spread by tensor parallelism.
+
+    Args:
+        model: a module of any kind.
+    """
+    if not (dist.is_available() and dist.is_initialized()):  # asked at each look: all of 1,000 modules take some ms
+        return False
+    wrappers = _loaded("torch.distributed.fsdp", "FullyShardedDataParallel", "FSDPModule")
+    spread = _loaded("torch.distributed.tensor", "DTensor")
+    if wrappers and any(isinstance(module, wrappers) for module in model.modules()):
+        return True
+    return bool(spread) and any(isinstance(parameter, spread) for parameter in model.parameters())
+
+
+def talks_within_calls(model: nn.Module) -> bool:
+    """Return whether ranks exchange activations or weights within a call: synchronised norms, FSDP, tensor parallel.
+
+    Args:
+        model: a module of any kind.
+    """
+    if not ranks.are_several():
+        return False
+    return is_sharded(model) or any(isinstance(module, nn.SyncBatchNorm) for module in model.modules())
+
+
+def _loaded(module: str, *names: str) -> tuple[type, ...]:
+    """Return classes of a module of torch's; none if nobody has imported it, so that there are no objects of them."""
+    loaded = sys.modules.get(module)
+    return tuple(getattr(loaded, name) for name in names if hasattr(loaded, name))

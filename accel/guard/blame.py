@@ -23,9 +23,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from accel.dataio.batches import tensors
-from accel.guard.guard import Comparison, Recording, Replayed
+from accel.guard.comparison import Comparison, Replayed
+from accel.guard.guard import Recording
 from accel.profiler.loop.backward import leads_past
+from accel.profiler.trees import tensors
 
 # In a step with more micro-batches, calls are not kept, and no strategy is blamed for gradients.
 _CALLS = 4
@@ -56,7 +57,7 @@ class _Random:
     def __init__(self) -> None:
         self._state = torch.get_rng_state()
 
-    def restore(self) -> None:
+    def restore_generators(self) -> None:
         torch.set_rng_state(self._state)
 
 
@@ -82,7 +83,7 @@ class Blame:
         if self._gradients_checked:
             self.forget()
         autocast = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
-        return KeptCall(args, kwargs, _Random(), None, autocast, "cpu", note=self._note)  # type: ignore[arg-type]
+        return KeptCall(args, kwargs, _Random(), autocast, "cpu", note=self._note)  # type: ignore[arg-type]
 
     def keep(self, call: KeptCall, outputs: Any) -> None:
         """Keep a call that was made, until its gradients have been checked."""

@@ -2,7 +2,8 @@
 
 raised in a strategy's code, torch's compilers, or what they have made      a strategy's
 an operator or a module of torch failed within the model                    either's: a weight may lie otherwise now
-raised by the model, its hooks and what they call                           the loop's
+raised by the model, its hooks and what they call, checks of torch's too    the loop's
+an operator of Python's that knows no such operands (`None + 1`)            the loop's
 an interruption (`accel.profiler.interruptions`), a class of the loop's     the loop's
 """
 
@@ -15,6 +16,10 @@ from accel.profiler import interruptions
 _COMPILERS = ("_dynamo", "_inductor", "_functorch", "fx")
 _INTO_THE_MODEL = ("nn.modules.module", "_library.custom_ops")
 """Modules of torch that call what is written for the model."""
+_CHECKS = ("torch.testing", "torch._assert")
+"""What a loop calls to raise by."""
+_OF_PYTHON = ("unsupported operand type", "object is not", "object does not")
+"""In what Python says where it knows no such operands."""
 _OF_OPERATORS = (RuntimeError, TypeError, AssertionError, MemoryError)
 """What operators and modules raise for other dtypes, strides and room than they can do with."""
 
@@ -37,8 +42,20 @@ def may_be_of_strategies(error: Exception) -> bool:
         if place == "accel" or (place == "torch" and inside.split(".")[0] in _COMPILERS):
             whose = "strategy"
         elif place == "torch" and (whose == "loop" or inside in _INTO_THE_MODEL):
-            whose = "torch"
+            whose = "loop" if whose == "loop" and _is_a_check(module, at.tb_frame.f_code.co_name) else "torch"
         elif place == "loop" and whose == "torch":
             whose = "loop"
         is_raised, at = interruptions.is_raised(at), at.tb_next
-    return whose == "strategy" or (isinstance(error, _OF_OPERATORS) and not (whose == "loop" and is_raised))
+    if whose == "strategy":
+        return True
+    is_the_loops = whose == "loop" and (is_raised or _is_of_python(error))
+    return isinstance(error, _OF_OPERATORS) and not is_the_loops
+
+
+def _is_a_check(module: str, function: str) -> bool:
+    return f"{module}.{function}".startswith(_CHECKS)
+
+
+def _is_of_python(error: Exception) -> bool:
+    text = str(error)
+    return isinstance(error, TypeError) and "Tensor" not in text and any(part in text for part in _OF_PYTHON)

@@ -1,41 +1,19 @@
 """The guard: does a candidate compute the same thing as the plain path?
 
-The real step runs plain, and one call of the model in it is *recorded*: its inputs, the random state before it, and
-the gradient that arrives at its outputs. At the step boundary that call is *replayed* twice, plain and under the
-candidate, from the same random state and the same buffers, and the arriving gradient is sent back through both. So
-outputs, parameter gradients and input gradients can be compared without knowing the user's loss, and a wrong candidate
-never touches the weights. Whatever a replay changes (random states, buffers, attributes of modules) is restored.
-
-Compared, for a candidate with a base precision ε (fp32's 1.2e-7 for `reordered`, bfloat16's 3.9e-3 for `reduced`):
-
-    outputs     ‖y_c − y_r‖ ≤ δ ‖y_r‖      δ = 2^10 ε (reordered), 2^4 ε (reduced): rounding, grown through the layers
-    inputs      likewise, after the call   a model may write to them, and the loop use them again
-    gradients   ‖g_c − g_r‖ ≤ 4 √δ ‖g_r‖   for each parameter, and at most 0.5. At kinks (ReLU, max-pooling) a
-                                           difference of δ sends a share δ of the units the other way, each an error
-                                           of the order of 1, so the gradient moves by some √δ (measured: outputs
-                                           2e-5, gradient 1.4e-2). Differences below 5 % of that bound taken over all
-                                           gradients together are accepted: a bias before BatchNorm has a gradient
-                                           of pure rounding noise
-    scale       |⟨g_c, g_r⟩ / ⟨g_r, g_r⟩ − 1| ≤ 2^-6 (reduced): errors without direction average out in it, so it
-                detects a gradient 5 % too long even in bfloat16. What reorders sums errs as the plain path does, which
-                shortens that (to 0.93 through 16 layers in bfloat16): |‖g_c‖ / ‖g_r‖ − 1| ≤ 2^-7, in 16 bits 2^-6
-    exact       the same bits
-    complex     numbers count as their real and imaginary parts
-    formats     ε is that of the coarsest format within the plain call (`rounding`), such as the loop's own autocast's:
-                a loss in float32 is known no better than what it was made of
-    TF32        is off in both where a GPU's convolutions use it, as they do by default: through eight layers with
-                BatchNorm its rounding moved a gradient by 7e-2, and would pass for a fault of what reorders sums
-    draws       dropout and its like draw in canonical order in both (`draws`), so that it counts among the outputs. A
-                mask that is kept from call to call shows in the second of the steps compared, and dropout that is left
-                on in a replay in evaluation mode
+The real step runs plain, and one call of the model in it is *recorded*: its inputs, the random
+state before it, and the gradient that arrives at its outputs. At the step boundary that call is
+*replayed* twice, plain and under the candidate, from the same random state and the same buffers,
+and the arriving gradient is sent back through both. So outputs, parameter gradients and input
+gradients can be compared without knowing the user's loss, and a wrong candidate never touches the
+weights. Whatever a replay changes (random states, buffers, attributes of modules) is restored.
 """
 
 from __future__ import annotations
 
 import contextlib
-import math
+import copy
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -44,81 +22,61 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
-from accel.dataio.batches import tensors
-from accel.guard import arguments
+from accel.errors import AccelError
 from accel.guard.alone import on_this_rank_alone
-from accel.guard.bits import as_real, same_bits
-from accel.guard.call_flags import CallFlags
-from accel.guard.draws import Draw, ReplayedDraws, by_other_kernels, difference, leave_out_alike
-from accel.guard.module_state import ModuleState, tensors_in_attributes
-from accel.guard.noise import noise_like
-from accel.guard.random_states import RandomStates, devices_of
-from accel.guard.rounding import FINEST, MOST_REORDERED, Rounding, coarser, eps_of, rounding_of
-from accel.run.layouts import is_kept
-from accel.strategies.base import Exactness
+from accel.guard.comparison import Comparison, Replayed, Tolerance, compare, noise_like, same_bits
+from accel.guard.draws import ReplayedDraws
+from accel.guard.rounding import Rounding, rounding_of
+from accel.guard.snapshot import ModelSnapshot, devices_of, plain_attributes
+from accel.profiler.trees import copied, leaves, tensors
 
-_REDUCED_EPS = 2.0**-8
-"""bfloat16, the coarsest format a `reduced` strategy may use."""
-_HALF_EPS = torch.finfo(torch.float16).eps
-_PIECE = 2**22
-"""Elements that are compared at a time."""
+__all__ = ["Comparison", "Recording", "Replayed", "Tolerance", "compare", "record", "replay", "untouched"]
+
+_MOST_IN_AN_ATTRIBUTE = 100
+"""Tensors of a list or dict that are looked at: it may be a whole data set."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Tolerance:
-    """How far a candidate may be from the plain path; all are relative."""
-
-    output: float
-    gradient: float
-    scale: float
-
-    @classmethod
-    def of(cls, exactness: Exactness, dtype: torch.dtype) -> Tolerance:
-        """Derive the tolerance from the declared exactness and the coarsest dtype in what is compared."""
-        eps = eps_of(dtype)
-        if exactness == Exactness.EXACT:
-            return cls(output=0.0, gradient=0.0, scale=0.0)
-        reduced = 2**4 * max(eps, _REDUCED_EPS)
-        if exactness == Exactness.REORDERED:
-            # 16-bit tensors are summed in float32, so another order moves them by few roundings: 2¹⁰ ε allows anything.
-            output, scale = min(2**10 * eps, reduced), 2.0**-7 if eps < _HALF_EPS else 2.0**-6
-        else:
-            output, scale = reduced, 2.0**-6
-        return cls(output=output, gradient=min(4 * math.sqrt(output), 0.5), scale=scale)
+class NotRestorable(AccelError):
+    """A model holds more state than a snapshot keeps, so that its calls can't be made again without a trace."""
 
 
-@dataclass
-class Comparison:
-    """A comparison by the guard; `problem` is '' if the two agree."""
+class CallFlags:
+    """Which modules of a model train, and which parameters get gradients, as it is now.
 
-    problem: str = ""
-    output_error: float = 0.0
-    """Relative RMS difference of the outputs."""
-    gradient_error: float = 0.0
-    """Relative difference of all gradients together."""
-    tolerance: float = 0.0
-    unsure: str = ""
-    """Why nothing could be compared; '' if something was."""
-    other_draws: bool = False
-    """It draws other random numbers than the plain path, of the same distributions: as with another seed."""
-    seconds: float = field(default=0.0, compare=False)
-    """What the comparison took, in the last step in which it was made; 0 if that isn't known."""
+    A GAN's loop freezes the discriminator for the generator's step, and one that reports accuracy in each batch leaves
+    the model in evaluation mode: at the step boundary, where calls are replayed, the flags are not those of the call.
 
-    def beside(self, other: Comparison) -> Comparison:
-        """Return the worse of two comparisons of different things; it is unsure if one of them is."""
-        return replace(self.merge(other), unsure=self.unsure or other.unsure)
+    Args:
+        model: whose flags these are.
+    """
 
-    def merge(self, other: Comparison) -> Comparison:
-        """Return the worse of two comparisons of the same thing; it is unsure only if both are."""
-        return Comparison(
-            self.problem or other.problem,
-            max(self.output_error, other.output_error),
-            max(self.gradient_error, other.gradient_error),
-            max(self.tolerance, other.tolerance),
-            other.unsure and self.unsure,  # the first reason
-            self.other_draws or other.other_draws,
-            max(self.seconds, other.seconds),
-        )
+    def __init__(self, model: nn.Module) -> None:
+        self._training = [(module, module.training) for module in model.modules()]
+        self._requires_grad = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+
+    def evaluating(self) -> CallFlags:
+        """Return the same with all modules in evaluation mode."""
+        flags = copy.copy(self)
+        flags._training = [(module, False) for module, _ in self._training]
+        return flags
+
+    @contextlib.contextmanager
+    def set(self) -> Iterator[None]:
+        """Set them for the block, past `train()` and `eval()`: a user's own may change weights, as loralib's do."""
+        modules = [module for module, flag in self._training if module.training != flag]
+        parameters = [parameter for parameter, flag in self._requires_grad if parameter.requires_grad != flag]
+        try:
+            _flip(modules, parameters)
+            yield
+        finally:
+            _flip(modules, parameters)
+
+
+def _flip(modules: list[nn.Module], parameters: list[nn.Parameter]) -> None:
+    for module in modules:
+        module.training = not module.training
+    for parameter in parameters:
+        parameter.requires_grad = not parameter.requires_grad
 
 
 @dataclass
@@ -127,11 +85,10 @@ class Recording:
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    state: RandomStates
-    modules: ModuleState
+    before: ModelSnapshot
+    """The state that the call has found."""
     autocast: tuple[bool, torch.dtype]
     device: str
-    outputs: list[Tensor] = field(default_factory=list)
     arrived: dict[int, Tensor] = field(default_factory=dict)
     """Output number → gradient that arrived at it."""
     hooks: list[RemovableHandle] = field(default_factory=list)
@@ -176,41 +133,30 @@ def record(
     kwargs: dict[str, Any],
     written: Iterable[Tensor] = (),
 ) -> Recording:
-    """Record a call that is about to be made; its inputs are copied, since a forward may change them in place."""
+    """Record a call that is about to be made; its inputs are copied, since a forward may change them in place.
+
+    Args:
+        model: what is called.
+        device: where it lives.
+        args: of the call.
+        kwargs: likewise.
+        written: the parameters that the call itself writes to.
+
+    Raises:
+        NotRestorable: if the model holds more state than can be put back after a replay.
+    """
     kind = device.type
+    before = ModelSnapshot(model, devices_of(model, device, args, kwargs), (args, kwargs), written)
+    if before.unkept:
+        raise NotRestorable(f"{before.unkept}, which could not all be put back after a replay")
     return Recording(
-        args=arguments.copied(args),
-        kwargs=arguments.copied(kwargs),
-        state=RandomStates(devices_of(model, device, args, kwargs), args, kwargs),
-        modules=ModuleState(model, written),
+        args=copied(args),
+        kwargs=copied(kwargs),
+        before=before,
         autocast=(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)),
         device=kind,
         flags=CallFlags(model),
     )
-
-
-@dataclass
-class Replayed:
-    """The outputs and gradients of a replay."""
-
-    outputs: list[Tensor]
-    gradients: list[Tensor | None]
-    names: list[str]
-    draws: list[Draw] = field(default_factory=list)
-    other_draws: bool = False
-    """Some draws were made in canonical order, and come out otherwise in a real step."""
-    inputs: list[Tensor | None] = field(default_factory=list)
-    """What the call has left in the tensors that it was given, None where it has written nothing."""
-    is_cut_off: bool = False
-    """Gradients arrived in the step, and in the replay none of them reached a parameter or an input."""
-    entries: int = 0
-    """Entries that the arguments have after the call."""
-    added: list[Tensor] = field(default_factory=list)
-    """Tensors that the call has put into its arguments."""
-    attributes: dict[str, list[Tensor]] = field(default_factory=dict)
-    """Tensors in attributes of the modules after the call."""
-    coarsest: torch.dtype = FINEST
-    """The coarsest format that the plain call computes in."""
 
 
 @contextlib.contextmanager
@@ -223,18 +169,17 @@ def untouched(model: nn.Module, device: torch.device, *given: Any, written: Iter
         given: the arguments of the call.
         written: the parameters that its own call writes to.
     """
-    states, modules = RandomStates(devices_of(model, device, *given), *given), ModuleState(model, written)
+    before = ModelSnapshot(model, devices_of(model, device, *given), given, written)
     try:
         yield
     finally:
-        modules.restore()
-        states.restore()
+        before.restore()
 
 
 def replay(model: nn.Module, call: Any, recording: Recording, draws: ReplayedDraws | None = None) -> Replayed:
     """Make the recorded call again through `call`, and send the recorded gradient back through it.
 
-    The modules must be in the recorded state (`recording.modules.restore()`); that is not done here, because a strategy
+    The modules must be in the recorded state (`recording.before.restore()`); that is not done here, because a strategy
     may have set attributes of its own since. If no gradient arrived (the loop made none), a fixed random one is sent.
 
     Args:
@@ -243,51 +188,91 @@ def replay(model: nn.Module, call: Any, recording: Recording, draws: ReplayedDra
         recording: what was recorded.
         draws: notes the random draws; None notes none.
     """
+    recording.before.restore_generators()
     with recording.as_called():
-        return _replayed(model, call, recording, draws)
+        args, kwargs = copied((recording.args, recording.kwargs))
+        inputs = tensors((args, kwargs))  # before the call, which may take some out of a dict
+        named: list[tuple[str, Tensor]] = [(name, p) for name, p in model.named_parameters() if _is_trained(p)]
+        named += [(f"input {i}", t) for i, t in enumerate(inputs) if t.requires_grad]
+        with draws or contextlib.nullcontext():
+            outputs = called(model, call, recording, args, kwargs)
+            coarsest = recording.coarsest(model, outputs)
+            gradients = _sent_back(recording, outputs, [tensor for _, tensor in named])
+        left, known = list(leaves((args, kwargs))), set(map(id, inputs))
+        return Replayed(
+            [output.detach() for output in outputs],
+            gradients,
+            [name for name, _ in named],
+            [] if draws is None else draws.noted,
+            draws is not None and draws.other_order,
+            _written(recording, inputs),
+            is_cut_off=bool(recording.arrived) and all(gradient is None for gradient in gradients),
+            entries=len(left),
+            added=[each.detach() for each in left if isinstance(each, Tensor) and id(each) not in known],
+            attributes=_tensors_in_attributes(model),
+            coarsest=coarsest,
+        )
 
 
-def _replayed(model: nn.Module, call: Any, recording: Recording, draws: ReplayedDraws | None) -> Replayed:
-    recording.state.restore()
-    args, kwargs = arguments.copied((recording.args, recording.kwargs))
-    parameters = [(name, p) for name, p in model.named_parameters() if p.requires_grad and not is_lazy(p)]
-    named: list[tuple[str, Tensor]] = [*parameters]
-    inputs = tensors((args, kwargs))  # before the call, which may take some out of a dict
-    named += [(f"input {i}", t) for i, t in enumerate(inputs) if t.requires_grad]
-    with draws or contextlib.nullcontext():
-        outputs = called(model, call, recording, args, kwargs)
-        coarsest = recording.coarsest(model, outputs)
-        gradients = _sent_back(recording, outputs, [tensor for _, tensor in named])
-    names, noted = [name for name, _ in named], [] if draws is None else draws.noted
-    other_order = draws is not None and draws.other_order
-    entries, added = arguments.entries((args, kwargs), inputs)
-    return Replayed(
-        [t.detach() for t in outputs],
-        gradients,
-        names,
-        noted,
-        other_order,
-        _written(recording, inputs),
-        is_cut_off=bool(recording.arrived) and all(gradient is None for gradient in gradients),
-        entries=entries,
-        added=added,
-        attributes=tensors_in_attributes(model),
-        coarsest=coarsest,
-    )
-
-
-def _written(recording: Recording, inputs: list[Tensor]) -> list[Tensor | None]:
-    return arguments.written(tensors((recording.args, recording.kwargs)), inputs)
+def replay_evaluation(
+    model: nn.Module, call: Any, recording: Recording, draws: ReplayedDraws | None = None
+) -> Replayed:
+    """Make the recorded call again as one of evaluation: modules in their evaluation mode, without gradients."""
+    recording.before.restore_generators()
+    flags = recording.flags or CallFlags(model)
+    with flags.evaluating().set():
+        args, kwargs = copied((recording.args, recording.kwargs))
+        inputs = tensors((args, kwargs))
+        with draws or contextlib.nullcontext():
+            outputs = called(model, call, recording, args, kwargs, has_gradients=False)
+    noted, coarsest = [] if draws is None else draws.noted, recording.coarsest(model, outputs)
+    return Replayed(outputs, [], [], noted, inputs=_written(recording, inputs), coarsest=coarsest)
 
 
 def called(
-    model: nn.Module, call: Any, recording: Recording, args: tuple[Any, ...], kwargs: dict[str, Any]
+    model: nn.Module,
+    call: Any,
+    recording: Recording,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    has_gradients: bool = True,
 ) -> list[Tensor]:
     """Return the outputs of a call with gradients, under the autocast that was recorded, on this rank alone."""
     enabled, dtype = recording.autocast
     autocast = torch.autocast(recording.device, dtype=dtype, enabled=enabled)
-    with torch.enable_grad(), on_this_rank_alone(model), autocast:
+    with torch.set_grad_enabled(has_gradients), on_this_rank_alone(model), autocast:
         return tensors(call(*args, **kwargs))
+
+
+def _is_trained(parameter: nn.Parameter) -> bool:
+    return parameter.requires_grad and not is_lazy(parameter)
+
+
+def _written(recording: Recording, inputs: list[Tensor]) -> list[Tensor | None]:
+    """Return what a call has left in the tensors that it was given, None where it has written nothing."""
+    before = tensors((recording.args, recording.kwargs))
+    return [None if _is_as_before(old, new) else new.detach() for old, new in zip(before, inputs, strict=True)]
+
+
+def _is_as_before(old: Tensor, new: Tensor) -> bool:
+    if new.layout != torch.strided or new.is_nested:
+        return True  # not compared
+    return old.shape == new.shape and old.dtype == new.dtype and (torch.equal(old, new) or same_bits(old, new))
+
+
+def _tensors_in_attributes(model: nn.Module) -> dict[str, list[Tensor]]:
+    """Return the tensors that modules keep in plain attributes, also in lists, tuples and dicts, by where they are."""
+    by_place = {}
+    for path, module in model.named_modules():
+        for name, value in plain_attributes(module).items():
+            values = [value] if isinstance(value, Tensor) else value.values() if isinstance(value, dict) else value
+            if name.startswith("_") or not isinstance(value, Tensor | list | tuple | dict):
+                continue
+            if isinstance(value, Tensor) or len(value) <= _MOST_IN_AN_ATTRIBUTE:
+                own = [each.detach() for each in values if isinstance(each, Tensor)]
+                by_place[f"{path}.{name}".lstrip(".")] = own
+    return by_place
 
 
 def _sent_back(recording: Recording, outputs: list[Tensor], inputs: list[Tensor]) -> list[Tensor | None]:
@@ -300,199 +285,9 @@ def _sent_back(recording: Recording, outputs: list[Tensor], inputs: list[Tensor]
     return list(torch.autograd.grad([t for _, t in backward_roots], inputs, sent, allow_unused=True))
 
 
-def replay_evaluation(
-    model: nn.Module, call: Any, recording: Recording, draws: ReplayedDraws | None = None
-) -> Replayed:
-    """Make the recorded call again as one of evaluation: modules in their evaluation mode, without gradients."""
-    recording.state.restore()
-    training = [module for module in model.modules() if module.training]
-    enabled, dtype = recording.autocast
-    try:
-        for module in training:  # not eval(): a train() of the user's own may change weights, as loralib's merges them
-            module.training = False
-        args, kwargs = arguments.copied((recording.args, recording.kwargs))
-        inputs = tensors((args, kwargs))
-        autocast = torch.autocast(recording.device, dtype=dtype, enabled=enabled)
-        with torch.no_grad(), on_this_rank_alone(model), autocast, draws or contextlib.nullcontext():
-            outputs = tensors(call(*args, **kwargs))
-    finally:
-        for module in training:
-            module.training = True
-    noted, coarsest = [] if draws is None else draws.noted, recording.coarsest(model, outputs)
-    return Replayed(outputs, [], [], noted, inputs=_written(recording, inputs), coarsest=coarsest)
-
-
 def _cotangent(recording: Recording, number: int, output: Tensor) -> Tensor:
     arrived = recording.arrived.get(number)
     if arrived is not None and arrived.shape == output.shape:
         return arrived.to(output.dtype)
     generator = torch.Generator().manual_seed(number)
     return noise_like(output, generator)
-
-
-def compare(plain: Replayed, candidate: Replayed, exactness: Exactness) -> Comparison:
-    """Compare a candidate's replay with the plain one under the tolerance of its exactness."""
-    if len(plain.outputs) != len(candidate.outputs):
-        return Comparison(f"it returns {len(candidate.outputs)} tensors, the plain path {len(plain.outputs)}")
-    if exactness != Exactness.EXACT and not all(map(_is_finite, plain.outputs)):
-        return Comparison(unsure="the plain call's own output is not finite")
-    if plain.names and not plain.outputs:  # a training call; one of evaluation may return what it found, as text, say
-        return Comparison(unsure="the model returns no tensors that can be looked at")
-    if plain.is_cut_off:  # its graph has other leaves than the model's parameters, as that of a sharded model has
-        return Comparison(unsure="gradients arrived at the outputs, and none of them reaches a parameter or an input")
-    finding = Comparison()
-    for expected, actual in zip(plain.outputs, candidate.outputs, strict=True):
-        finding = finding.merge(_compare_output(expected, actual, exactness, plain.coarsest))
-    for number, (left, own) in enumerate(zip(plain.inputs, candidate.inputs, strict=True)):
-        finding = finding.merge(_compare_input(number, left, own, exactness, plain.coarsest))
-    finding = finding.merge(_compare_left(plain, candidate, exactness))
-    if not finding.problem:
-        finding = finding.merge(_compare_gradients(plain, candidate, exactness))
-    finding.other_draws = candidate.other_draws or by_other_kernels(plain.draws, candidate.draws)
-    drawn, alike = difference(plain.draws, candidate.draws), leave_out_alike(plain.draws, candidate.draws)
-    if drawn and (finding.problem or exactness == Exactness.EXACT or not alike):
-        finding.problem = f"{finding.problem}; {drawn}" if finding.problem else drawn
-    return finding
-
-
-def _compare_output(plain: Tensor, candidate: Tensor, exactness: Exactness, coarsest: torch.dtype) -> Comparison:
-    if plain.shape != candidate.shape or plain.dtype != candidate.dtype:
-        was, now = f"{tuple(plain.shape)} {plain.dtype}", f"{tuple(candidate.shape)} {candidate.dtype}"
-        return Comparison(f"its output is {now}, the plain one {was}")
-    if not is_kept(plain, candidate):
-        return Comparison(f"its output has the strides {candidate.stride()}, the plain one {plain.stride()}")
-    plain, candidate = as_real(plain), as_real(candidate)
-    if exactness == Exactness.EXACT or not plain.is_floating_point():
-        return Comparison() if same_bits(plain, candidate) else Comparison("its output has other bits", math.nan)
-    tolerance = Tolerance.of(exactness, coarser(plain.dtype, coarsest)).output
-    if not _is_finite(candidate):
-        return Comparison("its output is not finite, unlike the plain one", math.inf)
-    error, size, _ = _sizes(plain, candidate)
-    relative = error / size if size > 0 else error
-    if relative > tolerance:
-        return Comparison(f"its output is off by {relative:.1e}, allowed {tolerance:.1e}", relative)
-    return Comparison(output_error=relative)
-
-
-def _compare_input(
-    number: int, plain: Tensor | None, candidate: Tensor | None, exactness: Exactness, coarsest: torch.dtype
-) -> Comparison:
-    """Compare what a call has left in a tensor that it was given: the loop may use it again."""
-    if plain is None or candidate is None:
-        if plain is candidate:
-            return Comparison()
-        what = "writes to" if plain is None else "does not write to"
-        return Comparison(f"it {what} input {number}, unlike the plain path", 1.0)
-    finding = _compare_output(plain, candidate, exactness, coarsest)
-    finding.problem = finding.problem.replace("its output", f"what it leaves in input {number}", 1)
-    return finding
-
-
-def _compare_left(plain: Replayed, candidate: Replayed, exactness: Exactness) -> Comparison:
-    """Compare what a call has left in the containers that it was given, and how what it has kept lies in memory."""
-    if (plain.entries, len(plain.added)) != (candidate.entries, len(candidate.added)):
-        return Comparison("it puts other entries into its arguments than the plain path", 1.0)
-    finding = Comparison()
-    for expected, actual in zip(plain.added, candidate.added, strict=True):
-        finding = finding.merge(_compare_output(expected, actual, exactness, plain.coarsest))
-    finding.problem = finding.problem.replace("its output", "what it puts into its arguments", 1)
-    for name, expected_in_it in plain.attributes.items():
-        if not all(map(is_kept, expected_in_it, candidate.attributes.get(name, ()))):
-            finding = finding.merge(Comparison(f"what it keeps in {name} has other strides than in the plain path"))
-    return finding
-
-
-def _compare_gradients(plain: Replayed, candidate: Replayed, exactness: Exactness) -> Comparison:
-    gradients = map(_summed, plain.gradients), map(_summed, candidate.gradients)
-    pairs = list(zip(plain.names, *gradients, strict=True))
-    for name, expected, actual in pairs:
-        if (expected is None) != (actual is None):
-            return Comparison(
-                f"it gives {'no' if actual is None else 'a'} gradient for {name}, unlike the plain path", 0.0, 1.0
-            )
-        if expected is not None and actual is not None and expected.shape != actual.shape:
-            return Comparison(
-                f"its gradient for {name} has shape {tuple(actual.shape)}, the plain one {tuple(expected.shape)}"
-            )
-        if expected is not None and actual is not None and not _same_places(expected, actual):
-            return Comparison(f"its gradient for {name} holds other entries than the plain one", 0.0, 1.0)
-        if name.startswith("input ") and not _can_be_viewed(expected, actual):
-            return Comparison(f"its gradient for {name} is not contiguous, unlike the plain one")
-    compared = [
-        (name, _entries(expected), _entries(actual))
-        for name, expected, actual in pairs
-        if expected is not None and actual is not None
-    ]
-    if exactness == Exactness.EXACT:
-        wrong = [name for name, expected, actual in compared if not same_bits(expected, actual)]
-        return Comparison(f"its gradient for {wrong[0]} has other bits", 0.0, math.nan) if wrong else Comparison()
-    return _compare_sizes(compared, exactness, plain.coarsest) if compared else Comparison()
-
-
-def _summed(gradient: Tensor | None) -> Tensor | None:
-    """Return a gradient with each entry once; a sparse one has a row for each time that it was looked up."""
-    return gradient.coalesce() if gradient is not None and gradient.is_sparse else gradient
-
-
-def _same_places(expected: Tensor, actual: Tensor) -> bool:
-    if expected.is_sparse != actual.is_sparse:
-        return False
-    return not expected.is_sparse or torch.equal(expected.indices(), actual.indices())
-
-
-def _can_be_viewed(expected: Tensor | None, actual: Tensor | None) -> bool:
-    """Return whether a gradient that the loop may ask for is contiguous where the plain one is.
-
-    Those of parameters arrive in the layout of these.
-    """
-    if expected is None or actual is None or expected.layout != torch.strided:
-        return True
-    return not expected.is_contiguous() or is_kept(expected, actual)
-
-
-def _entries(gradient: Tensor) -> Tensor:
-    return as_real(gradient.values() if gradient.is_sparse else gradient)
-
-
-def _compare_sizes(
-    compared: list[tuple[str, Tensor, Tensor]], exactness: Exactness, coarsest: torch.dtype
-) -> Comparison:
-    tolerances = [Tolerance.of(exactness, coarser(expected.dtype, coarsest)) for _, expected, _ in compared]
-    widest = max(tolerances, key=lambda each: each.gradient)
-    errors, sizes, products = zip(*(_sizes(expected, actual) for _, expected, actual in compared), strict=True)
-    if not all(map(math.isfinite, sizes)):
-        return Comparison()  # the plain gradients are not finite: the loop's own fault, and nothing to compare with
-    total = math.hypot(*sizes)
-    overall = math.hypot(*errors) / total if total > 0 else math.hypot(*errors)
-    for (name, _, _), tolerance, error, size in zip(compared, tolerances, errors, sizes, strict=True):
-        if not error <= tolerance.gradient * max(size, 0.05 * total):
-            off = error / size if size > 0 else math.inf
-            problem = f"its gradient for {name} is off by {off:.1e}, allowed {tolerance.gradient:.1e}"
-            return Comparison(problem, 0.0, off, tolerance.gradient)
-    scale = math.fsum(products) / total**2 if total > 0 else 1.0
-    if exactness == Exactness.REORDERED:
-        scale = math.sqrt(max(0.0, 2 * scale - 1 + overall**2)) if total > 0 else 1.0  # ‖g_c‖ ÷ ‖g_r‖
-    if exactness == Exactness.REORDERED and overall > MOST_REORDERED:
-        problem = f"its gradients are off by {overall:.1e}, allowed {MOST_REORDERED:.1e}"
-        return Comparison(problem, 0.0, overall, MOST_REORDERED)
-    if abs(scale - 1) > widest.scale:
-        problem = f"its gradients are {scale:.3f} times as long, allowed 1 ± {widest.scale:.1e}"
-        return Comparison(problem, 0.0, overall, widest.gradient)
-    return Comparison("", 0.0, overall, widest.gradient)
-
-
-def _is_finite(tensor: Tensor) -> bool:
-    tensor = as_real(tensor)
-    return not tensor.is_floating_point() or bool(tensor.isfinite().all())
-
-
-def _sizes(expected: Tensor, actual: Tensor) -> tuple[float, float, float]:
-    """Return the size of the difference and that of `expected`, and their product, piece by piece: double is large."""
-    differences, sizes, products = [], [], []
-    pieces = (torch.split(tensor.reshape(-1), _PIECE) for tensor in (expected, actual))
-    for left, right in zip(*pieces, strict=True):
-        a, b = left.double(), right.double()
-        differences.append(float(torch.linalg.vector_norm(b - a)))
-        sizes.append(float(torch.linalg.vector_norm(a)))
-        products.append(float(a @ b))
-    return math.hypot(*differences), math.hypot(*sizes), sum(products)

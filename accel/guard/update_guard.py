@@ -16,9 +16,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from accel.guard.bits import as_real
-from accel.guard.guard import Comparison, Tolerance
-from accel.guard.noise import noise_like
+from accel.guard.comparison import Comparison, Tolerance, as_real, noise_like
 from accel.strategies.base import Exactness
 
 # The first parameters up to this many elements, over all groups: enough to show a wrong formula, and cheap to copy.

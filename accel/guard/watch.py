@@ -1,16 +1,18 @@
 """The run-time watch: checks a strategy after its trial, as long as it is on.
 
-While a strategy is on, each call's outputs are checked. A call that returns values that are not finite or far above
-any in the plain loop, or that raises what a strategy may have caused (`faults`), is repeated along the plain path from
-the same random state, buffers and counters, and the step goes on with that result. If the plain result is fine, the
-strategies are at fault and are switched off at once. If it is no better, the fault is the run's own and no strategy is
-blamed; if it raises too, the error is the user's and propagates, as all other errors do from the first call. What can't
-be judged is passed over: no check raises anything into the loop.
+While a strategy is on, each call's outputs are checked. A call that returns values that are not
+finite or far above any in the plain loop, or that raises what a strategy may have caused
+(`faults`), is repeated along the plain path from the same random state, buffers and counters, and
+the step goes on with that result. If the plain result is fine, the strategies are at fault and are
+switched off at once. If it is no better, the fault is the run's own and no strategy is blamed; if
+it raises too, the error is the user's and propagates, as all other errors do from the first call.
+What can't be judged is passed over: no check raises anything into the loop.
 
-With several ranks, the repeated call sends nothing that the first one has sent already. A model that exchanges more
-within its call than `DistributedDataParallel` does can't be called on one rank alone: the loop gets the outputs as they
-are, and the strategies go. Only a call that has raised is repeated in such a model, too: there are no outputs to hand
-on, and ranks mostly meet the same error together.
+With several ranks, the repeated call sends nothing that the first one has sent already. A model
+that exchanges more within its call than `DistributedDataParallel` does can't be called on one rank
+alone: the loop gets the outputs as they are, and the strategies go. Only a call that has raised is
+repeated in such a model, too: there are no outputs to hand on, and ranks mostly meet the same error
+together.
 """
 
 from __future__ import annotations
@@ -26,25 +28,17 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from accel.dataio.batches import leaves, tensors
-from accel.guard import nested_state, own_state
-from accel.guard.alone import without_forward
-from accel.guard.changing_buffers import ChangingBuffers
+from accel.guard.alone import talks_within_calls, without_forward
 from accel.guard.faults import of_strategies
-from accel.guard.late_values import LateValues
-from accel.guard.module_state import ModuleState
-from accel.guard.nested_state import entries_within
-from accel.guard.random_states import RandomStates
-from accel.guard.sharded import talks_within_calls
+from accel.guard.output_sizes import OutputSizes
+from accel.guard.snapshot import FEW_ENTRIES, Changes, ModelSnapshot, as_now, devices_of, generators_in, refill, within
 from accel.profiler.interruptions import Tolerated
 from accel.profiler.loop import backward
+from accel.profiler.trees import leaves
 from accel.run import ranks
 from accel.run.gate import Call, Gate
 
-# Outputs don't grow so much in a few hundred healthy steps; a diverging run gets there fast.
-_GROWTH = 1e3
-_DIVERGED_STEPS = 20
-_DIVERGES, _RAISED = "the run diverges", "it raised"
+_RAISED = "it raised"
 _LONGEST_EXCUSE = 64
 
 
@@ -82,18 +76,15 @@ class Watch:
         trip: called with a reason when the strategies must go; they must be off when it returns.
     """
 
-    LATE = 8
-    """Calls until a value computed on a GPU is read, at the earliest."""
-
     def __init__(self, gate: Gate, device: torch.device, trip: Callable[[str], None]) -> None:
         self._gate = gate
         self._trip = trip
         self._device = device
-        self._late, self._learnt = LateValues(self.LATE), LateValues(0)
-        self._plain_max = 0.0
-        self._large = 0
-        self._moving = ChangingBuffers(gate.model)
-        self._gpus = _gpus_of(gate.model)
+        self._sizes = OutputSizes()
+        self._changes: Changes | None = None
+        """What calls change; None until one was looked at. Until then all state is kept before each call."""
+        self._written: list[Tensor] = []
+        """Parameters that the model's own call writes to."""
         self._parallel = _data_parallel(gate.model)
         self._excuse = Excuse()
         self._keeps_inputs = False
@@ -134,8 +125,10 @@ class Watch:
                 self._trip(f"{problem}, and what it has done to its inputs can't be undone, to make the call again")
                 raise
         else:
-            problem = "" if self._excuse.holds() else self._judged(self._problem, outputs)
+            problem = "" if self._excuse.holds() else self._problem(outputs)
             if not problem:
+                if before.snapshot is not None and torch.is_grad_enabled():
+                    self.learn_changes(before.snapshot)
                 return outputs
             if talks_within_calls(self._gate.model):
                 self._trip(f"{problem}, and no rank can make this model's call again alone")
@@ -146,13 +139,18 @@ class Watch:
         # Outside the handler: the user's own error must have no context, and its activations no company in memory.
         return self._again(before, reached, problem, args, kwargs)
 
-    def _before(self, args: Any, kwargs: Any) -> _CallState | None:
+    def _before(self, args: Any, kwargs: Any) -> _Before | None:
         """Return the state before a call; None if it can't be read, and so the call not be made again."""
         with Tolerated("the state before a call could not be read"):
-            return _CallState(self._moving, self._gpus, (args, kwargs), keeps_inputs=self._keeps_inputs)
+            given, snapshot = (args, kwargs), None
+            if self._changes is None:
+                model = self._gate.model
+                snapshot = ModelSnapshot(model, devices_of(model, self._device, given), written=self._written)
+            restore = self._changes.kept() if snapshot is None else snapshot.restore  # type: ignore[union-attr]
+            return _Before(given, restore, snapshot, keeps_inputs=self._keeps_inputs)
         return None
 
-    def _again(self, before: _CallState, reached: list[nn.Module], why: str, args: Any, kwargs: Any) -> Any:
+    def _again(self, before: _Before, reached: list[nn.Module], why: str, args: Any, kwargs: Any) -> Any:
         """Repeat the call along the plain path; the strategies are to blame only if its result is fine.
 
         The modules in `reached` have told the other ranks of this call. These don't listen a second time.
@@ -164,7 +162,7 @@ class Watch:
             for module in reached:
                 alone.enter_context(without_forward(module))
             plain = self._gate.plain(*args, **kwargs)  # raises the user's own error, if it is the user's
-        if why.startswith(_RAISED) or not self._judged(self._problem_now, plain):
+        if why.startswith(_RAISED) or not self._judged(self._sizes.problem_now, plain):
             self._trip(why)
         else:
             self._excuse.grant()
@@ -177,74 +175,36 @@ class Watch:
         return ""
 
     def _problem(self, outputs: Any) -> str:
-        if self._device.type == "cpu":
-            problem = self._problem_now(outputs)
-            self._large = self._large + 1 if problem.endswith(_DIVERGES) else 0
-            problem = "" if 0 < self._large < _DIVERGED_STEPS else problem
-        else:
-            problem = self._problem_late(outputs)
+        sizes = self._sizes
+        problem = self._judged(sizes.problem if self._device.type == "cpu" else sizes.problem_late, outputs)
         if not problem:
             self._excuse.clear()
         return problem
 
-    def _problem_now(self, outputs: Any) -> str:
-        size = _size(outputs)
-        if size is None:
-            return "its output is not finite"
-        if not 0 < self._plain_max * _GROWTH < size:
-            return ""
-        return f"outputs have grown to {size:.1e}, plain ones were at most {self._plain_max:.1e}: {_DIVERGES}"
-
-    def _problem_late(self, outputs: Any) -> str:
-        """Check the values of some calls ago that have arrived; only if one was bad, wait for the present one."""
-        if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            return ""  # a graph of the loop's own: nothing in it has a value yet
-        norm = _norm(outputs)
-        if norm is not None:
-            self._late.note(norm)
-        self._learn_sizes()  # those of the last plain calls
-        was_bad = [self._is_bad(size) for size in self._late.due()]  # all are counted
-        return self._problem_now(outputs) if any(was_bad) else ""
-
-    def _is_bad(self, size: float) -> bool:
-        grown = 0 < self._plain_max * _GROWTH < size
-        self._large = self._large + 1 if grown else 0
-        return not math.isfinite(size) or self._large >= _DIVERGED_STEPS
-
     def learn(self, outputs: Any) -> None:
-        """Learn how large the outputs of the plain loop are.
-
-        On a GPU without waiting here either: trials compare such calls with those under a strategy. The state that
-        changes is waited for, in the first few.
-        """
+        """Learn how large the outputs of the plain loop are."""
         with Tolerated("nothing could be learnt from a call"):
-            self._moving.observe()
-            norm = _norm(outputs)
-            if norm is not None:
-                self._learnt.note(norm)
-            self._learn_sizes()
+            self._sizes.learn(outputs)
 
-    def _learn_sizes(self) -> None:
-        """Learn the sizes of plain outputs that have arrived."""
-        self._plain_max = max([self._plain_max, *filter(math.isfinite, self._learnt.due())])
+    def learn_changes(self, before: ModelSnapshot) -> None:
+        """Learn what a call has changed, which has found this state; beside it, as much is kept as was known to."""
+        with Tolerated("what a call has changed could not be learnt"):
+            changes = before.changed()
+            changes.write(self._written)
+            if self._changes is not None:
+                changes.add(self._changes)
+            self._changes = changes
 
     def writes_to(self, parameters: Iterable[Tensor]) -> None:
         """Learn that the model's own call writes to these parameters."""
-        self._moving.add(parameters)
-
-    def changed_by_call(self, modules: ModuleState, random: RandomStates) -> None:
-        """Learn what a plain call has changed.
-
-        Args:
-            modules: as they were before it.
-            random: likewise.
-        """
-        with Tolerated("what a call has changed could not be learnt"):
-            self._moving.add_changes(modules, random)
+        self._written += parameters
+        if self._changes is not None:
+            self._changes.write(self._written)
 
     def lives_on(self, device: torch.device) -> None:
         """Learn where the model lives now: the loop may have moved it, or filled one of the meta device, since."""
-        self._device, self._gpus = device, _gpus_of(self._gate.model)
+        if device != self._device:
+            self._device, self._changes = device, None
 
     def keep_inputs(self) -> None:
         """Learn that the model's own call writes to its inputs: those of the coming calls are kept, to be put back."""
@@ -267,20 +227,29 @@ def _are_finite(gradients: list[Tensor | None]) -> bool:
     return all(bool(g.isfinite().all()) for g in dense)  # a norm overflows before its elements do
 
 
-class _CallState:
-    """The state that a call finds: random numbers, buffers and counters, its arguments as far as they are kept."""
+class _Before:
+    """What a call finds: the state of the model, random numbers, and its arguments as far as they are kept.
 
-    def __init__(self, moving: ChangingBuffers, gpus: list[torch.device], given: Any, *, keeps_inputs: bool) -> None:
+    Args:
+        given: the arguments.
+        restore: puts the state of the model and random numbers back.
+        snapshot: of all that state, where it is not known what calls change.
+        keeps_inputs: the model writes to the tensors that it is given.
+    """
+
+    def __init__(
+        self, given: Any, restore: Callable[[], None], snapshot: ModelSnapshot | None, *, keeps_inputs: bool
+    ) -> None:
+        self.snapshot, self._restore = snapshot, restore
         self._given, self._passed = given, list(leaves(given))
         self._tensors = [leaf for leaf in self._passed if isinstance(leaf, Tensor)]
-        self._written = versions(self._tensors)
-        self._contents = entries_within(given)
-        self._inputs = _Inputs(self._tensors) if keeps_inputs else None
-        self._moving = moving
-        self._drawn = torch.get_rng_state()
-        self._drawn_on_gpus = [(gpu, torch.cuda.get_rng_state(gpu)) for gpu in gpus]
-        self._moved = moving.saved()
-        self._generators = own_state.states_of(own_state.generators_given(*given))
+        self._versions = versions(self._tensors)
+        self._contents, _, _ = within(given, FEW_ENTRIES)
+        self._generators = [(source, source.read()) for source in generators_in(self._passed)]
+        self._kept: list[tuple[Tensor, Tensor, int, Any]] | None = None
+        if keeps_inputs:
+            counted = [tensor for tensor in self._tensors if not tensor.is_inference()]
+            self._kept = [(each, each.detach().clone(), each._version, each.grad_fn) for each in counted]
 
     def put_arguments_back(self) -> bool:
         """Give the arguments the entries again that a call has taken or exchanged; tell whether it can be repeated.
@@ -288,30 +257,28 @@ class _CallState:
         It can't where it has written to a tensor that is not kept, or has exchanged what can't be put back. The
         arguments then stay as the call has left them.
         """
-        if self._inputs is None and versions(self._tensors) != self._written:
+        if self._kept is None and versions(self._tensors) != self._versions:
             return False
-        left = nested_state.as_now(self._contents)
-        nested_state.put_back(self._contents)
+        left = as_now(self._contents)
+        refill(self._contents)
         now = list(leaves(self._given))
         if len(now) == len(self._passed) and all(map(operator.is_, now, self._passed)):
             return True
-        nested_state.put_back(left)
+        refill(left)
         return False
 
     def put_back(self) -> None:
-        """Make it what it was."""
-        torch.set_rng_state(self._drawn)
-        for gpu, state in self._drawn_on_gpus:
-            torch.cuda.set_rng_state(state, gpu)
-        self._moving.restore(self._moved)
-        own_state.put_back(self._generators)
-        if self._inputs is not None:
-            self._inputs.put_back()
-
-
-def _gpus_of(model: nn.Module) -> list[torch.device]:
-    """Return the GPUs that a model draws random numbers on: those of its parameters."""
-    return list({p.device: None for p in model.parameters() if p.device.type == "cuda"})
+        """Make all of it what it was."""
+        self._restore()
+        for source, state in self._generators:
+            source.write(state)
+        for tensor, value, version, history in self._kept or ():
+            if tensor._version == version:
+                continue
+            if history is None and tensor.grad_fn is not None and not tensor._is_view():
+                tensor.detach_()
+            with torch.no_grad():
+                tensor.copy_(value)
 
 
 def _data_parallel(model: nn.Module) -> list[nn.Module]:
@@ -330,57 +297,6 @@ def _noting(modules: list[nn.Module], called: list[nn.Module]) -> Iterator[None]
             hook.remove()
 
 
-class _Inputs:
-    """What the tensors hold that a call is given."""
-
-    def __init__(self, given: list[Tensor]) -> None:
-        counted = [tensor for tensor in given if not tensor.is_inference()]
-        self._kept = [(each, each.detach().clone(), each._version, each.grad_fn) for each in counted]
-
-    def put_back(self) -> None:
-        """Put it back, where a call that has failed has written to them."""
-        for tensor, value, version, history in self._kept:
-            if tensor._version == version:
-                continue
-            if history is None and tensor.grad_fn is not None and not tensor._is_view():
-                tensor.detach_()
-            with torch.no_grad():
-                tensor.copy_(value)
-
-
 def versions(given: list[Tensor]) -> list[int]:
     """Return how often the tensors that a call is given have been written to, of those that count it."""
     return [t._version for t in given if not t.is_inference()]
-
-
-def _norm(outputs: Any) -> Tensor | None:
-    # Sparse and nested tensors have no norm to ask for, and those of the meta device no values.
-    dense = [t.detach() for t in tensors(outputs) if t.layout == torch.strided and not (t.is_nested or t.is_meta)]
-    numbers = [t for t in dense if (t.is_floating_point() or t.is_complex()) and t.numel()]
-    return _total([_norm_of(t) for t in numbers]) if numbers else None
-
-
-def _norm_of(tensor: Tensor) -> Tensor:
-    if hasattr(tensor, "to_local"):
-        tensor = tensor.to_local()  # this rank's part: for the whole all ranks would have to talk
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor.resolve_conj())
-    norm: Tensor = torch.linalg.vector_norm(tensor if tensor.dtype == torch.float64 else tensor.float())
-    return norm
-
-
-def _total(norms: list[Tensor]) -> Tensor:
-    """Return the sum of norms; on a GPU if one of them is there, so that the host needn't wait for it."""
-    if len(norms) == 1:
-        return norms[0]
-    place = next((norm.device for norm in norms if norm.device.type != "cpu"), norms[0].device)
-    return torch.stack([norm.to(place, torch.float32, non_blocking=True) for norm in norms]).sum()
-
-
-def _size(outputs: Any) -> float | None:
-    """Return the norm of all outputs together, or None if it is not finite."""
-    norm = _norm(outputs)
-    if norm is None:
-        return 0.0
-    size = float(norm)
-    return size if math.isfinite(size) else None

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from accel.dataio.batches import shape_of, tensors
 from accel.profiler.host import usable_cores
 from accel.profiler.loop.optimizers import Optimizers
+from accel.profiler.trees import shape_of, tensors
 from accel.run.layouts import order
 
 if TYPE_CHECKING:

@@ -20,19 +20,18 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from accel.dataio.batches import tensors
 from accel.device_memory import give_memory_back
 from accel.guard import guard, rounding, update_guard, watch
 from accel.guard.blame import Blame
 from accel.guard.draws import ReplayedDraws
 from accel.guard.faults import may_be_of_strategies
-from accel.guard.guard import Comparison, Recording, Replayed
-from accel.guard.module_state import ModuleState
-from accel.guard.own_state import WrittenParameters
-from accel.guard.random_states import RandomStates, devices_of
+from accel.guard.guard import Comparison, NotRestorable, Recording, Replayed
+from accel.guard.snapshot import ModelSnapshot, devices_of
 from accel.guard.watch import Excuse, Watch
+from accel.guard.written_parameters import WrittenParameters
 from accel.profiler.interruptions import Tolerated, ours
 from accel.profiler.loop import backward
+from accel.profiler.trees import tensors
 from accel.run.context import Run
 from accel.run.gate import Call
 from accel.search.plan import Choices
@@ -121,7 +120,7 @@ class GuardRunner:
         outputs = self._run.gate.plain(*args, **kwargs)
         if watch.versions(given) != versions:
             self._watch.keep_inputs()
-        self._watch.changed_by_call(recording.modules, recording.state)
+        self._watch.learn_changes(recording.before)
         if self._learn_written(written):
             return outputs  # what was in the parameters before is gone: the next call is recorded
         self._listen(recording, outputs, before)
@@ -238,7 +237,7 @@ class GuardRunner:
     def _replayed(self, plan: Choices, recording: Recording, replay: Callable[..., Replayed]) -> Replayed:
         """Replay the call under a plan."""
         self._switchboard.switch({})
-        recording.modules.restore()
+        recording.before.restore()
         try:
             self._switchboard.switch(plan)
             return replay(self._run.gate.call, recording)
@@ -273,7 +272,7 @@ class GuardRunner:
         """
         canonical = exactness != Exactness.EXACT
         self._switchboard.switch({})
-        recording.modules.restore()
+        recording.before.restore()
         try:
             plain = replay(self._run.gate.plain, recording, draws=self._draws(canonical, compiles=compiles))
         except torch.OutOfMemoryError:
@@ -415,11 +414,9 @@ class GuardRunner:
             try:
                 switch({name: setting for name, setting in active.items() if name not in on_model})
                 # The kept call has the random state of the CPU only: the rest is as now in both replays.
-                modules = ModuleState(model, self._written)
-                drawn = RandomStates(devices_of(model, self._run.device, *given), *given)
+                before = ModelSnapshot(model, devices_of(model, self._run.device, *given), given, self._written)
                 plain = guard.replay(model, gate.plain, call, draws=self._draws(canonical, compiles=compiles))
-                modules.restore()
-                drawn.restore()
+                before.restore()
             finally:
                 switch(active)
             candidate = guard.replay(model, gate.call, call, draws=None if compiles else self._draws(canonical))
@@ -444,5 +441,7 @@ def _failure(error: Exception, what: str = "") -> Comparison:
     """
     if isinstance(error, torch.OutOfMemoryError):
         return Comparison(unsure=f"there is no room to compare: {error}")
+    if isinstance(error, NotRestorable):
+        return Comparison(unsure=str(error))
     text = f"{what}{type(error).__name__}: {error}"
     return Comparison(text) if may_be_of_strategies(error) else Comparison(unsure=text)

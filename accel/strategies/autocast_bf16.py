@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accel.dataio.batches import map_tensors
 from accel.profiler.bottleneck import Bottleneck
+from accel.profiler.trees import map_tensors
 from accel.run import Run
 from accel.run.gate import Call
 from accel.strategies.base import Exactness, Strategy

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from accel.dataio.batches import map_tensors, tensors
 from accel.profiler.bottleneck import Bottleneck
+from accel.profiler.trees import map_tensors, tensors
 from accel.run import Run
 from accel.run.context import Observed
 from accel.run.gate import Call, hooks_of

@@ -8,20 +8,20 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from accel.dataio.batches import tensors
+from accel.compile.repeated_blocks import layers, repeated_blocks
 from accel.profiler.bottleneck import Bottleneck
 from accel.profiler.host import CrowdMeter
 from accel.profiler.loop import callslot
+from accel.profiler.trees import tensors
 from accel.run import Run
 from accel.run.context import shapes_of
 from accel.run.gate import Call
 from accel.strategies.base import Exactness, Strategy
-from accel.strategies.repeated_blocks import layers, repeated_blocks
 from accel.strategies.trial_design import TrialDesign
 
 if TYPE_CHECKING:
-    from accel.strategies.compile_ahead import CompileAhead
-    from accel.strategies.compiled_calls import CompiledCalls
+    from accel.compile.compile_ahead import CompileAhead
+    from accel.compile.compiled_calls import CompiledCalls
 
 BLOCKS, WHOLE = "blocks", "whole model"
 # Fitted to eight models of benchmarks/suite on two cores: 9 to 113 s, all within a factor of two.
@@ -42,7 +42,7 @@ class TorchCompile(Strategy):
     The compiled calls are made once and kept while a trial switches them on and off.
 
     Where cores are idle, a helper process compiles first, while training goes on: what it leaves in torch's cache on
-    disk makes compiling here short. See `accel.strategies.compile_ahead`.
+    disk makes compiling here short. See `accel.compile.compile_ahead`.
 
     Source: Ansel et al., PyTorch 2, ASPLOS 2024.
     """
@@ -167,8 +167,8 @@ class TorchCompile(Strategy):
         return self._groups
 
     def _new_calls(self, run: Run, setting: str) -> CompiledCalls:
-        from accel.strategies.compiled_calls import CompiledCalls
-        from accel.strategies.compiled_draws import compile_with_plain_draws
+        from accel.compile.compiled_calls import CompiledCalls
+        from accel.compile.compiled_draws import compile_with_plain_draws
 
         groups = self._blocks(run) if setting == BLOCKS else []
         return CompiledCalls(run.model, groups, usual=run.observed.usual_shapes, compiler=compile_with_plain_draws)
@@ -208,7 +208,7 @@ class TorchCompile(Strategy):
         return busy or 0.0
 
     def _ask_helper(self, run: Run, setting: str) -> None:
-        from accel.strategies.compile_ahead import CompileAhead
+        from accel.compile.compile_ahead import CompileAhead
 
         self._helper, self._helper_compiles = CompileAhead(torch.get_num_threads()), setting
         self._wrap_calls(run)
@@ -247,7 +247,7 @@ def _no_room(run: Run) -> str:
         return "the loop uses all cores"
     if run.device.type != "cpu":
         return "the model is not on the CPU"
-    from accel.strategies.compile_ahead import unavailable
+    from accel.compile.compile_ahead import unavailable
 
     return unavailable()
 

@@ -20,7 +20,6 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 import torch
 from torch.utils.data import DataLoader
 
-from accel.dataio.batches import tensors
 from accel.dataio.dataset.loop_watch import LoopWatch
 from accel.dataio.dataset.snapshot import Path
 from accel.dataio.engine.thread_modes import ThreadModes
@@ -28,6 +27,7 @@ from accel.dataio.engine.thread_pool import ThreadPool
 from accel.dataio.fetching.drawing import Drawing, SeparateStates, others_could_draw
 from accel.dataio.fetching.fetch import blame, fetch_of
 from accel.profiler.interruptions import ours
+from accel.profiler.trees import tensors
 
 
 class WorkerDied(RuntimeError):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accel.dataio.batches import map_tensors, tensors
+from accel.profiler.trees import map_tensors, tensors
 
 
 def pin(batch: Any) -> Any:

@@ -16,8 +16,8 @@ from accel.strategies.base import Exactness
 def replayed_both_ways(model: nn.Module, wrap: Callable[[Any], Any], recording: Recording) -> Comparison:
     """Replay a call plainly and as `wrap` makes it, each from the state that was recorded, and compare the two."""
     with guard.untouched(model, torch.device("cpu")):
-        recording.modules.restore()
+        recording.before.restore()
         plain = guard.replay(model, model, recording)
-        recording.modules.restore()
+        recording.before.restore()
         candidate = guard.replay(model, wrap(model), recording)
     return guard.compare(plain, candidate, Exactness.REORDERED)

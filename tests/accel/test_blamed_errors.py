@@ -26,10 +26,10 @@ class Model(nn.Module):
 
     def __init__(self, work: Callable[[Tensor], Any]) -> None:
         super().__init__()
-        self.layer, self.work, self.calls = nn.Linear(2, 2), work, list[int]()
+        self.layer, self.work, self._calls = nn.Linear(2, 2), work, list[int]()
 
     def forward(self, x: Tensor) -> Any:
-        self.calls.append(1)
+        self._calls.append(1)
         self.work(x)
         return self.layer(x)
 
@@ -64,13 +64,16 @@ OWN: dict[str, Callable[[Tensor], Any]] = {
     "the end of an iterator": lambda x: next(iter(())),
     "the standard library": lambda x: signal.Signals("no such signal"),
     "an argument of torch's": lambda x: F.dropout(x, 2.0),
+    "an assertion of torch's": lambda x: torch._assert(False, "mine"),
+    "tensors that are not close": lambda x: torch.testing.assert_close(x, x + 1),
+    "an operator of Python's": lambda x: x.grad + 1,  # type: ignore[operator]
+    "an index into nothing": lambda x: x.grad[0],  # type: ignore[index]
 }
 EITHERS: dict[str, Callable[[Tensor], Any]] = {
     "an operator": lambda x: x @ torch.ones(3, 3),
     "a view": lambda x: torch.ones(2, 3).t().view(6),
     "an operator's type": lambda x: x.bfloat16().detach().numpy(),
     "no room": lambda x: torch.empty(1 << 60),
-    "an assertion of torch's": lambda x: torch._assert(False, "torch's"),
 }
 
 
@@ -97,11 +100,11 @@ def test_the_model_s_own_errors_reach_the_loop(name: str, as_hook: bool) -> None
     x = torch.ones(1, 2)
     with pytest.raises(Exception) as expected:  # noqa: PT011
         model._call_impl(x)  # type: ignore[no-untyped-call]
-    model.calls.clear()
+    model._calls.clear()
     with pytest.raises(type(expected.value)) as caught:
         watch.call(gate.call, (x,), {})
     assert caught.value.args == expected.value.args and caught.value.__context__ is None
-    assert (sum(model.calls), trips) == (1 if name in OWN else 2, [])
+    assert (sum(model._calls), trips) == (1 if name in OWN else 2, [])
 
 
 def in_bfloat16(call: Call) -> Call:

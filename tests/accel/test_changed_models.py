@@ -12,8 +12,9 @@ from torch.utils.data import DataLoader, Dataset, RandomSampler
 
 import accel
 from accel import strategies
+from accel.compile import compiled_draws
 from accel.search.plan import fingerprint
-from accel.strategies import REGISTRY, Exactness, compiled_draws
+from accel.strategies import REGISTRY, Exactness
 from tests.accel import loops
 
 PLANS: dict[str, dict[str, Any]] = {

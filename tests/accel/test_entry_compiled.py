@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 import accel
+from accel.compile import compiled_draws
 from accel.dataio.passes.proxy import Fetching
 from accel.run import Run
 from accel.run.gate import Gate
-from accel.strategies import compiled_draws
 from accel.strategies.torch_compile import TorchCompile
 from tests.accel.loops import (
     Quick,

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from accel.guard import guard, random_states, update_guard
+from accel.guard import guard, snapshot, update_guard
 from accel.guard.guard import Comparison, Tolerance
 from accel.profiler.experiments.update_path import Paths
 from accel.strategies.base import Exactness
@@ -49,9 +49,9 @@ def checked(
     recording.listen(out)
     (out["logits"].square().mean() + out["hidden"].mean()).backward()
     with guard.untouched(model, CPU):
-        recording.modules.restore()
+        recording.before.restore()
         plain = guard.replay(model, model, recording)
-        recording.modules.restore()
+        recording.before.restore()
         candidate = guard.replay(model, wrap(model), recording)
     return guard.compare(plain, candidate, exactness)
 
@@ -269,9 +269,9 @@ def test_a_shadow_step_runs_no_hooks() -> None:
 def test_generators_that_a_replay_does_not_draw_from_are_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another thread may draw from them meanwhile, and must not draw the same numbers again."""
     written: list[str] = []
-    real = random_states.streams()
+    real = snapshot.streams()
     watched = [each._replace(write=lambda state, name=each.name: written.append(name)) for each in real]
-    monkeypatch.setattr(random_states, "streams", lambda: watched)
+    monkeypatch.setattr(snapshot, "streams", lambda: watched)
     model = nn.Linear(2, 2)
     with guard.untouched(model, torch.device("cpu")):
         model(torch.ones(1, 2))

@@ -27,7 +27,7 @@ class Parallel(nn.parallel.DistributedDataParallel):
         self.module = module
         self._join_config = JoinConfig(enable=True)
         self.require_forward_param_sync = self.require_backward_grad_sync = True
-        self.told: list[str] = []
+        self._told: list[str] = []
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -43,7 +43,7 @@ class Parallel(nn.parallel.DistributedDataParallel):
             "buffers": self.require_forward_param_sync,
             "gradients": self.require_backward_grad_sync,
         }
-        self.told += [what for what, tells in told.items() if tells]
+        self._told += [what for what, tells in told.items() if tells]
         self.require_forward_param_sync = self.require_backward_grad_sync
         return self.module(x)  # type: ignore[no-any-return]
 
@@ -64,9 +64,9 @@ def test_nothing_is_told_and_all_is_as_before(within: bool, fails: bool) -> None
         model(torch.ones(1, 2))
         if fails:
             raise KeyError
-    assert parallel.told == [] and state(parallel) == before
+    assert parallel._told == [] and state(parallel) == before
     model(torch.ones(1, 2))
-    assert parallel.told == ["of the step", "buffers", "gradients"]
+    assert parallel._told == ["of the step", "buffers", "gradients"]
 
 
 def test_the_attributes_are_those_of_ddp() -> None:

@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from accel.guard import arguments, guard
+from accel.guard import guard
+from accel.profiler import trees
 from tests.accel.guard_replays import replayed_both_ways
 
 CPU = torch.device("cpu")
@@ -105,4 +106,4 @@ def test_what_can_not_be_copied_is_passed_as_it_is() -> None:
             raise TypeError("not to be copied")
 
     given = Refuses(a=1), UserList([1]), torch.Size([2, 3]), object(), nn.Linear(2, 2), Log
-    assert all(copied is own for copied, own in zip(arguments.copied(given), given, strict=True))
+    assert all(copied is own for copied, own in zip(trees.copied(given), given, strict=True))

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from accel.guard import guard
+from accel.guard import comparison, guard
 from accel.guard.guard import Comparison, Replayed
 from accel.run.layouts import in_order, is_kept, order
 from accel.strategies.base import Exactness
@@ -122,7 +122,7 @@ def test_each_gradient_has_the_tolerance_of_its_dtype(wrong: torch.dtype, wide_f
 
     other = [spoilt(each) if each.dtype == wrong else each for each in plain]
     replayed, candidate = (Replayed([], gradients, ["a", "b"]) for gradients in (plain, other))
-    sizes = guard._compare_gradients(replayed, candidate, Exactness.REORDERED)
+    sizes = comparison._compare_gradients(replayed, candidate, Exactness.REORDERED)
     assert bool(sizes.problem) == (wrong == torch.float32)
 
 

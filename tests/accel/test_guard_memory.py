@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from accel.guard import guard
+from accel.guard import comparison, guard
 from accel.guard.guard import Replayed
 from accel.strategies.base import Exactness
 
@@ -34,7 +34,7 @@ def replayed(outputs: list[Tensor], gradients: list[Tensor | None]) -> Replayed:
 
 
 def test_large_tensors_are_compared_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(guard, "_PIECE", 1000)
+    monkeypatch.setattr(comparison, "_PIECE", 1000)
     torch.manual_seed(0)
     output, gradient = torch.randn(70, 100), torch.randn(4, 30, 5, 20).to(memory_format=torch.channels_last)
     off = gradient * (1 + 1e-3 * torch.randn_like(gradient))
@@ -50,7 +50,7 @@ def test_large_tensors_are_compared_in_pieces(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_fault_in_the_last_piece_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(guard, "_PIECE", 1000)
+    monkeypatch.setattr(comparison, "_PIECE", 1000)
     torch.manual_seed(0)
     gradient = torch.randn(3500)
     wrong = gradient.clone()
@@ -63,7 +63,7 @@ def test_a_fault_in_the_last_piece_is_found(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_numbers_that_are_not_finite_are_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(guard, "_PIECE", 2)
+    monkeypatch.setattr(comparison, "_PIECE", 2)
     good, endless = torch.ones(4), torch.tensor([math.inf, 1.0, -math.inf, 1.0])
     output = torch.ones(2)
     plain, candidate = replayed([output], [endless, good]), replayed([output], [endless, good])

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from accel.guard import guard, rounding
+from accel.guard import comparison, guard, rounding
 from accel.guard.guard import Comparison, Recording, Replayed
 from accel.guard.rounding import FINEST, Rounding
 from accel.precision import fp32_precision
@@ -300,7 +300,7 @@ def test_gradients_of_the_right_length_in_another_direction_are_found_in_sixteen
     for sine, problem in ((0.3, False), (0.47, True)):
         turned = right * (1 - sine**2 / 2) + other * sine
         turned *= right.norm() / turned.norm()
-        finding = guard._compare_sizes([("w", right, turned)], Exactness.REORDERED, torch.bfloat16)
+        finding = comparison._compare_sizes([("w", right, turned)], Exactness.REORDERED, torch.bfloat16)
         assert bool(finding.problem) == problem, finding
 
 

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import accel
 from accel import strategies
 from accel.guard import guard
-from accel.guard.sharded import is_sharded
+from accel.guard.alone import is_sharded
 from accel.strategies.autocast_bf16 import AutocastBf16
 from accel.strategies.base import Exactness
 from tests.accel import loops

@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 
 import accel
 from accel import entry, strategies
+from accel.compile import compiled_draws
 from accel.dataio.sample_cache import SampleCache
-from accel.strategies import compiled_draws
 from accel.strategies.base import Exactness
 from tests.accel.loops import Quick
 from tests.sampling import examples

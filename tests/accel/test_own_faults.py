@@ -17,7 +17,6 @@ from torch.utils.data import DataLoader, TensorDataset
 import accel
 from accel import entry
 from accel.guard import guard, update_guard
-from accel.guard.changing_buffers import ChangingBuffers
 from accel.profiler.loop import backward
 from accel.strategies.base import Exactness
 from tests.accel.loops import Net, loss_of, make_loader
@@ -284,71 +283,6 @@ def test_a_forward_that_writes_to_its_input_is_not_made_again(no_waiting: None) 
         return left(model, optimizer)
 
     assert trained(True) == trained(False)
-
-
-def test_what_moves_is_found_and_put_back() -> None:
-    model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
-    model.register_buffer("table", torch.ones(4))
-    model.register_buffer("cache", torch.ones(1))
-    counter: Any = model
-    counter.calls = 0
-    moving = ChangingBuffers(model)
-    for number in range(3):
-        moving.observe()
-        model(torch.randn(4, 2))
-        model.cache.fill_(number)
-        counter.calls += 1
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    saved = moving.saved()
-    model(torch.randn(4, 2))
-    counter.calls += 1
-    moving.restore(saved)
-    assert counter.calls == 3
-    assert [name for name, value in model.state_dict().items() if not torch.equal(value, before[name])] == []
-    assert moving._copied is not None
-    assert len(moving._copied.places) == 4  # three statistics and the cache, not the table
-
-    model.cache = torch.ones(7)
-    moving.saved()
-    moving._buffers[next(reversed(moving._buffers))].resize_(5)
-    moving.restore(moving.saved())
-
-
-def test_buffers_whose_memory_a_call_replaces_are_put_back_beside_others() -> None:
-    model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
-    model.register_buffer("mean", torch.ones(4))
-    model.register_buffer("queue", torch.ones(2, 3))
-    buffers: Any = model
-
-    def call() -> None:
-        model(torch.randn(4, 2))
-        buffers.mean.data = 0.9 * buffers.mean.data + 0.1
-        buffers.queue.add_(1)
-
-    moving = ChangingBuffers(model)
-    buffers.mean.data = torch.zeros(4)
-    for _ in range(3):
-        moving.observe()
-        call()
-    for resized in (False, False, True):
-        before = {name: value.clone() for name, value in model.state_dict().items()}
-        saved = moving.saved()
-        call()
-        if resized:  # what has no more room for it stays
-            buffers.queue.resize_(3, 2)
-            before["queue"] = buffers.queue.clone()
-        moving.restore(saved)
-        assert [name for name, value in model.state_dict().items() if not torch.equal(value, before[name])] == []
-
-
-def test_a_buffer_without_an_address_is_put_back() -> None:
-    model = nn.Linear(2, 3)
-    model.register_buffer("counts", torch.ones(4).to_sparse())
-    moving = ChangingBuffers(model)
-    moving.add([model.get_buffer("counts")])
-    moving.restore(moving.saved())
-    moving.restore(moving.saved())
-    assert torch.equal(model.get_buffer("counts").to_dense(), torch.ones(4))
 
 
 class Ages(Counted):

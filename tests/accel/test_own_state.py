@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 import accel
 from accel import strategies
-from accel.guard import own_state
-from accel.guard.own_state import WrittenParameters
+from accel.guard.snapshot import own_generators
 from accel.run import Run
 from tests.accel.loops import Net, Quick, loss_of, make
 
@@ -89,7 +88,7 @@ class Fails(Quick):
 
 
 def state_of(model: nn.Module, generator: torch.Generator) -> list[Any]:
-    own = [str(state) for _, state in own_state.states_of(own_state.generators_of(model))]
+    own = [str(source.read()) for source in own_generators(model)]
     weights = [value.tolist() for value in model.state_dict().values()]
     return [*own, *weights, generator.get_state().tolist()]
 
@@ -129,17 +128,3 @@ def test_a_call_that_is_made_again_leaves_the_plain_loop_s_bits(
     accelerated, _ = trained(kind, 130, True)
     assert accelerated == plain
     assert Fails.calls >= 20
-
-
-def test_what_a_call_writes_to_is_found() -> None:
-    model: Any = nn.ParameterList([torch.randn(3, 4).to(dtype) for dtype in DTYPES])
-    for number, parameter in enumerate(model):
-        written = WrittenParameters(model)
-        assert written.found() == []
-        parameter.data[1, 2] += 1
-        (found,) = written.found()
-        assert found is model[number]
-    assert WrittenParameters(nn.Module()).found() == []
-
-
-DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64]

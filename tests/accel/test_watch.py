@@ -13,7 +13,6 @@ import accel
 from accel import entry
 from accel.guard import guard
 from accel.guard.blame import Blame
-from accel.guard.changing_buffers import ChangingBuffers
 from accel.guard.watch import Watch
 from accel.run.gate import Call, Gate
 from tests.accel.loops import make_loader
@@ -113,23 +112,6 @@ def test_recorded_calls_listen_no_more_once_they_are_forgotten() -> None:
     blame.forget()
     recording.forget()
     assert not model.layer.weight._backward_hooks
-
-
-def test_copies_made_in_an_evaluation_in_inference_mode_serve_the_next_training_step() -> None:
-    model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
-    moving = ChangingBuffers(model)
-    for _ in range(3):
-        moving.observe()
-        model(torch.randn(4, 2))
-    with torch.inference_mode():
-        moving.restore(moving.saved())
-    assert moving._copied is not None
-    assert not any(copy.is_inference() for copy in moving._copied._copies)
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    saved = moving.saved()
-    model(torch.randn(4, 2))
-    moving.restore(saved)
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
 class Merges(nn.Module):

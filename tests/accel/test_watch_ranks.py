@@ -31,7 +31,7 @@ def test_a_call_that_is_made_again_sends_no_buffers_and_counts_for_no_step(withi
     outputs = watch.call(gate.call, (torch.ones(1, 2),), {})
     assert trips == ["its output is not finite"] and outputs.isfinite().all()
     # Gradients are reduced in the backward pass of the call that is made again: there is one on each rank.
-    assert parallel.told == ["of the step", "buffers", "gradients", "gradients"]
+    assert parallel._told == ["of the step", "buffers", "gradients", "gradients"]
     assert state(parallel) == before
     assert not parallel._forward_pre_hooks
 
@@ -50,7 +50,7 @@ def test_after_an_error_the_others_are_told_what_they_have_not_been_told(reached
     gate, watch, trips = broken(parallel, fails)
     watch.call(gate.call, (torch.ones(1, 2),), {})
     assert trips == ["it raised ValueError: the strategy's own"]
-    assert (parallel.told.count("of the step"), parallel.told.count("buffers")) == (1, 1)
+    assert (parallel._told.count("of the step"), parallel._told.count("buffers")) == (1, 1)
 
 
 class Calls(nn.Module):
@@ -58,10 +58,10 @@ class Calls(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layer, self.norm, self.calls = nn.Linear(2, 2), nn.SyncBatchNorm(2), 0
+        self.layer, self.norm, self._calls = nn.Linear(2, 2), nn.SyncBatchNorm(2), 0
 
     def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
+        self._calls += 1
         return self.layer(x)  # type: ignore[no-any-return]
 
 
@@ -69,7 +69,7 @@ def test_a_model_that_talks_within_its_call_is_not_called_again(two_ranks: None)
     model = Calls()
     gate, watch, trips = broken(model, times_nan)
     outputs = watch.call(gate.call, (torch.ones(1, 2),), {})
-    assert (model.calls, bool(outputs.isnan().all())) == (1, True)
+    assert (model._calls, bool(outputs.isnan().all())) == (1, True)
     assert len(trips) == 1 and trips[0].startswith("its output is not finite")
 
 
@@ -77,4 +77,4 @@ def test_on_one_rank_it_is_called_again() -> None:
     model = Calls()
     gate, watch, _ = broken(model, times_nan)
     assert watch.call(gate.call, (torch.ones(1, 2),), {}).isfinite().all()
-    assert model.calls == 2
+    assert model._calls == 2

@@ -49,8 +49,6 @@ def test_a_state_that_a_bad_call_has_replaced_is_put_back(kind: str) -> None:
     torch.manual_seed(0)
     model, x = Stateful(kind), torch.ones(1, 2)
     gate, watch, trips = broken(model, gives_nan)
-    for _ in range(3):
-        watch.learn(gate.plain(x))
     kept = model.state
     expected = gate.plain(x)
     model.state = kept
@@ -85,9 +83,6 @@ def test_the_outermost_call_of_a_recursion_is_made_again_plainly_with_its_own_bu
     torch.manual_seed(0)
     model, x = Tree(), torch.ones(1, 2)
     gate, watch, trips = broken(model, spoils_the_outermost)
-    for _ in range(3):
-        watch.learn(gate.plain(x))
-    model.count.zero_()
     gate.remove("broken")
     expected = model(x, 2)
     model.count.zero_()
@@ -102,7 +97,7 @@ def test_the_outermost_call_of_a_recursion_is_made_again_plainly_with_its_own_bu
 def test_a_call_made_again_draws_the_same_numbers_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """A count stands for the state of a GPU's generator."""
     gpu, drawn = torch.device("cuda", 0), [7]
-    monkeypatch.setattr(watching, "_gpus_of", lambda model: [gpu])
+    monkeypatch.setattr(watching, "devices_of", lambda *arguments: [gpu])
     monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: torch.tensor(drawn[0]))
     monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device: drawn.__setitem__(0, int(state)))
 
@@ -306,9 +301,6 @@ def test_a_parameter_that_a_bad_call_has_replaced_is_put_back(is_recorded: bool)
     gate, watch, trips = broken(model, gives_nan)
     if is_recorded:
         runner_of(gate, watch)
-    else:
-        for _ in range(3):
-            watch.learn(gate.plain(x))
     kept = model.code
     expected, after = gate.plain(x), model.code
     model.code = kept

@@ -5,12 +5,15 @@ For that, calls are made again on parts of a batch, and on a larger one.
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 from accel.elastic.rehearsal import BatchRehearsal
-from accel.guard import own_state
+from accel.guard import written_parameters
+from accel.guard.written_parameters import WrittenParameters, without_gradient
 from tests.accel.goodput.noise_loops import finish, meter_for, train
 from tests.accel.loops import Net, loss_of
 from tests.accel.test_own_state import Codebook, Replaced
@@ -77,6 +80,20 @@ def test_of_a_large_frozen_model_no_copy_is_made(monkeypatch: pytest.MonkeyPatch
     model["trained"] = nn.Linear(1, 1)
     for parameter in model["trained"].parameters():
         parameter.grad = torch.zeros_like(parameter)
-    monkeypatch.setattr(own_state, "MOST_BYTES", 100)
-    found = own_state.without_gradient(model)
+    monkeypatch.setattr(written_parameters, "MOST_BYTES", 100)
+    found = without_gradient(model)
     assert list(map(id, found)) == [id(model["code"].weight), id(model["frozen"].bias)]
+
+
+def test_what_a_call_writes_to_is_found() -> None:
+    model: Any = nn.ParameterList([torch.randn(3, 4).to(dtype) for dtype in DTYPES])
+    for number, parameter in enumerate(model):
+        written = WrittenParameters(model)
+        assert written.found() == []
+        parameter.data[1, 2] += 1
+        (found,) = written.found()
+        assert found is model[number]
+    assert WrittenParameters(nn.Module()).found() == []
+
+
+DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64]

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pack_sequence
 
-from accel.dataio.batches import describe, equal, leaves, map_tensors, one_memory, tensors
+from accel.dataio.batches import describe, equal, one_memory
 from accel.dataio.engine import transfer
+from accel.profiler.trees import leaves, map_tensors, tensors
 
 
 @dataclasses.dataclass

@@ -157,29 +157,6 @@ def test_inputs_that_never_repeat_are_said() -> None:
     assert calls.why_eager[0].startswith("64 calls were of 64 kinds")
 
 
-class Counting(nn.Module):
-    """Replaces its buffer in each call."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(6, 6)
-        self.register_buffer("total", torch.zeros(6))
-        self.kept: list[Tensor] = []
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Add."""
-        self.kept.append(self.total)
-        self.total = self.total + self.layer(x).detach().mean(0)
-        out: Tensor = self.layer(x) + self.total
-        return out
-
-
-def test_a_buffer_that_is_replaced_each_time_is_said_and_right() -> None:
-    calls = both(lambda model, optimizer: [step(model, optimizer, seed) for seed in range(12)], Counting, warmup=1)
-    assert calls.captures == 0
-    assert calls.why_eager[0].startswith("a call reads the tensor in 'total' that the call before it has put there")
-
-
 def test_modes_of_torch_see_each_operator() -> None:
     model = network()
     calls = taped(model, warmup=0)

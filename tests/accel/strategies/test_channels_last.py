@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import accel
-from accel.dataio.batches import tensors
+from accel.profiler.trees import tensors
 from accel.run.context import Observed
 from accel.run.gate import Gate
 from accel.run.layouts import order

@@ -17,13 +17,14 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import accel
 from accel import entry
+from accel.compile import compiled_draws
+from accel.compile.compiled_calls import MOST
+from accel.compile.repeated_blocks import layers, leaves, repeated_blocks
 from accel.dataio.passes.proxy import Fetching
 from accel.guard.draws import ReplayedDraws
 from accel.run import Run
 from accel.run.gate import Gate
-from accel.strategies import compiled_draws, torch_compile
-from accel.strategies.compiled_calls import MOST
-from accel.strategies.repeated_blocks import layers, leaves, repeated_blocks
+from accel.strategies import torch_compile
 from accel.strategies.torch_compile import BLOCKS, REPEATED_SHARE, WHOLE, TorchCompile
 
 WIDTH = 8

@@ -3,7 +3,8 @@
 TorchInductor draws from a seed of its own, so a compiled model with dropout drops other values than the plain one, and
 its outputs can't be compared. Here the graph that Dynamo has captured is changed before it is compiled: dropout takes
 its mask from one operator that the compiler doesn't look into, and that draws as eager PyTorch does, on contiguous
-memory. All other draws (`rand_like`, `bernoulli`) are left to eager operators by `fallback_random`.
+memory. All other draws (`rand_like`, `bernoulli`, those of dropout of whole features) are left to eager operators by
+`fallback_random`.
 """
 
 from __future__ import annotations
@@ -25,25 +26,15 @@ _SOURCE_HASH = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
 
 
 @torch.library.custom_op("accel::dropout_mask", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))
-def dropout_mask(like: Tensor, p: float, features: bool) -> Tensor:
-    """Return a mask for `like`: 0 with probability p, else 1 ÷ (1 − p).
-
-    Args:
-        like: of shape (N, C, ...) if `features`.
-        p: probability, in (0, 1).
-        features: whether to drop whole features, as `dropout2d` does; the mask is then (N, C, 1, ...).
-    """
-    mask = torch.empty(_shape(like, features), device=like.device).bernoulli_(1 - p)
+def dropout_mask(like: Tensor, p: float) -> Tensor:
+    """Return a mask for `like`: 0 with probability p in (0, 1), else 1 ÷ (1 − p)."""
+    mask = torch.empty(like.shape, device=like.device).bernoulli_(1 - p)
     return mask.div_(1 - p).to(like.dtype)
 
 
 @dropout_mask.register_fake
-def _(like: Tensor, p: float, features: bool) -> Tensor:
-    return torch.empty(_shape(like, features), dtype=like.dtype, device=like.device)
-
-
-def _shape(like: Tensor, features: bool) -> list[Any]:
-    return [*like.shape[:2], *(1 for _ in like.shape[2:])] if features else list(like.shape)
+def _(like: Tensor, p: float) -> Tensor:
+    return torch.empty(like.shape, dtype=like.dtype, device=like.device)
 
 
 def compile_with_plain_draws(graph: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
@@ -67,43 +58,10 @@ def _cached_by_torch() -> dict[str, Any]:
 
 
 def _dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-    if x.is_cuda:  # there eager draws and masks in one kernel of its own, to which `fallback_random` leaves it
+    # On a GPU eager draws and masks in one kernel of its own, to which `fallback_random` leaves it.
+    if x.is_cuda or not (training and 0 < p <= 1):
         return functional.dropout(x, p, training, inplace)
-    return _masked(x, p, training, inplace, features=False)
-
-
-def _dropout1d(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-    return _of_features(functional.dropout1d, x, p, training, inplace, is_batch=x.dim() == 3)
-
-
-def _dropout2d(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-    return _of_features(functional.dropout2d, x, p, training, inplace, is_batch=True)  # torch takes (C, H, W) for one
-
-
-def _dropout3d(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-    return _of_features(functional.dropout3d, x, p, training, inplace, is_batch=x.dim() == 5)
-
-
-def _of_features(
-    plain: Callable[..., Tensor], x: Tensor, p: float, training: bool, inplace: bool, *, is_batch: bool
-) -> Tensor:
-    """Drop features of (N, C, ...) if it is a batch, else of (C, ...)."""
-    if not _draws(p, training) or x.dim() < 2 + is_batch:
-        return plain(x, p, training, inplace)
-    if is_batch:
-        return _masked(x, p, training, inplace, features=True)
-    batch = _masked(x.unsqueeze(0), p, training, inplace, features=True)
-    return x if inplace else batch.squeeze(0)
-
-
-def _draws(p: float, training: bool) -> bool:
-    return training and 0 < p <= 1
-
-
-def _masked(x: Tensor, p: float, training: bool, inplace: bool, *, features: bool) -> Tensor:
-    if not _draws(p, training):
-        return functional.dropout(x, p, training, inplace)
-    mask = x.new_zeros(()) if p == 1 else dropout_mask(x.detach(), p, features)  # eager draws nothing where p is 1
+    mask = x.new_zeros(()) if p == 1 else dropout_mask(x.detach(), p)  # eager draws nothing where p is 1
     return x.mul_(mask) if inplace else x * mask
 
 
@@ -134,8 +92,5 @@ def _attention(
 
 _REPLACED: dict[Any, Callable[..., Any]] = {
     functional.dropout: _dropout,
-    functional.dropout1d: _dropout1d,
-    functional.dropout2d: _dropout2d,
-    functional.dropout3d: _dropout3d,
     functional.scaled_dot_product_attention: _attention,
 }

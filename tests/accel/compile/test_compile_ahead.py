@@ -20,11 +20,12 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import accel
 from accel import strategies
+from accel.compile import compile_ahead, compiled_draws
+from accel.compile.compile_ahead import CompileAhead
 from accel.dataio.passes.proxy import Fetching
 from accel.run import Run
 from accel.run.gate import Gate
-from accel.strategies import compile_ahead, compiled_draws, torch_compile
-from accel.strategies.compile_ahead import CompileAhead
+from accel.strategies import torch_compile
 from accel.strategies.torch_compile import BLOCKS, REPEATED_SHARE, WHOLE, TorchCompile
 from tests.accel.strategies.test_torch_compile import WIDTH, Stack
 
@@ -168,7 +169,7 @@ def test_files_and_handlers_of_the_loop_are_not_its_own(helper: CompileAhead, tm
 
 LEFT_BEHIND = """
 import os, sys, time
-from accel.strategies.compile_ahead import CompileAhead
+from accel.compile.compile_ahead import CompileAhead
 helper = CompileAhead(threads=1)
 helper.start(lambda: time.sleep(600))
 print(helper._process, flush=True)
