@@ -9,6 +9,7 @@ Everything that dataset and collate function hold, and that their code names, is
 | a tensor | its version counter; of small ones the bytes, too |
 | an array, bytes, up to 1 MiB together | its bytes |
 | a long list of numbers, texts or tuples of these | its entries; of one as long as the dataset the batch's own |
+| what the loop puts into `builtins` | another object in its place |
 | a random generator | its state |
 
 What can't be seen so is named by `LoopWatch.unseen`.
@@ -16,8 +17,8 @@ What can't be seen so is named by `LoopWatch.unseen`.
 
 from __future__ import annotations
 
+import builtins
 import contextvars
-import copy
 import itertools
 import logging
 import os
@@ -28,6 +29,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from operator import attrgetter, is_
+from pathlib import PurePath
 from typing import Any
 
 import numpy as np
@@ -38,6 +40,7 @@ from torch.utils.data import Subset
 from accel.dataio.dataset.content import C_DATA, Content, bytes_of, writeable
 from accel.dataio.dataset.handles import is_handle
 from accel.dataio.dataset.reach import (
+    ASKS_BY_TEXT,
     ClassOf,
     attributes,
     code_parts,
@@ -50,15 +53,15 @@ from accel.dataio.dataset.reach import (
     packages,
     slots_of,
 )
-from accel.dataio.dataset.snapshot import SCALARS, UNCHANGING, is_same, looked_into, state_of
+from accel.dataio.dataset.snapshot import UNCHANGING, looked_into, state_of
 from accel.dataio.fetching.fetch import Fetch
 from accel.profiler.interruptions import ours
 
 _MOST = 10_000
 # Of a longer container the entries are numbers, texts and tuples of these, or it is unseen.
 _LONG = 256
-# Entries of long containers that are compared each time, 5 ns each; a longer list is compared where the batch reads it.
-_MOST_ENTRIES = 16_384
+# Entries of long containers compared each time, 20 ns each; a longer list is compared where the batch reads it.
+_MOST_ENTRIES = 10_000
 _MOST_BYTES = 1 << 20
 _SMALL_TENSORS = 64
 _TURN = 1024
@@ -90,6 +93,7 @@ class LoopWatch:
         self._holders: list[tuple[str, Callable[[], Sequence[Any]], list[Any]]] = []
         self._contents: list[tuple[str, Callable[[], Any], Any]] = []
         self._counted: list[Tensor] = []
+        self._storages: list[torch.UntypedStorage] = []  # of large tensors
         self._tables: list[tuple[str, list[Any], list[Any]]] = []
         self._entries, self._bytes, self._tensors, self._turn = _MOST_ENTRIES, _MOST_BYTES, _SMALL_TENSORS, 0
         self._levels = _levels(fetch.dataset)
@@ -97,9 +101,10 @@ class LoopWatch:
         self._seen: dict[int, Any] = {}  # kept, so that no other thing gets one's id
         self._waiting = deque([("the dataset", fetch.dataset), ("the collate function", fetch.collate)])
         self._holds("os.environ", partial(_of_dict, getattr(os.environ, "_data", {})))
+        self._holds("the module builtins", partial(_of_dict, vars(builtins)))
         while self._waiting:
             name, thing = self._waiting.popleft()
-            if isinstance(thing, SCALARS) or id(thing) in self._seen:
+            if _is_scalar(thing) or id(thing) in self._seen:
                 continue
             if len(self._seen) >= _MOST:
                 self._hides(f"what is beyond the first {_MOST:,} things in {name}")
@@ -130,6 +135,8 @@ class LoopWatch:
                 return self._differs_at(name)
         if _versions(self._counted) != self._versions:
             return self._differs_at("a tensor")
+        if not all(map(torch.UntypedStorage.resizable, self._storages)):
+            return self._differs_at("a tensor, by way of an array that shares its memory")
         for name, read, before in self._contents:
             if read() != before:
                 return self._differs_at(name)
@@ -150,7 +157,8 @@ class LoopWatch:
             if len(table) != len(kept) or any(not _alike(table[row], kept[row]) for row in rows.get(len(kept), ())):
                 return self._differs_at(name)
             part = slice(begin % len(kept), begin % len(kept) + _TURN)  # the others in turn
-            if table[part] != kept[part]:
+            now, before = table[part], kept[part]
+            if not all(map(is_, now, before)) and not all(map(_alike, now, before)):
                 return self._differs_at(name)
         return False
 
@@ -169,7 +177,9 @@ class LoopWatch:
         elif isinstance(thing, bytearray | C_DATA):
             memory: Any = thing
             self._compares(name, memoryview(memory).nbytes, partial(bytes, memory))
-        elif state_of(thing) is not None:
+            if (own := own_attributes(thing)) is not None:
+                self._holds(name, partial(_of_dict, own))
+        elif state_of(thing) is not None and is_library(type(thing).__module__):
             self._contents.append((name, partial(state_of, thing), state_of(thing)))
         elif isinstance(thing, dict | list | tuple | deque | set | frozenset):
             self._look_at_container(name, thing)
@@ -188,7 +198,7 @@ class LoopWatch:
                 self._hides(f"{name}, a module")
         elif isinstance(thing, _HIDE) or not looked_into(thing):
             self._hides(f"{name}, a {type(thing).__module__}.{type(thing).__qualname__}")
-        elif not isinstance(thing, (*UNCHANGING, logging.Logger)):
+        elif not (isinstance(thing, (*UNCHANGING, logging.Logger)) and is_library(type(thing).__module__)):
             self._look_at_object(name, thing)
 
     def _hides(self, name: str) -> None:
@@ -221,6 +231,8 @@ class LoopWatch:
             read, entries = partial(_of_dict, thing), thing.items()
         else:
             read, entries = partial(list, thing), enumerate(thing)
+        if isinstance(thing, dict) and len(thing) <= _LONG:
+            self._waiting += [(f"a key of {name}", key) for key in thing]
         if type(thing) not in (dict, list, tuple, deque, set, frozenset):
             self._look_at_object(name, thing)
         if len(thing) > _LONG and _flat(thing):
@@ -238,7 +250,7 @@ class LoopWatch:
         is_indexed = len(thing) > _MOST_ENTRIES // 4 and len(thing) in dict(self._levels)
         if len(thing) <= self._entries and not (is_indexed and isinstance(thing, list)):
             self._entries -= len(thing)
-            self._contents.append((name, lambda: thing, copy.copy(thing)))
+            self._holds(name, partial(_of_dict, thing) if isinstance(thing, dict) else partial(list, thing))
             return
         if isinstance(thing, list):
             self._tables.append((name, thing, list(thing)))
@@ -251,6 +263,8 @@ class LoopWatch:
         if tensor.layout != torch.strided or tensor.is_nested or type(tensor) not in (Tensor, torch.nn.Parameter):
             self._hides(f"{name}, a tensor of another kind")
             return
+        if vars(tensor):
+            self._hides(f"{name}, a tensor with attributes")
         size, on_cpu = tensor.numel() * tensor.element_size(), tensor.device.type == "cpu"
         if on_cpu and self._tensors and size <= self._bytes:
             self._tensors -= 1
@@ -258,17 +272,21 @@ class LoopWatch:
         elif tensor.is_inference() or (on_cpu and not tensor.untyped_storage().resizable()):
             # Memory that an array shares can be written past the counter; it can't be resized.
             self._hides(f"{name}, a tensor of {size:,} bytes that is written without a trace")
+        elif on_cpu:
+            self._storages.append(tensor.untyped_storage())
         if not tensor.is_inference():
             self._counted.append(tensor)
 
     def _look_at_array(self, name: str, array: np.ndarray[Any, Any]) -> None:
-        if array.dtype.hasobject and array.size <= _LONG:
+        if type(array) not in (np.ndarray, np.memmap):
+            self._hides(f"{name}, an array of another kind")
+        elif array.dtype.hasobject and array.size <= _LONG:
             self._holds(name, lambda: array.ravel().tolist())
             self._waiting += [(f"{name}[{place}]", value) for place, value in enumerate(array.ravel().tolist())]
         elif array.dtype.hasobject:
             self._hides(f"{name}, an array of objects")
         elif writeable(array):
-            self._compares(name, array.nbytes, array.tobytes)
+            self._compares(name, array.nbytes, lambda: (array.shape, array.dtype, array.tobytes()))
 
     # -- looking at code -----------------------------------------------------------------------------------------------
 
@@ -279,11 +297,13 @@ class LoopWatch:
         self._holds(name, lambda: [function.__code__, function.__defaults__, function.__kwdefaults__])
         if cells := function.__closure__ or ():
             self._holds(name, partial(_of_all, [partial(getattr, cell, "cell_contents") for cell in cells]))
-        if names_of(function.__code__).by_text:
+        names, modules = names_of(function.__code__), named_modules(function)
+        if names.by_text or (modules and names.attributes_by_text):
             self._hides(f"{function.__qualname__}, which looks things up by texts,")
-        if named := sorted(names_of(function.__code__).globals):
+        if named := sorted(names.globals):
             self._holds(f"a global of {function.__qualname__}", partial(_of_names, function.__globals__, named))
-        for module, parts in named_modules(function):
+            self._waiting += [(f"builtins.{each}", vars(builtins)[each]) for each in named if _is_put_in_builtins(each)]
+        for module, parts in modules:
             self._holds(f"an attribute of the module {module.__name__}", partial(_of_names, vars(module), parts))
         self._waiting += code_parts(name, function, self._followed)
 
@@ -299,6 +319,8 @@ class LoopWatch:
                     waiting.append(of_class)
                     self._waiting.append((f"{name}.{new}", of_class))
         self._waiting.append((name, method.__func__))
+        if not named.isdisjoint(ASKS_BY_TEXT):
+            self._hides(f"{name}, which looks things up by texts,")
         if (own := own_attributes(owner)) is not None:
             self._holds(name, partial(_of_names, own, sorted(named)))
             self._waiting += [(f"{name}.{each}", own[each]) for each in sorted(named & own.keys())]
@@ -307,8 +329,10 @@ class LoopWatch:
         of_class = thing if isinstance(thing, ClassOf) else ClassOf.of(thing)
         for kind in of_class.bases(self._followed):
             self._holds(kind.__qualname__, partial(_of_dict, vars(kind)))
-        parts = thing.parts(self._followed) if isinstance(thing, ClassOf) else code_parts(name, thing, self._followed)
-        self._waiting += parts
+            if not is_library(type(kind).__module__):
+                self._hides(f"{kind.__qualname__}, whose class is a metaclass of your own,")
+        # Code may make further objects of a class: by `cls(…)`, `type(self)(…)`, `dataclasses.replace`.
+        self._waiting += of_class.parts(self._followed, making=True)
 
 
 def _levels(dataset: Any) -> list[tuple[int, Any]]:
@@ -330,20 +354,38 @@ def _accepted(now: Sequence[Any], kept: list[Any]) -> bool:
     if len(now) != len(kept):
         return False
     for new, old in zip(now, kept, strict=True):
-        is_equal = isinstance(new, SCALARS) and isinstance(old, SCALARS) and is_same(old, new)
-        if new is not old and not is_equal and not (old is None and is_handle(new)):
+        if not _alike(new, old) and not (old is None and is_handle(new)):
             return False
     kept[:] = now
     return True
 
 
 def _alike(new: Any, old: Any) -> bool:
-    return new is old or (type(new) is type(old) and type(new) in (*_FLAT, tuple) and bool(new == old))
+    """Return whether something is the same thing, or an equal number, text or tuple: 1 is not 1.0, and 0.0 not -0.0."""
+    if new is old:
+        return True
+    if type(new) is tuple and type(old) is tuple:
+        return len(new) == len(old) and all(map(_alike, new, old))
+    return type(new) is type(old) and _is_scalar(new) and repr(new) == repr(old)
+
+
+def _is_scalar(thing: Any) -> bool:
+    # One of a class of the user's may have attributes.
+    return type(thing) in _FLAT or (
+        isinstance(thing, np.number | np.bool_ | PurePath) and type(thing).__dictoffset__ == 0
+    )
+
+
+def _is_put_in_builtins(name: str) -> bool:
+    thing = vars(builtins).get(name)
+    return thing is not None and getattr(thing, "__module__", None) not in ("builtins", "io", "_sitebuiltins")
 
 
 def _flat(entries: Iterable[Any]) -> bool:
     """Return whether entries are numbers, texts and tuples of these."""
-    values = entries.values() if isinstance(entries, dict) else entries
+    if isinstance(entries, dict):
+        return _flat(entries.keys()) and _flat(entries.values())
+    values = entries
     kinds = set(map(type, values))
     if tuple in kinds and kinds - _FLAT == {tuple}:
         pairs = (entry for entry in values if type(entry) is tuple)
@@ -372,4 +414,5 @@ def _of_all(readers: Iterable[Callable[[], Any]]) -> list[Any]:
 
 
 def _versions(tensors: list[Tensor]) -> list[int]:
-    return [*map(attrgetter("_version"), tensors), *map(Tensor.data_ptr, tensors)]
+    attributes_each = map(len, map(attrgetter("__dict__"), tensors))  # of one that has any nothing is seen
+    return [*map(attrgetter("_version"), tensors), *map(Tensor.data_ptr, tensors), *attributes_each]

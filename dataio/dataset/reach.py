@@ -93,10 +93,11 @@ class ClassOf:
         kind = self._kind()
         return [] if kind is None else [base for base in kind.__mro__ if is_followed(base.__module__, followed)]
 
-    def parts(self, followed: set[str]) -> Iterator[_Named]:
-        """Yield attributes and methods, those of the base classes too."""
+    def parts(self, followed: set[str], *, making: bool = False) -> Iterator[_Named]:
+        """Yield attributes and methods, those of the base classes too; with `making` also how an object is made."""
         for base in self.bases(followed):
-            yield from ((name, value) for name, value in _own_parts(base) if name.rpartition(".")[2] not in _MAKING)
+            own = _own_parts(base)
+            yield from ((name, value) for name, value in own if making or name.rpartition(".")[2] not in _MAKING)
 
 
 _MAKING = frozenset({"__init__", "__new__", "__post_init__", "__init_subclass__", "__set_name__", "__class_getitem__"})
@@ -251,8 +252,19 @@ class Names(NamedTuple):
         """Whether it looks things up by texts that may be made when it runs."""
         return not (_LOOKS_UP.isdisjoint(self.globals) and _LOOKS_UP.isdisjoint(self.all))
 
+    @property
+    def attributes_by_text(self) -> bool:
+        """Whether it may ask an object for an attribute by such a text."""
+        return not ASKS_BY_TEXT.isdisjoint(self.all)
 
-_LOOKS_UP = frozenset({"__import__", "eval", "exec", "import_module", "modules", "vars"})
+
+_LOOKS_UP = frozenset(
+    {
+        *("__import__", "eval", "exec", "import_module", "modules", "globals", "__globals__", "f_globals"),
+        *("_getframe", "currentframe", "builtins", "__builtins__"),
+    }
+)
+ASKS_BY_TEXT = frozenset({"getattr", "vars", "__dict__", "__getattribute__", "attrgetter", "getattr_static"})
 
 
 @functools.lru_cache(4096)
