@@ -30,7 +30,7 @@ from typing import Any, ClassVar
 import numpy as np
 from torch.utils.data import Dataset, IterableDataset
 
-from accel.dataio.dataset.dataset_epoch import declared
+from accel.dataio.dataset.numbers import declared
 from accel.dataio.fetching.drawing import DrawRecorder, others_could_draw
 from accel.dataio.fetching.fetch import sample_of
 from accel.dataio.fetching.randomness import random_state, streams

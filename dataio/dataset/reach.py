@@ -93,14 +93,13 @@ class ClassOf:
         kind = self._kind()
         return [] if kind is None else [base for base in kind.__mro__ if is_followed(base.__module__, followed)]
 
-    def parts(self, followed: set[str], *, making: bool = False) -> Iterator[_Named]:
-        """Yield attributes and methods, those of the base classes too; with `making` also how an object is made."""
+    def parts(self, followed: set[str]) -> Iterator[_Named]:
+        """Yield attributes and methods, those of the base classes too, and how an object is made."""
         for base in self.bases(followed):
-            own = _own_parts(base)
-            yield from ((name, value) for name, value in own if making or name.rpartition(".")[2] not in _MAKING)
+            yield from _own_parts(base)
 
 
-_MAKING = frozenset({"__init__", "__new__", "__post_init__", "__init_subclass__", "__set_name__", "__class_getitem__"})
+MAKING = frozenset({"__init__", "__new__", "__post_init__", "__init_subclass__", "__set_name__", "__class_getitem__"})
 
 
 def _own_parts(kind: type) -> list[_Named]:
@@ -124,7 +123,7 @@ def _parts(name: str, thing: Any, followed: set[str]) -> Iterator[_Named]:
     elif is_code(thing):
         yield from code_parts(name, thing, followed)
     elif isinstance(thing, ClassOf):
-        yield from thing.parts(followed)
+        yield from (part for part in thing.parts(followed) if part[0].rpartition(".")[2] not in MAKING)
     else:
         yield from ((f"{name}.{key}", value) for key, value in attributes(thing))
         yield type(thing).__qualname__, ClassOf.object(thing)

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from accel.dataio.dataset.dataset_epoch import declared
+from accel.dataio.dataset.numbers import declared
 from accel.dataio.dataset.reach import own_attributes
 
 _DEPTH = 8

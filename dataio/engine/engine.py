@@ -21,8 +21,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from accel.dataio.batches import tensors
-from accel.dataio.dataset.loop_watch import LoopWatch
-from accel.dataio.dataset.snapshot import Path
+from accel.dataio.dataset.numbers import Numbers
+from accel.dataio.dataset.watch import DatasetWatch
 from accel.dataio.engine.thread_modes import ThreadModes
 from accel.dataio.engine.thread_pool import ThreadPool
 from accel.dataio.fetching.drawing import Drawing, SeparateStates, others_could_draw
@@ -87,7 +87,7 @@ class BatchJob(NamedTuple):
     epoch: int = 0
     number: int = 0
     worker_epoch: WorkerEpoch | None = None
-    watch: LoopWatch | None = None
+    watch: DatasetWatch | None = None
 
 
 class Engine(Protocol):
@@ -115,8 +115,8 @@ class Engine(Protocol):
     def discard(self) -> None:
         """Forget all jobs that were not collected."""
 
-    def update(self, leaves: dict[Path, Any]) -> None:
-        """Set values in copies of the dataset; nothing to do where there are none."""
+    def update(self, numbers: Numbers) -> None:
+        """Set numbers in copies of the dataset; nothing to do where there are none."""
 
     def restart(self) -> None:
         """Take the dataset anew as it is now."""
@@ -212,7 +212,7 @@ class InlineEngine:
         """Forget the jobs."""
         self._jobs.clear()
 
-    def update(self, leaves: dict[Path, Any]) -> None:
+    def update(self, numbers: Numbers) -> None:
         """Look again whether fetching draws random numbers: the dataset, the loop's own, has changed."""
         self._drawing.look_again()
 
@@ -373,7 +373,7 @@ class ThreadEngine:
         self._futures.clear()
         self._held_back.clear()
 
-    def update(self, leaves: dict[Path, Any]) -> None:
+    def update(self, numbers: Numbers) -> None:
         """Look again whether fetching draws random numbers: the dataset, the loop's own, has changed."""
         self._abandon_check()
         self._quiet = False

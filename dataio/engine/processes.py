@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from torch.utils.data import DataLoader
 
-from accel.dataio.dataset.snapshot import Path
+from accel.dataio.dataset.numbers import Numbers
 from accel.dataio.engine import wire, worker
 from accel.dataio.engine.engine import BatchJob, FetchTimeout, WorkerDied, WorkersStuck, as_raised
 from accel.dataio.engine.slots import MOST_IN_USE, SlotReader
@@ -47,11 +47,11 @@ class _Result(NamedTuple):
 
 
 class _Change(NamedTuple):
-    """Values in the dataset, for jobs from serial number `since` on."""
+    """Numbers in the dataset, for jobs from serial number `since` on."""
 
     number: int
     since: int
-    leaves: dict[Path, Any]
+    numbers: Numbers
 
 
 class ProcessEngine:
@@ -119,7 +119,7 @@ class ProcessEngine:
         self._tries: dict[int, int] = {}
         self._failed_starts = 0
         # Changes sent to the workers' copies of the dataset: for all jobs there are, and from a certain job on.
-        self._leaves: dict[Path, Any] = {}
+        self._numbers: Numbers = {}
         self._changes: deque[_Change] = deque()
         self._newest_change = 0
         self._next = 0
@@ -167,19 +167,19 @@ class ProcessEngine:
             handle.jobs.clear()
             handle.send("stale", self._next)
 
-    def update(self, leaves: dict[Path, Any]) -> None:
-        """Set values in the workers' copies of the dataset, for the jobs submitted from now on."""
+    def update(self, numbers: Numbers) -> None:
+        """Set numbers in the workers' copies of the dataset, for the jobs submitted from now on."""
         self._come_along()
         self._newest_change += 1
-        self._changes.append(_Change(self._newest_change, self._next, leaves))
+        self._changes.append(_Change(self._newest_change, self._next, numbers))
         for handle in self._handles:
-            handle.send_change(self._newest_change, leaves)
+            handle.send_change(self._newest_change, numbers)
         self._settle()
 
     def restart(self) -> None:
         """End the workers; the next job starts new ones, with the dataset as it is then."""
         self.discard()
-        self._leaves = {}
+        self._numbers = {}
         self._end_workers()
 
     def reset(self) -> None:
@@ -204,7 +204,7 @@ class ProcessEngine:
     def _settle(self) -> None:
         oldest = self._order[0] if self._order else self._next
         while self._changes and self._changes[0].since <= oldest:
-            self._leaves |= self._changes.popleft().leaves
+            self._numbers |= self._changes.popleft().numbers
 
     # -- starting ----------------------------------------------------------------------------------------------------
 
@@ -261,8 +261,8 @@ class ProcessEngine:
         )
         self._start_process(handle, task)
         self._selector.register(handle.connection, selectors.EVENT_READ, handle)  # type: ignore[arg-type]
-        if self._leaves:
-            handle.send("dataset", self._leaves)
+        if self._numbers:
+            handle.send("dataset", self._numbers)
 
     def _start_process(self, handle: WorkerHandle, task: worker.Task) -> None:
         if self.start_method != "fork":
@@ -288,7 +288,7 @@ class ProcessEngine:
     def _tell(self, handle: WorkerHandle, serial: int) -> None:
         for change in self._changes:
             if change.since <= serial:
-                handle.send_change(change.number, change.leaves)
+                handle.send_change(change.number, change.numbers)
 
     def _worker_for(self, job: BatchJob, handles: list[WorkerHandle]) -> WorkerHandle:
         if self._as_torch:

@@ -35,7 +35,8 @@ import torch
 from torch.utils.data._utils import collate as torch_collate
 from torch.utils.data._utils import worker as torch_worker
 
-from accel.dataio.dataset.snapshot import DatasetSnapshot, apply_leaves, compare, take_snapshot
+from accel.dataio.dataset.numbers import Numbers, set_numbers
+from accel.dataio.dataset.watch import DatasetWatch
 from accel.dataio.engine import slots, wire
 from accel.dataio.engine.engine import WorkerEpoch
 from accel.dataio.fetching.fetch import Fetch, blame
@@ -160,7 +161,7 @@ class _Worker:
         self._main_thread = threading.get_ident()
         self._epoch: int | None = None
         # The dataset as a worker that was just started would have it.
-        self._clean: DatasetSnapshot | None = None
+        self._clean: DatasetWatch | None = None
         self._moved = ""
 
     # -- receiving ---------------------------------------------------------------------------------------------------
@@ -245,7 +246,7 @@ class _Worker:
         if not self._moved:
             self._seed(epoch.base_seed)
         if self._clean is None:
-            self._clean = take_snapshot(self._fetch)
+            self._clean = DatasetWatch(self._fetch)
         elif self._task.init is not None:
             self._look("the worker_init_fn changes the dataset, differently each time")
         if self._moved:
@@ -254,17 +255,15 @@ class _Worker:
 
     def _look(self, what: str) -> None:
         """Take note if the dataset is another than that of a worker that was just started."""
-        if self._clean is not None and not self._moved:
-            now = take_snapshot(self._fetch)
-            if compare(self._clean, now) or now.whole != self._clean.whole:
-                self._moved = what
+        if self._clean is not None and not self._moved and self._clean.changed(thoroughly=True):
+            self._moved = what
 
-    def _apply(self, leaves: dict[Any, Any]) -> None:
+    def _apply(self, numbers: Numbers) -> None:
         if self._task.as_torch:
             self._look("fetching a sample changes the dataset, which workers that go on would not forget")
-        apply_leaves(self._fetch, leaves)
+        set_numbers(self._fetch.dataset, numbers)
         if self._clean is not None:
-            self._clean = take_snapshot(self._fetch)
+            self._clean = DatasetWatch(self._fetch)
 
     def _serve(self, order: Order) -> None:
         self._release(order)

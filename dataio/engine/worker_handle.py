@@ -16,7 +16,7 @@ from multiprocessing.connection import Connection
 from socket import socket
 from typing import Any
 
-from accel.dataio.dataset.snapshot import Path
+from accel.dataio.dataset.numbers import Numbers
 from accel.dataio.engine import sigterm, worker
 from accel.dataio.engine.engine import BatchJob
 from accel.dataio.engine.inbox import Inbox
@@ -108,11 +108,11 @@ class WorkerHandle:
         self.jobs[serial] = job
         self.send("order", worker.Order(serial, indices, job.seed, job.worker_epoch, *self.slots.take_freed()))
 
-    def send_change(self, number: int, leaves: dict[Path, Any]) -> None:
+    def send_change(self, number: int, numbers: Numbers) -> None:
         """Send change `number` of the dataset, if the worker does not have it yet."""
         if number > self._newest_change:
             self._newest_change = number
-            self.send("dataset", leaves)
+            self.send("dataset", numbers)
 
     def receive(self) -> Iterator[Any]:
         """Yield the messages that have come as a whole; raises EOFError or OSError when the worker is gone."""

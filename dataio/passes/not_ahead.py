@@ -14,10 +14,10 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from accel.dataio.batches import equal
-from accel.dataio.dataset.loop_watch import LoopWatch
+from accel.dataio.dataset.watch import DatasetWatch
 from accel.dataio.engine.engine import BatchJob, NotAhead
 from accel.dataio.fetching.drawing import Drawing
-from accel.dataio.fetching.fetch import Fetch, fetch_of
+from accel.dataio.fetching.fetch import fetch_of
 from accel.dataio.passes.movable import not_read_ahead
 
 # Times that batches made ahead are thrown away because the loop has changed the dataset meanwhile.
@@ -51,15 +51,15 @@ class AheadCheck:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._loader, self.strict, self._whole, self._seeded, self._clock = loader, strict, whole, seeded, clock
-        self.watch: LoopWatch | None = None
+        self.watch: DatasetWatch | None = None
         self._sampler_finding = ""
         self._renewals = self.seen = self.compared = 0
         self._drawing, self._is_due = Drawing(), False
         self._began, self._spent_s, self._last_s = clock(), 0.0, 0.0
 
-    def look(self, fetch: Fetch | None) -> None:
-        """Watch from now on what the loop changes of what `fetch` reads; None for nothing."""
-        self.watch = LoopWatch(fetch) if fetch is not None and self._renewals <= _MOST_RENEWALS else None
+    def look(self, watch: DatasetWatch | None) -> None:
+        """Watch from now on what the loop changes of what fetching reads; None for nothing."""
+        self.watch = watch if self._renewals <= _MOST_RENEWALS else None
         self._sampler_finding = not_read_ahead(self._loader) if self.strict else ""
 
     def refuse(self, *, drawn_since: bool) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 
 from accel.dataio.engine.engine import BatchJob, InlineEngine
 from accel.dataio.engine.transfer import AheadCopier
-from accel.dataio.passes.continuous import Continuous
+from accel.dataio.passes.prefetch import PrefetchAcrossEpochs
 from accel.profiler.interruptions import ours
 
 
@@ -57,11 +57,20 @@ class Pass:
         self._maker, self._copier = maker, copier
         self._late: Exception | None = None
         self.position = 0
-        self.continuous: Continuous | None = None
+        self.continuous: PrefetchAcrossEpochs | None = None
         self.rest: Iterator[Any] = iter(())
-        maker.begin(self)
+        try:
+            maker.begin(self)
+        except ours():
+            raise
+        except BaseException:
+            if self.continuous is not None:
+                self.continuous.interrupted()
+            raise
 
-    def attach(self, continuous: Continuous, go_on: Callable[[Pass, Continuous], Iterator[Any]]) -> None:
+    def attach(
+        self, continuous: PrefetchAcrossEpochs, go_on: Callable[[Pass, PrefetchAcrossEpochs], Iterator[Any]]
+    ) -> None:
         """Take batches from `continuous` from now on; `go_on` returns the iterator to go on with when detached."""
         self.continuous, self._go_on = continuous, go_on
 
@@ -100,8 +109,8 @@ class Pass:
             self._copier, self._late = AheadCopier(self._copier.device), None
         if self.continuous is None:
             return
-        self.continuous.give_back(position)
         self._stand_at(position)
+        self.continuous.interrupted()
         if self.continuous.whole_epochs:
             self.detach()
 
@@ -126,6 +135,8 @@ class Pass:
 
     def _stand_at(self, position: int) -> None:
         self.position = position
+        if self.continuous is not None:
+            self.continuous.handed = position
 
     def _end(self) -> None:
         self.continuous, self.rest = None, iter(())  # a newer pass has nothing to detach, and keeps what is made ahead
@@ -189,7 +200,7 @@ class InlineRest:
         continuous: has made its batches until now.
     """
 
-    def __init__(self, running: Pass, continuous: Continuous) -> None:
+    def __init__(self, running: Pass, continuous: PrefetchAcrossEpochs) -> None:
         self._engine, self._jobs = InlineEngine(continuous.loader), continuous.jobs_left()
         self._job: BatchJob | None = None
 

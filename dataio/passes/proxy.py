@@ -17,8 +17,8 @@ from torch.utils.data import DataLoader
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from accel.dataio.dataset.fetch_watch import FetchWatch
-from accel.dataio.passes.continuous import Continuous
 from accel.dataio.passes.passes import Maker, Newest, Pass
+from accel.dataio.passes.prefetch import PrefetchAcrossEpochs
 from accel.dataio.passes.stand_in import StandIn
 from accel.dataio.passes.underway import PassesUnderWay
 from accel.profiler.interruptions import ours
@@ -61,7 +61,7 @@ class Fetching:
     """
 
     def __init__(self) -> None:
-        self.workers: Continuous | None = None
+        self.workers: PrefetchAcrossEpochs | None = None
         self.own_workers: OwnWorkers | None = None
         self.samples: KeptSamples | None = None
         self.newest = Newest()
@@ -217,7 +217,7 @@ class Controlled(Maker):
             return next(running.rest)
         return watch.around(partial(next, running.rest))
 
-    def _chosen(self, running: Pass) -> Continuous | None:
+    def _chosen(self, running: Pass) -> PrefetchAcrossEpochs | None:
         """Return the workers that make the next batch: those that are wanted, once others are drained."""
         wanted = self._fetching.workers if self._fetching.newest.is_(running) else None
         current = running.continuous
@@ -243,7 +243,7 @@ class Controlled(Maker):
         return True
 
 
-def _plain_rest(running: Pass, workers: Continuous) -> Any:
+def _plain_rest(running: Pass, workers: PrefetchAcrossEpochs) -> Any:
     """Return torch's iterator, with the index lists that the workers leave."""
     plain: Any = running.rest
     if not hasattr(plain, "_sampler_iter"):

@@ -21,8 +21,8 @@ from torch.utils.data import DataLoader
 from accel.dataio.engine.processes import ProcessEngine
 from accel.dataio.loader import ContinuousLoader
 from accel.dataio.passes import tuner
-from accel.dataio.passes.continuous import Continuous
-from accel.dataio.passes.jobs import ListLost
+from accel.dataio.passes.index_lists import ListLost
+from accel.dataio.passes.prefetch import PrefetchAcrossEpochs
 from accel.dataio.passes.proxy import LoaderProxy
 from tests.dataio.numbers import Numbers, indices
 from tests.dataio.test_continuous import Silent
@@ -57,7 +57,7 @@ def _wrapped(mode: str, own: bool) -> Any:
     plain = _plain(own)
     if mode == "proxy":
         proxy = LoaderProxy(plain, Silent())
-        proxy._accel_fetching.workers = Continuous(plain, ProcessEngine(plain, 1))
+        proxy._accel_fetching.workers = PrefetchAcrossEpochs(plain, ProcessEngine(plain, 1))
         return proxy
     return ContinuousLoader(plain, mode=mode, workers=2)  # type: ignore[arg-type]
 

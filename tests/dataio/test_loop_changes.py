@@ -36,7 +36,7 @@ from torch.utils.data import (
 )
 from torch.utils.data.distributed import DistributedSampler
 
-from accel.dataio.dataset.loop_watch import LoopWatch
+from accel.dataio.dataset.watch import DatasetWatch
 from accel.dataio.engine.engine import BatchJob, NotAhead
 from accel.dataio.fetching.fetch import Fetch
 from accel.dataio.loader import ContinuousLoader
@@ -174,7 +174,7 @@ class ByText(Numbers):
 
 
 def test_what_is_looked_up_by_texts_can_not_be_seen() -> None:
-    assert "looks things up by texts" in LoopWatch(Fetch(ByText(8), list, batched=True)).unseen
+    assert "looks things up by texts" in DatasetWatch(Fetch(ByText(8), list, batched=True)).unseen
     assert "looks things up by texts" in refused(DataLoader(ByText(8), batch_size=4))
 
 
@@ -194,7 +194,7 @@ def test_a_module_that_a_function_imports_by_its_place_is_watched(
     monkeypatch.syspath_prepend(str(tmp_path))
     data = importlib.import_module("package_of_mine.data").Data()
     data[0]
-    watch = LoopWatch(Fetch(data, list, batched=True))
+    watch = DatasetWatch(Fetch(data, list, batched=True))
     assert not watch.changed()
     monkeypatch.setattr(sys.modules["package_of_mine.config"], "SHIFT", 2)
     assert watch.changed()
@@ -714,7 +714,7 @@ def test_what_is_hard_to_see_is_seen_to_change_or_known_to_be_unseen(
     monkeypatch.setattr(builtins, "accel_level", 1, raising=False)
     read, make, change = HIDDEN[kind]
     data = Reads(read, make())
-    watch, before = LoopWatch(Fetch(data, list, batched=True)), data[40]
+    watch, before = DatasetWatch(Fetch(data, list, batched=True)), data[40]
     assert not watch.changed([40])
     change(data.held)
     assert not torch.equal(data[40], before)
@@ -734,7 +734,7 @@ class Odd(Numbers):
 
 
 def test_what_raises_when_it_is_looked_at_is_taken_to_be_unseen() -> None:
-    watch = LoopWatch(Fetch(Odd(), default_collate, batched=True))
+    watch = DatasetWatch(Fetch(Odd(), default_collate, batched=True))
     assert watch.unseen == "the dataset.odd"
     assert not watch.changed([0])
 
