@@ -454,7 +454,7 @@ def _open(slots: SlotReader, message: worker.Done) -> Any:
         if slots.in_use > MOST_IN_USE:
             # The loop keeps its batches: they get memory of their own, so that the slot comes back.
             memory = bytearray(memory)
-    return wire.load(message.payload, message.places, memory)
+    return wire.load(message.payload, message.sizes, memory)
 
 
 def _context(loader: DataLoader[Any], start_method: str | None) -> Any:

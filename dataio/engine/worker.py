@@ -79,7 +79,7 @@ class Done(NamedTuple):
 
     serial: int
     payload: bytes
-    places: list[wire.ArrayPlace]
+    sizes: list[int]
     slot: int | None
     new_file: bool
     dropped: list[int]
@@ -320,7 +320,7 @@ class _Worker:
         if self._slots is not None:
             dropped, self._slots.dropped = self._slots.dropped, []
         number = None if slot is None else slot.number
-        done = Done(serial, packed.payload, packed.places, number, fresh, dropped, data, time.perf_counter() - began)
+        done = Done(serial, packed.payload, packed.sizes, number, fresh, dropped, data, time.perf_counter() - began)
         self._send(done, slot.file if slot is not None and fresh else -1)
         if slot is not None:
             slot.close_file()

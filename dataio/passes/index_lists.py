@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -41,14 +41,14 @@ class IndexLists:
 
     Attributes:
         exhausted: no more can be drawn.
+        is_drawing: a list is on its way to whoever draws it; after an interruption it is lost.
     """
 
     def __init__(self, loader: DataLoader[Any], draws: Draws, *, keeps: bool = False) -> None:
-        self.draws, self.exhausted = draws, False
+        self.draws, self.exhausted, self.is_drawing = draws, False, False
         self._back: deque[BatchJob] = deque()
         self._states: tuple[States, States] | None = None
         self._error: Exception | None = None
-        self._is_drawing = False
         outer, sampler = loader._index_sampler, ordering(loader)
         self._batches = outer if type(outer) is BatchSampler and not outer.drop_last and not keeps else None
         self._subset = sampler if type(sampler) is SubsetRandomSampler and not keeps else None
@@ -88,19 +88,14 @@ class IndexLists:
             self._states = None
         if self._error is not None:
             raise self._error
-        if self._is_drawing:
-            raise ListLost
-        self._is_drawing = True
         try:
-            indices = _copied(next(self.draws))
+            return _copied(next(self.draws))
         except StopIteration:
-            self._is_drawing, self.exhausted = False, True
+            self.exhausted = True
             raise
         except ours() as error:
-            self._is_drawing, self._error = False, error
+            self._error = error
             raise
-        self._is_drawing = False
-        return indices
 
     def give_back(self, jobs: list[BatchJob], before: States | None, after: States) -> None:
         """Take back lists that were drawn and not used.
@@ -173,6 +168,22 @@ class Jobs:
 
     def __iter__(self) -> Iterator[BatchJob]:
         return self
+
+    def into(self, take: Callable[[BatchJob], Any]) -> bool:
+        """Hand the next job to `take`, and return whether there was one; raises `ListLost` if one was lost before."""
+        if self.lists.is_drawing:
+            raise ListLost
+        self.lists.is_drawing = True
+        try:
+            take(next(self))
+        except StopIteration:
+            self.lists.is_drawing = False
+            return False
+        except ours():
+            self.lists.is_drawing = False
+            raise
+        self.lists.is_drawing = False
+        return True
 
     def __next__(self) -> BatchJob:
         indices, number = next(self.lists), self._number

@@ -15,6 +15,7 @@ from __future__ import annotations
 import sys
 import weakref
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -201,25 +202,25 @@ class InlineRest:
     """
 
     def __init__(self, running: Pass, continuous: PrefetchAcrossEpochs) -> None:
-        self._engine, self._jobs = InlineEngine(continuous.loader), continuous.jobs_left()
-        self._job: BatchJob | None = None
+        self._engine, self._left = InlineEngine(continuous.loader), continuous.jobs_left()
+        self._jobs: deque[BatchJob] = deque()
 
     def __iter__(self) -> Iterator[Any]:
         return self
 
     def __next__(self) -> Any:
-        if self._job is None:
-            self._job = next(self._jobs)
+        if not self._jobs and not self._left.into(self._jobs.append):
+            raise StopIteration
         try:
-            self._engine.submit(self._job)
+            self._engine.submit(self._jobs[0])
             batch = self._engine.collect()
         except ours():
-            self._job = None
+            self._jobs.clear()
             raise
         except BaseException:
             self._engine.reset()
             raise
-        self._job = None
+        self._jobs.clear()
         return batch
 
 

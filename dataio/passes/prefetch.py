@@ -218,7 +218,7 @@ class PrefetchAcrossEpochs:
         self.close_feed()
         return self._lists
 
-    def jobs_left(self) -> Iterator[BatchJob]:
+    def jobs_left(self) -> Jobs:
         """Return `left` with the seeds."""
         lists = self.left()
         return Jobs(lists, self.base_seed if self._seeded else None, self._epoch, self.served)
@@ -395,15 +395,13 @@ class PrefetchAcrossEpochs:
         if source.lists.exhausted:
             return False
         try:
-            job = next(source, None)
+            drawn = source.into(self._record.append)
         except ours() as error:
             self.sampler_error = error
             raise
-        if job is not None:
-            self._record.append(job)
         if self._ahead is None:
-            self._drawn = self._lists.draws.generators() if job is None else job.after
-        return job is not None
+            self._drawn = self._record[-1].after if drawn else self._lists.draws.generators()
+        return drawn
 
     def _look_ahead(self) -> bool:
         """Draw the next epoch's index lists, when this one's have all been given out."""
