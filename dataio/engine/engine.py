@@ -25,8 +25,9 @@ from accel.dataio.dataset.numbers import Numbers
 from accel.dataio.dataset.watch import DatasetWatch
 from accel.dataio.engine.thread_modes import ThreadModes
 from accel.dataio.engine.thread_pool import ThreadPool
-from accel.dataio.fetching.drawing import Drawing, SeparateStates, others_could_draw
+from accel.dataio.fetching.drawing import Drawing, others_could_draw
 from accel.dataio.fetching.fetch import blame, fetch_of
+from accel.dataio.fetching.randomness import Stream, streams
 from accel.profiler.interruptions import ours
 
 
@@ -78,6 +79,7 @@ class BatchJob(NamedTuple):
         number: of the batch in its epoch.
         worker_epoch: the epoch as a `DataLoader`'s own workers know it, for an engine that stands in for them.
         watch: for threads, which read the loop's own dataset: what it must be as; None for anything.
+        numbers: of the dataset, for engines with copies of it: under which the batch is to be made; set by the engine.
     """
 
     indices: Any
@@ -88,6 +90,7 @@ class BatchJob(NamedTuple):
     number: int = 0
     worker_epoch: WorkerEpoch | None = None
     watch: DatasetWatch | None = None
+    numbers: Numbers = {}  # noqa: RUF012  (never changed)
 
 
 class Engine(Protocol):
@@ -428,10 +431,18 @@ class _DrawCheck:
 
     def make(self, fetch: Callable[[Any], Any], indices: Any) -> Any:
         """Return the batch; raises `ThreadsDraw` if it drew."""
-        listen = others_could_draw([self._waiting])
-        batch, drawn = SeparateStates().call(fetch, indices, (), 0, listen=listen, may_write=self._decides)
-        if drawn:
-            raise ThreadsDraw("fetching a sample draws random numbers, which threads can't keep apart")
+        before = [(stream, stream.read()) for stream in streams()]
+        moved: list[tuple[Stream, Any]] = []
+        try:
+            batch = fetch(indices)
+        finally:
+            moved = [(stream, state) for stream, state in before if stream.read() != state]
+            if self._decides():
+                for stream, state in moved:
+                    stream.write(state)
+        if moved:
+            by = ", by it or by another thread" if others_could_draw([self._waiting]) else ""
+            raise ThreadsDraw(f"fetching a sample draws random numbers{by}, which threads can't keep apart")
         return batch
 
     def abandon(self) -> None:

@@ -46,14 +46,6 @@ class _Result(NamedTuple):
     job: BatchJob
 
 
-class _Change(NamedTuple):
-    """Numbers in the dataset, for jobs from serial number `since` on."""
-
-    number: int
-    since: int
-    numbers: Numbers
-
-
 class ProcessEngine:
     """Make batches of `loader` in `workers` processes; see `accel.dataio.engine.engine.Engine`.
 
@@ -118,10 +110,8 @@ class ProcessEngine:
         self._waiting: dict[int, BatchJob] = {}
         self._tries: dict[int, int] = {}
         self._failed_starts = 0
-        # Changes sent to the workers' copies of the dataset: for all jobs there are, and from a certain job on.
         self._numbers: Numbers = {}
-        self._changes: deque[_Change] = deque()
-        self._newest_change = 0
+        """What has changed in the dataset since the workers were started."""
         self._next = 0
 
     def _own(self, handles: list[WorkerHandle]) -> None:
@@ -133,7 +123,7 @@ class ProcessEngine:
     def submit(self, job: BatchJob) -> None:
         """Hand a job to the worker that has the fewest, or whose turn it is."""
         self.start()
-        self._worker_for(job, self._handles).give(self._next, job)
+        self._worker_for(job, self._handles).give(self._next, job._replace(numbers=self._numbers))
         self._order.append(self._next)
         self._next += 1
 
@@ -162,19 +152,13 @@ class ProcessEngine:
                 result.slots.free_at_once(result.message.slot)
         for kept in (self._order, self._results, self._tries, self._waiting):
             kept.clear()
-        self._settle()
         for handle in self._handles:
             handle.jobs.clear()
             handle.send("stale", self._next)
 
     def update(self, numbers: Numbers) -> None:
         """Set numbers in the workers' copies of the dataset, for the jobs submitted from now on."""
-        self._come_along()
-        self._newest_change += 1
-        self._changes.append(_Change(self._newest_change, self._next, numbers))
-        for handle in self._handles:
-            handle.send_change(self._newest_change, numbers)
-        self._settle()
+        self._numbers = {**self._numbers, **numbers}
 
     def restart(self) -> None:
         """End the workers; the next job starts new ones, with the dataset as it is then."""
@@ -199,12 +183,6 @@ class ProcessEngine:
         self._order.popleft()
         for kept in (self._results, self._tries, self._waiting, *(handle.jobs for handle in self._handles)):
             kept.pop(serial, None)  # type: ignore[attr-defined]
-        self._settle()
-
-    def _settle(self) -> None:
-        oldest = self._order[0] if self._order else self._next
-        while self._changes and self._changes[0].since <= oldest:
-            self._numbers |= self._changes.popleft().numbers
 
     # -- starting ----------------------------------------------------------------------------------------------------
 
@@ -261,8 +239,6 @@ class ProcessEngine:
         )
         self._start_process(handle, task)
         self._selector.register(handle.connection, selectors.EVENT_READ, handle)  # type: ignore[arg-type]
-        if self._numbers:
-            handle.send("dataset", self._numbers)
 
     def _start_process(self, handle: WorkerHandle, task: worker.Task) -> None:
         if self.start_method != "fork":
@@ -277,18 +253,9 @@ class ProcessEngine:
             handle.start(self._context, task)
 
     def _hand_out(self, handles: list[WorkerHandle], jobs: dict[int, BatchJob]) -> None:
-        """Give jobs to workers that were just started, each under the state of the dataset that it was meant for."""
+        """Give jobs to workers that were just started."""
         for serial in sorted(jobs):
-            handle = self._worker_for(jobs[serial], handles)
-            self._tell(handle, serial)
-            handle.give(serial, jobs[serial])
-        for handle in handles:
-            self._tell(handle, self._next)
-
-    def _tell(self, handle: WorkerHandle, serial: int) -> None:
-        for change in self._changes:
-            if change.since <= serial:
-                handle.send_change(change.number, change.numbers)
+            self._worker_for(jobs[serial], handles).give(serial, jobs[serial])
 
     def _worker_for(self, job: BatchJob, handles: list[WorkerHandle]) -> WorkerHandle:
         if self._as_torch:

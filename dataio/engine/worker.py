@@ -64,12 +64,13 @@ class Task:
 
 
 class Order(NamedTuple):
-    """One batch to be made; slots in `again` may be filled anew, those in `spent` not."""
+    """One batch to be made, with these numbers in the dataset; slots in `again` may be filled anew, in `spent` not."""
 
     serial: int
     indices: bytes
     seed: int | None
     epoch: WorkerEpoch | None
+    numbers: Numbers
     again: list[int]
     spent: list[int]
 
@@ -160,6 +161,7 @@ class _Worker:
         self._slots = slots.SlotWriter(task.most_free) if slots.supported() else None
         self._main_thread = threading.get_ident()
         self._epoch: int | None = None
+        self._numbers: Numbers = {}
         # The dataset as a worker that was just started would have it.
         self._clean: DatasetWatch | None = None
         self._moved = ""
@@ -183,7 +185,7 @@ class _Worker:
                 frame = sys._current_frames().get(self._main_thread)
                 self._send(Where("".join(traceback.format_stack(frame)) if frame else ""))
             else:
-                self._orders.put((kind, content))
+                self._orders.put(content)
 
     # -- sending -----------------------------------------------------------------------------------------------------
 
@@ -202,11 +204,8 @@ class _Worker:
             threading.Thread(target=self._receive, name="accel-loader-receive", daemon=True).start()
             if not self._start():
                 return
-            for kind, content in iter(self._orders.get, None):
-                if kind == "dataset":
-                    self._apply(content)
-                else:
-                    self._serve(content)
+            for order in iter(self._orders.get, None):
+                self._serve(order)
         except (BrokenPipeError, ConnectionResetError):
             return  # the loop is gone
 
@@ -259,6 +258,7 @@ class _Worker:
             self._moved = what
 
     def _apply(self, numbers: Numbers) -> None:
+        self._numbers = numbers
         if self._task.as_torch:
             self._look("fetching a sample changes the dataset, which workers that go on would not forget")
         set_numbers(self._fetch.dataset, numbers)
@@ -270,6 +270,8 @@ class _Worker:
         if order.serial < self._stale_below:
             return
         began, indices = time.perf_counter(), None
+        if order.numbers != self._numbers:
+            self._apply(order.numbers)
         try:
             if order.seed is not None and not self._task.as_loop:
                 seed_everything(order.seed)
