@@ -272,9 +272,9 @@ class ThreadEngine:
 
     def start(self) -> None:
         """Make the pool; its threads start with the first jobs."""
-        if os.getpid() != self._owner:  # a copy of the loader in a forked process, where no thread came along
-            self._owner, self._pool, self._check = os.getpid(), None, None
-            self._hold_back()
+        if os.getpid() != self._owner:  # in a forked process, where no thread came along
+            self._owner, self._check = os.getpid(), None
+            self.reset()
         if self._pool is None:
             self._pool = ThreadPool(self.workers, "accel-loader")
 

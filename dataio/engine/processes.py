@@ -129,7 +129,6 @@ class ProcessEngine:
 
     def collect(self) -> Any:
         """Return the batch of the oldest job; raises what fetching it raised."""
-        self._come_along()
         serial = self._order[0]
         try:
             self._await(serial)
@@ -146,7 +145,6 @@ class ProcessEngine:
 
     def discard(self) -> None:
         """Forget all jobs that were not collected."""
-        self._come_along()
         for result in self._results.values():
             if isinstance(result.message, worker.Done) and result.message.slot is not None:
                 result.slots.free_at_once(result.message.slot)
@@ -168,10 +166,11 @@ class ProcessEngine:
 
     def reset(self) -> None:
         """End the workers, whatever they and this engine were at; the next job starts new ones."""
-        self._come_along()
         end_all(self._handles, self._owner)
+        self._finalizer.detach()
         self._selector.close()
         self._begin()
+        self._own([])
 
     def close(self) -> None:
         """End the workers."""
@@ -193,7 +192,8 @@ class ProcessEngine:
 
     def start(self) -> None:
         """Start the workers, if there are none."""
-        self._come_along()
+        if os.getpid() != self._owner:  # in a forked process: the workers are those of the loop there
+            self.reset()
         if self._handles:
             return
         if self._check is not None:
@@ -208,20 +208,6 @@ class ProcessEngine:
             raise
         jobs, self._waiting = self._waiting, {}
         self._hand_out(self._handles, jobs)
-
-    def _come_along(self) -> None:
-        """In a process forked from the loop's: leave the workers to the loop, and have jobs made by others."""
-        if os.getpid() == self._owner:
-            return
-        self._finalizer.detach()
-        self._take_back(self._handles)
-        # Their slots will be filled again when the loop there is done with them.
-        for serial, result in list(self._results.items()):
-            if isinstance(result.message, worker.Done):
-                self._waiting[serial] = self._results.pop(serial).job
-        self._own([])
-        self._selector.close()
-        self._selector = selectors.PollSelector()
 
     def _start(self, handle: WorkerHandle) -> None:
         loader = self._loader

@@ -15,6 +15,7 @@ and makes again everything from `handed` on.
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections import deque
 from collections.abc import Iterator
@@ -76,6 +77,7 @@ class PrefetchAcrossEpochs:
         self._record: deque[BatchJob] = deque()
         self._collected = self._given = 0
         self._failed = False  # the oldest could not be made
+        self._owner = os.getpid()
         self.sampler_error: Exception | None = None
         self._epoch = self.served = self.handed = self.base_seed = 0
         self._may_look_ahead = True
@@ -137,6 +139,9 @@ class PrefetchAcrossEpochs:
 
         After an Exception the batch is passed over, unless another engine is switched to, which makes it again.
         """
+        if os.getpid() != self._owner:  # a copy of the loader in a forked process
+            self._owner = os.getpid()
+            self.interrupted()
         self.skip_failed()
         self._forget_handed()
         if self._resumed is not None:
