@@ -23,8 +23,7 @@ from torch.utils.data import DataLoader
 from accel.dataio.batches import tensors
 from accel.dataio.dataset.numbers import Numbers
 from accel.dataio.dataset.watch import DatasetWatch
-from accel.dataio.engine.thread_modes import ThreadModes
-from accel.dataio.engine.thread_pool import ThreadPool
+from accel.dataio.engine.thread_pool import ThreadModes, ThreadPool
 from accel.dataio.fetching.drawing import Drawing, others_could_draw
 from accel.dataio.fetching.fetch import blame, fetch_of
 from accel.dataio.fetching.randomness import Stream, streams

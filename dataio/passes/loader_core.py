@@ -22,13 +22,12 @@ from accel.dataio.engine.engine import BatchHasGraph, Engine, InlineEngine, Thre
 from accel.dataio.engine.processes import STALL_S, ProcessEngine
 from accel.dataio.fetching.fetch import Fetch, fetch_of
 from accel.dataio.passes import epochs, resume
-from accel.dataio.passes.look_ahead import LookAhead
 from accel.dataio.passes.measured import Measured
 from accel.dataio.passes.movable import not_movable, not_read_ahead
-from accel.dataio.passes.passes import InlineRest, Maker, Newest, Pass, Skipping
+from accel.dataio.passes.passes import ActiveIterator, BatchSource, EpochIterator, InlineRest, Skipping
 from accel.dataio.passes.prefetch import PrefetchAcrossEpochs
 from accel.dataio.passes.rounds import INLINE, Setting
-from accel.dataio.passes.tuner import Tuner
+from accel.dataio.passes.tuner import LookAhead, Tuner
 from accel.profiler.host import usable_cores
 from accel.profiler.interruptions import ours
 
@@ -50,7 +49,7 @@ class Options(NamedTuple):
     device: torch.device | str | None
 
 
-class CorePass(Pass):
+class CoreIterator(EpochIterator):
     """A pass whose position is where the loop stands."""
 
     def __init__(self, core: LoaderCore) -> None:
@@ -66,7 +65,7 @@ class CorePass(Pass):
         super()._end()
 
 
-class LoaderPass(CorePass):
+class LoaderPass(CoreIterator):
     """A pass over a continuous loader, as the profiler knows it: it marks this class, and asks for two attributes."""
 
     def __init__(self, core: LoaderCore, loader: Any) -> None:
@@ -78,7 +77,7 @@ class LoaderPass(CorePass):
         return self._core.worker_processes()
 
 
-class LoaderCore(Maker):
+class LoaderCore(BatchSource):
     """The engines of a loader, and the position of its loop."""
 
     def __init__(self, loader: DataLoader[Any], options: Options) -> None:
@@ -99,7 +98,7 @@ class LoaderCore(Maker):
         self.slowest_s = 0.0  # batch made in the loop's own thread
         self._engines: dict[Setting, Engine] = {}
         self._continuous: PrefetchAcrossEpochs | None = None
-        self._newest = Newest()
+        self._newest = ActiveIterator()
         self._begun: dict[str, Any] | None = None
         self._base_seed: int | None = None
 
@@ -264,13 +263,13 @@ class LoaderCore(Maker):
             engine.close()
         self._engines.clear()
 
-    # -- passes (passes.Maker) ---------------------------------------------------------------------------------------
+    # -- passes --------------------------------------------------------------------------------------------------------
 
     def copier(self) -> transfer.AheadCopier | None:
         """Return what copies a pass's batches to the device; None if they stay where they are."""
         return None if self.device is None else transfer.AheadCopier(self.device)
 
-    def begin(self, running: Pass) -> None:
+    def begin(self, running: EpochIterator) -> None:
         """Begin a pass: with the batches prefetched for it, or by drawing the epoch now."""
         self._newest.begin(running)
         if self.passed_through:
@@ -281,7 +280,7 @@ class LoaderCore(Maker):
             self._begin_continuous(continuous)
             running.position = self.served
 
-    def _begin_plainly(self, running: Pass) -> None:
+    def _begin_plainly(self, running: EpochIterator) -> None:
         """Iterate the loader itself, from after the batches that a loaded state has counted."""
         loaded, self.loaded = self.loaded, None
         batches = iter(self.loader)
@@ -309,7 +308,7 @@ class LoaderCore(Maker):
         if self.loader.num_workers > 0:
             continuous.prime()  # a loader with workers draws its first lists now, one without when it is asked
 
-    def fetch(self, running: Pass) -> Any:
+    def fetch(self, running: EpochIterator) -> Any:
         """Return the next batch."""
         if running.continuous is None:
             batch = next(running.rest)
@@ -329,14 +328,14 @@ class LoaderCore(Maker):
             self.go_inline(str(error))
             return continuous.fetch()
 
-    def moved(self, running: Pass) -> None:
+    def moved(self, running: EpochIterator) -> None:
         """Record the loop's position; a pass that goes on beside a newer one doesn't count."""
         if self._newest.is_(running):
             self.served, self.finished = running.position, False
             if self._measured is not None:
                 self._measured.leave()
 
-    def ended(self, running: Pass) -> None:
+    def ended(self, running: EpochIterator) -> None:
         """Record that the loop stands between two epochs."""
         if self._newest.is_(running):
             self.finished = True

@@ -27,7 +27,7 @@ from accel.dataio.passes import epochs
 from accel.dataio.passes.epochs import Ahead
 from accel.dataio.passes.index_lists import IndexLists, Jobs
 from accel.dataio.passes.movable import not_continuable
-from accel.dataio.passes.passes import Pass, Skipping
+from accel.dataio.passes.passes import EpochIterator, Skipping
 from accel.dataio.passes.prefetch import PrefetchAcrossEpochs
 from accel.profiler.interruptions import ours
 
@@ -53,14 +53,14 @@ class OwnWorkers:
         prefetch = loader.prefetch_factor or 2
         engine = ProcessEngine(loader, loader.num_workers, prefetch=prefetch, as_torch=True)
         self.continuous = _AsDrawnByWorkers(loader, engine)
-        self._newest: weakref.ref[Pass] | None = None
+        self._newest: weakref.ref[EpochIterator] | None = None
 
-    def begin(self, running: Pass, failed: Callable[[Pass, Exception], bool]) -> bool:
+    def begin(self, running: EpochIterator, failed: Callable[[EpochIterator, Exception], bool]) -> bool:
         """Begin an epoch, as `iter(loader)` would; return False if nothing was drawn, and the plain loader has to.
 
         Args:
             running: the workers make its batches.
-            failed: see `accel.dataio.passes.passes.Maker`.
+            failed: see `accel.dataio.passes.passes.BatchSource`.
         """
         if _options(self.loader) != self._options or not_continuable(self.loader):
             return False
@@ -89,7 +89,7 @@ class OwnWorkers:
         self,
         drawn: tuple[Iterator[Any], int] | None,
         random_state: torch.Tensor,
-        running: Pass,
+        running: EpochIterator,
         _: PrefetchAcrossEpochs,
     ) -> Iterator[Any]:
         """Return the plain loader's iterator, where the pass stands.
@@ -120,7 +120,7 @@ def _options(loader: DataLoader[Any]) -> tuple[Any, ...]:
     return tuple(getattr(loader, name) for name in _OPTIONS)
 
 
-def _whole_epoch(_: Pass, continuous: PrefetchAcrossEpochs) -> Iterator[Any]:
+def _whole_epoch(_: EpochIterator, continuous: PrefetchAcrossEpochs) -> Iterator[Any]:
     return iter(continuous.loader)
 
 

@@ -6,7 +6,7 @@ wanted, the pass is detached: another iterator makes the rest of its epoch. Whic
 | maker | who decides | the rest is made by |
 |---|---|---|
 | `loader_core.LoaderCore` | the user, or the tuner | the loop's own thread |
-| `proxy.Controlled` | the controller, between two batches | torch's iterator, given the index lists that are left |
+| `proxy.SwitchableSource` | the controller, between two batches | torch's iterator, given the lists that are left |
 | the same, with `own_workers.OwnWorkers` | the controller, between two epochs | torch's iterator, begun again |
 """
 
@@ -25,23 +25,23 @@ from accel.dataio.passes.prefetch import PrefetchAcrossEpochs
 from accel.profiler.interruptions import ours
 
 
-class Maker(ABC):
+class BatchSource(ABC):
     """Decides which engine makes the batches of a pass."""
 
     @abstractmethod
-    def begin(self, running: Pass) -> None:
+    def begin(self, running: EpochIterator) -> None:
         """Begin the epoch: attach an engine, or set `rest`."""
 
     @abstractmethod
-    def fetch(self, running: Pass) -> Any:
+    def fetch(self, running: EpochIterator) -> Any:
         """Return the next batch, after switching engines if need be; raises StopIteration when there is none."""
 
-    def failed(self, running: Pass, error: Exception) -> bool:
+    def failed(self, running: EpochIterator, error: Exception) -> bool:
         """Detach the pass from an engine that raised and return True; return False if the loop is to get the error."""
         return False
 
 
-class Pass:
+class EpochIterator:
     """One pass over a loader, as an iterator.
 
     Args:
@@ -54,7 +54,7 @@ class Pass:
         rest: yields the batches while detached.
     """
 
-    def __init__(self, maker: Maker, copier: AheadCopier | None = None) -> None:
+    def __init__(self, maker: BatchSource, copier: AheadCopier | None = None) -> None:
         self._maker, self._copier = maker, copier
         self._late: Exception | None = None
         self.position = 0
@@ -70,7 +70,7 @@ class Pass:
             raise
 
     def attach(
-        self, continuous: PrefetchAcrossEpochs, go_on: Callable[[Pass, PrefetchAcrossEpochs], Iterator[Any]]
+        self, continuous: PrefetchAcrossEpochs, go_on: Callable[[EpochIterator, PrefetchAcrossEpochs], Iterator[Any]]
     ) -> None:
         """Take batches from `continuous` from now on; `go_on` returns the iterator to go on with when detached."""
         self.continuous, self._go_on = continuous, go_on
@@ -166,17 +166,17 @@ class Pass:
         return copier.finish()
 
 
-class Newest:
+class ActiveIterator:
     """The newest of the passes over a loader: the only one whose batches are prefetched."""
 
     def __init__(self) -> None:
-        self._pass: weakref.ref[Pass] | None = None
+        self._pass: weakref.ref[EpochIterator] | None = None
 
-    def is_(self, running: Pass) -> bool:
+    def is_(self, running: EpochIterator) -> bool:
         """Return whether `running` is the newest."""
         return self._pass is not None and self._pass() is running
 
-    def begin(self, newer: Pass) -> None:
+    def begin(self, newer: EpochIterator) -> None:
         """Make `newer` the newest, and detach the one before, which may go on, as in nested loops."""
         self.detach()
         self._pass = weakref.ref(newer)
@@ -201,7 +201,7 @@ class InlineRest:
         continuous: has made its batches until now.
     """
 
-    def __init__(self, running: Pass, continuous: PrefetchAcrossEpochs) -> None:
+    def __init__(self, running: EpochIterator, continuous: PrefetchAcrossEpochs) -> None:
         self._engine, self._left = InlineEngine(continuous.loader), continuous.jobs_left()
         self._jobs: deque[BatchJob] = deque()
 
