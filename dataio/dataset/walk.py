@@ -124,7 +124,7 @@ def look_through(fetch: Fetch, owned: list[Owner], lengths: Mapping[int, Any], s
     """
     walk = _Walk(fetch, owned, lengths, share)
     walk.hold("os.environ", partial(_of_dict, getattr(os.environ, "_data", {})))
-    walk.hold("the module builtins", partial(_of_dict, vars(builtins)))
+    walk.hold("the module builtins", lambda: [len(vars(builtins))])
     seen: dict[int, Any] = {}  # kept, so that no other thing gets one's id
     while queue := walk.waiting or walk.later:
         name, thing = queue.popleft()
@@ -365,8 +365,8 @@ class _Walk:
 def _look_at_function(walk: _Walk, name: str, function: types.FunctionType) -> None:
     if not is_followed(function.__module__, walk.followed):
         return
-    walk.hold(name, partial(_of_dict, vars(function)))
-    walk.hold(name, lambda: [function.__code__, function.__defaults__, function.__kwdefaults__])
+    own = vars(function)
+    walk.hold(name, lambda: [function.__code__, function.__defaults__, function.__kwdefaults__, *own, *own.values()])
     if cells := function.__closure__ or ():
         walk.hold(name, partial(_of_all, [partial(getattr, cell, "cell_contents") for cell in cells]))
     names, modules = names_of(function.__code__), named_modules(function)
@@ -374,7 +374,9 @@ def _look_at_function(walk: _Walk, name: str, function: types.FunctionType) -> N
         walk.unsee(f"{function.__qualname__}, which looks things up by texts,")
     if named := sorted(names.globals):
         walk.hold(f"a global of {function.__qualname__}", partial(_of_names, function.__globals__, named))
-        walk.waiting += [(f"builtins.{each}", vars(builtins)[each]) for each in named if _is_put_in_builtins(each)]
+        if added := [each for each in named if _is_put_in_builtins(each)]:
+            walk.hold("the module builtins", partial(_of_names, vars(builtins), added))
+            walk.waiting += [(f"builtins.{each}", vars(builtins)[each]) for each in added]
     for module, parts in modules:
         walk.hold(f"an attribute of the module {module.__name__}", partial(_of_names, vars(module), parts))
     walk.waiting += code_parts(name, function, walk.followed)

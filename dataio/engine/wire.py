@@ -39,8 +39,9 @@ class _Memory:
     """The memory of a tensor; an object of its own, so that several tensors in it share one piece."""
 
     def __init__(self, owner: Tensor, address: int, size: int) -> None:
-        self._raw: Any = (ctypes.c_uint8 * size).from_address(address)
-        self._raw.owner = owner  # which lives as long as any buffer of this
+        raw: Any = (ctypes.c_uint8 * size).from_address(address)
+        raw.owner = owner  # which lives as long as any buffer of this
+        self._raw = raw
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         return _storage, (pickle.PickleBuffer(self._raw),)

@@ -65,9 +65,12 @@ class EpochIterator:
         except ours():
             raise
         except BaseException:
-            if self.continuous is not None:
-                self.continuous.interrupted()
+            self._throw_away()
             raise
+
+    def _throw_away(self) -> None:
+        if self.continuous is not None:
+            self.continuous.interrupted()
 
     def attach(
         self, continuous: PrefetchAcrossEpochs, go_on: Callable[[EpochIterator, PrefetchAcrossEpochs], Iterator[Any]]
@@ -111,7 +114,7 @@ class EpochIterator:
         if self.continuous is None:
             return
         self._stand_at(position)
-        self.continuous.interrupted()
+        self._throw_away()
         if self.continuous.whole_epochs:
             self.detach()
 

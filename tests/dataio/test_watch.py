@@ -10,6 +10,7 @@ import time
 import weakref
 from collections import deque, namedtuple
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -208,6 +209,26 @@ def _set_scale(_: Any) -> None:
     SCALE += 1.0
 
 
+class Shift:
+    """Shifts a value; and closes over another shift."""
+
+    def __init__(self) -> None:
+        self.shift = 0
+        other = 0
+
+        def function(value: int) -> int:
+            return value + other
+
+        def change(to: int) -> None:
+            nonlocal other
+            other = to
+
+        self.function, self.change = function, change
+
+    def shifted(self, value: int) -> int:
+        return value + self.shift
+
+
 IN_PLACE: dict[str, tuple[Any, Any]] = {
     "array": (lambda: Holder(a=np.zeros(3)), lambda d: d.a.__setitem__(0, 1)),
     "shuffled array": (
@@ -237,6 +258,10 @@ IN_PLACE: dict[str, tuple[Any, Any]] = {
     "attribute of a class": (Relabelled, lambda d: setattr(Relabelled, "level", Relabelled.level + 1)),
     "global": (Relabelled, _set_scale),
     "closure": (_in_a_closure, lambda d: d.shift().__setitem__(0, 2)),
+    "of a method": (lambda: Holder(a=[Shift().shifted]), lambda d: setattr(d.a[0].__self__, "shift", 1)),
+    "of a partial": (lambda: Holder(a=partial(Shift.shifted, Shift())), lambda d: setattr(d.a.args[0], "shift", 1)),
+    "variable of a closure": (lambda: Holder(a=Shift()), lambda d: d.a.change(5)),
+    "in a tuple": (lambda: Holder(a=(Shift(),)), lambda d: setattr(d.a[0], "shift", 1)),
     "attribute of a list": (lambda: Holder(a=Named([1])), lambda d: setattr(d.a, "name", "other")),
 }
 
