@@ -193,13 +193,13 @@ class _Walk:
     def look(self, name: str, thing: Any) -> None:
         """See to one thing; what it holds waits."""
         if is_handle(thing) or isinstance(thing, Event):
-            self._look_at_shared(name, thing)
+            _look_at_shared(self, name, thing)
         elif isinstance(thing, Tensor):
             self._look_at_tensor(name, thing)
         elif isinstance(thing, np.ndarray):
             self._look_at_array(name, thing)
         elif (memory := memory_of(thing)) is not None:
-            self._look_at_memory(name, thing, memory)
+            self.look_at_memory(name, thing, memory)
         elif _random_state(thing) is not None and is_library(type(thing).__module__):
             self.compare(name, partial(_random_state, thing))
         elif isinstance(thing, dict | list | tuple | deque | set | frozenset):
@@ -234,18 +234,8 @@ class _Walk:
         self.waiting += [(f"{name}.{key}", value) for key, value in attributes(thing)]
         self.waiting.append((type(thing).__qualname__, ClassOf.object(thing)))
 
-    def _look_at_shared(self, name: str, thing: Any) -> None:
-        """Look at a handle, and at what processes share: workers see that change, but not what was made before."""
-        if isinstance(thing, Event):
-            self.compare(name, thing.is_set)
-        elif (memory := memory_of(thing)) is not None:
-            self._look_at_memory(name, memory, memory)
-        elif lies_elsewhere(thing):
-            self.hide(name)
-        else:
-            self.unsee(name)
-
-    def _look_at_memory(self, name: str, thing: Any, memory: Any) -> None:
+    def look_at_memory(self, name: str, thing: Any, memory: Any) -> None:
+        """Compare the memory of a thing, and its attributes if it has any."""
         size = memoryview(memory).nbytes
         self.compare_bytes(name, size, partial(bytes, memory), lambda: hash(bytes(memory)))
         if (own := own_attributes(thing)) is not None:
@@ -357,6 +347,18 @@ class _Walk:
                 lambda: (array.shape, array.dtype, array.tobytes()),
                 partial(digest_of_array, array),
             )
+
+
+def _look_at_shared(walk: _Walk, name: str, thing: Any) -> None:
+    """Look at a handle, and at what processes share: workers see that change, but not what was made before."""
+    if isinstance(thing, Event):
+        walk.compare(name, thing.is_set)
+    elif (memory := memory_of(thing)) is not None:
+        walk.look_at_memory(name, memory, memory)
+    elif lies_elsewhere(thing):
+        walk.hide(name)
+    else:
+        walk.unsee(name)
 
 
 # -- code --------------------------------------------------------------------------------------------------------------

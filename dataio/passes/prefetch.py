@@ -77,7 +77,7 @@ class PrefetchAcrossEpochs:
         self._record: deque[BatchJob] = deque()
         self._collected = self._given = 0
         self._failed = False  # the oldest could not be made
-        self._owner = os.getpid()
+        self._owner = os.getpid()  # 0 while what is under way is thrown away
         self.sampler_error: Exception | None = None
         self._epoch = self.served = self.handed = self.base_seed = 0
         self._may_look_ahead = True
@@ -139,8 +139,7 @@ class PrefetchAcrossEpochs:
 
         After an Exception the batch is passed over, unless another engine is switched to, which makes it again.
         """
-        if os.getpid() != self._owner:  # a copy of the loader in a forked process
-            self._owner = os.getpid()
+        if os.getpid() != self._owner:  # a copy of the loader in a forked process, or Ctrl-C once more
             self.interrupted()
         self.skip_failed()
         self._forget_handed()
@@ -198,6 +197,7 @@ class PrefetchAcrossEpochs:
 
     def interrupted(self) -> None:
         """Throw away what is under way, whatever it was at; the batches from `handed` on are made again."""
+        self._owner = 0
         self.engine.reset()
         self._forget_handed()
         self.served, self._after = self.handed, self._after_handed
@@ -207,6 +207,7 @@ class PrefetchAcrossEpochs:
         self._copies.pop(self.engine, None)
         self._look()
         self._refresh(self._epoch)
+        self._owner = os.getpid()
 
     def close_feed(self) -> None:
         """Draw no more indices: `fetch` then returns what is under way in this epoch and ends."""
