@@ -16,34 +16,22 @@ and makes again everything from `handed` on.
 from __future__ import annotations
 
 import os
-import weakref
 from collections import deque
 from collections.abc import Iterator
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch.utils.data import DataLoader
 
-from accel.dataio.dataset.numbers import Forecast, Numbers, differing, numbers_of
-from accel.dataio.dataset.watch import DatasetWatch
 from accel.dataio.engine.engine import BatchJob, Engine, InlineEngine
-from accel.dataio.fetching.fetch import fetch_of
 from accel.dataio.passes import epochs
+from accel.dataio.passes.copies import DatasetCopies
 from accel.dataio.passes.epochs import Ahead, Draws, States, capture, draw_ahead, epoch_of, same, same_draws
 from accel.dataio.passes.index_lists import IndexLists, Jobs
 from accel.dataio.passes.not_ahead import AheadCheck
 from accel.profiler.interruptions import ours
 
 _MOST_WRONG = 3  # guesses in a row, after which the next epoch is not guessed any more
-
-
-class _Copies(NamedTuple):
-    """The state of the dataset that an engine's copies have: as a watch knows it, with these numbers."""
-
-    watch: DatasetWatch
-    numbers: Numbers
-    epoch: int
-    """In which they were made, or last found to be as they should."""
 
 
 class PrefetchAcrossEpochs:
@@ -90,11 +78,7 @@ class PrefetchAcrossEpochs:
         self._after_handed: States = []
         self._epoch_step = 1
         self._begun_at: int | None = None
-        self._fetch = fetch_of(loader)
-        self._watch = DatasetWatch(self._fetch)
-        self._began: Numbers | None = None
-        self._forecast = Forecast(self._fetch)
-        self._copies: weakref.WeakKeyDictionary[Engine, _Copies] = weakref.WeakKeyDictionary()
+        self._copies = DatasetCopies(loader)
 
     # -- one epoch -----------------------------------------------------------------------------------------------------
 
@@ -109,7 +93,7 @@ class PrefetchAcrossEpochs:
         """
         self.drop()
         self._note_epoch(first)
-        self._refresh(self._epoch + 1)
+        self._copies.refresh(self.engine, self._epoch + 1)
         self.served = first
         self._feed(indices, base_seed)
         self.check.switched()
@@ -186,7 +170,7 @@ class PrefetchAcrossEpochs:
         """Make anew what was made ahead: the loop has changed the dataset within the epoch."""
         self._take_back()
         self._look()  # another collate function counts from the next epoch on
-        self._refresh(self._epoch)
+        self._copies.refresh(self.engine, self._epoch)
         self._give()
 
     def skip_failed(self) -> None:
@@ -204,9 +188,9 @@ class PrefetchAcrossEpochs:
         self._collected = self._given = 0
         self._failed = self._may_look_ahead = False
         self._forget_ahead()
-        self._copies.pop(self.engine, None)
+        self._copies.forget(self.engine)
         self._look()
-        self._refresh(self._epoch)
+        self._copies.made(self.engine, self._epoch)
         self._owner = os.getpid()
 
     def close_feed(self) -> None:
@@ -261,7 +245,7 @@ class PrefetchAcrossEpochs:
     def know(self, engine: Engine) -> None:
         """Record that an engine's copies of the dataset have just been made."""
         self._look(other_collate=True)
-        self._copies[engine] = _Copies(self._watch, self._watch.numbers, self._epoch + 1)
+        self._copies.made(engine, self._epoch + 1)
 
     def close(self) -> None:
         """Give up the engine's threads and processes; the next `take` starts them anew."""
@@ -276,7 +260,7 @@ class PrefetchAcrossEpochs:
         self._failed = False
         self.engine = engine
         self._look(other_collate=True)
-        self._refresh(self._epoch)
+        self._copies.refresh(engine, self._epoch)
 
     def renew_copies(self) -> None:
         """Have the engine's processes, if it has any, started anew for the next batch."""
@@ -309,26 +293,18 @@ class PrefetchAcrossEpochs:
         undisturbed = same_draws(self.loader, ahead)
         present = epoch_of(self.loader), epochs.lengths(self.loader), epochs.settings(self.loader)
         as_expected = present == (ahead.epoch, ahead.lengths, ahead.settings) and ahead.peeked.holds()
-        if not (undisturbed and as_expected) or not self._copies_are_right():
+        if not (undisturbed and as_expected) or not self._copies.are_right(self.engine):
             self.failed_guesses += 1
             # A loop that draws random numbers of its own between the two will do so again; epochs can be learnt.
             self._wrong += 1 if undisturbed else _MOST_WRONG
             return False
         self._wrong = 0
         self._note_epoch(0)
-        self._refresh(self._epoch + 1)
+        self._copies.refresh(self.engine, self._epoch + 1)
         epochs.begin_ahead(self.loader, ahead)
         ahead.peeked.begin()
         self._begin(ahead, source)
         return True
-
-    def _copies_are_right(self) -> bool:
-        """Return whether the dataset is in the state in which the next epoch's first batches were begun."""
-        copies = self._copies.get(self.engine)
-        if copies is None or self.loader.collate_fn is not self._fetch.collate or copies.watch is not self._watch:
-            return False
-        same_numbers = differing(copies.numbers, numbers_of(self._fetch.dataset)) == {}
-        return same_numbers and not self._watch.changed(thoroughly=True, numbers=False)
 
     def _begin(self, ahead: Ahead, source: Jobs) -> None:
         """Make the epoch drawn ahead the running one; its lists count once the first batch is asked for."""
@@ -414,22 +390,15 @@ class PrefetchAcrossEpochs:
         if self._ahead is not None or not self._may_look_ahead or self.engine.capacity < 2:
             return False  # one epoch ahead is enough: the look-ahead is bounded in batches
         self._may_look_ahead = False  # once in an epoch
-        if self._watch.unseen_at_all:
-            return False  # what can't be seen may change before the next epoch begins
-        copies = self._copies[self.engine]
-        expected, view = self._forecast.next(copies.numbers), None
-        changed = differing(copies.numbers, expected)
-        if changed and not self.engine.copies:
-            view = self._forecast.view(self._fetch.dataset, expected)
-            if view is None:
-                return False  # made now, the batches would be those of this epoch's dataset
+        expected = self._copies.expected(self.engine)
+        if expected is None:
+            return False
+        changed, view = expected
         seeded = self.base_seed if epochs.persistent(self.loader) else None
         ahead = draw_ahead(self.loader, step=self._epoch_step, seeded=seeded)
         if ahead is None:
             return False
-        if changed:
-            self.engine.update(changed)
-        self._copies[self.engine] = copies._replace(numbers=expected)
+        self._copies.expect(self.engine, changed)
         lists = IndexLists(self.loader, ahead.draws, keeps=self.whole_epochs)
         self._ahead = ahead, self._jobs(lists, ahead.base_seed, self._epoch + 1, dataset=view)
         return True
@@ -441,38 +410,13 @@ class PrefetchAcrossEpochs:
         """Learn how the sampler's epoch and the dataset move from one epoch to the next."""
         self._look(other_collate=True)
         epoch = epoch_of(self.loader)
-        if not first and self._began is not None:
-            self._forecast.saw(self._began, self._watch.numbers)
+        self._copies.begin_epoch(whole=not first)
         # After an early break some samplers stay where they are: this says nothing about the end of an epoch.
         if not first and self._ended and epoch is not None and self._begun_at is not None:
             self._epoch_step = epoch - self._begun_at
-        self._began, self._begun_at = self._watch.numbers, epoch
+        self._begun_at = epoch
 
     def _look(self, *, other_collate: bool = False) -> None:
-        """Look at the dataset as it is now.
-
-        Args:
-            other_collate: with another collate function, if the loop has set one.
-        """
-        is_other = other_collate and self._fetch.collate is not self.loader.collate_fn
-        if is_other:
-            self._fetch.collate = self.loader.collate_fn
-        if is_other or self._watch.changed(thoroughly=True, numbers=False):
-            self._watch = DatasetWatch(self._fetch)
-        else:
-            self._watch.numbers = numbers_of(self._fetch.dataset)
+        self._copies.look(other_collate=other_collate)
         unwatched = self.whole_epochs or isinstance(self.engine, InlineEngine)
-        self.check.look(None if unwatched else self._watch)
-
-    def _refresh(self, epoch: int) -> None:
-        """Bring the engine's copies of the dataset to its present state, as `epoch` begins or goes on."""
-        copies, watch = self._copies.get(self.engine), self._watch
-        if copies is not None:
-            # What can't be seen may have changed: then workers last as long as those of a plain loader.
-            unseen = bool(watch.unseen_at_all) and not epochs.persistent(self.loader) and copies.epoch != epoch
-            changed = differing(copies.numbers, watch.numbers)
-            if copies.watch is not watch or unseen or changed is None:
-                self.engine.restart()
-            elif changed:
-                self.engine.update(changed)
-        self._copies[self.engine] = _Copies(watch, watch.numbers, epoch)
+        self.check.look(None if unwatched else self._copies.watch)
