@@ -48,7 +48,7 @@ def numbers_in(owned: Iterable[Owner]) -> Numbers:
 def owners(dataset: Any) -> list[Owner]:
     """Return the objects whose numbers count: the dataset, and plain objects of Python that it holds."""
     waiting: list[tuple[tuple[str, ...], Any]] = [((), _inner(dataset))]
-    found: list[Owner] = []
+    owned: list[Owner] = []
     seen = set[int]()
     while waiting and len(seen) < _MOST:
         path, thing = waiting.pop(0)
@@ -63,10 +63,10 @@ def owners(dataset: Any) -> list[Owner]:
             continue
         seen.add(id(thing))
         hidden = getattr(type(thing), "accel_hides", ())
-        found.append((path, attributes, hidden))
+        owned.append((path, attributes, hidden))
         if len(path) + 1 < _DEPTH:
             waiting += [((*path, name), value) for name, value in attributes.items() if name not in hidden]
-    return found
+    return owned
 
 
 def is_number(thing: Any) -> bool:
