@@ -15,9 +15,10 @@ from accel.dataio.passes import epochs
 
 
 class _Copies(NamedTuple):
-    """The state of the dataset that an engine's copies have: as a watch knows it, with these numbers."""
+    """The state of the dataset that an engine's copies have."""
 
-    watch: DatasetWatch
+    version: int
+    """Of the dataset, apart from its numbers."""
     numbers: Numbers
     epoch: int
     """In which they were made, or last found to be as they should."""
@@ -35,7 +36,7 @@ class DatasetCopies:
 
     def __init__(self, loader: DataLoader[Any]) -> None:
         self._loader, self._fetch = loader, fetch_of(loader)
-        self.watch = DatasetWatch(self._fetch)
+        self.watch, self._version = DatasetWatch(self._fetch), 0
         self._began: Numbers | None = None
         self._forecast = Forecast(self._fetch)
         self._of: weakref.WeakKeyDictionary[Engine, _Copies] = weakref.WeakKeyDictionary()
@@ -50,7 +51,7 @@ class DatasetCopies:
         if is_other:
             self._fetch.collate = self._loader.collate_fn
         if is_other or self.watch.changed(thoroughly=True, numbers=False):
-            self.watch = DatasetWatch(self._fetch)
+            self.watch, self._version = DatasetWatch(self._fetch), self._version + 1
         else:
             self.watch.numbers = numbers_of(self._fetch.dataset)
 
@@ -62,7 +63,7 @@ class DatasetCopies:
 
     def made(self, engine: Engine, epoch: int) -> None:
         """Note that an engine's copies have just been made, for an epoch."""
-        self._of[engine] = _Copies(self.watch, self.watch.numbers, epoch)
+        self._of[engine] = _Copies(self._version, self.watch.numbers, epoch)
 
     def forget(self, engine: Engine) -> None:
         """Note that an engine has no copies any more."""
@@ -75,7 +76,7 @@ class DatasetCopies:
             # What can't be seen may have changed: then workers last as long as those of a plain loader.
             unseen = bool(watch.unseen_at_all) and not epochs.persistent(self._loader) and copies.epoch != epoch
             changed = differing(copies.numbers, watch.numbers)
-            if copies.watch is not watch or unseen or changed is None:
+            if copies.version != self._version or unseen or changed is None:
                 engine.restart()
             elif changed:
                 engine.update(changed)
@@ -84,7 +85,7 @@ class DatasetCopies:
     def are_right(self, engine: Engine) -> bool:
         """Return whether the dataset is in the state that an engine's copies have, or are expected to have."""
         copies = self._of.get(engine)
-        if copies is None or self._loader.collate_fn is not self._fetch.collate or copies.watch is not self.watch:
+        if copies is None or self._loader.collate_fn is not self._fetch.collate or copies.version != self._version:
             return False
         same_numbers = differing(copies.numbers, numbers_of(self._fetch.dataset)) == {}
         return same_numbers and not self.watch.changed(thoroughly=True, numbers=False)
