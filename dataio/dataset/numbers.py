@@ -1,12 +1,13 @@
 """The numbers and texts that a dataset has as attributes: what live worker processes are sent between two epochs.
 
-Those of objects that it holds count too, `dataset.transform.strength`, three levels deep. A number that moved by the
-same step at two epochs running, as an epoch counter does, is expected to move so again: batches are then made ahead
-under the expected numbers, and thrown away if it comes out otherwise.
+Those of objects that it holds count too, `dataset.transform.strength`, three levels deep. A number
+that moved by the same step at two epochs running, as an epoch counter does, is expected to move so
+again: batches are then made ahead under the expected numbers, and thrown away if it comes out
+otherwise.
 
-Threads read the loop's own dataset, which is still in the epoch before. So a dataset may offer `epoch`, a number, and
-`at_epoch(epoch)`, which returns what reads the same samples as the dataset itself after `set_epoch(epoch)`, and leaves
-the dataset as it is.
+Threads read the loop's own dataset, which is still in the epoch before. So a dataset may offer
+`epoch`, a number, and `at_epoch(epoch)`, which returns what reads the same samples as the dataset
+itself after `set_epoch(epoch)`, and leaves the dataset as it is.
 """
 
 from __future__ import annotations

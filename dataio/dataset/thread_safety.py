@@ -1,13 +1,13 @@
 """Whether several threads may read a dataset at once.
 
-A dataset may say so itself by an attribute `thread_safe`. If it does not, what it holds and what its code names is
-looked through: a dataset made of numbers, texts, tensors, arrays and plain Python objects of such is read by indexing
-alone, which threads may do together. An open file has a position, a database connection a cursor, a generator a state;
-two threads would read nonsense from them, and no measurement would show it. Whatever is not known to be harmless counts
-as that.
+A dataset may say so itself by an attribute `thread_safe`. If it does not, what it holds and what
+its code names is looked through: a dataset made of numbers, texts, tensors, arrays and plain
+Python objects of such is read by indexing alone, which threads may do together. An open file has a
+position, a database connection a cursor, a generator a state; two threads would read nonsense from
+them, and no measurement would show it. Whatever is not known to be harmless counts as that.
 
-Fetching must not write either, unless the dataset says that threads may: `accel.dataio.dataset.fetch_watch` sees to
-that.
+Fetching must not write either, unless the dataset says that threads may:
+`accel.dataio.dataset.fetch_watch` sees to that.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Whether something has changed what fetching reads: the loop within or between epochs, or fetching itself.
 
-Everything that dataset and collate function hold, and that their code names, is looked at once. From then on what may
-have changed is compared: quickly before each batch, in some 50 µs, thoroughly when an epoch begins.
+Everything that dataset and collate function hold, and that their code names, is looked at once.
+From then on what may have changed is compared: quickly before each batch, in some 50 µs,
+thoroughly when an epoch begins.
 
 | what | a change is seen by |
 |---|---|

@@ -1,8 +1,8 @@
 """Turn a batch into a message and a piece of shared memory, and back: pickle with its buffers out of band.
 
-Tensors and contiguous numpy arrays, wherever they lie in the batch, go through the shared memory; the rest is pickled.
-Tensors of one memory, half of which each fills, are of one memory again. What can't lie there as plain bytes (sparse,
-quantised, subclasses, arrays of objects) is pickled too.
+Tensors and contiguous numpy arrays, wherever they lie in the batch, go through the shared memory;
+the rest is pickled. Tensors of one memory, half of which each fills, are of one memory again. What
+can't lie there as plain bytes (sparse, quantised, subclasses, arrays of objects) is pickled too.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """What keeps batches from being made ahead: a sampler or a dataset that the loop may set, and batches that differ.
 
-Where nobody asked for batches made ahead, the first reason ends it for good, and the loop makes the very batch itself.
-Where somebody did, they are made anew after a change, a few times. Some are made by the loop too and compared bit by
-bit: the first one after each switch, and then as many as take one in two hundred of the loop's time.
+Where nobody asked for batches made ahead, the first reason ends it for good, and the loop makes
+the very batch itself. Where somebody did, they are made anew after a change, a few times. Some are
+made by the loop too and compared bit by bit: the first one after each switch, and then as many as
+take one in two hundred of the loop's time.
 """
 
 from __future__ import annotations

@@ -1,16 +1,17 @@
 """Keep an engine busy with the batches of the running epoch, and with those of the next one before it is asked for.
 
-The index lists come from the loader's own samplers, in their order. At most `engine.capacity` of them are drawn before
-their batch is asked for; at the end of an epoch they come from the next one (accel.dataio.passes.epochs). The engine
-then goes on making batches while the loop validates, saves, or prints. What was fetched ahead is used only if it is
-what the plain loader would have made: the random states, the sampler's epoch and the dataset are compared when the next
-epoch begins.
+The index lists come from the loader's own samplers, in their order. At most `engine.capacity` of
+them are drawn before their batch is asked for; at the end of an epoch they come from the next one
+(accel.dataio.passes.epochs). The engine then goes on making batches while the loop validates,
+saves, or prints. What was fetched ahead is used only if it is what the plain loader would have
+made: the random states, the sampler's epoch and the dataset are compared when the next epoch
+begins.
 
     jobs:   collected, maybe in the loop's hands | the engine has them | drawn | the next epoch's
             ^ handed                             ^ served
 
-A batch stays on record until the loop asks for one after it. So after Ctrl-C, wherever it came, the engine is emptied
-and makes again everything from `handed` on.
+A batch stays on record until the loop asks for one after it. So after Ctrl-C, wherever it came,
+the engine is emptied and makes again everything from `handed` on.
 """
 
 from __future__ import annotations
