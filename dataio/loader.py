@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 
 from accel.dataio.elastic_sampler import ElasticSampler
 from accel.dataio.passes import epochs, resume
-from accel.dataio.passes.loader_core import MODES, CorePass, LoaderCore, LoaderPass, Mode, Options
+from accel.dataio.passes.loader_core import MODES, CoreIterator, LoaderCore, LoaderPass, Mode, Options
 from accel.dataio.passes.movable import not_movable
 
 # Attributes of a `DataLoader` that may be set, and that batches depend on.
@@ -100,7 +100,7 @@ class ContinuousLoader(DataLoader[Any]):
     def __iter__(self) -> Any:
         core, sampler = self._core, self.batch_sampler
         if core.passed_through:
-            return CorePass(core)
+            return CoreIterator(core)
         if not isinstance(sampler, ElasticSampler):
             return LoaderPass(core, self)
         if core.counts is None:

@@ -2,7 +2,8 @@
 
 A batch sampler takes part if it has an int `epoch` and a method `peek_epoch(epoch)`, which returns a `PeekedEpoch`, or
 None where the next epoch can't be known. accel.dataio.passes.epochs calls it. Samplers of torch need no such method:
-their index lists depend only on the random state and on their epoch.
+their index lists depend only on the random state and on their epoch. It may draw from the loader's generators, not from
+torch's own.
 """
 
 from __future__ import annotations

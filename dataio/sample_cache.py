@@ -21,7 +21,6 @@ import math
 import mmap
 import random
 import shutil
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -30,8 +29,8 @@ from typing import Any, ClassVar
 import numpy as np
 from torch.utils.data import Dataset, IterableDataset
 
-from accel.dataio.dataset.dataset_epoch import declared
-from accel.dataio.fetching.drawing import DrawRecorder, others_could_draw
+from accel.dataio.dataset.numbers import declared
+from accel.dataio.fetching.drawing import others_could_draw
 from accel.dataio.fetching.fetch import sample_of
 from accel.dataio.fetching.randomness import random_state, streams
 from accel.dataio.samples.cache_state import CacheMode, CacheStats
@@ -48,8 +47,6 @@ _RESERVE = 0.3
 _CHECKED = 0.01
 # Bytes kept between two looks at the memory that is available, which take 0.1 to 0.5 ms.
 _LOOK_AFTER = 16 << 20
-# Samples whose draws are listened for where other threads could draw too. Whoever draws does so for nearly each sample.
-_LISTENED_TO = 256
 # The states of the generators are compared for so many samples, and then for one batch in 8: reading them takes 0.1 ms.
 _COMPARED_FIRST, _COMPARED_LATER = 1024, 8
 # Times that sample 0 is fetched to see what noting it would cost, and what else noting takes than making its bytes.
@@ -380,16 +377,12 @@ class SampleCache(Dataset[Any]):
 
     def _drawn_nothing(self, indices: list[Any], fetch: Callable[[list[Any]], Any]) -> Any:
         """Fetch samples; give up if random numbers were drawn meanwhile, where that must have been the dataset."""
-        others = others_could_draw()
-        alone = not others and self._compares()
+        # Beside other threads the states tell nothing: what draws is then seen to come out differently.
+        alone = not others_could_draw() and self._compares()
         before = random_state() if alone else ()
-        # Beside other threads the states tell nothing, so draws are listened for, which slows a fetch down.
-        listens = others and self._counts[_LISTENED] < _LISTENED_TO and sys.getprofile() is None
-        recorder = DrawRecorder()
-        samples = recorder.call(fetch, indices) if listens else fetch(indices)
+        samples = fetch(indices)
         self._counts[_FETCHED] += len(indices)
-        self._counts[_LISTENED] += len(indices) if listens else 0
-        if recorder.recorded or (alone and len(before) == len(streams()) and random_state() != before):
+        if alone and len(before) == len(streams()) and random_state() != before:
             self._give_up(_DRAWS)
         return samples
 
@@ -433,7 +426,7 @@ _NO_LIST = "its __getitems__ doesn't return a list with a sample for each index"
 # Processes tell each other by number.
 _REASONS = (_DIFFERS, _DRAWS, _NO_LIST, "it was closed")
 _MODE, _REASON, _SAMPLE, _GENERATION, _CHECKED_AT = range(5)
-_SERVED, _FETCHED, _CHECKS, _ASKED, _FOUND, _STORED, _FULL, _LISTENED, _BATCHES = range(9)
+_SERVED, _FETCHED, _CHECKS, _ASKED, _FOUND, _STORED, _FULL, _BATCHES = range(8)
 
 
 def _bound(directory: Path | None) -> int:

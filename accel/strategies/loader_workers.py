@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch.utils.data import DataLoader
 
 from accel.dataio.dataset.handles import shared_handle
-from accel.dataio.dataset.loop_watch import LoopWatch
+from accel.dataio.dataset.watch import DatasetWatch
 from accel.dataio.fetching.fetch import fetch_of
 from accel.dataio.passes.movable import movable, not_read_ahead
 from accel.profiler.bottleneck import Bottleneck
@@ -18,9 +18,9 @@ from accel.strategies.base import Exactness, Strategy
 from accel.strategies.trial_design import EpochDesign, TrialDesign
 
 if TYPE_CHECKING:
-    from accel.dataio.passes.continuous import Continuous
     from accel.dataio.passes.not_ahead import AheadCheck
     from accel.dataio.passes.own_workers import OwnWorkers
+    from accel.dataio.passes.prefetch import PrefetchAcrossEpochs
 
 
 class LoaderWorkers(Strategy):
@@ -43,7 +43,7 @@ class LoaderWorkers(Strategy):
     touches = frozenset({"input"})
 
     def __init__(self) -> None:
-        self._pool: dict[Any, Continuous] = {}
+        self._pool: dict[Any, PrefetchAcrossEpochs] = {}
         self._own: OwnWorkers | None = None
         self._checks: list[AheadCheck] = []
 
@@ -66,7 +66,7 @@ class LoaderWorkers(Strategy):
         return shared_handle(run.loader) or ("" if self.settings(run) else short)
 
     def _unseen(self, run: Run) -> str:
-        unseen = LoopWatch(fetch_of(run.loader)).unseen
+        unseen = DatasetWatch(fetch_of(run.loader), share=0.0).unseen
         return unseen and f"the loop could change {unseen}, within an epoch without being seen: allow='exact' leaves it"
 
     def comparison(self, run: Run) -> TrialDesign:

@@ -242,7 +242,8 @@ class GradientEngine:
             done.value()  # raises what the exchange raised
             return buffer  # gloo's own result is a real view of complex gradients before torch 2.13
 
-        return future.then(ended)
+        averaged: Averaged = future.then(ended)
+        return averaged
 
     def noted(self, bucket: dist.GradBucket, averaged: Averaged) -> Averaged:  # type: ignore[name-defined]
         """Note in the memory whether a mean is finite, where the stages of the bucket's scheme don't."""

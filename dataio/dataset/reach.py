@@ -94,12 +94,12 @@ class ClassOf:
         return [] if kind is None else [base for base in kind.__mro__ if is_followed(base.__module__, followed)]
 
     def parts(self, followed: set[str]) -> Iterator[_Named]:
-        """Yield attributes and methods, those of the base classes too."""
+        """Yield attributes and methods, those of the base classes too, and how an object is made."""
         for base in self.bases(followed):
-            yield from ((name, value) for name, value in _own_parts(base) if name.rpartition(".")[2] not in _MAKING)
+            yield from _own_parts(base)
 
 
-_MAKING = frozenset({"__init__", "__new__", "__post_init__", "__init_subclass__", "__set_name__", "__class_getitem__"})
+MAKING = frozenset({"__init__", "__new__", "__post_init__", "__init_subclass__", "__set_name__", "__class_getitem__"})
 
 
 def _own_parts(kind: type) -> list[_Named]:
@@ -123,7 +123,7 @@ def _parts(name: str, thing: Any, followed: set[str]) -> Iterator[_Named]:
     elif is_code(thing):
         yield from code_parts(name, thing, followed)
     elif isinstance(thing, ClassOf):
-        yield from thing.parts(followed)
+        yield from (part for part in thing.parts(followed) if part[0].rpartition(".")[2] not in MAKING)
     else:
         yield from ((f"{name}.{key}", value) for key, value in attributes(thing))
         yield type(thing).__qualname__, ClassOf.object(thing)
@@ -251,8 +251,19 @@ class Names(NamedTuple):
         """Whether it looks things up by texts that may be made when it runs."""
         return not (_LOOKS_UP.isdisjoint(self.globals) and _LOOKS_UP.isdisjoint(self.all))
 
+    @property
+    def attributes_by_text(self) -> bool:
+        """Whether it may ask an object for an attribute by such a text."""
+        return not ASKS_BY_TEXT.isdisjoint(self.all)
 
-_LOOKS_UP = frozenset({"__import__", "eval", "exec", "import_module", "modules", "vars"})
+
+_LOOKS_UP = frozenset(
+    {
+        *("__import__", "eval", "exec", "import_module", "modules", "globals", "__globals__", "f_globals"),
+        *("_getframe", "currentframe", "builtins", "__builtins__"),
+    }
+)
+ASKS_BY_TEXT = frozenset({"getattr", "vars", "__dict__", "__getattribute__", "attrgetter", "getattr_static"})
 
 
 @functools.lru_cache(4096)

@@ -20,12 +20,12 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 import torch
 from torch.utils.data import DataLoader
 
-from accel.dataio.dataset.loop_watch import LoopWatch
-from accel.dataio.dataset.snapshot import Path
-from accel.dataio.engine.thread_modes import ThreadModes
-from accel.dataio.engine.thread_pool import ThreadPool
-from accel.dataio.fetching.drawing import Drawing, SeparateStates, others_could_draw
+from accel.dataio.dataset.numbers import Numbers
+from accel.dataio.dataset.watch import DatasetWatch
+from accel.dataio.engine.thread_pool import ThreadModes, ThreadPool
+from accel.dataio.fetching.drawing import Drawing, others_could_draw
 from accel.dataio.fetching.fetch import blame, fetch_of
+from accel.dataio.fetching.randomness import Stream, streams
 from accel.profiler.interruptions import ours
 from accel.profiler.trees import tensors
 
@@ -78,6 +78,7 @@ class BatchJob(NamedTuple):
         number: of the batch in its epoch.
         worker_epoch: the epoch as a `DataLoader`'s own workers know it, for an engine that stands in for them.
         watch: for threads, which read the loop's own dataset: what it must be as; None for anything.
+        numbers: of the dataset, for engines with copies of it: under which the batch is to be made; set by the engine.
     """
 
     indices: Any
@@ -87,7 +88,8 @@ class BatchJob(NamedTuple):
     epoch: int = 0
     number: int = 0
     worker_epoch: WorkerEpoch | None = None
-    watch: LoopWatch | None = None
+    watch: DatasetWatch | None = None
+    numbers: Numbers = {}  # noqa: RUF012  (never changed)
 
 
 class Engine(Protocol):
@@ -115,8 +117,8 @@ class Engine(Protocol):
     def discard(self) -> None:
         """Forget all jobs that were not collected."""
 
-    def update(self, leaves: dict[Path, Any]) -> None:
-        """Set values in copies of the dataset; nothing to do where there are none."""
+    def update(self, numbers: Numbers) -> None:
+        """Set numbers in copies of the dataset; nothing to do where there are none."""
 
     def restart(self) -> None:
         """Take the dataset anew as it is now."""
@@ -212,7 +214,7 @@ class InlineEngine:
         """Forget the jobs."""
         self._jobs.clear()
 
-    def update(self, leaves: dict[Path, Any]) -> None:
+    def update(self, numbers: Numbers) -> None:
         """Look again whether fetching draws random numbers: the dataset, the loop's own, has changed."""
         self._drawing.look_again()
 
@@ -269,9 +271,9 @@ class ThreadEngine:
 
     def start(self) -> None:
         """Make the pool; its threads start with the first jobs."""
-        if os.getpid() != self._owner:  # a copy of the loader in a forked process, where no thread came along
-            self._owner, self._pool, self._check = os.getpid(), None, None
-            self._hold_back()
+        if os.getpid() != self._owner:  # in a forked process, where no thread came along
+            self._owner, self._check = os.getpid(), None
+            self.reset()
         if self._pool is None:
             self._pool = ThreadPool(self.workers, "accel-loader")
 
@@ -373,7 +375,7 @@ class ThreadEngine:
         self._futures.clear()
         self._held_back.clear()
 
-    def update(self, leaves: dict[Path, Any]) -> None:
+    def update(self, numbers: Numbers) -> None:
         """Look again whether fetching draws random numbers: the dataset, the loop's own, has changed."""
         self._abandon_check()
         self._quiet = False
@@ -428,10 +430,18 @@ class _DrawCheck:
 
     def make(self, fetch: Callable[[Any], Any], indices: Any) -> Any:
         """Return the batch; raises `ThreadsDraw` if it drew."""
-        listen = others_could_draw([self._waiting])
-        batch, drawn = SeparateStates().call(fetch, indices, (), 0, listen=listen, may_write=self._decides)
-        if drawn:
-            raise ThreadsDraw("fetching a sample draws random numbers, which threads can't keep apart")
+        before = [(stream, stream.read()) for stream in streams()]
+        moved: list[tuple[Stream, Any]] = []
+        try:
+            batch = fetch(indices)
+        finally:
+            moved = [(stream, state) for stream, state in before if stream.read() != state]
+            if self._decides():
+                for stream, state in moved:
+                    stream.write(state)
+        if moved:
+            by = ", by it or by another thread" if others_could_draw([self._waiting]) else ""
+            raise ThreadsDraw(f"fetching a sample draws random numbers{by}, which threads can't keep apart")
         return batch
 
     def abandon(self) -> None:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from torch.utils.data import DataLoader
 
-from accel.dataio.dataset.snapshot import Path
+from accel.dataio.dataset.numbers import Numbers
 from accel.dataio.engine import wire, worker
 from accel.dataio.engine.engine import BatchJob, FetchTimeout, WorkerDied, WorkersStuck, as_raised
 from accel.dataio.engine.slots import MOST_IN_USE, SlotReader
@@ -44,14 +44,6 @@ class _Result(NamedTuple):
     slots: SlotReader
     message: Any
     job: BatchJob
-
-
-class _Change(NamedTuple):
-    """Values in the dataset, for jobs from serial number `since` on."""
-
-    number: int
-    since: int
-    leaves: dict[Path, Any]
 
 
 class ProcessEngine:
@@ -118,10 +110,8 @@ class ProcessEngine:
         self._waiting: dict[int, BatchJob] = {}
         self._tries: dict[int, int] = {}
         self._failed_starts = 0
-        # Changes sent to the workers' copies of the dataset: for all jobs there are, and from a certain job on.
-        self._leaves: dict[Path, Any] = {}
-        self._changes: deque[_Change] = deque()
-        self._newest_change = 0
+        self._numbers: Numbers = {}
+        """What has changed in the dataset since the workers were started."""
         self._next = 0
 
     def _own(self, handles: list[WorkerHandle]) -> None:
@@ -133,13 +123,12 @@ class ProcessEngine:
     def submit(self, job: BatchJob) -> None:
         """Hand a job to the worker that has the fewest, or whose turn it is."""
         self.start()
-        self._worker_for(job, self._handles).give(self._next, job)
+        self._worker_for(job, self._handles).give(self._next, job._replace(numbers=self._numbers))
         self._order.append(self._next)
         self._next += 1
 
     def collect(self) -> Any:
         """Return the batch of the oldest job; raises what fetching it raised."""
-        self._come_along()
         serial = self._order[0]
         try:
             self._await(serial)
@@ -156,38 +145,32 @@ class ProcessEngine:
 
     def discard(self) -> None:
         """Forget all jobs that were not collected."""
-        self._come_along()
         for result in self._results.values():
             if isinstance(result.message, worker.Done) and result.message.slot is not None:
                 result.slots.free_at_once(result.message.slot)
         for kept in (self._order, self._results, self._tries, self._waiting):
             kept.clear()
-        self._settle()
         for handle in self._handles:
             handle.jobs.clear()
             handle.send("stale", self._next)
 
-    def update(self, leaves: dict[Path, Any]) -> None:
-        """Set values in the workers' copies of the dataset, for the jobs submitted from now on."""
-        self._come_along()
-        self._newest_change += 1
-        self._changes.append(_Change(self._newest_change, self._next, leaves))
-        for handle in self._handles:
-            handle.send_change(self._newest_change, leaves)
-        self._settle()
+    def update(self, numbers: Numbers) -> None:
+        """Set numbers in the workers' copies of the dataset, for the jobs submitted from now on."""
+        self._numbers = {**self._numbers, **numbers}
 
     def restart(self) -> None:
         """End the workers; the next job starts new ones, with the dataset as it is then."""
         self.discard()
-        self._leaves = {}
+        self._numbers = {}
         self._end_workers()
 
     def reset(self) -> None:
         """End the workers, whatever they and this engine were at; the next job starts new ones."""
-        self._come_along()
         end_all(self._handles, self._owner)
+        self._finalizer.detach()
         self._selector.close()
         self._begin()
+        self._own([])
 
     def close(self) -> None:
         """End the workers."""
@@ -199,12 +182,6 @@ class ProcessEngine:
         self._order.popleft()
         for kept in (self._results, self._tries, self._waiting, *(handle.jobs for handle in self._handles)):
             kept.pop(serial, None)  # type: ignore[attr-defined]
-        self._settle()
-
-    def _settle(self) -> None:
-        oldest = self._order[0] if self._order else self._next
-        while self._changes and self._changes[0].since <= oldest:
-            self._leaves |= self._changes.popleft().leaves
 
     # -- starting ----------------------------------------------------------------------------------------------------
 
@@ -215,7 +192,8 @@ class ProcessEngine:
 
     def start(self) -> None:
         """Start the workers, if there are none."""
-        self._come_along()
+        if os.getpid() != self._owner:  # in a forked process: the workers are those of the loop there
+            self.reset()
         if self._handles:
             return
         if self._check is not None:
@@ -230,20 +208,6 @@ class ProcessEngine:
             raise
         jobs, self._waiting = self._waiting, {}
         self._hand_out(self._handles, jobs)
-
-    def _come_along(self) -> None:
-        """In a process forked from the loop's: leave the workers to the loop, and have jobs made by others."""
-        if os.getpid() == self._owner:
-            return
-        self._finalizer.detach()
-        self._take_back(self._handles)
-        # Their slots will be filled again when the loop there is done with them.
-        for serial, result in list(self._results.items()):
-            if isinstance(result.message, worker.Done):
-                self._waiting[serial] = self._results.pop(serial).job
-        self._own([])
-        self._selector.close()
-        self._selector = selectors.PollSelector()
 
     def _start(self, handle: WorkerHandle) -> None:
         loader = self._loader
@@ -261,8 +225,6 @@ class ProcessEngine:
         )
         self._start_process(handle, task)
         self._selector.register(handle.connection, selectors.EVENT_READ, handle)  # type: ignore[arg-type]
-        if self._leaves:
-            handle.send("dataset", self._leaves)
 
     def _start_process(self, handle: WorkerHandle, task: worker.Task) -> None:
         if self.start_method != "fork":
@@ -277,18 +239,9 @@ class ProcessEngine:
             handle.start(self._context, task)
 
     def _hand_out(self, handles: list[WorkerHandle], jobs: dict[int, BatchJob]) -> None:
-        """Give jobs to workers that were just started, each under the state of the dataset that it was meant for."""
+        """Give jobs to workers that were just started."""
         for serial in sorted(jobs):
-            handle = self._worker_for(jobs[serial], handles)
-            self._tell(handle, serial)
-            handle.give(serial, jobs[serial])
-        for handle in handles:
-            self._tell(handle, self._next)
-
-    def _tell(self, handle: WorkerHandle, serial: int) -> None:
-        for change in self._changes:
-            if change.since <= serial:
-                handle.send_change(change.number, change.leaves)
+            self._worker_for(jobs[serial], handles).give(serial, jobs[serial])
 
     def _worker_for(self, job: BatchJob, handles: list[WorkerHandle]) -> WorkerHandle:
         if self._as_torch:
@@ -454,7 +407,7 @@ def _open(slots: SlotReader, message: worker.Done) -> Any:
         if slots.in_use > MOST_IN_USE:
             # The loop keeps its batches: they get memory of their own, so that the slot comes back.
             memory = bytearray(memory)
-    return wire.load(message.payload, message.places, memory)
+    return wire.load(message.payload, message.sizes, memory)
 
 
 def _context(loader: DataLoader[Any], start_method: str | None) -> Any:

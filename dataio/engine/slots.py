@@ -13,6 +13,7 @@ import mmap
 import os
 import weakref
 from collections import deque
+from typing import Any
 
 # Slots that one worker may have in the hands of the loop; a loop that keeps more batches than that gets copies.
 MOST_IN_USE = 64
@@ -118,7 +119,7 @@ class SlotReader:
 
     def __init__(self) -> None:
         self._memory: dict[int, memoryview] = {}
-        self._in_use: dict[int, weakref.ref[memoryview]] = {}
+        self._in_use: dict[int, weakref.ref[Any]] = {}
         self._freed: deque[int] = deque()
         self._forked: set[int] = set()
         _READERS.add(self)
@@ -140,12 +141,13 @@ class SlotReader:
         """Slots whose batches the loop still holds."""
         return len(self._in_use)
 
-    def view(self, number: int) -> memoryview:
-        """Return the slot's memory; the slot is free again when the view and all tensors on it are gone.
+    def view(self, number: int) -> Any:
+        """Return the slot's memory; the slot is free again when the view and all tensors and arrays on it are gone.
 
-        A tensor made by `torch.frombuffer(view)` keeps the view alive; a numpy array made from it does not.
+        Not a memoryview, of which a numpy array would keep the memory alive and not the view.
         """
-        view = memoryview(self._memory[number])
+        memory = self._memory[number]
+        view = (ctypes.c_ubyte * memory.nbytes).from_buffer(memory)
 
         def gone(_: object, number: int = number) -> None:
             self._in_use.pop(number, None)

@@ -19,7 +19,9 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, NamedTuple
+
+import torch
 
 from accel.profiler.host import ThreadMeter
 from accel.profiler.torch_threads import compute_alone
@@ -33,6 +35,7 @@ _FORKS_APART_S, _WAITS_AGAIN_S = 0.05, 10.0
 # Of the time, on a core or in line for one: who has less is asleep, at most looking now and then.
 _AT_WORK = 0.1
 
+_DEVICES = ("cpu", "cuda")
 _Task = tuple["Future[Any]", Callable[..., Any], tuple[Any, ...]]
 _Queue = queue.SimpleQueue["_Task | None"]
 
@@ -109,6 +112,46 @@ def _begin_in_child() -> None:
 
 _forking = threading.local()
 os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_begin_in_child)
+
+
+class ThreadModes(NamedTuple):
+    """The modes of torch that hold in one thread alone: one that makes the loop's batches takes them on.
+
+    Example:
+        >>> with torch.no_grad():
+        ...     modes = ThreadModes.now()
+        >>> with modes.entered():
+        ...     torch.is_grad_enabled()
+        False
+    """
+
+    grad: bool
+    inference: bool
+    autocast: tuple[tuple[str, torch.dtype], ...]
+    """Devices with it, and the dtype."""
+    device: torch.device
+    """On which tensors are made."""
+
+    @classmethod
+    def now(cls) -> ThreadModes:
+        """Return those of this thread."""
+        cast = tuple((each, torch.get_autocast_dtype(each)) for each in _DEVICES if torch.is_autocast_enabled(each))
+        # torch.get_default_device() raises in torch 2.9 after set_default_device(None).
+        device = torch.empty(0).device
+        return cls(torch.is_grad_enabled(), torch.is_inference_mode_enabled(), cast, device)
+
+    def entered(self) -> contextlib.ExitStack:
+        """Return a context in which they hold in a thread that has none."""
+        stack = contextlib.ExitStack()
+        if not self.grad:
+            stack.enter_context(torch.no_grad())
+        if self.inference:
+            stack.enter_context(torch.inference_mode())
+        for device, dtype in self.autocast:
+            stack.enter_context(torch.autocast(device, dtype))
+        if self.device.type != "cpu":
+            stack.enter_context(self.device)
+        return stack
 
 
 class ThreadPool:

@@ -35,7 +35,8 @@ import torch
 from torch.utils.data._utils import collate as torch_collate
 from torch.utils.data._utils import worker as torch_worker
 
-from accel.dataio.dataset.snapshot import DatasetSnapshot, apply_leaves, compare, take_snapshot
+from accel.dataio.dataset.numbers import Numbers, set_numbers
+from accel.dataio.dataset.watch import DatasetWatch
 from accel.dataio.engine import slots, wire
 from accel.dataio.engine.engine import WorkerEpoch
 from accel.dataio.fetching.fetch import Fetch, blame
@@ -63,12 +64,13 @@ class Task:
 
 
 class Order(NamedTuple):
-    """One batch to be made; slots in `again` may be filled anew, those in `spent` not."""
+    """One batch to be made, with these numbers in the dataset; slots in `again` may be filled anew, in `spent` not."""
 
     serial: int
     indices: bytes
     seed: int | None
     epoch: WorkerEpoch | None
+    numbers: Numbers
     again: list[int]
     spent: list[int]
 
@@ -78,7 +80,7 @@ class Done(NamedTuple):
 
     serial: int
     payload: bytes
-    places: list[wire.ArrayPlace]
+    sizes: list[int]
     slot: int | None
     new_file: bool
     dropped: list[int]
@@ -159,8 +161,9 @@ class _Worker:
         self._slots = slots.SlotWriter(task.most_free) if slots.supported() else None
         self._main_thread = threading.get_ident()
         self._epoch: int | None = None
+        self._numbers: Numbers = {}
         # The dataset as a worker that was just started would have it.
-        self._clean: DatasetSnapshot | None = None
+        self._clean: DatasetWatch | None = None
         self._moved = ""
 
     # -- receiving ---------------------------------------------------------------------------------------------------
@@ -182,7 +185,7 @@ class _Worker:
                 frame = sys._current_frames().get(self._main_thread)
                 self._send(Where("".join(traceback.format_stack(frame)) if frame else ""))
             else:
-                self._orders.put((kind, content))
+                self._orders.put(content)
 
     # -- sending -----------------------------------------------------------------------------------------------------
 
@@ -201,11 +204,8 @@ class _Worker:
             threading.Thread(target=self._receive, name="accel-loader-receive", daemon=True).start()
             if not self._start():
                 return
-            for kind, content in iter(self._orders.get, None):
-                if kind == "dataset":
-                    self._apply(content)
-                else:
-                    self._serve(content)
+            for order in iter(self._orders.get, None):
+                self._serve(order)
         except (BrokenPipeError, ConnectionResetError):
             return  # the loop is gone
 
@@ -245,7 +245,7 @@ class _Worker:
         if not self._moved:
             self._seed(epoch.base_seed)
         if self._clean is None:
-            self._clean = take_snapshot(self._fetch)
+            self._clean = DatasetWatch(self._fetch)
         elif self._task.init is not None:
             self._look("the worker_init_fn changes the dataset, differently each time")
         if self._moved:
@@ -254,23 +254,24 @@ class _Worker:
 
     def _look(self, what: str) -> None:
         """Take note if the dataset is another than that of a worker that was just started."""
-        if self._clean is not None and not self._moved:
-            now = take_snapshot(self._fetch)
-            if compare(self._clean, now) or now.whole != self._clean.whole:
-                self._moved = what
+        if self._clean is not None and not self._moved and self._clean.changed(thoroughly=True):
+            self._moved = what
 
-    def _apply(self, leaves: dict[Any, Any]) -> None:
+    def _apply(self, numbers: Numbers) -> None:
+        self._numbers = numbers
         if self._task.as_torch:
             self._look("fetching a sample changes the dataset, which workers that go on would not forget")
-        apply_leaves(self._fetch, leaves)
+        set_numbers(self._fetch.dataset, numbers)
         if self._clean is not None:
-            self._clean = take_snapshot(self._fetch)
+            self._clean = DatasetWatch(self._fetch)
 
     def _serve(self, order: Order) -> None:
         self._release(order)
         if order.serial < self._stale_below:
             return
         began, indices = time.perf_counter(), None
+        if order.numbers != self._numbers:
+            self._apply(order.numbers)
         try:
             if order.seed is not None and not self._task.as_loop:
                 seed_everything(order.seed)
@@ -321,7 +322,7 @@ class _Worker:
         if self._slots is not None:
             dropped, self._slots.dropped = self._slots.dropped, []
         number = None if slot is None else slot.number
-        done = Done(serial, packed.payload, packed.places, number, fresh, dropped, data, time.perf_counter() - began)
+        done = Done(serial, packed.payload, packed.sizes, number, fresh, dropped, data, time.perf_counter() - began)
         self._send(done, slot.file if slot is not None and fresh else -1)
         if slot is not None:
             slot.close_file()

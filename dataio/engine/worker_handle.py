@@ -16,7 +16,6 @@ from multiprocessing.connection import Connection
 from socket import socket
 from typing import Any
 
-from accel.dataio.dataset.snapshot import Path
 from accel.dataio.engine import sigterm, worker
 from accel.dataio.engine.engine import BatchJob
 from accel.dataio.engine.inbox import Inbox
@@ -64,7 +63,7 @@ class WorkerHandle:
         self._begin()
 
     def _begin(self) -> None:
-        self.slots, self.ready, self.served, self._newest_change = SlotReader(), False, 0, -1
+        self.slots, self.ready, self.served = SlotReader(), False, 0
         self.threads_at_start = threading.active_count()
 
     def start(self, context: Any, task: worker.Task) -> None:
@@ -106,13 +105,8 @@ class WorkerHandle:
         """Hand over a job; raises what pickle raises for indices that can't travel."""
         indices = pickle.dumps(job.indices, protocol=pickle.HIGHEST_PROTOCOL)
         self.jobs[serial] = job
-        self.send("order", worker.Order(serial, indices, job.seed, job.worker_epoch, *self.slots.take_freed()))
-
-    def send_change(self, number: int, leaves: dict[Path, Any]) -> None:
-        """Send change `number` of the dataset, if the worker does not have it yet."""
-        if number > self._newest_change:
-            self._newest_change = number
-            self.send("dataset", leaves)
+        slots = self.slots.take_freed()
+        self.send("order", worker.Order(serial, indices, job.seed, job.worker_epoch, job.numbers, *slots))
 
     def receive(self) -> Iterator[Any]:
         """Yield the messages that have come as a whole; raises EOFError or OSError when the worker is gone."""

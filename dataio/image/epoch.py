@@ -7,7 +7,7 @@ A copy counts how often the number has changed, and takes the shared one if that
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -20,6 +20,8 @@ class Epoch:
         number: to begin with.
         changes: how often it has changed before.
     """
+
+    accel_hides: ClassVar[frozenset[str]] = frozenset({"_shared"})  # what lies there reaches worker processes by itself
 
     def __init__(self, number: int = 0, changes: int = 0) -> None:
         self._number, self._changes = number, changes
@@ -36,7 +38,6 @@ class Epoch:
         """Change the number, here and in copies that share its memory."""
         if number == self.number:
             return
-        # numpy's writes don't count as a change of the tensor, which would be one that can't be sent.
         shared = self._shared.numpy()
         self._number, self._changes = int(number), max(self._changes, int(shared[1])) + 1
         shared[0] = self._number

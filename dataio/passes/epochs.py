@@ -5,9 +5,8 @@ base seed first, then the sampler at its first index. When the loop does begin t
 real state. If they are equal, the lists are exactly what the plain loader would have drawn, and the real state is
 advanced as it would have been, by the same draws.
 
-torch's own generator is one for all threads. So it is not written here for what torch's samplers draw: they draw from
-a copy of it. Only for a sampler with a method `peek_epoch` that draws from it, while no other thread could, it is put
-back.
+torch's own generator is one for all threads. So it is not written here: torch's samplers draw from a copy of it. The
+next epoch of a sampler with a method `peek_epoch` that draws from it is not known.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
-from accel.dataio.fetching.drawing import others_could_draw
 from accel.dataio.peek import PeekedEpoch
 
 _PLAIN = (int, float, bool, str, type(None))
@@ -41,49 +39,35 @@ class Draws:
         loader: whose samplers yield `indices`.
         indices: the index lists.
         apart: random states to draw under until `begin`; None to draw under the loop's.
-        global_draws: numbers that the lists need of torch's own generator, drawn when the epoch begins; None if it is
-            drawn from list by list, and written.
+        global_draws: numbers that the lists need of torch's own generator, drawn when the epoch begins.
     """
 
     def __init__(
-        self, loader: DataLoader[Any], indices: Iterator[Any], apart: States | None = None, global_draws: int | None = 0
+        self, loader: DataLoader[Any], indices: Iterator[Any], apart: States | None = None, global_draws: int = 0
     ) -> None:
-        self._loader, self.lists, self._apart = loader, indices, apart
+        self._loader, self._lists, self._apart = loader, indices, apart
         self._global_draws = global_draws
         self._own = _generators(loader)
-        self._real: States | None = None
 
     def __iter__(self) -> Iterator[Any]:
         return self
 
     def __next__(self) -> Any:
         if self._apart is None:
-            return next(self.lists)
-        self._real = capture(self._loader)
-        self._restore(self._apart)
+            return next(self._lists)
+        real = capture(self._loader)[1:]
+        restore_own(self._loader, self._apart[1:])
         try:
-            return next(self.lists)
+            return next(self._lists)
         finally:
-            now = capture(self._loader)
-            self._apart = now if self._global_draws is None else [self._apart[0], *now[1:]]
-            self.mend()
-
-    def mend(self) -> None:
-        """Put the loop's random states back where Ctrl-C came while a list was drawn under others."""
-        if self._real is not None:
-            self._restore(self._real)
-            self._real = None
-
-    def _restore(self, states: States) -> None:
-        if self._global_draws is None:
-            torch.set_rng_state(states[0])
-        restore_own(self._loader, states[1:])
+            self._apart = [self._apart[0], *capture(self._loader)[1:]]
+            restore_own(self._loader, real)
 
     def begin(self) -> None:
         """Begin the epoch: what it has drawn so far counts now."""
         if self._apart is not None:
             restore_own(self._loader, self._apart[1:])
-            _advance(self._apart[0], self._global_draws)
+            _advance(self._global_draws)
             self._apart = None
 
     def drew(self, since: States) -> bool:
@@ -104,11 +88,6 @@ class Draws:
             if torch.equal(generator.get_state(), left):
                 generator.set_state(state)
 
-    def restore(self, states: States) -> None:
-        """Set the loader's own generators."""
-        for generator, state in zip(self._own, states, strict=True):
-            generator.set_state(state)
-
     def draw_again(self, drawn: States, wanted: States) -> None:
         """Draw what leads from `drawn` to `wanted`, of which the lists are known."""
         sampler = ordering(self._loader)
@@ -125,8 +104,8 @@ class Ahead:
     before: States
     began: States
     """Random states once the epoch has begun, before its first list is drawn."""
-    base_draws: int | None
-    """Numbers that the base seed needs of torch's own generator; None to write its state."""
+    base_draws: int
+    """Numbers that the base seed needs of torch's own generator."""
     lengths: tuple[int, ...]
     """Of dataset and sampler, when the lists were drawn."""
     settings: list[tuple[Any, dict[str, Any]]]
@@ -157,14 +136,8 @@ def capture(loader: DataLoader[Any]) -> States:
     return [torch.get_rng_state(), *(generator.get_state() for generator in _generators(loader))]
 
 
-def restore(loader: DataLoader[Any], state: States) -> None:
-    """Put back what `capture` returned."""
-    torch.set_rng_state(state[0])
-    restore_own(loader, state[1:])
-
-
 def restore_own(loader: DataLoader[Any], state: States) -> None:
-    """Set the loader's own generators, without torch's."""
+    """Set the loader's own generators, not torch's."""
     for generator, saved in zip(_generators(loader), state, strict=True):
         generator.set_state(saved)
 
@@ -172,14 +145,12 @@ def restore_own(loader: DataLoader[Any], state: States) -> None:
 def begin_ahead(loader: DataLoader[Any], ahead: Ahead) -> None:
     """Advance the random states to where an epoch drawn ahead has begun, before its first list."""
     restore_own(loader, ahead.began[1:])
-    _advance(ahead.began[0], ahead.base_draws)
+    _advance(ahead.base_draws)
 
 
-def _advance(state: torch.Tensor, draws: int | None) -> None:
-    """Bring torch's own generator to `state`: by as many draws, which nobody else's are lost by, or by writing it."""
-    if draws is None:
-        torch.set_rng_state(state)
-    for _ in range(draws or 0):
+def _advance(draws: int) -> None:
+    """Have torch's own generator make so many draws: nobody else's are lost by that, as they were by writing it."""
+    for _ in range(draws):
         _draw(None)
 
 
@@ -281,8 +252,6 @@ def draw_ahead(loader: DataLoader[Any], *, step: int = 1, seeded: int | None = N
     """
     if not can_draw_ahead(loader):
         return None
-    if can_peek(loader) and not others_could_draw():
-        return _draw_peeked(loader, step, seeded)
     before, epoch = capture(loader), epoch_of(loader)
     following = None if epoch is None else epoch + step
     apart = torch.Generator()
@@ -304,6 +273,9 @@ def draw_ahead(loader: DataLoader[Any], *, step: int = 1, seeded: int | None = N
     finally:
         restore_own(loader, before[1:])
         set_epoch(loader, epoch)
+    if can_peek(loader) and not torch.equal(torch.get_rng_state(), before[0]):
+        torch.set_rng_state(before[0])
+        return None  # a sampler that peeks and draws from torch's own generator
     if peeked is None or first is None:
         return None
     draws = Draws(loader, itertools.chain([first], peeked.lists), after, global_draws)
@@ -322,29 +294,6 @@ def _seeded(loader: DataLoader[Any], apart: torch.Generator) -> tuple[Any, int]:
     outer = copy.copy(outer)
     outer.sampler = seeded
     return outer, 1
-
-
-def _draw_peeked(loader: DataLoader[Any], step: int, seeded: int | None) -> Ahead | None:
-    """Draw ahead from a sampler with `peek_epoch`, where no other thread could draw from torch's own generator."""
-    sampler: Any = loader._index_sampler
-    before, epoch = capture(loader), epoch_of(loader)
-    assert epoch is not None
-    try:
-        seed = base_seed(loader) if seeded is None else seeded
-        between = torch.get_rng_state()
-        peeked: PeekedEpoch | None = sampler.peek_epoch(epoch + step)
-        began = capture(loader)
-        first = None if peeked is None else next(peeked.lists, None)
-        after = capture(loader)
-    finally:
-        restore(loader, before)
-        set_epoch(loader, epoch)
-    if peeked is None or first is None:
-        return None
-    quiet = torch.equal(after[0], between)
-    base_draws = int(seeded is None and loader.generator is None) if quiet else None
-    draws = Draws(loader, itertools.chain([first], peeked.lists), after, 0 if quiet else None)
-    return Ahead(before, began, base_draws, lengths(loader), settings(loader), draws, seed, epoch + step, peeked)
 
 
 def same_draws(loader: DataLoader[Any], ahead: Ahead) -> bool:

@@ -2,7 +2,7 @@
 
 It lies below everything that makes the loader's batches: the loader's own iterator, threads, and worker processes that
 are forked from now on. The loop may change its dataset at any time. So the dataset is compared when an epoch begins
-(`accel.dataio.dataset.snapshot`), with the files that it names (`accel.dataio.dataset.files`), and its surface before
+(`accel.dataio.dataset.watch`), with the files that it names (`accel.dataio.dataset.files`), and its surface before
 each batch; after a change all is begun anew, and after a few changes, or where a change could not be seen, given up.
 When an epoch begins some samples are fetched and compared, too.
 """
@@ -15,8 +15,7 @@ from torch.utils.data import DataLoader, default_collate
 
 from accel.dataio.batches import one_memory
 from accel.dataio.dataset.files import NamedFiles
-from accel.dataio.dataset.loop_watch import LoopWatch
-from accel.dataio.dataset.snapshot import DatasetSnapshot, compare, take_snapshot
+from accel.dataio.dataset.watch import DatasetWatch
 from accel.dataio.fetching.fetch import Fetch, keep_samples, whole_tensors
 from accel.dataio.sample_cache import SampleCache, states_of_their_own
 from accel.profiler.interruptions import ours
@@ -73,8 +72,7 @@ class KeptSamples:
         self._asked = self._hits = self._rounds = 0
         self._is_worth_it = False
         self._changes = 0
-        self._before: DatasetSnapshot | None = None
-        self._watch: LoopWatch | None = None
+        self._watch: DatasetWatch | None = None
         self._files = NamedFiles(loader.dataset)
         try:
             self._cache = cache = SampleCache(loader.dataset)
@@ -208,13 +206,13 @@ class KeptSamples:
             return
         # What stacks its samples at once copies them; another collate function may hold on to one.
         cache.share_memory_of_batch(self.loader.collate_fn is default_collate)
-        now, before = take_snapshot(self.loader.dataset, share=_LOOK_SHARE), self._before
-        is_other = self._watch is not None and self._watch.changed()
-        is_other = self._files.changed() or is_other
-        self._before, self._watch = now, LoopWatch(Fetch(self.loader.dataset, list, batched=True))
-        if not now.whole:
+        is_other = self._files.changed()
+        if self._watch is None or self._watch.changed(thoroughly=True):
+            is_other = is_other or self._watch is not None
+            self._watch = DatasetWatch(Fetch(self.loader.dataset, list, batched=True), share=_LOOK_SHARE)
+        if self._watch.unseen_at_all:
             self._drop("the dataset holds what can't be looked into for a change in place")
-        elif before is not None and (is_other or compare(before, now)):
+        elif is_other:
             self._changes += 1
             self._files = NamedFiles(self.loader.dataset)
             cache.forget()

@@ -12,9 +12,9 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch.utils.data import DataLoader
 
-from accel.dataio.dataset.dataset_epoch import declared
 from accel.dataio.dataset.fetch_watch import FetchWatch
 from accel.dataio.dataset.handles import HandleShared, check_fork, shared_handle
+from accel.dataio.dataset.numbers import declared
 from accel.dataio.dataset.thread_safety import unsafe
 from accel.dataio.elastic_sampler import ElasticSampler
 from accel.dataio.engine import transfer
@@ -22,13 +22,12 @@ from accel.dataio.engine.engine import BatchHasGraph, Engine, InlineEngine, Thre
 from accel.dataio.engine.processes import STALL_S, ProcessEngine
 from accel.dataio.fetching.fetch import Fetch, fetch_of
 from accel.dataio.passes import epochs, resume
-from accel.dataio.passes.continuous import Continuous
-from accel.dataio.passes.look_ahead import LookAhead
 from accel.dataio.passes.measured import Measured
 from accel.dataio.passes.movable import not_movable, not_read_ahead
-from accel.dataio.passes.passes import InlineRest, Maker, Newest, Pass, Skipping
+from accel.dataio.passes.passes import ActiveIterator, BatchSource, EpochIterator, InlineRest, Skipping
+from accel.dataio.passes.prefetch import PrefetchAcrossEpochs
 from accel.dataio.passes.rounds import INLINE, Setting
-from accel.dataio.passes.tuner import Tuner
+from accel.dataio.passes.tuner import LookAhead, Tuner
 from accel.profiler.host import usable_cores
 from accel.profiler.interruptions import ours
 
@@ -50,7 +49,7 @@ class Options(NamedTuple):
     device: torch.device | str | None
 
 
-class CorePass(Pass):
+class CoreIterator(EpochIterator):
     """A pass whose position is where the loop stands."""
 
     def __init__(self, core: LoaderCore) -> None:
@@ -66,7 +65,7 @@ class CorePass(Pass):
         super()._end()
 
 
-class LoaderPass(CorePass):
+class LoaderPass(CoreIterator):
     """A pass over a continuous loader, as the profiler knows it: it marks this class, and asks for two attributes."""
 
     def __init__(self, core: LoaderCore, loader: Any) -> None:
@@ -78,7 +77,7 @@ class LoaderPass(CorePass):
         return self._core.worker_processes()
 
 
-class LoaderCore(Maker):
+class LoaderCore(BatchSource):
     """The engines of a loader, and the position of its loop."""
 
     def __init__(self, loader: DataLoader[Any], options: Options) -> None:
@@ -98,8 +97,8 @@ class LoaderCore(Maker):
         self._accepted = ""  # of `shared_handle`, when the user's own workers were started
         self.slowest_s = 0.0  # batch made in the loop's own thread
         self._engines: dict[Setting, Engine] = {}
-        self._continuous: Continuous | None = None
-        self._newest = Newest()
+        self._continuous: PrefetchAcrossEpochs | None = None
+        self._newest = ActiveIterator()
         self._begun: dict[str, Any] | None = None
         self._base_seed: int | None = None
 
@@ -209,7 +208,7 @@ class LoaderCore(Maker):
             return
         check_fork(self.loader, start_method, accepted=self._accepted)
 
-    def _start_own(self, continuous: Continuous) -> None:
+    def _start_own(self, continuous: PrefetchAcrossEpochs) -> None:
         """Start the workers that the user asked for: the loop has opened nothing yet that fetching opens."""
         setting = Setting(_start_method(self.loader), self.loader.num_workers)
         self._accepted = shared_handle(self.loader)
@@ -264,49 +263,52 @@ class LoaderCore(Maker):
             engine.close()
         self._engines.clear()
 
-    # -- passes (passes.Maker) ---------------------------------------------------------------------------------------
+    # -- passes --------------------------------------------------------------------------------------------------------
 
     def copier(self) -> transfer.AheadCopier | None:
         """Return what copies a pass's batches to the device; None if they stay where they are."""
         return None if self.device is None else transfer.AheadCopier(self.device)
 
-    def begin(self, running: Pass) -> None:
+    def begin(self, running: EpochIterator) -> None:
         """Begin a pass: with the batches prefetched for it, or by drawing the epoch now."""
         self._newest.begin(running)
         if self.passed_through:
             self._begin_plainly(running)
         else:
-            continuous = self._begin_continuous()
-            running.position = self.served
+            continuous = self._prefetching()
             running.attach(continuous, InlineRest)
+            self._begin_continuous(continuous)
+            running.position = self.served
 
-    def _begin_plainly(self, running: Pass) -> None:
+    def _begin_plainly(self, running: EpochIterator) -> None:
         """Iterate the loader itself, from after the batches that a loaded state has counted."""
         loaded, self.loaded = self.loaded, None
         batches = iter(self.loader)
         self.finished, self.served = False, 0 if loaded is None else loaded["served"]
         running.position, running.rest = self.served, Skipping(lambda: batches, self.served)
 
-    def _begin_continuous(self) -> Continuous:
+    def _prefetching(self) -> PrefetchAcrossEpochs:
+        if self._continuous is None:
+            self._continuous = PrefetchAcrossEpochs(self.loader, self._engine(self.setting), strict=not self._asked)
+            if self.tuner is not None and self.loader.num_workers > 0 and not self.calls_init:
+                self._start_own(self._continuous)
+        return self._continuous
+
+    def _begin_continuous(self, continuous: PrefetchAcrossEpochs) -> None:
         self._pins = self.loader.pin_memory and self.device is None and torch.cuda.is_available()
         if self._measured is not None:
             self._measured.begin()
-        if self._continuous is None:
-            self._continuous = Continuous(self.loader, self._engine(self.setting), strict=not self._asked)
-            if self.tuner is not None and self.loader.num_workers > 0 and not self.calls_init:
-                self._start_own(self._continuous)
         loaded = self.loaded
         self.finished, self.served = False, 0
         if loaded is not None and loaded["begun"]["sampler_epoch"] == epochs.epoch_of(self.loader):
-            self._go_on(self._continuous, loaded)
+            self._go_on(continuous, loaded)
         else:
-            self._begin_epoch(self._continuous)
+            self._begin_epoch(continuous)
         self.loaded = None
         if self.loader.num_workers > 0:
-            self._continuous.prime()  # a loader with workers draws its first lists now, one without when it is asked
-        return self._continuous
+            continuous.prime()  # a loader with workers draws its first lists now, one without when it is asked
 
-    def fetch(self, running: Pass) -> Any:
+    def fetch(self, running: EpochIterator) -> Any:
         """Return the next batch."""
         if running.continuous is None:
             batch = next(running.rest)
@@ -316,7 +318,7 @@ class LoaderCore(Maker):
             batch = self._measured.fetch(self, running.continuous)
         return transfer.pin(batch) if self._pins else batch
 
-    def _as_requested(self, continuous: Continuous) -> Any:
+    def _as_requested(self, continuous: PrefetchAcrossEpochs) -> Any:
         try:
             return continuous.fetch()
         except (ThreadsDraw, BatchHasGraph, WorkersStuck) as error:
@@ -326,24 +328,24 @@ class LoaderCore(Maker):
             self.go_inline(str(error))
             return continuous.fetch()
 
-    def moved(self, running: Pass) -> None:
+    def moved(self, running: EpochIterator) -> None:
         """Record the loop's position; a pass that goes on beside a newer one doesn't count."""
         if self._newest.is_(running):
             self.served, self.finished = running.position, False
             if self._measured is not None:
                 self._measured.leave()
 
-    def ended(self, running: Pass) -> None:
+    def ended(self, running: EpochIterator) -> None:
         """Record that the loop stands between two epochs."""
         if self._newest.is_(running):
             self.finished = True
 
-    def _go_on(self, continuous: Continuous, loaded: Mapping[str, Any]) -> None:
+    def _go_on(self, continuous: PrefetchAcrossEpochs, loaded: Mapping[str, Any]) -> None:
         self._begun, self.served = resume.begun_again(self.loader, loaded), loaded["served"]
         indices, self._base_seed = resume.draw_again(self.loader, self._begun, loaded)
         continuous.take(indices, base_seed=self._base_seed, first=self.served)
 
-    def _begin_epoch(self, continuous: Continuous) -> None:
+    def _begin_epoch(self, continuous: PrefetchAcrossEpochs) -> None:
         self._begun = resume.begun(self.loader)
         if continuous.resume():
             return

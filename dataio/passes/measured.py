@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from accel.dataio.dataset.fetch_watch import FetchWatch
 from accel.dataio.engine.engine import BatchHasGraph, FetchTimeout, InlineEngine, ThreadsDraw, WorkerDied
-from accel.dataio.passes.continuous import Continuous
+from accel.dataio.passes.prefetch import PrefetchAcrossEpochs
 from accel.dataio.passes.rounds import INLINE
 from accel.dataio.passes.tuner import Tuner
 from accel.profiler.interruptions import ours
@@ -43,7 +43,7 @@ class Measured:
         """Record when the loop goes on with its step."""
         self._left_at = time.perf_counter()
 
-    def fetch(self, core: LoaderCore, continuous: Continuous) -> Any:
+    def fetch(self, core: LoaderCore, continuous: PrefetchAcrossEpochs) -> Any:
         """Return the next batch, by the engines of `core`."""
         tuner = self._tuner
         if tuner.current != core.setting:
@@ -69,7 +69,7 @@ class Measured:
             log.info("%s", tuner.explain())
         return batch
 
-    def _otherwise(self, core: LoaderCore, continuous: Continuous, error: Exception) -> Any:
+    def _otherwise(self, core: LoaderCore, continuous: PrefetchAcrossEpochs, error: Exception) -> Any:
         """Make the batch that a setting failed at in the loop's own thread, as a plain loader would.
 
         If that raises too, it is the dataset's own error and no fault of the setting.
@@ -90,7 +90,7 @@ class Measured:
             tuner.failed(error)
         return batch
 
-    def _watched(self, watch: FetchWatch, core: LoaderCore, continuous: Continuous) -> Any:
+    def _watched(self, watch: FetchWatch, core: LoaderCore, continuous: PrefetchAcrossEpochs) -> Any:
         batch = watch.around(continuous.fetch)
         core.moved_file = core.moved_file or watch.moved_file
         if watch.finding:

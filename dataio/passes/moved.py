@@ -13,27 +13,27 @@ from accel.dataio.batches import equal, one_memory
 from accel.dataio.dataset.handles import check_fork
 from accel.dataio.engine.engine import Engine, ThreadEngine
 from accel.dataio.engine.processes import STALL_S, ProcessEngine
-from accel.dataio.passes.continuous import Continuous
+from accel.dataio.passes.prefetch import PrefetchAcrossEpochs
 
 # Processes by another method import the user's script; where there is no fork, starting them is refused.
 _START_METHOD = "fork" if sys.platform == "linux" else None
 
 
-def moved(loader: DataLoader[Any], workers: int, *, threads: bool = False, whole: bool = False) -> Continuous:
+def moved(loader: DataLoader[Any], workers: int, *, threads: bool = False, whole: bool = False) -> PrefetchAcrossEpochs:
     """Return what makes a loader's batches ahead in worker processes, or in threads.
 
     Args:
         loader: map-style, without workers of its own.
         workers: processes or threads.
         threads: whether threads.
-        whole: see `Continuous`.
+        whole: see `PrefetchAcrossEpochs`.
 
     Raises:
         ValueError: if the batches of its first samples differ from the plain loader's, or hold what is the dataset's
             own, and processes would hand out copies.
     """
     engine: Engine = ThreadEngine(loader, workers) if threads else _processes(loader, workers)
-    continuous = Continuous(loader, engine, strict=True, whole=whole)
+    continuous = PrefetchAcrossEpochs(loader, engine, strict=True, whole=whole)
     try:
         if not same_as_plain(loader, continuous):
             raise ValueError("prefetched batches differ from the plain loader's")
@@ -57,7 +57,7 @@ def _processes(loader: DataLoader[Any], workers: int) -> ProcessEngine:
     return ProcessEngine(loader, workers, start_method=_START_METHOD, check=check, as_loop=True, stall_s=stall_s)
 
 
-def same_as_plain(loader: DataLoader[Any], workers: Continuous) -> bool:
+def same_as_plain(loader: DataLoader[Any], workers: PrefetchAcrossEpochs) -> bool:
     """Fetch the dataset's first samples plainly and through `workers`, and return whether the bits agree.
 
     A batch of the loader's own size is taken from the front of the dataset; no sampler and no random state is touched.

@@ -1,8 +1,9 @@
 """What keeps batches from being made ahead: a sampler or a dataset that the loop may set, and batches that differ.
 
-Where nobody asked for batches made ahead, the first reason ends it for good, and the loop makes the very batch itself.
-Where somebody did, they are made anew after a change, a few times. Some are made by the loop too and compared bit by
-bit: the first one after each switch, and then as many as take one in two hundred of the loop's time.
+Where nobody asked for batches made ahead, the first reason ends it for good, and the loop makes
+the very batch itself. Where somebody did, they are made anew after a change, a few times. Some are
+made by the loop too and compared bit by bit: the first one after each switch, and then as many as
+take one in two hundred of the loop's time.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from accel.dataio.batches import equal
-from accel.dataio.dataset.loop_watch import LoopWatch
+from accel.dataio.dataset.watch import DatasetWatch
 from accel.dataio.engine.engine import BatchJob, NotAhead
 from accel.dataio.fetching.drawing import Drawing
-from accel.dataio.fetching.fetch import Fetch, fetch_of
+from accel.dataio.fetching.fetch import fetch_of
 from accel.dataio.passes.movable import not_read_ahead
 
 # Times that batches made ahead are thrown away because the loop has changed the dataset meanwhile.
@@ -51,15 +52,15 @@ class AheadCheck:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._loader, self.strict, self._whole, self._seeded, self._clock = loader, strict, whole, seeded, clock
-        self.watch: LoopWatch | None = None
+        self.watch: DatasetWatch | None = None
         self._sampler_finding = ""
         self._renewals = self.seen = self.compared = 0
         self._drawing, self._is_due = Drawing(), False
         self._began, self._spent_s, self._last_s = clock(), 0.0, 0.0
 
-    def look(self, fetch: Fetch | None) -> None:
-        """Watch from now on what the loop changes of what `fetch` reads; None for nothing."""
-        self.watch = LoopWatch(fetch) if fetch is not None and self._renewals <= _MOST_RENEWALS else None
+    def look(self, watch: DatasetWatch | None) -> None:
+        """Watch from now on what the loop changes of what fetching reads; None for nothing."""
+        self.watch = watch if self._renewals <= _MOST_RENEWALS else None
         self._sampler_finding = not_read_ahead(self._loader) if self.strict else ""
 
     def refuse(self, *, drawn_since: bool) -> None:

@@ -24,11 +24,11 @@ from torch.utils.data import DataLoader
 from accel.dataio.engine.engine import BatchJob, WorkerEpoch
 from accel.dataio.engine.processes import ProcessEngine
 from accel.dataio.passes import epochs
-from accel.dataio.passes.continuous import Continuous
-from accel.dataio.passes.epochs import Ahead, Draws
-from accel.dataio.passes.jobs import Jobs
+from accel.dataio.passes.epochs import Ahead
+from accel.dataio.passes.index_lists import IndexLists, Jobs
 from accel.dataio.passes.movable import not_continuable
-from accel.dataio.passes.passes import Pass, Skipping
+from accel.dataio.passes.passes import EpochIterator, Skipping
+from accel.dataio.passes.prefetch import PrefetchAcrossEpochs
 from accel.profiler.interruptions import ours
 
 # What batches are made by, and may be set anew between two epochs.
@@ -53,14 +53,14 @@ class OwnWorkers:
         prefetch = loader.prefetch_factor or 2
         engine = ProcessEngine(loader, loader.num_workers, prefetch=prefetch, as_torch=True)
         self.continuous = _AsDrawnByWorkers(loader, engine)
-        self._newest: weakref.ref[Pass] | None = None
+        self._newest: weakref.ref[EpochIterator] | None = None
 
-    def begin(self, running: Pass, failed: Callable[[Pass, Exception], bool]) -> bool:
+    def begin(self, running: EpochIterator, failed: Callable[[EpochIterator, Exception], bool]) -> bool:
         """Begin an epoch, as `iter(loader)` would; return False if nothing was drawn, and the plain loader has to.
 
         Args:
             running: the workers make its batches.
-            failed: see `accel.dataio.passes.passes.Maker`.
+            failed: see `accel.dataio.passes.passes.BatchSource`.
         """
         if _options(self.loader) != self._options or not_continuable(self.loader):
             return False
@@ -86,7 +86,11 @@ class OwnWorkers:
         return True
 
     def _begun_again(
-        self, drawn: tuple[Iterator[Any], int] | None, random_state: torch.Tensor, running: Pass, _: Continuous
+        self,
+        drawn: tuple[Iterator[Any], int] | None,
+        random_state: torch.Tensor,
+        running: EpochIterator,
+        _: PrefetchAcrossEpochs,
     ) -> Iterator[Any]:
         """Return the plain loader's iterator, where the pass stands.
 
@@ -116,7 +120,7 @@ def _options(loader: DataLoader[Any]) -> tuple[Any, ...]:
     return tuple(getattr(loader, name) for name in _OPTIONS)
 
 
-def _whole_epoch(_: Pass, continuous: Continuous) -> Iterator[Any]:
+def _whole_epoch(_: EpochIterator, continuous: PrefetchAcrossEpochs) -> Iterator[Any]:
     return iter(continuous.loader)
 
 
@@ -140,7 +144,7 @@ def _with_lists(loader: DataLoader[Any], lists: Iterator[Any]) -> DataLoader[Any
 _TOKENS = itertools.count()
 
 
-class _AsDrawnByWorkers(Continuous):
+class _AsDrawnByWorkers(PrefetchAcrossEpochs):
     """Draws as a loader with workers does: early, and what was drawn stays so when the loop leaves the epoch.
 
     What the loop changes in the dataset within an epoch is not seen by workers that have begun it.
@@ -156,28 +160,23 @@ class _AsDrawnByWorkers(Continuous):
 
     def lists(self) -> Iterator[Any]:
         """Return all index lists of the running epoch, and feed the workers no more."""
-        self.close_feed()
-        left = self.left()
-        return itertools.chain(self._served_lists[: self.served], left)
+        return itertools.chain(self._served_lists[: self.served], self.left())
 
-    def _jobs(self, draws: Draws, base_seed: int, epoch: int, first: int = 0, dataset: Any = None) -> Jobs:
-        return Jobs(draws, None, epoch, first, dataset, WorkerEpoch(next(_TOKENS), base_seed))
+    def _jobs(self, lists: IndexLists, base_seed: int, epoch: int, first: int = 0, dataset: Any = None) -> Jobs:
+        return Jobs(lists, None, epoch, first, dataset, WorkerEpoch(next(_TOKENS), base_seed))
 
     def _feed(self, indices: Iterator[Any], base_seed: int) -> None:
         super()._feed(indices, base_seed)
         self._served_lists = []
 
-    def _begin(self, ahead: Ahead) -> None:
-        super()._begin(ahead)
+    def _begin(self, ahead: Ahead, source: Jobs) -> None:
+        super()._begin(ahead, source)
         self._served_lists = []
 
-    def _pop(self) -> None:
-        job: BatchJob = self._record[0]
-        super()._pop()
+    def _count_collected(self) -> None:
+        job: BatchJob = self._record[self._collected]
+        super()._count_collected()
         self._served_lists.append(job.indices)
 
     def _put_back(self) -> None:
-        pass
-
-    def _look(self) -> None:
         pass

@@ -6,7 +6,7 @@ wanted, the pass is detached: another iterator makes the rest of its epoch. Whic
 | maker | who decides | the rest is made by |
 |---|---|---|
 | `loader_core.LoaderCore` | the user, or the tuner | the loop's own thread |
-| `proxy.Controlled` | the controller, between two batches | torch's iterator, given the index lists that are left |
+| `proxy.SwitchableSource` | the controller, between two batches | torch's iterator, given the lists that are left |
 | the same, with `own_workers.OwnWorkers` | the controller, between two epochs | torch's iterator, begun again |
 """
 
@@ -15,32 +15,33 @@ from __future__ import annotations
 import sys
 import weakref
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from accel.dataio.engine.engine import BatchJob, InlineEngine
 from accel.dataio.engine.transfer import AheadCopier
-from accel.dataio.passes.continuous import Continuous
+from accel.dataio.passes.prefetch import PrefetchAcrossEpochs
 from accel.profiler.interruptions import ours
 
 
-class Maker(ABC):
+class BatchSource(ABC):
     """Decides which engine makes the batches of a pass."""
 
     @abstractmethod
-    def begin(self, running: Pass) -> None:
+    def begin(self, running: EpochIterator) -> None:
         """Begin the epoch: attach an engine, or set `rest`."""
 
     @abstractmethod
-    def fetch(self, running: Pass) -> Any:
+    def fetch(self, running: EpochIterator) -> Any:
         """Return the next batch, after switching engines if need be; raises StopIteration when there is none."""
 
-    def failed(self, running: Pass, error: Exception) -> bool:
+    def failed(self, running: EpochIterator, error: Exception) -> bool:
         """Detach the pass from an engine that raised and return True; return False if the loop is to get the error."""
         return False
 
 
-class Pass:
+class EpochIterator:
     """One pass over a loader, as an iterator.
 
     Args:
@@ -53,15 +54,27 @@ class Pass:
         rest: yields the batches while detached.
     """
 
-    def __init__(self, maker: Maker, copier: AheadCopier | None = None) -> None:
+    def __init__(self, maker: BatchSource, copier: AheadCopier | None = None) -> None:
         self._maker, self._copier = maker, copier
         self._late: Exception | None = None
         self.position = 0
-        self.continuous: Continuous | None = None
+        self.continuous: PrefetchAcrossEpochs | None = None
         self.rest: Iterator[Any] = iter(())
-        maker.begin(self)
+        try:
+            maker.begin(self)
+        except ours():
+            raise
+        except BaseException:
+            self._throw_away()
+            raise
 
-    def attach(self, continuous: Continuous, go_on: Callable[[Pass, Continuous], Iterator[Any]]) -> None:
+    def _throw_away(self) -> None:
+        if self.continuous is not None:
+            self.continuous.interrupted()
+
+    def attach(
+        self, continuous: PrefetchAcrossEpochs, go_on: Callable[[EpochIterator, PrefetchAcrossEpochs], Iterator[Any]]
+    ) -> None:
         """Take batches from `continuous` from now on; `go_on` returns the iterator to go on with when detached."""
         self.continuous, self._go_on = continuous, go_on
 
@@ -100,8 +113,8 @@ class Pass:
             self._copier, self._late = AheadCopier(self._copier.device), None
         if self.continuous is None:
             return
-        self.continuous.give_back(position)
         self._stand_at(position)
+        self._throw_away()
         if self.continuous.whole_epochs:
             self.detach()
 
@@ -126,6 +139,8 @@ class Pass:
 
     def _stand_at(self, position: int) -> None:
         self.position = position
+        if self.continuous is not None:
+            self.continuous.handed = position
 
     def _end(self) -> None:
         self.continuous, self.rest = None, iter(())  # a newer pass has nothing to detach, and keeps what is made ahead
@@ -154,17 +169,17 @@ class Pass:
         return copier.finish()
 
 
-class Newest:
+class ActiveIterator:
     """The newest of the passes over a loader: the only one whose batches are prefetched."""
 
     def __init__(self) -> None:
-        self._pass: weakref.ref[Pass] | None = None
+        self._pass: weakref.ref[EpochIterator] | None = None
 
-    def is_(self, running: Pass) -> bool:
+    def is_(self, running: EpochIterator) -> bool:
         """Return whether `running` is the newest."""
         return self._pass is not None and self._pass() is running
 
-    def begin(self, newer: Pass) -> None:
+    def begin(self, newer: EpochIterator) -> None:
         """Make `newer` the newest, and detach the one before, which may go on, as in nested loops."""
         self.detach()
         self._pass = weakref.ref(newer)
@@ -189,26 +204,26 @@ class InlineRest:
         continuous: has made its batches until now.
     """
 
-    def __init__(self, running: Pass, continuous: Continuous) -> None:
-        self._engine, self._jobs = InlineEngine(continuous.loader), continuous.jobs_left()
-        self._job: BatchJob | None = None
+    def __init__(self, running: EpochIterator, continuous: PrefetchAcrossEpochs) -> None:
+        self._engine, self._left = InlineEngine(continuous.loader), continuous.jobs_left()
+        self._jobs: deque[BatchJob] = deque()
 
     def __iter__(self) -> Iterator[Any]:
         return self
 
     def __next__(self) -> Any:
-        if self._job is None:
-            self._job = next(self._jobs)
+        if not self._jobs and not self._left.into(self._jobs.append):
+            raise StopIteration
         try:
-            self._engine.submit(self._job)
+            self._engine.submit(self._jobs[0])
             batch = self._engine.collect()
         except ours():
-            self._job = None
+            self._jobs.clear()
             raise
         except BaseException:
             self._engine.reset()
             raise
-        self._job = None
+        self._jobs.clear()
         return batch
 
 

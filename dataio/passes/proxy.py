@@ -17,8 +17,8 @@ from torch.utils.data import DataLoader
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from accel.dataio.dataset.fetch_watch import FetchWatch
-from accel.dataio.passes.continuous import Continuous
-from accel.dataio.passes.passes import Maker, Newest, Pass
+from accel.dataio.passes.passes import ActiveIterator, BatchSource, EpochIterator
+from accel.dataio.passes.prefetch import PrefetchAcrossEpochs
 from accel.dataio.passes.stand_in import StandIn
 from accel.dataio.passes.underway import PassesUnderWay
 from accel.profiler.interruptions import ours
@@ -61,10 +61,10 @@ class Fetching:
     """
 
     def __init__(self) -> None:
-        self.workers: Continuous | None = None
+        self.workers: PrefetchAcrossEpochs | None = None
         self.own_workers: OwnWorkers | None = None
         self.samples: KeptSamples | None = None
-        self.newest = Newest()
+        self.newest = ActiveIterator()
         self.underway = PassesUnderWay()
         self.transforms: dict[str, Callable[[Any], Any]] = {}
         self.fetch_watch: FetchWatch | None = None
@@ -95,7 +95,7 @@ class LoaderProxy(StandIn):
             return iter(self._accel_loader)
         loader, fetching, listener = self._accel_loader, self._accel_fetching, self._accel_listener
         listener.epoch_begins()
-        return _Listened(Pass(Controlled(loader, fetching, listener)), fetching, listener, loader)
+        return _Listened(EpochIterator(SwitchableSource(loader, fetching, listener)), fetching, listener, loader)
 
     def _accel_next(self) -> Any:
         """Return the next batch of a loader that is an iterator itself: of a generator as one pass that is listened to.
@@ -117,7 +117,7 @@ def is_proxy(loader: Any) -> bool:
 class _Listened:
     """A pass with transforms applied to its batches, and a listener called around them."""
 
-    def __init__(self, batches: Pass, fetching: Fetching, listener: LoaderListener, loader: Any) -> None:
+    def __init__(self, batches: EpochIterator, fetching: Fetching, listener: LoaderListener, loader: Any) -> None:
         self._batches, self._listener, self._loader = batches, listener, loader
         self._underway, self._transforms = fetching.underway, fetching.transforms
         self._name = self._underway.begin(self)
@@ -174,7 +174,7 @@ class _Listened:
         return self._batches.rest
 
 
-class Controlled(Maker):
+class SwitchableSource(BatchSource):
     """The maker under the controller, which may switch engines between any two batches.
 
     Args:
@@ -187,7 +187,7 @@ class Controlled(Maker):
         self._loader, self._fetching, self._listener = loader, fetching, listener
         self._pins = isinstance(loader, DataLoader) and loader.pin_memory and torch.cuda.is_available()
 
-    def begin(self, running: Pass) -> None:
+    def begin(self, running: EpochIterator) -> None:
         """Go on with what was made ahead, or begin an epoch of the loader's own."""
         fetching = self._fetching
         fetching.newest.begin(running)
@@ -202,7 +202,7 @@ class Controlled(Maker):
         if own is None or not own.begin(running, self.failed):
             running.rest = iter(self._loader)
 
-    def fetch(self, running: Pass) -> Any:
+    def fetch(self, running: EpochIterator) -> Any:
         """Return the next batch; one that the loader makes itself is watched."""
         fetching, workers = self._fetching, running.continuous
         if fetching.samples is not None:
@@ -217,7 +217,7 @@ class Controlled(Maker):
             return next(running.rest)
         return watch.around(partial(next, running.rest))
 
-    def _chosen(self, running: Pass) -> Continuous | None:
+    def _chosen(self, running: EpochIterator) -> PrefetchAcrossEpochs | None:
         """Return the workers that make the next batch: those that are wanted, once others are drained."""
         wanted = self._fetching.workers if self._fetching.newest.is_(running) else None
         current = running.continuous
@@ -230,7 +230,7 @@ class Controlled(Maker):
             running.attach(wanted, _plain_rest)
         return running.continuous
 
-    def failed(self, running: Pass, error: Exception) -> bool:
+    def failed(self, running: EpochIterator, error: Exception) -> bool:
         """Go on plainly from the very batch: a broken sample then raises the dataset's own error."""
         workers = running.continuous
         assert workers is not None
@@ -243,7 +243,7 @@ class Controlled(Maker):
         return True
 
 
-def _plain_rest(running: Pass, workers: Continuous) -> Any:
+def _plain_rest(running: EpochIterator, workers: PrefetchAcrossEpochs) -> Any:
     """Return torch's iterator, with the index lists that the workers leave."""
     plain: Any = running.rest
     if not hasattr(plain, "_sampler_iter"):

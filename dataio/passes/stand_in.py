@@ -7,12 +7,9 @@ one for a generator of a type that has none of them. Each type of loader gets a 
 from __future__ import annotations
 
 import copy
-import opcode
 import operator
-import sys
 import weakref
 from collections.abc import Callable
-from types import FrameType
 from typing import Any
 
 _KEPT = frozenset(
@@ -28,11 +25,6 @@ _KEPT = frozenset(
     )
 )
 """Special methods that are the stand-in's own."""
-_BINARY = ("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "pow", "lshift", "rshift", "and", "or", "xor")
-_COMPARISONS = ("lt", "le", "eq", "ne", "gt", "ge")
-_IN_PLACE = range(13, 26)
-"""Arguments of the instruction of binary operators that stand for `+=` and its like."""
-
 _types: weakref.WeakKeyDictionary[type, weakref.WeakValueDictionary[type, type]] = weakref.WeakKeyDictionary()
 
 
@@ -118,25 +110,16 @@ def _methods(kind: type) -> dict[str, Any]:
             methods[name] = None
         elif callable(value):
             methods[name] = _forwarding(name)
-    for name in _BINARY:  # a list is added to one on its left without a method of its own for it
-        if f"__{name}__" in methods or f"__r{name}__" in methods:
-            methods[f"__r{name}__"] = _reflected(name)
     return methods
 
 
 def _forwarding(name: str) -> Callable[..., Any]:
     """Return the special method `name` that asks the loader, as Python would."""
-    short = name.strip("_")
-    if short in _BINARY or short in _COMPARISONS or (short[0] == "i" and short[1:] in _BINARY):
-        ask = getattr(operator, name)
-    else:
-
-        def ask(loader: Any, *args: Any, **kwargs: Any) -> Any:
-            return _special(loader, name)(*args, **kwargs)
+    ask = vars(operator).get(name)
 
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        loader = self._accel_loader
-        result = ask(loader, *map(_plain, args), **kwargs)
+        loader, args = self._accel_loader, tuple(map(_plain, args))
+        result = _special(loader, name)(*args, **kwargs) if ask is None else ask(loader, *args, **kwargs)
         return self if result is loader else result  # `+=` and `with` hand on the one that is listened to
 
     return method
@@ -146,21 +129,3 @@ def _special(loader: Any, name: str) -> Any:
     """Return a special method of the loader, looked up on its type as Python does."""
     method = next(vars(base)[name] for base in type(loader).__mro__ if name in vars(base))
     return method.__get__(loader, type(loader)) if hasattr(type(method), "__get__") else method
-
-
-def _reflected(name: str) -> Callable[..., Any]:
-    plainly, in_place = getattr(operator, f"__{name}__"), getattr(operator, f"__i{name}__")
-
-    def method(self: Any, other: Any) -> Any:
-        # Python asks here for `other += loader` too, of a list on the left, which must stay the same list.
-        compute = in_place if _is_in_place(sys._getframe(1)) else plainly
-        return compute(other, self._accel_loader)
-
-    return method
-
-
-def _is_in_place(frame: FrameType) -> bool:
-    """Return whether what a frame is at is `+=` or its like."""
-    code, at = frame.f_code.co_code, frame.f_lasti
-    name = opcode.opname[code[at]]
-    return name.startswith("INPLACE_") or (name == "BINARY_OP" and code[at + 1] in _IN_PLACE)  # Python 3.10, or later

@@ -19,7 +19,6 @@ import statistics
 import time
 from typing import NamedTuple
 
-from accel.dataio.passes.look_ahead import LookAhead
 from accel.dataio.passes.rounds import Rounds, Setting, Tried
 from accel.profiler.host import ThreadMeter, usable_cores
 
@@ -42,6 +41,12 @@ _MOST_PATIENCE = 16
 # Of the loop's time per batch: while it waits for more, another setting may have become the better one.
 _WAITS = 0.1
 _MOST_WORKERS = 16
+# Of the loop's time per batch: a shorter wait is not worth memory.
+_WAIT_NEGLIGIBLE = 0.03
+_DEEPER = 4
+_SHORTER = 0.67
+# Batches in all: beyond that, an epoch's order is drawn far ahead, and memory fills.
+_MOST_AHEAD = 64
 
 
 class InlineCost(NamedTuple):
@@ -114,6 +119,53 @@ class Busy(NamedTuple):
     def since(self, before: Busy) -> Busy:
         """Return the seconds from `before` to here."""
         return Busy(self.run_s - before.run_s, self.line_s - before.line_s)
+
+
+class LookAhead:
+    """How many batches each worker may be ahead, from how long the running loop waits.
+
+    Batches that all cost the same need two. If now and then one takes long (a slow answer of the storage, a long clip,
+    a step that saves), the queue runs dry although the workers are fast enough on average. Then a deeper queue bridges
+    the gap. It costs memory and no time, so nothing is tried beforehand: while the loop waits, the look-ahead is
+    multiplied by four, and put back if that didn't shorten the wait by a third, as when the workers are just too slow.
+
+    Args:
+        batches: at the beginning, at least 1.
+        fixed: leave it at that.
+
+    Example:
+        >>> ahead = LookAhead(2)
+        >>> ahead.saw(wait_s=0.002, step_s=0.003, workers=2)
+        True
+        >>> ahead.batches
+        8
+    """
+
+    def __init__(self, batches: int, *, fixed: bool = False) -> None:
+        self._least, self._fixed = batches, fixed
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin again: batches are made in another way now."""
+        self.batches = self._least
+        self._settled = self._fixed
+        self._before: tuple[int, float] | None = None
+
+    def saw(self, wait_s: float, step_s: float, workers: int) -> bool:
+        """Record the mean wait for a batch and the time of a step; return whether `batches` has changed."""
+        if self._settled:
+            return False
+        if self._before is not None:
+            least, waited = self._before
+            self._before = None
+            if wait_s > _SHORTER * waited:
+                self.batches, self._settled = least, True
+                return True
+        deeper = min(_DEEPER * self.batches, _MOST_AHEAD // workers)
+        if wait_s <= _WAIT_NEGLIGIBLE * (wait_s + step_s) or deeper <= self.batches:
+            return False
+        self._before, self.batches = (self.batches, wait_s), deeper
+        return True
 
 
 class _Served(NamedTuple):

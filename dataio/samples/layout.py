@@ -39,14 +39,8 @@ class Leaf(ABC):
     size: int
 
     @abstractmethod
-    def pack(self, value: Any) -> bytes | None:
-        """Return a value as `size` bytes; None if it is of another kind than this one."""
-
     def rows(self, values: Sequence[Any]) -> Bytes | None:
-        """Return a row of `size` bytes for each of some values; None if one is of another kind."""
-        packed = [self.pack(value) for value in values]
-        joined = None if None in packed else b"".join(packed)  # type: ignore[arg-type]
-        return None if joined is None else np.frombuffer(joined, np.uint8).reshape(len(packed), self.size)
+        """Return a row of `size` bytes for each of some values; None if one is of another kind than this one."""
 
     @abstractmethod
     def unpack(self, packed: Bytes, share: bool) -> Sequence[Any]:
@@ -58,91 +52,96 @@ class Leaf(ABC):
         """
 
 
-class _TensorLeaf(Leaf):
+class _DenseLeaf(Leaf):
+    """An array without gaps, whatever the order of its dimensions in memory."""
+
+    def __init__(self, array: np.ndarray[Any, Any], what: str) -> None:
+        self.dtype, self._shape, self._strides = array.dtype, array.shape, array.strides
+        self._order = _memory_order(self._strides)
+        in_memory = array.transpose(self._order)
+        self.size, self._rows = array.nbytes, in_memory.shape
+        self._inverse = None if self._order == sorted(self._order) else [*np.argsort(self._order).tolist()]
+        again = in_memory if self._inverse is None else in_memory.transpose(self._inverse)
+        if not in_memory.flags.c_contiguous or again.strides != self._strides:
+            raise NotKept(f"{what} with gaps between its elements")
+
+    def rows(self, values: Sequence[Any]) -> Bytes | None:
+        # Not by `torch.stack`: waking its threads takes longer than copying small samples.
+        packed = np.empty((len(values), *self._rows), self.dtype)
+        for place, value in enumerate(values):
+            array = self._array(value)
+            if array is None or array.shape != self._shape or array.strides != self._strides:
+                return None
+            packed[place] = array if self._inverse is None else array.transpose(self._order)
+        return packed.reshape(len(values), -1).view(np.uint8)
+
+    @abstractmethod
+    def _array(self, value: Any) -> np.ndarray[Any, Any] | None:
+        """Return a value as an array; None if it is of another kind."""
+
+
+class _TensorLeaf(_DenseLeaf):
     def __init__(self, example: Tensor) -> None:
         plain = example.layout == torch.strided and example.device.type == "cpu" and not example.is_quantized
         if not plain or example.is_complex() or example.requires_grad or not example.numel() or example.__dict__:
             raise NotKept("a tensor that is not plain memory of the CPU")
         if example.is_neg() or example._is_zerotensor():
             raise NotKept("a tensor that shows other numbers than its memory holds, as `x.conj().imag`; clone it")
-        self._dtype = example.dtype
-        self._order = _memory_order(example.stride())
-        in_memory = example.permute(self._order)
-        self.size = example.numel() * example.element_size()
-        self._rows = tuple(in_memory.shape)
-        self._inverse = None if self._order == sorted(self._order) else [*np.argsort(self._order).tolist()]
-        if not in_memory.is_contiguous() or self._again(in_memory).stride() != example.stride():
-            raise NotKept("a tensor with gaps between its elements")
+        self._torch_dtype = example.dtype
         self._bits = None if example.dtype in _OF_NUMPY else _BITS[example.element_size()]
-        array = self._array(example)
-        self._numpy_dtype, self._shape, self._strides = array.dtype, array.shape, array.strides
+        super().__init__(self._shown(example), "a tensor")
 
-    def _array(self, value: Tensor) -> np.ndarray[Any, Any]:  # raises for what only shows its numbers negated
+    def _shown(self, value: Tensor) -> np.ndarray[Any, Any]:  # raises for what only shows its numbers negated
         return value.numpy() if self._bits is None else value.view(self._bits).numpy()
 
-    def pack(self, value: Any) -> bytes | None:
-        array = self._in_memory(value)
-        return None if array is None else array.tobytes()
-
-    def rows(self, values: Sequence[Any]) -> Bytes | None:
-        # Not by `torch.stack`: waking its threads takes longer than copying small samples.
-        packed = np.empty((len(values), *self._rows), self._numpy_dtype)
-        for place, value in enumerate(values):
-            if (array := self._in_memory(value)) is None:
-                return None
-            packed[place] = array
-        return packed.reshape(len(values), -1).view(np.uint8)
-
-    def _in_memory(self, value: Any) -> np.ndarray[Any, Any] | None:
-        """Return a value as an array in the order of its memory; None if it is of another kind."""
-        if type(value) is not Tensor or value.dtype is not self._dtype or value.__dict__:  # attributes are not kept
+    def _array(self, value: Any) -> np.ndarray[Any, Any] | None:
+        if (
+            type(value) is not Tensor or value.dtype is not self._torch_dtype or value.__dict__
+        ):  # attributes are not kept
             return None
         try:
-            array = self._array(value)  # attributes of an array take half as long to read
+            return self._shown(value)  # attributes of an array take half as long to read
         except (RuntimeError, TypeError):  # it requires a gradient, or is elsewhere
             return None
-        if array.shape != self._shape or array.strides != self._strides:
-            return None
-        return array if self._inverse is None else array.transpose(self._order)
 
     def unpack(self, packed: Bytes, share: bool) -> Sequence[Any]:
-        rows = torch.from_numpy(packed).view(self._dtype).view(-1, *self._rows).unbind(0)
-        if not share:
-            return [self._again(row.clone()) for row in rows]
-        return rows if self._inverse is None else [self._again(row) for row in rows]
-
-    def _again(self, row: Tensor) -> Tensor:
-        return row if self._inverse is None else row.permute(self._inverse)
+        rows = torch.from_numpy(packed).view(self._torch_dtype).view(-1, *self._rows).unbind(0)
+        own = rows if share else [row.clone() for row in rows]
+        return own if self._inverse is None else [row.permute(self._inverse) for row in own]
 
 
-class _ArrayLeaf(Leaf):
+class _ArrayLeaf(_DenseLeaf):
     def __init__(self, example: np.ndarray[Any, Any]) -> None:
-        self._dtype, self._shape, self._strides = example.dtype, example.shape, example.strides
-        self._order = _memory_order(self._strides)
-        in_memory = example.transpose(self._order)
-        self.size = example.nbytes
-        self._rows = in_memory.shape
-        self._inverse = np.argsort(self._order).tolist()
-        if example.dtype.hasobject or not example.flags.writeable or not self.size or not in_memory.flags.c_contiguous:
+        if example.dtype.hasobject or not example.flags.writeable or not example.nbytes:
             raise NotKept("an array that is not plain, dense, writeable memory")
         if not example.shape:
             raise NotKept("an array without dimensions, of which numpy makes scalars")
-        if in_memory.transpose(self._inverse).strides != self._strides:
-            raise NotKept("an array with gaps between its elements")
+        super().__init__(example, "an array")
 
-    def pack(self, value: Any) -> bytes | None:
-        if type(value) is not np.ndarray or value.dtype != self._dtype or value.shape != self._shape:
-            return None
-        if value.strides != self._strides or not value.flags.writeable:
-            return None
-        return value.transpose(self._order).tobytes()
+    def _array(self, value: Any) -> np.ndarray[Any, Any] | None:
+        is_plain = type(value) is np.ndarray and value.dtype == self.dtype and value.flags.writeable
+        return value if is_plain else None
 
     def unpack(self, packed: Bytes, share: bool) -> Sequence[Any]:
-        rows = packed.view(self._dtype).reshape(-1, *self._rows)
-        return [(row if share else row.copy()).transpose(self._inverse) for row in rows]
+        rows = packed.view(self.dtype).reshape(-1, *self._rows)
+        own = rows if share else [row.copy() for row in rows]
+        return list(own) if self._inverse is None else [row.transpose(self._inverse) for row in own]
 
 
-class _ScalarLeaf(Leaf):
+class _ValueLeaf(Leaf):
+    """A value that is packed one by one."""
+
+    @abstractmethod
+    def pack(self, value: Any) -> bytes | None:
+        """Return a value as `size` bytes; None if it is of another kind than this one."""
+
+    def rows(self, values: Sequence[Any]) -> Bytes | None:
+        packed = [self.pack(value) for value in values]
+        joined = None if None in packed else b"".join(packed)  # type: ignore[arg-type]
+        return None if joined is None else np.frombuffer(joined, np.uint8).reshape(len(packed), self.size)
+
+
+class _ScalarLeaf(_ValueLeaf):
     """A scalar of numpy's."""
 
     def __init__(self, example: np.generic) -> None:
@@ -157,7 +156,7 @@ class _ScalarLeaf(Leaf):
         return list(packed.view(self._dtype).reshape(-1))
 
 
-class _NumberLeaf(Leaf):
+class _NumberLeaf(_ValueLeaf):
     """An int of 64 bits, a float, or a bool."""
 
     _FORMATS = {int: "<q", float: "<d", bool: "<?"}  # noqa: RUF012  (never changed)
@@ -180,7 +179,7 @@ class _NumberLeaf(Leaf):
         return values
 
 
-class _TextLeaf(Leaf):
+class _TextLeaf(_ValueLeaf):
     """A str, or bytes, up to a length."""
 
     def __init__(self, example: str | bytes) -> None:
@@ -202,7 +201,7 @@ class _TextLeaf(Leaf):
         return [text.decode() for text in texts] if self._kind is str else texts
 
 
-class _NoneLeaf(Leaf):
+class _NoneLeaf(_ValueLeaf):
     size = 1
 
     def pack(self, value: Any) -> bytes | None:
@@ -217,27 +216,6 @@ class _Group:
 
     def __init__(self, kind: type, keys: tuple[Any, ...] | None, parts: list[Any]) -> None:
         self._kind, self._keys, self._parts = kind, keys, parts
-
-    def pack(self, value: Any, into: list[bytes]) -> bool:
-        """Append the bytes of each leaf; return False if the structure is another one."""
-        if type(value) is not self._kind:
-            return False
-        values: Any = value
-        if len(values) != len(self._parts):
-            return False
-        if self._keys is not None:
-            if tuple(values) != self._keys:
-                return False
-            values = values.values()
-        for part, each in zip(self._parts, values, strict=True):
-            if isinstance(part, _Group):
-                if not part.pack(each, into):
-                    return False
-            elif (packed := part.pack(each)) is None:
-                return False
-            else:
-                into.append(packed)
-        return True
 
     def rows(self, values: list[Any], into: list[Bytes]) -> bool:
         """Append the rows of each leaf; return False if the structure of one value is another one."""
@@ -310,8 +288,8 @@ class SampleLayout:
 
     def pack(self, sample: Any) -> list[bytes] | None:
         """Return the bytes of each leaf; None if the sample has another layout."""
-        parts: list[bytes] = []
-        return parts if self._root.pack((sample,), parts) and not _holds_twice(sample) else None
+        rows = self.rows([sample])
+        return None if rows is None else [row.tobytes() for row in rows]
 
     def rows(self, samples: Sequence[Any]) -> list[Bytes] | None:
         """Return the bytes of each leaf, a row for each sample; None if one has another layout."""

@@ -15,10 +15,10 @@ from torch.utils.data.distributed import DistributedSampler
 
 from accel.dataio.engine.processes import ProcessEngine
 from accel.dataio.loader import ContinuousLoader
-from accel.dataio.passes.continuous import Continuous
 from accel.dataio.passes.epochs import can_draw_ahead, draw_ahead
 from accel.dataio.passes.movable import movable
 from accel.dataio.passes.moved import same_as_plain
+from accel.dataio.passes.prefetch import PrefetchAcrossEpochs
 from accel.dataio.passes.proxy import LoaderProxy
 from tests.dataio.engines import gone, pids
 
@@ -59,7 +59,7 @@ def test_workers_that_began_an_epoch_ahead_are_switched_off_within_it(batch_size
     torch.manual_seed(1)
     wanted = [batch for _ in range(3) for batch in loader]
     proxy: Any = LoaderProxy(loader, Silent())
-    pool = Continuous(loader, ProcessEngine(loader, 1))
+    pool = PrefetchAcrossEpochs(loader, ProcessEngine(loader, 1))
     torch.manual_seed(1)
     seen = []
     for _ in range(3):
@@ -93,13 +93,13 @@ def epochs(
     return seen, torch.get_rng_state()
 
 
-def plain_and_moved(make: Any, workers: int = 2, **options: Any) -> tuple[Any, Any, Continuous]:
+def plain_and_moved(make: Any, workers: int = 2, **options: Any) -> tuple[Any, Any, PrefetchAcrossEpochs]:
     torch.manual_seed(3)
     plain = epochs(make(), 4, **options)
     torch.manual_seed(3)
     loader = make()
     proxy = LoaderProxy(loader, Silent())
-    pool = Continuous(loader, ProcessEngine(loader, workers))
+    pool = PrefetchAcrossEpochs(loader, ProcessEngine(loader, workers))
     proxy._accel_fetching.workers = pool
     moved = epochs(proxy, 4, **options)
     pool.close()
@@ -158,7 +158,9 @@ def test_a_distributed_sampler_follows_set_epoch() -> None:
         loader: Any = make_loader(data, sampler=sampler)
         if wrap:
             loader = LoaderProxy(loader, Silent())
-            loader._accel_fetching.workers = Continuous(loader._accel_loader, ProcessEngine(loader._accel_loader, 1))
+            loader._accel_fetching.workers = PrefetchAcrossEpochs(
+                loader._accel_loader, ProcessEngine(loader._accel_loader, 1)
+            )
         seen = []
         for epoch in (0, 1, 2, 7, 8):  # a jump as a resumed run makes it
             sampler.set_epoch(epoch)
@@ -186,7 +188,7 @@ def test_a_sampler_inside_a_batch_sampler_that_the_loader_was_given(inner: str) 
 
     loader = make()
     proxy = LoaderProxy(loader, Silent())
-    proxy._accel_fetching.workers = pool = Continuous(loader, ProcessEngine(loader, 1))
+    proxy._accel_fetching.workers = pool = PrefetchAcrossEpochs(loader, ProcessEngine(loader, 1))
 
     assert run(proxy) == run(make())
     assert pool.failed_guesses == (inner == "distributed")  # the jump to epoch 7
@@ -200,7 +202,11 @@ def test_switching_at_random_batches_loses_and_doubles_nothing(seed: int) -> Non
     torch.manual_seed(seed)
     loader = make_loader()
     proxy = LoaderProxy(loader, Silent())
-    pools = [None, Continuous(loader, ProcessEngine(loader, 1)), Continuous(loader, ProcessEngine(loader, 2))]
+    pools = [
+        None,
+        PrefetchAcrossEpochs(loader, ProcessEngine(loader, 1)),
+        PrefetchAcrossEpochs(loader, ProcessEngine(loader, 2)),
+    ]
     chance = random.Random(seed)
     moved = []
     for _ in range(6):
@@ -219,7 +225,7 @@ def test_workers_see_what_the_loop_changes_in_the_dataset_between_epochs() -> No
     data = Squares(8)
     loader = DataLoader(data, batch_size=4)
     proxy = LoaderProxy(loader, Silent())
-    proxy._accel_fetching.workers = Continuous(loader, ProcessEngine(loader, 1))
+    proxy._accel_fetching.workers = PrefetchAcrossEpochs(loader, ProcessEngine(loader, 1))
     first = epochs(proxy, 1)[0][0]
     data.offset = 100
 
@@ -237,7 +243,7 @@ def test_the_datasets_own_error_comes_out_as_it_is() -> None:
     loader = DataLoader(Breaks(), batch_size=4)
     listener = Silent()
     proxy = LoaderProxy(loader, listener)
-    proxy._accel_fetching.workers = Continuous(loader, ProcessEngine(loader, 1))
+    proxy._accel_fetching.workers = PrefetchAcrossEpochs(loader, ProcessEngine(loader, 1))
 
     with pytest.raises(KeyError, match="no such picture: 13") as caught:
         epochs(proxy, 1)
@@ -262,7 +268,7 @@ def test_a_batch_that_kills_two_workers_is_fetched_in_the_loops_own_process() ->
     loader = DataLoader(Killed(), batch_size=4)
     listener = Silent()
     proxy = LoaderProxy(loader, listener)
-    proxy._accel_fetching.workers = Continuous(loader, ProcessEngine(loader, 1))
+    proxy._accel_fetching.workers = PrefetchAcrossEpochs(loader, ProcessEngine(loader, 1))
 
     seen, _ = epochs(proxy, 1)
 
@@ -274,7 +280,7 @@ def test_a_batch_that_kills_two_workers_is_fetched_in_the_loops_own_process() ->
 
 def test_shutdown_with_batches_under_way_ends_the_workers() -> None:
     loader = make_loader(Squares(4000))
-    pool = Continuous(loader, ProcessEngine(loader, 2))
+    pool = PrefetchAcrossEpochs(loader, ProcessEngine(loader, 2))
     pool.take(iter(loader.batch_sampler))  # type: ignore[arg-type]
     pool.fetch()
     workers = pids(pool.engine)
@@ -291,8 +297,8 @@ def test_fetching_is_compared_with_the_plain_one() -> None:
 
     good, bad = make_loader(), make_loader(Differs())
 
-    assert same_as_plain(good, Continuous(good, ProcessEngine(good, 1)))
-    assert not same_as_plain(bad, Continuous(bad, ProcessEngine(bad, 1)))
+    assert same_as_plain(good, PrefetchAcrossEpochs(good, ProcessEngine(good, 1)))
+    assert not same_as_plain(bad, PrefetchAcrossEpochs(bad, ProcessEngine(bad, 1)))
 
 
 def test_what_can_be_drawn_ahead_and_moved() -> None:
@@ -330,7 +336,7 @@ def test_workers_must_be_positive() -> None:
 def test_processes_end_with_the_last_reference() -> None:
     others = multiprocessing.active_children()
     loader = make_loader(Squares(4000))
-    pool = Continuous(loader, ProcessEngine(loader, 2))
+    pool = PrefetchAcrossEpochs(loader, ProcessEngine(loader, 2))
     pool.take(iter(loader.batch_sampler))  # type: ignore[arg-type]
     pool.fetch()
     processes = set(multiprocessing.active_children()) - set(others)
@@ -396,7 +402,7 @@ def test_a_dataset_whose_length_moves_from_epoch_to_epoch(mode: Any, step: int, 
     loader = DataLoader(data, 4, shuffle=shuffle)
     if mode == "proxy":
         proxy = LoaderProxy(loader, Silent())
-        proxy._accel_fetching.workers = workers = Continuous(loader, ProcessEngine(loader, 1))
+        proxy._accel_fetching.workers = workers = PrefetchAcrossEpochs(loader, ProcessEngine(loader, 1))
         assert seen(proxy, data) == wanted
         workers.close()
     else:

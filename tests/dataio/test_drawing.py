@@ -1,14 +1,12 @@
-"""Whoever draws random numbers beside the loader keeps its stream; what the dataset draws depends on its seed alone."""
+"""What a dataset draws depends on its seed alone, and the loop's random states are left as they were."""
 
 from __future__ import annotations
 
 import random
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from random import gauss
 from typing import Any
 
@@ -16,13 +14,12 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
 from accel.dataio.engine import engine as engine_module
 from accel.dataio.engine.engine import BatchJob, FetchTimeout, InlineEngine, ThreadEngine, ThreadsDraw
-from accel.dataio.fetching.drawing import Drawing, SeparateStates, others_could_draw
+from accel.dataio.fetching.drawing import others_could_draw
 from accel.dataio.fetching.randomness import random_state, seed_everything, streams
-from accel.dataio.loader import ContinuousLoader
 from tests.dataio.engines import in_child, loader_of, run
 
 DRAWS: dict[str, Callable[[], float]] = {
@@ -57,42 +54,6 @@ class Drawer(Quiet):
         return torch.tensor([float(index), float(self.draw())])
 
 
-class Background:
-    """A thread of the user's that draws from some generators, and from no other, all the time."""
-
-    def __init__(self, names: Any) -> None:
-        self.drawn: dict[str, list[float]] = {name: [] for name in names}
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="of-the-user")
-
-    def _run(self) -> None:
-        while not self._stop.is_set():
-            for name, drawn in self.drawn.items():
-                drawn.append(DRAWS[name]())
-
-    def __enter__(self) -> Background:
-        # On a fast machine all is over before the interpreter switches threads for the second time, 5 ms apart.
-        self._interval = sys.getswitchinterval()
-        sys.setswitchinterval(1e-4)
-        self._thread.start()
-        while min(map(len, self.drawn.values())) <= 20:
-            time.sleep(1e-3)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._thread.join()
-        sys.setswitchinterval(self._interval)
-
-    def assert_undisturbed(self, seed: int) -> None:
-        """The draws must be those of a program in which nobody else draws: none lost, none repeated, in order."""
-        seed_everything(seed)
-        for name, drawn in self.drawn.items():
-            assert len(drawn) > 20
-            wanted = [DRAWS[name]() for _ in drawn]
-            assert drawn == wanted, f"{name}: {sum(a != b for a, b in zip(drawn, wanted, strict=True))} of {len(drawn)}"
-
-
 @contextmanager
 def idle_thread() -> Iterator[None]:
     """Let there be a thread of the user's that does nothing."""
@@ -105,95 +66,9 @@ def idle_thread() -> Iterator[None]:
 
 
 @contextmanager
-def busy_thread() -> Iterator[None]:
-    """Let there be a thread of the user's that computes."""
-    stop = threading.Event()
-
-    def compute() -> None:
-        while not stop.is_set():
-            sum(range(1000))
-
-    thread = threading.Thread(target=compute, name="of-the-user")
-    thread.start()
-    yield
-    stop.set()
-    thread.join()
-
-
-@contextmanager
 def nobody() -> Iterator[None]:
     """Let there be no other thread."""
     yield
-
-
-# Another thread that draws
-
-
-@pytest.mark.parametrize("make", [InlineEngine, lambda loader: ThreadEngine(loader, 2)], ids=["inline", "threads"])
-def test_a_thread_that_draws_is_not_disturbed_by_a_look(make: Any) -> None:
-    engine = make(loader_of(Quiet(), collate_fn=torch.stack))
-    seed_everything(7)
-    with Background(DRAWS) as background:
-        for _ in range(3):  # each time it looks again
-            made = run(engine, [[n] * 8 for n in range(30)], seeds=lambda n: n)
-            engine.update({})
-    engine.close()
-
-    assert not any(isinstance(each, BaseException) for each in made)
-    background.assert_undisturbed(7)
-
-
-@pytest.mark.parametrize("options", [{"mode": "inline"}, {"mode": "threads", "workers": 2}, {}], ids=str)
-def test_a_thread_that_draws_is_not_disturbed_by_epochs(options: Any) -> None:
-    plain = DataLoader(Quiet(64), 8, shuffle=True, generator=torch.Generator().manual_seed(1))
-    seed_everything(7)
-    with Background(DRAWS) as background, ContinuousLoader(plain, **options) as loader:
-        for _ in range(4):
-            assert len(list(loader)) == 8
-    background.assert_undisturbed(7)
-
-
-@pytest.mark.parametrize("own", DRAWS)
-def test_a_thread_that_draws_from_other_generators_than_the_dataset_is_not_disturbed(own: str) -> None:
-    engine = InlineEngine(loader_of(Drawer(DRAWS[own])))
-    others = [name for name in DRAWS if name != own]
-    seed_everything(7)
-    with Background(others) as background:
-        made = run(engine, [[n] * 4 for n in range(60)], seeds=lambda n: n)
-
-    assert engine.draws
-    background.assert_undisturbed(7)
-    alone = run(InlineEngine(loader_of(Drawer(DRAWS[own]))), [[n] * 4 for n in range(60)], seeds=lambda n: n)
-    assert torch.equal(torch.cat(made), torch.cat(alone))
-
-
-@pytest.mark.parametrize("own", [False, True], ids=["torchs_generator", "own_generator"])
-@pytest.mark.parametrize("batch_size", [8, None])
-def test_beside_another_thread_epochs_are_drawn_without_a_write(
-    own: bool, batch_size: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def make() -> Any:
-        seed_everything(3)
-        generator = torch.Generator().manual_seed(1) if own else None
-        return DataLoader(Quiet(24), batch_size, shuffle=True, generator=generator)
-
-    plain = make()
-    wanted = [torch.cat([batch.reshape(-1) for batch in plain]) for _ in range(4)]
-    state = random_state()
-    written: list[str] = []
-    with idle_thread(), ContinuousLoader(make(), mode="threads", workers=2) as loader:
-        for module, name in ((torch, "set_rng_state"), (random, "setstate"), (random, "seed"), (np.random, "seed")):
-            monkeypatch.setattr(module, name, lambda *_, name=name: written.append(name))
-        made = [torch.cat([batch.reshape(-1) for batch in loader]) for _ in range(2)]
-        place = loader.state_dict()
-        loader.load_state_dict(place)
-        made += [torch.cat([batch.reshape(-1) for batch in loader]) for _ in range(2)]
-        assert loader._core._continuous is not None
-        assert loader._core._continuous.failed_guesses == 0
-
-    assert all(torch.equal(a, b) for a, b in zip(made, wanted, strict=True))
-    assert random_state() == state
-    assert written == []
 
 
 # A dataset that draws, beside threads of all kinds
@@ -228,7 +103,7 @@ KINDS: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.sample(3)
-@pytest.mark.parametrize("beside", [nobody, idle_thread, busy_thread])
+@pytest.mark.parametrize("beside", [nobody, idle_thread])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_batch_is_made_from_its_seed_whoever_is_there(kind: str, beside: Any) -> None:
     wanted = []
@@ -247,7 +122,7 @@ def test_a_batch_is_made_from_its_seed_whoever_is_there(kind: str, beside: Any) 
 
 
 @pytest.mark.sample(3)
-@pytest.mark.parametrize("beside", [nobody, idle_thread, busy_thread])
+@pytest.mark.parametrize("beside", [nobody, idle_thread])
 @pytest.mark.parametrize("kind", KINDS)
 def test_threads_are_refused_whoever_is_there(kind: str, beside: Any) -> None:
     before = random_state()
@@ -263,14 +138,12 @@ def test_threads_are_refused_whoever_is_there(kind: str, beside: Any) -> None:
 def test_generators_of_its_own_are_no_draws() -> None:
     own, numpys = torch.Generator().manual_seed(1), np.random.default_rng(2)
     pythons = random.Random(3)
-    data = Drawer(lambda: float(torch.rand(1, generator=own)) + numpys.random() + pythons.random())
-    engine = InlineEngine(loader_of(data))
-    seed_everything(7)
-    with Background(DRAWS) as background:
-        run(engine, [[n] * 4 for n in range(30)], seeds=lambda n: n)
+    engine = InlineEngine(
+        loader_of(Drawer(lambda: float(torch.rand(1, generator=own)) + numpys.random() + pythons.random()))
+    )
+    run(engine, [[n] * 4 for n in range(30)], seeds=lambda n: n)
 
     assert not engine.draws
-    background.assert_undisturbed(7)
 
 
 def test_what_raises_after_it_drew_leaves_the_loops_states() -> None:
@@ -283,19 +156,6 @@ def test_what_raises_after_it_drew_leaves_the_loops_states() -> None:
 
     assert isinstance(made, ValueError)
     assert random_state() == before
-
-
-def test_what_native_code_draws_is_not_heard_beside_others_and_nothing_is_put_back() -> None:
-    drawing = Drawing()
-    draw = partial(random.random)
-    with idle_thread():
-        random.seed(3)
-        drawing.make(lambda _: draw(), None, 5)
-        assert not drawing.draws
-        after = random.random()
-    random.seed(3)
-
-    assert [random.random(), random.random()][1] == after
 
 
 def test_only_this_packages_threads_and_waiting_ones_could_not_draw() -> None:
@@ -347,27 +207,6 @@ def test_what_the_loop_draws_is_not_undone_by_a_thread_that_it_waits_for_no_more
     engine._pool.join(time.monotonic() + 60)
 
     assert random_state() == state
-
-
-def test_a_profilers_hook_is_left_in_place() -> None:
-    import sys
-
-    seen: list[str] = []
-
-    def hook(frame: Any, event: str, arg: Any) -> None:
-        seen.append(event)
-
-    with idle_thread():
-        before = random_state()
-        sys.setprofile(hook)
-        try:
-            _, drawn = SeparateStates().call(lambda _: random.random(), None, (), 0, listen=True)
-            assert sys.getprofile() is hook
-        finally:
-            sys.setprofile(None)
-
-    assert [stream.name for stream in drawn] == ["python"]
-    assert random_state() == before
 
 
 @pytest.mark.parametrize("kind", [np.random.MT19937, np.random.PCG64, np.random.Philox])

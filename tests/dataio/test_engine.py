@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import threading
 import time
@@ -162,28 +161,6 @@ def test_an_interrupt_takes_no_job(make: Any, monkeypatch: pytest.MonkeyPatch) -
             engine.collect()
 
     assert_made([engine.collect()], expected(indices=[[1]]))
-
-
-def test_a_forked_process_makes_the_batches_itself(make: Any) -> None:
-    engine = make()
-    for n in range(engine.capacity):
-        engine.submit(BatchJob([n], None))
-    here, there = os.pipe()
-    child = os.fork()
-    if not child:
-        try:
-            seen = [int(engine.collect()[0, 1]) for _ in range(engine.capacity)]
-            os.write(there, bytes(seen))
-            engine.close()
-        finally:
-            os._exit(0)
-    os.close(there)
-    with os.fdopen(here, "rb") as pipe:
-        said = list(pipe.read())
-    os.waitpid(child, 0)
-
-    assert said == [n * n for n in range(engine.capacity)]
-    assert [int(engine.collect()[0, 1]) for _ in range(engine.capacity)] == said
 
 
 def test_before_python_3_11_the_place_is_an_errors_cause() -> None:

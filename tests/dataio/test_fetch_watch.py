@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from accel.dataio.dataset import content
+from accel.dataio.dataset import walk
 from accel.dataio.dataset.fetch_watch import FetchWatch
 from accel.dataio.fetching.fetch import fetch_of
 
@@ -53,7 +53,7 @@ class Data(Dataset[Any]):
     def __init__(self, leave: Callable[[Any], Any]) -> None:
         self.leave = leave
         self.array = np.zeros(64)
-        self.large = np.zeros(content.MOST_BYTES // 32)
+        self.large = np.zeros(walk.MOST_SLOW_BYTES // 32)
         self.long = [0] * 1000
         self.lists = [[0] for _ in range(300)]
         self.deep = {"a": {"b": {"c": {"d": {"e": [0]}}}}}
@@ -165,14 +165,14 @@ def test_what_a_collate_function_keeps_is_watched_too() -> None:
 
 def test_a_dataset_that_changes_is_seen_behind_an_array_that_is_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
     """Arrays after one that was too large were not looked at any more, and such a dataset was moved."""
-    monkeypatch.setattr(content, "MOST_BYTES", 4096)
-    monkeypatch.setattr(content, "MOST_ENTRIES", 1000)
+    monkeypatch.setattr(walk, "MOST_SLOW_BYTES", 4096)
+    monkeypatch.setattr(walk, "MOST_SLOW_ENTRIES", 1000)
 
     class Counts(Data):
         def __init__(self, leave: Callable[[Any], Any]) -> None:
             self.data = np.zeros(8192)
             self.seen = np.zeros(4)
-            self.lists = [[0] for _ in range(content.MOST_ENTRIES + 1)]
+            self.lists = [[0] for _ in range(walk.MOST_SLOW_ENTRIES + 1)]
             self.known = [0] * 300
             self.leave = leave
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from torch.utils.data import Subset, default_collate
 
-from accel.dataio.dataset.dataset_epoch import at_epoch, dataset_epoch
-from accel.dataio.dataset.snapshot import Forecast, apply_leaves, compare, take_snapshot
+from accel.dataio.dataset.numbers import Forecast, at_epoch, dataset_epoch, numbers_of, set_numbers
+from accel.dataio.dataset.watch import DatasetWatch
 from accel.dataio.fetching.fetch import Fetch
 from accel.dataio.image.epoch import Epoch
 from tests.dataio.numbers import Numbers
@@ -30,8 +30,8 @@ def test_a_copy_that_is_sent_nothing_follows() -> None:
 
 def test_a_copy_that_was_sent_the_next_epoch_is_ahead() -> None:
     epoch = Epoch()
-    kept, now = copied(epoch), take_snapshot(epoch)
-    apply_leaves(kept, compare(now, take_snapshot(epoch.at(1))).leaves)
+    kept = copied(epoch)
+    set_numbers(kept, numbers_of(epoch.at(1)))
 
     assert (epoch.number, kept.number) == (0, 1)
     epoch.set(1)
@@ -40,22 +40,22 @@ def test_a_copy_that_was_sent_the_next_epoch_is_ahead() -> None:
 
 def test_a_copy_that_was_sent_a_wrong_epoch_is_corrected() -> None:
     epoch = Epoch()
-    kept, expected = copied(epoch), take_snapshot(epoch.at(1))
-    apply_leaves(kept, compare(take_snapshot(epoch), expected).leaves)
+    kept = copied(epoch)
+    set_numbers(kept, numbers_of(epoch.at(1)))
     epoch.set(5)
-    apply_leaves(kept, compare(expected, take_snapshot(epoch)).leaves)
+    set_numbers(kept, numbers_of(epoch))
 
     assert kept.number == 5
 
 
 def test_a_change_can_be_sent_and_is_seen_once() -> None:
     epoch = Epoch()
-    before = take_snapshot(epoch)
+    watch = DatasetWatch(Fetch(epoch, list, batched=True))
     epoch.set(0)
-    assert not compare(before, take_snapshot(epoch))
+    assert not watch.changed(thoroughly=True)
     epoch.set(1)
-    assert compare(before, take_snapshot(epoch)).sendable
-    assert compare(before, take_snapshot(epoch)).leaves == compare(before, take_snapshot(Epoch().at(1))).leaves
+    assert watch.changed() and not watch.changed(thoroughly=True, numbers=False)
+    assert numbers_of(epoch) == numbers_of(Epoch().at(1))
 
 
 def test_one_in_another_epoch_and_a_deep_copy_are_apart() -> None:
@@ -78,8 +78,7 @@ def test_a_dataset_in_another_epoch(wrap: Any) -> None:
     data = wrap(Viewed())
     fetch = Fetch(data, default_collate, batched=True)
     forecast = Forecast(fetch)
-    expected = forecast.next(take_snapshot(fetch))
-    view = forecast.view(fetch, expected)
+    view = forecast.view(data, forecast.next(numbers_of(data)))
 
     assert (dataset_epoch(data), dataset_epoch(view), dataset_epoch(at_epoch(data, 5))) == (0, 1, 5)
     assert view[0].tolist() == [float(data[0][0]), 1.0, 0.0]
@@ -91,14 +90,14 @@ def test_a_dataset_in_another_epoch(wrap: Any) -> None:
 def test_others_can_not_be_had_so(data: Any) -> None:
     assert dataset_epoch(data) is None
     fetch = Fetch(data, default_collate, batched=True)
-    assert Forecast(fetch).view(fetch, take_snapshot(fetch)) is None
+    assert Forecast(fetch).view(data, numbers_of(data)) is None
 
 
 def test_a_dataset_that_moves_otherwise_than_its_view_is_not_had() -> None:
     data = Viewed()
     fetch = Fetch(data, default_collate, batched=True)
-    forecast, before = Forecast(fetch), take_snapshot(fetch)
+    forecast, before = Forecast(fetch), numbers_of(data)
     data.epoch, data.length = 1, 49
-    forecast.saw(before, take_snapshot(fetch))
+    forecast.saw(before, numbers_of(data))
 
-    assert forecast.view(fetch, forecast.next(take_snapshot(fetch))) is None
+    assert forecast.view(data, forecast.next(numbers_of(data))) is None

@@ -132,7 +132,7 @@ def test_a_dataset_that_changed_is_looked_at_again() -> None:
         data.strength = 0
         run(engine, [[n] for n in range(20)], seeds=lambda n: n)
         data.strength = 1
-        engine.update({(("attribute", "strength"),): 1})
+        engine.update({("strength",): 1})
         before = random_state()
         made = run(engine, [[7], [8]], seeds=lambda n: n)
         assert random_state() == before

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from accel.dataio.elastic_sampler import ElasticSampler
 from accel.dataio.length_balance import LengthBalancedBatchSampler
 from accel.dataio.loader import ContinuousLoader
-from accel.dataio.passes.continuous import Continuous
+from accel.dataio.passes.prefetch import PrefetchAcrossEpochs
 from tests.dataio.numbers import Numbers, indices, run, saved_and_loaded
 from tests.sampling import examples
 
@@ -181,8 +181,8 @@ def test_each_sample_comes_once_per_epoch_whatever_the_runs(
 )
 def test_epochs_are_made_ahead(monkeypatch: pytest.MonkeyPatch, make: Any, number: str) -> None:
     gone_on: list[bool] = []
-    resume = Continuous.resume
-    monkeypatch.setattr(Continuous, "resume", lambda self: gone_on.append(resume(self)) or gone_on[-1])
+    resume = PrefetchAcrossEpochs.resume
+    monkeypatch.setattr(PrefetchAcrossEpochs, "resume", lambda self: gone_on.append(resume(self)) or gone_on[-1])
     with ContinuousLoader(make(), mode="threads", workers=2) as loader:
         passes(loader, [None] * 4, NUMBERS[number])
         assert loader._core._continuous.failed_guesses == 0  # type: ignore[union-attr]

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from accel.dataio.loader import ContinuousLoader
-from accel.dataio.passes.look_ahead import LookAhead
+from accel.dataio.passes.tuner import LookAhead
 
 
 def windows(ahead: LookAhead, wait: Callable[[int], float], workers: int = 2, count: int = 12) -> list[int]:

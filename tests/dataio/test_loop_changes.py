@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import builtins
+import dataclasses
+import enum
 import importlib
 import itertools
 import os
@@ -33,7 +36,7 @@ from torch.utils.data import (
 )
 from torch.utils.data.distributed import DistributedSampler
 
-from accel.dataio.dataset.loop_watch import LoopWatch
+from accel.dataio.dataset.watch import DatasetWatch
 from accel.dataio.engine.engine import BatchJob, NotAhead
 from accel.dataio.fetching.fetch import Fetch
 from accel.dataio.loader import ContinuousLoader
@@ -171,7 +174,7 @@ class ByText(Numbers):
 
 
 def test_what_is_looked_up_by_texts_can_not_be_seen() -> None:
-    assert "looks things up by texts" in LoopWatch(Fetch(ByText(8), list, batched=True)).unseen
+    assert "looks things up by texts" in DatasetWatch(Fetch(ByText(8), list, batched=True)).unseen
     assert "looks things up by texts" in refused(DataLoader(ByText(8), batch_size=4))
 
 
@@ -191,7 +194,7 @@ def test_a_module_that_a_function_imports_by_its_place_is_watched(
     monkeypatch.syspath_prepend(str(tmp_path))
     data = importlib.import_module("package_of_mine.data").Data()
     data[0]
-    watch = LoopWatch(Fetch(data, list, batched=True))
+    watch = DatasetWatch(Fetch(data, list, batched=True))
     assert not watch.changed()
     monkeypatch.setattr(sys.modules["package_of_mine.config"], "SHIFT", 2)
     assert watch.changed()
@@ -296,7 +299,8 @@ def test_a_generator_that_the_loop_draws_from_too_is_not_drawn_from_early() -> N
 
 LEVEL = 0
 NESTED: dict[str, Any] = {"transform": {"strength": [0]}}
-SETTINGS = types.ModuleType("settings_of_a_script")
+SETTINGS: Any = types.ModuleType("settings_of_a_script")
+SETTINGS.offset = 0
 CONTEXT = ContextVar("CONTEXT", default=0)
 
 
@@ -327,7 +331,7 @@ class Curriculum(Dataset[Tensor]):
     def __getitem__(self, index: int) -> Tensor:
         import settings_of_a_script as settings  # type: ignore[import-not-found]
 
-        named = LEVEL + NESTED["transform"]["strength"][0] + getattr(settings, "offset", 0) + globals()["LEVEL"]
+        named = LEVEL + NESTED["transform"]["strength"][0] + settings.offset
         held = self.level + self.scale + self.of_parent + self.deep["a"]["b"][0]["c"][0] + self.made_of[index][0]
         tables = self.array[index] + self.tensor[index] + self.table.sum() + self.shared[index] + self.raw[index]
         long = self.numbers[index] + self.named[index] + self.pairs[index][1]
@@ -391,7 +395,6 @@ def _begin() -> tuple[Curriculum, Shifted]:
     data, collate = Curriculum(), Shifted()
     for change in CHANGES.values():
         change(data, collate, 0)
-    vars(SETTINGS).pop("offset", None)
     return data, collate
 
 
@@ -543,6 +546,181 @@ def test_comparing_takes_one_in_two_hundred_of_the_time() -> None:
     assert check.seen == 50
 
 
+SCALE = 1
+
+
+@dataclasses.dataclass
+class Scaled:
+    """A sample that is made as it is fetched, by a constructor that reads a global."""
+
+    index: int
+    scale: int = 0
+
+    def __post_init__(self) -> None:
+        self.scale = self.scale or SCALE
+
+    @classmethod
+    def of(cls, index: int) -> Any:
+        return cls(index)
+
+
+class Meta(type):
+    """Has attributes of its own, which its classes show too."""
+
+    shift = 0
+
+
+class OfMeta(metaclass=Meta):
+    """Has none of its own."""
+
+
+class ArrayWithAttributes(np.ndarray[Any, Any]):
+    """An array with a scale."""
+
+    scale = 0
+
+
+class TextWithAttributes(str):
+    """A text with a scale."""
+
+    scale = 0
+
+
+class Key:
+    """Is looked up by what it is, and has a scale."""
+
+    scale = 0
+
+
+class Mode(enum.Enum):
+    """Its members may have attributes."""
+
+    TRAINING = 1
+
+
+class Reads(Numbers):
+    """Sample i is what a function returns, and the function is handed something to read."""
+
+    def __init__(self, read: Callable[[Any, int], Any], held: Any) -> None:
+        super().__init__(LENGTH)
+        self.read, self.held = read, held
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.as_tensor(float(self.read(self.held, index)))
+
+
+def _set_global(held: Any) -> None:
+    global SCALE
+    SCALE = 2
+
+
+def _into_builtins(held: Any) -> None:
+    builtins.accel_level = 2  # type: ignore[attr-defined]
+
+
+def _by_text(held: Any, index: int) -> Any:
+    return globals()["SCA" + held]
+
+
+def _of_module_by_text(held: Any, index: int) -> Any:
+    import settings_of_a_script as settings
+
+    return getattr(settings, "off" + held)
+
+
+def _of_builtins(held: Any, index: int) -> Any:
+    return getattr(builtins, "accel_level", 0)
+
+
+def _array_of(held: Any) -> None:
+    held.numpy()[:] = 1
+
+
+HIDDEN: dict[str, tuple[Callable[[Any, int], Any], Callable[[], Any], Callable[[Any], Any]]] = {
+    "a constructor's global": (lambda held, i: held.of(i).scale, lambda: Scaled(0), _set_global),
+    "a replaced object's global": (
+        lambda held, i: dataclasses.replace(held, scale=0).scale,
+        lambda: Scaled(0),
+        _set_global,
+    ),
+    "an attribute of a tensor": (
+        lambda held, i: getattr(held, "scale", 0),
+        lambda: torch.zeros(3),
+        lambda held: setattr(held, "scale", 2),
+    ),
+    "an attribute of an array": (
+        lambda held, i: held.scale,
+        lambda: np.zeros(3).view(ArrayWithAttributes),
+        lambda held: setattr(held, "scale", 2),
+    ),
+    "an attribute of a text": (
+        lambda held, i: held.scale,
+        lambda: TextWithAttributes("a"),
+        lambda held: setattr(held, "scale", 2),
+    ),
+    "an attribute of a member": (
+        lambda held, i: getattr(held, "scale", 0),
+        lambda: Mode.TRAINING,
+        lambda held: setattr(held, "scale", 2),
+    ),
+    "an attribute of a key": (
+        lambda held, i: next(iter(held)).scale,
+        lambda: {Key(): 0},
+        lambda held: setattr(next(iter(held)), "scale", 2),
+    ),
+    "an attribute of a metaclass": (
+        lambda held, i: type(held).shift,
+        OfMeta,
+        lambda held: setattr(Meta, "shift", 2),
+    ),
+    "a name in builtins": (lambda held, i: accel_level, lambda: None, _into_builtins),  # type: ignore[name-defined] # noqa: F821
+    "an attribute of builtins": (_of_builtins, lambda: None, _into_builtins),
+    "another kind of number": (
+        lambda held, i: len(repr(held[40])),
+        lambda: [1] * 300,
+        lambda held: held.__setitem__(40, 1.0),
+    ),
+    "another kind of number in a table": (
+        lambda held, i: len(repr(held[40][1])),
+        lambda: [("a", 1)] * 9000,
+        lambda held: held.__setitem__(40, ("a", True)),
+    ),
+    "an array's shape": (
+        lambda held, i: held.shape[0],
+        lambda: np.zeros((2, 3)),
+        lambda held: setattr(held, "shape", (3, 2)),
+    ),
+    "a large tensor by way of an array": (
+        lambda held, i: held[0],
+        lambda: torch.zeros(1 << 19),
+        _array_of,
+    ),
+    "a global by a text": (_by_text, lambda: "LE", _set_global),
+    "a module's attribute by a text": (
+        _of_module_by_text,
+        lambda: "set",
+        lambda held: setattr(SETTINGS, "offset", 2),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", HIDDEN)
+def test_what_is_hard_to_see_is_seen_to_change_or_known_to_be_unseen(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "SCALE", 1)
+    monkeypatch.setattr(SETTINGS, "offset", 0)
+    monkeypatch.setattr(Meta, "shift", 0)
+    monkeypatch.setattr(builtins, "accel_level", 1, raising=False)
+    read, make, change = HIDDEN[kind]
+    data = Reads(read, make())
+    watch, before = DatasetWatch(Fetch(data, list, batched=True)), data[40]
+    assert not watch.changed([40])
+    change(data.held)
+    assert not torch.equal(data[40], before)
+    assert watch.unseen or watch.changed([40])
+
+
 class Odd(Numbers):
     """Holds what raises whoever looks at it."""
 
@@ -556,7 +734,7 @@ class Odd(Numbers):
 
 
 def test_what_raises_when_it_is_looked_at_is_taken_to_be_unseen() -> None:
-    watch = LoopWatch(Fetch(Odd(), default_collate, batched=True))
+    watch = DatasetWatch(Fetch(Odd(), default_collate, batched=True))
     assert watch.unseen == "the dataset.odd"
     assert not watch.changed([0])
 

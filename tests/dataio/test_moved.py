@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, RandomSampler, SequentialSampler, get_worker_info
 
-from accel.dataio.dataset.snapshot import compare, take_snapshot
+from accel.dataio.dataset.watch import DatasetWatch
 from accel.dataio.engine.engine import NotAhead
+from accel.dataio.fetching.fetch import Fetch
 from accel.dataio.passes.moved import moved
 from accel.dataio.passes.own_workers import OwnWorkers
 from accel.dataio.passes.proxy import LoaderProxy
@@ -160,21 +161,20 @@ def test_a_number_that_all_processes_see_is_read_when_an_epoch_begins(workers: i
     assert listener.failures == []
 
 
-def test_what_is_shared_shows_in_a_snapshot() -> None:
+def test_what_is_shared_is_seen_to_change() -> None:
     event, table = multiprocessing.Event(), multiprocessing.Array("d", 3)
     dataset = {"event": event, "table": table, "lock": multiprocessing.Lock(), "again": [table]}
-    before = take_snapshot(dataset)
-    assert before.whole and not compare(before, take_snapshot(dataset))
-    table[1] = 1.0
-    after = take_snapshot(dataset)
-    assert compare(before, after) and not compare(before, after).sendable
-    event.set()
-    assert compare(after, take_snapshot(dataset))
+    for change in (lambda: table.__setitem__(1, 1.0), event.set):
+        watch = DatasetWatch(Fetch(dataset, list, batched=True))
+        assert not watch.unseen_at_all and not watch.changed(thoroughly=True)
+        change()
+        assert watch.changed(thoroughly=True, numbers=False)
 
 
 def test_what_lies_in_another_process_is_not_seen() -> None:
     with multiprocessing.Manager() as manager:
-        assert not take_snapshot({"level": manager.Value("i", 0)}).whole
+        level = {"level": manager.Value("i", 0)}
+        assert DatasetWatch(Fetch(level, list, batched=True)).unseen_at_all
 
 
 @pytest.mark.parametrize("threads", [False, True])

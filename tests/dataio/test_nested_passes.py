@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, RandomSampler
 
 from accel.dataio.engine.processes import ProcessEngine
 from accel.dataio.loader import ContinuousLoader
-from accel.dataio.passes.continuous import Continuous
+from accel.dataio.passes.prefetch import PrefetchAcrossEpochs
 from accel.dataio.passes.proxy import LoaderProxy
 from tests.dataio.numbers import Numbers, indices, seeded
 from tests.dataio.test_continuous import Silent
@@ -103,7 +103,7 @@ def test_each_pass_is_as_over_the_plain_loader(mode: Any, loop: Any, own: str, l
     wanted = outcome(plain, plain, loop)
     if mode == "proxy":
         proxy: Any = LoaderProxy(wrapped, Silent())
-        proxy._accel_fetching.workers = workers = Continuous(wrapped, ProcessEngine(wrapped, 2))
+        proxy._accel_fetching.workers = workers = PrefetchAcrossEpochs(wrapped, ProcessEngine(wrapped, 2))
         assert outcome(proxy, wrapped, loop) == wanted
         workers.close()
         return

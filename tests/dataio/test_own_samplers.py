@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import DataLoader, RandomSampler
 
 from accel.dataio.engine.engine import ThreadEngine
-from accel.dataio.passes.continuous import Continuous
+from accel.dataio.passes.prefetch import PrefetchAcrossEpochs
 from accel.dataio.passes.proxy import LoaderProxy
 from tests.dataio.numbers import Numbers, indices
 from tests.dataio.test_continuous import Silent
@@ -40,7 +40,7 @@ def test_a_sampler_with_replacement_goes_on_where_workers_have_left_it() -> None
     wanted = [indices(batch) for batch in make()]
     loader = make()
     proxy: Any = LoaderProxy(loader, Silent())
-    workers = proxy._accel_fetching.workers = Continuous(loader, ThreadEngine(loader, 4))
+    workers = proxy._accel_fetching.workers = PrefetchAcrossEpochs(loader, ThreadEngine(loader, 4))
     seen = []
     for number, batch in enumerate(proxy):
         seen.append(indices(batch))
@@ -54,7 +54,7 @@ def test_workers_may_be_switched_on_and_off_a_thousand_times_within_a_pass() -> 
     """Each time wrapped the index lists once more, until Python's stack was full."""
     loader = DataLoader(Numbers(1500), 1)
     proxy: Any = LoaderProxy(loader, Silent())
-    workers = Continuous(loader, ThreadEngine(loader, 1))
+    workers = PrefetchAcrossEpochs(loader, ThreadEngine(loader, 1))
     seen = []
     for batch in proxy:
         seen += indices(batch)

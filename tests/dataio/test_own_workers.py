@@ -195,24 +195,6 @@ def test_samplers(make: Any, loop: dict[str, Any]) -> None:
     assert not both(make, **loop).failures
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("loop", [{}, {"stop": 3, "draw": True}], ids=str)
-@pytest.mark.parametrize(
-    "make",
-    [
-        pytest.param(lambda: loader(shuffle=True, generator=torch.Generator().manual_seed(3)), id="generator"),
-        pytest.param(lambda: loader(Augmented(3), shuffle=True), id="short"),
-        pytest.param(lambda: loader(batch_sampler=Eager()), id="eager"),
-        pytest.param(lambda: loader(sampler=Lazy()), id="lazy"),
-        pytest.param(lambda: loader(shuffle=True, worker_init_fn=_reseed), id="worker_init_fn"),
-        pytest.param(lambda: loader(sampler=SamplerBreaks()), id="sampler that raises"),
-    ],
-)
-def test_five_epochs(make: Any, loop: dict[str, Any]) -> None:
-    """By default the loops of this file see two."""
-    assert not both(make, number=5, **loop).failures
-
-
 def test_a_distributed_sampler_follows_set_epoch() -> None:
     def outcome(wrap: bool) -> list[Any]:
         seed()

@@ -15,8 +15,8 @@ from accel.dataio.engine.processes import ProcessEngine
 from accel.dataio.loader import ContinuousLoader
 from accel.dataio.passes import proxy as proxies
 from accel.dataio.passes import tuner
-from accel.dataio.passes.continuous import Continuous
 from accel.dataio.passes.own_workers import OwnWorkers
+from accel.dataio.passes.prefetch import PrefetchAcrossEpochs
 from accel.dataio.passes.proxy import LoaderProxy
 from tests.dataio.numbers import Numbers, indices
 from tests.dataio.test_continuous import Silent
@@ -36,7 +36,7 @@ def wrapped(plain: DataLoader[Any], mode: Any) -> tuple[Any, Any]:
         return loader, loader
     proxy: Any = LoaderProxy(plain, Silent())
     if mode == "proxy":
-        proxy._accel_fetching.workers = workers = Continuous(plain, ProcessEngine(plain, 2))
+        proxy._accel_fetching.workers = workers = PrefetchAcrossEpochs(plain, ProcessEngine(plain, 2))
         return proxy, workers
     proxy._accel_fetching.own_workers = own = OwnWorkers(plain)
     return proxy, own

@@ -212,9 +212,9 @@ def test_a_dead_worker_lets_go_of_its_changes_in_order() -> None:
         ready(engine)
         os.kill(pids(engine)[0], signal.SIGSTOP)
         engine.submit(BatchJob([1], None))
-        engine.update({(("attribute", "dataset"), ("attribute", "offset")): 100})
+        engine.update({("offset",): 100})
         engine.submit(BatchJob([1], None))
-        engine.update({(("attribute", "dataset"), ("attribute", "offset")): 200})
+        engine.update({("offset",): 200})
         engine.submit(BatchJob([1], None))
         os.kill(pids(engine)[0], signal.SIGKILL)
         made = [int(engine.collect()[0, 1]) for _ in range(3)]

@@ -187,26 +187,25 @@ def test_a_script_that_just_ends(then: str, ended_scripts: Path) -> None:
     assert all(gone(int(pid)) for pid in workers)
 
 
-def test_a_forked_process_makes_the_batches_by_workers_of_its_own() -> None:
-    with engine_of(workers=2) as engine:
-        ready(engine)
-        for indices in ([1], [2], [3], [4]):
-            engine.submit(BatchJob(indices, None))
-        first = engine.collect()
-        while len(engine._results) < 1:
-            engine._await(engine._order[0])
+@pytest.mark.parametrize("mode", ["fork", "threads", "inline"])
+def test_a_forked_process_goes_on_by_workers_of_its_own(mode: Any) -> None:
+    data = Squares()
+    with ContinuousLoader(DataLoader(data, 4), mode=mode, workers=2) as loader:
+        wanted = [*loader]
+        batches = iter(loader)
+        first = [next(batches), next(batches)]
+        workers = {process.pid for process in loader._core.worker_processes()}
 
         def work() -> bytes:
-            made = [engine.collect() for _ in range(3)]
-            mine = {handle.process.pid for handle in engine._handles}
-            engine.close()
-            return b"%d %d" % (sum(int(each[0, 1]) for each in made), len(mine))
+            made = [*first, *batches]
+            mine = {process.pid for process in loader._core.worker_processes()}
+            made += [*loader]
+            loader.close()
+            return repr((len(made), len(mine & workers), torch.equal(torch.cat(made), torch.cat(wanted * 2)))).encode()
 
-        workers = pids(engine)
-        assert in_child(work) == b"29 2"
-        assert pids(engine) == workers
-        assert_made([first, *(engine.collect() for _ in range(3))], expected(indices=[[1], [2], [3], [4]]))
-        assert not engine.deaths
+        assert in_child(work) == repr((2 * len(wanted), 0, True)).encode()
+        assert {process.pid for process in loader._core.worker_processes()} == workers
+        assert_made([*first, *batches], wanted)
 
 
 def test_a_forked_process_that_drops_the_engine_leaves_the_workers_alone() -> None:

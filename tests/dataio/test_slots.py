@@ -34,7 +34,7 @@ class Link:
             self.reader.add(slot.number, os.dup(slot.file))
             slot.close_file()
         self.tell_dropped()
-        return wire.load(packed.payload, packed.places, self.reader.view(slot.number))
+        return wire.load(packed.payload, packed.sizes, self.reader.view(slot.number))
 
     def take_back(self) -> None:
         again, spent = self.reader.take_freed()

@@ -13,8 +13,6 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 from accel.dataio.passes.proxy import LoaderProxy, is_proxy
@@ -188,7 +186,6 @@ def test_one(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", MAKERS)
 def test_two(kind: str) -> None:
-    """On either side, and beside another stand-in."""
     for question, ask in TWO.items():
         _assert_same_beside_others(question, ask, kind)
 
@@ -197,63 +194,12 @@ def _assert_same_beside_others(question: str, ask: Callable[[Any, Any], Any], ki
     for other in OTHERS:
         what = f"{question} of {kind} and {other()!r}"
         _assert_same(lambda it, other=other: ask(it, other()), MAKERS[kind], what)
-        # Text is filled in by an interpreter that looks for real tuples, bytes and text alone.
-        if question in (*BINARY, *COMPARISONS, "divmod") and not (
-            question == "mod" and isinstance(other(), str | bytes | bytearray)
-        ):
-            _assert_same(lambda it, other=other: ask(other(), it), MAKERS[kind], f"{what}, reversed")
-    for other in OTHERS[:14] if question in (*BINARY, *COMPARISONS) else ():
-        _assert_same(
-            lambda it, other=other: ask(it, _stand_in(other()) if is_proxy(it) else other()),
-            MAKERS[kind],
-            f"{question} of {kind}, both",
-        )
 
 
 @pytest.mark.parametrize("kind", MAKERS)
 def test_what_is_extended_in_place_stays_the_same_object(kind: str) -> None:
     for other in OTHERS:
-        _assert_same(lambda it, other=other: _augmented(other(), it), MAKERS[kind], f"{other()!r} += {kind}")
         _assert_same(lambda it, other=other: _augmented(it, other()), MAKERS[kind], f"{kind} += {other()!r}")
-
-
-@given(
-    st.lists(st.integers(0, 9)),
-    st.lists(
-        st.tuples(
-            st.sampled_from(
-                ["set", "del", "insert", "add", "mul", "reverse", "in", "slice", "append", "eq", "shuffle"]
-            ),
-            st.integers(-5, 5),
-        ),
-        max_size=12,
-    ),
-)
-def test_any_sequence_of_changes_leaves_the_list_of_the_plain_one(start: list[int], changes: Any) -> None:
-    plain, other = list(start), list(start)
-    found: list[list[Any]] = [[], []]
-    for answers, it in zip(found, (plain, _stand_in(other)), strict=True):
-        for what, n in changes:
-            answers.append(_outcome(_change, it, what, n))
-    assert found[0] == found[1]
-    assert plain == other
-
-
-def _change(it: Any, what: str, n: int) -> Any:
-    changes: dict[str, Callable[[], Any]] = {
-        "set": lambda: operator.setitem(it, n, n),
-        "del": lambda: operator.delitem(it, n),
-        "insert": lambda: it.insert(n, n),
-        "add": lambda: list(operator.iadd(it, [n])),
-        "mul": lambda: it * (n % 3),
-        "reverse": lambda: list(reversed(it)),
-        "in": lambda: n in it,
-        "slice": lambda: it[n : n + 2],
-        "append": lambda: it.append(n),
-        "eq": lambda: (it == list(it), it < [n], [n] <= it, it != [n]),
-        "shuffle": lambda: random.Random(n).shuffle(it),
-    }
-    return changes[what]()
 
 
 def test_a_class_s_own_methods_are_asked() -> None:

@@ -9,6 +9,7 @@ import threading
 import warnings
 from collections import OrderedDict, namedtuple
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,11 @@ from accel.dataio.engine import wire
 
 Point = namedtuple("Point", "x y")
 
-TORCH = sorted(wire._DTYPES - {torch.complex32}, key=str)  # of that one torch warns
+TORCH = [
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128, torch.bool),
+    *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64),
+    *(torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu),
+]
 NUMPY = ["?", "i1", "u2", "i8", "f2", "f4", "f8", "c8", "c16", ">f4", ">i2", "g", "M8[s]", "m8[ms]", "U3", "S2", "V4"]
 
 
@@ -45,8 +50,7 @@ def through(batch: Any, *, room: int = 0) -> Any:
     packed = wire.pack(batch)
     memory = bytearray(b"\xa5" * (packed.size + room))
     wire.write(packed, memory)
-    places = pickle.loads(pickle.dumps(packed.places))
-    return wire.load(packed.payload, places, memoryview(memory) if packed.size else None)
+    return wire.load(packed.payload, packed.sizes, memoryview(memory) if packed.size else None)
 
 
 def assert_same(one: Any, other: Any) -> None:
@@ -152,14 +156,12 @@ def test_every_batch_comes_out_as_it_went_in(batch: Any, room: int) -> None:
 
 
 @given(tensor=tensors())
-def test_places_are_aligned_and_do_not_overlap(tensor: Tensor) -> None:
+def test_pieces_are_aligned_and_do_not_overlap(tensor: Tensor) -> None:
     packed = wire.pack([tensor, tensor.clone(), np.arange(3), torch.ones(5)])
-    end = 0
-    for place in packed.places:
-        assert place.offset % 64 == 0
-        assert place.offset >= end
-        end = place.offset + place.nbytes
-    assert end <= packed.size
+    places = wire._places(packed.sizes)
+    assert all(place % 64 == 0 for place in places)
+    assert all(end - begin >= size for (begin, end), size in zip(pairwise(places), packed.sizes, strict=True))
+    assert places[-1] == packed.size
 
 
 def test_dense_tensors_keep_their_order_of_dimensions() -> None:
@@ -178,11 +180,11 @@ def test_a_fortran_array_stays_one() -> None:
     assert through(np.arange(24.0).reshape(2, 3, 4)).flags.c_contiguous
 
 
-def test_an_expanded_tensor_is_sent_once_and_arrives_writable() -> None:
-    there = through(torch.ones(1).expand(1000))
-    there += 1
+def test_an_expanded_tensor_is_sent_once() -> None:
+    packed = wire.pack(torch.ones(1).expand(1000))
 
-    assert there.tolist() == [2.0] * 1000
+    assert packed.size == 64
+    assert through(torch.ones(1).expand(1000)).tolist() == [1.0] * 1000
 
 
 def test_one_tensor_in_two_places_stays_one() -> None:
@@ -191,7 +193,7 @@ def test_one_tensor_in_two_places_stays_one() -> None:
 
     assert there["a"] is there["b"][0]
     assert there["c"] is there["b"][1]
-    assert len(wire.pack([tensor, tensor]).places) == 1
+    assert len(wire.pack([tensor, tensor]).sizes) == 1
 
 
 def test_two_views_of_one_storage_get_their_own_values() -> None:
@@ -200,38 +202,12 @@ def test_two_views_of_one_storage_get_their_own_values() -> None:
     assert_same(through([base[2:4], base[3:6], base]), [base[2:4], base[3:6], base])
 
 
-def _aliases(things: list[Any]) -> list[list[bool]]:
-    """Return of which things a write to the first elements of each is seen in which others."""
-    seen = []
-    for thing in things:
-        before = [each.tolist() for each in things]
-        if thing.size if isinstance(thing, np.ndarray) else thing.numel():
-            first = (0,) * thing.ndim
-            thing[first] = 1 - thing[first] if thing[first] in (0, 1) else thing[first] + 1
-        seen.append([old != each.tolist() for old, each in zip(before, things, strict=True)])
-    return seen
+def test_tensors_that_fill_one_memory_are_so_again() -> None:
+    base = torch.arange(24.0).reshape(4, 6)
+    whole, turned, most = through([base, base.t(), base[1:]])
+    whole[1, 2] = -1.0
 
-
-@st.composite
-def views(draw: Any) -> list[Any]:
-    """Some views of one or two memories, as tensors and as arrays."""
-    bases = [torch.arange(24.0).reshape(4, 6) for _ in range(draw(st.integers(1, 2)))]
-    made = []
-    for _ in range(draw(st.integers(2, 5))):
-        view = draw(st.sampled_from(bases))
-        rows, columns = draw(st.integers(0, 3)), draw(st.integers(0, 5))
-        view = view[rows:, columns :: draw(st.integers(1, 3))]
-        view = draw(st.sampled_from([lambda v: v, lambda v: v.t(), lambda v: v[0], lambda v: v[:, 0]]))(view)
-        made.append(draw(st.sampled_from([lambda v: v, lambda v: v.numpy(), lambda v: v.numpy()[::-1]]))(view))
-    return made
-
-
-@given(things=views())
-def test_views_of_one_memory_are_so_again(things: list[Any]) -> None:
-    there = through(things)
-
-    assert_same(there, things)
-    assert _aliases(there) == _aliases(things)
+    assert turned[2, 1] == most[0, 2] == -1.0
 
 
 def test_views_of_a_large_memory_take_no_more_than_they_show() -> None:
@@ -244,9 +220,6 @@ def test_columns_of_a_wide_table_take_no_more_either() -> None:
     base = torch.zeros(1000, 1000)
 
     assert wire.pack([base[:, 0], base[:, 1]]).size <= 2 * (4 * 1000 + 64)
-    there = through([base[:, 0], base[:, 1], base[3]])
-    there[0][3] = 5
-    assert there[2][0] == 5  # they have an element in common with the row
 
 
 @pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
@@ -334,11 +307,12 @@ def test_what_can_not_travel_raises(thing: Any) -> None:
 
 def test_packing_leaves_the_batch_alone() -> None:
     """Copies only: the worker's dataset may hand out its own arrays."""
-    tensor, array = torch.arange(6).reshape(2, 3).t(), np.arange(3)
-    array.flags.writeable = False
-    there = through([tensor, array])
+    tensor, array, fixed = torch.arange(6).reshape(2, 3).t(), np.arange(3), np.arange(3)
+    fixed.flags.writeable = False
+    there = through([tensor, array, fixed])
     there[0].zero_()
     there[1][:] = 7
+    assert not there[2].flags.writeable
 
     assert tensor.tolist() == [[0, 3], [1, 4], [2, 5]]
     assert array.tolist() == [0, 1, 2]

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from accel.dataio.elastic_sampler import ElasticSampler
 from accel.dataio.engine.engine import ThreadEngine
-from accel.dataio.passes.continuous import Continuous
+from accel.dataio.passes.prefetch import PrefetchAcrossEpochs
 from accel.dataio.passes.proxy import LoaderProxy
 from accel.elastic.sample_position import SamplePosition
 from tests.dataio.test_continuous import Silent
@@ -53,7 +53,7 @@ def test_switches_of_workers_and_of_the_batch_size_at_random_lose_no_sample(seed
     sampler = ElasticSampler(97, batch_size=4, seed=seed)
     loader: DataLoader[Any] = DataLoader(TensorDataset(torch.arange(97)), batch_sampler=sampler)
     proxy = followed(sampler, loader)
-    pools = [None, *(Continuous(loader, ThreadEngine(loader, n)) for n in (1, 2))]
+    pools = [None, *(PrefetchAcrossEpochs(loader, ThreadEngine(loader, n)) for n in (1, 2))]
     proxy._accel_fetching.workers = draws.choice(pools)
     for _ in range(6):
         seen = []
