@@ -43,19 +43,18 @@ class Step:
 
     def launches(self, kind: Kind, *, norm: bool) -> Iterator[PreparedLaunch]:
         """Yield them."""
+        others, weights = self.table.squares  # of gradients, then of LAMB's updates
         if norm or kind == "lars":
             yield from self._sums(weights=kind == "lars")
         yield self._scalars(kind, norm=norm)
-        if kind in ("sgd", "lars"):
-            if kind == "lars":
-                yield self._ratio(self.table.squares[1], self.table.squares[0], adaptive=False)
-            for form, work in self.table.launches.items():
-                yield self._sgd(form, work)
-        elif kind == "adam":
-            for form, work in self.table.launches.items():
-                yield self._adam(form, work)
-        else:
-            yield from self._lamb()
+        if kind == "lars":
+            yield self._ratio(weights, others, adaptive=False)
+        if kind != "lamb":
+            yield from self._updates("adam" if kind == "adam" else "sgd")
+            return
+        yield from self._updates("moments", weights, others)
+        yield self._ratio(weights, others, adaptive=True)
+        yield from self._updates("apply")
 
     def _sums(self, *, weights: bool) -> Iterator[PreparedLaunch]:
         from accel.kernels.optimizers.triton_scalars import sums_kernel
@@ -91,41 +90,16 @@ class Step:
             table.scalars, self.overflow, count, ADAPTIVE=adaptive, CHUNK=CHUNK,
         )  # fmt: skip
 
-    def _sgd(self, form: Form, work: Tensor) -> PreparedLaunch:
-        from accel.kernels.optimizers.triton import sgd_kernel
-
-        return sgd_kernel.prepared(
-            (work.shape[1],), *self._walk(work), **constants(form), HAS_BUFFER=form.has_buffer, NESTEROV=form.nesterov,
-            CHUNK=CHUNK, BLOCK=BLOCK,
-        )  # fmt: skip
-
-    def _adam(self, form: Form, work: Tensor) -> PreparedLaunch:
-        from accel.kernels.optimizers.triton import adam_kernel
-
-        return adam_kernel.prepared(
-            (work.shape[1],), *self._walk(work), **constants(form), AMSGRAD=form.amsgrad, CHUNK=CHUNK, BLOCK=BLOCK
-        )
-
-    def _lamb(self) -> Iterator[PreparedLaunch]:
-        from accel.kernels.optimizers.triton import apply_kernel, moments_kernel
+    def _updates(self, kind: str, *squares: Tensor) -> Iterator[PreparedLaunch]:
+        from accel.kernels.optimizers.triton import update_kernel
 
         table = self.table
-        weights, updates = table.squares[1], table.squares[0]  # the gradients' squares are no more needed
         for form, work in table.launches.items():
-            *tables, count, programs = self._walk(work)
-            yield moments_kernel.prepared(
-                (programs,), *tables, weights, updates, count, programs, **constants(form), CHUNK=CHUNK, BLOCK=BLOCK
-            )
-        yield self._ratio(weights, updates, adaptive=True)
-        for form, work in table.launches.items():
-            fixed = constants(form)
-            del fixed["GRAD"]
-            yield apply_kernel.prepared((work.shape[1],), *self._walk(work), **fixed, CHUNK=CHUNK, BLOCK=BLOCK)
-
-    def _walk(self, work: Tensor) -> tuple[Any, ...]:
-        table = self.table
-        walked = (self.addresses, table.layout, work, table.scalars, self.overflow)
-        return *walked, len(table.entries), work.shape[1]
+            yield update_kernel.prepared(
+                (work.shape[1],), self.addresses, table.layout, work, table.scalars, self.overflow,
+                *(squares or (None, None)), len(table.entries), work.shape[1], KIND=kind, **constants(form),
+                HAS_BUFFER=form.has_buffer, NESTEROV=form.nesterov, AMSGRAD=form.amsgrad, CHUNK=CHUNK, BLOCK=BLOCK,
+            )  # fmt: skip
 
 
 def constants(form: Form) -> dict[str, Any]:
