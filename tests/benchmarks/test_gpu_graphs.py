@@ -28,14 +28,6 @@ def _on_a_tape(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.optim, "AdamW", lambda params, **options: torch.optim.SGD(params, 0.01, foreach=False))
 
 
-@pytest.mark.parametrize("model", ["mlp", pytest.param("transformer", marks=pytest.mark.slow)])
-def test_captured_steps_lose_what_eager_ones_lose(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graphs, "STEPS", 6)
-    row = graphs.measured(model, "cpu", timed)
-    assert row["speedup"] == {"eager": 1.0, "model": 1.0, "reduce-overhead": 1.0}
-    assert row["loss_apart"] == 0
-
-
 def test_another_loss_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graphs, "STEPS", 3)
     captured = graphs.capture
