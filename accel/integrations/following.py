@@ -92,3 +92,24 @@ class Following:
         """The report of the model that was optimized first in the last training, None before that."""
         modules = [] if self._training is None else self._training.modules
         return entry.explain(modules[0]) if modules else None
+
+
+class FollowingCallback:
+    """What the callbacks of frameworks share: their arguments, and the report."""
+
+    def __init__(
+        self,
+        *,
+        allow: str = "reordered",
+        budget: float | str = "3%",
+        enable: Iterable[str] = (),
+        disable: Iterable[str] = (),
+        report: str | os.PathLike[str] | None = None,
+        cache: bool = True,
+    ) -> None:
+        self._following = Following(allow, budget, enable, disable, report, cache)
+
+    @property
+    def report(self) -> Report | None:
+        """The report so far, None before the first steps."""
+        return self._following.report

@@ -8,11 +8,12 @@ from torch import Tensor
 from accel.kernels.simota.assign import simota_assign
 from accel.kernels.simota.inputs import Rules
 
+_NUMBERS = ("radius", "cls_weight", "iou_weight", "log_eps", "union_eps")
 
-def flat(rules: Rules) -> tuple[str, float, int, float, float, float, float]:
-    """Return the fields of some rules, in their order."""
-    weights = rules.cls_weight, rules.iou_weight, rules.log_eps, rules.union_eps
-    return rules.region, rules.radius, rules.topk, *weights  # dataclasses.astuple copies: torch 2.11 can't trace that
+
+def flat(rules: Rules) -> tuple[str, int, list[float]]:
+    """Return the fields of some rules: dataclasses.astuple copies, which torch 2.11 can't trace."""
+    return rules.region, rules.topk, [getattr(rules, name) for name in _NUMBERS]
 
 
 @torch.library.custom_op("accel::simota_assign", mutates_args=())
@@ -27,41 +28,17 @@ def assign(
     gt_mask: Tensor | None,
     candidates: Tensor | None,
     region: str,
-    radius: float,
     topk: int,
-    cls_weight: float,
-    iou_weight: float,
-    log_eps: float,
-    union_eps: float,
+    numbers: list[float],
     xyxy: bool,
     chunk: int | None,
     check: bool | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Run `simota_assign` with the rules taken apart."""
-    rules = Rules(
-        region=region,
-        radius=radius,
-        topk=topk,
-        cls_weight=cls_weight,
-        iou_weight=iou_weight,
-        log_eps=log_eps,
-        union_eps=union_eps,
-    )
-    assignment = simota_assign(
-        boxes,
-        cls,
-        obj,
-        points,
-        strides,
-        gt_boxes,
-        gt_classes,
-        gt_mask,
-        candidates=candidates,
-        variant=rules,
-        xyxy=xyxy,
-        chunk=chunk,
-        check=check,
-    )
+    tensors = (boxes, cls, obj, points, strides, gt_boxes, gt_classes, gt_mask)
+    rules = Rules(region=region, topk=topk, **dict(zip(_NUMBERS, numbers, strict=True)))
+    options = {"xyxy": xyxy, "chunk": chunk, "check": check}
+    assignment = simota_assign(*tensors, candidates=candidates, variant=rules, **options)  # type: ignore[arg-type]
     return tuple(assignment)  # type: ignore[return-value]
 
 
