@@ -61,7 +61,7 @@ def _updates(form: Any, name: str) -> Iterator[Variant]:
 
 def _fixed(form: Any) -> dict[str, Any]:
     from accel.kernels.optimizers.address_table import CHUNK
-    from accel.kernels.optimizers.launches import BLOCK, constants
+    from accel.kernels.optimizers.device import BLOCK, constants
 
     return {**constants(form), "CHUNK": CHUNK, "BLOCK": BLOCK}
 
@@ -79,7 +79,7 @@ def _sums(form: Any, name: str) -> Iterator[Variant]:
 
 def _scalars() -> Iterator[Variant]:
     from accel.kernels.optimizers.address_table import CHUNK
-    from accel.kernels.optimizers.launches import TENSORS
+    from accel.kernels.optimizers.device import TENSORS
     from accel.kernels.optimizers.triton_scalars import ratio_kernel, scalars_kernel
 
     tables = {"addresses": "i64", "layout": "i64", "hypers": "fp64", "scalars": "fp64"}

@@ -117,10 +117,8 @@ def simota_assign(
     rules = rules_of(variant)
     given = Given(boxes, cls, obj, points, strides, gt_boxes, gt_classes, gt_mask, candidates)
     if torch.compiler.is_compiling():
-        from accel.kernels.simota import op as simota_op
-
         with torch.no_grad():  # torch gives an operator a backward pass, which this one has not
-            return Assignment(*simota_op.assign(*given, *simota_op.flat(rules), xyxy, chunk, check))
+            return Assignment(*assign_op(*given, *flat(rules), xyxy, chunk, check))
     validate(given, rules, chunk)
     check = boxes.is_cpu if check is None else check
     if support.runs_triton(boxes) and not check and 0 not in boxes.shape and 0 not in gt_boxes.shape:
@@ -378,6 +376,54 @@ def _background(like: Tensor) -> Assignment:
         like.new_zeros(shape, dtype=torch.float32),
         like.new_full(shape, -1, dtype=torch.int64),
         like.new_zeros(shape[0], dtype=torch.int64),
+    )
+
+
+# One operator for torch.compile, which is opaque to it: it traces neither launches nor shapes.
+
+_NUMBERS = ("radius", "cls_weight", "iou_weight", "log_eps", "union_eps")
+
+
+def flat(rules: Rules) -> tuple[str, int, list[float]]:
+    """Return the fields of some rules: dataclasses.astuple copies, which torch 2.11 can't trace."""
+    return rules.region, rules.topk, [getattr(rules, name) for name in _NUMBERS]
+
+
+@torch.library.custom_op("accel::simota_assign", mutates_args=())
+def assign_op(
+    boxes: Tensor,
+    cls: Tensor,
+    obj: Tensor | None,
+    points: Tensor | None,
+    strides: Tensor | None,
+    gt_boxes: Tensor,
+    gt_classes: Tensor,
+    gt_mask: Tensor | None,
+    candidates: Tensor | None,
+    region: str,
+    topk: int,
+    numbers: list[float],
+    xyxy: bool,
+    chunk: int | None,
+    check: bool | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Run `simota_assign` with the rules taken apart."""
+    tensors = (boxes, cls, obj, points, strides, gt_boxes, gt_classes, gt_mask)
+    rules = Rules(region=region, topk=topk, **dict(zip(_NUMBERS, numbers, strict=True)))
+    options = {"xyxy": xyxy, "chunk": chunk, "check": check}
+    assignment = simota_assign(*tensors, candidates=candidates, variant=rules, **options)  # type: ignore[arg-type]
+    return tuple(assignment)  # type: ignore[return-value]
+
+
+@assign_op.register_fake
+def _(boxes: Tensor, *rest: object) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    shape = boxes.shape[:2]
+    return (
+        boxes.new_empty(shape, dtype=torch.bool),
+        boxes.new_empty(shape, dtype=torch.int64),
+        boxes.new_empty(shape, dtype=torch.float32),
+        boxes.new_empty(shape, dtype=torch.int64),
+        boxes.new_empty(shape[:1], dtype=torch.int64),
     )
 
 
