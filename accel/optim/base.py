@@ -110,7 +110,7 @@ class MultiTensorOptimizer(Optimizer):
         """Update all parameters that have a gradient.
 
         Args:
-            closure: computes the loss and its gradients anew; None (default) takes the gradients that are there.
+            closure: computes the loss and its gradients again; None (default) takes the gradients that are there.
 
         Returns:
             What the closure returned.

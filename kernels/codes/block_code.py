@@ -246,7 +246,7 @@ def check_encode(
             )
     if encoded.dtype != torch.uint8 or encoded.shape != (size,) or not encoded.is_contiguous():
         raise ValueError(
-            f"{op}: encoded must be contiguous uint8 [{size}]. Found: {_described(encoded)}. Size it anew."
+            f"{op}: encoded must be contiguous uint8 [{size}]. Found: {_described(encoded)}. Allocate that size."
         )
     _check_place(op, encoded)
     _check_devices(op, values, encoded, residual, lost)

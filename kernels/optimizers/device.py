@@ -67,7 +67,7 @@ class Launcher:
         self._spare: tuple[Tensor, Tensor] | None = None
         self._captured: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
         self._read_by_graphs: list[tuple[AddressTable, Tensor]] = []
-        """Tables and numbers that captured steps go on reading, also where others have taken their place."""
+        """Tables and numbers that captured steps keep reading after newer ones have replaced them."""
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out launches, which hold compiled kernels, and what graphs read, which a copy has none of."""
