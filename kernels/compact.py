@@ -12,12 +12,13 @@ foreground is a few hundred of some 10⁵ points.
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from accel.kernels.support import Cost, applied, is_plain, runs_triton
+from accel.kernels.rows.linear import RowsOp, pair
+from accel.kernels.support import Cost, is_plain, runs_triton
 
 
 class Compacted(NamedTuple):
@@ -85,10 +86,7 @@ def _put(rows_SC: Tensor, source_S: Tensor, total: int) -> Tensor:
     return put_rows_ref(rows_SC, source_S, total)
 
 
-# torch.compile sees opaque ops. Eager calls take the autograd functions below: half the overhead of an op.
 _sources_op = torch.library.custom_op("accel::compact_sources", _sources, mutates_args=())
-_take_op = torch.library.custom_op("accel::take_rows", _take, mutates_args=())
-_put_op = torch.library.custom_op("accel::put_rows", _put, mutates_args=())
 
 
 @_sources_op.register_fake
@@ -96,68 +94,19 @@ def _(mask_P: Tensor, size: int) -> tuple[Tensor, Tensor]:
     return mask_P.new_empty(size, dtype=torch.int64), mask_P.new_empty((), dtype=torch.int64)
 
 
-@_take_op.register_fake
-def _(x_PC: Tensor, source_S: Tensor, pad: float) -> Tensor:
-    return x_PC.new_empty(source_S.shape[0], x_PC.shape[1])
-
-
-@_put_op.register_fake
-def _(rows_SC: Tensor, source_S: Tensor, total: int) -> Tensor:
-    return rows_SC.new_empty(total, rows_SC.shape[1])
-
-
-def _apply(function: type[torch.autograd.Function], *arguments: Any) -> Tensor:
-    result: Tensor = applied(function)(*arguments)
-    return result
-
-
-class TakeRowsFunction(torch.autograd.Function):
-    """Take; its gradient is a put."""
-
-    @staticmethod
-    def forward(ctx: Any, x_PC: Tensor, source_S: Tensor, pad: float) -> Tensor:
-        _save_take(ctx, (x_PC, source_S, pad), None)
-        return _take(x_PC, source_S, pad)
-
-    @staticmethod
-    def backward(ctx: Any, grad_SC: Tensor) -> tuple[Tensor, None, None]:
-        (source_S,) = ctx.saved_tensors
-        if not torch.is_grad_enabled():  # no second derivative is wanted
-            return _put(grad_SC, source_S, ctx.total), None, None
-        return _apply(PutRowsFunction, grad_SC, source_S, ctx.total), None, None
-
-
-class PutRowsFunction(torch.autograd.Function):
-    """Put; its gradient is a take."""
-
-    @staticmethod
-    def forward(ctx: Any, rows_SC: Tensor, source_S: Tensor, total: int) -> Tensor:
-        _save_put(ctx, (rows_SC, source_S, total), None)
-        return _put(rows_SC, source_S, total)
-
-    @staticmethod
-    def backward(ctx: Any, grad_PC: Tensor) -> tuple[Tensor, None, None]:
-        (source_S,) = ctx.saved_tensors
-        if not torch.is_grad_enabled():
-            return _take(grad_PC, source_S, 0.0), None, None
-        return _apply(TakeRowsFunction, grad_PC, source_S, 0.0), None, None
-
-
-def _save_take(ctx: Any, inputs: tuple[Tensor, Tensor, float], output: Tensor | None) -> None:
-    ctx.save_for_backward(inputs[1])
-    ctx.total = inputs[0].shape[0]
-
-
-def _save_put(ctx: Any, inputs: tuple[Tensor, Tensor, int], output: Tensor | None) -> None:
-    ctx.save_for_backward(inputs[1])
-
-
-_take_op.register_autograd(
-    lambda ctx, grad_SC: (_put_op(grad_SC, *ctx.saved_tensors, ctx.total), None, None), setup_context=_save_take
+_TAKE = RowsOp(
+    "accel::take_rows",
+    _take,
+    lambda x_PC, source_S, pad: x_PC.new_empty(source_S.shape[0], x_PC.shape[1]),
+    turned=lambda shape: (shape[0],),
 )
-_put_op.register_autograd(
-    lambda ctx, grad_PC: (_take_op(grad_PC, *ctx.saved_tensors, 0.0), None, None), setup_context=_save_put
+_PUT = RowsOp(
+    "accel::put_rows",
+    _put,
+    lambda rows_SC, source_S, total: rows_SC.new_empty(total, rows_SC.shape[1]),
+    turned=lambda shape: (0.0,),
 )
+pair(_TAKE, _PUT)
 
 
 def compact(x: Tensor, mask: Tensor, size: int | None = None, pad: float = 0.0) -> Compacted:
@@ -194,15 +143,11 @@ def compact(x: Tensor, mask: Tensor, size: int | None = None, pad: float = 0.0) 
     x_PC = x if is_matrix else x.reshape(shape[0], math.prod(shape[1:]))
     if torch.compiler.is_compiling():
         source, count = _sources_op(mask, size)
-        rows = _take_op(x_PC, source, float(pad))
+        rows = _TAKE.opaque(x_PC, source, float(pad))
     else:
         source, count = _sources(mask, size)
-        rows = (_take if is_plain(x) else _take_differentiably)(x_PC, source, float(pad))
+        rows = (_take if is_plain(x) else _TAKE)(x_PC, source, float(pad))
     return Compacted(rows if is_matrix else rows.view(size, *shape[1:]), count)
-
-
-def _take_differentiably(x_PC: Tensor, source_S: Tensor, pad: float) -> Tensor:
-    return _apply(TakeRowsFunction, x_PC, source_S, pad)
 
 
 def _check(x: Tensor, mask: Tensor, size: int | None) -> None:

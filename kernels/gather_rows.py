@@ -10,18 +10,15 @@ atomics: same bits every run. Saved for backward: the index.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from accel.kernels.support import Cost, applied, is_plain, runs_triton
+from accel.kernels.rows.linear import RowsOp, pair
+from accel.kernels.support import Cost, is_plain, runs_triton
 from accel.kernels.tables import kept
 
 _WHOLE = {8: torch.int64, 16: torch.complex128}
 """Bytes of a row → a dtype of that size: a CPU copies elements 3 times as fast as rows of 4 numbers."""
-
-
 _SMALL = 8192
 """Numbers up to which a CPU picks by one operator of torch: 23 against 34 µs for 8 rows, more for 4,096 and above."""
 
@@ -98,79 +95,19 @@ def _in_bounds(index_N: Tensor, group: int) -> Tensor:
     return index_N
 
 
-# torch.compile sees one opaque op. Eager calls take the autograd functions below: half the overhead of an op.
-_gather_op = torch.library.custom_op("accel::gather_rows", _gather, mutates_args=())
-_scatter_op = torch.library.custom_op("accel::scatter_rows", _scatter, mutates_args=())
-
-
-@_gather_op.register_fake
-def _(x_NGC: Tensor, index_N: Tensor) -> Tensor:
-    return x_NGC.new_empty(x_NGC.shape[0], x_NGC.shape[2])
-
-
-@_scatter_op.register_fake
-def _(rows_NC: Tensor, index_N: Tensor, group: int) -> Tensor:
-    return rows_NC.new_empty(rows_NC.shape[0], group, rows_NC.shape[1])
-
-
-def _apply(function: type[torch.autograd.Function], *arguments: Any) -> Tensor:
-    result: Tensor = applied(function)(*arguments)
-    return result
-
-
-class GatherRowsFunction(torch.autograd.Function):
-    """Gather; its gradient is a scatter."""
-
-    @staticmethod
-    def forward(ctx: Any, x_NGC: Tensor, index_N: Tensor) -> Tensor:
-        _save_gather(ctx, (x_NGC, index_N), None)
-        ctx.save_for_forward(index_N)
-        return _gather(x_NGC, index_N)
-
-    @staticmethod
-    def jvp(ctx: Any, tangent_NGC: Tensor, _: Any) -> Tensor:
-        (index_N,) = ctx.saved_tensors
-        return _gather(tangent_NGC, index_N)
-
-    @staticmethod
-    def backward(ctx: Any, grad_NC: Tensor) -> tuple[Tensor, None]:
-        (index_N,) = ctx.saved_tensors
-        if not torch.is_grad_enabled():  # no second derivative is wanted
-            return _scatter(grad_NC, index_N, ctx.group), None
-        return _apply(ScatterRowsFunction, grad_NC, index_N, ctx.group), None
-
-
-class ScatterRowsFunction(torch.autograd.Function):
-    """Scatter; its gradient is a gather."""
-
-    @staticmethod
-    def forward(ctx: Any, rows_NC: Tensor, index_N: Tensor, group: int) -> Tensor:
-        _save_scatter(ctx, (rows_NC, index_N, group), None)
-        return _scatter(rows_NC, index_N, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad_NGC: Tensor) -> tuple[Tensor, None, None]:
-        (index_N,) = ctx.saved_tensors
-        if not torch.is_grad_enabled():
-            return _gather(grad_NGC, index_N), None, None
-        return _apply(GatherRowsFunction, grad_NGC, index_N), None, None
-
-
-def _save_gather(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor | None) -> None:
-    ctx.save_for_backward(inputs[1])
-    ctx.group = inputs[0].shape[1]
-
-
-def _save_scatter(ctx: Any, inputs: tuple[Tensor, Tensor, int], output: Tensor | None) -> None:
-    ctx.save_for_backward(inputs[1])
-
-
-_gather_op.register_autograd(
-    lambda ctx, grad_NC: (_scatter_op(grad_NC, *ctx.saved_tensors, ctx.group), None), setup_context=_save_gather
+_GATHER = RowsOp(
+    "accel::gather_rows",
+    _gather,
+    lambda x_NGC, index_N: x_NGC.new_empty(x_NGC.shape[0], x_NGC.shape[2]),
+    turned=lambda shape: (shape[1],),
 )
-_scatter_op.register_autograd(
-    lambda ctx, grad_NGC: (_gather_op(grad_NGC, *ctx.saved_tensors), None, None), setup_context=_save_scatter
+_SCATTER = RowsOp(
+    "accel::scatter_rows",
+    _scatter,
+    lambda rows_NC, index_N, group: rows_NC.new_empty(rows_NC.shape[0], group, rows_NC.shape[1]),
+    turned=lambda shape: (),
 )
+pair(_GATHER, _SCATTER)
 
 
 def gather_rows(x: Tensor, index: Tensor) -> Tensor:
@@ -206,11 +143,11 @@ def gather_rows(x: Tensor, index: Tensor) -> Tensor:
     flat = (x, index) if x.dim() == 3 else (x.reshape(groups, *x.shape[-2:]), index.reshape(groups))
     picked: Tensor
     if torch.compiler.is_compiling():
-        picked = _gather_op(*flat)
+        picked = _GATHER.opaque(*flat)
     else:
         # Plain torch carries tangents, and goes through transforms, by itself.
         plain = is_plain(x) if runs_triton(x) else not x.requires_grad
-        picked = _gather(*flat) if plain else _apply(GatherRowsFunction, *flat)
+        picked = _gather(*flat) if plain else _GATHER(*flat)
     return picked if x.dim() == 3 else picked.view(*index.shape, x.shape[-1])
 
 

@@ -19,6 +19,7 @@ is no multiple of 16, hooks of a profiler, the interpreter.
 from __future__ import annotations
 
 import functools
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
@@ -48,16 +49,18 @@ def next_power_of_2(size: int) -> int:
     return 1 << (size - 1).bit_length()
 
 
-def _key(
-    device: int, dtypes: Sequence[torch.dtype | None], tensors: Sequence[Tensor | None], *, aligned: bool
-) -> tuple[Hashable, ...]:
-    """Return what Triton compiles a kernel of its own for: which of the tensors begin at no multiple of 16 too."""
-    if aligned:
-        return (device, *dtypes)
-    return (device, *dtypes, *(tensor is not None and tensor.data_ptr() % _ALIGNMENT == 0 for tensor in tensors))
+_Like = tuple[int, Sequence[torch.dtype | None], Sequence[int]]
+"""What the tensors of a launch are like: device, dtypes, and by how much addresses miss a multiple of 16 bytes."""
+_NOTHING: _Like = -1, (), ()
 
 
-def _are_observed(*kernels: Any) -> bool:
+def _key(like: _Like) -> tuple[Hashable, ...]:
+    """Return what Triton compiles a kernel of its own for: which of the tensors are aligned, not by how much not."""
+    device, dtypes, odd = like
+    return (device, *dtypes, *map(bool, odd))
+
+
+def _are_observed(kernels: Iterable[Any]) -> bool:
     """Return whether a hook must see a launch, which only Triton's own path calls."""
     runtime = triton.knobs.runtime
     if runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls:
@@ -65,18 +68,82 @@ def _are_observed(*kernels: Any) -> bool:
     return any([kernel.pre_run_hooks for kernel in kernels])
 
 
-class _Bound:
-    """A kernel that Triton has compiled and bound for tensors of these dtypes."""
+class _Bound(NamedTuple):
+    """A kernel that Triton has compiled and bound."""
 
-    __slots__ = ("device", "dtypes", "function", "packed", "rest", "run")
+    run: Callable[..., None]
+    function: Any
+    packed: Any
+    rest: tuple[Any, ...]
+    """What a launch takes after the tensors."""
 
-    def __init__(self, device: int, dtypes: list[torch.dtype | None], compiled: Any, rest: tuple[Any, ...]) -> None:
-        self.device, self.dtypes, self.rest = device, dtypes, rest
-        self.run, self.function, self.packed = compiled.run, compiled.function, compiled.packed_metadata
+
+class _Launching(ABC):
+    """Launches what it is bound to for tensors like these, or else leaves them to Triton."""
+
+    __slots__ = ("_kernels", "_lacks", "_last", "compiles")
+
+    def __init__(self, kernels: list[Any]) -> None:
+        self._kernels = kernels
+        # Not so in the interpreter.
+        self.compiles = all(isinstance(kernel, triton.runtime.JITFunction) for kernel in kernels)
+        self._lacks = False
+        """Whether it has been launched without some of its tensors."""
+        self._last: tuple[_Like, Any] = _NOTHING, None
+        """Nearly every call is like the one before, which is compared, and not hashed."""
+
+    def __call__(self, *tensors: Tensor | None) -> None:
+        """Launch on these tensors, on the device of the first; None in place of one that a kernel does without."""
+        if not self.compiles:
+            self.launch_each(*tensors)
+            return
+        driver = triton.runtime.driver.active
+        device, where = driver.get_current_device(), tensors[0].get_device()  # type: ignore[union-attr]
+        if where >= 0 and where != device:
+            with torch.cuda.device(where):
+                self(*tensors)
+            return
+        like = self.looked_at(device, tensors)
+        last, bound = self._last
+        if like != last:
+            bound = self.bound_for(like)
+            self._last = like, bound
+        if not bound or _are_observed(self._kernels):
+            self.launch_each(*tensors)
+            self._last = _NOTHING, None
+        else:
+            self.run(bound, driver.get_current_stream(device), tensors)
+
+    def looked_at(self, device: int, tensors: Sequence[Tensor | None]) -> _Like:
+        """Return what tensors are like."""
+        if not self._lacks:
+            try:
+                odd = [address % _ALIGNMENT for address in map(_ADDRESS, tensors)]  # type: ignore[arg-type]
+                return device, list(map(_DTYPE, tensors)), odd
+            except TypeError:  # there is a None
+                self._lacks = True
+        dtypes: list[torch.dtype | None] = []
+        odd = []
+        for tensor in tensors:
+            dtypes.append(None if tensor is None else tensor.dtype)
+            odd.append(0 if tensor is None else tensor.data_ptr() % _ALIGNMENT)
+        return device, dtypes, odd
+
+    @abstractmethod
+    def bound_for(self, like: _Like) -> Any:
+        """Return what is launched on such tensors; None if there has been no launch on any."""
+
+    @abstractmethod
+    def run(self, bound: Any, stream: int, tensors: tuple[Tensor | None, ...]) -> None:
+        """Launch what `bound_for` returned."""
+
+    @abstractmethod
+    def launch_each(self, *tensors: Tensor | None) -> None:
+        """Launch on Triton's own path where nothing is bound yet."""
 
 
-class LaunchPlan:
-    """A launch of a kernel with all but its tensors, on the device of the first of them.
+class LaunchPlan(_Launching):
+    """A launch of a kernel with all but its tensors.
 
     Args:
         kernel: a function of `triton.jit`.
@@ -89,9 +156,10 @@ class LaunchPlan:
         ValueError: if the grid is larger than a GPU takes.
     """
 
-    __slots__ = ("_bound", "_constants", "_grid", "_lacks", "_last", "_launched", "_numbers", "compiles", "kernel")
+    __slots__ = ("_bound", "_constants", "_grid", "_launched", "_numbers", "kernel")
 
     def __init__(self, kernel: Any, grid: tuple[int, ...], numbers: tuple[Any, ...], constants: dict[str, Any]) -> None:
+        super().__init__([kernel])
         self.kernel, self._grid, self._numbers, self._constants = kernel, grid, numbers, constants
         if wrong := [type(number).__name__ for number in numbers if isinstance(number, Tensor)]:
             raise TypeError(f"a kernel's tensors must come before its numbers. Found: {wrong[0]} after a number")
@@ -101,136 +169,57 @@ class LaunchPlan:
                 f"a GPU runs at most {_MOST_PROGRAMS:,} programs along the second and the third axis of a grid. "
                 f"Found: {grid}"
             )
-        self.compiles = isinstance(kernel, triton.runtime.JITFunction)  # not so in the interpreter
         self._bound: dict[Hashable, _Bound] = {}
-        self._lacks = False
-        """Whether it has been launched without some of its tensors."""
-        self._last: _Bound | None = None
-        """Nearly every launch is like the one before: its dtypes are compared, and not hashed."""
 
-    def __call__(self, *tensors: Tensor | None) -> None:
-        """Launch the kernel on these tensors; None in place of one that the kernel does without."""
-        if not self.compiles:
-            self.kernel[self._grid](*tensors, *self._numbers, **self._constants)
+    def launch_each(self, *tensors: Tensor | None) -> None:
+        """Launch as `kernel[grid](...)` does, and keep what Triton has compiled for tensors like these."""
+        compiled = self.kernel[self._grid](*tensors, *self._numbers, **self._constants)
+        if not self.compiles or compiled is None:  # None where a hook of Triton's forbids the launch
             return
-        driver = triton.runtime.driver.active
-        device, where = driver.get_current_device(), tensors[0].get_device()  # type: ignore[union-attr]
-        if where >= 0 and where != device:
-            with torch.cuda.device(where):
-                self(*tensors)
-            return
-        addresses = 0
-        dtypes: list[torch.dtype | None] = []
-        if self._lacks:
-            for tensor in tensors:
-                if tensor is None:
-                    dtypes.append(None)
-                else:
-                    addresses |= tensor.data_ptr()
-                    dtypes.append(tensor.dtype)
-        else:
-            try:
-                dtypes = list(map(_DTYPE, tensors))  # 0.03 µs less for each than a step of the loop
-            except AttributeError:
-                self._lacks = True
-                self(*tensors)
-                return
-            for tensor in tensors:
-                addresses |= tensor.data_ptr()  # type: ignore[union-attr]
-        bound, key = self._last, None
-        if addresses % _ALIGNMENT or bound is None or bound.dtypes != dtypes or bound.device != device:
-            # A slice of an output begins anywhere: it has a kernel of its own, and a launch as short.
-            key = _key(device, dtypes, tensors, aligned=addresses % _ALIGNMENT == 0)
-            bound = self._bound.get(key)
-        if bound is None or _are_observed(self.kernel):
-            compiled = self.kernel[self._grid](*tensors, *self._numbers, **self._constants)
-            if compiled is not None and key is not None:  # None where a hook of Triton's forbids it
-                self._bound[key] = _Bound(device, dtypes, compiled, self._rest(tensors))
-            return
-        if addresses % _ALIGNMENT == 0:
-            self._last = bound
-        self.run(bound, driver.get_current_stream(device), tensors)
+        like = self.looked_at(triton.runtime.driver.active.get_current_device(), tensors)
+        # Triton passes compile-time arguments too.
+        names = self.kernel.arg_names[len(tensors) + len(self._numbers) :]
+        rest = *self._numbers, *(self._constants[name] for name in names)
+        self._bound[_key(like)] = _Bound(compiled.run, compiled.function, compiled.packed_metadata, rest)
+
+    def bound_for(self, like: _Like) -> _Bound | None:
+        """Return what it launches on such tensors; None if it has not been launched on any."""
+        return self._bound.get(_key(like))
 
     def run(self, bound: _Bound, stream: int, tensors: tuple[Tensor | None, ...]) -> None:
         """Launch what is bound to tensors like these."""
         x, y, z = self._launched
-        bound.run(x, y, z, stream, bound.function, bound.packed, None, None, None, *tensors, *bound.rest)
-
-    def bound_to(self, device: int, tensors: Sequence[Tensor | None]) -> _Bound | None:
-        """Return what it launches on such tensors; None if it has not been launched on any."""
-        dtypes = [None if tensor is None else tensor.dtype for tensor in tensors]
-        aligned = all(tensor.data_ptr() % _ALIGNMENT == 0 for tensor in tensors if tensor is not None)
-        return self._bound.get(_key(device, dtypes, tensors, aligned=aligned))
-
-    def _rest(self, tensors: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
-        """Return what a launch takes after the tensors: Triton passes compile-time arguments too."""
-        names = self.kernel.arg_names[len(tensors) + len(self._numbers) :]
-        return *self._numbers, *(self._constants[name] for name in names)
+        try:
+            bound.run(x, y, z, stream, bound.function, bound.packed, None, None, None, *tensors, *bound.rest)
+        except TypeError:
+            # Its arguments are private to Triton: a version whose launcher takes others launches as documented.
+            self.kernel[self._grid](*tensors, *self._numbers, **self._constants)
 
 
-class LaunchSequence:
+class LaunchSequence(_Launching):
     """Launches of several kernels on the tensors of one call, which are looked at once and not for each launch.
 
     Args:
         launches: plans, each with the places of its tensors, two or more, in the call.
     """
 
-    __slots__ = ("_bound", "_compiles", "_kernels", "_lacks", "_last", "_launches")
+    __slots__ = ("_launches",)
 
     def __init__(self, *launches: tuple[LaunchPlan, tuple[int, ...]]) -> None:
+        super().__init__([plan.kernel for plan, _ in launches])
         self._launches = [(plan, itemgetter(*places)) for plan, places in launches]
-        self._kernels = [plan.kernel for plan, _ in launches]
-        self._compiles = all(plan.compiles for plan, _ in launches)
-        self._bound: dict[Hashable, list[_Bound]] = {}
-        self._lacks = False
-        """Whether it has been launched without some of its tensors."""
-        self._last: tuple[Any, list[_Bound]] = None, []
-        """What the tensors of the last call were like, and its launches; most calls are like the one before."""
 
-    def __call__(self, *tensors: Tensor | None) -> None:
-        """Launch the kernels, one after the other, each on its part of these tensors, all on the first one's device."""
-        if not self._compiles:
-            self.launch_each(*tensors)
-            return
-        driver = triton.runtime.driver.active
-        device, where = driver.get_current_device(), tensors[0].get_device()  # type: ignore[union-attr]
-        if where >= 0 and where != device:
-            with torch.cuda.device(where):
-                self(*tensors)
-            return
-        like = device, *self._looked_at(tensors)
-        last, bounds = self._last
-        if like != last:
-            key = (device, *like[1], *map(bool, like[2]))
-            bounds = self._bound.get(key) or self._bound_to(key, tensors)
-            if bounds:
-                self._last = like, bounds
-        if not bounds or _are_observed(*self._kernels):
-            self.launch_each(*tensors)
-            return
-        stream = driver.get_current_stream(device)
-        for (plan, of), bound in zip(self._launches, bounds, strict=True):
-            plan.run(bound, stream, of(tensors))
-
-    def _looked_at(self, tensors: tuple[Tensor | None, ...]) -> tuple[list[torch.dtype | None], list[int]]:
-        """Return dtypes, and by how much addresses miss a multiple of 16 bytes."""
-        if not self._lacks:
-            try:
-                odd = [address % _ALIGNMENT for address in map(_ADDRESS, tensors)]  # type: ignore[arg-type]
-                return list(map(_DTYPE, tensors)), odd
-            except TypeError:  # there is a None
-                self._lacks = True
-        dtypes = [None if tensor is None else tensor.dtype for tensor in tensors]
-        return dtypes, [0 if tensor is None else tensor.data_ptr() % _ALIGNMENT for tensor in tensors]
-
-    def _bound_to(self, key: tuple[Any, ...], tensors: tuple[Tensor | None, ...]) -> list[_Bound]:
-        """Return what the plans launch on such tensors, and keep it; [] if one has not been launched on any."""
-        bound = [plan.bound_to(key[0], of(tensors)) for plan, of in self._launches]
+    def bound_for(self, like: _Like) -> list[_Bound] | None:
+        """Return what the plans launch on their parts of such tensors; None if one has not been launched on any."""
+        device, dtypes, odd = like
+        bound = [plan.bound_for((device, of(dtypes), of(odd))) for plan, of in self._launches]
         known = [each for each in bound if each is not None]
-        if len(known) < len(bound):
-            return []
-        self._bound[key] = known
-        return known
+        return known if len(known) == len(bound) else None
+
+    def run(self, bound: list[_Bound], stream: int, tensors: tuple[Tensor | None, ...]) -> None:
+        """Launch what is bound to tensors like these, one after the other."""
+        for (plan, of), each in zip(self._launches, bound, strict=True):
+            plan.run(each, stream, of(tensors))
 
     def launch_each(self, *tensors: Tensor | None) -> None:
         """Launch the kernels, each by a look at its own tensors."""
@@ -264,7 +253,7 @@ class PreparedLaunches:
     def __call__(self) -> None:
         """Launch the kernels on the present device."""
         driver = triton.runtime.driver.active if self._bound else None
-        if driver is None or driver.get_current_device() != self._device or _are_observed(*self._kernels):
+        if driver is None or driver.get_current_device() != self._device or _are_observed(self._kernels):
             self.launch_each()
             return
         stream = driver.get_current_stream(self._device)
@@ -276,8 +265,8 @@ class PreparedLaunches:
         for plan, tensors in self._launches:
             plan(*tensors)
         if all(plan.compiles for plan, _ in self._launches):
-            self._device = triton.runtime.driver.active.get_current_device()
-            bound = [plan.bound_to(self._device, tensors) for plan, tensors in self._launches]
+            device = self._device = triton.runtime.driver.active.get_current_device()
+            bound = [plan.bound_for(plan.looked_at(device, tensors)) for plan, tensors in self._launches]
             self._bound = [each for each in bound if each is not None] if None not in bound else []
 
 

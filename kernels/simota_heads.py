@@ -54,69 +54,44 @@ def patch_yolox_head(head: nn.Module, *, variant: str | Rules | None = None) -> 
             f"Found: {type(head).__name__} with neither; "
             "name its rules: variant='yolox'"
         )
-    if not isinstance(head, _Batched):
-        head.__class__ = _batched(type(head))  # type: ignore[arg-type]
-    head.__dict__["_simota_variant"] = variant
+    unpatch_yolox_head(head)
+    # Not by __setattr__ of modules: it is not part of the state, but copies and pickles of the head keep it.
+    vars(head)["get_losses"] = functools.partial(_get_losses, head, variant)
     return head
 
 
 def unpatch_yolox_head(head: nn.Module) -> nn.Module:
     """Undo `patch_yolox_head`, in place."""
-    if isinstance(head, _Batched):
-        head.__class__ = type(head)._simota_base
-        del head.__dict__["_simota_variant"]
+    ours = vars(head).get("get_losses")
+    if isinstance(ours, functools.partial) and ours.func is _get_losses:
+        del vars(head)["get_losses"]
     return head
 
 
-class _Batched:
-    """Mixin in front of a head's class."""
-
-    _simota_base: type
-    _simota_variant: str | Rules
-    _simota_assignments: list[tuple[Any, ...]] | None = None
-
-    def get_losses(
-        self,
-        imgs: Any,
-        x_shifts: Sequence[Tensor],
-        y_shifts: Sequence[Tensor],
-        expanded_strides: Sequence[Tensor],
-        labels: Tensor,
-        outputs: Tensor,
-        *rest: Any,
-        **options: Any,
-    ) -> Any:
-        strides = torch.cat(list(expanded_strides), 1)[0]
-        shifts = torch.cat([torch.cat(list(x_shifts), 1), torch.cat(list(y_shifts), 1)])
-        points = ((shifts + 0.5) * strides).T
-        self._simota_assignments = _per_image(
-            _assigned(outputs, labels, points, strides, self._simota_variant), labels.dtype
+def _get_losses(
+    head: Any,
+    variant: str | Rules,
+    imgs: Any,
+    x_shifts: Sequence[Tensor],
+    y_shifts: Sequence[Tensor],
+    expanded_strides: Sequence[Tensor],
+    labels: Tensor,
+    outputs: Tensor,
+    *rest: Any,
+    **options: Any,
+) -> Any:
+    """Assign the batch, then run the head's own loop over images on what was assigned."""
+    strides = torch.cat(list(expanded_strides), 1)[0]
+    shifts = torch.cat([torch.cat(list(x_shifts), 1), torch.cat(list(y_shifts), 1)])
+    points = ((shifts + 0.5) * strides).T
+    assignments = _per_image(_assigned(outputs, labels, points, strides, variant), labels.dtype)
+    vars(head)["get_assignments"] = lambda batch_idx, *_, **__: assignments[batch_idx]
+    try:
+        return type(head).get_losses(
+            head, imgs, x_shifts, y_shifts, expanded_strides, labels, outputs, *rest, **options
         )
-        try:
-            return super().get_losses(  # type: ignore[misc]
-                imgs, x_shifts, y_shifts, expanded_strides, labels, outputs, *rest, **options
-            )
-        finally:
-            self._simota_assignments = None
-
-    def get_assignments(self, batch_idx: int, *rest: Any, **options: Any) -> Any:
-        if self._simota_assignments is None:
-            return super().get_assignments(batch_idx, *rest, **options)  # type: ignore[misc]
-        return self._simota_assignments[batch_idx]
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        reduced: Any = super().__reduce_ex__(protocol)
-        return (_new, (self._simota_base,), *reduced[2:])
-
-
-@functools.cache
-def _batched(base: type) -> Any:
-    return type(base.__name__, (_Batched, base), {"_simota_base": base, "__module__": base.__module__})
-
-
-def _new(base: type) -> Any:
-    batched = _batched(base)
-    return batched.__new__(batched)
+    finally:
+        del vars(head)["get_assignments"]
 
 
 def _assigned(outputs: Tensor, labels: Tensor, points: Tensor, strides: Tensor, variant: str | Rules) -> Assignment:

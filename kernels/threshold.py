@@ -20,10 +20,8 @@ import torch
 from torch import Tensor
 
 from accel.kernels.compact import sources_ref
+from accel.kernels.rows import BLOCK
 from accel.kernels.support import Cost, runs_triton
-
-BLOCK = 64
-"""Elements of a maximum: 256 bytes, two of the 128 that a GPU reads at once."""
 
 
 class Selected(NamedTuple):

@@ -20,7 +20,6 @@ from accel.kernels.window_attention.libraries import (
     HuggingFaceCosineWindows,
     HuggingFaceLayer,
     HuggingFaceWindows,
-    PackedCosineWindows,
     PackedWindows,
     TimmBlock,
     TorchvisionMap,
@@ -93,7 +92,7 @@ RECOGNIZERS = (
         ("logit_scale",),
         _windows,
     ),
-    Recognizer(PackedCosineWindows, frozenset({"WindowAttention"}), (*_V2, "relative_coords_table"), (), _windows),
+    Recognizer(PackedWindows, frozenset({"WindowAttention"}), (*_V2, "relative_coords_table"), (), _windows),
     Recognizer(
         TorchvisionMap,
         frozenset({"ShiftedWindowAttention", "ShiftedWindowAttentionV2"}),

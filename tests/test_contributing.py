@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.test_layout import ROOT, own_files
+from benchmarks.source_tree import ROOT, own_files
 from tests.test_rooms import ROOMS
 
 GUIDE = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 from setuptools import find_namespace_packages
 
 import accel
+from benchmarks.source_tree import LINKED, ROOT, import_name, imported, own_files, own_modules
 
-ROOT = Path(__file__).resolve().parent.parent
-LINKED = ("comm", "dataio", "kernels", "profiler")
 FOLDERS = ("accel", *LINKED, "benchmarks", "tests")
 
 # Facts of the host, the statistics of a trial and how ranks agree: loaders and communication may stand on them.
@@ -40,8 +37,6 @@ MAY_IMPORT = {
 
 PUBLIC = ["AccelError", "Plan", "Report", "__version__", "disabled", "explain", "optimize", "undo"]
 
-NOT_OURS = {"__pycache__", "build", "dist", "runs"}
-
 # Written so that this file does not match itself.
 FORBIDDEN = {
     "path of somebody's machine": re.compile(r"(?<![\w.~-])/(?:work|farm|root|home/\w+|Users/\w+)/"),
@@ -50,71 +45,6 @@ FORBIDDEN = {
         r"pypi\.org|pythonhos[t]ed|download\.pytorch\.org|registry\.npmjs|deb\.debian|conda\.anaconda\.org"
     ),
 }
-
-
-def own_files(folder: Path = ROOT) -> Iterator[Path]:
-    """Yield every file of the project once: links, hidden folders (but `.ci`) and build outputs are left out."""
-    for entry in sorted(folder.iterdir()):
-        if entry.is_symlink() or entry.name in NOT_OURS or entry.name.endswith(".egg-info"):
-            continue
-        if entry.is_file():
-            yield entry
-        elif entry.is_dir() and (entry.name == ".ci" or not entry.name.startswith(".")):
-            yield from own_files(entry)
-
-
-def own_modules(folder: str) -> list[Path]:
-    return [path for path in own_files(ROOT / folder) if path.suffix == ".py"]
-
-
-def import_name(path: Path) -> str:
-    """Return the name under which the file is imported: kernels/adam.py is accel.kernels.adam."""
-    parts = path.relative_to(ROOT).with_suffix("").parts
-    return ".".join(("accel", *parts) if parts[0] in LINKED else parts)
-
-
-def statements(body: Sequence[ast.stmt], at_import: bool = False) -> Iterator[ast.stmt]:
-    """Yield statements and those within them; `at_import` leaves out what functions and type checkers run."""
-    for statement in body:
-        yield statement
-        is_function = isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef)
-        for_types = isinstance(statement, ast.If) and "TYPE_CHECKING" in ast.unparse(statement.test)
-        if not (at_import and (is_function or for_types)):
-            yield from statements(getattr(statement, "body", ()), at_import)
-        for part in (*getattr(statement, "handlers", ()), *getattr(statement, "cases", ())):
-            yield from statements(part.body, at_import)
-        for field in ("orelse", "finalbody"):
-            yield from statements(getattr(statement, field, ()), at_import)
-
-
-def nodes(source: str, at_import: bool) -> Iterator[ast.AST]:
-    """Yield the statements of a file and, where it imports by calls, their expressions, which take far longer."""
-    by_call = "import_module" in source or "__import__" in source
-    for statement in statements(ast.parse(source).body, at_import):
-        yield statement
-        if by_call:
-            for part in ast.iter_child_nodes(statement):
-                if not isinstance(part, ast.stmt | ast.ExceptHandler | ast.match_case):
-                    yield from ast.walk(part)
-
-
-def imported(source: str, module: str, *, at_import: bool = False) -> Iterator[tuple[int, str]]:
-    """Yield (line, absolute dotted name) of everything that `source`, imported as `module`, imports.
-
-    `from a import b` yields both a.b and a where b may be a module; `import_module("a.b")` counts as well.
-    """
-    for node in nodes(source, at_import):
-        if isinstance(node, ast.Import):
-            yield from ((node.lineno, alias.name) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            base = node.module or ""
-            if node.level:
-                base = ".".join([*module.split(".")[: -node.level], *filter(None, [base])])
-            yield from ((node.lineno, f"{base}.{alias.name}") for alias in node.names)
-        elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
-            called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
-            if called in {"import_module", "__import__"} and isinstance(node.args[0].value, str):
-                yield node.lineno, node.args[0].value
 
 
 def home(name: str) -> str | None:

@@ -5,13 +5,11 @@ from __future__ import annotations
 import ast
 import re
 from collections import defaultdict
-from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
-from pathlib import Path
 
 import pytest
 
-from tests.test_layout import LINKED, ROOT, import_name, imported, own_modules
+from benchmarks.source_tree import LINKED, ROOT, imported_modules, library, own_modules, text
 
 # Folder → its rooms. CONTRIBUTING.md says what each is for. A module outside of all rooms is public.
 ROOMS = {
@@ -49,10 +47,7 @@ DOORS = {
     *("accel.report", "accel.run", "accel.strategies"),
 }
 
-LONGEST_FILE = 500
-
-MODULES = {import_name(path): path for folder in ROOMS for path in own_modules(folder)}
-MODULES = {name.removesuffix(".__init__"): path for name, path in MODULES.items()}
+MODULES = library()
 
 
 def folder_of(module: str) -> str:
@@ -68,21 +63,11 @@ def room_of(module: str) -> str:
     return ".".join(parts[: base + 1]) if parts[base:] and parts[base] in ROOMS[folder] else module
 
 
-def modules_in(source: str, module: str, *, at_import: bool = False) -> Iterator[tuple[int, str, str]]:
-    """Yield (line, module of ours, name) of everything that `source`, imported as `module`, imports."""
-    for line, name in imported(source, module, at_import=at_import):
-        parent, _, last = name.rpartition(".")
-        if name in MODULES:
-            yield line, name, ""
-        elif parent in MODULES:
-            yield line, parent, last
-
-
 def circles(sources: dict[str, str]) -> list[str]:
     """Return the rooms of a circle of imports, none if there is no circle."""
     graph: dict[str, set[str]] = defaultdict(set)
     for module, source in sources.items():
-        targets = {room_of(target) for _, target, _ in modules_in(source, module, at_import=True)}
+        targets = {room_of(target) for _, target, _ in imported_modules(source, module, at_import=True)}
         graph[room_of(module)] |= targets - {room_of(module), "accel"}
     try:
         TopologicalSorter(graph).prepare()
@@ -95,17 +80,13 @@ def around_a_door(source: str, module: str) -> list[str]:
     """Return a sentence for each import from another folder of what stands behind a door."""
     return [
         f"{module}:{line} imports {target}; take {name or target} from {room_of(target)}"
-        for line, target, name in modules_in(source, module)
+        for line, target, name in imported_modules(source, module)
         if room_of(target) in DOORS and target != room_of(target) and folder_of(target) != folder_of(module)
     ]
 
 
 def classes(source: str) -> list[str]:
     return [node.name for node in ast.parse(source).body if isinstance(node, ast.ClassDef)]
-
-
-def text(path: Path) -> str:
-    return path.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("folder", ROOMS)
@@ -160,12 +141,6 @@ def test_no_class_name_stands_for_two_things() -> None:
             if not name.startswith("_"):
                 places[name].append(module)
     assert not {name: modules for name, modules in places.items() if len(modules) > 1}
-
-
-@pytest.mark.parametrize("folder", ROOMS)
-def test_a_file_is_short_enough_to_be_read(folder: str) -> None:
-    lines = {path.relative_to(ROOT).as_posix(): text(path).count("\n") for path in own_modules(folder)}
-    assert not {name: count for name, count in lines.items() if count > LONGEST_FILE}
 
 
 def test_torch_s_entry_points_of_a_loop_are_patched_in_one_room() -> None:

@@ -20,7 +20,7 @@ from accel.search.remembered import RememberedSearch
 SCHEMA = 2
 _PROCESS = secrets.token_hex(8)
 """Tells this process from an earlier one of the same number."""
-_WHAT = "What accel's search found for this kind of run, tried first in the next one. Delete it to search anew."
+_WHAT = "What accel's search found for this kind of run, tried first in the next one. Delete it to search again."
 
 
 class RememberedPlans:

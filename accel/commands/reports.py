@@ -12,8 +12,8 @@ from accel.files import check_folder, write_atomic
 from accel.profiler.report import ProfileReport
 from accel.report import Report
 from accel.report.compare import compare as compare_reports
-from accel.report.reader import load
 from accel.report.rendering import as_page, as_text
+from accel.report.report import load
 
 REGRESSED = 1
 

@@ -15,7 +15,7 @@ from accel.script.training import ScriptTraining
 from accel.settings import check_settings
 
 _under_way: dict[int, Following] = {}
-"""The one whose training goes on, by thread."""
+"""Thread → the callback whose training it runs."""
 
 
 class Following:
@@ -47,9 +47,9 @@ class Following:
     def begin(self) -> None:
         """Follow the training of this thread from now on; does nothing where ACCEL=0.
 
-        The models of the training before are restored and let go of: each fold of a cross validation has another one,
-        and one that is trained again starts with what is remembered of it. So are those of another callback that was
-        not told of the end of its training.
+        The models of the previous training are restored and released: each fold of a cross validation has another one,
+        and one that is trained again starts with what is remembered of it. So are the models of another callback that
+        was not told of the end of its training.
         """
         unended = _under_way.pop(get_ident(), None)
         for following in (unended, self):
@@ -92,3 +92,24 @@ class Following:
         """The report of the model that was optimized first in the last training, None before that."""
         modules = [] if self._training is None else self._training.modules
         return entry.explain(modules[0]) if modules else None
+
+
+class FollowingCallback:
+    """What the callbacks of frameworks share: their arguments, and the report."""
+
+    def __init__(
+        self,
+        *,
+        allow: str = "reordered",
+        budget: float | str = "3%",
+        enable: Iterable[str] = (),
+        disable: Iterable[str] = (),
+        report: str | os.PathLike[str] | None = None,
+        cache: bool = True,
+    ) -> None:
+        self._following = Following(allow, budget, enable, disable, report, cache)
+
+    @property
+    def report(self) -> Report | None:
+        """The report so far, None before the first steps."""
+        return self._following.report

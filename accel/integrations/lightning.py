@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterable
 from typing import Any
 
 from lightning import Callback
 
-from accel.integrations.following import Following
+from accel.integrations.following import FollowingCallback
 from accel.integrations.trackers import log_report
-from accel.report import Report
 
 
-class LightningCallback(Callback):
+class LightningCallback(FollowingCallback, Callback):
     """Let a Trainer train with `accel.optimize`; the figures go to its loggers when the training ends.
 
     Args:
@@ -32,23 +29,6 @@ class LightningCallback(Callback):
         >>> lightning.Trainer(callbacks=[callback]).fit(model, loader)
         >>> print(callback.report)
     """
-
-    def __init__(
-        self,
-        *,
-        allow: str = "reordered",
-        budget: float | str = "3%",
-        enable: Iterable[str] = (),
-        disable: Iterable[str] = (),
-        report: str | os.PathLike[str] | None = None,
-        cache: bool = True,
-    ) -> None:
-        self._following = Following(allow, budget, enable, disable, report, cache)
-
-    @property
-    def report(self) -> Report | None:
-        """The report so far, None before the first steps."""
-        return self._following.report
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Follow the training, before its loaders are asked for an iterator."""

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterable
 from typing import Any
 
 from transformers import TrainerCallback
 
-from accel.integrations.following import Following
-from accel.report import Report
+from accel.integrations.following import FollowingCallback
 
 
-class TransformersCallback(TrainerCallback):
+class TransformersCallback(FollowingCallback, TrainerCallback):
     """Let a Trainer train with `accel.optimize`.
 
     The Trainer's loop, model, optimizer and checkpoints stay as they are. Its loader is one of accelerate's, which
@@ -37,23 +34,6 @@ class TransformersCallback(TrainerCallback):
         >>> Trainer(model, arguments, train_dataset=data, callbacks=[callback]).train()
         >>> print(callback.report)
     """
-
-    def __init__(
-        self,
-        *,
-        allow: str = "reordered",
-        budget: float | str = "3%",
-        enable: Iterable[str] = (),
-        disable: Iterable[str] = (),
-        report: str | os.PathLike[str] | None = None,
-        cache: bool = True,
-    ) -> None:
-        self._following = Following(allow, budget, enable, disable, report, cache)
-
-    @property
-    def report(self) -> Report | None:
-        """The report so far, None before the first steps."""
-        return self._following.report
 
     def end(self) -> None:
         """Restore torch after a training that an exception has ended."""

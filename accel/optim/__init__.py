@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from accel.optim.adam import FusedAdam, FusedAdamW
+from accel.optim.adam import FusedAdam, FusedAdamW, FusedLAMB
 from accel.optim.base import MultiTensorOptimizer
-from accel.optim.lamb import FusedLAMB
-from accel.optim.lars import FusedLARS
-from accel.optim.sgd import FusedSGD
+from accel.optim.sgd import FusedLARS, FusedSGD
 
 __all__ = ["FusedAdam", "FusedAdamW", "FusedLAMB", "FusedLARS", "FusedSGD", "MultiTensorOptimizer"]

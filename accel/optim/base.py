@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from itertools import zip_longest
 from operator import attrgetter, itemgetter
@@ -20,6 +21,14 @@ from accel.optim.apex import ApexStep
 _HALF = frozenset({torch.float16, torch.bfloat16})
 _GRAD, _DTYPE = attrgetter("grad"), attrgetter("dtype")
 _BACKENDS = ("accel", "apex")
+Rounded = dict[Tensor, tuple[int, int]]
+"""16-bit parameter → its version and address when it was last what its master weights round to."""
+_NO_OPTIONS = frozenset({"self", "__class__", "params", "backend"})
+
+
+def given(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return the options among the arguments of a constructor, by name: the defaults of parameter groups."""
+    return {name: value for name, value in arguments.items() if name not in _NO_OPTIONS}
 
 
 class MultiTensorOptimizer(Optimizer):
@@ -37,6 +46,8 @@ class MultiTensorOptimizer(Optimizer):
     """
 
     kind: ClassVar[Kind]
+    switches: ClassVar[dict[str, str]] = {}
+    """Options that are on or off → the column of `Hypers` that says so."""
     _step_supports_amp_scaling = True
     _apex: ApexStep | None
 
@@ -50,34 +61,15 @@ class MultiTensorOptimizer(Optimizer):
         if backend == "apex":
             self._use_apex()
 
-    def _use_apex(self) -> None:
-        self._apex = ApexStep(self)
-        self._step_supports_amp_scaling = False  # GradScaler unscales, and skips the step itself
-
     def _start(self) -> None:
         self._updater = Updater(self.kind)
         self._outcome = UpdateOutcome(None, None)
-        self._versions: dict[Tensor, int] = {}
-        self._addresses: dict[Tensor, int] = {}
+        self._rounded: Rounded = {}
         self._apex = None
 
-    # What a kind of optimizer declares.
-
-    def _check(self, group: dict[str, Any]) -> None:
-        """Raise if the options of a group don't fit."""
-        raise NotImplementedError
-
-    def _row(self, group: dict[str, Any]) -> Hypers:
-        """Return the numbers of a group."""
-        raise NotImplementedError
-
-    def _state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
-        """Return the tensors that are kept for each parameter."""
-        raise NotImplementedError
-
-    def _counts_steps(self, group: dict[str, Any]) -> bool:
-        """Return whether updates of each parameter are counted."""
-        return True
+    def _use_apex(self) -> None:
+        self._apex = ApexStep(self)
+        self._step_supports_amp_scaling = False  # GradScaler unscales, and skips the step itself
 
     # What torch.optim.Optimizer asks.
 
@@ -107,7 +99,7 @@ class MultiTensorOptimizer(Optimizer):
         tensors = [given] if isinstance(given, Tensor) else [p[1] if isinstance(p, tuple) else p for p in given]
         first = next((p for group in self.param_groups for p in group["params"]), None)
         checks.parameters(type(self).__name__, tensors, None if first is None else first.device)
-        self._check({**self.defaults, **param_group})
+        checks.options(type(self).__name__, {**self.defaults, **param_group})
         if any(p.is_cuda for p in tensors if isinstance(p, Tensor)):
             # torch's loop would wait for step counters on a device. On a CPU its fused kernels ignore strides.
             param_group = {**param_group, "fused": True}
@@ -118,7 +110,7 @@ class MultiTensorOptimizer(Optimizer):
         """Update all parameters that have a gradient.
 
         Args:
-            closure: computes the loss and its gradients anew; None (default) takes the gradients that are there.
+            closure: computes the loss and its gradients again; None (default) takes the gradients that are there.
 
         Returns:
             What the closure returned.
@@ -141,15 +133,18 @@ class MultiTensorOptimizer(Optimizer):
 
     @torch._disable_dynamo  # type: ignore[attr-defined]  # addresses and step counters break its graphs, one by one
     def _update(self) -> None:
-        chosen = [self._with_gradients(group) for group in self.param_groups]
+        chosen = [[p for p in group["params"] if p.grad is not None] for group in self.param_groups]
+        grads = [list(map(_GRAD, params)) for params in chosen]
+        for each in grads:
+            checks.gradients(type(self).__name__, each)
         if self._apex is not None:
             self._apex.step()
             return
-        batches = [self._batch(group, *own) for group, own in zip(self.param_groups, chosen, strict=True)]
+        batches = [_batch(self, *own) for own in zip(self.param_groups, chosen, grads, strict=True)]
         scaling = Scaling(getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
         self._outcome = self._updater(batches, scaling)
         for batch in batches:
-            self._remember(batch.params, batch.masters)
+            _remember(self._rounded, batch.params, batch.masters)
 
     def refresh(self) -> None:
         """Bring what changed on the host to the device, for the replay of a captured step.
@@ -159,10 +154,10 @@ class MultiTensorOptimizer(Optimizer):
         """
         params = [p for group in self.param_groups for p in group["params"]]
         if params:
-            self._updater.send([self._row(group) for group in self.param_groups], params[0])
+            self._updater.send([numbers(group, self.switches) for group in self.param_groups], params[0])
         for group in self.param_groups:
             updated = [p for p in group["params"] if "master" in self.state.get(p, {})]
-            self._remember(updated, self._masters(group, updated))
+            _remember(self._rounded, updated, _masters(self, group, updated))
 
     def frozen_options(self, group: dict[str, Any]) -> tuple[Any, ...] | None:
         """Return what a captured step of a group does not read from the device; None if that is all.
@@ -172,61 +167,11 @@ class MultiTensorOptimizer(Optimizer):
         """
         if self._apex is not None or not any(map(runs_triton, group["params"])):
             return None
-        on_device = [number for number in self._row(group) if isinstance(number, Tensor)]  # copied from where they lie
+        # Tensors are copied from where they lie.
+        on_device = [number for number in numbers(group, self.switches) if isinstance(number, Tensor)]
         options = (group.get(name) for name in ("nesterov", "amsgrad", "master_weights"))
         clips = group.get("max_grad_norm") is not None
-        return (*on_device, *options, clips, self._state_names(group), self._counts_steps(group))
-
-    def _remember(self, params: Sequence[Tensor], masters: Sequence[Tensor | None]) -> None:
-        """Note that parameters are what their master weights round to."""
-        if masters:
-            updated = [p for p, m in zip(params, masters, strict=True) if m is not None]
-            self._versions.update((p, p._version) for p in updated)
-            self._addresses.update((p, p.data_ptr()) for p in updated)
-
-    def _with_gradients(self, group: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
-        params = [p for p in group["params"] if p.grad is not None]
-        grads = list(map(_GRAD, params))
-        checks.gradients(type(self).__name__, grads)
-        return params, grads
-
-    def _batch(self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor]) -> Batch:
-        names = self._state_names(group)
-        counts = self._counts_steps(group)
-        # Looked up once: the hash of a tensor is a function in Python.
-        own = [self.state[p] for p in params] if names or counts else []
-        # First, while it can be seen which parameters were updated before anyone counted.
-        steps = _column(params, own, "step") if counts else []
-        return Batch(
-            self._row(group),
-            params,
-            grads,
-            [_column(params, own, name) for name in names],
-            self._masters(group, params),
-            steps,
-            nesterov=bool(group.get("nesterov")),
-            amsgrad=bool(group.get("amsgrad")),
-        )
-
-    @torch.no_grad()
-    def _masters(self, group: dict[str, Any], params: list[Tensor]) -> list[Tensor | None]:
-        """Return the master weights of 16-bit parameters, after taking over what others wrote to a parameter."""
-        if not group["master_weights"] or _HALF.isdisjoint(map(_DTYPE, params)):
-            return []
-        masters: list[Tensor | None] = []
-        for p in params:
-            if p.dtype not in _HALF:
-                masters.append(None)
-                continue
-            state = self.state[p]
-            if "master" not in state:
-                state["master"] = _fresh(p).copy_(p)
-            elif (self._versions.get(p), self._addresses.get(p)) != (p._version, p.data_ptr()):
-                master = state["master"]
-                # What still rounds to the parameter is kept: it has the bits that the parameter has not.
-                master.copy_(torch.where(master.to(p.dtype) == p, master, p.to(master.dtype)))
-            masters.append(state["master"])
-        return masters
+        return (*on_device, *options, clips, state_names(group), counts_steps(group))
 
     # Checkpoints and copies.
 
@@ -268,14 +213,98 @@ class MultiTensorOptimizer(Optimizer):
             # Options that torch has not, and its state says nothing of, stay as they are.
             for name, value in self.defaults.items():
                 group.setdefault(name, own.get(name, value))
-            step = float(group.get("step", 1)) if self._counts_steps(group) else None
+            step = float(group.get("step", 1)) if counts_steps(group) else None
             for p in group["params"]:
                 if p in self.state:
                     self.state[p] = stored.taken_in(p, self.state[p], step)
         # Weights that have gone on since the loaded state was saved stay; its master weights follow them.
-        self._versions.clear()
+        self._rounded.clear()
         if uses_apex:
             self._use_apex()
+
+
+def numbers(group: dict[str, Any], switches: dict[str, str]) -> Hypers:
+    """Return the numbers of a group, for the kernels.
+
+    Args:
+        group: one of `param_groups`.
+        switches: of its optimizer.
+    """
+    first, second = group["betas"] if "betas" in group else (group["momentum"], group["dampening"])
+    return Hypers(
+        group["lr"],
+        first,
+        second,
+        group.get("eps", 0.0),
+        group["weight_decay"],
+        math.inf if group["max_grad_norm"] is None else group["max_grad_norm"],
+        group.get("trust_coefficient", 1.0),
+        -1.0 if group["maximize"] else 1.0,
+        **{column: float(group[option]) for option, column in switches.items()},
+    )
+
+
+def state_names(group: dict[str, Any]) -> tuple[str, ...]:
+    """Return the tensors that are kept for each parameter of a group."""
+    if "betas" in group:
+        return ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if group.get("amsgrad") else ()))
+    return ("momentum_buffer",) if isinstance(group["momentum"], Tensor) or group["momentum"] != 0 else ()
+
+
+def counts_steps(group: dict[str, Any]) -> bool:
+    """Return whether updates of each parameter of a group are counted.
+
+    Adam's corrections depend on the step. Dampening spares the first one; without it nothing depends on the step, and
+    torch keeps no counter.
+    """
+    dampening = group.get("dampening", 0)
+    return bool(state_names(group)) and ("betas" in group or isinstance(dampening, Tensor) or dampening != 0)
+
+
+def _batch(optimizer: MultiTensorOptimizer, group: dict[str, Any], params: list[Tensor], grads: list[Tensor]) -> Batch:
+    names, counts = state_names(group), counts_steps(group)
+    # Looked up once: the hash of a tensor is a function in Python.
+    own = [optimizer.state[p] for p in params] if names or counts else []
+    # First, while it can be seen which parameters were updated before anyone counted.
+    steps = _column(params, own, "step") if counts else []
+    return Batch(
+        numbers(group, optimizer.switches),
+        params,
+        grads,
+        [_column(params, own, name) for name in names],
+        _masters(optimizer, group, params),
+        steps,
+        nesterov=bool(group.get("nesterov")),
+        amsgrad=bool(group.get("amsgrad")),
+    )
+
+
+@torch.no_grad()
+def _masters(optimizer: MultiTensorOptimizer, group: dict[str, Any], params: list[Tensor]) -> list[Tensor | None]:
+    """Return the master weights of 16-bit parameters, after taking over what others wrote to a parameter."""
+    if not group["master_weights"] or _HALF.isdisjoint(map(_DTYPE, params)):
+        return []
+    masters: list[Tensor | None] = []
+    for p in params:
+        if p.dtype not in _HALF:
+            masters.append(None)
+            continue
+        state = optimizer.state[p]
+        if "master" not in state:
+            state["master"] = _fresh(p).copy_(p)
+        elif optimizer._rounded.get(p) != (p._version, p.data_ptr()):
+            master = state["master"]
+            # What still rounds to the parameter is kept: it has the bits that the parameter has not.
+            master.copy_(torch.where(master.to(p.dtype) == p, master, p.to(master.dtype)))
+        masters.append(state["master"])
+    return masters
+
+
+def _remember(rounded: Rounded, params: Sequence[Tensor], masters: Sequence[Tensor | None]) -> None:
+    """Note that parameters are what their master weights round to."""
+    if masters:
+        updated = [p for p, m in zip(params, masters, strict=True) if m is not None]
+        rounded.update((p, (p._version, p.data_ptr())) for p in updated)
 
 
 def _column(params: list[Tensor], own: list[dict[str, Any]], name: str) -> list[Tensor]:

@@ -46,22 +46,25 @@ def number(
         raise InvalidArgument(f"{owner}: {name} must be {sign} {least:g}{limit}. Found: {plain:g}.")
 
 
-def clip_norm(owner: str, value: Any) -> None:
-    """Check a norm that gradients are clipped to: None for none."""
-    if value is not None:
-        number(owner, "max_grad_norm", value, above=True)
+def options(owner: str, group: Mapping[str, Any]) -> None:
+    """Check the options of a parameter group.
 
-
-def betas(owner: str, value: Any) -> None:
-    """Check two decay rates."""
-    if not isinstance(value, tuple | list) or len(value) != 2:
-        raise InvalidArgument(f"{owner}: betas must be two numbers. Found: {value!r}.")
-    for index in (0, 1):
-        number(owner, f"betas[{index}]", value[index], below=1.0)
-
-
-def momentum(owner: str, group: Mapping[str, Any]) -> None:
-    """Check momentum, dampening and Nesterov's form of it."""
+    Raises:
+        InvalidArgument: if one does not fit.
+    """
+    for name in ("lr", "eps", "weight_decay"):
+        if name in group:
+            number(owner, name, group[name])
+    for name in ("trust_coefficient", "max_grad_norm"):
+        if group.get(name) is not None:
+            number(owner, name, group[name], above=True)
+    if "betas" in group:
+        betas = group["betas"]
+        if not isinstance(betas, tuple | list) or len(betas) != 2:
+            raise InvalidArgument(f"{owner}: betas must be two numbers. Found: {betas!r}.")
+        for index in (0, 1):
+            number(owner, f"betas[{index}]", betas[index], below=1.0)
+        return
     number(owner, "momentum", group["momentum"])
     number(owner, "dampening", group["dampening"], least=-math.inf)
     if group["nesterov"] and (float(group["momentum"]) == 0 or float(group["dampening"]) != 0):

@@ -15,24 +15,17 @@ from accel.kernels.optimizers import work_dtype
 if TYPE_CHECKING:
     from accel.kernels.optimizers import Kind
 
+_MOMENTS = frozenset({"exp_avg", "exp_avg_sq"})
+_BESIDE = frozenset({"step", "master"})
 _ACCEPTED: dict[Kind, frozenset[str]] = {
-    "adam": frozenset({"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "master"}),
-    "lamb": frozenset({"step", "exp_avg", "exp_avg_sq", "master"}),
-    "sgd": frozenset({"step", "momentum_buffer", "master"}),
-    "lars": frozenset({"step", "momentum_buffer", "master"}),
+    "adam": _BESIDE | _MOMENTS | {"max_exp_avg_sq"},
+    "lamb": _BESIDE | _MOMENTS,
+    "sgd": _BESIDE | {"momentum_buffer"},
+    "lars": _BESIDE | {"momentum_buffer"},
 }
-_NEEDED: dict[Kind, frozenset[str]] = {
-    "adam": frozenset({"exp_avg", "exp_avg_sq"}),
-    "lamb": frozenset({"exp_avg", "exp_avg_sq"}),
-    "sgd": frozenset(),
-    "lars": frozenset(),
-}
-_OPTIONS: dict[Kind, tuple[str, ...]] = {
-    "adam": ("lr", "betas", "eps", "weight_decay"),
-    "lamb": ("lr", "betas", "eps", "weight_decay"),
-    "sgd": ("lr", "momentum", "weight_decay"),
-    "lars": ("lr", "momentum", "weight_decay"),
-}
+_ADAPTIVE = frozenset({"adam", "lamb"})
+_ADAPTIVE_OPTIONS = ("lr", "betas", "eps", "weight_decay")
+_MOMENTUM_OPTIONS = ("lr", "momentum", "weight_decay")
 _MARKS: dict[Kind, tuple[frozenset[str], frozenset[str]]] = {
     "adam": (frozenset({"amsgrad", "bias_correction"}), frozenset({"grad_averaging"})),
     "lamb": (frozenset({"grad_averaging"}), frozenset()),
@@ -59,6 +52,7 @@ def checked(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> dict[str, An
     owner, kind = type(optimizer).__name__, optimizer.kind  # type: ignore[attr-defined]
     if not {"state", "param_groups"} <= set(state_dict):
         raise InvalidArgument(f"{owner}: a state has `state` and `param_groups`. Found: {sorted(state_dict)}.")
+    options = _ADAPTIVE_OPTIONS if kind in _ADAPTIVE else _MOMENTUM_OPTIONS
     groups, saved = optimizer.param_groups, state_dict["param_groups"]
     sizes, saved_sizes = ([len(group["params"]) for group in some] for some in (groups, saved))
     if sizes != saved_sizes:
@@ -66,11 +60,11 @@ def checked(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> dict[str, An
             f"{owner}: the state must be of as many parameters in each group, {sizes}. Found: {saved_sizes}."
         )
     for group in saved:
-        if missing := [name for name in _OPTIONS[kind] if name not in group]:
+        if missing := [name for name in options if name not in group]:
             raise InvalidArgument(f"{owner}: the state is of another optimizer: its groups have no {missing[0]!r}.")
         states = [state_dict["state"].get(key, {}) for key in group["params"]]
         counted = "step" in group or all("step" in state for state in states if _was_updated(state))
-        if kind in ("adam", "lamb") and not counted:
+        if kind in _ADAPTIVE and not counted:
             raise InvalidArgument(f"{owner}: the state must say how many steps were done. Found: no 'step'.")
     params = [p for group in groups for p in group["params"]]
     places = dict(zip((key for group in saved for key in group["params"]), params, strict=True))
@@ -83,8 +77,8 @@ def checked(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> dict[str, An
     one_of, none_of = _MARKS[kind]
     for group in saved:
         if one_of.isdisjoint(group) or not none_of.isdisjoint(group):
-            options = ", ".join(sorted(set(group) - {"params", *_OPTIONS[kind]}))
-            raise InvalidArgument(f"{owner}: the state is of another optimizer: its groups have {options}.")
+            others = ", ".join(sorted(set(group) - {"params", *options}))
+            raise InvalidArgument(f"{owner}: the state is of another optimizer: its groups have {others}.")
     return {**state_dict, "state": sealed}
 
 
@@ -95,10 +89,11 @@ def _was_updated(state: Mapping[str, Any]) -> bool:
 
 def _check(owner: str, kind: Kind, param: Tensor, state: Mapping[str, Any]) -> None:
     names = {name for name, value in state.items() if value is not None}
-    if (foreign := names - _ACCEPTED[kind]) or (_was_updated(state) and not _NEEDED[kind] <= names):
+    needed = _MOMENTS if kind in _ADAPTIVE else frozenset()
+    if (foreign := names - _ACCEPTED[kind]) or (_was_updated(state) and not needed <= names):
         raise InvalidArgument(
             f"{owner}: the state is of another optimizer: a parameter has {sorted(foreign or names)}, expected were "
-            f"{sorted(_NEEDED[kind] or _ACCEPTED[kind])}. Begin without it."
+            f"{sorted(needed or _ACCEPTED[kind])}. Begin without it."
         )
     for name, value in state.items():
         if isinstance(value, Tensor) and name != "step" and value.shape != param.shape:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
-from accel.report.model import Event, Machine, Report, State, Status, StrategyRow
+from accel.report.model import NOTHING_REMEMBERED, BatchRow, Event, Machine, State, Status, StrategyRow
+from accel.report.report import Report
 
-__all__ = ["Event", "Machine", "Report", "State", "Status", "StrategyRow"]
+__all__ = ["NOTHING_REMEMBERED", "BatchRow", "Event", "Machine", "Report", "State", "Status", "StrategyRow"]

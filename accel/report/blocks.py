@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from accel.profiler.report import ReportHead
 from accel.report.pictures import BarSegment
 from accel.report.words import plural
 
@@ -184,6 +185,27 @@ def tabled(name: str, title: str, scope: str, table: Table) -> Iterator[Section]
     """Yield a section with a table, unless it has no rows."""
     if table.rows:
         yield Section(name=name, title=title, scope=scope, blocks=[table])
+
+
+def listed(name: str, title: str, listing: Listing) -> Iterator[Section]:
+    """Yield a section with a list, unless it is empty."""
+    if listing.items:
+        yield Section(name=name, title=title, blocks=[listing])
+
+
+def ending(report: ReportHead, machine: str, model: str, *more: Block) -> Iterator[Section]:
+    """Yield what could not be observed, and where and how the run was made.
+
+    Args:
+        report: of either kind.
+        machine: where it was measured, in words.
+        model: what was trained, in words.
+        more: what follows the command.
+    """
+    yield from listed("unseen", "what could not be seen", Listing(items=report.unseen))
+    facts = Facts(pairs=[("machine", machine), ("model", model), ("started", report.started)])
+    command = Facts(pairs=[("command", report.command)], verbatim=True)
+    yield Section(name="origin", title="where and how", blocks=[facts, command, *more])
 
 
 def hidden_text(hidden: int, kind: str, noun: str) -> str:

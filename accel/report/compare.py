@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 from accel.errors import InvalidArgument, ReportError
 from accel.profiler.report import Finding, ProfileReport
-from accel.report.model import Report, StrategyRow
-from accel.report.optimize_pictures import TONE_OF
-from accel.report.profile_words import ended_text
-from accel.report.terminal import TONES, Cell, Page
-from accel.report.words import finite, gain_text, ms_text, percent_text
+from accel.report import blocks, terminal
+from accel.report.blocks import Document, Paragraph, Section, Table, TableCell, TableRow
+from accel.report.model import RunReport, StrategyRow
+from accel.report.optimize_document import TONE_OF
+from accel.report.words import ended_text, finite, gain_text, ms_text, percent_text
 
 T = TypeVar("T")
 
@@ -37,10 +37,6 @@ class ReportChange(Generic[T]):
     def fate(self) -> str:
         """Whether it is `gone`, `new` or `stayed`."""
         return "gone" if self.new is None else "new" if self.old is None else "stayed"
-
-
-def _changes(old: Mapping[str, T], new: Mapping[str, T]) -> tuple[ReportChange[T], ...]:
-    return tuple(ReportChange(name=name, old=old.get(name), new=new.get(name)) for name in dict.fromkeys([*old, *new]))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,27 +74,46 @@ class ReportComparison:
     def verdict(self) -> str:
         """Return the outcome in one line."""
         percent = 100 * (self.ratio - 1)
-        word = "regression" if self.regressed else "no regression"
         change = f"{abs(percent):.3g} % {'slower' if percent > 0 else 'faster'}" if percent else "no change"
         times = f"{ms_text(self.old_ms)} → {ms_text(self.new_ms)} ms per {self.unit}"
-        return f"{word}: {times}, {change} (threshold {100 * self.threshold:.3g} %)"
+        return f"{self._word}: {times}, {change} (threshold {100 * self.threshold:.3g} %)"
+
+    @property
+    def _word(self) -> str:
+        return "regression" if self.regressed else "no regression"
 
     def render(self, width: int | None = None, color: bool | None = None) -> str:
         """Render the comparison as text, verdict first; the arguments are those of `terminal.render`."""
-        page = Page(width, color)
-        page.paragraph(self.verdict(), "bold red" if self.regressed else "bold green")
-        for name, old, new in self.facts:
-            page.paragraph(f"{name}: {old} → {new}" if old != new else f"{name}: {new}, as before")
-        for note in self.notes:
-            page.paragraph(f"note: {note}", TONES["warn"])
-        _strategies(page, self.strategies)
-        _findings(page, self.findings)
-        _phases(page, self.step, self.phases)
-        return page.text()
+        facts = [
+            f"{name}: {old} → {new}" if old != new else f"{name}: {new}, as before" for name, old, new in self.facts
+        ]
+        document = Document(
+            kind=self._word,
+            model="",
+            started="",
+            verdict=self.verdict().removeprefix(f"{self._word}: "),
+            tone="worse" if self.regressed else "good",
+            lead=[
+                *(Paragraph(text=fact) for fact in facts),
+                *(Paragraph(text=f"note: {note}", tone="warn") for note in self.notes),
+            ],
+            sections=[*_strategies(self.strategies), *_findings(self.findings), *_phases(self.step, self.phases)],
+        )
+        return terminal.render(document, width, color)
+
+
+class _Side(NamedTuple):
+    """What is compared of a report of either kind."""
+
+    ms: float
+    samples: float
+    """Per step; 0 if that is not known."""
+    ranks: int
+    phases: dict[str, float]
 
 
 def compare(
-    before: Report | ProfileReport, after: Report | ProfileReport, *, threshold: float = 0.05
+    before: RunReport | ProfileReport, after: RunReport | ProfileReport, *, threshold: float = 0.05
 ) -> ReportComparison:
     """Compare two reports of the same training, both of `accel.optimize` or both of `accel profile`.
 
@@ -114,128 +129,106 @@ def compare(
     """
     if not (math.isfinite(threshold) and threshold >= 0):
         raise InvalidArgument(f"threshold must be 0 or more, e.g. 0.05 for 5 %. Found: {threshold}")
-    if isinstance(before, Report) and isinstance(after, Report):
-        return _compare_runs(before, after, threshold)
-    if isinstance(before, ProfileReport) and isinstance(after, ProfileReport):
-        return _compare_profiles(before, after, threshold)
-    kinds = ["accel profile" if isinstance(report, ProfileReport) else "accel.optimize" for report in (before, after)]
-    raise ReportError(f"A and B must be reports of one kind, got one of {kinds[0]} and one of {kinds[1]}.")
+    facts: tuple[tuple[str, str, str], ...] = ()
+    strategies: tuple[ReportChange[StrategyRow], ...] = ()
+    findings: tuple[ReportChange[Finding], ...] = ()
+    if isinstance(before, RunReport) and isinstance(after, RunReport):
+        old, new = _side_of_run(before, "first"), _side_of_run(after, "second")
+        strategies = _changes(*({row.name: row for row in report.rows} for report in (before, after)))
+        names = ["model", "parameters", "fingerprint", "allow"]
+        # The batch is that of one rank: with another number of them, neither steps nor samples are the same work.
+        changed = _batch_note(old, new) if old.ranks == new.ranks else []
+        notes = _run_notes(before, after, names if changed else [*names, "samples_per_step"])
+        states = (("first", before.state), ("second", after.state))
+        unended = [f"the {which} run is {state}" for which, state in states if state in {"searching", "interrupted"}]
+        notes += changed + unended
+    elif isinstance(before, ProfileReport) and isinstance(after, ProfileReport):
+        old, new = _side_of_profile(before, "first"), _side_of_profile(after, "second")
+        facts, findings = tuple(_profile_facts(before, after)), _changed_findings(before, after)
+        changed = _batch_note(old, new)
+        notes = _profile_notes(before, after) + changed
+    else:
+        kinds = ["accel profile" if isinstance(each, ProfileReport) else "accel.optimize" for each in (before, after)]
+        raise ReportError(f"A and B must be reports of one kind, got one of {kinds[0]} and one of {kinds[1]}.")
+    old_ms, new_ms = (1e3 * side.ms / side.samples if changed else side.ms for side in (old, new))
+    return ReportComparison(
+        old_ms=old_ms,
+        new_ms=new_ms,
+        threshold=threshold,
+        unit="1,000 samples" if changed else "step",
+        facts=facts,
+        notes=tuple(notes),
+        strategies=strategies,
+        findings=findings,
+        phases=_changes(old.phases, new.phases),
+        step="accelerated step in ms" if isinstance(before, RunReport) else "step in ms, mean",
+    )
+
+
+def _changes(old: Mapping[str, T], new: Mapping[str, T]) -> tuple[ReportChange[T], ...]:
+    return tuple(ReportChange(name=name, old=old.get(name), new=new.get(name)) for name in dict.fromkeys([*old, *new]))
 
 
 def _differences(pairs: Sequence[tuple[str, object, object]]) -> list[str]:
     return [f"{name.replace('_', ' ')} went from {old!r} to {new!r}" for name, old, new in pairs if old != new]
 
 
-def _batch_note(old: float, new: float) -> list[str]:
-    """Say that the batches differ in size, if they are known to.
-
-    Args:
-        old: samples per step of the older run, 0 if that is not known.
-        new: of the newer run.
-    """
-    if old <= 0 or new <= 0 or abs(new / old - 1) <= _SAME_BATCH:
+def _batch_note(old: _Side, new: _Side) -> list[str]:
+    """Say that the batches differ in size, if they are known to."""
+    if old.samples <= 0 or new.samples <= 0 or abs(new.samples / old.samples - 1) <= _SAME_BATCH:
         return []
-    return [f"samples per step went from {ms_text(old)} to {ms_text(new)}; so samples/s are compared"]
+    went = f"samples per step went from {ms_text(old.samples)} to {ms_text(new.samples)}"
+    return [f"{went}; so samples/s are compared"]
 
 
-def _unit(batch_note: list[str]) -> str:
-    return "1,000 samples" if batch_note else "step"
-
-
-# --- two runs under accel.optimize -----------------------------------------------------------------------------------
-
-
-def _compare_runs(before: Report, after: Report, threshold: float) -> ReportComparison:
-    old_ms, new_ms = _accel_ms(before, "first"), _accel_ms(after, "second")
-    old, new = ({row.name: row for row in report.rows} for report in (before, after))
-    old_batch, new_batch = (finite(report.samples_per_step) or 0.0 for report in (before, after))
-    # The batch is that of one rank: with another number of them, neither steps nor samples are the same work.
-    is_same_launch = before.machine.world_size == after.machine.world_size
-    batch_note = _batch_note(old_batch, new_batch) if is_same_launch else []
-    if batch_note:
-        old_ms, new_ms = 1e3 * old_ms / old_batch, 1e3 * new_ms / new_batch
-    return ReportComparison(
-        old_ms=old_ms,
-        new_ms=new_ms,
-        threshold=threshold,
-        unit=_unit(batch_note),
-        strategies=_changes(old, new),
-        phases=_changes(before.anatomy_after, after.anatomy_after),
-        step="accelerated step in ms",
-        notes=tuple(_run_notes(before, after, batch_note)),
-    )
-
-
-def _accel_ms(report: Report, which: str) -> float:
-    value = finite(report.accel_ms)
+def _side_of_run(report: RunReport, which: str) -> _Side:
+    ms = finite(report.accel_ms)
     # A report file may hold anything: NaN compares as "no regression", and zero has no ratio.
-    if value is None or value <= 0:
+    if ms is None or ms <= 0:
         is_over = report.state in ("done", "replayed")
         remedy = "compare one with a speed-up of the whole" if is_over else "let its search end before comparing"
         raise ReportError(
             f"the {which} report has no accelerated step time (accel_ms is {report.accel_ms!r}, "
             f"state {report.state!r}); {remedy}."
         )
-    return value
+    return _Side(ms, finite(report.samples_per_step) or 0.0, report.machine.world_size, report.anatomy_after)
 
 
-def _run_notes(before: Report, after: Report, batch_note: list[str]) -> list[str]:
-    names = ["model", "parameters", "fingerprint", "allow", *([] if batch_note else ["samples_per_step"])]
-    notes = _differences(
+def _run_notes(before: RunReport, after: RunReport, names: Sequence[str]) -> list[str]:
+    return _differences(
         [
             *((name, getattr(before, name), getattr(after, name)) for name in names),
             *((name, value, getattr(after.machine, name)) for name, value in vars(before.machine).items()),
         ]
     )
-    states = (("first", before.state), ("second", after.state))
-    unended = [f"the {which} run is {state}" for which, state in states if state in {"searching", "interrupted"}]
-    return notes + batch_note + unended
 
 
-# --- two profiled runs -----------------------------------------------------------------------------------------------
-
-
-def _compare_profiles(before: ProfileReport, after: ProfileReport, threshold: float) -> ReportComparison:
-    old_ms, new_ms = _step_ms(before, "first"), _step_ms(after, "second")
-    batches = [finite((report.samples_per_s or 0.0) * report.step_ms / 1e3) or 0.0 for report in (before, after)]
-    batch_note = _batch_note(*batches)
-    if batch_note and before.samples_per_s and after.samples_per_s:
-        old_ms, new_ms = 1e6 / before.samples_per_s, 1e6 / after.samples_per_s
-    rates = [ms_text(report.samples_per_s) for report in (before, after)]
-    limits = [("" if report.refused else report.bottleneck) or "no verdict" for report in (before, after)]
-    named = {finding.cause for report in (before, after) for finding in report.findings}
-    seen = ([*report.borderline, *report.findings] for report in (before, after))  # from 13 to 11 % it is not gone
-    old, new = ({finding.cause: finding for finding in each if finding.cause in named} for each in seen)
-    return ReportComparison(
-        old_ms=old_ms,
-        new_ms=new_ms,
-        threshold=threshold,
-        unit=_unit(batch_note),
-        facts=(
-            *([] if set(rates) == {"-"} else [("samples/s", rates[0], rates[1])]),
-            ("bottleneck", limits[0], limits[1]),
-        ),
-        findings=_changes(old, new),
-        phases=_changes(_phases_of(before), _phases_of(after)),
-        step="step in ms, mean",
-        notes=tuple(_profile_notes(before, after) + batch_note),
-    )
-
-
-def _step_ms(report: ProfileReport, which: str) -> float:
+def _side_of_profile(report: ProfileReport, which: str) -> _Side:
     if not (math.isfinite(report.step_ms) and report.step_ms > 0):
         raise ReportError(
             f"the {which} report has no step time (step_ms is {report.step_ms!r}, {report.steps} steps seen); "
             "profile a run that trains before comparing."
         )
-    return report.step_ms
-
-
-def _phases_of(report: ProfileReport) -> dict[str, float]:
     phases: dict[str, float] = {}
     for node in report.evidence.children if report.evidence else ():
         phases[node.name] = phases.get(node.name, 0.0) + node.ms
-    return phases
+    samples = finite((report.samples_per_s or 0.0) * report.step_ms / 1e3) or 0.0
+    return _Side(report.step_ms, samples, len(report.ranks), phases)
+
+
+def _profile_facts(before: ProfileReport, after: ProfileReport) -> Iterator[tuple[str, str, str]]:
+    rates = [ms_text(report.samples_per_s) for report in (before, after)]
+    if set(rates) != {"-"}:
+        yield "samples/s", rates[0], rates[1]
+    limits = [("" if report.refused else report.bottleneck) or "no verdict" for report in (before, after)]
+    yield "bottleneck", limits[0], limits[1]
+
+
+def _changed_findings(before: ProfileReport, after: ProfileReport) -> tuple[ReportChange[Finding], ...]:
+    """Return what became of each cause that one of the reports names; one that is borderline now is not gone."""
+    named = {finding.cause for report in (before, after) for finding in report.findings}
+    seen = ([*report.borderline, *report.findings] for report in (before, after))
+    return _changes(*({finding.cause: finding for finding in each if finding.cause in named} for each in seen))
 
 
 def _profile_notes(before: ProfileReport, after: ProfileReport) -> list[str]:
@@ -264,54 +257,42 @@ def _hosts(report: ProfileReport) -> str:
 # --- as text ---------------------------------------------------------------------------------------------------------
 
 
-def _status(row: StrategyRow | None) -> str:
-    return "no row" if row is None else f"{row.status} {row.setting}".strip()
-
-
-def _strategies(page: Page, changes: Sequence[ReportChange[StrategyRow]]) -> None:
-    listed = [(change, dict.fromkeys([_status(change.old), _status(change.new)])) for change in changes]
-    listed = [(change, statuses) for change, statuses in listed if len(statuses) > 1 or _gains(change) != "- → -"]
-    if listed:
-        page.heading("strategies (* marks a changed one)")
-    for change, statuses in listed:
+def _strategies(changes: Sequence[ReportChange[StrategyRow]]) -> Iterator[Section]:
+    rows = []
+    for change in changes:
+        pair = (change.old, change.new)
+        gains = " → ".join("-" if row is None else gain_text(row.gain, row.gain_low, row.gain_high) for row in pair)
+        statuses = dict.fromkeys("no row" if row is None else f"{row.status} {row.setting}".strip() for row in pair)
+        if len(statuses) == 1 and gains == "- → -":
+            continue
         mark, tone = ("*", "strong") if len(statuses) > 1 else (" ", "")
-        new_tone = TONE_OF.get(change.new.status if change.new else "", "idle")
-        page.row(
-            [
-                Cell(text=f"{mark} {change.name}", width=26, style=TONES[tone], whole=True),
-                Cell(text=" → ".join(statuses), width=28, style=TONES[new_tone]),
-                Cell(text=_gains(change), width=40, whole=True),
-            ]
-        )
+        status = TableCell(text=" → ".join(statuses), tone=TONE_OF.get(change.new.status if change.new else "", "idle"))
+        rows.append(TableRow(cells=[TableCell(text=f"{mark} {change.name}", tone=tone), status, TableCell(text=gains)]))
+    columns = [*blocks.columns("strategy<26", whole=True), *blocks.columns("status<28"), *blocks.columns("gain<40")]
+    yield from blocks.tabled("strategies", "strategies (* marks a changed one)", "", Table(columns=columns, rows=rows))
 
 
-def _gains(change: ReportChange[StrategyRow]) -> str:
-    rows = (change.old, change.new)
-    return " → ".join("-" if row is None else gain_text(row.gain, row.gain_low, row.gain_high) for row in rows)
-
-
-def _findings(page: Page, changes: Sequence[ReportChange[Finding]]) -> None:
-    if changes:
-        page.heading("what holds the run back, share of the step")
+def _findings(changes: Sequence[ReportChange[Finding]]) -> Iterator[Section]:
+    rows = []
     for change in changes:
         pair = (change.old, change.new)
         shares = " → ".join("-" if finding is None else percent_text(finding.share) for finding in pair)
         title = next((finding.title for finding in reversed(pair) if finding), "")
-        page.row(
-            [
-                Cell(text=change.fate, width=7, style=TONES[_FATE_TONES[change.fate]]),
-                Cell(text=change.name, width=24),
-                Cell(text=shares, width=14),
-                Cell(text=title, width=49, style=TONES["idle"], prose=True),
-            ]
-        )
+        fate = TableCell(text=change.fate, tone=_FATE_TONES[change.fate])
+        rows.append(TableRow(cells=blocks.cells(fate, change.name, shares, TableCell(text=title, tone="idle"))))
+    columns = [
+        *blocks.columns("<7", "cause<24", "share<14"),
+        blocks.TableColumn(title="", width=49, left=True, prose=True),
+    ]
+    title = "what holds the run back, share of the step"
+    yield from blocks.tabled("findings", title, "", Table(columns=columns, rows=rows))
 
 
-def _phases(page: Page, step: str, changes: Sequence[ReportChange[float]]) -> None:
-    if changes:
-        page.heading(step)
+def _phases(step: str, changes: Sequence[ReportChange[float]]) -> Iterator[Section]:
+    rows = []
     for change in changes:
         difference = "-" if change.old is None or change.new is None else f"{change.new - change.old:+.3g}"
-        texts = (ms_text(change.old), "→", ms_text(change.new), difference)
-        cells = [Cell(text=text, width=width, right=True) for text, width in zip(texts, (9, 2, 9, 9), strict=True)]
-        page.row([Cell(text=f"  {change.name}", width=22, whole=True), *cells])
+        numbers = (ms_text(change.old), "→", ms_text(change.new), difference)
+        rows.append(TableRow(cells=blocks.cells(f"  {change.name}", *numbers)))
+    columns = [*blocks.columns("phase<22", whole=True), *blocks.columns("before>9", ">2", "after>9", "change>9")]
+    yield from blocks.tabled("phases", step, "", Table(columns=columns, rows=rows))

@@ -1,18 +1,14 @@
 """The report as data: what was done, what each strategy gained, and what it cost.
 
-This module defines the numbers and their JSON form; `optimize_document.py` lays them out.
+`words.py` has its texts, `optimize_document.py` lays them out.
 """
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from accel.errors import ReportError
-from accel.files import write_atomic
 from accel.profiler.report import MachineFacts, ReportHead
-from accel.report.words import gain_text, ms_text
 
 NOTHING_REMEMBERED = "nothing is remembered"
 """How `Report.cache` begins where the result could not be written."""
@@ -98,7 +94,7 @@ class Machine(MachineFacts):
 
 
 @dataclass(kw_only=True)
-class Report(ReportHead):
+class RunReport(ReportHead):
     """Everything that accel reports about one run.
 
     Times are in ms or s as the names say; `anatomy_*` map a phase of the step to its median ms.
@@ -159,92 +155,7 @@ class Report(ReportHead):
     progress: float | None = None
     """Steps of the user's batch that the steps so far were worth; None if the batch size stays."""
 
-    def verdict(self) -> str:
-        """Return the outcome in one line, speed first."""
-        if self.state == "replayed" and self.speedup is None:
-            return f"replayed without a trial: {', '.join(self.plan) or 'nothing of the plan applies here'}"
-        if self.speedup is None or self.plain_ms is None or self.accel_ms is None:
-            return self._without_speedup()
-        if not self.plan:
-            if any(row.status in ("undone", "refused") for row in self.rows):
-                why = "nothing tried made the step faster"
-            else:
-                why = "no trial came to a verdict" if any(row.steps for row in self.rows) else "nothing was tried"
-            return f"left as it was: {why} ({ms_text(self.plain_ms)} ms)"
-        same = f", {self.training_same}" if self.training_same else ""
-        if not self.is_settled:
-            whole = gain_text(self.speedup, self.speedup_low, self.speedup_high)
-            return f"at least {self.speedup_low:.2f}x, not settled: {whole} as a whole; each alone: {self.kept_text()}"
-        return f"{self.speedup:.2f}x: {self.throughput()}{same}"
-
     @property
     def is_settled(self) -> bool:
         """False if the plan stays by what its strategies have shown alone: noise has left its closing trial open."""
         return not self.plan or self.speedup_low is None or not self.speedup_low <= 1.0
-
-    def _without_speedup(self) -> str:
-        """Say why the whole has not been compared with the plain loop, and what was kept in trials of its own."""
-        kept = self.kept_text()
-        so_far = f"; kept in trials of their own, not yet compared as a whole: {kept}" if kept else ""
-        if self.state == "searching":
-            return f"no verdict yet: {self.steps} steps seen, the search has not ended{so_far}"
-        if self.state == "interrupted":
-            return f"no verdict: the run ended after {self.steps} steps, before the search did{so_far}"
-        if self.state == "undone":
-            return f"no verdict: accel was undone after {self.steps} steps{so_far}"
-        if not kept:
-            return "left as it was: nothing is kept"
-        alone = f"what is kept now was not compared with the plain loop again; each alone: {kept}"
-        return f"no speed-up of the whole: {alone}"
-
-    def kept_text(self) -> str:
-        """Return what was kept in trials of its own, with its gains, in one line."""
-        rows = (row for row in self.rows if row.status == "kept")
-        gains = (f"{row.name} {gain_text(row.gain, row.gain_low, row.gain_high)}" for row in rows)
-        return ", ".join(gain.removesuffix(" -") for gain in gains)
-
-    def throughput(self) -> str:
-        """Return samples a second, or else ms per step, without and with the plan; both must be known."""
-        assert self.plain_ms is not None and self.accel_ms is not None
-        if self.samples_per_step and self.plain_ms > 0 and self.accel_ms > 0:
-            before, after = (1e3 * self.samples_per_step / ms for ms in (self.plain_ms, self.accel_ms))
-            return f"{ms_text(before)} → {ms_text(after)} samples/s"
-        return f"{ms_text(self.plain_ms)} → {ms_text(self.accel_ms)} ms per step"
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the report as JSON, or as a self-contained web page if `path` ends in `.html`; whole or not at all."""
-        if str(path).endswith(".html"):
-            from accel.report.rendering import as_page
-
-            write_atomic(path, as_page(self))
-        else:
-            write_atomic(path, self.to_json() + "\n")
-
-    @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> Report:
-        """Read a report written by `save`.
-
-        Raises:
-            ReportError: if the file is no JSON, is of another kind or schema, or lacks a field.
-        """
-        from accel.report.reader import load
-
-        report = load(path)
-        if not isinstance(report, cls):
-            raise ReportError(
-                f"{path} is a report of `accel profile`, not of accel.optimize; read it with `accel report`."
-            )
-        return report
-
-    def _repr_html_(self) -> str:
-        """Show the page in a notebook, in a frame of its own: its styles are not the notebook's."""
-        from html import escape
-
-        from accel.report.rendering import as_page
-
-        return f'<iframe srcdoc="{escape(as_page(self))}" style="width: 100%; height: 40em; border: 0"></iframe>'
-
-    def __str__(self) -> str:
-        from accel.report.rendering import as_text
-
-        return as_text(self)

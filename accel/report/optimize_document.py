@@ -1,98 +1,51 @@
-"""What the report of `accel.optimize` shows: its words, and its sections as data."""
+"""What the report of `accel.optimize` shows, as data: its sections and their pictures."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
 
-from accel.report import blocks, head
-from accel.report import optimize_pictures as pictures
-from accel.report.batch_section import batch_section
-from accel.report.blocks import Block, Document, Facts, Listing, Paragraph, Section, Table, TableCell, TableRow
-from accel.report.model import Report, StrategyRow
+from accel.report import blocks
+from accel.report.blocks import (
+    Block,
+    Document,
+    Facts,
+    Listing,
+    Paragraph,
+    Picture,
+    Section,
+    Table,
+    TableCell,
+    TableRow,
+)
+from accel.report.model import RunReport, StrategyRow
+from accel.report.pictures import Axis, label, segments
 from accel.report.quiet_rich import cell_len
 from accel.report.terminal import MAX_WIDTH, clip
 from accel.report.words import (
+    batch_text,
     clean,
     finite,
     gain_text,
+    interval_text,
+    limit_text,
     machine_text,
+    model_text,
     ms_text,
+    name_text,
+    numerics_text,
     percent_text,
     ratio_text,
+    run_verdict_text,
+    search_text,
     seconds_text,
+    step_text,
 )
 
 EVENT_LIMIT = 20
+TONE_OF = {"kept": "good", "undone": "bad", "refused": "warn"}
+"""Status of a strategy → tone; `idle` for any other."""
 _NOT_APPLICABLE = "not applicable"
-
-
-# --- words -----------------------------------------------------------------------------------------------------------
-
-
-def step_text(row: StrategyRow) -> str:
-    """Format the step before and after a strategy in ms, e.g. `26.6 → 18.4 ± 0.3`; `-` when it was not measured."""
-    if finite(row.before_ms) is None and finite(row.after_ms) is None:
-        return "-"
-    spread = finite(row.spread_ms)
-    tail = "" if spread is None else f" ± {spread:.2g}" if abs(spread) < 100 else f" ± {ms_text(spread)}"
-    return f"{ms_text(row.before_ms)} → {ms_text(row.after_ms)}{tail}"
-
-
-def numerics_text(row: StrategyRow) -> str:
-    """Return how far outputs and gradients are from plain, e.g. `3e-07/2e-06`; `same bits` for no difference."""
-    output, gradient = _error_text(row.output_error), _error_text(row.gradient_error)
-    return output if output == gradient else f"{output}/{gradient}"
-
-
-def _error_text(value: float | None) -> str:
-    value = finite(value)
-    return "-" if value is None else "same bits" if value == 0 else f"{value:.1g}"
-
-
-def interval_text(report: Report) -> str:
-    """Format the confidence interval of the speed-up as ratios and as percentages of more steps a second."""
-    low, high = finite(report.speedup_low), finite(report.speedup_high)
-    if low is None or high is None:
-        return "confidence interval not known"
-    more = " to ".join(f"{100 * (end - 1):+.3g} %" for end in (low, high))
-    return f"confidence interval [{ratio_text(low)}x, {ratio_text(high)}x], that is {more} steps a second"
-
-
-def pay_back_text(report: Report) -> str:
-    """Return when the search has paid, or will have paid, for itself."""
-    if report.break_even_step is not None:
-        return f"{'paid' if report.steps >= report.break_even_step else 'pays'} back at step {report.break_even_step}"
-    if report.search_s <= 0:
-        return "nothing to pay back"
-    if report.state == "searching":
-        return "not known yet when it pays back"
-    if report.speedup is None:
-        return "not known when it pays back"
-    return "does not pay back"
-
-
-def search_text(report: Report) -> str:
-    """Return what the search took and when it pays back, in one sentence."""
-    trials = f"{report.search_steps} of {report.steps} steps were trial steps"
-    return f"{trials}, cost {seconds_text(report.search_s)}; {pay_back_text(report)}"
-
-
-def limit_text(report: Report, *, remedy: bool = True) -> str:
-    """Return what limits the run now, its share of the step and, with `remedy`, what would treat it."""
-    if not report.bottleneck:
-        return "not known"
-    share = finite(report.bottleneck_share)
-    part = "" if share is None else f", {100 * share:.0f} % of the step"
-    advice = report.bottleneck_advice if remedy else report.bottleneck_advice.partition(": ")[0]
-    return f"{report.bottleneck}{part}" + (f"; {advice}" if advice else "")
-
-
-def model_text(report: Report) -> str:
-    """Return which model ran and what accel was allowed to do."""
-    words = [report.model or "model not known", f"{report.parameters:,} parameters" if report.parameters else ""]
-    words += [f"{name} {value}" for name, value in (("allow", report.allow), ("budget", report.budget)) if value]
-    return ", ".join(word for word in words if word)
 
 
 def decision_line(row: StrategyRow) -> str:
@@ -114,15 +67,7 @@ def decision_line(row: StrategyRow) -> str:
     return f"{start}; {why}" if why else start
 
 
-def name_text(row: StrategyRow) -> str:
-    """Return a strategy's name and its setting."""
-    return f"{row.name} {row.setting}".strip()
-
-
-# --- sections --------------------------------------------------------------------------------------------------------
-
-
-def document(report: Report) -> Document:
+def document(report: RunReport) -> Document:
     """Lay out what the report of a run under `accel.optimize` shows."""
     lead = [Paragraph(text=f"training the same: {report.training_same or 'not known'}")]
     if report.speedup is not None:
@@ -138,27 +83,27 @@ def document(report: Report) -> Document:
         kind="accel",
         model=report.model,
         started=report.started,
-        verdict=report.verdict(),
+        verdict=run_verdict_text(report),
         tone="good" if report.plan else "strong",
         mark="" if report.state == "done" else report.state,
         lead=lead,
         sections=[
-            Section(name="speed", title="before and after", blocks=list(pictures.speed(report))),
+            Section(name="speed", title="before and after", blocks=list(_speed_picture(report))),
             Section(name="strategies", title="strategies", blocks=list(_strategies(report))),
-            *batch_section(report),
+            *_batch_sizes(report),
             Section(name="cost", title="cost and what is left", blocks=[cost]),
             *_anatomy(report),
-            *head.listed("events", "events", Listing(items=events, mark="", latest=EVENT_LIMIT)),
-            *head.ending(report, machine, model_text(report), fingerprint, plan),
+            *blocks.listed("events", "events", Listing(items=events, mark="", latest=EVENT_LIMIT)),
+            *blocks.ending(report, machine, model_text(report), fingerprint, plan),
         ],
     )
 
 
-def _strategies(report: Report) -> Iterator[Block]:
+def _strategies(report: RunReport) -> Iterator[Block]:
     if not report.rows:
         yield Paragraph(text="none was considered yet", tone="idle")
         return
-    yield from pictures.gains(report)
+    yield from _gains_picture(report)
     numbers = ("status<14", "gain<18", "ms per step<18", "numerics<15", "cost<6")
     columns = [
         *blocks.columns("strategy<19"),
@@ -173,7 +118,7 @@ def _strategies(report: Report) -> Iterator[Block]:
 
 
 def _strategy(row: StrategyRow) -> TableRow:
-    tone = pictures.TONE_OF.get(row.status, "idle")
+    tone = TONE_OF.get(row.status, "idle")
     treats = f"treats {', '.join(row.treats)}" if row.treats else ""
     allowed = "" if row.tolerance is None else f"allowed {row.tolerance:.1g}"
     cost = seconds_text(row.cost_s) if row.cost_s else "-"
@@ -203,8 +148,8 @@ def _nonempty(*texts: object) -> list[str]:
     return [str(text) for text in texts if text]
 
 
-def _anatomy(report: Report) -> Iterator[Section]:
-    names = pictures.phases(report)
+def _anatomy(report: RunReport) -> Iterator[Section]:
+    names = _phases(report)
     if not names:
         return
     parts = (report.anatomy_before, report.anatomy_after)
@@ -225,10 +170,130 @@ def _anatomy(report: Report) -> Iterator[Section]:
         name="anatomy",
         title="step anatomy",
         scope=" in ms (> marks the longest phase now)",
-        blocks=[*pictures.anatomy(report), table],
+        blocks=[*_anatomy_picture(report), table],
     )
 
 
 def _share_texts(part: dict[str, float], name: str) -> tuple[str, str]:
     value, total = finite(part.get(name)), finite(sum(part.values()))
     return ms_text(value), percent_text(value / total) if value is not None and total else "-"
+
+
+def _batch_sizes(report: RunReport) -> Iterator[Section]:
+    """Show the changes of the batch size, if it may change."""
+    if report.max_batch_size is None:
+        return
+    numbers = ("step<7", "samples<8", "predicted<10", "measured<9", "noise<8")
+    columns = [*blocks.columns(*numbers, whole=True), *blocks.columns("why<0", only="page")]
+    rows = [
+        TableRow(
+            cells=blocks.cells(
+                str(row.step),
+                TableCell(text=f"{row.batch}{'?' if row.tried else ''}", tone="strong"),
+                *(_figure(value) for value in (row.goodput, row.measured, row.noise)),
+                row.why or "-",
+            ),
+            below=row.why,
+        )
+        for row in report.batch_rows
+    ]
+    caption = "Goodput in samples per second as if of the loop's own batch; ? was tried; noise: gradient noise scale"
+    facts = [("batch size", batch_text(report)), ("at most", f"{report.max_batch_size} samples")]
+    if report.progress is not None:
+        facts.append(("progress", f"{report.progress:.0f} steps of the loop's own batch"))
+    table = [Table(columns=columns, rows=rows, caption=caption)] if rows else []
+    yield Section(name="batches", title="batch size", blocks=[Facts(pairs=facts), *table])
+
+
+def _figure(value: float | None) -> str:
+    value = finite(value)
+    if value is None:
+        return "-"
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+# --- pictures --------------------------------------------------------------------------------------------------------
+
+
+def _phases(report: RunReport) -> list[str]:
+    """List the phases of the step in the order they were first measured, before and after together."""
+    return list(dict.fromkeys([*report.anatomy_before, *report.anatomy_after]))
+
+
+def _speed_picture(report: RunReport) -> Iterator[Block]:
+    """Draw the step before and after as bars from zero."""
+    plain, accelerated = finite(report.plain_ms), finite(report.accel_ms)
+    if plain is None or accelerated is None:
+        yield Paragraph(text="not measured yet", only="page")
+        return
+    axis = Axis(low=0.0, high=max(plain, accelerated))
+    texts = [f"before: {ms_text(plain)} ms", f"after: {ms_text(accelerated)} ms"]
+    bars = zip(texts, (axis.place(plain), axis.place(accelerated)), ("plain", "good"), strict=True)
+    yield Picture(
+        name="bars",
+        macro="bars",
+        title="Step time before and after",
+        text=", ".join(texts),
+        height=122,
+        drawn={"bars": list(bars), "ticks": axis.ticks(" ms")},
+    )
+    note = "median step, measured interleaved in the closing trial; shorter is better"
+    yield Paragraph(text=note, tone="idle", only="page")
+
+
+def _anatomy_picture(report: RunReport) -> Iterator[Picture]:
+    """Draw the phases of the step before and after as stacked bars on one scale."""
+    parts = {"before": report.anatomy_before, "after": report.anatomy_after}
+    drawable = {
+        name: {phase: max(ms, 0.0) for phase, ms in part.items() if finite(ms) is not None}
+        for name, part in parts.items()
+    }
+    sums = {name: sum(part.values()) for name, part in drawable.items() if part}
+    if not sums:
+        return
+    axis = Axis(low=0.0, high=max(sums.values()))
+    texts = {name: f"{name}: {ms_text(total)} ms" for name, total in sums.items()}
+    stacks = [(texts[name], segments(drawable[name].items(), _phases(report), axis)) for name in sums]
+    yield Picture(
+        name="phases",
+        macro="stacks",
+        title="Phases of the step before and after",
+        text=f"{', '.join(texts.values())}; the table below has the numbers",
+        height=50 * len(stacks) + 22,
+        drawn={"stacks": stacks, "ticks": axis.ticks(" ms")},
+    )
+
+
+def _gains_picture(report: RunReport) -> Iterator[Block]:
+    """Draw the gain of each strategy that was tried, with its interval."""
+    rows = [row for row in report.rows if finite(row.gain) is not None]
+    if not rows:
+        return
+    ends = [finite(value) for row in rows for value in (row.gain, row.gain_low, row.gain_high)]
+    values = [1.0, *(value for value in ends if value is not None)]
+    margin = max(0.05, 0.08 * (max(values) - min(values)))
+    axis = Axis(low=min(values) - margin, high=max(values) + margin)
+    whiskers = []
+    for row in rows:
+        name = name_text(row)
+        low, high = finite(row.gain_low), finite(row.gain_high)
+        whiskers.append(
+            {
+                "label": label(name),
+                "name": name,
+                "text": f"{gain_text(row.gain, low, high)} {label(row.status)}",
+                "tone": TONE_OF.get(row.status, "idle"),
+                "at": axis.place(row.gain or 0.0),
+                "span": None if low is None or high is None else (axis.place(low), axis.place(high)),
+            }
+        )
+    yield Picture(
+        name="gains",
+        macro="gains",
+        title="Gain of each strategy with its confidence interval; the dashed line is no change",
+        text="The table below has the numbers",
+        height=40 * len(rows) + 22,
+        drawn={"whiskers": whiskers, "one": axis.place(1.0), "ticks": axis.ticks("x")},
+    )
+    note = "each strategy against the run without it; right of the dashed line (1.0x) is faster"
+    yield Paragraph(text=note, tone="idle", only="page")

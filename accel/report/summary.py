@@ -5,14 +5,20 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 
-from accel.report.batch_section import batch_text
-from accel.report.model import NOTHING_REMEMBERED, Report
-from accel.report.optimize_document import limit_text, name_text, search_text
+from accel.report.model import NOTHING_REMEMBERED, RunReport
 from accel.report.terminal import Page
-from accel.report.words import gain_text
+from accel.report.words import (
+    batch_text,
+    gain_text,
+    limit_text,
+    name_text,
+    run_verdict_text,
+    search_text,
+    throughput_text,
+)
 
 
-def summary(report: Report, whole: str) -> str:
+def summary(report: RunReport, whole: str) -> str:
     """Return the outcome of a search in at most six sentences, the speed-up first, for stderr.
 
     Args:
@@ -27,13 +33,13 @@ def summary(report: Report, whole: str) -> str:
     return page.text()
 
 
-def _headline(report: Report) -> str:
+def _headline(report: RunReport) -> str:
     if not report.plan or report.speedup is None or not report.is_settled:
-        return report.verdict()
-    return f"{gain_text(report.speedup, report.speedup_low, report.speedup_high)}: {report.throughput()}"
+        return run_verdict_text(report)
+    return f"{gain_text(report.speedup, report.speedup_low, report.speedup_high)}: {throughput_text(report)}"
 
 
-def _sentences(report: Report) -> Iterator[str]:
+def _sentences(report: RunReport) -> Iterator[str]:
     if report.plan:
         yield f"training the same: {report.training_same or 'not known'}"
         if report.state != "replayed":  # its verdict names them
@@ -48,7 +54,7 @@ def _sentences(report: Report) -> Iterator[str]:
         yield report.cache
 
 
-def _tried_text(report: Report) -> str:
+def _tried_text(report: RunReport) -> str:
     tried = ", ".join(f"{name_text(row)} ({row.why})" for row in report.rows if row.status in ("undone", "refused"))
     untried = ", ".join(row.name for row in report.rows if row.status == "not tried")
     if not untried:

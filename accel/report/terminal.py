@@ -23,7 +23,15 @@ MIN_WIDTH = 20
 MAX_DEPTH = 8
 """Depth from which nested rows are indented no further."""
 
-TONES = {"": "", "good": "bold green", "bad": "red", "warn": "yellow", "idle": "dim", "strong": "bold"}
+TONES = {
+    "": "",
+    "good": "bold green",
+    "bad": "red",
+    "worse": "bold red",
+    "warn": "yellow",
+    "idle": "dim",
+    "strong": "bold",
+}
 
 _ASCII = str.maketrans(
     {"→": "->", "±": "+-", "÷": "/", "×": "x", "…": "...", "–": "-", "—": "-", "≈": "~", "µ": "u", "█": "#", "▏": "|"}

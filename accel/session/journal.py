@@ -23,7 +23,7 @@ from accel.profiler.diagnose.consistency import PhaseShares
 from accel.profiler.interruptions import ours
 from accel.profiler.naming import PHASES_OF
 from accel.profiler.report import utf8
-from accel.report.model import NOTHING_REMEMBERED, BatchRow, Machine, Report, State, StrategyRow
+from accel.report import NOTHING_REMEMBERED, BatchRow, Machine, Report, State, StrategyRow
 from accel.run import Run
 from accel.run.machine import machine_name
 from accel.search import controller as search

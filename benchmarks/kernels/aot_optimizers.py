@@ -42,29 +42,26 @@ def _forms() -> Iterator[tuple[Any, str]]:
 
 
 def _updates(form: Any, name: str) -> Iterator[Variant]:
-    from accel.kernels.optimizers import triton as kernels
+    from accel.kernels.optimizers.triton import update_kernel
 
-    fixed = _fixed(form)
-    both = {"HAS_BUFFER": True, "NESTEROV": False}
-    yield Variant(f"optimizer sgd {name}", kernels.sgd_kernel, _WALKED, {**fixed, **both})
-    yield Variant(f"optimizer adam {name}", kernels.adam_kernel, _WALKED, {**fixed, "AMSGRAD": False})
-    if name in ("fp32", "bf16 master"):
-        yield Variant(
-            f"optimizer sgd {name} nesterov", kernels.sgd_kernel, _WALKED, {**fixed, **both, "NESTEROV": True}
-        )
-        yield Variant(
-            f"optimizer sgd {name} plain", kernels.sgd_kernel, _WALKED, {**fixed, **both, "HAS_BUFFER": False}
-        )
-        yield Variant(f"optimizer adam {name} amsgrad", kernels.adam_kernel, _WALKED, {**fixed, "AMSGRAD": True})
+    fixed = {**_fixed(form), "HAS_BUFFER": True, "NESTEROV": False, "AMSGRAD": False}
     squares = {"weight_squares": "fp64", "update_squares": "fp64"}
-    yield Variant(f"optimizer lamb moments {name}", kernels.moments_kernel, {**_WALKED, **squares}, fixed)
-    rest = {key: value for key, value in fixed.items() if key != "GRAD"}
-    yield Variant(f"optimizer lamb apply {name}", kernels.apply_kernel, _WALKED, rest)
+    kinds: list[tuple[str, str, dict[str, bool]]] = [("sgd", "", {}), ("adam", "", {})]
+    if name in ("fp32", "bf16 master"):
+        kinds += [("sgd", " nesterov", {"NESTEROV": True}), ("sgd", " plain", {"HAS_BUFFER": False})]
+        kinds += [("adam", " amsgrad", {"AMSGRAD": True})]
+    for kind, word, own in kinds:
+        constants = {**fixed, "KIND": kind, **own, **dict.fromkeys(squares)}
+        yield Variant(f"optimizer {kind} {name}{word}", update_kernel, _WALKED, constants)
+    moments = {**fixed, "KIND": "moments"}
+    yield Variant(f"optimizer lamb moments {name}", update_kernel, {**_WALKED, **squares}, moments)
+    apply = {**fixed, "KIND": "apply", **dict.fromkeys(squares)}
+    yield Variant(f"optimizer lamb apply {name}", update_kernel, _WALKED, apply)
 
 
 def _fixed(form: Any) -> dict[str, Any]:
     from accel.kernels.optimizers.address_table import CHUNK
-    from accel.kernels.optimizers.launches import BLOCK, constants
+    from accel.kernels.optimizers.device import BLOCK, constants
 
     return {**constants(form), "CHUNK": CHUNK, "BLOCK": BLOCK}
 
@@ -82,7 +79,7 @@ def _sums(form: Any, name: str) -> Iterator[Variant]:
 
 def _scalars() -> Iterator[Variant]:
     from accel.kernels.optimizers.address_table import CHUNK
-    from accel.kernels.optimizers.launches import TENSORS
+    from accel.kernels.optimizers.device import TENSORS
     from accel.kernels.optimizers.triton_scalars import ratio_kernel, scalars_kernel
 
     tables = {"addresses": "i64", "layout": "i64", "hypers": "fp64", "scalars": "fp64"}

@@ -182,8 +182,8 @@ def _codes() -> Iterator[Variant]:
 
 
 def _thresholds() -> Iterator[Variant]:
+    from accel.kernels.rows import BLOCK
     from accel.kernels.rows import threshold_triton as kernels
-    from accel.kernels.threshold import BLOCK
 
     form = {"ROWS": kernels._ROWS, "WIDTH": BLOCK}
     yield Variant("threshold maxima", kernels._block_maxima_kernel, {"values": "fp32", "maxima": "fp32"}, form)

@@ -131,7 +131,7 @@ class Listed(NamedTuple):
     Attributes:
         listing: of them.
         copies: to be copied back after the update.
-        is_copied: some are copies, which the next step makes anew.
+        is_copied: some are copies, which the next step has to make again.
     """
 
     listing: TensorListing

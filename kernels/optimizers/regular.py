@@ -59,7 +59,7 @@ def _in_one_run(batch: Batch) -> tuple[Batch, Copies]:
             if tensor.shape != param.shape:
                 raise ValueError(
                     f"accel.optim: a gradient and a state must have their parameter's shape, {list(param.shape)}. "
-                    f"Found: {list(tensor.shape)}. Make the optimizer anew for weights of another shape."
+                    f"Found: {list(tensor.shape)}. Make a new optimizer for weights of another shape."
                 )
         if not is_dense(param):
             # empty_like keeps the order of a dense tensor, and makes others contiguous.

@@ -1,6 +1,7 @@
-"""Triton kernels of the updates: every parameter of a group in one launch.
+"""The Triton kernel of the updates: every parameter of a group in one launch.
 
-What they compute stands in formulas.py, the table and the numbers of each tensor in triton_scalars.py.
+What it computes stands in formulas.py, the table and the numbers of each tensor in triton_scalars.py. It is compiled
+for each of four kinds:
 
     sgd, adam  of SGD and LARS, of Adam and AdamW
     moments    LAMB's first half: both moments, and squares of weights and updates of each chunk
@@ -46,118 +47,97 @@ from accel.kernels.optimizers.triton_scalars import (
 
 
 @triton.jit
-def _sgd_block(
-    p, w, g, b, i, end, factor, penalty, keep, take, rate,
-    PARAM: tl.constexpr, WORK: tl.constexpr, HAS_MASTER: tl.constexpr, HAS_BUFFER: tl.constexpr,
-    NESTEROV: tl.constexpr, FULL: tl.constexpr,
-):  # fmt: skip
-    weight = _read(w, i, end, WORK, FULL)
-    direction = _read(g, i, end, WORK, FULL) * factor + weight * penalty
-    if HAS_BUFFER:
-        buffer = _read(b, i, end, WORK, FULL) * keep + direction * take
-        _write(b, i, end, buffer, WORK, FULL)
-        if NESTEROV:
-            direction = direction + buffer * keep
-        else:
-            direction = buffer
-    weight = weight - direction * rate
-    _write(p, i, end, weight, PARAM, FULL)
-    if HAS_MASTER:
-        _write(w, i, end, weight, WORK, FULL)
-
-
-@PlannedKernel
-@triton.jit
-def sgd_kernel(
-    addresses,  # [7, T]
-    layout,  # [3, T]
-    work,  # [2, C]
-    scalars,  # [T, 16] fp64
-    overflow,  # [] fp32
-    T,
-    C,
-    PARAM: tl.constexpr,
-    GRAD: tl.constexpr,
-    WORK: tl.constexpr,
-    HAS_MASTER: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    HAS_BUFFER: tl.constexpr,
-    NESTEROV: tl.constexpr,
-    CHUNK: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    if tl.load(overflow) == 0.0:
-        tensor, _, begin, end = _place(layout, work, T, C, CHUNK)
-        p = _pointer(addresses, _PARAM, T, tensor, PARAM, ALIGNED)
-        g = _pointer(addresses, _GRAD, T, tensor, GRAD, ALIGNED)
-        b = _pointer(addresses, _STATE1, T, tensor, WORK, ALIGNED)
-        if HAS_MASTER:
-            w = _pointer(addresses, _MASTER, T, tensor, WORK, ALIGNED)
-        else:
-            w = p
-        factor = _number(scalars, tensor, _FACTOR, WORK)
-        penalty = _number(scalars, tensor, _PENALTY, WORK)
-        keep = _number(scalars, tensor, _KEEP1, WORK)
-        take = _number(scalars, tensor, _TAKE1, WORK)
-        rate = _number(scalars, tensor, _RATE, WORK)
-        blocks = (end - begin) // BLOCK
-        for block in range(0, blocks):
-            i = begin + block * BLOCK + tl.arange(0, BLOCK)
-            _sgd_block(
-                p, w, g, b, i, end, factor, penalty, keep, take, rate,
-                PARAM, WORK, HAS_MASTER, HAS_BUFFER, NESTEROV, True,
-            )  # fmt: skip
-        if begin + blocks * BLOCK < end:
-            i = begin + blocks * BLOCK + tl.arange(0, BLOCK)
-            _sgd_block(
-                p, w, g, b, i, end, factor, penalty, keep, take, rate,
-                PARAM, WORK, HAS_MASTER, HAS_BUFFER, NESTEROV, False,
-            )  # fmt: skip
+def _momentum(b, grad, i, end, keep, take, WORK: tl.constexpr, NESTEROV: tl.constexpr, FULL: tl.constexpr):
+    """Return the direction of a step of SGD with momentum, and write the buffer."""
+    buffer = _read(b, i, end, WORK, FULL) * keep + grad * take
+    _write(b, i, end, buffer, WORK, FULL)
+    if NESTEROV:
+        direction = grad + buffer * keep
+    else:
+        direction = buffer
+    return direction
 
 
 @triton.jit
-def _adam_block(
-    p, w, g, m, v, x, i, end, factor, penalty, keep1, take1, keep2, take2, root, epsilon, rate, shrink,
-    PARAM: tl.constexpr, WORK: tl.constexpr, HAS_MASTER: tl.constexpr, AMSGRAD: tl.constexpr, FULL: tl.constexpr,
-):  # fmt: skip
-    weight = _read(w, i, end, WORK, FULL)
-    grad = _read(g, i, end, WORK, FULL) * factor + weight * penalty
+def _moments(m, v, grad, i, end, keep1, take1, keep2, take2, WORK: tl.constexpr, FULL: tl.constexpr):
+    """Return both moments of Adam, and write them."""
     first = _read(m, i, end, WORK, FULL) * keep1 + grad * take1
     second = _read(v, i, end, WORK, FULL) * keep2 + grad * grad * take2
     _write(m, i, end, first, WORK, FULL)
     _write(v, i, end, second, WORK, FULL)
-    if AMSGRAD:
-        # Not tl.maximum, which drops NaN.
-        largest = _read(x, i, end, WORK, FULL)
-        second = tl.where(largest > second, largest, second)
-        _write(x, i, end, second, WORK, FULL)
-    weight = weight * shrink - rate * (first / (tl.sqrt(second) * root + epsilon))
-    _write(p, i, end, weight, PARAM, FULL)
-    if HAS_MASTER:
-        _write(w, i, end, weight, WORK, FULL)
+    return first, second
+
+
+@triton.jit
+def _update_block(
+    p, w, g, m, v, x, i, end, factor, penalty, keep1, take1, keep2, take2, root, epsilon, debias, rate, shrink,
+    KIND: tl.constexpr, PARAM: tl.constexpr, WORK: tl.constexpr, HAS_MASTER: tl.constexpr, HAS_BUFFER: tl.constexpr,
+    NESTEROV: tl.constexpr, AMSGRAD: tl.constexpr, FULL: tl.constexpr,
+):  # fmt: skip
+    """Update one block. `moments` returns squares of weights and updates, others nothing of use."""
+    weight = _read(w, i, end, WORK, FULL)
+    squares = weight * weight
+    updates = squares
+    if KIND == "apply":
+        first = _read(m, i, end, WORK, FULL)
+        second = _read(v, i, end, WORK, FULL)
+    else:
+        grad = _read(g, i, end, WORK, FULL) * factor + weight * penalty
+        if KIND != "sgd":
+            first, second = _moments(m, v, grad, i, end, keep1, take1, keep2, take2, WORK, FULL)
+        elif HAS_BUFFER:
+            grad = _momentum(m, grad, i, end, keep1, take1, WORK, NESTEROV, FULL)
+    if KIND == "sgd":
+        weight = weight - grad * rate
+    elif KIND == "adam":
+        if AMSGRAD:
+            # Not tl.maximum, which drops NaN.
+            largest = _read(x, i, end, WORK, FULL)
+            second = tl.where(largest > second, largest, second)
+            _write(x, i, end, second, WORK, FULL)
+        weight = weight * shrink - rate * (first / (tl.sqrt(second) * root + epsilon))
+    else:
+        update = first * debias / (tl.sqrt(second) * root + epsilon) + weight * shrink
+        if KIND == "apply":
+            weight = weight - update * rate
+        else:
+            if not FULL:
+                update = tl.where(i < end, update, 0.0)
+            updates = update * update
+    if KIND != "moments":
+        _write(p, i, end, weight, PARAM, FULL)
+        if HAS_MASTER:
+            _write(w, i, end, weight, WORK, FULL)
+    return squares, updates
 
 
 @PlannedKernel
 @triton.jit
-def adam_kernel(
+def update_kernel(
     addresses,  # [7, T]
     layout,  # [3, T]
     work,  # [2, C]
     scalars,  # [T, 16] fp64
     overflow,  # [] fp32
+    weight_squares,  # [P] fp64 for moments, or None
+    update_squares,  # [P] fp64 for moments, or None
     T,
     C,
+    KIND: tl.constexpr,
     PARAM: tl.constexpr,
     GRAD: tl.constexpr,
     WORK: tl.constexpr,
     HAS_MASTER: tl.constexpr,
     ALIGNED: tl.constexpr,
-    AMSGRAD: tl.constexpr,
+    HAS_BUFFER: tl.constexpr,  # of SGD
+    NESTEROV: tl.constexpr,  # of SGD
+    AMSGRAD: tl.constexpr,  # of Adam
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     if tl.load(overflow) == 0.0:
-        tensor, _, begin, end = _place(layout, work, T, C, CHUNK)
+        tensor, row, begin, end = _place(layout, work, T, C, CHUNK)
+        # What a kind does without is not read: the compiler drops loads that nothing depends on.
         p = _pointer(addresses, _PARAM, T, tensor, PARAM, ALIGNED)
         g = _pointer(addresses, _GRAD, T, tensor, GRAD, ALIGNED)
         m = _pointer(addresses, _STATE1, T, tensor, WORK, ALIGNED)
@@ -175,156 +155,30 @@ def adam_kernel(
         take2 = _number(scalars, tensor, _TAKE2, WORK)
         root = _number(scalars, tensor, _ROOT, WORK)
         epsilon = _number(scalars, tensor, _EPSILON, WORK)
+        debias = _number(scalars, tensor, _DEBIAS, WORK)
         rate = _number(scalars, tensor, _RATE, WORK)
         shrink = _number(scalars, tensor, _SHRINK, WORK)
-        blocks = (end - begin) // BLOCK
-        for block in range(0, blocks):
-            i = begin + block * BLOCK + tl.arange(0, BLOCK)
-            _adam_block(
-                p, w, g, m, v, x, i, end, factor, penalty, keep1, take1, keep2, take2, root, epsilon, rate, shrink,
-                PARAM, WORK, HAS_MASTER, AMSGRAD, True,
-            )  # fmt: skip
-        if begin + blocks * BLOCK < end:
-            i = begin + blocks * BLOCK + tl.arange(0, BLOCK)
-            _adam_block(
-                p, w, g, m, v, x, i, end, factor, penalty, keep1, take1, keep2, take2, root, epsilon, rate, shrink,
-                PARAM, WORK, HAS_MASTER, AMSGRAD, False,
-            )  # fmt: skip
-
-
-@triton.jit
-def _moments_block(
-    w, g, m, v, i, end, factor, penalty, keep1, take1, keep2, take2, root, epsilon, debias, added,
-    WORK: tl.constexpr, FULL: tl.constexpr,
-):  # fmt: skip
-    weight = _read(w, i, end, WORK, FULL)
-    grad = _read(g, i, end, WORK, FULL) * factor + weight * penalty
-    first = _read(m, i, end, WORK, FULL) * keep1 + grad * take1
-    second = _read(v, i, end, WORK, FULL) * keep2 + grad * grad * take2
-    _write(m, i, end, first, WORK, FULL)
-    _write(v, i, end, second, WORK, FULL)
-    update = first * debias / (tl.sqrt(second) * root + epsilon) + weight * added
-    if not FULL:
-        update = tl.where(i < end, update, 0.0)
-    return weight * weight, update * update
-
-
-@PlannedKernel
-@triton.jit
-def moments_kernel(
-    addresses,  # [7, T]
-    layout,  # [3, T]
-    work,  # [2, C]
-    scalars,  # [T, 16] fp64
-    overflow,  # [] fp32
-    weight_squares,  # [P] fp64
-    update_squares,  # [P] fp64
-    T,
-    C,
-    PARAM: tl.constexpr,
-    GRAD: tl.constexpr,
-    WORK: tl.constexpr,
-    HAS_MASTER: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    CHUNK: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    if tl.load(overflow) == 0.0:
-        tensor, row, begin, end = _place(layout, work, T, C, CHUNK)
-        g = _pointer(addresses, _GRAD, T, tensor, GRAD, ALIGNED)
-        m = _pointer(addresses, _STATE1, T, tensor, WORK, ALIGNED)
-        v = _pointer(addresses, _STATE2, T, tensor, WORK, ALIGNED)
-        if HAS_MASTER:
-            w = _pointer(addresses, _MASTER, T, tensor, WORK, ALIGNED)
-        else:
-            w = _pointer(addresses, _PARAM, T, tensor, PARAM, ALIGNED)
-        factor = _number(scalars, tensor, _FACTOR, WORK)
-        penalty = _number(scalars, tensor, _PENALTY, WORK)
-        keep1 = _number(scalars, tensor, _KEEP1, WORK)
-        take1 = _number(scalars, tensor, _TAKE1, WORK)
-        keep2 = _number(scalars, tensor, _KEEP2, WORK)
-        take2 = _number(scalars, tensor, _TAKE2, WORK)
-        root = _number(scalars, tensor, _ROOT, WORK)
-        epsilon = _number(scalars, tensor, _EPSILON, WORK)
-        debias = _number(scalars, tensor, _DEBIAS, WORK)
-        added = _number(scalars, tensor, _SHRINK, WORK)
         weights = tl.zeros([BLOCK], WORK)
         updates = tl.zeros([BLOCK], WORK)
         blocks = (end - begin) // BLOCK
         for block in range(0, blocks):
             i = begin + block * BLOCK + tl.arange(0, BLOCK)
-            weight, update = _moments_block(
-                w, g, m, v, i, end, factor, penalty, keep1, take1, keep2, take2, root, epsilon, debias, added,
-                WORK, True,
+            weight, update = _update_block(
+                p, w, g, m, v, x, i, end, factor, penalty, keep1, take1, keep2, take2, root, epsilon, debias, rate,
+                shrink, KIND, PARAM, WORK, HAS_MASTER, HAS_BUFFER, NESTEROV, AMSGRAD, True,
             )  # fmt: skip
-            weights += weight
-            updates += update
+            if KIND == "moments":
+                weights += weight
+                updates += update
         if begin + blocks * BLOCK < end:
             i = begin + blocks * BLOCK + tl.arange(0, BLOCK)
-            weight, update = _moments_block(
-                w, g, m, v, i, end, factor, penalty, keep1, take1, keep2, take2, root, epsilon, debias, added,
-                WORK, False,
+            weight, update = _update_block(
+                p, w, g, m, v, x, i, end, factor, penalty, keep1, take1, keep2, take2, root, epsilon, debias, rate,
+                shrink, KIND, PARAM, WORK, HAS_MASTER, HAS_BUFFER, NESTEROV, AMSGRAD, False,
             )  # fmt: skip
-            weights += weight
-            updates += update
-        tl.store(weight_squares + row, tl.sum(weights, 0).to(tl.float64))
-        tl.store(update_squares + row, tl.sum(updates, 0).to(tl.float64))
-
-
-@triton.jit
-def _apply_block(
-    p, w, m, v, i, end, root, epsilon, debias, added, rate,
-    PARAM: tl.constexpr, WORK: tl.constexpr, HAS_MASTER: tl.constexpr, FULL: tl.constexpr,
-):  # fmt: skip
-    weight = _read(w, i, end, WORK, FULL)
-    first = _read(m, i, end, WORK, FULL)
-    second = _read(v, i, end, WORK, FULL)
-    update = first * debias / (tl.sqrt(second) * root + epsilon) + weight * added
-    weight = weight - update * rate
-    _write(p, i, end, weight, PARAM, FULL)
-    if HAS_MASTER:
-        _write(w, i, end, weight, WORK, FULL)
-
-
-@PlannedKernel
-@triton.jit
-def apply_kernel(
-    addresses,  # [7, T]
-    layout,  # [3, T]
-    work,  # [2, C]
-    scalars,  # [T, 16] fp64
-    overflow,  # [] fp32
-    T,
-    C,
-    PARAM: tl.constexpr,
-    WORK: tl.constexpr,
-    HAS_MASTER: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    CHUNK: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    if tl.load(overflow) == 0.0:
-        tensor, _, begin, end = _place(layout, work, T, C, CHUNK)
-        p = _pointer(addresses, _PARAM, T, tensor, PARAM, ALIGNED)
-        m = _pointer(addresses, _STATE1, T, tensor, WORK, ALIGNED)
-        v = _pointer(addresses, _STATE2, T, tensor, WORK, ALIGNED)
-        if HAS_MASTER:
-            w = _pointer(addresses, _MASTER, T, tensor, WORK, ALIGNED)
-        else:
-            w = p
-        root = _number(scalars, tensor, _ROOT, WORK)
-        epsilon = _number(scalars, tensor, _EPSILON, WORK)
-        debias = _number(scalars, tensor, _DEBIAS, WORK)
-        added = _number(scalars, tensor, _SHRINK, WORK)
-        rate = _number(scalars, tensor, _RATE, WORK)
-        blocks = (end - begin) // BLOCK
-        for block in range(0, blocks):
-            i = begin + block * BLOCK + tl.arange(0, BLOCK)
-            _apply_block(
-                p, w, m, v, i, end, root, epsilon, debias, added, rate, PARAM, WORK, HAS_MASTER, True
-            )  # fmt: skip
-        if begin + blocks * BLOCK < end:
-            i = begin + blocks * BLOCK + tl.arange(0, BLOCK)
-            _apply_block(
-                p, w, m, v, i, end, root, epsilon, debias, added, rate, PARAM, WORK, HAS_MASTER, False
-            )  # fmt: skip
+            if KIND == "moments":
+                weights += weight
+                updates += update
+        if KIND == "moments":
+            tl.store(weight_squares + row, tl.sum(weights, 0).to(tl.float64))
+            tl.store(update_squares + row, tl.sum(updates, 0).to(tl.float64))

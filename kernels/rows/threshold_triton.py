@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from accel.kernels.launching import PLANS, LaunchPlan, PlannedKernel, ceil_div
-from accel.kernels.threshold import BLOCK
+from accel.kernels.rows import BLOCK
 
 _ROWS = 32  # blocks of a program, 2,048 elements: 16 a thread
 

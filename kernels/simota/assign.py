@@ -33,6 +33,7 @@ from accel.kernels.simota.inputs import (
     Assignment,
     Boxes,
     Cells,
+    Given,
     Rules,
     Truths,
     anchors_of,
@@ -114,53 +115,38 @@ def simota_assign(
         tensor([[-1,  0]])
     """
     rules = rules_of(variant)
+    given = Given(boxes, cls, obj, points, strides, gt_boxes, gt_classes, gt_mask, candidates)
     if torch.compiler.is_compiling():
-        from accel.kernels.simota import op as simota_op
-
-        tensors = (boxes, cls, obj, points, strides, gt_boxes, gt_classes, gt_mask, candidates)
         with torch.no_grad():  # torch gives an operator a backward pass, which this one has not
-            return Assignment(*simota_op.assign(*tensors, *simota_op.flat(rules), xyxy, chunk, check))
-    validate(boxes, cls, obj, points, strides, gt_boxes, gt_classes, gt_mask, candidates, rules, chunk)
+            return Assignment(*assign_op(*given, *flat(rules), xyxy, chunk, check))
+    validate(given, rules, chunk)
     check = boxes.is_cpu if check is None else check
-    predicted, grid, own = (boxes, cls, obj), (points, strides), (gt_boxes, gt_classes, gt_mask)
     if support.runs_triton(boxes) and not check and 0 not in boxes.shape and 0 not in gt_boxes.shape:
         from accel.kernels.simota import launchers
 
-        return launchers.assign(predicted, grid, own, candidates, rules, xyxy=xyxy)
-    return _assign(predicted, grid, own, candidates, rules, xyxy=xyxy, chunk=chunk, check=check)
+        return launchers.assign(given, rules, xyxy=xyxy)
+    return _assign(given, rules, xyxy=xyxy, chunk=chunk, check=check)
 
 
 @torch.no_grad()
-def _assign(
-    predicted: tuple[Tensor, Tensor, Tensor | None],
-    grid: tuple[Tensor | None, Tensor | None],
-    own: tuple[Tensor, Tensor, Tensor | None],
-    candidates: Tensor | None,
-    rules: Rules,
-    *,
-    xyxy: bool,
-    chunk: int | None,
-    check: bool,
-) -> Assignment:
+def _assign(given: Given, rules: Rules, *, xyxy: bool, chunk: int | None, check: bool) -> Assignment:
     """Assign what needs a look at the values, or torch's operators."""
-    (boxes, cls, obj), (gt_boxes, gt_classes, gt_mask) = predicted, own
+    boxes, cls, obj, points, strides, gt_boxes, gt_classes, gt_mask, candidates = given
     if check:
         check_truths(gt_boxes, gt_classes, gt_mask, cls.shape[2], xyxy)
     if 0 in (*boxes.shape[:2], gt_boxes.shape[1]):
         return _background(boxes)
-    cells = cells_of(*grid, rules.radius, boxes)
+    cells = cells_of(points, strides, rules.radius, boxes)
     runs_triton, pairs = support.runs_triton(boxes), boxes.shape[1] * gt_boxes.shape[1]
     if boxes.is_cpu and len(boxes) <= _FEW and pairs <= _PAIRS_CPU and chunk is None and not runs_triton:
         from accel.kernels.simota import small_batch as simota_few
 
-        return simota_few.assign_few(
-            predicted, cells, candidates, own, rules, _background(boxes), xyxy=xyxy, check=check
-        )
+        return simota_few.assign_few(given, cells, rules, _background(boxes), xyxy=xyxy, check=check)
     mask = torch.ones_like(gt_classes, dtype=torch.bool) if gt_mask is None else gt_mask
     truths = truths_of(gt_boxes, gt_classes, mask, cls.shape[2], xyxy)
     if boxes.is_cpu and not runs_triton:
         valid = _grid_candidates(cells, truths, rules, chunk) if candidates is None else candidates
-        return _assign_compact(predicted, cells, valid, truths, rules, xyxy=xyxy, chunk=chunk, check=check)
+        return _assign_compact((boxes, cls, obj), cells, valid, truths, rules, xyxy=xyxy, chunk=chunk, check=check)
     valid = torch.ones_like(boxes[..., 0], dtype=torch.bool) if candidates is None else candidates
     anchors = anchors_of(boxes, cls, obj, cells, valid, xyxy)
     if check:
@@ -168,7 +154,7 @@ def _assign(
     if runs_triton:
         from accel.kernels.simota import launchers
 
-        return launchers.assign(predicted, grid, own, candidates, rules, xyxy=xyxy)
+        return launchers.assign(given, rules, xyxy=xyxy)
     if candidates is None:
         anchors = anchors._replace(valid=_candidates(cells, truths, rules, chunk))
     return assign_fixed(anchors, truths, rules, chunk)
@@ -390,6 +376,54 @@ def _background(like: Tensor) -> Assignment:
         like.new_zeros(shape, dtype=torch.float32),
         like.new_full(shape, -1, dtype=torch.int64),
         like.new_zeros(shape[0], dtype=torch.int64),
+    )
+
+
+# One operator for torch.compile, which is opaque to it: it traces neither launches nor shapes.
+
+_NUMBERS = ("radius", "cls_weight", "iou_weight", "log_eps", "union_eps")
+
+
+def flat(rules: Rules) -> tuple[str, int, list[float]]:
+    """Return the fields of some rules: dataclasses.astuple copies, which torch 2.11 can't trace."""
+    return rules.region, rules.topk, [getattr(rules, name) for name in _NUMBERS]
+
+
+@torch.library.custom_op("accel::simota_assign", mutates_args=())
+def assign_op(
+    boxes: Tensor,
+    cls: Tensor,
+    obj: Tensor | None,
+    points: Tensor | None,
+    strides: Tensor | None,
+    gt_boxes: Tensor,
+    gt_classes: Tensor,
+    gt_mask: Tensor | None,
+    candidates: Tensor | None,
+    region: str,
+    topk: int,
+    numbers: list[float],
+    xyxy: bool,
+    chunk: int | None,
+    check: bool | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Run `simota_assign` with the rules taken apart."""
+    tensors = (boxes, cls, obj, points, strides, gt_boxes, gt_classes, gt_mask)
+    rules = Rules(region=region, topk=topk, **dict(zip(_NUMBERS, numbers, strict=True)))
+    options = {"xyxy": xyxy, "chunk": chunk, "check": check}
+    assignment = simota_assign(*tensors, candidates=candidates, variant=rules, **options)  # type: ignore[arg-type]
+    return tuple(assignment)  # type: ignore[return-value]
+
+
+@assign_op.register_fake
+def _(boxes: Tensor, *rest: object) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    shape = boxes.shape[:2]
+    return (
+        boxes.new_empty(shape, dtype=torch.bool),
+        boxes.new_empty(shape, dtype=torch.int64),
+        boxes.new_empty(shape, dtype=torch.float32),
+        boxes.new_empty(shape, dtype=torch.int64),
+        boxes.new_empty(shape[:1], dtype=torch.int64),
     )
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from accel.kernels.launching import PLANS, LaunchSequence, ceil_div, next_power_of_2
-from accel.kernels.simota.inputs import Assignment, Rules
+from accel.kernels.simota.inputs import Assignment, Given, Rules
 from accel.kernels.simota.triton import candidate_kernel, list_kernel, match_kernel, near_kernel, resolve_kernel
 
 _BLOCK = 256
@@ -93,26 +93,9 @@ def _shared(tensor: Tensor | None, dims: int) -> tuple[Tensor | None, int]:
     return tensor.contiguous(), tensor.shape[1] if tensor.dim() > dims else 0
 
 
-def assign(
-    predicted: tuple[Tensor, Tensor, Tensor | None],
-    grid: tuple[Tensor | None, Tensor | None],
-    own: tuple[Tensor, Tensor, Tensor | None],
-    candidates: Tensor | None,
-    rules: Rules,
-    *,
-    xyxy: bool,
-) -> Assignment:
-    """Assign with Triton kernels.
-
-    Args:
-        predicted: boxes, class logits and objectness; all as `simota_assign` takes them, and checked.
-        grid: points and strides.
-        own: boxes, classes and mask of the ground truths.
-        candidates: in place of the rule for candidates.
-        rules: of the variant.
-        xyxy: how boxes are given.
-    """
-    (boxes, cls, obj), (points, strides), (gt_boxes, gt_classes, gt_mask) = predicted, grid, own
+def assign(given: Given, rules: Rules, *, xyxy: bool) -> Assignment:
+    """Assign with Triton kernels what has been checked."""
+    boxes, cls, obj, points, strides, gt_boxes, gt_classes, gt_mask, candidates = given
     batch, count, classes = cls.shape
     (boxes, box_row), (cls, row), (gt_boxes, gt_row) = _in_rows(boxes), _in_rows(cls), _in_rows(gt_boxes)
     obj_row = 0 if obj is None else obj.stride(1)
@@ -122,8 +105,8 @@ def assign(
     strides, strides_step = _shared(strides, 1)
     gt_classes = gt_classes.contiguous()
     rows = (box_row, row, obj_row, gt_row, points_step, strides_step)
-    given = (obj is not None, gt_mask is not None, candidates is not None)
-    launch = _launches(_Sizes(batch, count, gt_boxes.shape[1], classes, *rows, *given, xyxy, rules))
+    has = (obj is not None, gt_mask is not None, candidates is not None)
+    launch = _launches(_Sizes(batch, count, gt_boxes.shape[1], classes, *rows, *has, xyxy, rules))
     fg = boxes.new_empty(batch, count, dtype=torch.bool)
     ints = boxes.new_empty((_INTS * count + 1) * batch, dtype=torch.int32)
     planes = boxes.new_empty(_PLANES, batch, count, dtype=torch.float32)

@@ -16,6 +16,7 @@ from accel.kernels.simota.inputs import (
     Assignment,
     Boxes,
     Cells,
+    Given,
     Rules,
     Truths,
     check_anchors,
@@ -23,34 +24,21 @@ from accel.kernels.simota.inputs import (
 )
 
 Predicted = tuple[Tensor, Tensor, Tensor | None]
-"""Boxes [B, A, 4], cls [B, A, C] and obj [B, A], or of one image."""
+"""Boxes [N, 4], cls [N, C] and obj [N] of the candidates of one image."""
 
 
-def assign_few(
-    predicted: Predicted,
-    cells: Cells,
-    candidates: Tensor | None,
-    truths: tuple[Tensor, Tensor, Tensor | None],
-    rules: Rules,
-    whole: Assignment,
-    *,
-    xyxy: bool,
-    check: bool,
-) -> Assignment:
+def assign_few(given: Given, cells: Cells, rules: Rules, whole: Assignment, *, xyxy: bool, check: bool) -> Assignment:
     """Assign image by image.
 
     Args:
-        predicted: boxes, cls and obj.
+        given: what is assigned, checked.
         cells: where the anchors stand, [B, A] or [1, A] each.
-        candidates: [B, A] bool or None.
-        truths: boxes [B, G, 4], classes [B, G] and which are real [B, G], None where all are.
         rules: of the variant.
         whole: an assignment without foreground, which is filled and returned.
         xyxy: boxes are left, top, right, bottom.
         check: look for what is not finite.
     """
-    gt_boxes, gt_classes, gt_mask = truths
-    boxes, cls, obj = predicted
+    boxes, cls, obj, _, _, gt_boxes, gt_classes, gt_mask, candidates = given
     for image in range(len(boxes)):
         real = None if gt_mask is None else gt_mask[image].nonzero().flatten()
         own, classes = gt_boxes[image], gt_classes[image].long().clamp(0, cls.shape[2] - 1)

@@ -100,45 +100,33 @@ def _read(mask: Tensor) -> tuple[Tensor, float] | None:
 
 
 class PackedWindows(DropIn):
-    """`WindowAttention.forward(x, mask)` of timm, the official repository and mmdetection (there `WindowMSA`)."""
+    """`WindowAttention.forward(x, mask)` of timm, the official repository and mmdetection (`WindowMSA`), V1 and V2."""
 
     def forward(self: Any, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Attend within the windows [W, N, C]."""
         read = _regions(x, mask)
         if read is None or _hooked(self.softmax, self.attn_drop):
             return super().forward(x, mask)  # type: ignore[misc, no-any-return]
+        qkv, table, scores = _packed(self, x)
         out = window_attention(
-            self.qkv(x),
-            self.relative_position_bias_table,
+            qkv,
+            table,
             heads=self.num_heads,
             window=tuple(self.window_size),
             regions=read[0],
             mask_value=read[1],
-            scale=self.scale,
             dropout=self.attn_drop.p if self.training else 0.0,
+            **scores,
         )
         return self.proj_drop(self.proj(out))  # type: ignore[no-any-return]
 
 
-class PackedCosineWindows(DropIn):
-    """`WindowAttention.forward(x, mask)` of Swin V2, in timm and the official repository."""
-
-    def forward(self: Any, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Attend within the windows [W, N, C]."""
-        read = _regions(x, mask)
-        if read is None or _hooked(self.softmax, self.attn_drop):
-            return super().forward(x, mask)  # type: ignore[misc, no-any-return]
-        out = window_attention(
-            _cosine_qkv(self, x),
-            _cosine_table(self.cpb_mlp, self.relative_coords_table, self.num_heads),
-            heads=self.num_heads,
-            window=tuple(self.window_size),
-            regions=read[0],
-            mask_value=read[1],
-            head_scale=_head_scale(self.logit_scale),
-            dropout=self.attn_drop.p if self.training else 0.0,
-        )
-        return self.proj_drop(self.proj(out))  # type: ignore[no-any-return]
+def _packed(attention: Any, x: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    """Return qkv, the table of biases, and how scores are scaled: as in Swin V2, by cosine, where there is a scale."""
+    if "logit_scale" not in attention._parameters:
+        return attention.qkv(x), attention.relative_position_bias_table, {"scale": attention.scale}
+    table = _cosine_table(attention.cpb_mlp, attention.relative_coords_table, attention.num_heads)
+    return _cosine_qkv(attention, x), table, {"head_scale": _head_scale(attention.logit_scale)}
 
 
 def _cosine_qkv(attention: Any, x: Tensor) -> Tensor:
@@ -172,18 +160,15 @@ class TimmBlock(DropIn):
         inner = (attention, attention.softmax, attention.attn_drop)
         if height % tall or width % wide or not runs_fused(x) or _hooked(*inner):
             return super()._attn(x)  # type: ignore[misc, no-any-return]
-        cosine = hasattr(attention, "logit_scale")
+        qkv, table, scores = _packed(attention, x)
         out = shifted_window_attention(
-            _cosine_qkv(attention, x) if cosine else attention.qkv(x),
-            _cosine_table(attention.cpb_mlp, attention.relative_coords_table, attention.num_heads)
-            if cosine
-            else attention.relative_position_bias_table,
+            qkv,
+            table,
             heads=attention.num_heads,
             window=(tall, wide),
             shift=tuple(self.shift_size),
-            scale=None if cosine else attention.scale,
-            head_scale=_head_scale(attention.logit_scale) if cosine else None,
             dropout=attention.attn_drop.p if attention.training else 0.0,
+            **scores,
         )
         return attention.proj_drop(attention.proj(out))  # type: ignore[no-any-return]
 

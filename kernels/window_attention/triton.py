@@ -8,7 +8,7 @@ of window w lies in row (b·Y + y)·X + x of the map, with the roll in y and x: 
     S = scale · q kᵀ + bias + mask    P = softmax(S)    out = P v
     dv = Pᵀ do    dP = do vᵀ    dS = P ∘ (dP − rowsum(P ∘ dP))    dq = scale · dS k    dk = scale · dSᵀ q
 
-A whole row fits one tile, so P is computed anew in the backward pass and neither the output nor the softmax's sums are
+A whole row fits one tile, so P is computed again in the backward pass and neither the output nor the softmax's sums are
 kept. log2(e) is multiplied into scale, bias and mask, so exp2 takes the place of exp, and keys outside the window have
 a bias of -inf. Which window is next is counted, not divided for: there are four integer divisions in it. The bias
 gradient is summed over windows by the program in registers, written to [P, H, N, N] and reduced in fixed order: the

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from accel.profiler import report as schema
 from accel.profiler.diagnose.consistency import PhaseShares
 from accel.profiler.report import Node, ProfileReport
-from accel.report import Report, profile_words, words
-from accel.report.optimize_document import limit_text, step_text
+from accel.report import Report, words
 from accel.report.rendering import as_page, as_text
+from accel.report.words import limit_text, step_text
 from tests.accel.pages import Page
 
 _NUMBER = r"(-?[\d,]*\.?\d+(?:e[+-]?\d+)?)"
@@ -195,11 +195,11 @@ def _trials(report: ProfileReport) -> Iterator[str]:
 def roofs(report: ProfileReport) -> Iterator[str]:
     """Yield the operators above their roof, and those of whom a word is not explained."""
     for op in report.ops:
-        said = profile_words.roof_share_text(op, report.roofline)
+        said = words.roof_share_text(op, report.roofline)
         found = _PERCENT.search(said)
         if found and float(found[1]) > 100:
             yield f"{op.name} is at {said} of its roof"
-        if not found and said != "-" and not profile_words.roof_notes([op], report.roofline):
+        if not found and said != "-" and not words.roof_notes([op], report.roofline):
             yield f"{op.name}: {said} is explained nowhere"
 
 
@@ -207,13 +207,13 @@ def _forms(report: ProfileReport) -> Iterator[str]:
     if schema.from_json(report.to_json()) != report:
         yield "the JSON is another report"
     text, page = as_text(report, width=100, color=False), _on_page(as_page(report))
-    parts = [profile_words.verdict_text(report), profile_words.unattributed_text(report)]
+    parts = [words.verdict_text(report), words.unattributed_text(report)]
     for finding in report.findings:
-        parts += [finding.title, profile_words.effect_text(finding), *finding.why]
-    parts += [row.percent for row in profile_words.tree(report.evidence)]
-    cells = [profile_words.roof_share_text(op, report.roofline) for op in report.ops]
+        parts += [finding.title, words.effect_text(finding), *finding.why]
+    parts += [row.percent for row in words.tree(report.evidence)]
+    cells = [words.roof_share_text(op, report.roofline) for op in report.ops]
     parts += [word for cell in cells for word in cell.split()]
-    parts += profile_words.roof_notes(report.ops, report.roofline)
+    parts += words.roof_notes(report.ops, report.roofline)
     for part in parts:
         for where, whole in (("terminal", text), ("page", page)):
             if _squeezed(words.clean(part)) not in _squeezed(whole):

@@ -27,7 +27,7 @@ from accel.profiler.trace.roofline import measure
 from accel.profiler.trace.window import Window
 from accel.profiler.trial import Trial
 from accel.report import Report, StrategyRow
-from accel.report.optimize_document import limit_text
+from accel.report.words import limit_text
 from accel.run import Run
 from accel.search.budget import Budget
 from accel.search.controller import decisions

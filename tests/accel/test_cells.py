@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 from accel import strategies
 from accel.report import Report, StrategyRow
 from accel.report.compare import compare
-from accel.report.optimize_document import numerics_text, step_text
 from accel.report.rendering import as_text
 from accel.report.terminal import Cell, Page
-from accel.report.words import gain_text, ms_text, seconds_text
+from accel.report.words import gain_text, ms_text, numerics_text, seconds_text, step_text
 from tests.sampling import examples
 
 WIDTHS = (80, 100, 120)

@@ -14,7 +14,7 @@ from rich.cells import cell_len
 
 from accel.profiler.evidence import OpTime, Roofline
 from accel.profiler.report import Node, ProfileReport, Saving, from_json
-from accel.report import profile_words as words
+from accel.report import words
 from accel.report.rendering import as_text as render
 from tests.accel import profile_reports
 from tests.accel.test_terminal import HOSTILE

@@ -8,12 +8,9 @@ import importlib.util
 import linecache
 import runpy
 import statistics
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
-from click.testing import CliRunner
 
 from benchmarks import aot
 from benchmarks.aot import Row
@@ -135,51 +132,14 @@ def test_too_much_shared_memory_is_a_problem() -> None:
         assert len(aot.problems([large], [large])) == told
 
 
-def test_a_known_spill_is_none_until_it_grows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(aot.KNOWN_SPILLS, ("op forward", 90), 8)
-    for architecture, stack, told in ((90, 8, 0), (90, 16, 1), (80, 8, 1)):
-        row = dataclasses.replace(ROW, architecture=architecture, stack_bytes=stack)
-        assert len(aot.problems([row], [row])) == told
-
-
 def test_a_change_is_a_problem() -> None:
     more = dataclasses.replace(ROW, registers=140)
     assert aot.problems([more], [ROW]) == ["op forward, sm_90: registers 128 → 140; if that is meant, record it"]
 
 
-def test_rows_on_one_side_only_are_problems() -> None:
-    other = dataclasses.replace(ROW, architecture=80)
-    assert aot.problems([ROW], [other]) == [
-        "op forward, sm_90: not in aot.csv; record it",
-        "op forward, sm_80: in aot.csv, but there is no such variant",
-    ]
-
-
 def test_the_table_survives_its_file() -> None:
     rows = aot.read()
     assert aot.text_of(rows) == aot.TABLE.read_text(encoding="utf-8")
-
-
-@pytest.mark.parametrize(
-    ("changes", "status", "told"),
-    [
-        ({}, 0, ""),
-        ({"stack_bytes": 8}, 1, "op forward, sm_90: 8 bytes of stack (spills)"),
-        ({"registers": 140}, 1, "op forward, sm_90: registers 128 → 140; if that is meant, record it"),
-        ({"key": "4567"}, 1, "op forward, sm_90: key 0123 → 4567; if that is meant, record it"),
-    ],
-)
-def test_the_status_of_a_check(
-    changes: dict[str, Any], status: int, told: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    table = tmp_path / "aot.csv"
-    table.write_text(aot.text_of([ROW]), encoding="utf-8")
-    monkeypatch.setattr(aot, "read", partial(aot.read, table))
-    monkeypatch.setattr(aot, "names", lambda only: ["op forward"])
-    monkeypatch.setattr(aot, "compile_all", lambda names, jobs: [dataclasses.replace(ROW, **changes)])
-    result = CliRunner().invoke(aot.main, ["--check"])
-    assert result.exit_code == status
-    assert told in result.stderr
 
 
 def test_a_record_compiles_what_changed(same_compiler: None, monkeypatch: pytest.MonkeyPatch) -> None:

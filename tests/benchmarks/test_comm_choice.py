@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import pytest
 import torch
 
-from benchmarks import record
-from benchmarks.comm.gradient_profiles import PROFILES, Layer, Replayed
-from benchmarks.comm_choice import RECORD, SETTINGS, Setting, in_a_line, rows_of
+from benchmarks.comm.gradient_profiles import PROFILES
+from benchmarks.comm_choice import SETTINGS, Setting, in_a_line, rows_of
 
 SETTING = Setting(2, 1, "1gbit", "mlp", 24)
 
@@ -38,16 +34,6 @@ def test_a_choice_is_compared_with_the_best_that_its_level_allows() -> None:
     assert "DIFFER" not in in_a_line(lossy)
 
 
-def test_rows_of_other_settings_stay_in_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(record, "FOLDER", tmp_path)
-    for rate in ("1gbit", "100mbit", "1gbit"):
-        RECORD.write(rows_of(SETTING._replace(rate=rate), result()), "command")
-    (path,) = tmp_path.glob("comm-choice-cpu-*.json")
-    rows = json.loads(path.read_text())["rows"]
-    assert len(rows) == 2 * 9
-    assert [row["rate"] for row in rows] == ["100mbit"] * 9 + ["1gbit"] * 9
-
-
 def test_settings_cover_what_is_claimed() -> None:
     keys = {setting.key for setting in SETTINGS}
     assert len(keys) == len(SETTINGS)
@@ -67,13 +53,3 @@ def test_profiles_have_the_parameters_and_operations_of_their_networks(
     layers = PROFILES[name][0]()
     assert sum(torch.Size(shape).numel() for layer in layers for shape in layer.shapes) == parameters
     assert sum(layer.macs for layer in layers) / 1e9 == pytest.approx(gmacs, rel=1e-3)
-
-
-def test_gradients_of_all_shapes_are_replayed() -> None:
-    model = Replayed([Layer(((3, 4), (3,)), 1e3), Layer(((2, 2, 2),), 0.0)], batch=2)
-    for _ in range(2):
-        model.zero_grad()
-        model(torch.ones(1)).square().mean().backward()
-        for parameter in model.parameters():
-            assert parameter.grad is not None
-            assert torch.equal(parameter.grad.flatten(), model.noise[: parameter.numel()])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from types import ModuleType
 from typing import Any
@@ -13,7 +12,7 @@ from click.testing import CliRunner
 from benchmarks import decision_faults
 from benchmarks.decision_faults import Caught
 from benchmarks.decisions import fault as faults
-from benchmarks.decisions import of_machine, of_numbers, of_search, plugin
+from benchmarks.decisions import of_machine, of_numbers, of_search
 from benchmarks.decisions.fault import Fault
 from benchmarks.decisions.table import FAULTS
 
@@ -64,30 +63,9 @@ def played(place: str, change: faults.Change) -> Fault:
     return Fault("played", "trial", "does it wrong", f"played_owner:{place}", change, ())
 
 
-def test_a_function_is_wrong_wherever_it_was_imported(modules: tuple[Any, Any]) -> None:
-    played("decide", faults.returns("wrong")).put_in()
-    assert [module.decide() for module in modules] == ["wrong", "wrong"]
-
-
-def test_a_constant_is_wrong_wherever_it_was_imported(modules: tuple[Any, Any]) -> None:
-    played("LIMIT", faults.is_now(0.2)).put_in()
-    assert [module.LIMIT for module in modules] == [0.2, 0.2]
-
-
-def test_a_method_is_wrong_for_all_who_have_the_class(modules: tuple[Any, Any]) -> None:
-    played("Judge.judge", faults.result_becomes(lambda verdict: f"not {verdict}")).put_in()
-    assert [module.Judge().judge() for module in modules] == ["not right", "not right"]
-
-
 def test_a_place_that_is_gone_is_an_error(modules: tuple[Any, Any]) -> None:
     with pytest.raises(AttributeError):
         played("judge_no_more", faults.returns(None)).right()
-
-
-def test_a_plugin_without_a_known_fault_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(plugin.VARIABLE, "keeps_everything")
-    with pytest.raises(pytest.UsageError, match="must name a fault of"):
-        plugin.pytest_configure(None)  # type: ignore[arg-type]
 
 
 # What the tests said
@@ -121,31 +99,9 @@ def test_only_a_test_that_fails_catches_a_fault(status: int, printed: str, expec
     assert decision_faults.first_failure(status, printed) == expected
 
 
-def test_tests_that_do_not_end_catch_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    def run(command: list[str], **options: Any) -> Any:
-        raise subprocess.TimeoutExpired(command, options["timeout"])
-
-    monkeypatch.setattr(subprocess, "run", run)
-    fault = FAULTS["keeps_a_loser"]
-    assert decision_faults.caught_by(fault, limit_s=7) == Caught("", "its tests took longer than 7 s")
-
-
 def test_a_fault_that_is_missed_ends_the_command_with_1(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decision_faults, "caught_by", lambda fault: Caught("", "all tests passed"))
     done = CliRunner().invoke(decision_faults.main, ["keeps_a_loser", "budget_never_ends"])
     assert done.exit_code == 1
     assert "FAIL keeps_a_loser" in done.output
     assert "0 of 2 caught" in done.output
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["keeps_everything"], "no such fault: keeps_everything"),
-        (["keeps_a_loser", "--record"], "a part of the faults is not recorded"),
-    ],
-)
-def test_command_line_says_what_is_wrong(arguments: list[str], words: str) -> None:
-    done = CliRunner().invoke(decision_faults.main, arguments)
-    assert done.exit_code == 2
-    assert words in " ".join(done.output.replace("│", " ").split())

@@ -2,37 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from click.testing import CliRunner
 
-from benchmarks import end_to_end, record, whole_process
-from benchmarks.end_to_end import Job, compare, expanded, ratio
+from benchmarks import whole_process
+from benchmarks.end_to_end import Job, compare, ratio
 from benchmarks.end_to_end_table import grouped, summary, table_block
-from benchmarks.strategy_table import rows_of
-from benchmarks.strategy_table import table_block as gains_block
-from benchmarks.suite import MODELS, train_step
-from benchmarks.variants import BY_HAND
 from benchmarks.whole_process import Course, Process, ProcessFailed, Stop
-
-# By default those with what the others lack: a discriminator beside, clipping, targets that are assigned.
-FEW = {"fcos3d", "ncf"}
-
-
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in FEW else pytest.mark.slow) for n in MODELS])
-def test_a_model_learns_by_heart(name: str) -> None:
-    torch.manual_seed(0)
-    workload = MODELS[name]("tiny")
-    x, target = next(iter(workload.loader))
-    losses = [train_step(workload, x, target).item() for _ in range(4)]
-    assert all(map(math.isfinite, losses))
-    assert losses[-1] < losses[0]
 
 
 def course(start_s: float, step_s: float, steps: int, held_s: float = 0.0, **more: Any) -> Course:
@@ -110,23 +89,6 @@ class Processes:
 JOB = Job("ncf", "tiny", "synthetic", 180.0, 20.0, "reordered")
 
 
-def test_the_second_run_has_the_folder_of_the_first_and_a_plain_one_is_beside() -> None:
-    processes = Processes({"plain": 0.2, "reordered": 0.1})
-    rows = {row["variant"]: row for row, _ in compare(JOB, ["first", "second"], 2, processes)}
-    orders = [["plain", "reordered"], ["reordered", "plain"]]
-    assert processes.ran == [*orders, *orders[::-1]]  # each run is once the first and once the second to start
-    assert {hold for holds, ran in zip(processes.holds, processes.ran, strict=True) for hold in holds if ran} == {
-        "--hold=20.0",
-        "--hold=0.0",  # of the plain one, as long as the search
-    }
-    first, second, third, fourth = processes.accel_folders
-    assert first == second != third == fourth
-    assert list(rows) == ["first", "second"]
-    assert rows["second"]["ratio"] == pytest.approx(2, rel=0.05)
-    assert rows["second"]["low"] <= rows["second"]["ratio"] <= rows["second"]["high"]
-    assert rows["second"]["kept"] == ["allocator"]
-
-
 def test_an_interval_is_as_wide_as_the_scatter() -> None:
     steady = course(1.0, 0.1, 600)
     ends, now = [], 1.0
@@ -151,26 +113,10 @@ def test_an_interval_holds_the_ratio_where_a_search_goes_on_for_long() -> None:
     assert long.low <= long.median <= long.high
 
 
-def test_a_variant_with_a_cache_runs_once_before_and_a_rival_may_fail(capsys: pytest.CaptureFixture[str]) -> None:
-    processes = Processes({"plain": 0.2, "compile": 0.1, "fabric": 0.2, "accelerate": 0.2}, failing=["fabric"])
-    rows = [row for row, _ in compare(JOB, ["compile", "fabric", "accelerate"], 1, processes)]
-    assert processes.ran == [["compile"], ["plain", "compile", "fabric", "accelerate"]]
-    assert processes.holds == [["--hold=2.0"], ["--hold=20.0"] * 4]
-    assert [row["variant"] for row in rows] == ["compile", "accelerate"]
-    assert capsys.readouterr().err == "left out: ncf, fabric, ended with 1: RuntimeError: no\n"
-
-
 @pytest.mark.parametrize("failing", ["reordered", "plain"])
 def test_accel_and_the_plain_one_must_not_fail(failing: str) -> None:
     with pytest.raises(ProcessFailed, match=f"ncf, {failing}"):
         list(compare(JOB, ["first"], 1, Processes({"plain": 0.2, "reordered": 0.2}, failing=[failing])))
-
-
-def test_the_first_run_comes_before_the_second_and_recipes_in_their_place() -> None:
-    assert expanded(["second"], "cnn") == ["first", "second"]
-    assert expanded(["second", "first"], "cnn")[0] == "first"
-    by_hand = expanded(["by_hand", "compile"], "vit")
-    assert by_hand == [f"{BY_HAND}allocator, fused", f"{BY_HAND}allocator, fused, compile", "compile"]
 
 
 # Rows
@@ -220,46 +166,6 @@ def test_the_best_recipe_and_the_best_rival_stand_beside_accel() -> None:
     assert "| lstm | 30 | 169 | 1.00x [0.90, 1.10] | | |" in table_block({**result, "rows": [old]})
     assert "÷ those of the plain ones before and after it [least, most]." in table_block({**result, "rows": [old]})
     assert "or, in rows of another day," in table_block({**result, "rows": [*ROWS, old]})
-
-
-def test_strategies_stand_in_a_table_with_what_they_won_and_lost() -> None:
-    process = {"model": "ncf", "variant": "first", "allow": "reordered", "size": "tiny", "data": "synthetic"}
-    gains = {"gain_low": 1.0, "gain_high": 2.0, "setting": "", "why": ""}
-    report = [
-        {"name": "allocator", "status": "kept", "gain": 1.5, **gains},
-        {"name": "torch_compile", "status": "undone", "gain": 0.8, **gains},
-        {"name": "intraop_threads", "status": "refused", "gain": 1.0, **gains},
-        {"name": "tf32", "status": "not applicable", "gain": None, **gains},
-    ]
-    rows = [*rows_of(process, report), *rows_of({**process, "model": "cnn"}, report[:1])]
-    rows += rows_of({**process, "variant": "second"}, report)
-    lines = gains_block({"command": "c", "date": "d", "machine": "m", "torch": "t", "rows": rows}).splitlines()[2:]
-    assert lines[0] == "| strategy | kept | mean where kept | ncf | cnn |"
-    assert lines[2:] == [
-        "| `allocator` | 2 of 2 | 1.50x | **1.50x** | **1.50x** |",
-        "| `intraop_threads` | 0 of 1 | | 1.00x ? | |",
-        "| `torch_compile` | 0 of 1 | | 0.80x | |",
-    ]
-
-
-def test_a_recording_may_be_made_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(record, "FOLDER", tmp_path)
-    processes = Processes({"plain": 0.2, "reordered": 0.1, "accelerate": 0.4})
-    # What an earlier version recorded has no variant, and no new row would ever replace it.
-    record.save("end-to-end", {"date": "2020-01-01", "rows": [{"model": "ncf", "seconds": 180.0, "ratio": 3.0}]})
-    compare_by_default = end_to_end.compare
-    monkeypatch.setattr(end_to_end, "compare", lambda *arguments: compare_by_default(*arguments, processes))
-    for arguments in (["cnn", "ncf"], ["ncf", "--variant", "accelerate"], ["cnn"]):
-        done = CliRunner().invoke(end_to_end.main, [*arguments, "--record"], catch_exceptions=False)
-        assert done.exit_code == 0, done.output
-    older, path = sorted(tmp_path.glob("end-to-end-*"))
-    assert older.name == "end-to-end-cpu-2020-01-01.json"
-    rows = json.loads(path.read_text())["rows"]
-    keys = [("ncf", "first"), ("ncf", "second"), ("ncf", "accelerate"), ("cnn", "first"), ("cnn", "second")]
-    assert [(row["model"], row["variant"]) for row in rows] == keys
-    assert rows[2]["ratio"] == pytest.approx(0.5, rel=0.05)
-    (gains,) = tmp_path.glob("strategy-gains-*")
-    assert {row["strategy"] for row in json.loads(gains.read_text())["rows"]} == {"allocator"}
 
 
 @pytest.mark.slow

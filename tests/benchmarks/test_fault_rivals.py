@@ -10,10 +10,8 @@ from benchmarks.faults import runs as fault_runs
 from benchmarks.faults.rivals import (
     RIVALS,
     gpuprof_answer,
-    gpuprof_command,
     instrument,
     traceml_answer,
-    traceml_command,
 )
 from benchmarks.faults.table import CASES, Case
 
@@ -30,21 +28,6 @@ def test_copy_for_a_rival_adds_what_its_readme_asks_for(case: Case, tool: str) -
     assert "optimizer.step()" in ast.unparse(added[0])
     assert ("for " in ast.unparse(added[0].body[0])) is (tool == "gpuprof")
     assert len(ast.unparse(copy)) < len(ast.unparse(ast.parse(source))) * 1.4
-
-
-def test_copy_wraps_an_iterator_that_is_no_loader() -> None:
-    source = CASES["input_iterator"].script.read_text("utf-8")
-    assert "traceml.wrap_dataloader_fetch(list(batches(" in instrument(source, "traceml")
-    assert "wrap_dataloader_fetch" not in instrument(CASES["input_cpu"].script.read_text("utf-8"), "traceml")
-
-
-def test_rivals_start_ranks_as_they_document() -> None:
-    case = CASES["slow_link"]
-    assert traceml_command(case, "env/bin/python", 50)[:3] == ["env/bin/traceml", "run", "slow_link.py"]
-    assert "--nproc-per-node=2" in traceml_command(case, "env/bin/python", 50)
-    assert "torch.distributed.run" in gpuprof_command(case, "env/bin/python", 50)
-    one = gpuprof_command(CASES["input_storage"], "env/bin/python", 50)
-    assert one == ["env/bin/python", "input_storage.py", "--steps", "50"]
 
 
 @pytest.mark.parametrize(

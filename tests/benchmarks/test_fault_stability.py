@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
-from collections.abc import Iterator
-from datetime import date
-from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 
 from accel.profiler.report import Saving
 from benchmarks import fault_matrix
 from benchmarks.faults import rows as fault_rows
-from benchmarks.faults import runs as fault_runs
 from benchmarks.faults.rivals import RivalAnswer
-from benchmarks.faults.rows import Answer
-from benchmarks.faults.runs import Plan
 from benchmarks.faults.table import CASES
 from tests.benchmarks.fault_rows import row
 
@@ -66,57 +58,6 @@ def test_another_cause_is_right_beside_neighbours() -> None:
     assert shown == "2 of 2, half-busy 1 of 2 `none` (compute.threads 1x) ✗"
 
 
-def test_repeated_runs_are_quiet_and_half_busy_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    loads: list[int] = []
-
-    @contextlib.contextmanager
-    def busy(processes: int) -> Iterator[None]:
-        loads.append(processes)
-        yield
-
-    monkeypatch.setattr(fault_runs, "busy", busy)
-    monkeypatch.setattr(fault_runs, "settle", lambda: None)
-    monkeypatch.setattr(fault_runs, "usable_cores", lambda: 4)
-    monkeypatch.setattr(fault_runs, "profile", lambda case, steps: Answer(f"{loads[-1]} busy"))
-    found = fault_runs.repeated(FAULT, 50, 3)
-    assert loads == [0, 2] * 3
-    assert (found.quiet, found.half_busy) == (["0 busy"] * 3, ["2 busy"] * 3)
-    assert found.date == date.today().isoformat()
-    assert found.machine.startswith("cpu")
-
-
-def test_repeated_runs_have_a_date_and_a_machine_of_their_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The rest of the record keeps its own: it was measured then and there."""
-    monkeypatch.setattr("benchmarks.record.FOLDER", tmp_path)
-    seen = stability(["none"] * 2, ["none"] * 2)
-    answered = dataclasses.replace(row("healthy_mlp", "none"), answer=Answer("none", step_ms=1.0))
-    fault_matrix._record([answered], fault_runs.Plan(remedy=False), ())
-    (path,) = tmp_path.iterdir()
-    before = json.loads(path.read_text()) | {"date": "2026-01-02", "machine": "cpu (old)", "rivals_date": "2026-01-01"}
-    path.unlink()
-    (tmp_path / "fault-matrix-cpu-2026-01-02.json").write_text(json.dumps(before))
-
-    again = dataclasses.replace(seen, date="2026-03-04", machine="cpu (new)")
-    rows = [dataclasses.replace(row("healthy_mlp", "none"), stability=again)]
-    fault_matrix._record(rows, fault_runs.Plan(remedy=False, repeats=2), ("healthy_mlp",))
-
-    (path,) = tmp_path.iterdir()
-    held = json.loads(path.read_text())
-    assert (path.name, held["machine"]) == ("fault-matrix-cpu-2026-01-02.json", "cpu (old)")
-    assert held["cases"][0]["answer"]["step_ms"] == 1.0  # of the day and the machine that stand over the table
-    assert "Profiled repeatedly: 1 on 2026-03-04, cpu (new)." in fault_matrix.table_block(held)
-
-
-def test_agreement_is_a_column_and_too_little_of_it_ends_the_command_with_1(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = stability(["input.storage"] * 2, ["input.storage", "none"])
-    found = dataclasses.replace(row("input_storage", "input.storage"), stability=seen)
-    monkeypatch.setattr(Plan, "examine", lambda plan, case: found)
-    done = CliRunner().invoke(fault_matrix.main, ["input_storage", "--no-remedy", "--stability", "2"])
-    assert done.exit_code == 1
-    assert "2 of 2, half-busy 1 of 2 (none 1x) ✗" in done.output
-    assert "0 of 1 stable, least 50% (input_storage)" in done.output
-
-
 def test_agreement_is_recorded_and_stays_beside_cases_that_are_run_again() -> None:
     seen = stability(["input.storage"] * 2, ["input.storage"] * 2)
     old = dataclasses.replace(row("input_storage", "input.storage"), stability=seen)
@@ -126,12 +67,6 @@ def test_agreement_is_recorded_and_stays_beside_cases_that_are_run_again() -> No
     block = fault_matrix.table_block({"date": "", "command": "", "machine": "", "torch": "", **held})
     assert "| script | accel says | same first cause |" in block
     assert "2 of 2, half-busy 2 of 2" in block
-
-
-def test_stability_brings_its_own_load() -> None:
-    done = CliRunner().invoke(fault_matrix.main, ["--stability", "2", "--loaded"])
-    assert done.exit_code == 2
-    assert "leave out --loaded" in " ".join(done.output.replace("│", " ").split())
 
 
 def test_cases_run_again_replace_their_recorded_rows_and_keep_what_was_not_asked() -> None:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import ast
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
 
 from accel.profiler.report import Finding, ProfileReport, Saving, from_json
 from benchmarks import fault_matrix
@@ -70,18 +68,6 @@ def test_script_shadows_no_module_and_imports_nothing_of_ours(case: Case) -> Non
     assert not {name.partition(".")[0] for name in names} & {"accel", "benchmarks", *CASES}
 
 
-RUNS = [(case, fixed) for case in CASES.values() for fixed in (False, True) if not (fixed and case.healthy)]
-
-
-@pytest.mark.parametrize(
-    ("case", "fixed"),
-    [pytest.param(case, fixed, id=f"{case.name}{'-fixed' if fixed else ''}") for case, fixed in RUNS],
-)
-@pytest.mark.slow
-def test_script_prints_one_line_of_figures(case: Case, fixed: bool) -> None:
-    check_figures(train(case, "--steps", "12", *(["--fixed"] if fixed else [])))
-
-
 @pytest.mark.parametrize("arguments", [("input_iterator",), ("outside_periodic", "--fixed")], ids=" ".join)
 def test_scripts_without_and_with_a_main_print_one_line_of_figures(arguments: tuple[str, ...]) -> None:
     """In a process that has imported torch, where a fresh interpreter takes seconds for it."""
@@ -97,13 +83,6 @@ def check_figures(printed: str) -> None:
     assert found.steps == 12
     assert found.seconds_per_step > 0
     assert found.samples_per_second > 0
-
-
-def test_script_refuses_fewer_steps_than_its_warm_up() -> None:
-    reads = [sys.executable, "-c", "import common; common.arguments(None)"]
-    with pytest.raises(RunFailed, match=r"--steps must be larger than 10\. Found: 10"):
-        fault_runs.run([*reads, "--steps", "10"], FOLDER)
-    assert fault_runs.run([*reads, "--steps", "11"], FOLDER) == ""
 
 
 # Commands
@@ -125,37 +104,6 @@ def test_remedy_is_asked_for_with_fixed() -> None:
     command = fault_runs.script_command(FAULT, 50, fixed=True)
     assert command == [sys.executable, str(FAULT.script), "--steps", "50", "--fixed"]
     assert fault_runs.script_command(FAULT, 50, fixed=False) == command[:-1]
-
-
-def test_failing_command_says_why() -> None:
-    with pytest.raises(RunFailed, match="exit status 3: gone wrong"):
-        fault_runs.run([sys.executable, "-c", "import sys; print('gone wrong', file=sys.stderr); sys.exit(3)"])
-
-
-def test_hanging_command_is_ended() -> None:
-    with pytest.raises(RunFailed, match=r"took longer than 0 s"):
-        fault_runs.run([sys.executable, "-c", "import time; time.sleep(60)"], limit_s=0.1)
-
-
-def test_figures_are_the_last_line_of_json() -> None:
-    line = '{"steps": 12, "seconds_per_step": 0.5, "samples_per_second": 4.0}'
-    assert fault_runs.timing_of(f"[W] a warning\n{line}\nbye\n") == Timing(12, 0.5, 4.0)
-    with pytest.raises(RunFailed, match="printed no line of figures: bye"):
-        fault_runs.timing_of("bye\n")
-
-
-def test_busy_processes_end_with_the_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    begun: list[subprocess.Popen[bytes]] = []
-
-    class Counted(subprocess.Popen):  # type: ignore[type-arg]
-        def __init__(self, *args: Any, **options: Any) -> None:
-            super().__init__(*args, **options)
-            begun.append(self)
-
-    monkeypatch.setattr(subprocess, "Popen", Counted)
-    with fault_runs.busy(1):
-        assert [process.poll() for process in begun] == [None]
-    assert all(process.poll() is not None for process in begun)
 
 
 # Judging
@@ -214,11 +162,6 @@ def test_saving_is_of_the_step_or_of_the_sample() -> None:
     assert fault_rows.saving(plain, fixed, "samples_per_second") == pytest.approx(0.75)
 
 
-def test_remedy_spans_its_pairs() -> None:
-    found = fault_rows.remedy_of([timing(0.010), timing(0.020)], [timing(0.005), timing(0.005)], "seconds_per_step")
-    assert (found.saving, found.low, found.high) == pytest.approx((1 - 10 / 30, 0.5, 0.75))
-
-
 def test_error_is_that_of_a_right_answer_only() -> None:
     remedy = Remedy([], [], 0.6, 0.5, 0.7)
     answer = Answer("input.storage", predicted=Saving(value=0.55, low=0.5, high=0.6))
@@ -226,18 +169,6 @@ def test_error_is_that_of_a_right_answer_only() -> None:
     assert fault_rows.error_of(answer, remedy, right=False) is None
     assert fault_rows.error_of(answer, None, right=True) is None
     assert fault_rows.error_of(Answer("input.storage"), remedy, right=True) is None
-
-
-def test_turns_alternate_so_that_a_drift_falls_on_both(monkeypatch: pytest.MonkeyPatch) -> None:
-    order = []
-
-    def time_script(case: Case, steps: int, *, fixed: bool) -> Timing:
-        order.append(fixed)
-        return timing(0.005 if fixed else 0.010)
-
-    monkeypatch.setattr(fault_runs, "time_script", time_script)
-    assert fault_runs.race(FAULT, 50).saving == pytest.approx(0.5)
-    assert order == [False, True, True, False]
 
 
 def test_summary_counts_faults_alarms_and_predictions() -> None:
@@ -270,27 +201,3 @@ def test_profiler_that_fails_is_a_wrong_answer(monkeypatch: pytest.MonkeyPatch) 
     assert found.answer is not None
     assert found.answer.failed == "exit status 2: no such command"
     assert "FAIL" in fault_matrix.one_line(found)
-
-
-def test_report_is_read_from_where_the_profiler_was_told_to_leave_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    def run(command: list[str]) -> str:
-        Path(command[command.index("--json") + 1]).write_text(report("input.storage").to_json(), "utf-8")
-        return ""
-
-    monkeypatch.setattr(fault_runs, "run", run)
-    monkeypatch.setattr(fault_runs, "settle", lambda: None)
-    assert Plan(remedy=False).examine(FAULT).right is True
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["nothing"], "no such case: nothing"),
-        (["--tools", "accel,perf"], "--tools must be of accel, traceml, gpuprof. Found: perf"),
-        (["--tools", "traceml"], "give it with --rivals-python PATH"),
-    ],
-)
-def test_command_line_says_what_is_wrong(arguments: list[str], words: str) -> None:
-    done = CliRunner().invoke(fault_matrix.main, arguments)
-    assert done.exit_code == 2
-    assert words in " ".join(done.output.replace("│", " ").split())

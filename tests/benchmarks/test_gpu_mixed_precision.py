@@ -24,14 +24,6 @@ def _short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(race, "STEPS", 4)
 
 
-@pytest.mark.slow  # of all three trainings the model takes 15 s
-@pytest.mark.parametrize("dtype", race.DTYPES, ids=str)
-def test_both_train_as_float32_does(dtype: torch.dtype) -> None:
-    row = race.measured(dtype, "tiny", "cpu", timed, lambda: 100)
-    assert (row["speedup"], row["memory"]) == (1.0, 1.0)
-    assert set(row["losses"]) == {"float32", "autocast", "O2"}
-
-
 def test_other_losses_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     losses = iter([1.0, 1.04, 1.06])
     monkeypatch.setattr(race, "Job", lambda size, device: None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from benchmarks import proof
-from benchmarks.gpu import searches, tables
+from benchmarks.gpu import tables
 
 TIME = {"median": 0.1234, "low": 0.12, "high": 0.125}
 RESULT: dict[str, Any] = {
@@ -72,29 +72,6 @@ def test_rivals_that_disagree_are_named_so() -> None:
     assert "| 1 | 123 [120, 125] | 123 [120, 125] | | |" in text
 
 
-def test_sections_without_rows_are_left_out() -> None:
-    text = tables.training_block(RESULT)
-    assert "| mlp | 0.50 | 5.0x | | |" in text
-    assert "BERT-base" not in text
-
-
-def test_parts_of_a_step_stand_beside_each_other() -> None:
-    parts = {"float16": {"autocast": {"products": 2.0, "casts": 1.0}, "O2": {"products": 2.04}}}
-    text = tables.training_block({**RESULT, "mixed_precision": {"rows": [], "parts": parts}})
-    assert "| products | 2.0 | 2.0 |\n| casts | 1.0 | |" in text
-
-
-def test_a_job_that_missed_its_target_has_no_ratio() -> None:
-    rows = [
-        {"variant": "x1", "seconds": (8.0,), "reached": 1, "against_start": (1.0,), "against_best": (0.5,)},
-        {"variant": "x32", "seconds": (9.0,), "reached": 0, "against_start": None, "against_best": None},
-    ]
-    common = {"job": "images", "samples": 64_000, "steps": 4000}
-    text = tables.to_target_block({**RESULT, "to_target": {"run": "a day", "comparison": [common | r for r in rows]}})
-    assert "| images | x1 | 8.0 | 64,000 | 4,000 | 1.00x | 0.50x |" in text
-    assert "| images | x32 | 9.0, target missed | 64,000 | 4,000 | | |" in text
-
-
 def test_the_front_page_claims_nothing_where_a_test_failed() -> None:
     slower = {"median": 1.234, "low": 1.2, "high": 1.25}
     rows = [
@@ -129,47 +106,3 @@ def test_a_figure_stands_beside_the_best_rivals_and_the_whole_steps() -> None:
     assert op.against == "`torch.compile`, the best rival; timm's fused path; the step: `torch.compile` alone"
     assert op.figure == "7.00x [7.00, 7.00]; 17.0x [17.0, 17.0]; 0.90x [0.80, 1.00]"
     assert (both.what.endswith(", and compiled"), both.figure) == (True, "1.20x [1.10, 1.30]")
-
-
-SEARCHES: dict[str, Any] = {
-    "command": "python -m benchmarks.whole_process",
-    "date": "2026-01-01",
-    "machine": "NVIDIA T1, 16 cores",
-    "torch": "2.11",
-    "rows": [
-        {"model": "bert", "variant": "plain", "end_s": 20.0, "strategies": []},
-        {"model": "bert", "variant": "reduced", "end_s": 50.0, "strategies": [{"name": "a", "status": "not tried"}]},
-    ],
-    "again": {
-        "searches": [
-            {
-                "model": "resnet",
-                "variant": "reduced",
-                "end_s": 75.0,
-                "strategies": [{"name": "pin_memory", "status": "kept", "gain": 1.111}],
-            },
-            {"model": "resnet", "variant": "reduced", "end_s": 125.04, "strategies": []},
-        ],
-        "search_of_125_s": "pin_memory had been kept by a second one (1.12x [1.09, 1.15])",
-    },
-    "later": {"end_s": 115.0, "verdict": "no verdict", "strategies": [{"name": "a", "status": "undone"}]},
-    "day_after": {
-        "end_s": 150.0,
-        "verdict": "4.86x [4.84, 4.87]: 115 to 558 samples/s",
-        "strategies": [{"name": "autocast_bf16", "status": "kept", "gain": 4.7}],
-    },
-}
-
-
-def test_searches_say_what_was_kept_and_over_which_plain_loop() -> None:
-    table = [line for line in searches.searches_block(SEARCHES).splitlines() if line.startswith("|")][2:]
-    assert table == [
-        "| BERT-base | reduced | 50 | nothing, nothing was tried | | IEEE float32 (torch's default) |",
-        "| ResNet-50 | reduced | 75 | `pin_memory` | 1.11x in its own trial | float32 in TF32 (torch's default) |",
-        "| ResNet-50 | reduced | 125 | nothing by the first search, `pin_memory` by a second | 1.12x [1.09, 1.15]"
-        " | float32 in TF32 (torch's default) |",
-        "| BERT-base | reduced | 115 | nothing | | IEEE float32 (torch's default) |",
-        "| BERT-base | reduced | 150 | `autocast_bf16` | 4.86x [4.84, 4.87] | IEEE float32 (torch's default) |",
-    ]
-    first = [line.figure for line in proof._searches(SEARCHES) if line.headline]
-    assert first == ["4.86x [4.84, 4.87]", "1.12x [1.09, 1.15]", "1.11x in its own trial"]

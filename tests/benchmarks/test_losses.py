@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 
-import pytest
 import torch
 
 from benchmarks.losses import Losses
@@ -26,11 +25,3 @@ def _scalars() -> int:
     """Return how many tensors of no dimension there are."""
     gc.collect()
     return sum(type(each) is torch.Tensor and each.dim() == 0 for each in gc.get_objects())
-
-
-@pytest.mark.parametrize("count", [0, 1])
-def test_few_losses(count: int) -> None:
-    losses = Losses(torch.device("cpu"))
-    for _ in range(count):
-        losses.add(torch.tensor(2.0))
-    assert losses.numbers() == [2.0] * count

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import accel
-from benchmarks.never_slower import TURN, Turns, race
+from benchmarks.never_slower import TURN, Turns
 
 
 def test_turns_go_a_b_b_a_and_b_is_disabled(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -39,11 +39,3 @@ def test_no_turn_begins_before_the_search_ends(monkeypatch: pytest.MonkeyPatch) 
     for step in range(50):
         turns(step)
     assert not turns.settled and not turns.accelerated and not turns.plain
-
-
-@pytest.mark.slow
-def test_a_loop_races_itself() -> None:
-    found = race("mlp", "reordered", pairs=4)
-    assert found["settled"]
-    assert 0.3 < found["ratio"] < 3
-    assert found["low"] <= found["ratio"] <= found["high"]

@@ -10,12 +10,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
 
 from accel.goodput.efficiency import NoiseInterval, gain
 from accel.goodput.observations import Configuration
 from benchmarks import pollux
-from benchmarks.goodput import iterations, profiles
+from benchmarks.goodput import profiles
 from benchmarks.record import newest
 from tests.accel.goodput.goodput_cases import TYPICAL
 
@@ -106,30 +105,6 @@ def test_steps_that_follow_a_share_are_predicted_by_it(data: Path) -> None:
     # Of two applications the other one's share is its own.
     assert [row["others_share"] for row in rows[:2]] == pytest.approx([0.3, 0.8], abs=0.02)
     assert rows[0]["others"] > 1 > rows[1]["others"]
-
-
-def test_the_first_epochs_noise_is_replaced_where_there_are_others(data: Path) -> None:
-    runs = profiles.runs(data, "first")
-    assert [run.batch for run in runs] == [32, 64, 128, 1024]
-    clean = iterations.Application(runs, clean=True)
-    assert clean.noise(runs[0])[:2].tolist() == [runs[0].noise[1]] * 2
-    short = runs[0]._replace(noise=runs[0].noise[:2])
-    assert clean.noise(short).tolist() == short.noise.tolist()
-
-
-def test_runs_without_a_signal_are_left_out(data: Path) -> None:
-    run = {"progress": 100, "iteration": 50, "metric": 0.5, "grad_var": 1.0}
-    write(data / "traces" / "first" / "validation-64.csv", [{**run, "grad_sqr": 0.0}, {**run, "grad_sqr": 2.0}])
-    runs = profiles.runs(data, "first")
-    assert runs[1].noise.tolist() == [np.inf, 16.0]
-    assert not iterations.usable(runs)
-    assert [row["application"] for row in pollux.count_steps(data, SHARES)] == ["second"] * 2
-
-
-def test_the_command_prints_each_table_and_the_mean(data: Path) -> None:
-    done = CliRunner().invoke(pollux.main, ["--data", str(data), "--rounds", "1"], catch_exceptions=False)
-    lines = done.output.splitlines()
-    assert [line.split()[0] for line in lines] == ["first,", "second,", "mean", *["first", "second"] * 2]
 
 
 # What was recorded

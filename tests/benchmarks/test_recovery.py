@@ -26,13 +26,6 @@ def test_any_worker_and_both(tmp_path: Path) -> None:
     assert workers.wait_for(2) == 2.1
 
 
-def test_a_job_that_does_not_come_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recovery, "_TIMEOUT_S", 0.05)
-    worker(tmp_path, "1-10", (1.0, 1, 2), (5.0, 2, 1))
-    with pytest.raises(TimeoutError, match="took no 1 steps"):
-        Workers(tmp_path).wait_for(1, since=3.0)
-
-
 def test_a_row_counts_what_did_not_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
     outcomes = [Recovery(1.0, 2.0, 3), RuntimeError("gone"), Recovery(3.0, 6.0, 5)]
 

@@ -7,14 +7,13 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import CliRunner
 
 from benchmarks import repeated_tests
-from benchmarks.repeated_tests import CONDITIONS, Outcome, is_green, table_block
+from benchmarks.repeated_tests import CONDITIONS, Outcome, is_green
 
 _TESTS = """
 import pytest
@@ -69,41 +68,6 @@ def test_green_is_a_run_without_failures_and_without_skips_for_load(changes: dic
     assert is_green(green(**changes)) is expected
 
 
-def test_parts_are_added_up() -> None:
-    parts = [
-        Outcome(0, {"passed": 3}, (), {"a": 1}),
-        Outcome(5),
-        Outcome(1, {"passed": 1, "failed": 1}, ("x",), {"a": 2}),
-    ]
-    whole = Outcome.merged(parts)
-    assert whole.status == 1
-    assert whole.counts == {"passed": 4, "failed": 1}
-    assert (whole.failures, whole.skips) == (["x"], {"a": 3})
-    assert Outcome.merged(parts[:2]).status == 0
-
-
-def test_the_table_has_a_line_for_each_condition() -> None:
-    rows = [green(), green(number=2, seconds=3.0, failed=1, failures=["tests/a.py::b"]), green(condition="nice")]
-    result = {"command": "c", "date": "2026-11-24", "machine": "m", "cores": 2, "torch": "2", "rows": rows}
-    lines = table_block(result).splitlines()
-    assert lines[-2] == "| a quiet machine | 2 | 1 | 1 to 3 | 5 | 1 | `tests/a.py::b` |"
-    assert lines[-1].startswith("| under `nice -n 19`, beside `make bench` | 1 | 1 |")
-
-
-def test_a_run_that_never_ends_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(repeated_tests, "LIMIT_S", 0.2)
-    assert repeated_tests.run_tests([sys.executable, "-c", "import time; time.sleep(60)"]).status is None
-
-
-def test_the_process_has_the_core_it_was_given(tmp_path: Path) -> None:
-    tests = repeated_tests.make_test(sys.executable, "-c", _WRITES, str(tmp_path / "cores"), core=0)
-    assert tests(1).status == 0
-    assert (tmp_path / "cores").read_text() == "{0}"
-
-
-_WRITES = "import os, sys; open(sys.argv[1], 'w').write(str(os.sched_getaffinity(0)))"
-
-
 def test_conditions_are_those_of_the_manual() -> None:
     assert {name: condition.times for name, condition in CONDITIONS.items()} == {
         "quiet": 10,
@@ -113,18 +77,6 @@ def test_conditions_are_those_of_the_manual() -> None:
         "random_order": 3,
         "file_alone": 1,
     }
-
-
-@pytest.mark.parametrize(
-    ("times", "first", "numbers"), [(None, 1, [1, 2, 3]), (None, 3, [3]), (2, 1, [1, 2]), (2, 4, [4, 5])]
-)
-def test_a_recording_can_be_gone_on_with(
-    times: int | None, first: int, numbers: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    condition = repeated_tests.Condition("short", 3, lambda number: Outcome(0, {"passed": number}))
-    monkeypatch.setitem(repeated_tests.CONDITIONS, "quiet", condition)
-    rows = list(repeated_tests.runs(["quiet"], times, first))
-    assert [row["number"] for row in rows] == [row["passed"] for row in rows] == numbers
 
 
 def test_what_has_run_is_recorded_when_the_rest_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,19 +95,3 @@ def test_what_has_run_is_recorded_when_the_rest_is_ended(monkeypatch: pytest.Mon
     done = CliRunner().invoke(repeated_tests.main, ["quiet", "--record"])
     assert (done.exit_code, [row["number"] for row in written]) == (128 + signal.SIGTERM, [1])
     assert signal.getsignal(signal.SIGTERM) == before
-
-
-def test_a_run_is_ended_with_what_waits_for_it() -> None:
-    def stop(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGALRM, stop)
-    try:
-        signal.setitimer(signal.ITIMER_REAL, 0.5)
-        began = time.monotonic()
-        with pytest.raises(KeyboardInterrupt):
-            repeated_tests.run_tests([sys.executable, "-c", "import time; time.sleep(60)"])
-        assert time.monotonic() - began < 30
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)

@@ -36,13 +36,6 @@ def test_the_longest_time_without_a_step_and_that_until_all_ranks_step(tmp_path:
     assert found.repeated == 0
 
 
-def test_a_job_that_does_not_come_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resizing, "_TIMEOUT_S", 0.05)
-    worker(tmp_path, "1-10", (1.0, 1, 1))
-    with pytest.raises(TimeoutError, match="2 ranks took no 1 steps"):
-        change(Job(lambda ranks: None), Workers(tmp_path), 2)  # type: ignore[arg-type]
-
-
 def test_a_row_is_of_all_changes_of_a_kind() -> None:
     found = [Change(True, 0.25, 3.0, 0), Change(False, 2.5, 5.0, 2), Change(True, 0.5, 4.0, 0)]
     (row,) = rows_of("in place", {"1 to 2": found})

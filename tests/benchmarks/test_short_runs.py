@@ -3,19 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import CliRunner
 
-from benchmarks import record, short_runs
-
-
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(record, "FOLDER", tmp_path)
-    return tmp_path
+from benchmarks import short_runs
 
 
 def run(monkeypatch: pytest.MonkeyPatch, ratio: float, *arguments: str) -> tuple[Any, list[int]]:
@@ -46,15 +39,3 @@ def test_it_fails_where_a_run_is_shown_to_be_longer(monkeypatch: pytest.MonkeyPa
     assert done.exit_code == status
     assert f"cnn     20 s, quiet: {1 / ratio:.3f} [{1 / ratio / 1.01:.3f}" in done.output
     assert busy[0] == 0 and busy[1] >= 1
-
-
-def test_rows_are_recorded_one_by_one(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    run(monkeypatch, 1.25, "--record")
-    rows = short_runs.RECORD.rows()
-    assert [(row["model"], row["seconds"], row["load"], row["longer"]) for row in rows] == [
-        ("cnn", 20.0, "quiet", 0.8),
-        ("cnn", 20.0, "half busy", 0.8),
-    ]
-    result = record.newest("short-runs")
-    assert result is not None
-    assert "| cnn | 20 | quiet | 100 | 0.800 [0.792, 0.808] | allocator |" in short_runs.RECORD.block(result)

@@ -34,21 +34,3 @@ def test_the_loop_takes_the_values_that_ours_reads(batch: Batch) -> None:
     assert held.boxes.dtype == torch.float32
     assert held.gt_classes.dtype == torch.int64
     assert [int(one.fg_mask.sum()) for one in held.loop()] == batch.assign().num_fg.tolist()
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")  # of the compiler's own
-def test_the_plain_path_compiles_whole(batch: Batch) -> None:
-    torch._dynamo.reset()
-    compiled = torch.compile(bench.plain, fullgraph=True, dynamic=False, backend="aot_eager")
-    assert bench.disagreement(compiled(batch), batch, 1) == ""
-
-
-def test_a_rival_that_fails_says_why(batch: Batch) -> None:
-    def failing() -> None:
-        raise RuntimeError("no memory")
-
-    assert bench.rival(failing, batch) == {"failed": "RuntimeError: no memory"}
-    other = batch_of(2, 6, CPU, torch.float16)
-    other.gt_boxes.add_(300)
-    assert "otherwise than published" in bench.rival(other.assign, batch)["failed"]

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from accel.strategies.allocator import Allocator
-from benchmarks.step_times import Options, Slowed, Steps, against_plain, judge, measure, settle, slower
-from benchmarks.suite.conftest import Field, slowed
+from benchmarks.step_times import Options, Slowed, Steps, against_plain, judge, measure, slower
+from benchmarks.suite.conftest import Field
 from tests.test_layout import ROOT
 
 
@@ -114,21 +114,6 @@ def test_slower_is_beyond_the_limit_and_the_interval(own: list[float], verdict: 
     assert slower(results, "planned") is verdict
 
 
-def test_what_fails_is_left_out_and_the_others_go_on() -> None:
-    players = {"plain": Played(0.02), "fabric": Played(0.02, failed="RuntimeError: no"), "planned": Played(0.02)}
-    results = measure(players, OPTIONS)
-    assert players["fabric"].steps == [4]
-    assert results["fabric"].failed == "RuntimeError: no"
-    assert len(results["planned"].turns) == len(results["plain"].turns) == 6
-    assert all(player.left == 1 for player in players.values())
-    assert not slower(results, "fabric")
-
-
-def test_a_search_without_an_end_is_cut_off() -> None:
-    endless = Played(0.5, settles_after=10**6)
-    assert settle(endless, limit_s=10.0).settle_s == pytest.approx(10.0, abs=3.0)
-
-
 def test_a_strategy_is_slow_on_purpose_only_while_it_is_on(monkeypatch: pytest.MonkeyPatch) -> None:
     waited: list[float] = []
     monkeypatch.setattr("time.sleep", waited.append)
@@ -142,13 +127,6 @@ def test_a_strategy_is_slow_on_purpose_only_while_it_is_on(monkeypatch: pytest.M
     strategy.disable(run)
     slow.wait()
     assert waited == [0.5]
-
-
-def test_what_is_slowed_is_read_from_the_command_line() -> None:
-    assert slowed(None) is None
-    assert slowed("allocator=0.05") == ("allocator", 0.05)
-    with pytest.raises(pytest.UsageError, match=r"must be STRATEGY=SECONDS.*Found: allocator"):
-        slowed("allocator")
 
 
 @pytest.mark.slow

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmarks import length_balance, loaders, proof
+from benchmarks import loaders, proof
 
 
 def row(job: str, loader: str, epoch_s: float, speedup: float, spread: float = 0.1) -> dict[str, Any]:
@@ -65,32 +65,3 @@ def test_other_jobs_are_compared_with_their_first_loader() -> None:
         row(job, "DataLoader, 2 persistent workers", 0.1, 2.0),
         row(job, "continuous, auto", 0.08, 2.5),
     ) == [("DataLoader, 2 workers (persistent ones: 2.00x)", "2.50x [2.40, 2.60]")]
-
-
-def test_a_loader_is_not_named_as_another() -> None:
-    job = "512 JPEG 500x375 to 224x224, 30 ms step"
-    rows = [("DataLoader, 2 workers", 1.0), ("continuous, auto", 1.6), ("ImageDataset: continuous, auto", 2.0)]
-    shown = list(proof._loaders(result(*(row(job, loader, 0.4 / speedup, speedup) for loader, speedup in rows))))
-    assert [(line.what.partition(":")[0], line.figure[:5]) for line in shown[:-1]] == [
-        ("`ContinuousLoader`", "1.60x"),
-        ("`ContinuousLoader` and `ImageDataset`", "2.00x"),
-    ]
-
-
-def test_lengths_have_a_table_for_each_set_padded_and_not() -> None:
-    rows = [
-        {"lengths": name, "policy": "ours", "padded": padded, "efficiency": 0.5, "padding": 0.25, "steps": 7}
-        | {"plan_s_per_100k": None if padded else 0.125}
-        for name in ("a", "b")
-        for padded in (False, True)
-    ]
-    text = length_balance.RECORD.block(result(*rows) | {"lengths": ["a: 3 samples", "b: 4 samples"]})
-
-    assert [line for line in text.splitlines() if line.startswith("**")] == [
-        "**a, not padded**",
-        "**a, padded to the longest of the batch**",
-        "**b, not padded**",
-        "**b, padded to the longest of the batch**",
-    ]
-    assert text.count("| ours | 50.0% | 25.0% | 7 | 0.12 s |") == 2
-    assert text.count("| ours | 50.0% | 25.0% | 7 |  |") == 2

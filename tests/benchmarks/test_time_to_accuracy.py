@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner
 from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
 from benchmarks import time_to_accuracy
-from benchmarks.readme import BLOCKS
 from benchmarks.render import Row
-from benchmarks.to_target.jobs import JOBS, Job, Source, Windows
+from benchmarks.to_target.jobs import Job, Source
 from benchmarks.to_target.process import Outcome, Stopwatch, scale_by_hand, train
 
 
@@ -64,10 +61,6 @@ def test_a_run_ends_without_the_target_at_its_most_samples_or_when_it_has_diverg
     assert (outcome.reached, outcome.samples) == (False, samples)
 
 
-def test_a_loss_is_at_its_target_from_above() -> None:
-    assert [job([0.0], falls=True, target=2.0).reached(score) for score in (2.1, 2.0, 1.9)] == [False, True, True]
-
-
 def test_evaluations_come_by_samples_and_once_for_a_batch_that_passes_several(source: Source) -> None:
     outcome = train(job([50.0], every=48, most=512), source, Outcome("made", "x16", 0, 80.0))
     assert [each.samples for each in outcome.evaluations] == [128, 256, 384, 512]
@@ -99,12 +92,6 @@ def test_a_fixed_batch_has_the_rates_that_accel_would_give_it() -> None:
     assert group["betas"] == pytest.approx((0.7, 0.97))
 
 
-def test_the_starting_batch_has_its_own_rates() -> None:
-    sgd = torch.optim.SGD([nn.Parameter(torch.zeros(1))], 0.1)
-    scale_by_hand(sgd, job([0.0]), 8)
-    assert sgd.param_groups[0]["lr"] == 0.1
-
-
 def test_a_run_under_accel_tells_how_the_batch_changed(source: Source) -> None:
     outcome = train(job([50.0], most=2000), source, Outcome("made", "accel", 0, 80.0))
     assert outcome.batches[0]["batch"] == 8
@@ -124,28 +111,6 @@ class Numbers(Dataset[Any]):
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         self.asked_for.append(index)
         return torch.tensor([index / 4800] * 4), torch.tensor(index % 2)
-
-
-@pytest.mark.parametrize("seed", [0, 7])
-def test_all_variants_have_the_samples_in_one_order(seed: int) -> None:
-    def order(variant: str) -> list[int]:
-        data = Numbers()
-        alike = job([50.0], batch=80, every=4800, most=9600)
-        train(alike, Source("made", data, [], 2), Outcome("made", variant, seed, 80.0))
-        return data.asked_for[:9600]
-
-    one = order("x1")
-    assert sorted(one[:4800]) == sorted(one[4800:]) == list(range(4800))
-    assert one[:4800] != one[4800:]
-    assert order("x4") == one
-    assert order("accel") == one
-
-
-def test_pieces_of_a_text_have_the_next_characters() -> None:
-    windows = Windows(torch.arange(100), 8)
-    x, y = windows[2]
-    assert (int(x[0]), int(y[0]), len(x)) == (16, 17, len(y))
-    assert len(windows) == len(range(0, 100 - len(x), 8))
 
 
 def row(variant: str, seed: int, seconds: float, reached: bool = True) -> Row:
@@ -179,24 +144,3 @@ def test_accel_is_not_as_wanted_when_slower_than_the_best_or_without_the_target(
 def test_without_a_start_that_comes_to_the_target_there_is_no_ratio_to_it() -> None:
     rows = [{**each, "reached": each["reached"] and each["variant"] != "x1"} for each in ROWS]
     assert time_to_accuracy.compare(rows)[-1].against_start is None
-
-
-def test_the_table_has_a_line_for_each_variant() -> None:
-    result = {"command": "c", "date": "2026-01-01", "machine": "m", "torch": "2", "rows": ROWS}
-    text = time_to_accuracy.table_block(result)
-    assert (
-        "| images | accel | 2 of 2 | 3.2 s | 3,250 | 10 | 16 | 3.00x [2.00, 4.00] | 1.08x [0.67, 1.50] (x4) |" in text
-    )
-    assert [block.result for block in BLOCKS if block.text is time_to_accuracy.table_block] == ["time-to-accuracy"]
-
-
-def test_what_a_run_tells_is_declared() -> None:
-    outcome = dataclasses.asdict(Outcome("images", "x1", 0, 80.0))
-    assert set(time_to_accuracy.row_of(outcome)) == set(time_to_accuracy.RECORD.columns)
-    assert set(JOBS) == {"images", "text"}
-
-
-def test_short_targets_are_not_recorded() -> None:
-    done = CliRunner().invoke(time_to_accuracy.main, ["--short", "--record"])
-    assert done.exit_code == 2
-    assert "leave out --short" in done.output

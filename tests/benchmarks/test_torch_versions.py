@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,42 +24,6 @@ def test_the_versions_hold_the_oldest_that_is_promised_and_the_one_of_ci() -> No
     assert lowest and pinned
     assert torch_versions.VERSIONS[0].startswith(f"{lowest[1]}.")
     assert pinned[1] in torch_versions.VERSIONS
-
-
-def test_what_depends_on_torch_is_left_to_it() -> None:
-    wanted = " ".join(torch_versions.packages())
-    assert "pytest-xdist" in wanted and "click" in wanted
-    assert not re.search(r"\b(?:torch|torchvision|triton|setuptools)\b", wanted)
-    pins = torch_versions.constraints()
-    assert re.search(r"^pytest==", pins, re.MULTILINE)
-    assert not re.search(r"^(?:torch|torchvision|triton|setuptools)==", pins, re.MULTILINE)
-
-
-def test_an_environment_is_made_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    commands: list[list[str]] = []
-
-    def run(command: list[str], check: bool) -> None:
-        assert check
-        commands.append(command)
-        (tmp_path / ".venv-2.9.1").mkdir(exist_ok=True)
-
-    monkeypatch.setattr(torch_versions, "constraints", lambda: "click==1")
-    monkeypatch.setattr(torch_versions, "packages", lambda: ["click"])
-    monkeypatch.setattr(torch_versions, "ROOT", tmp_path)
-    monkeypatch.setattr(subprocess, "run", run)
-    python = torch_versions.interpreter("2.9.1")
-    assert python == str(tmp_path / ".venv-2.9.1" / "bin" / "python")
-    assert [command[1:3] for command in commands] == [["-m", "venv"], *[["-m", "pip"]] * 3]
-    assert commands[2][-3:] == ["torch==2.9.1", "torchvision", "click"]
-    assert commands[3][-2:] == ["--no-deps", "triton==3.6.0"]
-    assert torch_versions.interpreter("2.9.1") == python
-    assert len(commands) == 4
-
-
-def test_what_is_installed_is_asked_of_the_interpreter() -> None:
-    found = torch_versions.installed(sys.executable)
-    assert found["torch_found"] == metadata.version("torch")
-    assert found["python"] == ".".join(map(str, sys.version_info[:3]))
 
 
 @pytest.mark.parametrize(("outcomes", "code"), [([GREEN, GREEN], 0), ([GREEN, RED], 1)])

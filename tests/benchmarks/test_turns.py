@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -15,7 +13,6 @@ from typing import TypedDict
 
 import pytest
 
-from accel.profiler import host
 from benchmarks.turn_clock import TurnClock
 from benchmarks.turns import Command, take_turns
 
@@ -61,43 +58,6 @@ def test_a_failure_is_told_and_the_others_go_on() -> None:
     assert (failed.returncode, ended.returncode, ended.stdout) == (-signal.SIGABRT, 0, "7\n")
 
 
-_STOPPED = """
-import sys, time
-from benchmarks.turn_clock import end_with_parent, stop_this_group
-
-end_with_parent()
-print("stopping", flush=True)
-stop_this_group()
-"""
-_GIVER = """
-import subprocess, sys
-from benchmarks.turns import Command, _Run
-from pathlib import Path
-
-run = _Run(Command([sys.argv[1]], {}), Path(sys.argv[2]))
-assert run.turn()
-print(run._process.pid, flush=True)
-sys.stdin.read()
-"""
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="needs prctl of Linux")
-def test_who_waits_for_a_turn_ends_with_the_process_that_gives_them(tmp_path: Path) -> None:
-    (tmp_path / "stopped.py").write_text(_STOPPED)
-    (tmp_path / "giver.py").write_text(_GIVER)
-    line = [sys.executable, str(tmp_path / "giver.py"), str(tmp_path / "stopped.py"), str(tmp_path / "out")]
-    environment = {**os.environ, "PYTHONPATH": os.getcwd()}
-    giver = subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
-    with giver:
-        assert giver.stdout is not None
-        stopped = int(giver.stdout.readline())
-        giver.kill()
-    deadline = time.monotonic() + 30
-    while Path(f"/proc/{stopped}").exists() and "(zombie)" not in Path(f"/proc/{stopped}/status").read_text():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 @pytest.mark.parametrize("is_used", [True, False])
 def test_a_turn_ends_when_the_device_has_done_what_it_was_asked_for(
     is_used: bool, monkeypatch: pytest.MonkeyPatch
@@ -111,28 +71,3 @@ def test_a_turn_ends_when_the_device_has_done_what_it_was_asked_for(
     assert log == ["drained", "stopped"][not is_used :]
     TurnClock(60.0, lambda: log.append("too early"))._began = time.perf_counter()
     assert len(log) == 1 + is_used
-
-
-def test_clocks_and_the_meter_of_crowds_stand_still(monkeypatch: pytest.MonkeyPatch) -> None:
-    busy_s = [100.0]
-    monkeypatch.setattr(host, "_busy_seconds", lambda proc, cores: busy_s[0])
-    for name in ("time", "perf_counter", "monotonic", "time_ns", "perf_counter_ns", "monotonic_ns"):
-        monkeypatch.setattr(time, name, getattr(time, name))  # restored at the end
-    now = time.perf_counter
-
-    def others_run() -> None:
-        busy_s[0] += 5.0
-        until = now() + 0.2
-        while now() < until:
-            pass
-
-    clock = TurnClock(0.0, others_run)
-    clock.install()
-    before = time.time(), time.monotonic(), time.perf_counter_ns()
-    clock()
-    after = time.time(), time.monotonic(), time.perf_counter_ns()
-
-    assert [b - a for a, b in zip(before[:2], after[:2], strict=True)] == pytest.approx([0.0, 0.0], abs=0.1)
-    assert after[2] - before[2] < 10**8
-    assert clock.stopped_s == pytest.approx(0.2, abs=0.1)
-    assert host._busy_seconds(Path("/proc"), frozenset({0})) == pytest.approx(100.0)

@@ -12,7 +12,7 @@ import accel
 from accel import strategies
 from benchmarks.suite import MODELS, train_step
 from benchmarks.suite.files import from_files
-from benchmarks.variants import BY_HAND, RIVALS, VARIANTS, hand_tuned, rivals, variant
+from benchmarks.variants import BY_HAND, RIVALS, VARIANTS, rivals, variant
 from benchmarks.variants.recipes import ON_A_GPU, PUBLISHED, RECIPES, SETTINGS, STRATEGIES, by_hand
 
 
@@ -25,21 +25,6 @@ def test_every_model_has_recipes_of_known_settings() -> None:
 def test_a_models_first_recipe_can_be_a_plan() -> None:
     assert {setting for recipes in RECIPES.values() for setting in recipes[0]} <= set(STRATEGIES)
     assert {name for name, _ in STRATEGIES.values()} <= set(strategies.names())
-
-
-def test_a_recipe_is_found_by_its_name() -> None:
-    name = hand_tuned("ncf")[0]
-    assert name == f"{BY_HAND}allocator, fused"
-    workload = variant(f"{BY_HAND}fused").prepare(MODELS["ncf"]("tiny"), "ncf")
-    assert workload.optimizer.param_groups[0]["fused"] is True
-    assert variant(f"{BY_HAND}allocator, compile").caches
-    with pytest.raises(KeyError):
-        variant("unknown")
-
-
-def test_an_unknown_setting_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"must be among allocator, .* Found: jit"):
-        by_hand(MODELS["ncf"]("tiny"), ["jit"])
 
 
 def test_channels_last_reaches_weights_and_batches() -> None:
@@ -101,9 +86,3 @@ def test_data_come_from_files_that_are_made_once(model: str, kind: str, tmp_path
     assert {path: path.stat().st_mtime_ns for path in made} == made
     assert len(workload.loader) == len(plain.loader)
     assert torch.isfinite(train_step(workload, *next(iter(workload.loader))))
-
-
-def test_other_loaders_are_refused() -> None:
-    workload = MODELS["ncf"]("tiny")._replace(loader=[1, 2])
-    with pytest.raises(ValueError, match=r"must yield inputs and targets of a TensorDataset. Found: list"):
-        from_files(workload)

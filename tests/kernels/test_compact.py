@@ -155,8 +155,8 @@ def test_ops_keep_their_contract() -> None:
     x, mask = _inputs(7, (2,))
     source, _ = module._sources(mask, 5)
     opcheck(module._sources_op, (mask, 5))
-    opcheck(module._take_op, (x.requires_grad_(), source, 0.0))
-    opcheck(module._put_op, (x[:5].detach().requires_grad_(), source, 7))
+    opcheck(module._TAKE.opaque, (x.requires_grad_(), source, 0.0))
+    opcheck(module._PUT.opaque, (x[:5].detach().requires_grad_(), source, 7))
 
 
 def test_torch_compile_keeps_one_graph_and_the_gradient() -> None:

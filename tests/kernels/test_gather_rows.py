@@ -226,8 +226,8 @@ def test_few_rows_take_few_operators() -> None:
 
 def test_op_keeps_its_contract() -> None:
     x, index = _inputs((4, 3, 2))
-    opcheck(module._gather_op, (x.requires_grad_(), index))
-    opcheck(module._scatter_op, (x[:, 0].detach().requires_grad_(), index, 3))
+    opcheck(module._GATHER.opaque, (x.requires_grad_(), index))
+    opcheck(module._SCATTER.opaque, (x[:, 0].detach().requires_grad_(), index, 3))
 
 
 def test_torch_compile_keeps_one_graph_and_the_gradient() -> None:

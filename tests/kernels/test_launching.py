@@ -214,6 +214,17 @@ bound.clear()
 sequence(x, factor, out, last)
 kept()
 assert len(bound) == 4
+triton.knobs.runtime.launch_enter_hook.remove(hook)
+
+def refuse(*arguments):
+    raise TypeError("the launcher of another Triton takes other arguments")
+
+first(x, factor, out)
+first._bound = {key: each._replace(run=refuse) for key, each in first._bound.items()}
+first._last = first._last[0], first.bound_for(first._last[0])
+before = len(launched)
+first(x, factor, out)
+assert len(launched) == before + 1
 print("the same")
 '''
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
@@ -14,18 +12,13 @@ from tests.kernels.code_cases import (
     SIZES,
     decoded,
     encoded,
-    on_gpu,
     reference,
-    refused,
     rows,
     same_bits,
-    summed,
     values_of,
 )
-from tests.kernels.contract import opcheck
 
 EPS = torch.finfo(torch.float32).eps
-quiet = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # numpy's, of infinities and NaN
 
 
 @pytest.mark.parametrize("block", [*BLOCKS, 100])  # 100: a size that kernels don't take
@@ -76,38 +69,6 @@ def test_kernel_rounds_half_to_even(interpreted: None) -> None:
     assert found[4:].view(torch.int8).tolist() == [127, 0, 2, 2, 0, -2, -2, 126]
 
 
-def test_lost_may_be_the_residual_and_need_not_be_asked_for(interpreted: None) -> None:
-    values, residual = values_of(2049), values_of(2049, 1)
-    bytes_, left = reference(op, values, 64, residual)
-    out = torch.empty_like(bytes_)
-    op.encode(values, out, 64, residual, residual)
-    assert torch.equal(out, bytes_)
-    assert same_bits(residual, left)
-    out.fill_(255)
-    op.encode(values, out, 64)
-    assert torch.equal(out, reference(op, values, 64)[0])
-
-
-@quiet
-@pytest.mark.parametrize("path", ["plain", "kernels"])
-@pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
-@pytest.mark.parametrize("place", [0, 64, 199])
-def test_what_is_not_finite_stays_so_in_its_block_alone(
-    bad: float, place: int, path: str, request: pytest.FixtureRequest
-) -> None:
-    if path == "kernels":
-        request.getfixturevalue("interpreted")
-    values = torch.ones(200)
-    values[place] = bad
-    found, lost = encoded(op, values, 64)
-    own = torch.arange(200) // 64 == place // 64
-    out = decoded(op, found[None], 200, 64)
-    assert out[own].isnan().all()
-    assert lost[own].isnan().all()
-    assert out[~own].isfinite().all()
-    assert found[16:][own].eq(0).all()
-
-
 @pytest.mark.parametrize("value", [1e-45, -1e-38, 1.2e-35, 1.3e-35, 3.4e38])
 def test_ends_of_the_range(interpreted: None, value: float) -> None:
     values = torch.full((100,), value)
@@ -116,18 +77,6 @@ def test_ends_of_the_range(interpreted: None, value: float) -> None:
     assert torch.equal(found, reference(op, values, 64)[0])
     assert out.isfinite().all()
     torch.testing.assert_close(out + lost, values, rtol=EPS, atol=0)
-
-
-@pytest.mark.sample(6)
-@pytest.mark.parametrize("ranks", [1, 2, 5])
-@pytest.mark.parametrize("block", BLOCKS)
-@pytest.mark.parametrize("size", [0, 1, 65, 2049, 5003])
-def test_kernel_sums_in_rank_order(interpreted: None, size: int, block: int, ranks: int) -> None:
-    codes = rows(op, [values_of(size, seed) for seed in range(ranks)], block)
-    for start in (None, values_of(size, 9)):
-        found = decoded(op, codes, size, block, start)
-        if size:
-            assert same_bits(found, summed(op, codes, size, block, start))
 
 
 def test_sum_is_near_that_of_float64() -> None:
@@ -140,14 +89,6 @@ def test_sum_is_near_that_of_float64() -> None:
         exact, magnitude = exact + part, magnitude + part.abs()
     # A product and a sum are rounded for each rank.
     assert ((found - exact).abs() <= len(values) * EPS * magnitude).all()
-
-
-@pytest.mark.parametrize(("change", "reason"), refused(op))
-def test_what_does_not_fit_is_refused(change: dict[str, Any], reason: str) -> None:
-    call = {"values": torch.zeros(8), "encoded": torch.empty(op.encoded_bytes(8, 8), dtype=torch.uint8), "block": 8}
-    op.encode(**call)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=reason):
-        op.encode(**{**call, **change})
 
 
 @pytest.mark.parametrize(
@@ -166,20 +107,6 @@ def test_rows_that_do_not_fit_are_refused(codes: Tensor, out: Tensor, reason: st
         op.decode_sum(codes, out, 8)
 
 
-def test_ops_keep_their_contract_and_compile() -> None:
-    values, codes = values_of(100), torch.zeros(op.encoded_bytes(100, 64), dtype=torch.uint8)
-    opcheck(op.CODE.encode_op, (values, codes, 64, values.clone(), torch.zeros(100), 0.5))
-    opcheck(op.CODE.decode_sum_op, (rows(op, [values, values], 64), torch.zeros(100), 64, True))
-
-    def both(values: Tensor) -> Tensor:
-        encoded, out = values.new_empty(108, dtype=torch.uint8), torch.empty_like(values)
-        op.encode(values, encoded, 64)
-        op.decode_sum(encoded[None], out, 64)
-        return out
-
-    assert same_bits(torch.compile(both, backend="aot_eager", fullgraph=True)(values), both(values))
-
-
 def test_cost_counts_what_is_moved() -> None:
     assert op.cost_encode(1 << 20).bytes == (1 << 20) * (4 + 4 + 1 + 4) + 4 * 1024
     assert op.cost_encode(1 << 20, residual=False, lost=False).bytes == (1 << 20) * 5 + 4 * 1024
@@ -196,12 +123,3 @@ def test_gpu_writes_the_bits_of_the_cpu(size: int, block: int) -> None:
     bytes_, left = reference(op, values, block, residual)
     assert torch.equal(found.cpu(), bytes_)
     assert same_bits(lost.cpu(), left)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("size", [1, 2049, (1 << 20) + 3])
-def test_gpu_sums_as_the_reference(size: int) -> None:
-    codes, start = rows(op, [values_of(size, seed) for seed in range(7)], 1024), values_of(size, 9)
-    found = [decoded(op, on_gpu(codes), size, 1024, start.cuda()).cpu() for _ in range(2)]
-    assert same_bits(found[0], summed(op, codes, size, 1024, start))
-    assert same_bits(found[0], found[1])

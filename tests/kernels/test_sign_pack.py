@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from hypothesis import given
@@ -16,14 +14,11 @@ from tests.kernels.code_cases import (
     SIZES,
     decoded,
     encoded,
-    on_gpu,
-    refused,
     rows,
     same_bits,
     summed,
     values_of,
 )
-from tests.kernels.contract import opcheck
 
 EPS = torch.finfo(torch.float32).eps
 quiet = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # numpy's, of infinities and NaN
@@ -80,54 +75,10 @@ def test_decoded_and_lost_are_the_values(size: int, path: str, request: pytest.F
     assert ((out + lost - values).abs() <= EPS * (values.abs() + out.abs())).all()  # two roundings
 
 
-def test_lost_may_be_the_residual_and_need_not_be_asked_for(interpreted: None) -> None:
-    values, residual = values_of(2049), values_of(2049, 1)
-    bytes_, left = encoded(op, values, 64, residual)
-    out = torch.empty_like(bytes_)
-    op.encode(values, out, 64, residual, residual)
-    assert torch.equal(out, bytes_)
-    assert same_bits(residual, left)
-    without = torch.full_like(out, 255)
-    op.encode(values, without, 64)
-    assert torch.equal(without, encoded(op, values, 64)[0])
-
-
-@pytest.mark.sample(5)
-@quiet
-@pytest.mark.parametrize("path", ["plain", "kernels"])
-@pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
-@pytest.mark.parametrize("place", [0, 64, 199])
-def test_what_is_not_finite_stays_so_in_its_block_alone(
-    bad: float, place: int, path: str, request: pytest.FixtureRequest
-) -> None:
-    if path == "kernels":
-        request.getfixturevalue("interpreted")
-    values = torch.ones(200)
-    values[place] = bad
-    found, lost = encoded(op, values, 64)
-    own = torch.arange(200) // 64 == place // 64
-    out = decoded(op, found[None], 200, 64)
-    assert not out[own].isfinite().any()
-    assert not lost[own].isfinite().any()
-    assert torch.equal(out[~own], values[~own])
-
-
 @quiet
 def test_a_sum_beyond_float32_makes_the_block_void(interpreted: None) -> None:
     found, _ = encoded(op, torch.full((64,), 3e38), 64)
     assert decoded(op, found[None], 64, 64).isinf().all()
-
-
-@pytest.mark.sample(6)
-@pytest.mark.parametrize("ranks", [1, 2, 5])
-@pytest.mark.parametrize("block", BLOCKS)
-@pytest.mark.parametrize("size", [0, 1, 65, 2049, 5003])
-def test_kernel_sums_in_rank_order(interpreted: None, size: int, block: int, ranks: int) -> None:
-    codes = rows(op, [values_of(size, seed) for seed in range(ranks)], block)
-    for start in (None, values_of(size, 9)):
-        found = decoded(op, codes, size, block, start)
-        if size:
-            assert same_bits(found, summed(op, codes, size, block, start))
 
 
 @pytest.mark.parametrize("size", [1, 65, 2049])
@@ -153,33 +104,9 @@ def test_bits_come_back(bits: list[bool]) -> None:
     assert torch.equal(op.unpack(packed)[: len(bits)] < 0, negative)
 
 
-@pytest.mark.parametrize(
-    ("change", "reason"), [*refused(op), ({"block": 12}, "block must be a positive multiple of 8 elements. Found: 12")]
-)
-def test_what_does_not_fit_is_refused(change: dict[str, Any], reason: str) -> None:
-    call = {"values": torch.zeros(8), "encoded": torch.empty(op.encoded_bytes(8, 8), dtype=torch.uint8), "block": 8}
-    op.encode(**call)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=reason):
-        op.encode(**{**call, **change})
-
-
 def test_rows_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ValueError, match=r"encoded must be uint8 \[R, 6\], a row for each rank.*\[1, 5\]"):
         op.decode_sum(torch.zeros(1, 5, dtype=torch.uint8), torch.zeros(9)[:8].repeat(2), 16)
-
-
-def test_ops_keep_their_contract_and_compile() -> None:
-    values, codes = values_of(100), torch.zeros(op.encoded_bytes(100, 64), dtype=torch.uint8)
-    opcheck(op.CODE.encode_op, (values, codes, 64, values.clone(), torch.zeros(100), 0.5))
-    opcheck(op.CODE.decode_sum_op, (rows(op, [values, values], 64), torch.zeros(100), 64, True))
-
-    def both(values: Tensor) -> Tensor:
-        encoded, out = values.new_empty(21, dtype=torch.uint8), torch.empty_like(values)
-        op.encode(values, encoded, 64)
-        op.decode_sum(encoded[None], out, 64)
-        return out
-
-    assert same_bits(torch.compile(both, backend="aot_eager", fullgraph=True)(values), both(values))
 
 
 def test_cost_counts_what_is_moved() -> None:
@@ -196,11 +123,3 @@ def test_gpu_is_the_formula(size: int, block: int) -> None:
     _check(found.cpu(), lost.cpu(), values + residual, block)
     again, _ = encoded(op, values.cuda(), block, residual.cuda())
     assert torch.equal(found, again)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("size", [1, 2049, (1 << 20) + 3])
-def test_gpu_sums_as_the_reference(size: int) -> None:
-    codes, start = rows(op, [values_of(size, seed) for seed in range(7)], 1024), values_of(size, 9)
-    found = decoded(op, on_gpu(codes), size, 1024, start.cuda()).cpu()
-    assert same_bits(found, summed(op, codes, size, 1024, start))

@@ -350,13 +350,11 @@ def test_compiled_it_leaves_no_graph() -> None:
 
 
 def test_the_operator_keeps_its_contract() -> None:
-    from accel.kernels.simota import op as simota_op
-
     boxes, cls, obj, points, strides, truths, classes = oracle_batch()
     mask = torch.rand(2, 5) < 0.8
     for rules, scores in ((VARIANTS["yolox"], obj), (VARIANTS["mmdet"], None)):
         given = (boxes, cls if scores is not None else cls.sigmoid(), scores, points, strides, truths, classes, mask)
-        opcheck(simota_op.assign, (*given, None, *simota_op.flat(rules), False, None, True))
+        opcheck(simota.assign_op, (*given, None, *simota.flat(rules), False, None, True))
 
 
 def test_cost_grows_as_the_work_does() -> None:

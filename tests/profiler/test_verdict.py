@@ -13,7 +13,7 @@ from accel.profiler.evidence import Evidence, TraceSummary
 from accel.profiler.naming import Diagnosis
 from accel.profiler.phases import Measurement
 from accel.profiler.report import Finding, ProfileReport, Saving
-from accel.report import profile_words as words
+from accel.report import words
 
 
 def rank(number: int, forward_ms: float, wait_ms: float, *, steps: int = 40) -> tuple[Evidence, Diagnosis]:
