@@ -8,8 +8,8 @@ from collections.abc import Callable
 import torch
 
 from accel.goodput.efficiency import UNMEASURED_SHARE, NoiseInterval
+from accel.goodput.noise_gradients import Gather
 from accel.goodput.noise_meter import NoiseMeter
-from accel.goodput.noise_parts import Gather
 from accel.goodput.noise_scale import NoiseEstimate, NoiseScale
 from accel.run.context import Run
 
