@@ -28,6 +28,7 @@ from accel.elastic.batch_decision import BatchDecision
 from accel.elastic.batch_report import profile_of, rows_of
 from accel.elastic.controller import TIMED, BatchController
 from accel.elastic.exchange import exchange_of
+from accel.elastic.learning_rate import StepRates
 from accel.elastic.loss_reduction import LossReduction
 from accel.elastic.loss_trend import LossTrend, loss_of
 from accel.elastic.meeting import AgreedBatch, first_of, met
@@ -37,7 +38,6 @@ from accel.elastic.resumed_shares import resumed_shares
 from accel.elastic.scaling_rules import Rule
 from accel.elastic.step_batches import StepBatches
 from accel.elastic.step_end import StepEnd
-from accel.elastic.step_rates import StepRates
 from accel.errors import InvalidArgument
 from accel.goodput.efficiency import NoiseInterval
 from accel.goodput.job import JobProfile
@@ -493,7 +493,7 @@ class BatchRun(Onlooker):
         self._stop()
         if everywhere or self._sampler.num_replicas == 1:
             self._step.close()
-            self._rates.close()
+            self._rates.follow_no_more()
         elif self._base is not None:
             self._step.close()  # with the rates of what a step is from now on: the last one may have been short
             samples = self._step.local * self._sampler.num_replicas * self._step.by_loop

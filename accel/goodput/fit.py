@@ -102,7 +102,7 @@ def solver() -> Callable[..., Any]:
         raise InvalidArgument(
             "the times of steps are predicted with scipy, which is not installed; pip install 'accel-train[elastic]'"
         ) from None
-    return least_squares  # type: ignore[no-any-return]
+    return least_squares
 
 
 class Problem:
