@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from accel.elastic.batch_decision import BatchDecision
-from accel.elastic.controller import BatchController
+from accel.elastic.policy import BatchDecision, BatchPolicy
 from accel.goodput.efficiency import NoiseInterval
 from accel.goodput.goodput import BatchLimits
 from accel.goodput.job import JobProfile
@@ -30,7 +29,7 @@ def rows_of(decisions: Iterable[BatchDecision]) -> list[BatchRow]:
 
 
 def profile_of(
-    controller: BatchController,
+    controller: BatchPolicy,
     noise: NoiseInterval,
     *,
     max_batch_size: int,

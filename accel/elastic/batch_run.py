@@ -24,15 +24,14 @@ from accel.dataio.elastic_sampler import ElasticSampler
 from accel.dataio.passes.proxy import LoaderProxy
 from accel.device_memory import total_memory
 from accel.elastic.batch_choice import LEAST_STEPS, check_largest, most_tried
-from accel.elastic.batch_decision import BatchDecision
 from accel.elastic.batch_report import profile_of, rows_of
-from accel.elastic.controller import TIMED, BatchController
 from accel.elastic.exchange import exchange_of
 from accel.elastic.learning_rate import StepRates
 from accel.elastic.loss_reduction import LossReduction
 from accel.elastic.loss_trend import LossTrend, loss_of
 from accel.elastic.meeting import AgreedBatch, first_of, met
 from accel.elastic.noise_interval import interval_of, meter_of
+from accel.elastic.policy import TIMED, BatchDecision, BatchPolicy
 from accel.elastic.rehearsal import BatchRehearsal
 from accel.elastic.resumed_shares import resumed_shares
 from accel.elastic.scaling_rules import Rule
@@ -97,7 +96,7 @@ class BatchRun(Onlooker):
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         super().__init__()
-        self.controller: BatchController | None = None
+        self.controller: BatchPolicy | None = None
         """Made once it is known how many batches a step has."""
         self.end = StepEnd(clock)
         self.max_batch_size, self.memory = max_batch_size, total_memory(run.device)
@@ -272,7 +271,7 @@ class BatchRun(Onlooker):
         if self._steps >= self._decision_due and not is_busy:
             self._decide() if self._planned is None else self._rehearse(self._planned)
 
-    def _exchange_changed(self, controller: BatchController) -> bool:
+    def _exchange_changed(self, controller: BatchPolicy) -> bool:
         """Notice that gradients are exchanged in another way, the same on all ranks, and decide soon."""
         before, self._exchange = self._exchange, exchange_of(self._session)
         if self._exchange == before:
@@ -339,7 +338,7 @@ class BatchRun(Onlooker):
         if most < self.max_batch_size:
             self._say(f"batches above {most} samples are not tried: epochs would have less than {LEAST_STEPS} steps")
         nodes = -(-replicas // int(os.environ.get("LOCAL_WORLD_SIZE", replicas)))
-        self.controller = BatchController(
+        self.controller = BatchPolicy(
             self._base, most, replicas=replicas, nodes=nodes, micro_batches=self._step.by_loop
         )
         self._step.watch(self._run.model, self._run.optimizers, self._scaler)

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
-from accel.elastic.batch_decision import BatchDecision
+from accel.elastic.policy import BatchDecision
 from accel.errors import InvalidArgument
 from accel.goodput.efficiency import NoiseInterval
 from accel.run.ranks import Ranks

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from accel.elastic.batch_decision import Shares
+from accel.elastic.policy import Shares
 
 _ALIKE = 0.95
 """Share of the memory that there was: what the system keeps to itself differs between devices of one kind."""

@@ -12,7 +12,7 @@ from benchmarks.decisions.fault import Fault, is_now, property_becomes, result_b
 _GUARD = ("tests/accel/test_guard.py",)
 _DRAWS = ("tests/accel/test_guard_draws.py", "tests/accel/test_guard.py")
 _SESSION = ("tests/accel/test_own_faults.py", "tests/accel/test_session.py")
-_BATCH = ("tests/accel/elastic/test_controller.py",)
+_BATCH = ("tests/accel/elastic/test_policy.py",)
 _NOISE = ("tests/accel/goodput/test_noise_meter.py", "tests/accel/goodput/test_noise_scale.py")
 _CHECKPOINT = ("tests/accel/elastic/test_checkpoint.py",)
 _SAVES = ("tests/accel/elastic/test_save_policy.py",)
@@ -158,7 +158,7 @@ FAULTS = [
         "pure_noise_grows",
         "batch size",
         "grows while the noise scale is not known",
-        "accel.elastic.controller:BatchController.decide",
+        "accel.elastic.controller:BatchPolicy.decide",
         _unknown_is_pure_noise,
         _BATCH,
     ),

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import accel
 from accel import entry, strategies
 from accel.elastic.batch_report import profile_of
-from accel.elastic.controller import BatchController
+from accel.elastic.policy import BatchPolicy
 from accel.elastic.scaling_rules import NoScaling
 from accel.errors import InvalidArgument
 from accel.goodput.efficiency import NoiseInterval
@@ -223,7 +223,7 @@ def test_wrong_arguments_are_refused(job: Any, arguments: dict[str, Any], text: 
 
 @pytest.mark.parametrize(("accumulates", "told"), [(False, (32, None, 0)), (True, (1024, 16, 31))])
 def test_a_scheduler_is_told_of_no_batch_that_a_loss_of_sums_rules_out(accumulates: bool, told: Any) -> None:
-    controller = BatchController(32, 1024, replicas=2)
+    controller = BatchPolicy(32, 1024, replicas=2)
     for _ in range(12):
         controller.timed(32, 0.01)
     controller.sums, controller.accumulates = True, accumulates
@@ -238,7 +238,7 @@ def test_a_scheduler_is_told_of_no_batch_that_a_loss_of_sums_rules_out(accumulat
 def test_a_profile_is_rank_0s() -> None:
     """Each rank wrote one, those that don't decide with a model of the times that they never fitted."""
     run = batch_run_of(2, 8, 256)
-    run.controller = create_autospec(BatchController, instance=True, base_batch=16, replicas=2, micro_batches=1)
+    run.controller = create_autospec(BatchPolicy, instance=True, base_batch=16, replicas=2, micro_batches=1)
     run._known_noise = NoiseInterval(5000.0, 4000.0, 6000.0)
     run._ranks = create_autospec(Ranks, instance=True, leads=False)
     assert run.profile() is None
