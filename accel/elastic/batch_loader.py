@@ -38,9 +38,9 @@ class EpochBatches(ElasticSampler):
     generator: torch.Generator | None = None
     """Of the loader; None if it is the user's on several ranks, where each may have another one."""
     _before_pass: Tensor | None = None
-    _counted_before: int | None = None
-    """Batches counted when the pass under way began. While no more are, an iterator that is asked for begins the same
-    pass: a loader with workers asks twice, and draws in between."""
+    _taken_then: int | None = None
+    """Steps taken when the pass under way began. While no more are, an iterator that is asked for begins the same pass:
+    a loader with workers asks twice, and draws in between."""
 
     @property
     def sampler(self) -> EpochBatches:
@@ -58,8 +58,8 @@ class EpochBatches(ElasticSampler):
 
     def __iter__(self) -> Iterator[list[int]]:
         """Begin a pass; the loader then draws the workers' seed."""
-        if self.generator is not None and self._counted_before != self.counted:
-            self._before_pass, self._counted_before = self.generator.get_state(), self.counted
+        if self.generator is not None and self._taken_then != self.place.taken:
+            self._before_pass, self._taken_then = self.generator.get_state(), self.place.taken
         return super().__iter__()
 
     def peek_epoch(self, epoch: int) -> PeekedEpoch | None:
@@ -75,7 +75,7 @@ class EpochBatches(ElasticSampler):
             return peeked.holds()
 
         def begin() -> None:
-            self._before_pass, self._counted_before = before, self.counted
+            self._before_pass, self._taken_then = before, self.place.taken
             peeked.begin()
 
         return peeked._replace(holds=holds, begin=begin)

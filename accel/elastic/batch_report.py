@@ -50,10 +50,6 @@ def profile_of(
     if controller.model is None:
         return None
     fits, shares = controller.fits, controller.replicas * controller.micro_batches
-    if controller.sums and controller.accumulates:  # no rank takes more at once than its share of the user's batch
-        fits = -(-controller.base_batch // shares) * shares
-    elif controller.sums:
-        max_batch_size = controller.base_batch
     pieces = -(-max_batch_size // fits) if controller.accumulates and fits is not None else 1
     limits = BatchLimits(
         max_batch_size=max_batch_size,

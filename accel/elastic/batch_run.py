@@ -10,12 +10,13 @@ then on the noise is measured, and the batch changes, only in steps in which no 
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import astuple
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -23,25 +24,23 @@ from torch import Tensor
 from accel.dataio.elastic_sampler import ElasticSampler
 from accel.dataio.passes.proxy import LoaderProxy
 from accel.device_memory import total_memory
-from accel.elastic.batch_choice import LEAST_STEPS, check_largest, most_tried
+from accel.elastic.batch_choice import LEAST_STEPS, check_largest, most_tried, resumed_shares
 from accel.elastic.batch_report import profile_of, rows_of
-from accel.elastic.exchange import exchange_of
 from accel.elastic.learning_rate import StepRates
-from accel.elastic.loss_reduction import LossReduction
 from accel.elastic.loss_trend import LossTrend, loss_of
-from accel.elastic.meeting import AgreedBatch, first_of, met
-from accel.elastic.noise_interval import interval_of, meter_of
+from accel.elastic.meeting import first_of, met
 from accel.elastic.policy import TIMED, BatchDecision, BatchPolicy
 from accel.elastic.rehearsal import BatchRehearsal
-from accel.elastic.resumed_shares import resumed_shares
 from accel.elastic.scaling_rules import Rule
 from accel.elastic.step_batches import StepBatches
-from accel.elastic.step_end import StepEnd
 from accel.errors import InvalidArgument
-from accel.goodput.efficiency import NoiseInterval
+from accel.goodput.efficiency import UNMEASURED_SHARE, NoiseInterval
+from accel.goodput.fit import solver
 from accel.goodput.job import JobProfile
 from accel.goodput.noise_meter import NoiseMeter
+from accel.goodput.noise_scale import NoiseEstimate, NoiseScale
 from accel.goodput.observations import WINDOW
+from accel.profiler.bottleneck import Bottleneck
 from accel.profiler.host import seconds_since_start
 from accel.profiler.interruptions import ours
 from accel.profiler.optimizers import Optimizers
@@ -65,6 +64,37 @@ _HEARD = 2
 """Steps in which a call is recorded before a larger batch is rehearsed: one of them may measure the noise."""
 _AHEAD = 8
 """Batches by which a rank's loader may run further ahead than another's between two decisions."""
+_CONFIDENCE = 0.3
+"""Of the noise scale's interval, by whose ends decisions are made: each end is right in 65 % of cases. A batch of
+half the best size costs as much as one of twice that, so that being surer than that costs more than it saves."""
+
+
+class AgreedBatch(NamedTuple):
+    """What rank 0 decides for all."""
+
+    decision: BatchDecision
+    most_ahead: int
+    """Batches that a rank's loader has dealt ahead, at most."""
+    is_settled: bool
+    noise: NoiseInterval | None
+    """The last one that says something, by which all ranks scale their rates."""
+
+
+class StepEnd(Onlooker):
+    """Stops the clock of a step before anything else that follows the loader hears that it has ended.
+
+    Args:
+        clock: seconds, monotonic.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        super().__init__()
+        self.at = 0.0
+        self._clock = clock
+
+    def batch_requested(self) -> None:
+        """Note the time."""
+        self.at = self._clock()
 
 
 class BatchRun(Onlooker):
@@ -96,6 +126,7 @@ class BatchRun(Onlooker):
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         super().__init__()
+        solver()  # what is missing is better known now than at the first decision
         self.controller: BatchPolicy | None = None
         """Made once it is known how many batches a step has."""
         self.end = StepEnd(clock)
@@ -109,6 +140,8 @@ class BatchRun(Onlooker):
         self._ranks: Ranks | None = None
         self._called_at = time.time()
         self.local_base = sampler.batch_sizes[sampler.rank]
+        self._heard: object = None
+        """The step that a backward pass was for last."""
         self._fits = self.local_base
         """The largest batch of this rank that fits into memory, as far as is known."""
         self._step = StepBatches(sampler)
@@ -117,7 +150,7 @@ class BatchRun(Onlooker):
         self._planned: BatchDecision | None = None
         """A larger batch than any before, until it has been rehearsed."""
         self._rates = StepRates(rule, say)
-        self._trend, self._reduction = LossTrend(), LossReduction()
+        self._trend = LossTrend()
         self._meter: NoiseMeter | None = None
         self._restored: dict[str, Any] = {}
         """The state of a run that this one goes on from."""
@@ -190,20 +223,26 @@ class BatchRun(Onlooker):
                 self._fail(error)
         if has_stepped:
             self._step.begin()
-        comes_again = self._step.taken_back != self._sampler.taken_back and self._step.begins_anew()
-        if comes_again or not self._step.batches:
+        if not self._step.has_batch:
             self._begin_step()
 
     def batch_delivered(self, batch: Any, proxy: LoaderProxy) -> None:
         """Count the batch, and let the learning rate follow the size of the step."""
-        if self._step.taken_back != self._sampler.taken_back and self._step.begins_anew():
+        underway = proxy._accel_fetching.underway
+        one = underway.only
+        if one is None and (one := underway.current) is not underway.oldest:
+            return  # the loop only looks at it
+        if self._step.begin_pass(one):
             self._begin_step()
-        if not self._step.take(proxy._accel_fetching.underway.current) or self._base is None:
+        self._step.has_batch = True
+        if self._base is None:
             return
         samples = self._step.begin_batch()
         if self._alive and self._is_metered and self._meter is not None:
-            self._meter.begin_batch(self._step.next_trained[0], self._step.accumulated)
-        if samples != self._followed or (self._rates.by_epoch and self._step.hundredths != self._followed_at):
+            self._meter.begin_batch(self._sampler.fresh, self._step.accumulated)
+        if not self._sampler.holds_batches and (
+            samples != self._followed or (self._rates.by_epoch and self._step.hundredths != self._followed_at)
+        ):
             self._follow(samples)
 
     def _follow(self, samples: int) -> None:
@@ -222,20 +261,18 @@ class BatchRun(Onlooker):
         try:
             if self._scaler is not None and self._scaler.is_enabled():
                 roots = [root.detach() / self._scaler.scale(torch.ones_like(root)) for root in roots[:1]]
-            fresh, of_all = self._sampler.samples_before(self._sampler.held)
-            if fresh and (loss := loss_of(roots)) is not None:  # else of another model, before the loop begins
+            trained = self._sampler.trained
+            if trained is None or trained is self._heard:
+                return  # of another model, before the loop begins, or a further pass of a batch
+            self._heard = trained
+            self._step.trained(trained)
+            if trained.fresh and (loss := loss_of(roots)) is not None:
                 self._trend.add(loss)
-                self._reduction.add(fresh, loss)
-            # Several ranks decide at the same step, within some more.
-            if self._reduction.is_sum and self._sampler.num_replicas == 1 and self.controller is not None:
-                self._rates.follow_no_more()  # a larger batch makes this very step longer by itself
-                self._decision_due = self._decision_due if self.controller.sums else 0
+            samples = trained.fresh_of_all * self._step.by_loop
+            if samples not in (0, self._followed) and self._step.accumulated == 1:  # the loop fetches ahead
+                self._follow(samples)
         except ours() as error:
             self._fail(error)
-        else:  # of a loop that fetches ahead, no batch is delivered before an epoch's last steps
-            samples = of_all * self._step.by_loop
-            if samples not in (0, self._followed) and self._step.accumulated == 1:
-                self._follow(samples)
 
     # -- a step --------------------------------------------------------------------------------------------------------
 
@@ -273,7 +310,7 @@ class BatchRun(Onlooker):
 
     def _exchange_changed(self, controller: BatchPolicy) -> bool:
         """Notice that gradients are exchanged in another way, the same on all ranks, and decide soon."""
-        before, self._exchange = self._exchange, exchange_of(self._session)
+        before, self._exchange = self._exchange, _exchange_of(self._session)
         if self._exchange == before:
             return False
         controller.exchanged_by(self._exchange)
@@ -288,7 +325,7 @@ class BatchRun(Onlooker):
         assert self._ranks is not None and self._meter is not None
         if self._meter.refusal:
             raise InvalidArgument(f"the gradient noise can't be measured: {self._meter.refusal}")
-        mine = self._sampler.dealt_ahead, self._step.refusal, self._reduction.is_sum
+        mine = self._sampler.dealt_ahead, self._step.refusal
         agreed = self._met("decide on the batch size", mine, self._decision)
         self._is_settled, self._known_noise, self._followed = agreed.is_settled, agreed.noise, 0
         self._decision_due = self._steps + agreed.decision.steps
@@ -344,7 +381,15 @@ class BatchRun(Onlooker):
         self._step.watch(self._run.model, self._run.optimizers, self._scaler)
         self.controller.accumulates = not self._step.refusal
         gather = partial(self._met, "measure the gradient noise", answer=list) if replicas > 1 else None
-        self._meter = meter_of(self._run, replicas, gather, self._scaler, self._clock)
+        self._meter = NoiseMeter(
+            self._run.model,
+            self._run.optimizers,
+            noise=NoiseScale(confidence=_CONFIDENCE),
+            replicas=replicas,
+            gather=gather,
+            scaler=self._scaler,
+            clock=self._clock,
+        )
         self._session.events.noise = self._meter
         self.controller.steps_before = self._steps_before
         if self._restored.get("controller") is not None:
@@ -352,23 +397,20 @@ class BatchRun(Onlooker):
         if self._restored.get("noise") is not None:
             self._meter.noise.load_state_dict(self._restored["noise"])
 
-    def _decision(self, brought: list[tuple[int, str, bool]]) -> AgreedBatch:
+    def _decision(self, brought: list[tuple[int, str]]) -> AgreedBatch:
         assert self.controller is not None and self._meter is not None
         # The losses are each rank's own: by them the noise might be known on one rank and not on another.
         noise = interval_of(self._meter.noise.estimate(learns=self._trend.falls()))
         if noise is None or not noise.is_known:
             # Few measurements may hide the signal for a while. What was known before holds: φ grows in most trainings.
             noise = self._known_noise
-        refusal = next((refusal for _, refusal, _ in brought if refusal), "")
-        if not self.controller.sums and any(is_sum for *_, is_sum in brought):
-            why = "the loss is a sum over the batch: a larger one, taken at once, would make longer steps"
-            decision = self.controller.take_no_larger(self._steps, noise, why)
-        elif self.controller.accumulates and refusal:
+        refusal = first_of([refusal for _, refusal in brought])
+        if self.controller.accumulates and refusal:
             why = f"the loop's gradients can't be accumulated: {refusal}"
             decision = self.controller.accumulate_no_more(self._steps, noise, why)
         else:
             decision = self.controller.decide(self._steps, noise)
-        return AgreedBatch(decision, max(ahead for ahead, *_ in brought), self.controller.is_settled, noise)
+        return AgreedBatch(decision, max(ahead for ahead, _ in brought), self.controller.is_settled, noise)
 
     def _met(self, what: str, mine: Any, answer: Callable[[list[Any]], T]) -> T:
         assert self._ranks is not None
@@ -492,8 +534,26 @@ class BatchRun(Onlooker):
         self._stop()
         if everywhere or self._sampler.num_replicas == 1:
             self._step.close()
-            self._rates.follow_no_more()
+            self._rates.close()
         elif self._base is not None:
             self._step.close()  # with the rates of what a step is from now on: the last one may have been short
             samples = self._step.local * self._sampler.num_replicas * self._step.by_loop
             self._rates.follow(samples, self._base, self._known_noise, self._step.hundredths / 100)
+
+
+def interval_of(estimate: NoiseEstimate) -> NoiseInterval | None:
+    """Return the noise scale as the policy takes it; None before it was measured."""
+    if math.isnan(estimate.phi):
+        return None
+    # Few measurements may put the variance below 0.
+    phi = max(estimate.phi, estimate.low, 0.0)
+    high = max(estimate.high, phi)
+    return NoiseInterval(phi, estimate.low, high, batch=max(estimate.batch, 1.0), share=UNMEASURED_SHARE)
+
+
+def _exchange_of(session: Session) -> str:
+    """Return the names of the strategies that are on and treat the exchange of gradients; "" for the plain one."""
+    if not (active := session.switchboard.active):  # at nearly every step
+        return ""
+    strategies = session.strategies
+    return " and ".join(name for name in active if Bottleneck.COMMUNICATION in strategies[name].treats)

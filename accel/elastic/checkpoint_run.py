@@ -23,9 +23,9 @@ from accel.elastic.checkpointing import Checkpointing
 from accel.elastic.in_place import InPlace
 from accel.elastic.plain_values import check_plain
 from accel.elastic.resize_orders import ResizeOrder
+from accel.elastic.sample_position import all_updates
 from accel.elastic.save_policy import SavePolicy
 from accel.elastic.training_state import Stateful, capture_state, restore_state
-from accel.elastic.updates import all_updates
 from accel.errors import CheckpointError, InvalidArgument
 from accel.profiler.interruptions import ours
 from accel.run import backward

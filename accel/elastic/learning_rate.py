@@ -83,10 +83,10 @@ class LearningRateScaler:
         self._optimizer = optimizer
         self._base_values: list[tuple[dict[str, Any], dict[str, Any]]] = []
         """During a step: each scaled group, and the user's values in it."""
-        self._is_stepping = False
+        self._is_stepping = self._is_closed = False
         self._handles = [
-            optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
+            optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_state_dict_pre_hook(self._restore),
         ]
         _warn_of_inner(optimizer)
@@ -121,10 +121,15 @@ class LearningRateScaler:
         """What the next step counts as progress."""
         return self._gain
 
-    def close(self) -> None:
-        """Leave the optimizer as it was; the count stays."""
+    def close(self, *, counts: bool = False) -> None:
+        """Leave the optimizer as it was; the count stays.
+
+        Args:
+            counts: its steps are still counted, each as one of the base batch.
+        """
         self._restore()
-        for handle in self._handles:
+        self._gain, self._scales, self._is_closed = 1.0, False, True
+        for handle in self._handles[counts:]:
             handle.remove()
 
     def state_dict(self) -> dict[str, Any]:
@@ -172,7 +177,7 @@ class LearningRateScaler:
             group.update(scaled)
 
     def _after_step(self, *_: Any) -> None:
-        if not self._is_stepping:
+        if not (self._is_stepping or self._is_closed):
             return  # a class that calls its base's step: that one has been counted
         self._restore()
         self._is_stepping = False
@@ -264,6 +269,11 @@ class StepRates:
         if self._scale is not None:
             base = self._scale.base_batch_size
             self._update(BatchScale(base, base, epoch=self._scale.epoch))  # which a rule may need
+
+    def close(self) -> None:
+        """Leave the optimizers as they were; their steps are still counted, each as one of the user's."""
+        for _, scaler in self._scalers:
+            scaler.close(counts=True)
 
     def _update(self, scale: BatchScale) -> None:
         if scale != self._scale:

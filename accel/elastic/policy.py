@@ -25,9 +25,9 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
-from accel.elastic.batch_choice import MARGIN, Better, better, candidates
+from accel.elastic.batch_choice import MARGIN, Better, Shares, better, candidates
 from accel.errors import InvalidArgument
 from accel.goodput.efficiency import NoiseInterval, efficiency
 from accel.goodput.fit import fit
@@ -47,15 +47,6 @@ _FITS_AGAIN = 2048
 _TRIED_AGAIN = 64, 3
 """A batch that failed is tried again after so many steps at least, and when the run is so many times as old: it may
 have met a busy moment of the machine, and a dozen cold steps at step 54 are no verdict for long."""
-
-
-class Shares(NamedTuple):
-    """How the samples of a step are dealt."""
-
-    local: int
-    """To each rank in each of the loop's batches."""
-    steps: int
-    """Of the loop, whose gradients are one step of its optimizer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -266,10 +257,12 @@ class BatchPolicy:
             patience = min(max(_PATIENCE[0], step // _UNKNOWN), _PATIENCE[1])
             return self._decided(step, noise, "the noise scale is not known yet", patience)
         self._has_news = True
-        before, settled = self._now, self._settled
+        before = self._now
         self._end_trial(step, noise)
         self._forget_old_failures(step)
-        if step >= self._fits_again and self.shares(settled).steps == 1:  # else it would be taken at once from now on
+        if (
+            step >= self._fits_again and self.shares(self._settled).steps == 1
+        ):  # else it would be taken at once from now on
             self._largest = self._fits_again = math.inf
         others = [size for size in self._reachable() if size != before]
         choice = better(self._settled, others, self.base_batch, noise, self._seconds)
@@ -277,7 +270,7 @@ class BatchPolicy:
             self.times.forget(self._configuration(choice.batch))
         self._now = self._settled if choice is None else choice.batch
         self._patience = _PATIENCE[0] if self._now != before else min(2 * self._patience, _PATIENCE[1])
-        return self._decided(step, noise, self._why(before, settled, choice), self._patience)
+        return self._decided(step, noise, self._why(before, choice), self._patience)
 
     def _end_trial(self, step: int, noise: NoiseInterval) -> None:
         """Settle on the batch that is being tried if its steps have shown that it is better."""
@@ -402,7 +395,7 @@ class BatchPolicy:
         scale = 0.0 if noise is None else noise.at(batch)
         return batch / self._seconds(batch) * float(efficiency(batch, self.base_batch, scale))
 
-    def _why(self, before: int, settled: int, choice: Better | None) -> str:
+    def _why(self, before: int, choice: Better | None) -> str:
         if choice is None and self._now == before:
             return "no other batch is clearly better"
         if choice is None:
@@ -413,7 +406,7 @@ class BatchPolicy:
         if self._exchange:
             how += f"; by {self._exchange} the exchange takes {self._scales[self._exchange]:.2f} of the plain one"
         return (
-            f"{choice.ratio:.2f}x the goodput of {settled}: {choice.speed:.2f}x the samples per second, each worth "
+            f"{choice.ratio:.2f}x the goodput of {self._settled}: {choice.speed:.2f}x the samples per second, each worth "
             f"{choice.worth:.2f} at {noise}{how}"
         )
 

@@ -47,7 +47,7 @@ def reason_against(model: nn.Module, optimizer: Optimizer, sampler: ElasticSampl
         return "each rank has a part of its optimizer's state"
     if len(set(sampler.batch_sizes)) > 1:
         return "its ranks have batches of different sizes"
-    if sampler.held or sampler.unfinished is not None:
+    if sampler.holds_batches:
         return "its loop holds batches that it has not trained on"
     if underway.oldest is not underway.current:
         return "its loop has begun a pass over the loader within another one"

@@ -14,7 +14,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import accel
 from accel import entry, strategies
-from accel.elastic.batch_report import profile_of
 from accel.elastic.policy import BatchPolicy
 from accel.elastic.scaling_rules import NoScaling
 from accel.errors import InvalidArgument
@@ -219,20 +218,6 @@ def test_a_loop_whose_noise_cannot_be_measured_keeps_its_batch_and_the_report_sa
 def test_wrong_arguments_are_refused(job: Any, arguments: dict[str, Any], text: str) -> None:
     with pytest.raises(InvalidArgument, match=text):
         accel.optimize(*job, **arguments)
-
-
-@pytest.mark.parametrize(("accumulates", "told"), [(False, (32, None, 0)), (True, (1024, 16, 31))])
-def test_a_scheduler_is_told_of_no_batch_that_a_loss_of_sums_rules_out(accumulates: bool, told: Any) -> None:
-    controller = BatchPolicy(32, 1024, replicas=2)
-    for _ in range(12):
-        controller.timed(32, 0.01)
-    controller.sums, controller.accumulates = True, accumulates
-    noise = NoiseInterval(5000.0, 4000.0, 6000.0)
-    controller.decide(12, noise)
-    profile = profile_of(controller, noise, max_batch_size=1024, most_replicas=2, restart_s=1.0, progress=12.0)
-    assert profile is not None
-    limits = profile.limits
-    assert (limits.max_batch_size, limits.local_max, limits.max_accumulation) == told
 
 
 def test_a_profile_is_rank_0s() -> None:

@@ -165,7 +165,7 @@ def test_a_grad_scaler_that_is_saved_is_divided_out_of_the_noise(
     run = entry.optimized(training.model)
     assert run is not None and run.elastic is not None and run.elastic.batch is not None
     meter = run.elastic.batch._meter
-    assert meter is not None and meter._scales.of_loss() == 2.0**12
+    assert meter is not None and meter._loss_scale() == 2.0**12
     accel.undo(training.model)
     assert Checkpointing(folder=tmp_path).scaler is None
 
