@@ -406,8 +406,8 @@ class BatchPolicy:
         if self._exchange:
             how += f"; by {self._exchange} the exchange takes {self._scales[self._exchange]:.2f} of the plain one"
         return (
-            f"{choice.ratio:.2f}x the goodput of {self._settled}: {choice.speed:.2f}x the samples per second, each worth "
-            f"{choice.worth:.2f} at {noise}{how}"
+            f"{choice.ratio:.2f}x the goodput of {self._settled}: {choice.speed:.2f}x the samples per second, "
+            f"each worth {choice.worth:.2f} at {noise}{how}"
         )
 
     def _decided(self, step: int, noise: NoiseInterval | None, why: str, steps: int) -> BatchDecision:

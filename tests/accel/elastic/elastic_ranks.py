@@ -10,7 +10,6 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest.mock import create_autospec
 
 import torch
 from torch import nn
@@ -21,7 +20,7 @@ from torch.utils.data.distributed import DistributedSampler
 import accel
 from accel import entry
 from accel.dataio.elastic_sampler import ElasticSampler
-from accel.elastic import batch_run, joining, rehearsal
+from accel.elastic import batch_run, in_place, rehearsal
 from accel.elastic.accumulation import GradientAccumulation
 from accel.elastic.bucket_order import BucketOrder
 from accel.elastic.checkpoint import Checkpoints
@@ -511,7 +510,7 @@ def one_rank_is_unlike(rank: int, world: int, kinds: list[str], folder: Path) ->
 def one_rank_has_joined(rank: int, world: int, odd: str, folder: Path) -> dict[str, Any]:
     """Call `optimize` where rank 1 has joined the others, with another loader; return by what its samples are dealt."""
     if rank == 1:
-        joining._joining = create_autospec(joining.Joining, instance=True, has_joined=True)
+        in_place._has_joined = True
     model, optimizer = made(0)
     loader, settings = _loader_and_settings(rank, odd, folder)
     model, loader, optimizer = accel.optimize(model, loader, optimizer, **settings, allow="exact", cache=False)

@@ -40,10 +40,10 @@ def main(folder: Path, kind: str) -> None:
     batch_run.interval_of = lambda estimate: NoiseInterval(5000.0, 4000.0, 6000.0)
     dist.init_process_group("gloo")
     own = [os.getpid()]
-    dist.broadcast_object_list(own)  # of a newcomer, from nobody
+    dist.broadcast_object_list(own)  # of a newcomer, its own
     if kind == "groups":
         dist.new_group([0])
-    if kind == "fails" and dist.get_world_size() == 3:
+    if kind == "fails" and "ACCEL_RESIZES_RANK" in os.environ:
         raise RuntimeError("a fault of the newcomer's")
     torch.manual_seed(dist.get_rank())
     model: nn.Module = DistributedDataParallel(nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 1)))
@@ -60,7 +60,7 @@ def main(folder: Path, kind: str) -> None:
         model, loader, optimizer, allow="exact", cache=False, checkpoint=saved, max_batch_size=most
     )
     log = Log(folder / "logs" / str(os.getpid()))
-    dist.barrier()  # of a newcomer: the others are in the midst of their loop
+    dist.barrier()  # a newcomer is alone here: the others are in the midst of their loop
     for epoch in remaining_epochs(loader, EPOCHS):
         _exchange(kind)
         for batch, target, index in loader:
