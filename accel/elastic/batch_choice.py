@@ -13,7 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from accel.errors import InvalidArgument
-from accel.goodput.efficiency import Bound, NoiseInterval, efficiency
+from accel.goodput.efficiency import UNMEASURED_SHARE, Bound, NoiseInterval, efficiency
+from accel.goodput.noise_scale import NoiseEstimate
 
 MARGIN = 1.05
 """How much better another batch must be, by its measured time too. AdaptDL's is the same. Where one that was tried
@@ -177,3 +178,13 @@ def resumed_shares(state: Mapping[str, Any], base: int, shares: int, most: int, 
     local = max(1, min(round(batch / shares), most // shares, known))
     # Gradients that are kept take memory, too.
     return Shares(local, max(1, min(batch, most) // (shares * local)) if is_alike else 1)
+
+
+def interval_of(estimate: NoiseEstimate) -> NoiseInterval | None:
+    """Return the noise scale as the policy takes it; None before it was measured."""
+    if math.isnan(estimate.phi):
+        return None
+    # Few measurements may put the variance below 0.
+    phi = max(estimate.phi, estimate.low, 0.0)
+    high = max(estimate.high, phi)
+    return NoiseInterval(phi, estimate.low, high, batch=max(estimate.batch, 1.0), share=UNMEASURED_SHARE)

@@ -10,13 +10,12 @@ then on the noise is measured, and the batch changes, only in steps in which no 
 
 from __future__ import annotations
 
-import math
 import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import astuple
 from functools import partial
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -24,23 +23,21 @@ from torch import Tensor
 from accel.dataio.elastic_sampler import ElasticSampler
 from accel.dataio.passes.proxy import LoaderProxy
 from accel.device_memory import total_memory
-from accel.elastic.batch_choice import LEAST_STEPS, check_largest, most_tried, resumed_shares
+from accel.elastic.batch_choice import LEAST_STEPS, check_largest, interval_of, most_tried, resumed_shares
 from accel.elastic.batch_report import profile_of, rows_of
 from accel.elastic.learning_rate import StepRates
 from accel.elastic.loss_trend import LossTrend, loss_of
 from accel.elastic.meeting import first_of, met
-from accel.elastic.policy import TIMED, BatchDecision, BatchPolicy
+from accel.elastic.policy import TIMED, AgreedBatch, BatchDecision, BatchPolicy
 from accel.elastic.rehearsal import BatchRehearsal
 from accel.elastic.scaling_rules import Rule
-from accel.elastic.step_batches import StepBatches
+from accel.elastic.step_batches import StepBatches, StepEnd, exchange_of, meter_of
 from accel.errors import InvalidArgument
-from accel.goodput.efficiency import UNMEASURED_SHARE, NoiseInterval
+from accel.goodput.efficiency import NoiseInterval
 from accel.goodput.fit import solver
 from accel.goodput.job import JobProfile
 from accel.goodput.noise_meter import NoiseMeter
-from accel.goodput.noise_scale import NoiseEstimate, NoiseScale
 from accel.goodput.observations import WINDOW
-from accel.profiler.bottleneck import Bottleneck
 from accel.profiler.host import seconds_since_start
 from accel.profiler.interruptions import ours
 from accel.profiler.optimizers import Optimizers
@@ -64,37 +61,6 @@ _HEARD = 2
 """Steps in which a call is recorded before a larger batch is rehearsed: one of them may measure the noise."""
 _AHEAD = 8
 """Batches by which a rank's loader may run further ahead than another's between two decisions."""
-_CONFIDENCE = 0.3
-"""Of the noise scale's interval, by whose ends decisions are made: each end is right in 65 % of cases. A batch of
-half the best size costs as much as one of twice that, so that being surer than that costs more than it saves."""
-
-
-class AgreedBatch(NamedTuple):
-    """What rank 0 decides for all."""
-
-    decision: BatchDecision
-    most_ahead: int
-    """Batches that a rank's loader has dealt ahead, at most."""
-    is_settled: bool
-    noise: NoiseInterval | None
-    """The last one that says something, by which all ranks scale their rates."""
-
-
-class StepEnd(Onlooker):
-    """Stops the clock of a step before anything else that follows the loader hears that it has ended.
-
-    Args:
-        clock: seconds, monotonic.
-    """
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        super().__init__()
-        self.at = 0.0
-        self._clock = clock
-
-    def batch_requested(self) -> None:
-        """Note the time."""
-        self.at = self._clock()
 
 
 class BatchRun(Onlooker):
@@ -310,7 +276,7 @@ class BatchRun(Onlooker):
 
     def _exchange_changed(self, controller: BatchPolicy) -> bool:
         """Notice that gradients are exchanged in another way, the same on all ranks, and decide soon."""
-        before, self._exchange = self._exchange, _exchange_of(self._session)
+        before, self._exchange = self._exchange, exchange_of(self._session)
         if self._exchange == before:
             return False
         controller.exchanged_by(self._exchange)
@@ -381,15 +347,7 @@ class BatchRun(Onlooker):
         self._step.watch(self._run.model, self._run.optimizers, self._scaler)
         self.controller.accumulates = not self._step.refusal
         gather = partial(self._met, "measure the gradient noise", answer=list) if replicas > 1 else None
-        self._meter = NoiseMeter(
-            self._run.model,
-            self._run.optimizers,
-            noise=NoiseScale(confidence=_CONFIDENCE),
-            replicas=replicas,
-            gather=gather,
-            scaler=self._scaler,
-            clock=self._clock,
-        )
+        self._meter = meter_of(self._run, replicas, gather, self._scaler, self._clock)
         self._session.events.noise = self._meter
         self.controller.steps_before = self._steps_before
         if self._restored.get("controller") is not None:
@@ -539,21 +497,3 @@ class BatchRun(Onlooker):
             self._step.close()  # with the rates of what a step is from now on: the last one may have been short
             samples = self._step.local * self._sampler.num_replicas * self._step.by_loop
             self._rates.follow(samples, self._base, self._known_noise, self._step.hundredths / 100)
-
-
-def interval_of(estimate: NoiseEstimate) -> NoiseInterval | None:
-    """Return the noise scale as the policy takes it; None before it was measured."""
-    if math.isnan(estimate.phi):
-        return None
-    # Few measurements may put the variance below 0.
-    phi = max(estimate.phi, estimate.low, 0.0)
-    high = max(estimate.high, phi)
-    return NoiseInterval(phi, estimate.low, high, batch=max(estimate.batch, 1.0), share=UNMEASURED_SHARE)
-
-
-def _exchange_of(session: Session) -> str:
-    """Return the names of the strategies that are on and treat the exchange of gradients; "" for the plain one."""
-    if not (active := session.switchboard.active):  # at nearly every step
-        return ""
-    strategies = session.strategies
-    return " and ".join(name for name in active if Bottleneck.COMMUNICATION in strategies[name].treats)

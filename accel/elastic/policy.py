@@ -25,7 +25,7 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from accel.elastic.batch_choice import MARGIN, Better, Shares, better, candidates
 from accel.errors import InvalidArgument
@@ -70,6 +70,17 @@ class BatchDecision:
     """The noise scale, samples; None while it is not known."""
     steps: int
     """Until the next decision, at least."""
+
+
+class AgreedBatch(NamedTuple):
+    """What rank 0 decides for all."""
+
+    decision: BatchDecision
+    most_ahead: int
+    """Batches that a rank's loader has dealt ahead, at most."""
+    is_settled: bool
+    noise: NoiseInterval | None
+    """The last one that says something, by which all ranks scale their rates."""
 
 
 class BatchPolicy:
