@@ -19,7 +19,7 @@ from accel.dataio.elastic_sampler import ElasticSampler
 from accel.dataio.loader import ContinuousLoader
 from accel.dataio.peek import PeekedEpoch
 from accel.dataio.sampling.round_robin import world
-from accel.elastic.worker_signals import outliving, outliving_context
+from accel.elastic.worker_signals import outliving
 from accel.errors import InvalidArgument
 
 _REMEDY = (
@@ -106,7 +106,7 @@ class EpochBatches(ElasticSampler):
 def elastic_loader(loader: Any) -> DataLoader[Any]:
     """Return a loader as `loader`, with an `ElasticSampler` in place of its batch sampler.
 
-    Its workers end with this process, and not by a SIGTERM to all of a group. A loader that has such a sampler already
+    Its workers end with this process, and not by a signal to all of its group. A loader that has such a sampler already
     keeps it, and comes back as it is if it has no workers, or is a `ContinuousLoader`, which puts others in their place
     and from now on leaves the counting to its caller. The order is another shuffle of the same kind: under the seed of
     the loader's generator, or of torch's.
@@ -148,7 +148,6 @@ def _copied(loader: DataLoader[Any], **others: Any) -> DataLoader[Any]:
     vars(elastic).update(others, _iterator=None, plain_loader=loader)
     if loader.num_workers:
         elastic.worker_init_fn = outliving(loader.worker_init_fn)
-        elastic.multiprocessing_context = outliving_context(loader.multiprocessing_context)
     return elastic
 
 

@@ -19,6 +19,7 @@ what follows is what follows a start on so many ranks, without the start. Orders
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import time
@@ -28,6 +29,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.distributed_c10d import PrefixStore
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -50,6 +52,9 @@ _COME_S, _SAVING_S, _WAITS_S = 20.0, 30.0, 600.0
 """For added processes to come to their first pass; for rank 0 to write, beside the others; and for a process that is
 added to be taken: LocalJob ends it if that takes too long."""
 
+_ORDERS_S = timedelta(seconds=10)
+"""For the store of the orders to answer."""
+
 Restart = Callable[[Callable[[], None]], None]
 """Ends what accel does with the model, calls what it is given, and begins anew, from the checkpoint."""
 
@@ -62,15 +67,21 @@ class ResizeOrder(NamedTuple):
     ranks: int = 0
 
 
+def _store_at(port: int) -> Any:
+    return dist.TCPStore(_ADDRESS, port, is_master=False, timeout=_ORDERS_S)  # type: ignore[attr-defined]
+
+
 def orders_of_job() -> Any:
-    """Return the store of the orders that this process's job takes; None if it takes none."""
+    """Return the store of the orders that this process's job takes; None if it takes none, or who gave them is gone."""
     port = os.environ.get(ORDERS)
-    return dist.TCPStore(_ADDRESS, int(port), is_master=False) if port else None
+    with contextlib.suppress(RuntimeError):
+        return _store_at(int(port)) if port else None
+    return None
 
 
 def open_store() -> Any:
     """Return a store of this process that others on this machine reach."""
-    return dist.TCPStore(_ADDRESS, 0, is_master=True, wait_for_workers=False)
+    return dist.TCPStore(_ADDRESS, 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
 
 
 def value_of(store: Any, key: str) -> str | None:
@@ -157,12 +168,13 @@ class InPlace:
         if problem:
             self._answer(order, ranks, problem)
         elif not ranks.leads and ranks.rank < order.ranks:
-            self._store = dist.TCPStore(_ADDRESS, port, is_master=False)
+            self._store = _store_at(port)
         return not problem
 
     def _answer(self, order: ResizeOrder, ranks: Ranks, problem: str) -> None:
         if ranks.leads:
-            self._orders.set(f"answer-{order.number}", problem)
+            with contextlib.suppress(RuntimeError):  # whoever has given the order may be gone
+                self._orders.set(f"answer-{order.number}", problem)
             self._say(f"the ranks stay as they are: {problem}")
 
     def _agreed(
@@ -225,7 +237,8 @@ class InPlace:
             self._store.set("go", "")
         self._form_and_restart(order, ranks.rank)
         if ranks.leads:
-            self._orders.set(f"answer-{order.number}", "")
+            with contextlib.suppress(RuntimeError):
+                self._orders.set(f"answer-{order.number}", "")
             self._say(f"{ranks.size} ranks are {order.ranks} now, after {time.monotonic() - self._began:.2f} s")
 
     # -- processes that are added --------------------------------------------------------------------------------------
@@ -249,7 +262,7 @@ class InPlace:
                 raise AccelError(f"the ranks that train have not come to form a group within {_WAITS_S:.0f} s")
             time.sleep(_LOOK_S / 10)
         port, self._backend = words.split()
-        self._store = dist.TCPStore(_ADDRESS, int(port), is_master=False)
+        self._store = _store_at(int(port))
 
     def join(self) -> None:
         """Form the group with the others, at the beginning of the first pass over the loader.
@@ -274,7 +287,7 @@ class InPlace:
             for ddp in parallel:
                 del ddp.reducer, ddp.logger  # whose hooks go with them
             dist.destroy_process_group()
-            group = dist.PrefixStore(f"resize-{order.number}", self._store)
+            group = PrefixStore(f"resize-{order.number}", self._store)
             dist.init_process_group(self._backend, store=group, rank=rank, world_size=order.ranks)
             for ddp in parallel:
                 reducer.go_over_to(ddp, dist.group.WORLD)

@@ -23,6 +23,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from accel.elastic.in_place import ORDERS, RANK, SEEN, open_store, value_of
 from accel.elastic.run import PROFILE
@@ -79,7 +80,7 @@ class LocalJob:
                 raise InvalidArgument(f"{name} must be positive, in seconds. Found: {seconds}")
         self._arguments, self._launcher, self._save_s, self._join_s = list(arguments), list(launcher), save_s, join_s
         self._folder = Path(folder)
-        self._orders = open_store() if in_place else None
+        self._orders: Any = open_store() if in_place else None
         self._number = 0
         """Of the last order."""
         self._launched: list[subprocess.Popen[bytes]] = []

@@ -102,7 +102,7 @@ def solver() -> Callable[..., Any]:
         raise InvalidArgument(
             "the times of steps are predicted with scipy, which is not installed; pip install 'accel-train[elastic]'"
         ) from None
-    return least_squares
+    return least_squares  # type: ignore[no-any-return]
 
 
 class Problem:
@@ -125,7 +125,7 @@ class Problem:
         p, overlap = (1 + (MOST - 1) * _logistic(columns[..., number, :]) for number in (2, 3))
         compute = power_sum(columns[..., 0, :], columns[..., 1, :] + self._log_batch, p)
         last = power_sum(compute, log_or_none(np.exp(theta[..., _SYNC]) @ self._sync.T), overlap)
-        return np.logaddexp(last, self._log_extra + compute)  # type: ignore[no-any-return]
+        return np.logaddexp(last, self._log_extra + compute)
 
     def residuals(self, theta: Floats) -> Floats:
         """Return the errors of the times in their deviations (n,), and those of the priors (10,)."""
