@@ -19,7 +19,7 @@ ROOMS = {
         "cache",
         "code",
         "commands",
-        "elastic",
+        *("elastic", "elastic/batch_size", "elastic/saving"),
         "goodput",
         "graphs",
         "guard",

@@ -24,8 +24,8 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from accel.elastic.disk import Claim, Disk
-from accel.elastic.plain_values import check_plain
+from accel.elastic.saving.disk import Claim, Disk
+from accel.elastic.saving.plain_values import check_plain
 from accel.errors import CheckpointError, InvalidArgument, OtherVersion
 from accel.profiler.interruptions import ours
 
@@ -129,8 +129,8 @@ class Checkpoints:
         """Write a checkpoint and return its folder, when it is durable and old ones are removed.
 
         Args:
-            state: tensors and plain values (`accel.elastic.plain_values`), such as `capture_state` returns. Its `step`
-                and `world_size`, where it has them, go into the manifest.
+            state: tensors and plain values (`accel.elastic.saving.plain_values`), such as `capture_state` returns. Its
+                `step` and `world_size`, where it has them, go into the manifest.
 
         Raises:
             CheckpointError: if it can't be written, as on a full disk. Checkpoints that were there are as they were,

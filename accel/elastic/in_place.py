@@ -36,7 +36,7 @@ from torch.optim import Optimizer
 from accel.comm.selection import reducer
 from accel.dataio.elastic_sampler import ElasticSampler
 from accel.dataio.passes.proxy import LoaderProxy
-from accel.elastic import bucket_order
+from accel.elastic.saving import bucket_order
 from accel.errors import AccelError
 from accel.profiler.interruptions import ours
 from accel.run import ranks as run_ranks

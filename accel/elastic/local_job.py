@@ -27,7 +27,7 @@ from typing import Any
 
 from accel.elastic.in_place import ORDERS, RANK, SEEN, open_store, value_of
 from accel.elastic.run import PROFILE
-from accel.elastic.torchrun_nodes import VARIABLE
+from accel.elastic.saving.torchrun_nodes import VARIABLE
 from accel.errors import InvalidArgument
 from accel.goodput.job import JobProfile
 

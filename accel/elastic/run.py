@@ -15,14 +15,14 @@ from torch.optim import Optimizer
 
 from accel.dataio.elastic_sampler import ElasticSampler
 from accel.dataio.passes.proxy import LoaderProxy
-from accel.elastic.batch_loader import elastic_loader
-from accel.elastic.batch_run import BatchRun
-from accel.elastic.checkpoint_run import CheckpointRun
+from accel.elastic.batch_size.driver import BatchRun
+from accel.elastic.batch_size.loader import elastic_loader
 from accel.elastic.checkpointing import Checkpointing
 from accel.elastic.in_place import InPlace, Restart, has_joined, orders_of_job
 from accel.elastic.meeting import alike
 from accel.elastic.sample_position import SamplePosition
-from accel.elastic.torchrun_nodes import remedy
+from accel.elastic.saving.run import CheckpointRun
+from accel.elastic.saving.torchrun_nodes import remedy
 from accel.goodput.job import JobProfile
 from accel.run.ranks import Ranks
 from accel.session.listeners import follow, is_followed, leave

@@ -16,10 +16,10 @@ import warnings
 from torch import nn
 
 from accel.elastic import left_alone
-from accel.elastic.batch_run import BatchRun
-from accel.elastic.checkpoint_run import CheckpointRun
+from accel.elastic.batch_size.driver import BatchRun
 from accel.elastic.progress import CountsProgress
 from accel.elastic.run import RUNS
+from accel.elastic.saving.run import CheckpointRun
 from accel.errors import InvalidArgument
 from accel.goodput.job import JobProfile
 

@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 from accel.elastic.in_place import ResizeOrder
-from accel.elastic.termination import Termination
+from accel.elastic.saving.termination import Termination
 from accel.errors import InvalidArgument
 
 

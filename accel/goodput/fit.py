@@ -168,8 +168,8 @@ class Problem:
 
     def _descend(self, start: Floats) -> Floats:
         stops = {"ftol": _ENOUGH, "xtol": 1e-6, "gtol": None, "max_nfev": 100}
-        found = solver()(self.residuals, start, self._jacobian, loss=_soft_for_times, **stops)
-        return found.x  # type: ignore[no-any-return]
+        fitted = solver()(self.residuals, start, self._jacobian, loss=_soft_for_times, **stops)
+        return fitted.x  # type: ignore[no-any-return]
 
 
 def _soft_for_times(squares: Floats) -> Floats:

@@ -8,8 +8,8 @@ import math
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from accel.elastic.batch_choice import MARGIN
-from accel.elastic.policy import BatchDecision, BatchPolicy
+from accel.elastic.batch_size.choice import MARGIN
+from accel.elastic.batch_size.policy import BatchDecision, BatchPolicy
 from accel.goodput.efficiency import efficiency
 from tests.accel.elastic.test_policy import Job, interval
 

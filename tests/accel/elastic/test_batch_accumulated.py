@@ -13,9 +13,9 @@ from torch import nn
 
 import accel
 from accel.dataio.elastic_sampler import ElasticSampler
-from accel.elastic.policy import BatchDecision, BatchPolicy
+from accel.elastic.batch_size.policy import BatchDecision, BatchPolicy
+from accel.elastic.batch_size.steps import StepBatches
 from accel.elastic.scaling_rules import NoScaling
-from accel.elastic.step_batches import StepBatches
 from accel.goodput.efficiency import NoiseInterval
 from tests.accel.elastic.batch_loops import PLAIN, Clock, batch_run, clock, job, known_noise
 

@@ -23,7 +23,7 @@ from torch.utils.data.distributed import DistributedSampler
 import accel
 from accel.dataio.elastic_sampler import ElasticSampler
 from accel.dataio.loader import ContinuousLoader
-from accel.elastic.batch_loader import EpochBatches, elastic_loader
+from accel.elastic.batch_size.loader import EpochBatches, elastic_loader
 from accel.errors import InvalidArgument
 from tests.accel.elastic.batch_loops import PLAIN
 from tests.accel.elastic.test_sample_position import followed, train

@@ -56,7 +56,7 @@ def test_rates_are_those_of_the_last_known_noise_when_it_is_not_known_any_more(
     assert len(loader) == -(-3000 // 64)
 
     unknown = NoiseInterval(math.inf, 0.0, math.inf)  # the loss falls too slowly to show it
-    monkeypatch.setattr("accel.elastic.batch_run.interval_of", lambda estimate: unknown)
+    monkeypatch.setattr("accel.elastic.batch_size.driver.interval_of", lambda estimate: unknown)
     (_, scaler), *_ = batch_run(model)._rates._scalers
     rates: list[float] = []
     for _ in range(8):

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import accel
 from accel import entry, strategies
-from accel.elastic.policy import BatchPolicy
+from accel.elastic.batch_size.policy import BatchPolicy
 from accel.elastic.scaling_rules import NoScaling
 from accel.errors import InvalidArgument
 from accel.goodput.efficiency import NoiseInterval
@@ -58,7 +58,7 @@ def test_the_batch_is_decided_by_the_last_known_noise_while_it_is_hidden(
 ) -> None:
     known, hidden = NoiseInterval(5000.0, 4000.0, 6000.0), NoiseInterval(math.inf, 0.0, math.inf)
     noises = itertools.chain([known], itertools.repeat(hidden))
-    monkeypatch.setattr("accel.elastic.batch_run.interval_of", lambda estimate: next(noises))
+    monkeypatch.setattr("accel.elastic.batch_size.driver.interval_of", lambda estimate: next(noises))
     model, loader, optimizer = accel.optimize(*job, max_batch_size=64, **PLAIN)
     train(model, loader, optimizer, clock, nothing)
     assert loader.batch_sampler.batch_sizes == (64,)
@@ -68,7 +68,7 @@ def test_a_noise_scale_without_an_upper_end_is_none_in_the_report(
     job: Any, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pure = NoiseInterval(math.inf, 4000.0, math.inf)
-    monkeypatch.setattr("accel.elastic.batch_run.interval_of", lambda estimate: pure)
+    monkeypatch.setattr("accel.elastic.batch_size.driver.interval_of", lambda estimate: pure)
     model, loader, optimizer = accel.optimize(*job, max_batch_size=64, **PLAIN)
     train(model, loader, optimizer, clock, nothing)
     controller = batch_run(model).controller

@@ -19,10 +19,10 @@ from accel import entry
 from accel.dataio.elastic_sampler import ElasticSampler
 from accel.dataio.passes.proxy import LoaderProxy
 from accel.elastic.checkpoint import Checkpoints
-from accel.elastic.checkpoint_run import CheckpointRun
 from accel.elastic.checkpointing import Checkpointing
 from accel.elastic.running import request_checkpoint, save_checkpoint
 from accel.elastic.sample_position import SamplePosition, remaining_epochs
+from accel.elastic.saving.run import CheckpointRun
 from accel.session.listeners import Onlooker, follow
 from tests.accel.elastic.batch_loops import PLAIN
 

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from accel.elastic.batch_choice import MARGIN, better, candidates
-from accel.elastic.policy import BatchDecision, BatchPolicy
+from accel.elastic.batch_size.choice import MARGIN, better, candidates
+from accel.elastic.batch_size.policy import BatchDecision, BatchPolicy
 from accel.errors import InvalidArgument
 from accel.goodput.efficiency import NoiseInterval, efficiency
 

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, get_worker_info
 from accel.dataio.elastic_sampler import ElasticSampler
 from accel.dataio.engine.engine import BatchJob, WorkerEpoch
 from accel.dataio.engine.processes import ProcessEngine
-from accel.elastic.batch_loader import elastic_loader
+from accel.elastic.batch_size.loader import elastic_loader
 from accel.elastic.worker_signals import outliving
 from tests.accel.elastic import worker_loop
 from tests.accel.elastic.schedules import newest_step

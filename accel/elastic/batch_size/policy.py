@@ -16,7 +16,7 @@ upper end: while the truth may lie on either side, the batch stays. A batch whos
 memory, or failed on several ranks, may still be one whose gradients are accumulated over several of the loop's steps:
 it competes with the others by its goodput, and is tried as they are.
 
-It knows numbers only: no model, no clock, no process group. `accel.elastic.batch_run` connects it with a loop.
+It knows numbers only: no model, no clock, no process group. `accel.elastic.batch_size.driver` connects it with a loop.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
-from accel.elastic.batch_choice import MARGIN, Better, Shares, better, candidates
+from accel.elastic.batch_size.choice import MARGIN, Better, Shares, better, candidates
 from accel.errors import InvalidArgument
 from accel.goodput.efficiency import NoiseInterval, efficiency
 from accel.goodput.fit import fit

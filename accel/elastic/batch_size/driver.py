@@ -23,15 +23,15 @@ from torch import Tensor
 from accel.dataio.elastic_sampler import ElasticSampler
 from accel.dataio.passes.proxy import LoaderProxy
 from accel.device_memory import total_memory
-from accel.elastic.batch_choice import LEAST_STEPS, check_largest, interval_of, most_tried, resumed_shares
-from accel.elastic.batch_report import profile_of, rows_of
+from accel.elastic.batch_size.choice import LEAST_STEPS, check_largest, interval_of, most_tried, resumed_shares
+from accel.elastic.batch_size.loss_trend import LossTrend, loss_of
+from accel.elastic.batch_size.policy import TIMED, AgreedBatch, BatchDecision, BatchPolicy
+from accel.elastic.batch_size.rehearsal import BatchRehearsal
+from accel.elastic.batch_size.report import profile_of, rows_of
+from accel.elastic.batch_size.steps import StepBatches, StepEnd, exchange_of, meter_of
 from accel.elastic.learning_rate import StepRates
-from accel.elastic.loss_trend import LossTrend, loss_of
 from accel.elastic.meeting import first_of, met
-from accel.elastic.policy import TIMED, AgreedBatch, BatchDecision, BatchPolicy
-from accel.elastic.rehearsal import BatchRehearsal
 from accel.elastic.scaling_rules import Rule
-from accel.elastic.step_batches import StepBatches, StepEnd, exchange_of, meter_of
 from accel.errors import InvalidArgument
 from accel.goodput.efficiency import NoiseInterval
 from accel.goodput.fit import solver

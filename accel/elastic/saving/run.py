@@ -16,13 +16,13 @@ from torch.optim import Optimizer
 
 from accel.dataio.elastic_sampler import ElasticSampler
 from accel.dataio.passes.proxy import LoaderProxy
-from accel.elastic.bucket_order import BucketOrder
 from accel.elastic.checkpoint import Checkpoints
 from accel.elastic.checkpointing import Checkpointing
 from accel.elastic.in_place import InPlace, ResizeOrder
-from accel.elastic.plain_values import check_plain
 from accel.elastic.sample_position import all_updates
 from accel.elastic.save_policy import SavePolicy
+from accel.elastic.saving.bucket_order import BucketOrder
+from accel.elastic.saving.plain_values import check_plain
 from accel.elastic.training_state import Stateful, capture_state, restore_state
 from accel.errors import CheckpointError, InvalidArgument
 from accel.profiler.interruptions import ours

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from accel.elastic.policy import BatchDecision, BatchPolicy
+from accel.elastic.batch_size.policy import BatchDecision, BatchPolicy
 from accel.goodput.efficiency import NoiseInterval
 from accel.goodput.goodput import BatchLimits
 from accel.goodput.job import JobProfile

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from accel.dataio.elastic_sampler import ElasticSampler
 from accel.dataio.sampling.places import DealtStep
-from accel.elastic.accumulation import GradientAccumulation
+from accel.elastic.batch_size.accumulation import GradientAccumulation
 from accel.goodput.noise_gradients import Gather
 from accel.goodput.noise_meter import NoiseMeter
 from accel.goodput.noise_scale import NoiseScale
