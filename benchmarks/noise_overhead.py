@@ -32,7 +32,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import accel
 from accel import strategies
-from accel.elastic.batch_size.driver import interval_of
+from accel.elastic.batch_size.choice import interval_of
 from accel.elastic.batch_size.policy import BatchPolicy
 from accel.goodput.noise_meter import NoiseMeter
 from accel.goodput.observations import WINDOW
