@@ -1,8 +1,8 @@
-"""The batch controller in a loop: times its steps, hands out its batches, scales its learning rate.
+"""The batch policy in a loop: times its steps, hands out its batches, scales its learning rate.
 
     loader ──batches of the size decided──▶ loop ──update──▶ optimizer, at the learning rate of that batch
        ▲                                      │ time, gradient noise
-       └── controller, on rank 0, between two steps ◀──┘
+       └── policy, on rank 0, between two steps ◀──┘
 
 It follows the training loader beside the session that searches for strategies. That begins once a batch stands; from
 then on the noise is measured, and the batch changes, only in steps in which no candidate is on.
@@ -64,7 +64,7 @@ _AHEAD = 8
 
 
 class BatchRun(Onlooker):
-    """Let a controller decide the batch size of a loop.
+    """Let a policy decide the batch size of a loop.
 
     Args:
         session: whose steps they are.
@@ -119,16 +119,16 @@ class BatchRun(Onlooker):
         self._trend = LossTrend()
         self._meter: NoiseMeter | None = None
         self._restored: dict[str, Any] = {}
-        """The state of a run that this one goes on from."""
+        """The state of the run that was saved; empty if none was."""
         self._base: int | None = None
         """Samples of a step as the user wrote it, over the ranks that the training began on; None until known."""
         self._is_metered = self._is_measured = False
-        """The meter was told of the present step's beginning, and measures it."""
+        """Whether the noise meter follows this step, and whether it measures it."""
         self._known_noise: NoiseInterval | None = None
         """Rank 0's last one that says something; the batch stays while none does, and so do its rates."""
         self._decision_due = _WARM_UP
         self._steps = self._steps_before = 0
-        """Of this process, and of those that it goes on from."""
+        """Steps of this process, and of earlier ones of this training."""
         self._is_settled, self._is_first = False, True
         """As rank 0 has it; the step is the first of an epoch."""
         self._followed = self._followed_at = 0

@@ -333,7 +333,7 @@ class BatchPolicy:
         return [*whole, *(whole[-1] * steps for steps in candidates(1, self._most // whole[-1])[1:])]
 
     def _whole(self, limit: float | None = None) -> list[int]:
-        """Return those that every rank takes at once, below what does not fit or was in vain; at least the smallest."""
+        """Return those that every rank takes at once, below what does not fit or has failed; at least the smallest."""
         below = self._limit() if limit is None else limit
         return [size for size in self.sizes if size < below] or self.sizes[:1]
 

@@ -1,4 +1,11 @@
-"""Checkpoints of a loop, between its steps: on an interval, before the process is terminated, and where it goes on."""
+"""Checkpoints of a loop, between its steps: on an interval, before the process is terminated, and when it is resumed.
+
+waits ──a step has ended, and it is time──▶ saves ──▶ waits
+  │                                           └─ after SIGTERM: the process ends as the signal would have ended it
+  ├─ a rank did not come ──▶ apart: nothing is saved until all have come
+  ├─ the loop trains on another loader ──▶ away: SIGTERM is left to whom it was before, until the loop comes back
+  └─ another thread takes the batches ──▶ saves only when the script asks for it
+"""
 
 from __future__ import annotations
 
