@@ -189,6 +189,8 @@ class SamplePosition(Onlooker):
     def backward_begins(self, roots: list[Tensor]) -> None:
         """Know which batch is trained on."""
         if self._ending is not None:
+            if not self._left:
+                return  # a further pass of its last batch
             self._left -= 1
             self._ending.trained += 1
             if self._ending.trained == 1 and self._ending.batches > self._left + 1:

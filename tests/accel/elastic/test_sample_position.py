@@ -249,6 +249,18 @@ def test_batches_that_are_kept_and_trained_on_after_their_pass_are_an_epoch(batc
     assert sorted(loop.seen[:40]) == sorted(loop.seen[40:]) == list(range(40))
 
 
+def test_two_backward_passes_with_the_last_of_the_batches_that_are_held() -> None:
+    loop = Loop()
+    for _ in range(2):
+        batches = iter(loop.proxy)
+        following = next(batches)
+        for _ in range(10):
+            (batch,), following = following, next(batches, None)
+            train(loop.proxy, updates=False)
+            loop.take(batch)
+    assert (loop.sampler.epoch, loop.sampler.position) == (2, 0)
+
+
 @pytest.mark.parametrize("steps", [{0}, {0, 1, 2}, {3, 4}, set(range(10))])
 def test_looks_before_the_backward_pass_of_steps_in_a_row_take_nothing(steps: set[int]) -> None:
     loop = Loop()
