@@ -325,7 +325,6 @@ def exchange(
     like: Tensor,
     cost_s: float,
     usual_s: float,
-    group: dist.ProcessGroup | None = None,
     gather: Gather | None = None,
 ) -> Exchanged:
     """Sum the parts over all ranks: one all-reduce, or one gathering, to which each rank must come.
@@ -337,8 +336,7 @@ def exchange(
         like: a tensor on the device of the group's collectives.
         cost_s: what the measurement took on this rank.
         usual_s: a step's usual time on this rank.
-        group: of the ranks; None for torch's own.
-        gather: exchanges tensors on the CPU in place of a collective of the group.
+        gather: exchanges tensors on the CPU in place of a collective of torch's process group.
     """
     packed = torch.zeros(length + 6, device=like.device)
     if parts is not None and parts.total is not None:
@@ -348,18 +346,18 @@ def exchange(
     elif parts is not None:
         packed[length : length + 3] = torch.tensor([math.nan, 1.0, 1.0])
     packed[length + 3 :] = torch.tensor([float(parts is None), cost_s, usual_s])
-    packed, ranks = _summed(packed, group, gather)
+    packed, ranks = _summed(packed, gather)
     total_square = float(packed[:length].square().sum())
     square, count, inverse, silent, cost, usual = packed[length:].tolist()
     sums = None if silent or count < 2 else _sums(square, total_square, count, inverse, ranks)
     return Exchanged(sums, cost / ranks, usual / ranks)
 
 
-def _summed(packed: Tensor, group: dist.ProcessGroup | None, gather: Gather | None) -> tuple[Tensor, int]:
+def _summed(packed: Tensor, gather: Gather | None) -> tuple[Tensor, int]:
     """Return the sum over all ranks, and how many they are."""
     if gather is None:
-        dist.all_reduce(packed, group=group)
-        return packed, dist.get_world_size(group)
+        dist.all_reduce(packed)
+        return packed, dist.get_world_size()
     gathered = gather(packed.cpu())
     return torch.stack(gathered).sum(0), len(gathered)
 

@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -53,8 +52,8 @@ class NoiseMeter:
         optimizers: that update it. If all are of Adam's kind, the noise is measured in their coordinates.
         noise: takes the measurements in; default a new one.
         replicas: ranks that train copies of the model, each with batches of its own; default 1.
-        group: their process group; default torch's.
-        gather: exchanges tensors between the ranks in place of the group: gives each what all of them passed, by rank.
+        gather: exchanges tensors between the ranks in place of torch's process group: gives each what all of them
+            passed, by rank.
         scaler: the loop's GradScaler, if it has one.
         overhead: share of the run's time that the meter's own work may take; default 0.015, which leaves room for what
             it disturbs beside, such as caches.
@@ -96,7 +95,6 @@ class NoiseMeter:
         *,
         noise: NoiseScale | None = None,
         replicas: int = 1,
-        group: dist.ProcessGroup | None = None,
         gather: Gather | None = None,
         scaler: torch.amp.GradScaler | None = None,
         overhead: float = OVERHEAD,
@@ -109,7 +107,7 @@ class NoiseMeter:
         self.reason = self.refusal = ""
         self.last_cost_s = 0.0
         self._model, self._optimizers = model, optimizers
-        self._replicas, self._group, self._clock = replicas, group, clock
+        self._replicas, self._clock = replicas, clock
         self._gather = gather
         self._scaler, self._accumulated = scaler, 1
         self._schedule = NoiseSchedule(overhead)
@@ -286,7 +284,7 @@ class NoiseMeter:
         began = self._clock()
         length = min(self._sketch.length, sum(p.numel() * (2 if p.is_complex() else 1) for p in self._parameters))
         parts = None if step.reason else step.parts
-        exchanged = exchange(parts, length, self._parameters[0], cost_s, usual_s, self._group, self._gather)
+        exchanged = exchange(parts, length, self._parameters[0], cost_s, usual_s, self._gather)
         self._exchange_s = self._clock() - began
         return exchanged
 
