@@ -329,7 +329,15 @@ def _elastic_run(
     from accel.elastic.run import ElasticRun
 
     try:
-        return ElasticRun(session, optimizer, settings, announcer.say, previous)
+        return ElasticRun(
+            session,
+            optimizer,
+            settings,
+            announcer.say,
+            restart=partial(restart, session.run.model),
+            is_alone=lambda: len(MODELS) <= 1,
+            previous=previous,
+        )
     except BaseException:
         session.close()
         raise

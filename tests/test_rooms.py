@@ -18,7 +18,7 @@ ROOMS = {
         "cache",
         "commands",
         "compile",
-        "elastic",
+        *("elastic", "elastic/batch_size", "elastic/saving"),
         "goodput",
         "graphs",
         "guard",

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from accel.elastic.rehearsal import BatchRehearsal
+from accel.elastic.batch_size.rehearsal import BatchRehearsal
 from accel.guard import written_parameters
 from accel.guard.written_parameters import WrittenParameters, without_gradient
 from tests.accel.goodput.noise_loops import finish, meter_for, train

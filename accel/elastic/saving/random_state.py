@@ -21,35 +21,6 @@ _NUMPY_WORDS = 624
 """Of its Mersenne Twister, which takes any place among them."""
 
 
-def python_to_plain(state: tuple[Any, ...]) -> dict[str, Any]:
-    """Return what `random.getstate()` gave as plain values.
-
-    Example:
-        >>> random.setstate(python_from_plain(python_to_plain(random.getstate())))
-    """
-    version, words, gauss = state
-    return {"version": version, "words": torch.tensor(words, dtype=torch.int64), "gauss": gauss}
-
-
-def python_from_plain(plain: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return what `random.setstate` takes."""
-    return plain["version"], tuple(plain["words"].tolist()), plain["gauss"]
-
-
-def numpy_to_plain(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what `np.random.get_state(legacy=False)` gave as plain values; of any of NumPy's bit generators.
-
-    Example:
-        >>> np.random.set_state(numpy_from_plain(numpy_to_plain(np.random.get_state(legacy=False))))
-    """
-    return {name: _plain_of_numpy(value) for name, value in state.items()}
-
-
-def numpy_from_plain(plain: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what `np.random.set_state` takes."""
-    return {name: _numpy_of_plain(value) for name, value in plain.items()}
-
-
 def random_state() -> dict[str, Any]:
     """Return the random states of this process as plain values.
 
@@ -62,9 +33,10 @@ def random_state() -> dict[str, Any]:
         >>> torch.equal(torch.rand(2), before)
         True
     """
+    version, words, gauss = random.getstate()
     state: dict[str, Any] = {
-        "python": python_to_plain(random.getstate()),
-        "numpy": numpy_to_plain(np.random.get_state(legacy=False)),
+        "python": {"version": version, "words": torch.tensor(words, dtype=torch.int64), "gauss": gauss},
+        "numpy": _plain_of_numpy(np.random.get_state(legacy=False)),
         "torch": torch.get_rng_state(),
         "cuda": None,
     }
@@ -96,8 +68,9 @@ def set_random_state(state: Mapping[str, Any]) -> None:
 
 
 def _set(state: Mapping[str, Any]) -> None:
-    random.setstate(python_from_plain(state["python"]))
-    np.random.set_state(numpy_from_plain(state["numpy"]))
+    python = state["python"]
+    random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
+    np.random.set_state(_numpy_of_plain(state["numpy"]))
     if not 0 <= np.random.get_state(legacy=False)["state"].get("pos", 0) <= _NUMPY_WORDS:
         raise ValueError("NumPy would read beyond its words")
     torch.set_rng_state(state["torch"])
