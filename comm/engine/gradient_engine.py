@@ -238,7 +238,7 @@ class GradientEngine:
         work = dist.all_reduce(buffer, group=binding.group, async_op=True)
         future: torch.futures.Future[Any] = work.get_future()
 
-        def ended(done: torch.futures.Future[Any]) -> Tensor:
+        def ended(done: torch.futures.Future[Any]) -> Any:
             done.value()  # raises what the exchange raised
             return buffer  # gloo's own result is a real view of complex gradients before torch 2.13
 
