@@ -17,6 +17,7 @@ ROOMS = {
     "accel": {
         "amp",
         "cache",
+        "cluster",
         "code",
         "commands",
         "elastic",

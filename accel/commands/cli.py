@@ -21,6 +21,7 @@ _HOMES = {
     "profile": "accel.commands.profile",
     "doctor": "accel.commands.doctor",
     "bench": "accel.commands.bench",
+    "cluster": "accel.commands.cluster",
 }
 """Subcommand → module that holds it."""
 
