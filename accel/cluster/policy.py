@@ -289,25 +289,35 @@ def _best_kinds(sizes: Sequence[list[_Sizes]], gains: Sequence[list[Floats]], ro
     """Return the kind of GPU of each job, as an index of its sizes: by prices at which the kinds are just used up.
 
     The prices are the multipliers of the kinds' capacities (Lagrangian relaxation, by subgradients): a job takes what
-    is worth most to it beyond the price. Who takes nothing is put where it gains most, and may get what is left there.
+    is worth most to it beyond the price. Who takes nothing is put where it would lose least, and may get what is left.
     """
-    kinds = list(room)
-    total = max((float(gain.max()) for own in gains for gain in own if len(gain)), default=1.0)
-    prices = {kind: 0.0 for kind in kinds}
-    taken: list[int | None] = []
+    able = [job for job, own in enumerate(sizes) if own]
+    kinds: list[int | None] = [None] * len(sizes)
+    if not able:
+        return kinds
+    # All sizes of all jobs in a row, those of a job side by side.
+    flat = [(job, at) for job in able for at in range(len(sizes[job]))]
+    names = {kind: number for number, kind in enumerate(room)}
+    counts = [len(sizes[job][at].replicas) for job, at in flat]
+    kind = np.repeat([names[sizes[job][at].kind] for job, at in flat], counts)
+    index = np.repeat([at for _, at in flat], counts)
+    replicas = np.concatenate([sizes[job][at].replicas for job, at in flat])
+    gain = np.concatenate([gains[job][at] for job, at in flat])
+    owner = np.repeat([job for job, _ in flat], counts)
+    starts = np.flatnonzero(np.diff(owner, prepend=-1))
+    lengths = np.diff([*starts, len(owner)])
+    capacity = np.maximum(np.array(list(room.values()), float), 1.0)
+    prices = np.zeros(len(room))
+    taken = starts
     for number in range(_ROUNDS):
-        used = dict.fromkeys(kinds, 0)
-        taken = []
-        for own, gain in zip(sizes, gains, strict=True):
-            net = [values - prices[each.kind] * each.replicas for each, values in zip(own, gain, strict=True)]
-            if not net:
-                taken.append(None)
-                continue
-            at = max(range(len(net)), key=lambda index: float(net[index].max()))
-            taken.append(at)
-            if net[at].max() > 0:
-                used[own[at].kind] += int(own[at].replicas[net[at].argmax()])
-        for kind in kinds:
-            step = total / max(room[kind], 1) / (1 + number)
-            prices[kind] = max(prices[kind] + step * (used[kind] - room[kind]) / max(room[kind], 1), 0.0)
-    return taken
+        net = gain - prices[kind] * replicas
+        highest = np.maximum.reduceat(net, starts)
+        candidates = np.flatnonzero(net == np.repeat(highest, lengths))
+        taken = candidates[np.unique(owner[candidates], return_index=True)[1]]
+        bought = taken[highest > 0]
+        used = np.bincount(kind[bought], weights=replicas[bought], minlength=len(room))
+        step = float(gain.max()) / capacity / (1 + number)
+        prices = np.maximum(prices + step * (used - capacity) / capacity, 0.0)
+    for at in taken:
+        kinds[int(owner[at])] = int(index[at])
+    return kinds
