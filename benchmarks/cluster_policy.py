@@ -13,7 +13,7 @@ import click
 import numpy as np
 
 from accel.cluster import policy
-from accel.cluster.jobs import ClusterNode, JobView
+from accel.cluster.jobs import Allocation, ClusterNode, JobView
 from accel.cluster.policy import allocate
 from accel.goodput.efficiency import NoiseInterval
 from accel.goodput.goodput import BatchLimits
@@ -87,7 +87,8 @@ def _profile(draw: np.random.Generator) -> JobProfile:
 def measure(jobs: int, gpus: int, kinds: int, rounds: int) -> Row:
     """Return the row of a cluster: each round, some jobs have other noise and others have ended."""
     policy._tabulated.cache_clear()
-    nodes, current, times = cluster(gpus, kinds), {}, []
+    nodes, times = cluster(gpus, kinds), list[float]()
+    current: Allocation = {}
     asked = jobs_of(jobs, kinds, seed=0)
     for number in range(rounds + 1):
         began = time.process_time()

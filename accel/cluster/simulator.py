@@ -179,6 +179,7 @@ class SimulatedJob:
             profiles={} if profile is None else {"gpu": profile},
             max_replicas=most,
             service_s=self.service_s,
+            restarts=max(self.restarts, 0),
             steps_left=max(self._length() - self.progress, 0.0) if self.rules.says_length else None,
         )
 

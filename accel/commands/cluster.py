@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from accel.cluster.baselines import Optimus, Tiresias, equal_shares, first_come, optimus_seconds
+from accel.cluster.genetic import Pollux
 from accel.cluster.jobs import ClusterNode
 from accel.cluster.outcome import SimulationOutcome, draw, outcome
 from accel.cluster.policy import allocate
@@ -22,6 +23,7 @@ from accel.files import write_atomic
 FIXED = JobRules(is_elastic=False, has_fixed_size=True)
 RULES = {
     "accel": JobRules(),
+    "pollux": JobRules(),
     "equal": JobRules(),
     "tiresias": FIXED,
     "first-come": FIXED,
@@ -105,6 +107,8 @@ def simulate(
 def _policy(name: str, simulation: Simulation) -> Policy:
     if name == "tiresias":
         return Tiresias()
+    if name == "pollux":
+        return Pollux()
     if name == "optimus":
         return Optimus(optimus_seconds({job.submission.name: job for job in simulation.jobs}))
     return {"accel": allocate, "equal": equal_shares, "first-come": first_come}[name]

@@ -11,6 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from accel.cluster.baselines import Optimus, Tiresias, equal_shares, first_come, optimus_seconds
+from accel.cluster.genetic import Pollux
 from accel.cluster.outcome import outcome, utilisation
 from accel.cluster.policy import allocate
 from accel.cluster.profiles import Application
@@ -88,10 +89,10 @@ def test_a_lost_node_costs_the_steps_since_the_checkpoint(applications: dict[str
     assert long.jobs[0].waited_s == 60 + 120
 
 
-@pytest.mark.parametrize("policy", [allocate, equal_shares, first_come, Tiresias()])
+@pytest.mark.parametrize("policy", [allocate, Pollux(20, 10), equal_shares, first_come, Tiresias()])
 def test_every_job_ends_and_its_times_add_up(policy: Any, applications: dict[str, Application], tmp_path: Path) -> None:
     write_workload(tmp_path / "jobs.csv")
-    rules = JobRules() if policy in (allocate, equal_shares) else FIXED
+    rules = FIXED if policy is first_come or isinstance(policy, Tiresias) else JobRules()
     simulation = Simulation(read_workload(tmp_path / "jobs.csv"), hosts(2), policy, applications, rules)
     simulation.run()
     found = outcome(simulation, "any", "jobs")
