@@ -11,6 +11,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
 from enum import Enum
+from functools import partial
 from multiprocessing.util import Finalize
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
@@ -313,7 +314,15 @@ def _elastic_run(
     from accel.elastic.run import ElasticRun
 
     try:
-        return ElasticRun(session, optimizer, settings, announcer.say, previous)
+        return ElasticRun(
+            session,
+            optimizer,
+            settings,
+            announcer.say,
+            restart=partial(restart, session.run.model),
+            is_alone=lambda: len(MODELS) <= 1,
+            previous=previous,
+        )
     except BaseException:
         session.close()
         raise

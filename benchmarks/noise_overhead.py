@@ -5,7 +5,7 @@
 | part | the loop with it | the loop without |
 |---|---|---|
 | `noise` | a `NoiseMeter` that gets all events | batches from a list |
-| `goodput` | the same, and a `BatchController` that gets step times and decides: all that is measured | the same |
+| `goodput` | the same, and a `BatchPolicy` that gets step times and decides: all that is measured | the same |
 | `controller` | `accel.optimize(…, max_batch_size=…)` at the loop's own batch: all it does | a `DataLoader` |
 
 Two loops train alike models in one process, in pieces of 0.4 s, A B B A … Of a piece the mean step counts, not the
@@ -32,8 +32,8 @@ from torch.utils.data import DataLoader, Dataset
 
 import accel
 from accel import strategies
-from accel.elastic.controller import BatchController
-from accel.elastic.noise_interval import interval_of
+from accel.elastic.batch_size.driver import interval_of
+from accel.elastic.batch_size.policy import BatchPolicy
 from accel.goodput.noise_meter import NoiseMeter
 from accel.goodput.observations import WINDOW
 from accel.profiler.trial import interval, winsorised
@@ -203,7 +203,7 @@ class Judged(Metered):
 
     def __init__(self, case: str) -> None:
         super().__init__(case)
-        self._controller = BatchController(self._batch, self._batch)
+        self._controller = BatchPolicy(self._batch, self._batch)
         self._ended = self._due = 0
         self._ended_s = time.perf_counter()
 

@@ -22,9 +22,8 @@ import numpy as np
 
 from accel.goodput.efficiency import UNMEASURED_SHARE
 from accel.goodput.fit import fit_step_times
-from accel.goodput.forms import Floats
 from accel.goodput.observations import StepTimes
-from accel.goodput.throughput import ThroughputModel
+from accel.goodput.throughput import Floats, ThroughputModel
 from benchmarks.goodput.iterations import Application, measured_share, predicted_over_real, share_of_others, usable
 from benchmarks.goodput.pollux_form import fit_pollux_form, predicted
 from benchmarks.goodput.profiles import Table, runs, tables

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import click
 from rich.console import Console
 
-from accel.elastic.torchrun_nodes import VARIABLE
+from accel.elastic.saving.torchrun_nodes import VARIABLE
 from benchmarks.record import ROOT, Column, Record
 from benchmarks.render import SOURCE, Row
 
@@ -106,7 +106,7 @@ def started(way: str, folder: Path) -> Iterator[None]:
     job = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts=9"]
     worker = ["-m", "benchmarks.recovery_worker", way, str(folder)]
     commands = [[*job, "--nproc-per-node=2", *worker]]
-    # Without the variable one job of three never came back, by a fault of torch (accel/elastic/torchrun_nodes.py).
+    # Without the variable one job of three never came back, by a fault of torch (`torchrun_nodes.py`).
     # TorchFT's managers need the store that it leaves out, and each of its workers is alone in its job.
     own_store = {} if way == "torchft" else {VARIABLE: "1"}
     environ = {**os.environ, **own_store, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}

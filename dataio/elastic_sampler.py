@@ -29,8 +29,6 @@ from accel.dataio.sampling.round_robin import RoundRobin, Tail, world
 T = TypeVar("T")
 _VERSION = 1
 _BLOCK = 4096  # indices computed at once: 109 ns each in batches of 32; one batch at a time it was 1,314 ns
-MOST_HELD = 9
-"""Batches that a loop may hold, of those that it took last, and that can be left out of the state."""
 
 
 class ElasticSampler(Sampler[list[int]]):
@@ -60,11 +58,9 @@ class ElasticSampler(Sampler[list[int]]):
         ValueError: if an argument is out of range, or torchrun started several ranks and there is no process group.
 
     Attributes:
-        held: batches of those taken last that the loop has not trained on; a state leaves them out. Default 0.
-        unfinished: epoch and position of the first batch that is trained on without an update so far; a state goes on
-            there. Default None.
-        counted: how often `advance` was called.
-        taken_back: batches that were counted and count no more: the loop has left them, or only looked at them.
+        trained: the step that the loop trains on, or has trained on last, where that is known; default None.
+        holds_batches: the loop fetches batches ahead of the one that it trains on; default False.
+        next_begins_at: where a pass begins that begins now, but for where the sampler is; default None.
         turns: how often the loop has been through what it calls an epoch, which may be less than the data; a state has
             it where it is known. Default None.
 
@@ -114,13 +110,12 @@ class ElasticSampler(Sampler[list[int]]):
         self._deals = [(0, self._own_deal(batch_size))]  # from which step on which batch sizes hold, in order
         self._under_way: deque[DealtStep] = deque()  # dealt, but not taken by the loop
         self._in_hand: DealtStep | None = None
-        self._last_taken: deque[tuple[int, DealtStep]] = deque(maxlen=MOST_HELD)  # of this epoch, and where they began
-        self.held = self.counted = self.taken_back = 0
-        self.unfinished: tuple[int, int] | None = None
-        self.turns: int | None = None
         self._begun_last: deque[DealtStep] = self._under_way
-        self._elsewhere: SamplerPlace | None = None  # where passes begin that begin now
         self._counting = False
+        self.trained: DealtStep | None = None
+        self.next_begins_at: SamplerPlace | None = None
+        self.holds_batches = False
+        self.turns: int | None = None
 
     def consumed(self, batches: Iterable[T]) -> Iterator[T]:
         """Pass the loader's batches on and count each as consumed when the loop gets it.
@@ -173,39 +168,26 @@ class ElasticSampler(Sampler[list[int]]):
                 "only batches that this sampler dealt can be counted, got one more; build the loader with "
                 "DataLoader(batch_sampler=sampler), and neither load a state nor change the epoch while iterating it"
             )
-        self._counting = True
-        self.counted += 1
-        self._in_hand = step = self._under_way.popleft()
-        self._last_taken.append((self._position, step))
-        self._position = step.stop
-        self._taken += 1
+        self.count(self.deliver(self._under_way))
 
     @property
-    def running_pass(self) -> object:
-        """The pass over this sampler whose batches `advance` counts: the one begun last, or that was gone on with."""
-        return self._under_way
-
-    @property
-    def begun_last(self) -> object:
-        """The pass over this sampler that was begun last, by the name that `go_on_with` takes."""
+    def begun_last(self) -> deque[DealtStep]:
+        """The pass over this sampler that was begun last, by the name that `deliver` takes."""
         return self._begun_last
 
-    def begin_elsewhere(self, place: SamplerPlace | None) -> None:
-        """Let passes begin at another place from now on, and `advance` count the one under way; None for no more."""
-        self._elsewhere = place
-
-    def go_on_with(self, running: object | None) -> None:
-        """Let `advance` count the batches of another pass; for loops that begin one within another.
+    def deliver(self, one: deque[DealtStep]) -> DealtStep:
+        """Note that the loop has the next batch in hand, and return its step; it is consumed once `count` is called.
 
         Args:
-            running: what `running_pass` was when that pass had just begun; None for none, until the next one begins.
-
-        Raises:
-            TypeError: if it is something else.
+            one: the pass that it is of, perhaps begun within another one.
         """
-        if running is not None and not isinstance(running, deque):
-            raise TypeError(f"running must be what running_pass has returned, or None, got {type(running).__name__}")
-        self._under_way = deque() if running is None else running
+        self._counting = True
+        self._under_way, self._in_hand = one, (step := one.popleft())
+        return step
+
+    def count(self, step: DealtStep) -> None:
+        """Count the batches up to a step as consumed: a pass that begins now, or goes on from a state, begins there."""
+        self.epoch, self._position, self._taken, self._taken_before = step.place
 
     @property
     def counting(self) -> bool:
@@ -225,7 +207,12 @@ class ElasticSampler(Sampler[list[int]]):
     @property
     def dealt_ahead(self) -> int:
         """Batches that are dealt but not yet taken by the loop: they keep the batch size they were dealt with."""
-        return len(self._under_way)
+        last = self._last_dealt
+        return 0 if last is None else max(0, last.place.taken - self._taken)
+
+    @property
+    def _last_dealt(self) -> DealtStep | None:
+        return self._under_way[-1] if self._under_way else self._in_hand
 
     @property
     def batch_sizes(self) -> tuple[int, ...]:
@@ -241,11 +228,6 @@ class ElasticSampler(Sampler[list[int]]):
     def fresh(self) -> int:
         """Samples at the head of the batch in hand that are no repeats; those after them fill up the last step."""
         return self._in_hand.fresh if self._in_hand else 0
-
-    def samples_before(self, later: int) -> tuple[int, int]:
-        """Return `fresh` and `samples_in_hand` of the batch that was taken before so many others, which are held."""
-        step = self._last_taken[-1 - later][1] if later < len(self._last_taken) else self._in_hand
-        return (step.fresh, step.fresh_of_all) if step else (0, 0)
 
     @property
     def weight(self) -> float:
@@ -278,41 +260,11 @@ class ElasticSampler(Sampler[list[int]]):
 
     def _begin_anew(self) -> None:
         self._under_way, self._in_hand = deque(), None
-        self._last_taken.clear()
-        self.held = 0
 
     @property
     def place(self) -> SamplerPlace:
-        """Where the sampler is, for `return_to`."""
+        """Where the sampler is: what is consumed, and nothing beyond it."""
         return SamplerPlace(self.epoch, self._position, self._taken, self._taken_before)
-
-    def return_to(self, place: SamplerPlace) -> None:
-        """Take back what was counted since a moment, its steps included: the loop has only looked at those batches.
-
-        A batch size that was to change at a step still does so at that step, on ranks that have not looked too.
-
-        Args:
-            place: what `place` was then.
-        """
-        self.epoch, self._position, self._taken, self._taken_before = place
-        self.taken_back = self.counted - self._taken
-        self._begin_anew()
-        first, deal = self._deals[0]
-        if first > self._taken:  # sizes were set since then, and those before them are forgotten
-            self._deals = [(self._taken, deal), *self._deals[1:]]
-
-    def place_before(self, batches: int) -> SamplerPlace:
-        """Return where the sampler was before the batches counted last in this epoch.
-
-        Args:
-            batches: how many; not more than `MOST_HELD` are known.
-        """
-        taken = self._taken - min(batches, len(self._last_taken))
-        return self.place._replace(position=self.position_before(batches), taken=taken)
-
-    def position_before(self, batches: int) -> int:
-        """Return the samples of this epoch that were consumed before the batches counted last, as `place_before`."""
-        return self._last_taken[-known][0] if (known := min(batches, len(self._last_taken))) else self._position
 
     def set_batch_size(self, batch_size: int | Sequence[int], *, delay: int | None = None) -> None:
         """Change the batch size; call it on all ranks after the same step.
@@ -326,7 +278,7 @@ class ElasticSampler(Sampler[list[int]]):
         Raises:
             ValueError: if a size is less than 1, or batches after `delay` more are dealt already.
         """
-        dealt = len(self._under_way)
+        dealt = self.dealt_ahead
         delay = dealt if delay is None else delay
         _check(delay >= dealt, f"delay must be at least the {dealt} batches dealt ahead already, got {delay}; raise it")
         at = self._taken + delay
@@ -357,9 +309,9 @@ class ElasticSampler(Sampler[list[int]]):
                 f"consumed batches must be counted, got {len(self._under_way)} dealt and none counted; iterate over "
                 "sampler.consumed(loader), or call sampler.advance() after each batch"
             )
-        epoch, position = self.unfinished or (self.epoch, self.position_before(self.held))
         turns = {} if self.turns is None else {"turns": self.turns}
-        return {"version": _VERSION, **self._identity(), "epoch": epoch, "position": position, **turns}
+        here = {"epoch": self.epoch, "position": self._position}
+        return {"version": _VERSION, **self._identity(), **here, **turns}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where a state was taken, on this sampler's number of ranks and with its batch sizes.
@@ -381,7 +333,7 @@ class ElasticSampler(Sampler[list[int]]):
         _check(turns is None or (type(turns) is int and turns >= 0), f"turns must be at least 0, got {turns!r}")
         _check(type(state["position"]) is int, f"position must be a whole number, got {state['position']!r}")
         self.set_epoch(state["epoch"], state["position"])
-        self.unfinished, self.turns = None, turns
+        self.turns = turns
 
     def _identity(self) -> dict[str, Any]:
         return {"length": self.length, "seed": self.seed, "shuffle": self.shuffle, "order": self.order}
@@ -393,11 +345,15 @@ class ElasticSampler(Sampler[list[int]]):
     @property
     def steps_left(self) -> int:
         """Steps that the loop has still to take in this epoch, equal on all ranks."""
-        position = self._under_way[-1].stop if self._under_way else self._position
-        step = self._taken + len(self._under_way)
+        place = self.place if self._last_dealt is None else self._last_dealt.place
+        return place.taken - self._taken + self.steps_after(place)
+
+    def steps_after(self, place: SamplerPlace) -> int:
+        """Return the steps that are left in the epoch after a place in it."""
+        _, position, step, _ = place
         while step < self._deals[-1][0] and (width := self._deal_at(step).width(self.length - position)):
             position, step = min(position + width, self.length), step + 1
-        return step - self._taken + self._deal_at(step).steps(self.length - position)
+        return step - place.taken + self._deal_at(step).steps(self.length - position)
 
     def samples_ahead(self, steps: int) -> list[int]:
         """Return the samples of each step that follows the one in hand, on all ranks together, repeats left out.
@@ -413,7 +369,8 @@ class ElasticSampler(Sampler[list[int]]):
         """
         dealt = list(self._under_way)[:steps]
         ahead = [step.fresh_of_all for step in dealt]
-        position, number = (dealt[-1].stop if dealt else self._position), self._taken + len(dealt)
+        last = dealt[-1] if dealt else self._in_hand
+        _, position, number, _ = self.place if last is None else last.place
         while len(ahead) < steps and (width := self._deal_at(number).width(self.length - position)):
             ahead.append(min(width, self.length - position))
             position, number = position + ahead[-1], number + 1
@@ -421,16 +378,12 @@ class ElasticSampler(Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         under_way: deque[DealtStep] = deque()
-        start = self._begin(under_way)
-        return self._batches(under_way, start.position, start.taken, start.epoch)
+        self._begin(under_way)
+        return self._batches(under_way, self.next_begins_at or self.place)
 
-    def _begin(self, under_way: deque[DealtStep]) -> SamplerPlace:
-        """Begin a pass; return where."""
-        self._begun_last = under_way
-        if self._elsewhere is not None:
-            return self._elsewhere
-        self._under_way, self._in_hand = under_way, None
-        return self.place
+    def _begin(self, under_way: deque[DealtStep]) -> None:
+        self._begun_last = self._under_way = under_way
+        self._in_hand = None
 
     def peek_epoch(self, epoch: int) -> PeekedEpoch | None:
         """Return the pass over `epoch` that follows when this one is over; None if nothing counts what the loop took.
@@ -443,14 +396,15 @@ class ElasticSampler(Sampler[list[int]]):
         step, deals = self._taken + self.steps_left, self._deals
 
         def holds() -> bool:
-            return (self._elsewhere or self.place)[:3] == (epoch, 0, step) and self._deals is deals
+            return (self.next_begins_at or self.place)[:3] == (epoch, 0, step) and self._deals is deals
 
         def begin() -> None:
             self._begin(under_way)
 
-        return PeekedEpoch(self._batches(under_way, 0, step, epoch), holds, begin)
+        return PeekedEpoch(self._batches(under_way, SamplerPlace(epoch, 0, step, step)), holds, begin)
 
-    def _batches(self, under_way: deque[DealtStep], position: int, step: int, epoch: int) -> Iterator[list[int]]:
+    def _batches(self, under_way: deque[DealtStep], start: SamplerPlace) -> Iterator[list[int]]:
+        epoch, position, step, before = start
         order, dealer, fresh, mine = self._order(epoch), None, 0, 0
         ready: deque[list[int]] = deque()
         while True:
@@ -462,7 +416,7 @@ class ElasticSampler(Sampler[list[int]]):
                 dealer, ready = deal, deque(order(places % self.length).tolist())
                 mine = deal.count(fresh := min(width, left))
             position, step = position + fresh, step + 1
-            under_way.append(DealtStep(position, mine, fresh))
+            under_way.append(DealtStep(SamplerPlace(epoch, position, step, before), mine, fresh))
             yield ready.popleft()
 
     def _own_deal(self, batch_size: int | Sequence[int]) -> RoundRobin:

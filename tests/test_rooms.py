@@ -20,7 +20,7 @@ ROOMS = {
         "cluster",
         "code",
         "commands",
-        "elastic",
+        *("elastic", "elastic/batch_size", "elastic/saving"),
         "goodput",
         "graphs",
         "guard",

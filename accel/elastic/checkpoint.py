@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import os
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from threading import Lock
 from typing import Any, BinaryIO
@@ -22,9 +24,8 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from accel.elastic.disk import Claim, Disk
-from accel.elastic.manifest import Manifest
-from accel.elastic.plain_values import check_plain
+from accel.elastic.saving.disk import Claim, Disk
+from accel.elastic.saving.plain_values import check_plain
 from accel.errors import CheckpointError, InvalidArgument, OtherVersion
 from accel.profiler.interruptions import ours
 
@@ -32,6 +33,53 @@ _NAME = re.compile(r"(\d{8,})-step-(\d+)")
 _STATE, _MANIFEST = "state.pt", "manifest.json"
 _SAVING, _REMOVING = ".saving-", ".removing-"
 _BLOCK = 1 << 20
+VERSION = 1
+_LONGEST = 65536
+"""Bytes of a manifest; ours have 200."""
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The facts that are checked before a checkpoint is loaded.
+
+    Args:
+        size_bytes: of the state's file.
+        sha256: of it, in hexadecimal digits.
+        step: of the training.
+        world_size: ranks that it was taken with.
+        version: of the format.
+    """
+
+    size_bytes: int
+    sha256: str
+    step: int
+    world_size: int
+    version: int = VERSION
+
+    def to_json(self) -> str:
+        """Return it as text."""
+        return json.dumps(asdict(self), indent=2) + "\n"
+
+    @classmethod
+    def from_json(cls, text: bytes) -> Manifest:
+        """Read it from text.
+
+        Raises:
+            ValueError: if it is not a manifest, or of a version that is not known here.
+        """
+        try:
+            values = json.loads(text) if len(text) <= _LONGEST else None
+        except (ValueError, RecursionError):
+            values = None
+        if not isinstance(values, dict):
+            raise ValueError("its manifest is no JSON object")
+        if values.get("version") != VERSION:
+            raise ValueError(f"its manifest has version {values.get('version')!r}, and {VERSION} is known here")
+        kinds = {"size_bytes": int, "sha256": str, "step": int, "world_size": int, "version": int}
+        for name, kind in kinds.items():
+            if type(values.get(name)) is not kind:
+                raise ValueError(f"its manifest has no {kind.__name__} {name!r}")
+        return cls(**{name: values[name] for name in kinds})
 
 
 class Checkpoints:
@@ -81,8 +129,8 @@ class Checkpoints:
         """Write a checkpoint and return its folder, when it is durable and old ones are removed.
 
         Args:
-            state: tensors and plain values (`accel.elastic.plain_values`), such as `capture_state` returns. Its `step`
-                and `world_size`, where it has them, go into the manifest.
+            state: tensors and plain values (`accel.elastic.saving.plain_values`), such as `capture_state` returns. Its
+                `step` and `world_size`, where it has them, go into the manifest.
 
         Raises:
             CheckpointError: if it can't be written, as on a full disk. Checkpoints that were there are as they were,

@@ -3,24 +3,25 @@
     scaler = LearningRateScaler(optimizer)
     scaler.update(BatchScale(512, 128, noise=900.0))    # whenever batch size or noise change
 
-An optimizer's step then runs at base rate × multiplier, by the rules of `accel.elastic.scaling_rules`. It runs on a
-stand-in (`accel.elastic.scaled_step`), so that the optimizer's groups hold the base values at any time.
+An optimizer's step then runs at base rate × multiplier, by the rules of `accel.elastic.scaling_rules`: the groups'
+values are multiplied before the step, in the optimizer's pre-hook, and restored after it, in its post-hook.
 """
 
 from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
 import torch
 from torch.optim import LBFGS, Optimizer
 
-from accel.elastic.scaled_step import ScaledStep
-from accel.elastic.scaling_rules import BatchScale, Multipliers, Rule, rule_for
+from accel.elastic.scaling_rules import AdaScale, BatchScale, Linear, Multipliers, NoScaling, Rule, Sqrt, rule_for
 from accel.errors import InvalidArgument
+from accel.goodput.efficiency import NoiseInterval
+from accel.profiler.optimizers import Optimizers
 
 _VERSION = 1
 _ONE = Multipliers()
@@ -36,8 +37,11 @@ class LearningRateScaler:
     1 ≤ r ≤ S, whichever rule gives the rate; a rule that leaves the rate as it is gets less out of a step than that.
 
     A step that is replayed from a CUDA graph calls no hooks: it keeps the rate it was captured with. Capturing at
-    S > 1 is refused, and a step under `torch.compile` fails there. An optimizer that hands its step on to another one
-    inside it (Lookahead, SAM) reads its rate there: give the inner one; there is a warning if not.
+    S > 1 is refused, and so is a step under `torch.compile`. An optimizer that hands its step on to another one with
+    groups of its own (Lookahead, SAM) reads its rate there: give the inner one; there is a warning if not.
+
+    Within the step, closures and hooks that were registered later see the multiplied values. After a step that raised
+    they are restored by whatever comes first: the next step, `optimizer.state_dict()`, `update` or `close`.
 
     Args:
         optimizer: any but LBFGS, which searches along a line and takes several batches' worth of calls in a step.
@@ -77,12 +81,15 @@ class LearningRateScaler:
         self._multipliers: tuple[Multipliers, ...] = (_ONE,)
         self._gain, self._scales = 1.0, False
         self._optimizer = optimizer
-        self._scaled_step = ScaledStep(optimizer, self._of_each_group)
-        self._is_stepping = self._warned = False
+        self._base_values: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        """During a step: each scaled group, and the user's values in it."""
+        self._is_stepping = self._is_closed = False
         self._handles = [
-            optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
+            optimizer.register_step_pre_hook(self._before_step),
+            optimizer.register_state_dict_pre_hook(self._restore),
         ]
+        _warn_of_inner(optimizer)
 
     def update(self, batch: BatchScale | Sequence[BatchScale]) -> None:
         """Set the batch of the steps to come.
@@ -97,6 +104,7 @@ class LearningRateScaler:
         batches = (batch,) if isinstance(batch, BatchScale) else tuple(batch)
         if not isinstance(batch, BatchScale):
             _check_count(len(batches), len(self._optimizer.param_groups))
+        self._restore()
         # Both are computed before either is set: a rule that raises changes nothing.
         multipliers = tuple(_multipliers(self.rule, one) for one in batches)
         gain = math.fsum(one.bounded_gain for one in batches) / len(batches)
@@ -113,9 +121,15 @@ class LearningRateScaler:
         """What the next step counts as progress."""
         return self._gain
 
-    def close(self) -> None:
-        """Leave the optimizer as it was; the count stays."""
-        for handle in self._handles:
+    def close(self, *, counts: bool = False) -> None:
+        """Leave the optimizer as it was; the count stays.
+
+        Args:
+            counts: its steps are still counted, each as one of the base batch.
+        """
+        self._restore()
+        self._gain, self._scales, self._is_closed = 1.0, False, True
+        for handle in self._handles[counts:]:
             handle.remove()
 
     def state_dict(self) -> dict[str, Any]:
@@ -140,45 +154,174 @@ class LearningRateScaler:
             self._batches, self._multipliers, self._gain, self._scales = (), (_ONE,), 1.0, False
         self.progress, self.steps = float(state["progress"]), int(state["steps"])
 
-    def _of_each_group(self) -> Iterable[Multipliers]:
+    def _of_each_group(self) -> Sequence[Multipliers]:
         count = len(self._optimizer.param_groups)
         if len(self._multipliers) == 1:
             return self._multipliers * count
         _check_count(len(self._multipliers), count)
         return self._multipliers
 
-    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+    def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
+        self._restore()  # where the step before has raised, or this is that of a base class within it
         self._is_stepping = True
-        if not self._scales or self._scaled_step.is_one(optimizer):
-            return None
+        if not self._scales:
+            return
         if _is_capturing():
             raise RuntimeError(
-                "a step at a scaled learning rate can't be captured as a CUDA graph, which would keep that rate; "
-                "capture it at the base batch size, or step outside of the graph"
+                "a step at a scaled learning rate can't be captured as a CUDA graph or compiled, which would keep that "
+                "rate; capture it at the base batch size, or step outside of it"
             )
-        # torch passes the optimizer as the first argument of its own step.
-        return (self._scaled_step.make(), *args[1:]), kwargs
+        for group, by in zip(self._optimizer.param_groups, self._of_each_group(), strict=True):
+            scaled = scaled_values(self._optimizer, group, by)
+            self._base_values.append((group, {name: group[name] for name in scaled}))
+            group.update(scaled)
 
-    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if not self._is_stepping:
+    def _after_step(self, *_: Any) -> None:
+        if not (self._is_stepping or self._is_closed):
             return  # a class that calls its base's step: that one has been counted
+        self._restore()
         self._is_stepping = False
         self.steps += 1
         self.progress += self._gain
-        if not self._scales or self._scaled_step.was_read or self._warned:
+
+    def _restore(self, *_: Any) -> None:
+        """Put the user's values back."""
+        while self._base_values:
+            group, values = self._base_values.pop()
+            group.update(values)
+
+
+class StepRates:
+    """Scale the learning rate of each optimizer of a run by the batch of the step.
+
+    Args:
+        rule: for all of them; None for that of each.
+        say: prints one line for the user.
+
+    Attributes:
+        by_epoch: the rule may depend on the epoch.
+        adopted: optimizers that were known when they were adopted last, those that are gone too.
+        progress_before: steps of the user's batch that earlier processes of this training were worth.
+    """
+
+    def __init__(self, rule: Rule | None, say: Callable[[str], None]) -> None:
+        self._rule, self._say = rule, say
+        self.by_epoch = rule is not None and type(rule) not in (AdaScale, Linear, NoScaling, Sqrt)
+        self.adopted = 0
+        self.progress_before = 0.0
+        self._scalers: list[tuple[Optimizer, LearningRateScaler]] = []
+        self._scale: BatchScale | None = None
+        self._followed: tuple[int, int, NoiseInterval | None, float] | None = None
+        """What `_scale` was made of."""
+
+    @property
+    def progress(self) -> float:
+        """Steps of the user's batch that the steps so far were worth."""
+        return self.progress_before + max((scaler.progress for _, scaler in self._scalers), default=0.0)
+
+    def adopt(self, optimizers: Optimizers) -> None:
+        """Scale these too, from their next step on.
+
+        Raises:
+            InvalidArgument: if the step of one can't be scaled.
+        """
+        adopted = optimizers.appended
+        known = {id(optimizer) for optimizer, _ in self._scalers}
+        for optimizer in list(optimizers):  # which the run does not keep alive
+            if id(optimizer) in known:
+                continue
+            scaler = LearningRateScaler(optimizer, self._rule)
+            if isinstance(scaler.rule, NoScaling) and scaler.rule.reason:
+                self._say(scaler.rule.reason)
+            if self._scale is not None:
+                scaler.update(self._scale)
+            self._scalers.append((optimizer, scaler))
+        self.adopted = adopted  # not before: Ctrl-C may come in between
+
+    def follow(self, samples: int, base: int, noise: NoiseInterval | None, epoch: float) -> None:
+        """Take the batch of the step in hand; a smaller one than the user's, as an epoch's last, counts as that.
+
+        Args:
+            samples: of the step, over all ranks.
+            base: the user's batch.
+            noise: the noise scale; None while it is not known.
+            epoch: passes over the data so far, in steps of 0.01: a rule is asked at each.
+        """
+        followed = samples, base, noise, epoch  # a rule is asked again only when something changes
+        if followed == self._followed:
             return
-        if any(one.lr != 1 for one in self._multipliers):
-            self._warned = True
-            warnings.warn(
-                f"{type(self._optimizer).__name__} did not read the learning rate of its own param_groups in its step, "
-                "so it was not scaled; give LearningRateScaler the optimizer that it steps",
-                stacklevel=3,
+        self._followed = followed
+        size = max(samples, base)
+        if size == base and (self._scale is None or self._scale.batch_size == base):
+            return  # as the optimizers' own
+        self._update(
+            BatchScale(
+                batch_size=size,
+                base_batch_size=base,
+                noise=None if noise is None else noise.at(size),
+                noise_bounds=None if noise is None else (noise.at(size, "low"), noise.at(size, "high")),
+                epoch=epoch,
             )
+        )
+
+    def follow_no_more(self) -> None:
+        """Let steps be the optimizers' own from now on; each counts as one of the user's."""
+        if self._scale is not None:
+            base = self._scale.base_batch_size
+            self._update(BatchScale(base, base, epoch=self._scale.epoch))  # which a rule may need
+
+    def close(self) -> None:
+        """Leave the optimizers as they were; their steps are still counted, each as one of the user's."""
+        for _, scaler in self._scalers:
+            scaler.close(counts=True)
+
+    def _update(self, scale: BatchScale) -> None:
+        if scale != self._scale:
+            self._scale = scale
+            for _, scaler in self._scalers:
+                scaler.update(scale)
+
+
+def scaled_values(optimizer: Optimizer, group: Mapping[str, Any], by: Multipliers) -> dict[str, Any]:
+    """Return the values that a group has during a step in place of its own.
+
+    Args:
+        optimizer: whose class says what is a moving average: `betas`, and RMSprop's `alpha`.
+        group: its learning rate and eps may be numbers or tensors, which stay tensors.
+        by: what to multiply by.
+    """
+    values = {} if by.lr == 1 else {"lr": group["lr"] * by.lr}
+    if by.averages != 1:
+        if "betas" in group:
+            values["betas"] = tuple(_shorter(beta, by.averages) for beta in group["betas"])
+        elif isinstance(optimizer, torch.optim.RMSprop):
+            values["alpha"] = _shorter(group["alpha"], by.averages)
+    if by.eps != 1 and isinstance(group.get("eps"), float | int | torch.Tensor):
+        values["eps"] = group["eps"] * by.eps
+    return values
+
+
+def _shorter(beta: Any, factor: float) -> Any:
+    """Return max(0, 1 − factor·(1 − β))."""
+    shorter = 1 - factor * (1 - beta)
+    return shorter.clamp(min=0) if isinstance(shorter, torch.Tensor) else max(0.0, shorter)
 
 
 def _is_capturing() -> bool:
     started: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    return started and torch.cuda.is_current_stream_capturing()
+    return torch.compiler.is_compiling() or (started and torch.cuda.is_current_stream_capturing())
+
+
+def _warn_of_inner(optimizer: Optimizer) -> None:
+    """Warn of an optimizer whose step is that of another one inside it, which has other groups."""
+    own = {id(group) for group in optimizer.param_groups}
+    inner = [each for each in vars(optimizer).values() if isinstance(each, Optimizer)]
+    if any(id(group) not in own for each in inner for group in each.param_groups):
+        warnings.warn(
+            f"{type(optimizer).__name__} steps another optimizer, which has groups of its own, so its learning rate is "
+            "not scaled; give LearningRateScaler the optimizer that it steps",
+            stacklevel=4,
+        )
 
 
 def _multipliers(rule: Rule, batch: BatchScale) -> Multipliers:

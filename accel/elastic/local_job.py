@@ -8,28 +8,27 @@
 The script passes `checkpoint=` of the same folder to `accel.optimize`. What a change costs, the start of a process and
 the step under way, the profile's `restart_s` tells. With `in_place` the processes that stay go on:
 
-    job.resize(4)  ──torchrun──▶ 2 more processes, which come to accel.optimize while the others train
+    job.resize(4)  ──python──▶   2 more processes, which come to accel.optimize while the others train
                    ──order──▶    a checkpoint after the step under way; all 4 form a group, and go on from it
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
+from typing import Any
 
-from accel.elastic import joining
-from accel.elastic.joining import FIRST, NUMBER, RANKS
-from accel.elastic.resize_orders import SEEN, ResizeOrder, ResizeOrders
-from accel.elastic.resize_orders import VARIABLE as ORDERS
+from accel.elastic.in_place import ORDERS, RANK, SEEN, open_store, value_of
 from accel.elastic.run import PROFILE
-from accel.elastic.torchrun_nodes import VARIABLE
+from accel.elastic.saving.torchrun_nodes import VARIABLE
 from accel.errors import InvalidArgument
 from accel.goodput.job import JobProfile
 
@@ -53,6 +52,8 @@ class LocalJob:
             can't be (it has made groups of its own, say), ranks are started anew. Default False.
         join_s: how long processes that are added may take to come to `accel.optimize`, s; after that all ranks are
             started anew. Default 120.
+        work_folder: in which the script runs. Default: that of this process.
+        output: file that what the script prints is appended to. Default: it goes where this process's goes.
 
     Raises:
         InvalidArgument: if there are no arguments, or a time is not positive.
@@ -74,6 +75,8 @@ class LocalJob:
         launcher: Sequence[str] = TORCHRUN,
         in_place: bool = False,
         join_s: float = 120.0,
+        work_folder: str | os.PathLike[str] | None = None,
+        output: str | os.PathLike[str] | None = None,
     ) -> None:
         if not arguments:
             raise InvalidArgument("arguments must name the script. Found: none")
@@ -81,8 +84,10 @@ class LocalJob:
             if not seconds > 0:
                 raise InvalidArgument(f"{name} must be positive, in seconds. Found: {seconds}")
         self._arguments, self._launcher, self._save_s, self._join_s = list(arguments), list(launcher), save_s, join_s
-        self._folder = Path(folder)
-        self._orders = ResizeOrders(folder) if in_place else None
+        self._folder, self._work_folder, self._output = Path(folder), work_folder, output
+        self._orders: Any = open_store() if in_place else None
+        self._number = 0
+        """Of the last order."""
         self._launched: list[subprocess.Popen[bytes]] = []
         """Launchers, one for each time that ranks were added."""
         self.ranks = 0
@@ -91,6 +96,11 @@ class LocalJob:
         """The last change has kept the processes of the ranks that stayed."""
         self.problem = ""
         """Why it has not, although it was to."""
+
+    @property
+    def launchers(self) -> tuple[int, ...]:
+        """Numbers of the processes that started the ranks."""
+        return tuple(process.pid for process in self._launched)
 
     @property
     def status(self) -> int | None:
@@ -126,58 +136,64 @@ class LocalJob:
             return
         self._launched, self.ranks = [], 0
         if ranks:
-            self._launched, self.ranks = [self._start(ranks, [], {})], ranks
+            self._launched, self.ranks = [self._start(ranks)], ranks
 
-    def _start(self, ranks: int, program: Sequence[str], variables: Mapping[str, str]) -> subprocess.Popen[bytes]:
-        """Start so many ranks, of the script or of a program that runs it."""
-        command = [*self._launcher, f"--nproc-per-node={ranks}", *program, *self._arguments]
+    def _start(self, ranks: int) -> subprocess.Popen[bytes]:
+        """Launch so many ranks of the script."""
+        return self._popen([*self._launcher, f"--nproc-per-node={ranks}", *self._arguments], {})
+
+    def _popen(self, command: Sequence[str], variables: Mapping[str, str]) -> subprocess.Popen[bytes]:
         # By itself torchrun kills its workers 30 s after it has told them to end.
         environment = {VARIABLE: "1", **os.environ, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(math.ceil(self._save_s))}
         if self._orders is not None:
-            environment |= {ORDERS: str(self._folder.absolute()), SEEN: variables.get(NUMBER, str(self._orders.last()))}
-        return subprocess.Popen(command, start_new_session=True, env={**environment, **variables})
+            environment |= {ORDERS: str(self._orders.port), SEEN: str(self._number)}
+        with contextlib.ExitStack() as open_files:
+            streams: dict[str, Any] = {}
+            if self._output is not None:
+                Path(self._output).parent.mkdir(parents=True, exist_ok=True)
+                streams = {"stdout": open_files.enter_context(open(self._output, "ab")), "stderr": subprocess.STDOUT}
+            own = {**environment, **variables}
+            return subprocess.Popen(command, start_new_session=True, env=own, cwd=self._work_folder, **streams)
 
     # -- in place ------------------------------------------------------------------------------------------------------
 
     def _changed_in_place(self, ranks: int) -> bool:
         """Let the ranks that stay go on with others; return whether they do."""
-        assert self._orders is not None
-        order, added = ResizeOrder(self._orders.last() + 1, ranks), list[subprocess.Popen[bytes]]()
-        self._orders.forget(order.number)
+        self._number += 1
+        added = list[subprocess.Popen[bytes]]()
         self.problem = "it was interrupted"
         try:
-            if ranks > self.ranks:
-                variables = {NUMBER: str(order.number), FIRST: str(self.ranks), RANKS: str(ranks)}
-                added = [self._start(ranks - self.ranks, ["-m", joining.__name__], variables)]
-            self.problem = self._carried_out(order, added)
+            added += [self._add(rank, ranks) for rank in range(self.ranks, ranks)]
+            self.problem = self._carried_out(ranks, added)
         finally:
             if self.problem:
-                self._orders.give(ResizeOrder(order.number))  # taken back
+                self._orders.set("order", f"{self._number} 0")  # taken back
                 for process in added:
                     _kill(process)
-            self._orders.forget(order.number)
         self._launched += [] if self.problem else added
         return not self.problem
 
-    def _carried_out(self, order: ResizeOrder, added: Sequence[subprocess.Popen[bytes]]) -> str:
+    def _add(self, rank: int, ranks: int) -> subprocess.Popen[bytes]:
+        """Start a process that is to be a rank, alone in a group of its own at first."""
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        variables = {**alone, "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(ranks), RANK: str(rank)}
+        return self._popen([sys.executable, *self._arguments], variables)
+
+    def _carried_out(self, ranks: int, added: Sequence[subprocess.Popen[bytes]]) -> str:
         """Give an order once those that are added have come; return '', or why it is not carried out."""
-        assert self._orders is not None
+        number = self._number
+        come = [f"come-{number}-{rank}" for rank in range(self.ranks, ranks)]
         late = "the added processes have not come"
-        if problem := self._problem_until(partial(self._have_come, order), added, self._join_s, late):
+        if problem := self._problem_until(lambda: not come or self._orders.check(come), added, self._join_s, late):
             return problem
-        self._orders.give(order)
-        answered = partial(self._is_answered, order.number)
-        limit_s = self._save_s + _LONGER_S
-        problem = self._problem_until(answered, added, limit_s, "the ranks have not answered")
-        return problem or self._orders.answer_to(order.number) or ""
-
-    def _have_come(self, order: ResizeOrder) -> bool:
-        assert self._orders is not None
-        return all(self._orders.has_arrived(order.number, rank) for rank in range(self.ranks, order.ranks))
-
-    def _is_answered(self, number: int) -> bool:
-        assert self._orders is not None
-        return self._orders.answer_to(number) is not None
+        self._orders.set("order", f"{number} {ranks}")
+        limit_s, answer = self._save_s + _LONGER_S, f"answer-{number}"
+        late = "the ranks have not answered"
+        problem = self._problem_until(lambda: self._orders.check([answer]), added, limit_s, late)
+        return problem or value_of(self._orders, answer) or ""
 
     def _problem_until(
         self, holds: Callable[[], bool], added: Sequence[subprocess.Popen[bytes]], limit_s: float, late: str

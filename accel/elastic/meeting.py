@@ -4,28 +4,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
-from accel.elastic.batch_decision import BatchDecision
 from accel.errors import InvalidArgument
-from accel.goodput.efficiency import NoiseInterval
 from accel.run.ranks import Ranks
 
 T = TypeVar("T")
 
 _START_S = 30.0
 """By which ranks may come to `accel.optimize` at different times: twice as much is waited for."""
-
-
-class AgreedBatch(NamedTuple):
-    """What rank 0 decides for all."""
-
-    decision: BatchDecision
-    most_ahead: int
-    """Batches that a rank's loader has dealt ahead, at most."""
-    is_settled: bool
-    noise: NoiseInterval | None
-    """The last one that says something, by which all ranks scale their rates."""
 
 
 def first_of(reasons: list[str]) -> str:

@@ -5,25 +5,24 @@ from __future__ import annotations
 import math
 import os
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from torch import nn
 from torch.optim import Optimizer
 
 from accel.dataio.elastic_sampler import ElasticSampler
 from accel.dataio.passes.proxy import LoaderProxy
-from accel.elastic.batch_loader import elastic_loader
-from accel.elastic.batch_run import BatchRun
-from accel.elastic.checkpoint_run import CheckpointRun
+from accel.elastic.batch_size.driver import BatchRun
+from accel.elastic.batch_size.loader import elastic_loader
 from accel.elastic.checkpointing import Checkpointing
-from accel.elastic.in_place import InPlace
-from accel.elastic.joining import join
+from accel.elastic.in_place import InPlace, Restart, has_joined, orders_of_job
 from accel.elastic.meeting import alike
-from accel.elastic.resize_orders import orders_of_job
 from accel.elastic.sample_position import SamplePosition
-from accel.elastic.torchrun_nodes import remedy
+from accel.elastic.saving.run import CheckpointRun
+from accel.elastic.saving.torchrun_nodes import remedy
 from accel.goodput.job import JobProfile
 from accel.run.ranks import Ranks
 from accel.session.listeners import follow, is_followed, leave
@@ -50,6 +49,8 @@ class ElasticRun:
         optimizer: as it was passed; checkpoints need it.
         settings: what is wanted.
         say: prints one line for the user.
+        restart: see `accel.elastic.in_place`.
+        is_alone: returns whether no other model is trained in this process.
         previous: of the same model, which has just ended: what it has trained is not loaded from before its last steps.
 
     Raises:
@@ -63,6 +64,9 @@ class ElasticRun:
         optimizer: Optimizer | None,
         settings: OptimizeSettings,
         say: Callable[[str], None],
+        *,
+        restart: Restart,
+        is_alone: Callable[[], bool],
         previous: ElasticRun | None = None,
     ) -> None:
         self._settings, self._say, self.optimizer = settings, say, optimizer
@@ -73,7 +77,7 @@ class ElasticRun:
         self._in_place: InPlace | None = None
         wanted = settings.checkpoint
         how = wanted if wanted is None or isinstance(wanted, Checkpointing) else Checkpointing(folder=wanted)
-        self._deal_alike(sampler, is_new=how is not None and join(session.run.model))
+        self._deal_alike(sampler, is_new=has_joined())
         self._position = SamplePosition(sampler)
         self._written = 0, 0.0
         """Batch and noise scale of the profile that was written last."""
@@ -96,17 +100,21 @@ class ElasticRun:
                     say(advice)
                 model = session.run.model
                 if (orders := orders_of_job()) is not None:
-                    self._in_place = InPlace(orders, model, optimizer, sampler, partial(_restart, model), say)
+                    self._in_place = InPlace(orders, model, optimizer, sampler, restart, is_alone, say)
                 self.checkpoint = CheckpointRun(
                     model, optimizer, sampler, how, batch=self.batch, say=say, in_place=self._in_place
                 )
-                if not self._goes_on(previous):
+                if self._in_place is not None and self._in_place.is_added:
+                    self._in_place.wait()
+                    self.checkpoint.restore_position()
+                elif not self._goes_on(previous):
                     self.checkpoint.restore()
             if self.batch is not None:
                 self.batch.check()  # only now: on more ranks than the training began on, the user's batch stays
         except BaseException:
             self.close()
             raise
+        RUNS[session.run.model] = self
 
     def _deal_alike(self, sampler: ElasticSampler, *, is_new: bool) -> None:
         """Have all ranks deal samples in the same way; a process that has joined them does so as they do."""
@@ -191,21 +199,22 @@ class ElasticRun:
             self._in_place.proxy = proxy
 
     def go_on(self, proxy: LoaderProxy, began: float) -> None:
-        """Go on in the pass that the loop is in, which the run before had begun, and restored since `began`.
+        """Go on in the pass that the loop is in, or is just beginning, restored since `began`.
 
         Args:
             proxy: of the loader.
             began: when the change of ranks was begun, of time.monotonic: what it took is what a change costs.
         """
         assert proxy._accel_listener is not None
-        underway = proxy._accel_fetching.underway.current
-        underway.begin_again()
+        current = proxy._accel_fetching.underway.current
+        if current is not None:
+            current.begin_again()
         for follower in proxy._accel_listener._followers:
-            if isinstance(follower, SamplePosition):
-                follower.begin_again(underway)
+            if current is not None and isinstance(follower, SamplePosition):
+                follower.begin_again(current)
             else:
                 follower.epoch_begins(proxy)
-        for follower in proxy._accel_listener._followers:
+        for follower in proxy._accel_listener._followers if current is not None else ():
             follower.batch_requested()
         if self.batch is not None:
             self.batch.start_s = time.monotonic() - began
@@ -216,6 +225,8 @@ class ElasticRun:
         Args:
             everywhere: all ranks do so at this step; else several keep the batch and the rates that they have.
         """
+        for model in [each for each, run in RUNS.items() if run is self]:
+            del RUNS[model]
         if self.batch is not None:
             self.batch.close(everywhere=everywhere)
             if everywhere:  # a change that was to come some batches later would outlive this one
@@ -231,10 +242,8 @@ class ElasticRun:
                 leave(proxy, follower)
 
 
-def _restart(model: Any, change: Callable[[], None]) -> None:
-    from accel.entry import restart
-
-    restart(model, change)
+RUNS: weakref.WeakKeyDictionary[nn.Module, ElasticRun] = weakref.WeakKeyDictionary()
+"""By the model, those that are not closed."""
 
 
 def elastic_proxy(proxy: LoaderProxy) -> LoaderProxy:

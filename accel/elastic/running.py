@@ -16,10 +16,10 @@ import warnings
 from torch import nn
 
 from accel.elastic import left_alone
-from accel.elastic.batch_run import BatchRun
-from accel.elastic.checkpoint_run import CheckpointRun
+from accel.elastic.batch_size.driver import BatchRun
 from accel.elastic.progress import CountsProgress
-from accel.elastic.run import ElasticRun
+from accel.elastic.run import RUNS
+from accel.elastic.saving.run import CheckpointRun
 from accel.errors import InvalidArgument
 from accel.goodput.job import JobProfile
 
@@ -94,7 +94,7 @@ def job_profile(model: nn.Module) -> JobProfile:
     Source: Qiao et al. 2021, https://www.usenix.org/conference/osdi21/presentation/qiao, section 4.2.
     """
     _batch(model, "job_profile")
-    run = _elastic(model)
+    run = RUNS.get(model)
     assert run is not None
     if (profile := run.profile()) is None:
         raise InvalidArgument(
@@ -113,7 +113,7 @@ class _Progress:
     @property
     def progress(self) -> float:
         """Steps of the user's batch that the steps so far were worth."""
-        run = _elastic(self._model)
+        run = RUNS.get(self._model)
         if run is not None and run.batch is not None:  # after `undo` the last one counts on
             self._counts = run.batch
         return self._counts.progress
@@ -127,15 +127,8 @@ def _is_left_alone(model: nn.Module, asked: str) -> bool:
     return True
 
 
-def _elastic(model: nn.Module) -> ElasticRun | None:
-    from accel.entry import optimized
-
-    run = optimized(model)
-    return None if run is None else run.elastic
-
-
 def _checkpoint(model: nn.Module, asked: str) -> CheckpointRun:
-    run = _elastic(model)
+    run = RUNS.get(model)
     if run is None or run.checkpoint is None:
         raise InvalidArgument(
             f"{asked} needs a model that is optimized with checkpoint=. Found: a {type(model).__name__} that is not; "
@@ -145,7 +138,7 @@ def _checkpoint(model: nn.Module, asked: str) -> CheckpointRun:
 
 
 def _batch(model: nn.Module, asked: str) -> BatchRun:
-    run = _elastic(model)
+    run = RUNS.get(model)
     if run is None or run.batch is None:
         raise InvalidArgument(
             f"{asked} needs a model that is optimized with max_batch_size=. Found: a {type(model).__name__} that is "

@@ -1,78 +1,95 @@
-"""Counts what a loop takes of an elastic loader, so that its position in the epoch is known at any time.
+"""Counts what a loop trains on of an elastic loader, so that its position in the epoch is known at any time.
 
-It follows the loader for good: also after `accel.undo` each epoch must have each sample once. What the loop only looks
-at does not count, since it would be missing in the epoch's training:
+One rule: a batch counts when its backward pass has run and an optimizer has stepped; a pass over the loader in which
+nothing is trained counts nothing.
 
-    a pass begun within another one, such as `next(iter(loader))` for a picture     until an optimizer steps in it
-    a pass without gradients, such as an evaluation of the training samples         unless an optimizer steps in it
-    any other that is left early, such as `next(iter(loader))` between two epochs   unless a backward pass is made in it
+    delivered ──backward pass──▶ trained ──update──▶ counted        a new pass, or a resumed run, begins behind it
 
-A pass that is trained in and left, by a `break`, is gone on with by the next one. Batches that the loop holds then and
-has not trained on come again there; at any time they are left out of what is saved, and so are those whose backward
-pass no update has followed. A loop may still hold the iterator that it has left: whether a pass that begins meanwhile
-goes on with the epoch, or is a look within the other one, is seen by which of the two is trained on.
+The order of an epoch is fixed, so that each batch of any pass has its place in it, and to count one means that the
+epoch is consumed up to its end. A look at some batches or an evaluation within an epoch takes nothing from it, and a
+pass that is left by a `break` is continued by the next one. A loop that fetches batches ahead of the one that it trains
+on is known by its first two steps: from then on those that it holds are left out.
+
+It follows the loader for good: also after `accel.undo` each epoch must have each sample once.
 """
 
 from __future__ import annotations
 
+import functools
+import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from operator import attrgetter
-from typing import Any, NamedTuple
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol, overload
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from accel.dataio.elastic_sampler import ElasticSampler
 from accel.dataio.passes.proxy import LoaderProxy
 from accel.dataio.passes.underway import PassesUnderWay
-from accel.dataio.sampling.places import SamplerPlace
-from accel.elastic.held_batches import HeldBatches
+from accel.dataio.sampling.places import DealtStep, SamplerPlace
 from accel.elastic.left_alone import is_left_alone
-from accel.elastic.loop_turns import RemainingEpochs, turns_of
-from accel.elastic.updates import all_updates
 from accel.run import backward
 from accel.session.listeners import Onlooker
 
-
-class _Look(NamedTuple):
-    """Batches that may only be looked at: where the loop was before them, and how many updates there had been."""
-
-    place: SamplerPlace
-    updates: int
-    has_gradients: bool
+MOST_HELD = 9
+"""Batches that a loop may fetch ahead, and that can be left out of what is counted."""
 
 
-class _Apart(NamedTuple):
-    """A pass begun while the loop held another one: where that was, and where this one's batches begin."""
+class UpdateListener(Protocol):
+    """Called after each update."""
 
-    at: SamplerPlace
-    start: SamplerPlace
+    def updated(self) -> None:
+        """An optimizer has stepped."""
 
 
-class _Inner:
-    """Batches in a row of a pass within another one, which the loop may train on if it has left the other.
+class AllUpdates:
+    """Tell listeners, which are not kept alive, of the steps of all optimizers of the process."""
+
+    def __init__(self) -> None:
+        self._listeners: tuple[weakref.ref[UpdateListener], ...] = ()  # a WeakSet takes 3 µs to be gone through
+        register_optimizer_step_post_hook(self._stepped)
+
+    def listen(self, one: UpdateListener) -> None:
+        """Tell it of each update from now on."""
+        self.forget(one)
+        self._listeners = (*self._listeners, weakref.ref(one, self._drop))
+
+    def forget(self, one: UpdateListener) -> None:
+        """Tell it no more."""
+        self._listeners = tuple(each for each in self._listeners if each() is not one)
+
+    def _drop(self, reference: weakref.ref[UpdateListener]) -> None:
+        self._listeners = tuple(each for each in self._listeners if each is not reference)
+
+    def _stepped(self, *_: Any) -> None:
+        for reference in self._listeners:
+            if (one := reference()) is not None:
+                one.updated()
+
+
+@functools.cache
+def all_updates() -> AllUpdates:
+    """Return what hears of them, from the first call on."""
+    return AllUpdates()
+
+
+class _Pass:
+    """One pass over the loader.
 
     Args:
-        dealt: the pass, as the sampler calls it.
-        updates: before the first batch.
-        ahead: batches that the loop holds, by the passes before.
+        dealt: what the sampler calls it.
     """
 
-    def __init__(self, dealt: Any, updates: int, ahead: int) -> None:
-        self.dealt, self.updates, self.has_gradients = dealt, updates, torch.is_grad_enabled()
-        self.batches, self.ahead = 0, HeldBatches(ahead)
-
-    def is_of(self, dealt: Mapping[Any, Any], one: Any) -> bool:
-        """Return whether it is this pass that the sampler has dealt so."""
-        return one in dealt and dealt[one] is self.dealt
-
-    def delivered(self) -> None:
-        """Count a batch."""
-        self.batches += 1
-        self.ahead.delivered(self.dealt)
+    def __init__(self, dealt: deque[DealtStep]) -> None:
+        self.dealt = dealt
+        self.delivered: deque[DealtStep] = deque(maxlen=MOST_HELD + 1)
+        """Its last batches."""
+        self.batches = self.trained = self.held_at_first = 0
+        """Batches, backward passes, and how many batches were held in the first of these."""
 
 
 class SamplePosition(Onlooker):
@@ -80,262 +97,272 @@ class SamplePosition(Onlooker):
 
     Args:
         sampler: of the loader.
-        updates: returns how many steps optimizers have taken; None counts those of all optimizers.
     """
 
-    def __init__(self, sampler: ElasticSampler, updates: Callable[[], int] | None = None) -> None:
+    def __init__(self, sampler: ElasticSampler) -> None:
         super().__init__()
         self.sampler = sampler
-        # Asked for several times a batch: without a line of Python for each.
-        self._updates = partial(attrgetter("count"), all_updates()) if updates is None else updates
-        self._dealt: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
-        """What the sampler calls each pass."""
-        self._began: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
-        """Updates when each pass had begun."""
-        self._begins_apart: _Apart | None = None
-        """The pass that begins now, until it is known by name."""
-        self._apart: WeakKeyDictionary[Any, _Apart] = WeakKeyDictionary()
+        self._passes: WeakKeyDictionary[Any, _Pass] = WeakKeyDictionary()
+        self._iterator: weakref.ref[Any] | None = None
+        self._pass: _Pass | None = None
+        """The pass whose batch was delivered last, and the loop's iterator over it."""
         self._underway = PassesUnderWay()
-        """Of the loader."""
-        self._inner: _Inner | None = None
-        self._look: _Look | None = None
-        self._has_gone_backward = False
-        """Since the look began."""
-        self._is_heard = False
-        """The loop makes backward passes that are heard of: a batch without one is not trained on."""
-        self._is_waiting = False
-        """The batch counted last has not been trained on, as far as is known."""
-        self._is_ending = False
-        """The pass has no more batches, but the loop holds some that it has not trained on."""
-        self._updates_before = self._updates_at_first = self._updates()
-        """That batch, and all; from now on they are counted."""
-        self._last: weakref.ref[Any] | None = None
-        """The pass that it is of."""
-        self._last_dealt: Any = None
-        """What the sampler calls that one."""
-        self._heeds_backward = False
-        """Whether the next backward pass says something: the first one after a batch does."""
-        self._ahead, self._turns = HeldBatches(), turns_of(sampler)
-        if updates is None:
-            all_updates().listen(self)
+        self._fresh: list[_Pass] = []
+        """Passes that a batch of was delivered since the last backward pass, which says that it is trained on."""
+        self._ahead = 0
+        """Batches that the loop holds while it trains on one before them."""
+        self._ending: _Pass | None = None
+        """The pass that has no more batches, while the loop holds some of them."""
+        self._left = 0
+        """How many it holds."""
+        self._empty_at: SamplerPlace | None = None
+        """The end of an epoch, where a pass without a batch has begun."""
+        self._is_uncounted = self._has_warned = False
+        """`sampler.trained` waits for an update."""
+        self._turns = turns_of(sampler)
+        all_updates().listen(self)
+
+    # -- the loader (listeners.Follower) -------------------------------------------------------------------------------
 
     def epoch_begins(self, proxy: LoaderProxy) -> None:
-        """Let the pass begin where the loop is to go on: so that the next one has what was only looked at, too."""
+        """Let the pass begin behind what the loop has trained on; an evaluation within an epoch has all samples."""
         self._note(proxy)
-        self._notice_update()
-        if self._is_ending:
-            self._finish()
-        outer = self._underway.oldest
-        if outer is not None:
-            self._begin_apart(outer)
-        elif self._look is not None:
-            self._move(self._next_place())
-
-    def _begin_apart(self, outer: Any) -> None:
-        """Let a pass begin while another one is held: the loop has left that one, or only looks at this one."""
-        is_trained_in = self._began.get(outer, self._updates()) != self._updates()
-        place, start = self.sampler.place, self._next_place()
-        if start == place.at_epoch(place.epoch + 1) and (is_trained_in or self._look is None):
-            # Nothing is left of the other one, and the loop may never ask for its end.
-            self._move(start)
-            self._turns.pass_is_over()
-        elif is_trained_in and not torch.is_grad_enabled():
-            start = place.at_epoch(place.epoch)  # an evaluation has all samples
-        self._begins_apart = _Apart(self.sampler.place, start)
-        self.sampler.begin_elsewhere(start)
+        outer = proxy._accel_fetching.underway.oldest
+        if self._ending is not None and self._ending.trained:
+            self._finish(self._ending)
+        elif self._is_uncounted and outer is None:
+            self._count()  # the loop has left its pass before an update
+        self._ending = None
+        sampler = self.sampler
+        if sampler.steps_after(sampler.place) == 0:
+            # The pass before was left after its last batch. The first one of a run that is resumed there has no batch:
+            # it is over, and the loop has counted it.
+            if sampler.place in (self._empty_at, None if sampler.trained is None else sampler.trained.place):
+                sampler.set_epoch(sampler.epoch + 1)
+                self._turns.pass_is_over()
+            self._empty_at = sampler.place
+        if outer is not None and not torch.is_grad_enabled():
+            sampler.next_begins_at = sampler.place._replace(position=0, taken_before=sampler.place.taken)
 
     def begin_again(self, one: Any) -> None:
         """The batches of a pass are made anew, from where the sampler was put meanwhile: on other ranks, say."""
-        self._dealt[one] = self._last_dealt = self.sampler.begun_last
-        self._last, self._look, self._inner = weakref.ref(one, self._freed), None, None
-        self._ahead, self._is_waiting, self._updates_before = HeldBatches(), False, self._updates()
-
-    def batch_requested(self) -> None:
-        """Notice what was trained on since the last batch: before anything is saved."""
-        if self._is_waiting:
-            self._notice_update()
-        inner, current = self._inner, self._underway.current
-        if inner is not None and inner.is_of(self._dealt, current) and self._updates() != inner.updates:
-            self._take_over(current, inner)
-        elif (self._last is None or self._last() is not current) and current is self._underway.oldest:
-            self._turns.pass_begins()
+        self._passes[one] = self._pass = _Pass(self.sampler.begun_last)
+        self._iterator = weakref.ref(one, self._freed)
+        self._fresh, self._is_uncounted = [], False
 
     def batch_delivered(self, batch: Any, proxy: LoaderProxy) -> None:
-        """Count the batch as consumed, if it is one that the loop trains on."""
-        only = proxy._accel_fetching.underway.only
-        if only is not None and self._last is not None and self._last() is only and self._begins_apart is None:
-            self._underway, self._inner = proxy._accel_fetching.underway, None
-            self._count(only)  # another batch of a pass that is known
-            return
-        self._note(proxy)
-        current, outer = self._underway.current, self._underway.oldest
-        if outer is current or outer not in self._dealt:
-            self._inner = None
-            if len(self._apart):
-                self._settle(current)
-            self._count(current)
-            return
-        dealt = self._dealt[current]
-        if self._inner is None or not self._inner.is_of(self._dealt, current):
-            self._inner = _Inner(dealt, self._updates(), self._ahead.batches)
-        self._inner.delivered()
-        self.sampler.go_on_with(self._dealt[outer])
-        self._heed_backward()
+        """Note the batch, unless the loop only looks at it."""
+        self._underway = underway = proxy._accel_fetching.underway
+        one = underway.only
+        if one is None or self._iterator is None or self._iterator() is not one:
+            self._note(proxy)
+            one = underway.current
+            if one is not underway.oldest and not torch.is_grad_enabled():
+                return  # an evaluation within another pass
+            self._iterator, self._pass = weakref.ref(one, self._freed), self._passes.get(one)
+        current = self._pass
+        if current is None or not current.dealt:
+            return  # of a pass that had begun before this followed the loader
+        current.delivered.append(self.sampler.deliver(current.dealt))
+        current.batches += 1
+        if current not in self._fresh:
+            self._fresh.append(current)
+        backward.listen(self)  # anew with each batch: others may have put torch's own function back
 
     def epoch_ended(self, proxy: LoaderProxy) -> None:
-        """Go on to the next epoch, once the loop has trained on what it holds."""
-        self._note(proxy)
-        if self._underway.current is not self._underway.oldest:
+        """Go on to the next epoch once the loop has trained on what it holds, if it has trained in the pass."""
+        current, outer = proxy._accel_fetching.underway.current, proxy._accel_fetching.underway.oldest
+        ended = self._passes.get(current)
+        if ended is None or not ended.delivered:
             return
-        self.sampler.unfinished = None  # gradients that are left at an epoch's end come to nothing in most loops
-        if self._look is not None and self._look.has_gradients:
-            self._look = None  # a whole pass with gradients is an epoch, whatever the loop makes of it
-        if self._go_back():
-            return
-        if self.sampler.held and self._last is not None and self._last() is self._underway.current:
-            self._is_ending = True
-            self._heed_backward()
-        else:
-            self._finish()
+        self._fresh = [each for each in self._fresh if each is not ended]
+        if ended.trained:
+            self._ending, self._left = ended, min(self._ahead, len(ended.delivered) - 1)
+            if not self._left:
+                self._finish(ended)
+        elif current is outer and torch.is_grad_enabled():
+            # Nothing was trained in it: it was for a look, unless the loop trains on its batches before the next one.
+            self._ending, self._left = ended, len(ended.delivered)
 
-    # -- the backward pass (backward.BeginListener) --------------------------------------------------------------------
+    # -- training (backward.BeginListener, UpdateListener) -------------------------------------------------------------
 
     def backward_begins(self, roots: list[Tensor]) -> None:
-        """Note that what was looked at is trained on: also in a step that is left out, or not ended."""
-        if not self._heeds_backward:
-            return
-        if self.sampler.unfinished is None and self._updates() != self._updates_at_first:
-            self.sampler.unfinished = self.sampler.epoch, self.sampler.position_before(self.sampler.held)
-        self._has_gone_backward = self._is_heard = True
-        self._ahead.trained()
-        if self._inner is not None:
-            self._inner.ahead.trained()
-        self._trained()
-        self._heeds_backward = self._is_ending
-        if not self._is_ending and self._last is not None and self._last() is None:
-            backward.forget(self)  # the loop has left the pass, and trains on what it holds of it
-
-    # -- updates (updates.UpdateListener) ------------------------------------------------------------------------------
+        """Know which batch is trained on."""
+        if self._ending is not None:
+            self._left -= 1
+            self._ending.trained += 1
+            if self._ending.trained == 1 and self._ending.batches > self._left + 1:
+                self._warn_of_kept()
+            self._train(self._ending, self._left)
+        elif self._fresh:
+            for each in self._fresh:  # in all but odd loops it is one
+                each.trained += 1
+            current = self._fresh[-1]
+            self._fresh = []
+            self._see_what_is_held(current)
+            self._train(current, min(self._ahead, len(current.delivered) - 1))
 
     def updated(self) -> None:
-        """What went backward before is in the weights."""
-        self.sampler.unfinished = None
-        if self._is_ending and not self.sampler.held:
-            self._finish()
+        """Count what was trained on; the gradients may have come without a backward pass that was heard of."""
+        if self._fresh and not self._fresh[-1].trained:
+            self.backward_begins([])
+        if self._is_uncounted:
+            self._count()
 
-    def _notice_update(self) -> None:
-        """Notice an update whose gradients came without a backward pass that was heard of."""
-        if self._is_waiting and self._updates() != self._updates_before:
-            self._trained()
+    def _train(self, one: _Pass, held: int) -> None:
+        self.sampler.trained, self._is_uncounted = one.delivered[-1 - held], True
+        self._turns.trained()
+        if self._iterator is not None and self._iterator() is None and self._underway.oldest is None:
+            self._turns.pass_is_over()  # the loop has left the pass, and trains on what it holds of it
+            backward.forget(self)
+
+    def _see_what_is_held(self, one: _Pass) -> None:
+        """Learn from the first two batches that are trained on in a pass how many the loop holds then.
+
+        A loop that takes two batches for a step has one more each time, and holds none.
+        """
+        held = one.batches - one.trained
+        if one.trained == 1:
+            one.held_at_first = held
+        elif one.trained == 2:
+            self._ahead = held if held == one.held_at_first and held < MOST_HELD else 0
+            self.sampler.holds_batches = self._ahead > 0
 
     # -- counting ------------------------------------------------------------------------------------------------------
 
-    def _count(self, one: Any) -> None:
-        if self._is_ending:
-            self._finish()
-        has_gradients = torch.is_grad_enabled()
-        if self._look is None or self._look.has_gradients != has_gradients:
-            self._look = _Look(self.sampler.place, self._updates(), has_gradients)
-            self._has_gone_backward = False
-        if self._last is None or self._last() is not one:
-            self._last, self._last_dealt = weakref.ref(one, self._freed), self._dealt[one]
-        dealt = self._last_dealt
-        if self.sampler.running_pass is not dealt:
-            self.sampler.go_on_with(dealt)
-        self.sampler.advance()
-        self._ahead.delivered(dealt)
-        self._is_waiting, self._updates_before = True, self._updates()
-        self.sampler.held = self._ahead.batches + self._is_heard
-        self._heeds_backward = True
-        backward.listen(self)
+    def _count(self) -> None:
+        assert self.sampler.trained is not None
+        self.sampler.count(self.sampler.trained)
+        self._is_uncounted = False
+        if self._ending is not None and self._left == 0:
+            self._finish(self._ending)
 
-    def _heed_backward(self) -> None:
-        self._heeds_backward = True
-        backward.listen(self)  # anew with each batch: others may have put torch's own function back
-
-    def _trained(self) -> None:
-        """The batch counted last is trained on, or that before those which the loop fetches ahead."""
-        self._is_waiting = False
-        self.sampler.held = max(0, self.sampler.held - 1) if self._is_ending else self._ahead.batches
-        if self._turns.loop is not None or self.sampler.turns is not None:
-            self._turns.trained()
-
-    def _finish(self) -> None:
-        """The epoch is over, if all of it was taken."""
-        self._is_ending = False
-        if not self._heeds_backward:  # else the loop holds batches, having asked for the end before it trains on them
+    def _finish(self, one: _Pass) -> None:
+        """The epoch is over: gradients that are left at its end come to nothing in most loops."""
+        self._ending, self._left, self._is_uncounted = None, 0, False
+        end = one.delivered[-1]
+        if self.sampler.epoch == end.place.epoch:
+            self.sampler.count(end)
+            self.sampler.set_epoch(end.place.epoch + 1)
+        if not self._fresh:
             backward.forget(self)
-        self.sampler.end_epoch()
         self._turns.pass_is_over()
 
-    # -- passes that are left, or only looked at -----------------------------------------------------------------------
-
-    def _next_place(self) -> SamplerPlace:
-        """Return where a pass goes on, where the one before was left; it begins with what was only looked at."""
-        sampler = self.sampler
-        if self._look is not None and self._is_only_seen(self._look):
-            return self._look.place
-        place = sampler.place_before(sampler.held)
-        is_over = place == sampler.place and sampler.steps_left == 0
-        return place.at_epoch(place.epoch + 1) if is_over else place
-
-    def _go_back(self) -> bool:
-        """Undo the counting of a pass that nothing was trained in; return whether there was one."""
-        look, self._look = self._look, None
-        if look is None or not self._is_only_seen(look):
-            return False
-        self._move(look.place)
-        return True
-
-    def _is_only_seen(self, look: _Look) -> bool:
-        return self._updates() == look.updates and not (look.has_gradients and self._has_gone_backward)
-
-    def _move(self, place: SamplerPlace) -> None:
-        self._look, self._is_waiting = None, False
-        if place != self.sampler.place:
-            self.sampler.return_to(place)
-
-    def _settle(self, one: Any) -> None:
-        """Let the sampler go on where a pass was begun, since the loop has left the other one that it held."""
-        apart = self._apart.pop(one, None)
-        if apart is not None and apart.at == self.sampler.place:
-            self._move(apart.start)
-
-    def _take_over(self, one: Any, inner: _Inner) -> None:
-        """Count the batches of a pass in which an optimizer steps: others are held by variables, and were left."""
-        while (oldest := self._underway.oldest) is not None and oldest is not one:
-            self._underway.leave(oldest)
-        self._settle(one)
-        place = self.sampler.place
-        for _ in range(inner.batches):
-            self._count(one)
-        self._look = _Look(place, inner.updates, inner.has_gradients)
-        self._inner, self._ahead, self._is_waiting = None, inner.ahead, False
-        self.sampler.held = self._ahead.untrained if self._is_heard else 0
-        self._turns.pass_begins()
-        self._turns.trained()
+    def _warn_of_kept(self) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"the loop keeps more than {MOST_HELD} of the loader's batches and trains on them after their pass: a "
+                "checkpoint that is saved meanwhile goes on with the last of them",
+                stacklevel=4,
+            )
 
     def _freed(self, one: weakref.ref[Any]) -> None:
         """The loop has left a pass, or come to its end."""
-        if one is self._last:
-            if self._is_ending:
-                self._finish()
-            elif not self._heeds_backward:
-                backward.forget(self)
-            self._turns.pass_is_over()
+        if one is self._iterator and self._pass is not None and self._underway.oldest is None:
+            if self._ending is not None and self._ending.trained:
+                self._finish(self._ending)
+            elif self._pass.trained:
+                self._turns.pass_is_over()
+                if not self._fresh:
+                    backward.forget(self)
 
     def _note(self, proxy: LoaderProxy) -> None:
         """Note what the sampler calls the pass begun last: nothing else has begun since then."""
-        self._underway = proxy._accel_fetching.underway
-        newest = self._underway.newest
-        if newest is not None and newest not in self._dealt:
-            self._dealt[newest] = self.sampler.begun_last
-            self._began[newest] = self._updates()
-            if self._begins_apart is not None:
-                self._apart[newest] = self._begins_apart
-        if self._begins_apart is not None:
-            self.sampler.begin_elsewhere(None)
-            self._begins_apart = None
+        self.sampler.next_begins_at = None
+        newest = proxy._accel_fetching.underway.newest
+        if newest is not None and newest not in self._passes:
+            self._passes[newest] = _Pass(self.sampler.begun_last)
+
+
+# -- epochs ------------------------------------------------------------------------------------------------------------
+
+
+class LoopTurns:
+    """Keep `sampler.turns` while a loop goes through `remaining_epochs`: an epoch may be a part of the data there.
+
+        for epoch in remaining_epochs(loader, 90):          a turn
+            for step, batch in enumerate(loader):           a pass, which continues the one before
+                if step == 500: break
+
+    A turn is over when the loop asks for the next one; in a state that is saved before that, once its pass has ended or
+    was left. In other loops `sampler.turns` is None.
+
+    Args:
+        sampler: of the loader.
+    """
+
+    def __init__(self, sampler: ElasticSampler) -> None:
+        self._sampler = weakref.ref(sampler)  # which this belongs to
+        self.number: int | None = None
+        """Turns before the present one; None outside of such a loop."""
+        self.has_trained = self._is_trained_in = False
+        """In the loop, and in the present turn."""
+
+    def begin(self, number: int | None) -> None:
+        """Begin a turn, or None of them."""
+        self.number, self._is_trained_in = number, False
+
+    def trained(self) -> None:
+        """A batch is trained on: of the present turn."""
+        self.has_trained = self._is_trained_in = True
+        self._set(self.number)
+
+    def pass_is_over(self) -> None:
+        """The pass of the present turn is over, and so is the turn, unless it goes on with another one."""
+        if self.number is not None and self._is_trained_in:
+            self._set(self.number + 1)
+
+    def _set(self, number: int | None) -> None:
+        if (sampler := self._sampler()) is not None:
+            sampler.turns = number
+
+
+_TURNS: WeakKeyDictionary[ElasticSampler, LoopTurns] = WeakKeyDictionary()
+
+
+def turns_of(sampler: ElasticSampler) -> LoopTurns:
+    """Return what keeps the turns of the loop that takes a sampler's batches."""
+    return _TURNS.setdefault(sampler, LoopTurns(sampler))
+
+
+class RemainingEpochs(Sequence[int]):
+    """Numbers of epochs, as a range of them; going through them tells the loader which are over.
+
+    Args:
+        sampler: of the loader.
+        numbers: that are left.
+    """
+
+    def __init__(self, sampler: ElasticSampler, numbers: range) -> None:
+        self._sampler, self._numbers = sampler, numbers
+
+    def __iter__(self) -> Iterator[int]:
+        turns = turns_of(self._sampler)
+        turns.has_trained = False
+        try:
+            for number in self._numbers:
+                if turns.has_trained:
+                    self._sampler.turns = number
+                turns.begin(number)
+                yield number
+            if turns.has_trained:
+                self._sampler.turns = self._numbers.stop
+        finally:  # also where the loop is left
+            turns.begin(None)
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+    @overload
+    def __getitem__(self, index: slice) -> range: ...
+    def __getitem__(self, index: int | slice) -> int | range:
+        return self._numbers[index]
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def __repr__(self) -> str:
+        return repr(self._numbers)
 
 
 def remaining_epochs(loader: Any, total: int) -> Sequence[int]:

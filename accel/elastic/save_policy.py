@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any, NamedTuple
 
-from accel.elastic.resize_orders import ResizeOrder
-from accel.elastic.termination import Termination
+from accel.elastic.in_place import ResizeOrder
+from accel.elastic.saving.termination import Termination
 from accel.errors import InvalidArgument
 
 

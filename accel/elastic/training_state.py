@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 
-from accel.elastic.plain_values import with_plain_numbers
-from accel.elastic.random_state import random_state, set_random_state
+from accel.elastic.saving.plain_values import with_plain_numbers
+from accel.elastic.saving.random_state import random_state, set_random_state
 from accel.errors import CheckpointError, InvalidArgument, OtherVersion
 from accel.profiler.interruptions import ours
 

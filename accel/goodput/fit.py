@@ -1,4 +1,4 @@
-"""Fit the step-time model to measured steps: robust least squares of logarithms, by Levenberg-Marquardt.
+"""Fit the step-time model to measured steps: robust least squares of logarithms, by scipy.
 
     minimise  Σ 2 (√(1 + z²) - 1) + Σ ((θ - centre) / width)²,   z = (log predicted - log measured) / deviation
 
@@ -8,20 +8,18 @@ give way to a few observations. With one replica the sync times stay at their ce
 scheduler tries a second replica but expects no miracle; with one batch size a third of the computation is taken as
 fixed, so that a larger batch promises little. Pollux (https://www.usenix.org/conference/osdi21/presentation/qiao, §4.1)
 sets what is unexplored to 0 instead.
-
-Levenberg-Marquardt: Marquardt, SIAM J. Appl. Math. 11(2), 1963; the weights of soft L1 as in Triggs et al., Bundle
-adjustment, 2000.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from accel.goodput.forms import SYNC_TERMS, Floats, power_sum, sync_terms
+from accel.errors import InvalidArgument
 from accel.goodput.observations import Observations, StepTimes
-from accel.goodput.throughput import MOST, ThroughputModel
+from accel.goodput.throughput import MOST, SYNC_TERMS, Floats, ThroughputModel, log_or_none, power_sum, sync_terms
 
 
 class Prior(NamedTuple):
@@ -53,15 +51,12 @@ _EXPONENTS = np.array([name.endswith("exponent") for name in _NAMES])
 _SYNC = slice(4, 10)
 assert _NAMES[_SYNC] == SYNC_TERMS
 
-ROUNDS = 100
 _ENOUGH = 1e-4
 """A step that lowers the loss by less than this share is the last; the loss is then within 1 % of the least one."""
-_LONGEST = 2.0
-"""A step changes no time by more than e²."""
+_DIFFERENCE = 1e-6
+"""Of a logarithm, by which its derivative is taken."""
 _MOVED = 3.0
 """What is left of a time that is taken for another's is e^-3 of it."""
-_MISSED = 3.0
-"""Deviations by which a fit misses a time that it does not explain."""
 _FARTHEST = 10.0
 """A start is brought to within e^10 of what the priors say: times of 0 have no logarithm."""
 
@@ -75,7 +70,7 @@ def fit(observations: Observations, start: ThroughputModel | None = None) -> Thr
             a fraction of the time.
 
     Raises:
-        InvalidArgument: if there is none.
+        InvalidArgument: if there is none, or scipy is not installed.
 
     Example:
         >>> from accel.goodput.observations import Configuration, Observations
@@ -95,6 +90,21 @@ def fit_step_times(times: StepTimes, start: ThroughputModel | None = None) -> Th
     return model_of(problem.minimise(None if start is None else theta_of(start)))
 
 
+def solver() -> Callable[..., Any]:
+    """Return scipy's least squares.
+
+    Raises:
+        InvalidArgument: if it is not installed.
+    """
+    try:
+        from scipy.optimize import least_squares
+    except ImportError:
+        raise InvalidArgument(
+            "the times of steps are predicted with scipy, which is not installed; pip install 'accel-train[elastic]'"
+        ) from None
+    return least_squares  # type: ignore[no-any-return]
+
+
 class Problem:
     """The loss of a fit, and its minimum.
 
@@ -103,52 +113,34 @@ class Problem:
     """
 
     def __init__(self, times: StepTimes) -> None:
-        self._log_seconds = np.log(times.seconds)
-        self._log_batch = np.log(times.local_batch)
-        self._has_extra = times.accumulation > 0
-        self._log_extra = np.log(times.accumulation, where=self._has_extra, out=np.full(len(times.seconds), -np.inf))
+        self._log_seconds, self._deviation = np.log(times.seconds), times.deviation
+        self._log_batch, self._log_extra = np.log(times.local_batch), log_or_none(times.accumulation)
         self._sync = sync_terms(times.nodes, times.replicas) * times.communication_scale[:, None]
-        self._is_sync = (self._sync > 0).any(axis=1)
-        self._deviation = times.deviation
+        self._accumulates = bool((times.accumulation > 0)[self._sync.any(axis=1)].any())
         self.centre = _centre(times)
 
-    def predict(self, theta: Floats) -> tuple[Floats, Floats]:
-        """Return the logarithm of each step time (n,), and its derivatives by θ (n, 10)."""
-        p, overlap = (1 + (MOST - 1) * _logistic(each) for each in theta[2:4])
-        compute = power_sum(theta[0], theta[1] + self._log_batch, p)
-        parts = self._sync * np.exp(theta[_SYNC])
-        sync = parts.sum(axis=1)
-        log_sync = np.log(sync, where=self._is_sync, out=np.full(len(sync), -np.inf))
-        last = power_sum(compute.log, log_sync, overlap)
-        whole = power_sum(last.log, self._log_extra + compute.log, 1.0)
-        by_compute = whole.by_log_x * last.by_log_x + whole.by_log_y
-        jacobian = np.empty((len(sync), len(theta)))
-        jacobian[:, 0] = by_compute * compute.by_log_x
-        jacobian[:, 1] = by_compute * compute.by_log_y
-        jacobian[:, 2] = by_compute * compute.by_exponent * _by_logit(p)
-        jacobian[:, 3] = whole.by_log_x * last.by_exponent * _by_logit(overlap)
-        share = whole.by_log_x * last.by_log_y / np.where(self._is_sync, sync, 1.0)
-        jacobian[:, _SYNC] = share[:, None] * parts
-        return whole.log, jacobian
+    def predict(self, theta: Floats) -> Floats:
+        """Return the logarithm of each step time (..., n) for one θ or several (..., 10)."""
+        columns = theta[..., None]
+        p, overlap = (1 + (MOST - 1) * _logistic(columns[..., number, :]) for number in (2, 3))
+        compute = power_sum(columns[..., 0, :], columns[..., 1, :] + self._log_batch, p)
+        last = power_sum(compute, log_or_none(np.exp(theta[..., _SYNC]) @ self._sync.T), overlap)
+        return np.logaddexp(last, self._log_extra + compute)
+
+    def residuals(self, theta: Floats) -> Floats:
+        """Return the errors of the times in their deviations (n,), and those of the priors (10,)."""
+        errors = (self.predict(theta) - self._log_seconds) / self._deviation
+        return np.concatenate([errors, (theta - self.centre) / _WIDTHS])
+
+    def _jacobian(self, theta: Floats) -> Floats:
+        """Return the derivatives of the residuals (n + 10, 10), by differences: all of them in one prediction."""
+        log = self.predict(np.concatenate([theta[None], theta + _DIFFERENCE * np.eye(len(theta))]))
+        errors = (log[1:] - log[0]) / (_DIFFERENCE * self._deviation)
+        return np.concatenate([errors.T, np.diag(1 / _WIDTHS)])
 
     def loss(self, theta: Floats) -> float:
         """Return what is minimised."""
-        return self._evaluate(theta).loss
-
-    def derivative(self, theta: Floats) -> Floats:
-        """Return the loss's derivative by θ (10,)."""
-        return 2 * self._evaluate(theta).gradient
-
-    def _evaluate(self, theta: Floats) -> _Point:
-        log, jacobian = self.predict(theta)
-        errors = (log - self._log_seconds) / self._deviation
-        root = np.sqrt(1 + errors**2)
-        shift = (theta - self.centre) / _WIDTHS
-        # Half the second derivative, with the errors' own curvature left out; never negative.
-        weighted = (jacobian / (self._deviation * root)[:, None]).T
-        gradient = weighted @ errors + shift / _WIDTHS
-        curvature = weighted @ (jacobian / self._deviation[:, None]) + np.diag(_WIDTHS**-2.0)
-        return _Point(theta, float(2 * (root - 1).sum() + shift @ shift), gradient, curvature)
+        return float(_soft_for_times(self.residuals(theta) ** 2)[0].sum())
 
     def minimise(self, start: Floats | None = None) -> Floats:
         """Return the θ of the least loss, beginning at the priors' centres, or at `start` if the loss is less there.
@@ -156,53 +148,37 @@ class Problem:
         Accumulated steps tell the exchange from other work that does not depend on the batch. Where that had been taken
         for computation there is a ridge between the two, so the other side of it is a beginning, too.
         """
-        point = self._evaluate(self.centre)
+        near = self.centre
         if start is not None:
-            near = np.clip(start, self.centre - _FARTHEST, self.centre + _FARTHEST)
-            point = min(point, self._evaluate(near), key=lambda each: each.loss)
-        least = self._descend(point)
-        if self._misses_accumulated(least):
-            least = min(least, self._descend(self._evaluate(self._by_exchange(least.theta))), key=lambda p: p.loss)
-        return least.theta
-
-    def _misses_accumulated(self, point: _Point) -> bool:
-        log, _ = self.predict(point.theta)
-        misses = np.abs(log - self._log_seconds) > _MISSED * self._deviation
-        return bool((misses & self._has_extra & self._is_sync).any())
+            near = min(
+                near, np.clip(start, self.centre - _FARTHEST, self.centre + _FARTHEST), key=lambda each: self.loss(each)
+            )
+        least = self._descend(near)
+        if self._accumulates:
+            least = min(least, self._descend(self._by_exchange(least)), key=self.loss)
+        return least
 
     def _by_exchange(self, theta: Floats) -> Floats:
         """Return θ with the fixed part of the computation as part of the exchange."""
-        fixed_s, exchange_s = np.exp(theta[0]), float((self._sync[self._is_sync] @ np.exp(theta[_SYNC])).mean())
+        exchange_s = self._sync[self._sync.any(axis=1)] @ np.exp(theta[_SYNC])
         moved = theta.copy()
         moved[0] -= _MOVED
-        moved[_SYNC] += np.log1p(fixed_s / exchange_s)
+        moved[_SYNC] += np.log1p(np.exp(theta[0]) / float(exchange_s.mean()))
         return moved
 
-    def _descend(self, point: _Point) -> _Point:
-        damping = 1e-2
-        for _ in range(ROUNDS):
-            scaled = point.curvature + damping * np.diag(np.diag(point.curvature))
-            step = np.clip(np.linalg.solve(scaled, -point.gradient), -_LONGEST, _LONGEST)
-            trial = self._evaluate(point.theta + step)
-            if not trial.loss < point.loss:
-                damping *= 4
-                if damping > 1e8:
-                    break
-                continue
-            is_enough = point.loss - trial.loss < _ENOUGH * point.loss
-            point, damping = trial, max(damping / 5, 1e-9)
-            if is_enough:
-                break
-        return point
+    def _descend(self, start: Floats) -> Floats:
+        stops = {"ftol": _ENOUGH, "xtol": 1e-6, "gtol": None, "max_nfev": 100}
+        fitted = solver()(self.residuals, start, self._jacobian, loss=_soft_for_times, **stops)
+        return fitted.x  # type: ignore[no-any-return]
 
 
-class _Point(NamedTuple):
-    """The loss at a θ, with half its derivatives."""
-
-    theta: Floats
-    loss: float
-    gradient: Floats
-    curvature: Floats
+def _soft_for_times(squares: Floats) -> Floats:
+    """Return the loss of squared residuals and its two derivatives by them (3, n): soft L1, but for the priors."""
+    root = np.sqrt(1 + squares)
+    soft = np.stack([2 * (root - 1), 1 / root, -0.5 / root**3])
+    priors = squares[-len(_NAMES) :]
+    soft[:, -len(_NAMES) :] = priors, np.ones_like(priors), np.zeros_like(priors)
+    return soft
 
 
 def model_of(theta: Floats) -> ThroughputModel:
@@ -236,7 +212,3 @@ def _theta(values: Floats) -> Floats:
 
 def _logistic(logit: Floats) -> Floats:
     return 1 / (1 + np.exp(-np.clip(logit, -30, 30)))
-
-
-def _by_logit(exponent: Floats) -> Floats:
-    return (exponent - 1) * (MOST - exponent) / (MOST - 1)

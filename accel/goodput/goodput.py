@@ -20,8 +20,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from accel.errors import InvalidArgument
 from accel.goodput.efficiency import Bound, NoiseInterval, efficiency
-from accel.goodput.forms import Floats
-from accel.goodput.throughput import ThroughputModel
+from accel.goodput.throughput import Floats, ThroughputModel
 
 Ints = NDArray[np.int64]
 

@@ -19,16 +19,23 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from accel.device_memory import give_memory_back
 from accel.errors import InvalidArgument
-from accel.goodput.gradient_scales import GradientScales
-from accel.goodput.gradient_sketch import GradientSketch
-from accel.goodput.gradient_tap import trained_parameters
-from accel.goodput.noise_parts import Gather, exchange
-from accel.goodput.noise_refusal import Unmeasurable, reason_of
+from accel.goodput import noise_gradients
+from accel.goodput.noise_gradients import (
+    Gather,
+    GradientSketch,
+    GradientTap,
+    PartSums,
+    Unmeasurable,
+    exchange,
+    reason_of,
+)
 from accel.goodput.noise_replay import Call, ReplayedParts
 from accel.goodput.noise_scale import NoiseScale, NoiseSums
 from accel.goodput.noise_schedule import OVERHEAD, NoiseSchedule
-from accel.goodput.noise_step import MeasuredStep
+from accel.guard import guard, own_state
+from accel.guard.guard import Recording
 from accel.profiler.interruptions import ours
 
 _FRUITLESS = 3
@@ -52,7 +59,6 @@ class NoiseMeter:
         overhead: share of the run's time that the meter's own work may take; default 0.015, which leaves room for what
             it disturbs beside, such as caches.
         parts: one of so many parts of a batch is replayed, see `ReplayedParts`; default 4.
-        keep_shapes: replay whole batches only, for a model that is compiled or captured.
         clock: returns seconds.
 
     Attributes:
@@ -95,7 +101,6 @@ class NoiseMeter:
         scaler: torch.amp.GradScaler | None = None,
         overhead: float = OVERHEAD,
         parts: int = 4,
-        keep_shapes: bool = False,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         if replicas < 1:
@@ -106,11 +111,11 @@ class NoiseMeter:
         self._model, self._optimizers = model, optimizers
         self._replicas, self._group, self._clock = replicas, group, clock
         self._gather = gather
-        self._scales = GradientScales(scaler)
+        self._scaler, self._accumulated = scaler, 1
         self._schedule = NoiseSchedule(overhead)
-        self._replay = ReplayedParts(model, parts, keep_shapes=keep_shapes)
+        self._replay = ReplayedParts(model, parts)
         self._sketch = GradientSketch() if replicas > 1 else None
-        self._measured: MeasuredStep | None = None
+        self._measured: _MeasuredStep | None = None
         self._sums: NoiseSums | None = None
         self._parameters: list[Tensor] = []
         self._began_s = self._own_s = self._exchange_s = 0.0
@@ -149,7 +154,7 @@ class NoiseMeter:
             accumulated: batches whose gradients, each that of its own mean loss, are divided by their number only once
                 they have arrived. A loop that accumulates by itself divides its losses.
         """
-        self._scales.accumulated = accumulated
+        self._accumulated = accumulated
         self._batches += 1
         self._samples_passed += samples
         if self._measured is not None and not self._measured.updated:
@@ -183,7 +188,7 @@ class NoiseMeter:
 
         Args:
             call: makes the call, and will make it again on a part of the batch. Strategies that prepare for a shape
-                (compilation, captured graphs) should not be in it, or pass `keep_shapes`.
+                (compilation, captured graphs) should not be in it.
             args: of the call.
             kwargs: of the call.
         """
@@ -237,15 +242,20 @@ class NoiseMeter:
 
     def _begin_measuring(self) -> None:
         try:
-            self._parameters = trained_parameters(self._model)
+            self._parameters = noise_gradients.trained_parameters(self._model)
         except Unmeasurable as refusal:
             self.refusal = self.reason = str(refusal)
             return
         self._sums = None
-        self._measured = MeasuredStep(self._model, self._parameters, self._optimizers, self._scales, self._sketch)
+        self._measured = _MeasuredStep(self._model, self._parameters, self._optimizers, self._loss_scale, self._sketch)
         self._own_s = self._clock() - self._began_s
 
-    def _attempt(self, act: Callable[[MeasuredStep], None]) -> None:
+    def _loss_scale(self) -> float:
+        """Return the factor on the gradients: averaged with those of other steps they must not have one."""
+        scaled = self._scaler is not None and self._scaler.is_enabled()
+        return (float(self._scaler.get_scale()) if scaled and self._scaler is not None else 1.0) * self._accumulated
+
+    def _attempt(self, act: Callable[[_MeasuredStep], None]) -> None:
         """Do a part of the measurement: what fails in it is none of the loop's errors."""
         assert self._measured is not None
         try:
@@ -253,7 +263,7 @@ class NoiseMeter:
         except ours() as error:
             self._measured.reason = self._measured.reason or reason_of(error)
 
-    def _end_measuring(self, step: MeasuredStep) -> None:
+    def _end_measuring(self, step: _MeasuredStep) -> None:
         began = self._clock()
         self._measured = None
         step.close()
@@ -271,7 +281,7 @@ class NoiseMeter:
         elif step.updated or self._replicas > 1:  # else a GradScaler has left the step out
             self._note_fruitless(step.reason)
 
-    def _exchanged(self, step: MeasuredStep, cost_s: float, usual_s: float) -> tuple[NoiseSums | None, float, float]:
+    def _exchanged(self, step: _MeasuredStep, cost_s: float, usual_s: float) -> tuple[NoiseSums | None, float, float]:
         assert self._sketch is not None
         began = self._clock()
         length = min(self._sketch.length, sum(p.numel() * (2 if p.is_complex() else 1) for p in self._parameters))
@@ -292,3 +302,134 @@ class NoiseMeter:
         self._fruitless += 1
         if self._fruitless >= _FRUITLESS:
             self.refusal = self.reason
+
+
+class _MeasuredStep:
+    """One measured step: from the hooks on the parameters to its sums.
+
+    Args:
+        model: whose gradients are measured.
+        parameters: that require gradients, in the order of `named_parameters`.
+        optimizers: that update them.
+        loss_scale: returns what the gradients are divided by.
+        sketch: of the vectors that ranks exchange; None on one rank.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        parameters: Sequence[Tensor],
+        optimizers: Sequence[Optimizer],
+        loss_scale: Callable[[], float],
+        sketch: GradientSketch | None,
+    ) -> None:
+        self._model, self._parameters, self._optimizers = model, parameters, optimizers
+        self._loss_scale = loss_scale
+        self._tap = GradientTap(parameters)
+        self._tap.install()
+        self.parts = PartSums(sketch)
+        self._is_alone = sketch is None
+        self._samples = 0.0
+        self._calls = 0
+        self._recording: Recording | None = None
+        self._call: Call | None = None
+        self._denominators: Tensor | None = None
+        self._reads_optimizers = True
+        self.updated = False
+        """An optimizer has stepped, or is about to."""
+        self.reason = ""
+        """Why it says nothing; '' if nothing speaks against it."""
+
+    @property
+    def is_preconditioned(self) -> bool:
+        """True if the noise is measured in Adam's coordinates."""
+        return self._denominators is not None
+
+    def begin_batch(self, samples: float) -> None:
+        """End the batch before, if there is one."""
+        if self._tap.holds:
+            self._end_batch()
+        self._samples = samples
+
+    def prepare(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Record a call that is about to be made."""
+        self._calls += 1
+        if self._calls > 1:
+            self._recording = None
+            self.reason = f"the model was called {self._calls} times in one step, so no call has the whole gradient"
+            return
+        try:
+            self._recording = guard.record(self._model, self._parameters[0].device, args, kwargs)
+        except ours() as error:  # inputs that can't be copied
+            self.reason = f"the call can't be recorded: {type(error).__name__}: {error}"
+        self._call = call
+
+    def listen(self, outputs: Any) -> None:
+        """Listen to the recorded call's outputs."""
+        if self._recording is not None:
+            self._recording.listen(outputs)
+
+    def before_update(self, replay: ReplayedParts) -> NoiseSums | None:
+        """End the last batch, and return the step's sums if this rank alone knows them."""
+        self.updated = True
+        if self._recording is not None and not self.parts.count:
+            return self._attempt(lambda: self._replayed(replay))
+        return self._attempt(self._last_batch_ended)
+
+    def close(self) -> None:
+        """Take the hooks off."""
+        if self.updated and self._tap.holds:
+            self.reason = self.reason or "gradients arrived after an optimizer had stepped"
+        self._tap.remove()
+        if self._recording is not None:
+            self._recording.forget()
+        self._recording = self._call = None
+
+    def _attempt(self, measure: Callable[[], NoiseSums | None]) -> NoiseSums | None:
+        if self.reason:
+            return None
+        try:
+            return measure()
+        except ours() as error:  # out of memory in a replay, say: the loop goes on, and says nothing of it
+            self.reason = reason_of(error)
+        give_memory_back()
+        return None
+
+    def _replayed(self, replay: ReplayedParts) -> NoiseSums:
+        assert self._recording is not None and self._call is not None
+        recording, total = self._recording, self._vector(self._taken())
+        given, written = (recording.args, recording.kwargs), own_state.without_gradient(self._model)
+        untouched = guard.untouched(self._model, self._parameters[0].device, *given, written=written)
+        with untouched:
+            try:
+                return replay.sums(recording, self._call, total, self._vector, self._coordinates, int(self._samples))
+            finally:
+                self._tap.take()  # a replay's gradients come by, too
+
+    def _last_batch_ended(self) -> NoiseSums | None:
+        self._end_batch()
+        return self.parts.sums() if self._is_alone else None
+
+    def _end_batch(self) -> None:
+        if self._samples <= 0:
+            raise Unmeasurable("the number of samples in a batch is not known")
+        self.parts.add(self._coordinates(self._vector(self._taken())), self._samples)
+
+    def _taken(self) -> list[Tensor | None]:
+        if not self._tap.holds:
+            raise Unmeasurable("no gradient has arrived at the parameters before the optimizer's step")
+        return self._tap.take()
+
+    @torch.no_grad()
+    def _vector(self, gradients: Sequence[Tensor | None]) -> Tensor:
+        """Return gradients as one vector, without loss scales."""
+        vector = noise_gradients.flattened(gradients, self._parameters)
+        scale = self._loss_scale()
+        return vector if scale == 1.0 else vector / scale
+
+    def _coordinates(self, vector: Tensor) -> Tensor:
+        """Return a vector in the optimizer's coordinates."""
+        if self._reads_optimizers:
+            self._reads_optimizers = False
+            self._denominators = noise_gradients.denominators(self._parameters, self._optimizers)
+        return vector if self._denominators is None else vector / self._denominators

@@ -10,20 +10,18 @@ part are drawn at random, since a batch may be sorted.
     rows    the inputs' rows of the part alone go through the model: it costs the part's share of a step
     masks   all rows go through, and a gradient of zero is sent back for the others: a whole forward and backward pass,
             but dropout draws what it drew in the step, and batch normalisation sees the same batch
-    means   as rows, where the outputs are losses themselves, means over the samples
-    sums    as rows, where they are sums over the samples
-    pairs   as means, with both parts replayed and the step's own gradient left aside: dropout draws anew for each
+    losses  where the outputs are losses themselves, means over the samples: as rows, with both parts replayed and the
+            step's own gradient left aside, since dropout draws anew for each
 
 Where a loss is among the outputs, only what arrived at losses is sent back: it has been through the other outputs.
 
 Which one is right is found out at the first measurement, and looked at again at the 10th, 100th, …: A and the other
 part's own replay B must give A + B = T. An error e of that sum adds n (‖e‖ / ‖T‖)² samples to φ at a batch of n, so up
-to 2 % is allowed (0.0004 n samples); for means, whose parts weigh a little otherwise where losses are means over
-tokens, also what makes up 5 % of the parts' squared distance. Masks are linear for any loss and any model, so there the
-samples must be independent too: in evaluation mode, other samples beside the part must leave its outputs as they are.
-For pairs, the parts' losses in evaluation mode must have the whole batch's as their mean. What fails is refused, with
-the reason. All that is asked of plain gradients: in Adam's coordinates the rounding noise of a gradient that is zero,
-such as that of a bias before batch normalisation, is as large as any other.
+to 2 % is allowed (0.0004 n samples). Masks are linear for any loss and any model, so there the samples must be
+independent too: in evaluation mode, other samples beside the part must leave its outputs as they are. For losses, the
+whole batch's replay must give T, and the parts' losses in evaluation mode must have the whole batch's as their mean.
+What fails is refused, with the reason. All that is asked of plain gradients: in Adam's coordinates the rounding noise
+of a gradient that is zero, such as that of a bias before batch normalisation, is as large as any other.
 """
 
 from __future__ import annotations
@@ -38,7 +36,7 @@ from torch import Tensor, nn
 
 from accel.dataio.batches import map_tensors, tensors
 from accel.errors import InvalidArgument
-from accel.goodput.noise_refusal import Unmeasurable
+from accel.goodput.noise_gradients import Unmeasurable
 from accel.goodput.noise_scale import NoiseSums
 from accel.guard import guard
 from accel.guard.guard import Recording
@@ -46,12 +44,10 @@ from accel.profiler.interruptions import ours
 
 Call = Callable[..., Any]
 Vector = Callable[[Sequence[Tensor | None]], Tensor]
-Mode = Literal["rows", "masks", "means", "sums", "pairs"]
+Mode = Literal["rows", "masks", "losses"]
 
 _SUM_ERROR = 0.02
 """‖A + B - T‖ / ‖T‖ that is rounding, or too small to matter."""
-_SHARE_OF_DISTANCE = 0.05
-"""Of the parts' squared distance, what an error of the sum may make up."""
 _ROW_ERROR = 1e-3
 _ROW_ERROR_16_BIT = 2.0**-6
 """Relative error of an output's rows when other samples stand beside them."""
@@ -83,16 +79,15 @@ class ReplayedParts:
         model: whose call was recorded.
         parts: the replayed part is one of so many, at least 2; default 4. A smaller part costs less, and the distance
             of its gradient from the batch's tells tr(Σ) as well, down to a few samples.
-        keep_shapes: replay whole batches only (masks): for models that are compiled or captured for their shapes.
 
     Raises:
         InvalidArgument: if there are fewer than 2 parts.
     """
 
-    def __init__(self, model: nn.Module, parts: int = 4, *, keep_shapes: bool = False) -> None:
+    def __init__(self, model: nn.Module, parts: int = 4) -> None:
         if parts < 2:
             raise InvalidArgument(f"parts must be at least 2: a part and the rest. Found: {parts}.")
-        self._model, self._parts, self._keep_shapes = model, parts, keep_shapes
+        self._model, self._parts = model, parts
         self.mode: Mode | None = None
         """How a part is replayed; None before the first measurement."""
         self._measured = 0
@@ -123,8 +118,9 @@ class ReplayedParts:
             Unmeasurable: with the reason, if the parts can't be told apart, or don't add up to the whole.
         """
         count = _samples(recording, samples)
-        recording = _with_losses_alone(recording)
-        modes = self._modes(recording, count)
+        losses = {number: each for number, each in recording.arrived.items() if not each.dim()}
+        recording = replace(recording, arrived=losses) if losses else recording
+        modes = _modes(recording, count)
         square = float(total.square().sum())
         if not math.isfinite(square):
             return NoiseSums(math.nan, math.nan, count / 2, count)  # the statistics skip it
@@ -138,25 +134,9 @@ class ReplayedParts:
             self.mode = self._find_mode(modes, batch._replace(chosen=chosen, others=others), total)
             self._look_again = 10 * self._measured
         one = self._replayed(self.mode, batch, batch.chosen)
-        if self.mode == "pairs":
-            total = one.gradient + self._replayed("pairs", batch, batch.others).gradient
+        if self.mode == "losses":
+            total = one.gradient + self._replayed("losses", batch, batch.others).gradient
         return _sums(one, total, count, coordinates)
-
-    def _modes(self, recording: Recording, count: int) -> list[Mode]:
-        """Return the modes that may suit the outputs, the cheapest first."""
-        if not recording.arrived:
-            raise Unmeasurable("no gradient has arrived at the outputs of the recorded call")
-        if any(each.layout != torch.strided for each in recording.arrived.values()):
-            raise Unmeasurable("the gradient of an output is sparse")
-        if not any(each.dim() for each in recording.arrived.values()):
-            if self._keep_shapes:
-                raise Unmeasurable("the model returns its loss, and parts of a batch would be compiled anew")
-            return ["means", "sums", "pairs"]
-        for arrived in recording.arrived.values():
-            if not arrived.dim() or len(arrived) != count:
-                shape = tuple(arrived.shape)
-                raise Unmeasurable(f"an output of shape {shape} has not the {count} samples as its first dimension")
-        return ["masks"] if self._keep_shapes else ["rows", "masks"]
 
     def _drawn(self, count: int, parts: int) -> tuple[Tensor, Tensor]:
         """Draw the part's samples, without touching the loop's random state."""
@@ -167,27 +147,23 @@ class ReplayedParts:
 
     def _find_mode(self, modes: list[Mode], batch: _Batch, total: Tensor) -> Mode:
         """Return the first mode in which the parts add up to the whole."""
-        reasons = []
+        reason = ""
         for mode in modes:
             try:
                 if mode == "masks":
                     self._check_independence(batch)
-                if mode == "pairs":
+                if mode == "losses":
                     self._check_mean(batch)
-                    _check_sum(self._gradient(batch, recording=batch.recording), total, bound=_SUM_ERROR)
+                    _check_sum(self._gradient(batch, recording=batch.recording), total)
                     return mode
                 one, other = (self._replayed(mode, batch, rows) for rows in (batch.chosen, batch.others))
-                bound = _SUM_ERROR
-                if mode in ("means", "sums"):
-                    apart = (one.gradient - one.share * total).norm() / (one.share * other.share) ** 0.5
-                    bound = max(bound, _SHARE_OF_DISTANCE**0.5 * float(apart / total.norm()))
-                _check_sum(one.gradient + other.gradient, total, bound)
+                _check_sum(one.gradient + other.gradient, total)
                 return mode
             except Unmeasurable as refusal:
-                reasons.append(str(refusal))
+                reason = str(refusal)
             except ours() as error:  # the model does not take such a batch
-                reasons.append(f"the call can't be replayed: {type(error).__name__}: {error}")
-        raise Unmeasurable(reasons[-1])
+                reason = f"the call can't be replayed: {type(error).__name__}: {error}"
+        raise Unmeasurable(reason)
 
     def _check_independence(self, batch: _Batch) -> None:
         """Raise if, in evaluation mode, a sample's output depends on the samples beside it."""
@@ -235,7 +211,7 @@ class ReplayedParts:
         whole = batch.recording
         recording = _with_masks(whole, rows) if mode == "masks" else _with_rows(whole, rows, batch.samples)
         gradient, share = self._gradient(batch, recording), len(rows) / batch.samples
-        return _Part(rows, share, gradient * share if mode in ("means", "pairs") else gradient)
+        return _Part(rows, share, gradient * share if mode == "losses" else gradient)
 
     def _gradient(self, batch: _Batch, recording: Recording) -> Tensor:
         """Make a call again, and return the gradient of all parameters."""
@@ -264,9 +240,19 @@ def _samples(recording: Recording, samples: int) -> int:
     return count
 
 
-def _with_losses_alone(recording: Recording) -> Recording:
-    losses = {number: each for number, each in recording.arrived.items() if not each.dim()}
-    return replace(recording, arrived=losses) if losses else recording
+def _modes(recording: Recording, count: int) -> list[Mode]:
+    """Return the modes that may suit the outputs, the cheapest first."""
+    if not recording.arrived:
+        raise Unmeasurable("no gradient has arrived at the outputs of the recorded call")
+    if any(each.layout != torch.strided for each in recording.arrived.values()):
+        raise Unmeasurable("the gradient of an output is sparse")
+    if not any(each.dim() for each in recording.arrived.values()):
+        return ["losses"]
+    for arrived in recording.arrived.values():
+        if len(arrived) != count:
+            shape = tuple(arrived.shape)
+            raise Unmeasurable(f"an output of shape {shape} has not the {count} samples as its first dimension")
+    return ["rows", "masks"]
 
 
 def _with_rows(recording: Recording, rows: Tensor, count: int) -> Recording:
@@ -293,13 +279,13 @@ def _with_masks(recording: Recording, rows: Tensor) -> Recording:
     return replace(recording, arrived=arrived)
 
 
-def _check_sum(replayed: Tensor, total: Tensor, bound: float) -> None:
+def _check_sum(replayed: Tensor, total: Tensor) -> None:
     """Raise if what was replayed is not the step's gradient."""
     error = float((replayed - total).norm() / total.norm())
-    if not error <= bound:
+    if not error <= _SUM_ERROR:
         raise Unmeasurable(
-            f"what was replayed adds up to the step's gradient with an error of {error:.1%}, allowed are {bound:.1%}: "
-            "so that is not a sum over the samples of the model's call"
+            f"what was replayed adds up to the step's gradient with an error of {error:.1%}, allowed are "
+            f"{_SUM_ERROR:.1%}: so that is not a sum over the samples of the model's call"
         )
 
 

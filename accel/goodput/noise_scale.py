@@ -48,7 +48,7 @@ class NoiseSums(NamedTuple):
     """What one step says of the noise: the squared gradients of its parts and of their mean.
 
     Example:
-        >>> sums = NoiseSums.of_parts(squares=[5.0, 5.0], mean_square=3.0, sizes=[8, 8])
+        >>> sums = NoiseSums(part_square=5.0, mean_square=3.0, part_samples=8, samples=16)
         >>> sums.variance, sums.squared_norm
         (32.0, 1.0)
     """
@@ -61,42 +61,6 @@ class NoiseSums(NamedTuple):
     """B_small, samples: those of a part, where all are of equal size."""
     samples: float
     """B_big, samples: those of the step, where all count alike."""
-
-    @classmethod
-    def of_parts(
-        cls,
-        squares: Sequence[float],
-        mean_square: float,
-        sizes: Sequence[float],
-        weights: Sequence[float] | None = None,
-    ) -> NoiseSums:
-        """Return the sums of a step from its parts.
-
-        Args:
-            squares: ‖S_k‖² of each part's mean gradient, at least two.
-            mean_square: ‖G‖² of the step's gradient Σ_k w_k S_k.
-            sizes: samples in each part, > 0.
-            weights: w_k, which sum to 1; default the parts' shares of the samples.
-
-        Raises:
-            InvalidArgument: if there are fewer than two parts, or the lists don't match.
-        """
-        if weights is None:
-            weights = [size / math.fsum(sizes) for size in sizes] if sizes and min(sizes) > 0 else [0.0] * len(sizes)
-        if len(squares) < 2 or not len(squares) == len(sizes) == len(weights):
-            counts = f"{len(squares)} squares, {len(sizes)} sizes, {len(weights)} weights"
-            raise InvalidArgument(
-                f"noise needs two parts or more, each with a square, a size and a weight. Found: {counts}."
-            )
-        if min(sizes) <= 0 or not math.isclose(math.fsum(weights), 1.0, rel_tol=1e-6) or min(weights) <= 0:
-            raise InvalidArgument(
-                f"sizes must be above 0, and weights above 0 with the sum 1. Found: sizes {list(sizes)}, "
-                f"weights {list(weights)}."
-            )
-        small = math.fsum(w / b for w, b in zip(weights, sizes, strict=True))
-        big = math.fsum(w * w / b for w, b in zip(weights, sizes, strict=True))
-        part_square = math.fsum(w * square for w, square in zip(weights, squares, strict=True))
-        return cls(part_square, mean_square, 1 / small, 1 / big)
 
     @property
     def variance(self) -> float:

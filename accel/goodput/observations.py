@@ -6,14 +6,13 @@ import math
 import operator
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from accel.errors import InvalidArgument
-from accel.goodput.forms import Floats
-from accel.profiler.typed_json import UnreadableJson, read
+from accel.goodput.throughput import Floats
 
 WINDOW = 31
 """Step times kept of each configuration; odd, so that the median is one of them."""
@@ -161,21 +160,22 @@ class Observations:
         Raises:
             InvalidArgument: if it is none; what is there then stays.
         """
-        try:
-            kept = read(_State, dict(state), "the state of the observations")
-        except UnreadableJson as error:
-            raise InvalidArgument(f"{error}; pass what state_dict() returned") from None
         fresh = Observations(self._limit)
-        for each in kept.configurations:
-            configuration = Configuration(
-                each.nodes, each.replicas, each.local_batch, each.accumulation, each.communication_scale
-            )
-            if not 1 <= len(each.seconds) <= each.count:
-                times = f"{len(each.seconds)} step times, count {each.count}"
-                raise InvalidArgument(f"each configuration must have 1 to count step times. Found: {times}")
-            for seconds in each.seconds:
-                fresh.add(configuration, seconds)
-            fresh._entries[configuration].count = each.count
+        try:
+            for each in state["configurations"]:
+                values = dict(each)
+                count, seconds = values.pop("count"), values.pop("seconds")
+                configuration = Configuration(**values)
+                if type(count) is not int or not 1 <= len(seconds) <= count:
+                    raise ValueError(f"each configuration must have 1 to count step times, got {len(seconds)}, {count}")
+                for one in seconds:
+                    fresh.add(configuration, one)
+                fresh._entries[_checked(configuration)].count = count
+        except (KeyError, TypeError, ValueError) as error:
+            raise InvalidArgument(
+                f"the state of the observations must be what state_dict() returned. Found: {type(error).__name__}: "
+                f"{error}"
+            ) from None
         self._entries = fresh._entries
 
 
@@ -205,22 +205,6 @@ class _Entry:
             # A median is worth π/2 times fewer values than a mean.
             self._summary = times[count // 2], math.sqrt(MISFIT**2 + math.pi / 2 * pooled / count)
         return self._summary
-
-
-@dataclass(kw_only=True)
-class _Kept:
-    nodes: int
-    replicas: int
-    local_batch: int
-    accumulation: int
-    communication_scale: float
-    count: int
-    seconds: list[float] = field(default_factory=list)
-
-
-@dataclass(kw_only=True)
-class _State:
-    configurations: list[_Kept]
 
 
 def _checked(configuration: Configuration) -> Configuration:

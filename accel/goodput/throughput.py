@@ -19,11 +19,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 
 from accel.errors import InvalidArgument
-from accel.goodput.forms import SYNC_TERMS, Floats, power_sum, sync_terms
 
+Floats = NDArray[np.float64]
+
+SYNC_TERMS = ("local_ring_s", "local_latency_s", "ring_s", "two_nodes_s", "shared_link_s", "latency_s")
+"""Names of the times that `sync_terms` weighs, in its order."""
 MOST = 10.0
 """Of both exponents: (1 + 1)^(1/10) is 7 % above the longer one of two times."""
 
@@ -116,8 +119,8 @@ class ThroughputModel:
         """
         extra = _checked("accumulation", accumulation, 0.0)
         compute = self._log_compute(_batches(local_batch))
-        last = power_sum(compute, self._log_sync(nodes, replicas, communication_scale), self.overlap_exponent).log
-        log = np.logaddexp(last, np.log(extra, where=extra > 0, out=np.full(extra.shape, -np.inf)) + compute)
+        last = power_sum(compute, self._log_sync(nodes, replicas, communication_scale), self.overlap_exponent)
+        log = np.logaddexp(last, log_or_none(extra) + compute)
         return _like(log, nodes, replicas, local_batch, accumulation, communication_scale)
 
     def throughput(
@@ -137,7 +140,7 @@ class ThroughputModel:
         fixed, sample = _log(self.compute_fixed_s), _log(self.compute_sample_s)
         if math.isinf(fixed):
             return sample + np.log(batches)
-        return power_sum(fixed, sample + np.log(batches), self.compute_exponent).log
+        return power_sum(fixed, sample + np.log(batches), self.compute_exponent)
 
     def communication_scale(
         self, nodes: int, replicas: int, local_batch: float, accumulation: int, ratio: float
@@ -180,8 +183,51 @@ class ThroughputModel:
             )
         times = np.array([getattr(self, name) for name in SYNC_TERMS])
         sync: Floats = scale * (sync_terms(hosts, ranks) @ times)
-        log: Floats = np.log(sync, where=sync > 0, out=np.full(sync.shape, -np.inf))
-        return log
+        return log_or_none(sync)
+
+
+def power_sum(log_x: ArrayLike, log_y: ArrayLike, exponent: ArrayLike) -> Floats:
+    """Return the logarithm of (x^p + y^p)^(1/p), p ≥ 1: the sum of two times at p = 1, the longer one for large p.
+
+    Args:
+        log_x: logarithm of x, any shape. Logarithms throughout: times of 1e-9 s to the tenth power do not underflow.
+        log_y: logarithm of y; -inf for no time.
+        exponent: p.
+    """
+    p = np.asarray(exponent, float)
+    log: Floats = np.logaddexp(p * np.asarray(log_x, float), p * np.asarray(log_y, float)) / p
+    return log
+
+
+def sync_terms(nodes: ArrayLike, replicas: ArrayLike) -> Floats:
+    """Return the weights of the six sync times, (..., 6) in the order of `SYNC_TERMS`.
+
+    A ring of K ranks sends 1 - 1/K of the bytes over each link; latencies grow with each doubling. What several hosts
+    cost comes on top of what the ranks cost on one. Two hosts have a term of their own: on machines of 4 T4, sync of
+    bert takes 1.5 s with 6 GPUs on 2 hosts and 0.7 s with 6 on 3, where NCCL can use trees. Ranks that share their
+    host's link, 1 - nodes/K of all, wait for each other.
+
+    Args:
+        nodes: hosts, ≥ 1.
+        replicas: ranks K in all, ≥ nodes.
+    """
+    n, k = np.broadcast_arrays(np.asarray(nodes, float), np.asarray(replicas, float))
+    ring, several = 1.0 - 1.0 / k, n > 1
+    columns: list[Any] = [
+        ring,
+        np.log2(k),
+        ring * several,
+        ring * (n == 2),
+        (1.0 - n / k) * several,
+        np.log2(n),
+    ]
+    return np.stack(columns, axis=-1)
+
+
+def log_or_none(times: Floats) -> Floats:
+    """Return the logarithm of times, -inf for those of 0."""
+    log: Floats = np.log(times, where=times > 0, out=np.full(times.shape, -np.inf))
+    return log
 
 
 def _batches(local_batch: ArrayLike) -> Floats:

@@ -12,7 +12,7 @@ from benchmarks.decisions.fault import Fault, is_now, property_becomes, result_b
 _GUARD = ("tests/accel/test_guard.py",)
 _DRAWS = ("tests/accel/test_guard_draws.py", "tests/accel/test_guard.py")
 _SESSION = ("tests/accel/test_own_faults.py", "tests/accel/test_session.py")
-_BATCH = ("tests/accel/elastic/test_controller.py",)
+_BATCH = ("tests/accel/elastic/test_policy.py",)
 _NOISE = ("tests/accel/goodput/test_noise_meter.py", "tests/accel/goodput/test_noise_scale.py")
 _CHECKPOINT = ("tests/accel/elastic/test_checkpoint.py",)
 _SAVES = ("tests/accel/elastic/test_save_policy.py",)
@@ -139,7 +139,7 @@ FAULTS = [
         "below_the_users_batch",
         "batch size",
         "offers half the user's batch",
-        "accel.elastic.batch_choice:candidates",
+        "accel.elastic.batch_size.choice:candidates",
         _half_the_batch_too,
         _BATCH,
     ),
@@ -147,18 +147,23 @@ FAULTS = [
         "above_the_cap",
         "batch size",
         "offers twice the largest batch allowed",
-        "accel.elastic.batch_choice:candidates",
+        "accel.elastic.batch_size.choice:candidates",
         _twice_the_cap_too,
         _BATCH,
     ),
     Fault(
-        "no_hysteresis", "batch size", "changes for any gain", "accel.elastic.batch_choice:MARGIN", is_now(1.0), _BATCH
+        "no_hysteresis",
+        "batch size",
+        "changes for any gain",
+        "accel.elastic.batch_size.choice:MARGIN",
+        is_now(1.0),
+        _BATCH,
     ),
     Fault(
         "pure_noise_grows",
         "batch size",
         "grows while the noise scale is not known",
-        "accel.elastic.controller:BatchController.decide",
+        "accel.elastic.batch_size.policy:BatchPolicy.decide",
         _unknown_is_pure_noise,
         _BATCH,
     ),
@@ -166,7 +171,7 @@ FAULTS = [
         "believes_the_estimate",
         "batch size",
         "reckons with the estimate, not with the interval's careful end",
-        "accel.elastic.batch_choice:_best",
+        "accel.elastic.batch_size.choice:_best",
         _by_the_estimate,
         _BATCH,
     ),
@@ -174,7 +179,7 @@ FAULTS = [
         "forgets_the_memory_limit",
         "batch size",
         "tries again at once what did not fit into memory",
-        "accel.elastic.controller:_ASKED_AGAIN",
+        "accel.elastic.batch_size.policy:_FITS_AGAIN",
         is_now(0),
         _BATCH,
     ),
@@ -182,7 +187,7 @@ FAULTS = [
         "rehearses_nothing",
         "batch size",
         "lets the loop run out of memory with a larger batch",
-        "accel.elastic.rehearsal:BatchRehearsal.problem",
+        "accel.elastic.batch_size.rehearsal:BatchRehearsal.problem",
         returns(""),
         ("tests/accel/elastic/test_rehearsal.py",),
     ),
@@ -190,7 +195,7 @@ FAULTS = [
         "leaps",
         "batch size",
         "tries a hundred times the largest batch timed",
-        "accel.elastic.controller:_GROWTH",
+        "accel.elastic.batch_size.policy:_GROWTH",
         is_now(100),
         _BATCH,
     ),

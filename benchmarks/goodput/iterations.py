@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from accel.goodput.efficiency import NoiseInterval, gain, oscillation_share
-from accel.goodput.forms import Floats
+from accel.goodput.throughput import Floats
 from benchmarks.goodput.profiles import Run
 
 WINDOW = 5

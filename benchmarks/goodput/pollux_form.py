@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from accel.goodput.forms import Floats
 from accel.goodput.observations import StepTimes
+from accel.goodput.throughput import Floats
 
 PARTS = 7
 _WIDTH = 2.0

@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from accel.goodput.forms import Floats
 from accel.goodput.observations import Configuration, StepTimes
+from accel.goodput.throughput import Floats
 
 
 class Table(NamedTuple):

@@ -35,7 +35,7 @@ from torch.utils.data import DataLoader, Sampler
 
 from accel import strategies
 from accel.dataio.sampling.permutation import Permutation
-from accel.elastic.scaled_step import scaled_values
+from accel.elastic.learning_rate import scaled_values
 from accel.elastic.scaling_rules import BatchScale, rule_for
 from accel.profiler.host import usable_cores
 from benchmarks.to_target.jobs import JOBS, SHORT, Job, Source, loss

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from accel.elastic.rehearsal import BatchRehearsal
+from accel.elastic.batch_size.rehearsal import BatchRehearsal
 from accel.guard import own_state
 from tests.accel.goodput.noise_loops import finish, meter_for, train
 from tests.accel.loops import Net, loss_of

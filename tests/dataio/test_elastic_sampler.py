@@ -309,43 +309,20 @@ def test_restart_keeps_the_step_at_which_the_batch_size_changes() -> None:
 # A pass within another one
 
 
-def test_a_pass_may_begin_elsewhere_while_another_one_is_counted() -> None:
+def test_a_batch_may_be_counted_later_than_it_is_delivered() -> None:
     sampler = ElasticSampler(20, batch_size=4, shuffle=False)
-    taken = sampler.consumed(sampler)
-    assert list(islice(taken, 2)) == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    outer = sampler.running_pass
-    sampler.begin_elsewhere(sampler.place.at_epoch(0))
-    inner = iter(sampler)
-    sampler.begin_elsewhere(None)
-    assert sampler.running_pass is outer and sampler.begun_last is not outer
-    assert len(list(inner)) == 5
-    assert (sampler.position, sampler.steps_left, sampler.fresh) == (8, 3, 4)
-    assert len(list(taken)) == 3
-    assert (sampler.epoch, sampler.position) == (1, 0)
-
-
-def test_what_has_been_dealt_elsewhere_can_be_gone_on_with() -> None:
-    sampler = ElasticSampler(20, batch_size=4, shuffle=False)
-    list(islice(sampler.consumed(sampler), 3))
-    sampler.set_batch_size(8)
-    start = sampler.place_before(2)
-    sampler.begin_elsewhere(start)
-    inner = iter(sampler)
-    sampler.begin_elsewhere(None)
-    sampler.return_to(start)
-    sampler.go_on_with(sampler.begun_last)
-    assert next(inner) == [4, 5, 6, 7]  # of the size that it had
-    sampler.advance()
-    assert (sampler.position, sampler.counted, sampler.taken_back) == (8, 4, 2)
-
-
-def test_batches_without_an_update_are_left_out_of_a_state() -> None:
-    sampler = ElasticSampler(20, batch_size=4)
-    list(islice(sampler.consumed(sampler), 3))
-    sampler.held = 1
-    assert sampler.state_dict()["position"] == 8
-    sampler.unfinished = 0, 4
-    state = sampler.state_dict()
-    assert (state["epoch"], state["position"]) == (0, 4)
-    sampler.load_state_dict(state)
-    assert (sampler.position, sampler.unfinished) == (4, None)
+    outer = iter(sampler)
+    dealt = sampler.begun_last
+    assert [next(outer) for _ in range(3)] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+    first, second = sampler.deliver(dealt), sampler.deliver(dealt)
+    assert (sampler.position, sampler.steps_left, sampler.fresh, sampler.dealt_ahead) == (0, 5, 4, 3)
+    sampler.count(first)
+    assert (sampler.position, sampler.steps_left, sampler.dealt_ahead) == (4, 4, 2)
+    assert sampler.state_dict()["position"] == 4
+    inner = iter(sampler)  # it begins with what was not counted
+    assert next(inner) == [4, 5, 6, 7]
+    assert sampler.deliver(sampler.begun_last).place == second.place
+    sampler.count(sampler.deliver(dealt))
+    assert (sampler.position, sampler.taken) == (12, 3)
+    sampler.count(second)
+    assert (sampler.position, sampler.taken) == (8, 2)

@@ -16,8 +16,8 @@ import accel
 from accel import entry
 from accel.dataio import elastic_sampler
 from accel.dataio.elastic_sampler import ElasticSampler
-from accel.elastic import batch_loader
-from accel.elastic.batch_run import BatchRun
+from accel.elastic.batch_size import loader as batch_loader
+from accel.elastic.batch_size.driver import BatchRun
 from accel.goodput.efficiency import NoiseInterval
 from accel.profiler.optimizers import Optimizers
 from accel.run import Run
@@ -76,7 +76,7 @@ def as_rank(rank: int, ranks: int) -> Iterator[None]:
 
 def known_noise(monkeypatch: pytest.MonkeyPatch, phi: float) -> None:
     noise = NoiseInterval(phi, 0.8 * phi, 1.2 * phi)
-    monkeypatch.setattr("accel.elastic.batch_run.interval_of", lambda estimate: noise)
+    monkeypatch.setattr("accel.elastic.batch_size.driver.interval_of", lambda estimate: noise)
 
 
 def batch_run(model: nn.Module) -> BatchRun:

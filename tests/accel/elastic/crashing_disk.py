@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
-from accel.elastic.disk import Disk
+from accel.elastic.saving.disk import Disk
 
 
 class Killed(BaseException):

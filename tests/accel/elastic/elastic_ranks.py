@@ -10,7 +10,6 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest.mock import create_autospec
 
 import torch
 from torch import nn
@@ -21,14 +20,15 @@ from torch.utils.data.distributed import DistributedSampler
 import accel
 from accel import entry
 from accel.dataio.elastic_sampler import ElasticSampler
-from accel.elastic import batch_run, joining, rehearsal
-from accel.elastic.accumulation import GradientAccumulation
-from accel.elastic.bucket_order import BucketOrder
+from accel.elastic import in_place
+from accel.elastic.batch_size import driver, rehearsal
+from accel.elastic.batch_size.accumulation import GradientAccumulation
 from accel.elastic.checkpoint import Checkpoints
 from accel.elastic.run import ElasticRun
 from accel.elastic.running import save_checkpoint
 from accel.elastic.sample_position import remaining_epochs
 from accel.elastic.save_policy import SavePolicy
+from accel.elastic.saving.bucket_order import BucketOrder
 from accel.elastic.scaling_rules import Linear
 from accel.elastic.training_state import capture_state, restore_state
 from accel.errors import InvalidArgument
@@ -127,7 +127,7 @@ def optimized(rank: int, world: int, folder: Path, signal_at: int) -> dict[str, 
     """
     phi = 5000.0 * (1 + rank)  # each rank's own: all must scale their rates by rank 0's
     noise = NoiseInterval(phi, 0.8 * phi, 1.2 * phi)
-    batch_run.interval_of = lambda estimate: noise  # type: ignore[assignment]
+    driver.interval_of = lambda estimate: noise  # type: ignore[assignment]
     model, optimizer = made(rank)
     x = torch.randn(SAMPLES, 3, generator=torch.Generator().manual_seed(0))
     data = TensorDataset(x, torch.arange(SAMPLES))
@@ -189,7 +189,7 @@ def one_rank_has_less_memory(rank: int, world: int, *, is_asked: bool = False) -
     if is_asked and rank == 1:
         rehearsal.BatchRehearsal._exhausted = lambda self, samples, held: "too much"  # type: ignore[method-assign]
     noise = NoiseInterval(5000.0, 4000.0, 6000.0)
-    batch_run.interval_of = lambda estimate: noise  # type: ignore[assignment]
+    driver.interval_of = lambda estimate: noise  # type: ignore[assignment]
     model = DistributedDataParallel(_Bounded(4 if rank == 1 else 10**6))
     data = TensorDataset(torch.randn(SAMPLES, 3))
     loader: Any = DataLoader(data, batch_size=4, sampler=DistributedSampler(data))
@@ -274,7 +274,7 @@ def one_rank_leaves_steps_out(rank: int, world: int, same: bool) -> dict[str, An
 def optimized_accumulates(rank: int, world: int) -> dict[str, Any]:
     """Train under `max_batch_size` where no more than 8 samples fit at once and the exchange takes long."""
     noise = NoiseInterval(50000.0, 40000.0, 60000.0)
-    batch_run.interval_of = lambda estimate: noise  # type: ignore[assignment]
+    driver.interval_of = lambda estimate: noise  # type: ignore[assignment]
     torch.manual_seed(0)
     model: Any = DistributedDataParallel(_Bounded(8))
 
@@ -432,7 +432,7 @@ def odd(rank: int, world: int, kind: str) -> dict[str, Any]:
     Return the samples taken, how long the longest step took, and what was warned and noted.
     """
     accel_ranks.PATIENCE_S = ODD_PATIENCE_S
-    batch_run.interval_of = lambda estimate: NoiseInterval(5000.0, 4000.0, 6000.0)  # type: ignore[assignment]
+    driver.interval_of = lambda estimate: NoiseInterval(5000.0, 4000.0, 6000.0)  # type: ignore[assignment]
     model, optimizer = made(0)
     data = TensorDataset(torch.randn(4 * world * ODD_STEPS, 3), torch.arange(4 * world * ODD_STEPS))
     loader: Any = DataLoader(data, batch_size=4, sampler=DistributedSampler(data))
@@ -511,7 +511,7 @@ def one_rank_is_unlike(rank: int, world: int, kinds: list[str], folder: Path) ->
 def one_rank_has_joined(rank: int, world: int, odd: str, folder: Path) -> dict[str, Any]:
     """Call `optimize` where rank 1 has joined the others, with another loader; return by what its samples are dealt."""
     if rank == 1:
-        joining._joining = create_autospec(joining.Joining, instance=True, has_joined=True)
+        in_place._has_joined = True
     model, optimizer = made(0)
     loader, settings = _loader_and_settings(rank, odd, folder)
     model, loader, optimizer = accel.optimize(model, loader, optimizer, **settings, allow="exact", cache=False)

@@ -24,11 +24,13 @@ from torch.utils.data.distributed import DistributedSampler
 
 import accel
 from accel.dataio.elastic_sampler import ElasticSampler
-from accel.elastic import batch_run, checkpoint, checkpoint_run, training_state
+from accel.elastic import checkpoint, training_state
+from accel.elastic.batch_size import driver
 from accel.elastic.checkpointing import Checkpointing
-from accel.elastic.disk import Disk
 from accel.elastic.sample_position import remaining_epochs
 from accel.elastic.save_policy import SavePolicy
+from accel.elastic.saving import run as checkpoint_run
+from accel.elastic.saving.disk import Disk
 from accel.goodput.efficiency import NoiseInterval
 
 SAMPLES, EPOCHS = 203, 2
@@ -156,7 +158,7 @@ def train(run: Run, rank: int, folder: Path, log: Log, pace: Callable[[], None] 
 def _in_a_hurry(interrupted: Interrupted) -> None:
     """Save and meet every few steps, and let the noise be such that batches grow."""
     noise = NoiseInterval(5000.0, 4000.0, 6000.0)
-    patched: Any = (batch_run, checkpoint, checkpoint_run)
+    patched: Any = (driver, checkpoint, checkpoint_run)
     patched[0].interval_of = lambda estimate: noise
     patched[1].Disk = partial(InterruptedDisk, interrupted)
     patched[2].SavePolicy = partial(SavePolicy, share=0.5, meeting_s=0.01)

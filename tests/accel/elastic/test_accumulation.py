@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.optim import Optimizer
 
-from accel.elastic.accumulation import GradientAccumulation
+from accel.elastic.batch_size.accumulation import GradientAccumulation
 from accel.run import backward
 from tests.sampling import examples
 

@@ -8,11 +8,10 @@ import math
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from accel.elastic.batch_choice import MARGIN
-from accel.elastic.batch_decision import BatchDecision
-from accel.elastic.controller import BatchController
+from accel.elastic.batch_size.choice import MARGIN
+from accel.elastic.batch_size.policy import BatchDecision, BatchPolicy
 from accel.goodput.efficiency import efficiency
-from tests.accel.elastic.test_controller import Job, interval
+from tests.accel.elastic.test_policy import Job, interval
 
 
 class Exchanging(Job):
@@ -26,7 +25,7 @@ class Exchanging(Job):
         pace = 3.0 if local > self.slow_above else 1.0
         return steps * (self.fixed + self.sample * local * pace) + self.sync_s
 
-    def train(self, controller: BatchController, steps: int) -> list[BatchDecision]:
+    def train(self, controller: BatchPolicy, steps: int) -> list[BatchDecision]:
         """Run, and refuse what does not fit before it is taken, as a rehearsal does."""
         decisions = []
         for _ in range(steps):
@@ -55,8 +54,8 @@ def exchanging(memory: float = math.inf, sync_s: float = 0.2, noise: float = 1e5
     return job
 
 
-def controller_of(replicas: int = 4, most: int = 8192, accumulates: bool = True) -> BatchController:
-    controller = BatchController(32 * replicas, most, replicas=replicas)
+def controller_of(replicas: int = 4, most: int = 8192, accumulates: bool = True) -> BatchPolicy:
+    controller = BatchPolicy(32 * replicas, most, replicas=replicas)
     controller.accumulates = accumulates
     return controller
 

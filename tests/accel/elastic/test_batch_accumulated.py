@@ -13,10 +13,9 @@ from torch import nn
 
 import accel
 from accel.dataio.elastic_sampler import ElasticSampler
-from accel.elastic.batch_decision import BatchDecision
-from accel.elastic.controller import BatchController
+from accel.elastic.batch_size.policy import BatchDecision, BatchPolicy
+from accel.elastic.batch_size.steps import StepBatches
 from accel.elastic.scaling_rules import NoScaling
-from accel.elastic.step_batches import StepBatches
 from accel.goodput.efficiency import NoiseInterval
 from tests.accel.elastic.batch_loops import PLAIN, Clock, batch_run, clock, job, known_noise
 
@@ -53,13 +52,13 @@ def test_a_step_of_several_batches_is_one_of_all_their_samples(
     known_noise(monkeypatch, 5000.0)
     resumed = False
 
-    def decide(self: BatchController, step: int, noise: NoiseInterval | None) -> BatchDecision:
+    def decide(self: BatchPolicy, step: int, noise: NoiseInterval | None) -> BatchDecision:
         self.accumulates, self._largest = True, 9
         self._now = 32 if resumed or step >= 60 else 24 if step >= 20 else 8
         return self._decided(step, noise, "as the test says", 4)
 
-    monkeypatch.setattr(BatchController, "decide", decide)
-    monkeypatch.setattr(BatchController, "_goodput", lambda self, batch, noise: 1.0)
+    monkeypatch.setattr(BatchPolicy, "decide", decide)
+    monkeypatch.setattr(BatchPolicy, "_goodput", lambda self, batch, noise: 1.0)
     plain = copy.deepcopy(job[0])
     own = torch.optim.SGD(plain.parameters(), 0.01)
     data = job[1].dataset

@@ -97,7 +97,7 @@ def test_a_device_with_less_memory_begins_with_the_users_share(
     monkeypatch: pytest.MonkeyPatch, memory: int, local: int
 ) -> None:
     """It ran out of memory in its first step, began again from the same checkpoint, and so on."""
-    monkeypatch.setattr("accel.elastic.batch_run.total_memory", lambda device: memory)
+    monkeypatch.setattr("accel.elastic.batch_size.driver.total_memory", lambda device: memory)
     run = batch_run_of(2, 8, 256)
     run.load_state_dict(_saved(256, 32, fits=64, memory=80, steps=700))
     assert (run._sampler.batch_sizes, run._fits) == ((local, local), local)

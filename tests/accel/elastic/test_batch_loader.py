@@ -23,10 +23,10 @@ from torch.utils.data.distributed import DistributedSampler
 import accel
 from accel.dataio.elastic_sampler import ElasticSampler
 from accel.dataio.loader import ContinuousLoader
-from accel.elastic.batch_loader import EpochBatches, elastic_loader
+from accel.elastic.batch_size.loader import EpochBatches, elastic_loader
 from accel.errors import InvalidArgument
 from tests.accel.elastic.batch_loops import PLAIN
-from tests.accel.elastic.test_sample_position import followed
+from tests.accel.elastic.test_sample_position import followed, train
 from tests.sampling import examples
 
 
@@ -178,12 +178,12 @@ def elastic(**options: Any) -> DataLoader[Any]:
 def trained(loader: DataLoader[Any], stops: list[int | None]) -> list[Any]:
     """Train on a followed loader, each pass up to a step or to its end; return batches and where the sampler was."""
     sampler: Any = loader.batch_sampler
-    updates, seen = 0, []
-    proxy = followed(sampler, elastic_loader(loader), lambda: updates)
+    seen: list[Any] = []
+    proxy = followed(sampler, elastic_loader(loader))
     for stop in stops:
         for step, (batch,) in enumerate(proxy):
+            train(proxy)
             seen.append((batch.tolist(), sampler.epoch, sampler.position))
-            updates += 1
             if step == stop:
                 break
     return seen

@@ -14,8 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import accel
 from accel import entry, strategies
-from accel.elastic.batch_report import profile_of
-from accel.elastic.controller import BatchController
+from accel.elastic.batch_size.policy import BatchPolicy
 from accel.elastic.scaling_rules import NoScaling
 from accel.errors import InvalidArgument
 from accel.goodput.efficiency import NoiseInterval
@@ -59,7 +58,7 @@ def test_the_batch_is_decided_by_the_last_known_noise_while_it_is_hidden(
 ) -> None:
     known, hidden = NoiseInterval(5000.0, 4000.0, 6000.0), NoiseInterval(math.inf, 0.0, math.inf)
     noises = itertools.chain([known], itertools.repeat(hidden))
-    monkeypatch.setattr("accel.elastic.batch_run.interval_of", lambda estimate: next(noises))
+    monkeypatch.setattr("accel.elastic.batch_size.driver.interval_of", lambda estimate: next(noises))
     model, loader, optimizer = accel.optimize(*job, max_batch_size=64, **PLAIN)
     train(model, loader, optimizer, clock, nothing)
     assert loader.batch_sampler.batch_sizes == (64,)
@@ -69,7 +68,7 @@ def test_a_noise_scale_without_an_upper_end_is_none_in_the_report(
     job: Any, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pure = NoiseInterval(math.inf, 4000.0, math.inf)
-    monkeypatch.setattr("accel.elastic.batch_run.interval_of", lambda estimate: pure)
+    monkeypatch.setattr("accel.elastic.batch_size.driver.interval_of", lambda estimate: pure)
     model, loader, optimizer = accel.optimize(*job, max_batch_size=64, **PLAIN)
     train(model, loader, optimizer, clock, nothing)
     controller = batch_run(model).controller
@@ -221,24 +220,10 @@ def test_wrong_arguments_are_refused(job: Any, arguments: dict[str, Any], text: 
         accel.optimize(*job, **arguments)
 
 
-@pytest.mark.parametrize(("accumulates", "told"), [(False, (32, None, 0)), (True, (1024, 16, 31))])
-def test_a_scheduler_is_told_of_no_batch_that_a_loss_of_sums_rules_out(accumulates: bool, told: Any) -> None:
-    controller = BatchController(32, 1024, replicas=2)
-    for _ in range(12):
-        controller.timed(32, 0.01)
-    controller.sums, controller.accumulates = True, accumulates
-    noise = NoiseInterval(5000.0, 4000.0, 6000.0)
-    controller.decide(12, noise)
-    profile = profile_of(controller, noise, max_batch_size=1024, most_replicas=2, restart_s=1.0, progress=12.0)
-    assert profile is not None
-    limits = profile.limits
-    assert (limits.max_batch_size, limits.local_max, limits.max_accumulation) == told
-
-
 def test_a_profile_is_rank_0s() -> None:
     """Each rank wrote one, those that don't decide with a model of the times that they never fitted."""
     run = batch_run_of(2, 8, 256)
-    run.controller = create_autospec(BatchController, instance=True, base_batch=16, replicas=2, micro_batches=1)
+    run.controller = create_autospec(BatchPolicy, instance=True, base_batch=16, replicas=2, micro_batches=1)
     run._known_noise = NoiseInterval(5000.0, 4000.0, 6000.0)
     run._ranks = create_autospec(Ranks, instance=True, leads=False)
     assert run.profile() is None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from accel.elastic.bucket_order import BucketOrder
+from accel.elastic.saving.bucket_order import BucketOrder
 from tests.accel.elastic import elastic_ranks
 from tests.comm.ranks import run_ranks
 

@@ -23,9 +23,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accel.elastic.checkpoint import Checkpoints
-from accel.elastic.disk import Disk
-from accel.elastic.manifest import Manifest
+from accel.elastic.checkpoint import Checkpoints, Manifest
+from accel.elastic.saving.disk import Disk
 from accel.errors import CheckpointError, InvalidArgument
 from tests.accel.elastic.crashing_disk import CountingDisk, FailingDisk
 

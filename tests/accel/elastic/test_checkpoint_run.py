@@ -20,10 +20,10 @@ import accel
 from accel import entry
 from accel.dataio.elastic_sampler import ElasticSampler
 from accel.elastic.checkpoint import Checkpoints
-from accel.elastic.checkpoint_run import CheckpointRun
 from accel.elastic.checkpointing import Checkpointing
 from accel.elastic.running import save_checkpoint
 from accel.elastic.sample_position import remaining_epochs
+from accel.elastic.saving.run import CheckpointRun
 from accel.errors import CheckpointError, InvalidArgument
 
 PLAIN = {"cache": False, "allow": "exact"}
@@ -214,7 +214,7 @@ def test_ranks_go_on_by_the_memory_of_the_one_that_has_least(tmp_path: Path, mon
         def load_state_dict(self, state: Any) -> None:
             pass
 
-    monkeypatch.setattr("accel.elastic.checkpoint_run.Ranks", TwoRanks)
+    monkeypatch.setattr("accel.elastic.saving.run.Ranks", TwoRanks)
     model, batch = nn.Linear(2, 1), Batch()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     run = CheckpointRun(model, optimizer, ElasticSampler(8, batch_size=2), Checkpointing(folder=tmp_path), batch=batch)

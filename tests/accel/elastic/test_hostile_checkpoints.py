@@ -17,10 +17,9 @@ from torch import Tensor, nn
 
 from accel.dataio.elastic_sampler import ElasticSampler
 from accel.elastic import checkpoint
-from accel.elastic.checkpoint import Checkpoints
-from accel.elastic.checkpoint_run import CheckpointRun
+from accel.elastic.checkpoint import Checkpoints, Manifest
 from accel.elastic.checkpointing import Checkpointing
-from accel.elastic.manifest import Manifest
+from accel.elastic.saving.run import CheckpointRun
 from accel.elastic.training_state import capture_state
 from accel.errors import CheckpointError, OtherVersion
 from tests.sampling import examples

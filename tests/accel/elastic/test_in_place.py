@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 
-from accel.elastic.joining import main as join_main
+from accel.elastic.in_place import ORDERS, InPlace, ResizeOrder, open_store, orders_of_job
 from accel.elastic.local_job import LocalJob
-from accel.elastic.resize_orders import Meeting, ResizeOrder, ResizeOrders, orders_of_job
 from tests.accel.elastic.in_place_job import EPOCHS, SAMPLES
 from tests.accel.elastic.test_local_job import wait_for
 
@@ -145,37 +144,22 @@ def test_where_it_can_not_be_all_ranks_are_started_anew(
 # The orders.
 
 
-def test_an_order_is_seen_with_its_answer_and_taken_back(tmp_path: Path) -> None:
-    now = 0.0
-    orders, theirs = ResizeOrders(tmp_path), ResizeOrders(tmp_path, clock=lambda: now)
-    assert theirs.order() == ResizeOrder() and orders.last() == 0
-    orders.give(ResizeOrder(1, 4))
+def test_an_order_is_seen_and_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 10.0
+    monkeypatch.setattr("accel.elastic.in_place.time.monotonic", lambda: now)
+    given = open_store()
+    monkeypatch.setenv(ORDERS, str(given.port))
+    theirs: Any = InPlace(orders_of_job(), *[None] * 6)  # type: ignore[arg-type]
+    assert theirs.order() == ResizeOrder()
+    given.set("order", "1 4")
     assert theirs.order() == ResizeOrder()  # it has looked just now
-    now = 1.0
+    now = 11.0
     assert theirs.order() == ResizeOrder(1, 4)
-    theirs.meet_at(1, Meeting("127.0.0.1", 80, "cpu:gloo"))
-    theirs.arrive(1, 3)
-    assert orders.meeting_of(1) == Meeting("127.0.0.1", 80, "cpu:gloo")
-    assert orders.has_arrived(1, 3) and not orders.has_arrived(1, 2) and not orders.has_arrived(11, 3)
-    theirs.answer(1, "no")
-    theirs.answer(11, "")
-    assert (orders.answer_to(1), orders.answer_to(11), orders.answer_to(2)) == ("no", "", None)
-    orders.forget(1)
-    assert (orders.answer_to(1), orders.answer_to(11), orders.meeting_of(1)) == (None, "", None)
-    orders.give(ResizeOrder(1))
-    now = 2.0
-    assert theirs.order() == ResizeOrder(1, 0) and orders.last() == 1
+    given.set("order", "1 0")
+    now = 12.0
+    assert theirs.order() == ResizeOrder(1, 0)
 
 
-def test_a_file_that_can_not_be_read_is_no_order(tmp_path: Path) -> None:
-    (tmp_path / "resizes").mkdir()
-    for text in ("", "{", "[1]"):
-        (tmp_path / "resizes" / "order.json").write_text(text)
-        assert ResizeOrders(tmp_path).order() == ResizeOrder()
-
-
-def test_a_process_that_no_job_has_started_joins_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("ACCEL_RESIZES", raising=False)
+def test_a_process_that_no_job_has_started_takes_no_orders(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(ORDERS, raising=False)
     assert orders_of_job() is None
-    with pytest.raises(SystemExit, match="is started by LocalJob"):
-        join_main(["train.py"])

@@ -19,10 +19,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import accel
 from accel import entry
-from accel.elastic.checkpoint_run import CheckpointRun
 from accel.elastic.checkpointing import Checkpointing
 from accel.elastic.running import request_checkpoint, save_checkpoint
 from accel.elastic.sample_position import remaining_epochs
+from accel.elastic.saving.run import CheckpointRun
 from tests.accel.elastic.batch_loops import PLAIN
 from tests.sampling import examples
 

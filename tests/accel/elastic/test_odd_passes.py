@@ -11,24 +11,20 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import accel
 from accel import entry
-from accel.dataio.elastic_sampler import MOST_HELD, ElasticSampler
+from accel.dataio.elastic_sampler import ElasticSampler
 from accel.dataio.passes.proxy import LoaderProxy
 from accel.elastic.checkpoint import Checkpoints
-from accel.elastic.checkpoint_run import CheckpointRun
 from accel.elastic.checkpointing import Checkpointing
-from accel.elastic.held_batches import HeldBatches
 from accel.elastic.running import request_checkpoint, save_checkpoint
 from accel.elastic.sample_position import SamplePosition, remaining_epochs
+from accel.elastic.saving.run import CheckpointRun
 from accel.session.listeners import Onlooker, follow
-from tests.accel.elastic.batch_loops import PLAIN, batch_run
-from tests.sampling import examples
+from tests.accel.elastic.batch_loops import PLAIN
 
 SAMPLES, BATCH = 40, 4
 
@@ -140,48 +136,6 @@ def test_two_batches_for_a_step_are_none_ahead(tmp_path: Path) -> None:
     second.end()
 
 
-@settings(max_examples=examples(60), deadline=None)
-@given(st.integers(0, 12), st.integers(2, 12), st.integers(1, 3))
-def test_a_loop_is_known_by_its_first_batches(ahead: int, steps: int, passes: int) -> None:
-    counts = HeldBatches()
-    for _ in range(passes):
-        one = object()
-        for _ in range(ahead):
-            counts.delivered(one)
-        for _ in range(steps):
-            counts.delivered(one)
-            counts.trained()
-        assert counts.batches == (ahead if ahead < MOST_HELD else 0)
-
-
-def test_a_batch_that_is_passed_over_is_none_ahead() -> None:
-    counts, one = HeldBatches(), object()
-    for step in range(20):
-        counts.delivered(one)
-        if step % 5 != 4:
-            counts.trained()
-    assert counts.batches == 0
-
-
-def test_a_loss_belongs_to_the_batch_that_is_trained_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """That of the batch before was taken for the first of the larger one, and a sum so for a mean."""
-    training = Training(None, 2000, max_batch_size=8)
-    added: list[tuple[int, int]] = []
-    monkeypatch.setattr(
-        batch_run(training.model)._reduction, "add", lambda samples, roots: added.append((samples, training.in_hand))
-    )
-    for step, (x,) in enumerate(fetched_ahead(training.loader, 1)):
-        training.in_hand = len(x)
-        training.take((x,))
-        if step == 20:
-            training.loader.batch_sampler.set_batch_size(8)
-        if step == 40:
-            break
-    assert {trained for _, trained in added} == {4, 8}
-    assert all(booked == trained for booked, trained in added)
-    training.end()
-
-
 # A look
 
 
@@ -189,26 +143,24 @@ def test_a_look_on_one_rank_leaves_a_change_of_the_batch_at_its_step() -> None:
     """Its steps counted, and the change came one step sooner there than on the other ranks."""
     samplers = [ElasticSampler(408, batch_size=4, num_replicas=2, rank=rank, tail="fill") for rank in range(2)]
     proxies = [LoaderProxy(DataLoader(range(408), batch_sampler=sampler)) for sampler in samplers]  # type: ignore[arg-type]
-    for proxy, sampler in zip(proxies, samplers, strict=True):
-        follow(proxy, SamplePosition(sampler, lambda: 0))
-        assert len(list(proxy)) == 51
+    positions = [SamplePosition(sampler) for sampler in samplers]
+
+    def epoch(rank: int) -> list[list[int]]:
+        batches = []
+        for batch in proxies[rank]:
+            positions[rank].backward_begins([])
+            positions[rank].updated()
+            batches.append(batch.tolist())
+        return batches
+
+    for rank, (proxy, sampler) in enumerate(zip(proxies, samplers, strict=True)):
+        follow(proxy, positions[rank])
+        assert len(epoch(rank)) == 51
         sampler.set_batch_size(8, delay=8)
     next(iter(proxies[0]))
-    epochs = [[batch.tolist() for batch in proxy] for proxy in proxies]
+    epochs = [epoch(0), epoch(1)]
     assert [len(batch) for batch in epochs[0]] == [len(batch) for batch in epochs[1]] == [4] * 8 + [8] * 21 + [4]
     assert sorted(itertools.chain(*epochs[0], *epochs[1])) == list(range(408))
-
-
-def test_a_batch_size_that_is_set_within_a_look_holds_after_it() -> None:
-    sampler = ElasticSampler(40, batch_size=4)
-    before = sampler.place
-    batches = sampler.consumed(sampler)
-    list(itertools.islice(batches, 2))
-    sampler.set_batch_size(8)
-    sampler.return_to(before)
-    assert [len(batch) for batch in sampler.consumed(sampler)] == [4, 4, 8, 8, 8, 8]
-    sampler.set_epoch(1)
-    assert len(next(sampler.consumed(sampler))) == 8
 
 
 def test_the_length_of_an_epoch_is_the_same_after_a_look_in_its_midst(tmp_path: Path) -> None:

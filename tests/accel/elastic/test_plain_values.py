@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from accel.elastic.plain_values import check_plain
+from accel.elastic.saving.plain_values import check_plain
 from accel.errors import InvalidArgument
 
 ATOMS = st.none() | st.booleans() | st.integers(-(2**2032) + 1, 2**2032 - 1) | st.floats() | st.text()

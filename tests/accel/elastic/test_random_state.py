@@ -13,8 +13,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accel.elastic.plain_values import check_plain
-from accel.elastic.random_state import (
+from accel.elastic.saving.plain_values import check_plain
+from accel.elastic.saving.random_state import (
     numpy_from_plain,
     numpy_to_plain,
     python_from_plain,

@@ -37,10 +37,10 @@ class Training:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, phi: float = 1e6, **arguments: Any) -> None:
         self.clock = Clock()
-        monkeypatch.setattr("accel.elastic.batch_run.BatchRun.__init__", _timed_by(self.clock))
+        monkeypatch.setattr("accel.elastic.batch_size.driver.BatchRun.__init__", _timed_by(self.clock))
         monkeypatch.setattr("accel.session.session.Session.searching", property(lambda session: False))
         noise = NoiseInterval(phi, 0.9 * phi, 1.1 * phi)
-        monkeypatch.setattr("accel.elastic.batch_run.interval_of", lambda estimate: noise)
+        monkeypatch.setattr("accel.elastic.batch_size.driver.interval_of", lambda estimate: noise)
         torch.manual_seed(0)
         self.model: nn.Module = nn.Linear(4, 1)
         self.optimizer: Any = torch.optim.SGD(self.model.parameters(), 0.01)
@@ -58,7 +58,7 @@ class Training:
 
 
 def _timed_by(clock: Clock) -> Any:
-    from accel.elastic.batch_run import BatchRun
+    from accel.elastic.batch_size.driver import BatchRun
 
     plain = BatchRun.__init__
 
@@ -165,7 +165,7 @@ def test_a_grad_scaler_that_is_saved_is_divided_out_of_the_noise(
     run = entry.optimized(training.model)
     assert run is not None and run.elastic is not None and run.elastic.batch is not None
     meter = run.elastic.batch._meter
-    assert meter is not None and meter._scales.of_loss() == 2.0**12
+    assert meter is not None and meter._loss_scale() == 2.0**12
     accel.undo(training.model)
     assert Checkpointing(folder=tmp_path).scaler is None
 

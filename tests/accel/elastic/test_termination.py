@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from accel.elastic.termination import Termination
+from accel.elastic.saving.termination import Termination
 from tests.accel.sigterm import send
 
 

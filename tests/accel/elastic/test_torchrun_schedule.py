@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from accel.elastic.torchrun_nodes import VARIABLE, remedy
+from accel.elastic.saving.torchrun_nodes import VARIABLE, remedy
 from tests import warm
 from tests.accel.elastic.torchrun_cluster import TIMEOUT_S, check_that_nodes_come_and_go, on_one_host
 

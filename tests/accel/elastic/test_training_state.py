@@ -19,8 +19,8 @@ from accel import amp
 from accel.dataio.elastic_sampler import ElasticSampler
 from accel.elastic.checkpoint import Checkpoints
 from accel.elastic.learning_rate import LearningRateScaler
-from accel.elastic.plain_values import check_plain
 from accel.elastic.progress import ProgressSchedule
+from accel.elastic.saving.plain_values import check_plain
 from accel.elastic.scaling_rules import BatchScale
 from accel.elastic.training_state import capture_state, restore_state, unwrapped
 from accel.errors import CheckpointError, InvalidArgument, OtherVersion

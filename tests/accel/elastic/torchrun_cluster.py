@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from torch.distributed import TCPStore
 
-from accel.elastic.torchrun_nodes import VARIABLE
+from accel.elastic.saving.torchrun_nodes import VARIABLE
 from tests import warm
 from tests.accel.elastic.schedules import check_samples, lines, newest_step
 
@@ -54,7 +54,7 @@ class Nodes:
         host = next(self._hosts)
         how = "--nproc-per-node=1 --max-restarts=20 --rdzv-conf=last_call_timeout=2"
         job = ["-m", "tests.accel.elastic.torchrun_job", str(self.folder)]
-        # torch's own way loses the job when a node joins later: accel/elastic/torchrun_nodes.py.
+        # torch's own way loses the job when a node joins later: accel/elastic/saving/torchrun_nodes.py.
         variables = {
             VARIABLE: "0" if self._shares else "1",
             "GLOO_SOCKET_IFNAME": host.interface,

@@ -8,8 +8,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from accel.goodput.efficiency import NoiseInterval
-from accel.goodput.forms import SYNC_TERMS
-from accel.goodput.throughput import MOST, ThroughputModel
+from accel.goodput.throughput import MOST, SYNC_TERMS, ThroughputModel
 
 # Times from a microsecond to ten seconds, and none at all.
 times = st.floats(-6, 1).map(lambda exponent: 10.0**exponent)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -133,3 +133,14 @@ def per_sample_truth(model: nn.Module, loss: Loss, x: Tensor, y: Tensor) -> tupl
     flat = torch.cat([each.flatten(1) for each in gradients.values()], dim=1)
     mean = flat.mean(0)
     return float(mean.square().sum()), float((flat - mean).square().sum(1).mean())
+
+
+def sums_of_parts(
+    squares: Sequence[float], mean_square: float, sizes: Sequence[float], weights: Sequence[float] | None = None
+) -> NoiseSums:
+    """Return the sums of a step of weighted parts, by definition: ‖S_k‖² of each, ‖G‖², samples, and w_k."""
+    weights = [size / math.fsum(sizes) for size in sizes] if weights is None else weights
+    small = math.fsum(w / b for w, b in zip(weights, sizes, strict=True))
+    big = math.fsum(w * w / b for w, b in zip(weights, sizes, strict=True))
+    part_square = math.fsum(w * square for w, square in zip(weights, squares, strict=True))
+    return NoiseSums(part_square, mean_square, 1 / small, 1 / big)

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from accel.goodput import gradient_vector
+from accel.goodput import noise_gradients
+from accel.goodput.noise_gradients import Unmeasurable
 from accel.goodput.noise_meter import NoiseMeter
-from accel.goodput.noise_refusal import Unmeasurable
 from accel.guard import guard
 from tests.accel.goodput import noise_loops as loops
 from tests.accel.goodput.test_noise_replay import Losses, own_loss
@@ -109,10 +109,10 @@ def test_parameters_without_averages_are_left_out_of_adams_coordinates() -> None
     used, unused, foreign = (nn.Parameter(torch.ones(n)) for n in (3, 2, 1))
     optimizer = torch.optim.Adam([used, unused], 0.01)
     with pytest.raises(Unmeasurable, match="no averages of squared gradients yet"):
-        gradient_vector.denominators([used, unused], [optimizer])
+        noise_gradients.denominators([used, unused], [optimizer])
     used.grad = torch.ones(3)
     optimizer.step()
-    found = gradient_vector.denominators([used, unused, foreign], [optimizer])
+    found = noise_gradients.denominators([used, unused, foreign], [optimizer])
     assert found is not None
     assert (torch.ones(6) / found).tolist() == pytest.approx([1, 1, 1, 0, 0, 0], rel=1e-6)
 

@@ -17,16 +17,8 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 
 from accel.errors import InvalidArgument
-from accel.goodput import (
-    gradient_sketch,
-    gradient_tap,
-    gradient_vector,
-    noise_meter,
-    noise_parts,
-    noise_replay,
-    noise_schedule,
-)
-from accel.goodput.gradient_tap import GradientTap
+from accel.goodput import noise_gradients, noise_meter, noise_replay, noise_schedule
+from accel.goodput.noise_gradients import GradientTap
 from accel.goodput.noise_meter import NoiseMeter
 from accel.goodput.noise_schedule import _AFTERWARDS, _EVENTS_S, OVERHEAD, NoiseSchedule
 from tests.accel.autograd_functions import OneGradient
@@ -44,7 +36,7 @@ from tests.accel.goodput.noise_loops import (
 
 @pytest.mark.parametrize(
     "module",
-    [gradient_sketch, gradient_tap, gradient_vector, noise_meter, noise_parts, noise_replay, noise_schedule],
+    [noise_gradients, noise_meter, noise_replay, noise_schedule],
     ids=lambda module: module.__name__.rpartition(".")[2],
 )
 def test_module_examples_run(module: Any) -> None:
@@ -98,7 +90,7 @@ def test_regression_is_within_ten_percent_of_the_closed_form(name: str, accumula
             true.append(problem.truth(weights, denominators))
         weights = model.weight.detach()[0].clone()
         if "adam" in name:
-            found = gradient_vector.denominators([model.weight], [optimizer])
+            found = noise_gradients.denominators([model.weight], [optimizer])
             assert found is not None
             denominators = found.clone()
     assert not meter.reason
@@ -339,11 +331,11 @@ def test_noise_is_measured_in_adams_coordinates() -> None:
     optimizer = torch.optim.Adam(model.parameters(), lr=0.0, betas=(0.9, 0.5), eps=0.25)
     v = torch.tensor([[1.0, 4.0, 16.0]])
     optimizer.state[model.weight] = {"step": torch.tensor(1.0), "exp_avg": torch.zeros_like(v), "exp_avg_sq": v / 2}
-    found = gradient_vector.denominators([model.weight], [optimizer])
+    found = noise_gradients.denominators([model.weight], [optimizer])
     assert found is not None
     assert torch.allclose(found, torch.tensor([1.25, 2.25, 4.25]))
     sgd = torch.optim.SGD([nn.Parameter(torch.ones(1))], 0.1)
-    assert gradient_vector.denominators([model.weight], [optimizer, sgd]) is None
+    assert noise_gradients.denominators([model.weight], [optimizer, sgd]) is None
 
 
 # What is left behind, and what it costs
@@ -536,7 +528,7 @@ def test_a_weight_without_gradients_so_far_does_not_make_all_of_the_noise() -> N
         table(torch.tensor([0, 1, 2])).square().sum().backward()
         optimizer.step()
 
-    found = gradient_vector.denominators([table.weight], [optimizer])
+    found = noise_gradients.denominators([table.weight], [optimizer])
     assert found is not None
     rows = found.view(4, 8)
     usual = float(rows[:3].square().mean().sqrt())
@@ -552,7 +544,7 @@ def test_a_tensor_without_gradients_so_far_is_left_out() -> None:
     used.grad, unused.grad = torch.ones(3), torch.zeros(2)
     optimizer.step()
 
-    found = gradient_vector.denominators([used, unused], [optimizer])
+    found = noise_gradients.denominators([used, unused], [optimizer])
     assert found is not None
     assert (torch.ones(5) / found).tolist() == pytest.approx([1, 1, 1, 0, 0], rel=1e-6)
 

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from accel import amp, optim
-from accel.goodput.gradient_scales import GradientScales
 from accel.goodput.noise_scale import NoiseSums
 from tests.accel.goodput.noise_loops import Kept, meter_for, train
 
@@ -223,7 +222,3 @@ def test_weights_of_16_bits_have_float32_norms() -> None:
     assert len(noise.all) > 3
     variance = sum(each.variance for each in noise.all) / len(noise.all)
     assert variance == pytest.approx(400 * 1e-6, rel=0.15)
-
-
-def test_the_scale_of_a_plain_loop_is_one() -> None:
-    assert GradientScales(torch.amp.GradScaler("cpu", enabled=False)).of_loss() == 1.0

@@ -11,11 +11,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-from accel.goodput import gradient_vector
-from accel.goodput.gradient_sketch import GradientSketch
-from accel.goodput.noise_parts import PartSums
+from accel.goodput import noise_gradients
+from accel.goodput.noise_gradients import GradientSketch, PartSums
 from accel.goodput.noise_scale import NoiseScale, NoiseSums
-from tests.accel.goodput.noise_loops import OPTIMIZERS, Kept, Regression, meter_for
+from tests.accel.goodput.noise_loops import OPTIMIZERS, Kept, Regression, meter_for, sums_of_parts
 from tests.comm.ranks import run_ranks
 
 STEPS, SIZE = 24, 8
@@ -87,7 +86,7 @@ def alone(step: int, world: int, accumulation: int) -> NoiseSums:
         own = torch.autograd.grad(F.cross_entropy(model(x.double()), y), list(model.parameters()))
         gradients.append(torch.cat([g.flatten() for g in own]))
     mean_square = float(torch.stack(gradients).mean(0).square().sum())
-    return NoiseSums.of_parts([float(g.square().sum()) for g in gradients], mean_square, [SIZE] * count)
+    return sums_of_parts([float(g.square().sum()) for g in gradients], mean_square, [SIZE] * count)
 
 
 @pytest.mark.parametrize(("accumulation", "lossy"), [(1, False), (1, True), (2, False)])
@@ -170,7 +169,7 @@ def test_each_optimizer_on_replicas_that_accumulate_is_within_ten_percent(
         optimizer.step()
     for _ in range(max(60, 2400 // parts)):
         weights = model.weight.detach()[0].clone()
-        scales = gradient_vector.denominators([model.weight], [optimizer])
+        scales = noise_gradients.denominators([model.weight], [optimizer])
         scales = None if scales is None else scales.clone()
         sums, total = PartSums(None), torch.zeros(40)
         for _ in range(parts):

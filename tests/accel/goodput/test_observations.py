@@ -101,14 +101,11 @@ KEPT = filled(0.1).state_dict()["configurations"][0]
 @pytest.mark.parametrize(
     ("state", "message"),
     [
-        ({}, r"is incomplete: it lacks configurations; pass what state_dict\(\) returned"),
-        ({"configurations": [], "more": 1}, r"must be without \['more'\]"),
-        ({"configurations": [{**KEPT, "count": "1"}]}, r"configurations\[0\].count must be int, got '1'"),
-        (
-            {"configurations": [{**KEPT, "seconds": []}]},
-            r"must have 1 to count step times. Found: 0 step times, count 1",
-        ),
-        ({"configurations": [{**KEPT, "seconds": [0.1, 0.2]}]}, r"Found: 2 step times, count 1"),
+        ({}, r"must be what state_dict\(\) returned. Found: KeyError: 'configurations'"),
+        ({"configurations": [{**KEPT, "more": 1}]}, r"unexpected keyword argument 'more'"),
+        ({"configurations": [{**KEPT, "count": "1"}]}, r"must have 1 to count step times, got 1, 1"),
+        ({"configurations": [{**KEPT, "seconds": []}]}, r"must have 1 to count step times, got 0, 1"),
+        ({"configurations": [{**KEPT, "seconds": [0.1, 0.2]}]}, r"got 2, 1"),
         ({"configurations": [{**KEPT, "seconds": [-1.0]}]}, r"positive and finite, in seconds. Found: -1.0"),
         ({"configurations": [{**KEPT, "nodes": 2}]}, r"must have 1 ≤ nodes ≤ replicas"),
     ],

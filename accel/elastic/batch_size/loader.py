@@ -19,7 +19,7 @@ from accel.dataio.elastic_sampler import ElasticSampler
 from accel.dataio.loader import ContinuousLoader
 from accel.dataio.peek import PeekedEpoch
 from accel.dataio.sampling.round_robin import world
-from accel.elastic.worker_signals import outliving, outliving_context
+from accel.elastic.worker_signals import outliving
 from accel.errors import InvalidArgument
 
 _REMEDY = (
@@ -38,9 +38,9 @@ class EpochBatches(ElasticSampler):
     generator: torch.Generator | None = None
     """Of the loader; None if it is the user's on several ranks, where each may have another one."""
     _before_pass: Tensor | None = None
-    _counted_before: int | None = None
-    """Batches counted when the pass under way began. While no more are, an iterator that is asked for begins the same
-    pass: a loader with workers asks twice, and draws in between."""
+    _taken_then: int | None = None
+    """Steps taken when the pass under way began. While no more are, an iterator that is asked for begins the same pass:
+    a loader with workers asks twice, and draws in between."""
 
     @property
     def sampler(self) -> EpochBatches:
@@ -58,8 +58,8 @@ class EpochBatches(ElasticSampler):
 
     def __iter__(self) -> Iterator[list[int]]:
         """Begin a pass; the loader then draws the workers' seed."""
-        if self.generator is not None and self._counted_before != self.counted:
-            self._before_pass, self._counted_before = self.generator.get_state(), self.counted
+        if self.generator is not None and self._taken_then != self.place.taken:
+            self._before_pass, self._taken_then = self.generator.get_state(), self.place.taken
         return super().__iter__()
 
     def peek_epoch(self, epoch: int) -> PeekedEpoch | None:
@@ -75,7 +75,7 @@ class EpochBatches(ElasticSampler):
             return peeked.holds()
 
         def begin() -> None:
-            self._before_pass, self._counted_before = before, self.counted
+            self._before_pass, self._taken_then = before, self.place.taken
             peeked.begin()
 
         return peeked._replace(holds=holds, begin=begin)
@@ -106,7 +106,7 @@ class EpochBatches(ElasticSampler):
 def elastic_loader(loader: Any) -> DataLoader[Any]:
     """Return a loader as `loader`, with an `ElasticSampler` in place of its batch sampler.
 
-    Its workers end with this process, and not by a SIGTERM to all of a group. A loader that has such a sampler already
+    Its workers end with this process, and not by a signal to all of its group. A loader that has such a sampler already
     keeps it, and comes back as it is if it has no workers, or is a `ContinuousLoader`, which puts others in their place
     and from now on leaves the counting to its caller. The order is another shuffle of the same kind: under the seed of
     the loader's generator, or of torch's.
@@ -148,7 +148,6 @@ def _copied(loader: DataLoader[Any], **others: Any) -> DataLoader[Any]:
     vars(elastic).update(others, _iterator=None, plain_loader=loader)
     if loader.num_workers:
         elastic.worker_init_fn = outliving(loader.worker_init_fn)
-        elastic.multiprocessing_context = outliving_context(loader.multiprocessing_context)
     return elastic
 
 

@@ -1,18 +1,22 @@
-"""The batch controller: what batch size the coming steps take, decided between two steps, and why.
+"""What batch size the coming steps take, decided between two of them, and why.
 
-The present batch is *settled*: its steps have been timed. A better one that has been timed before is settled at once.
-One that has not is *tried*: real steps are trained with it, and it stays only if its measured time still makes it
-better. At most twice the largest batch timed so far is tried, so a prediction that is wrong costs a few steps.
+    goodput(M) = M / step time(M) · efficiency(M)
 
-A batch whose share does not fit into a rank's memory, or was tried in vain on several ranks, may still be one whose
-gradients are accumulated over several of the loop's steps: it competes with the others by its goodput, and is tried as
-they are.
+The present batch is *settled*: its steps have been timed. A batch that promises a higher goodput is *tried*: real steps
+are trained with it, and it stays only if the time that they took makes it better than the settled batch, whose steps
+before them were timed, too. At most twice the largest batch timed so far is tried, so a prediction that is wrong costs
+a few steps.
 
-    settled ──a larger batch is better, as predicted──▶ tried ──as measured too──▶ settled
-       ▲                                                  │ no
-       └──────────────────────────────────────────────────┘
+    settled ──another batch is better, as predicted──▶ tried ──as measured too──▶ settled
+       ▲                                                 │ no
+       └─────────────────────────────────────────────────┘
 
-It knows numbers only: no model, no clock, no process group. `accel.elastic.batch_run` connects it with a loop.
+A larger batch must win by a margin even if the noise scale is at its lower end, a smaller one even if it is at its
+upper end: while the truth may lie on either side, the batch stays. A batch whose share does not fit into a rank's
+memory, or failed on several ranks, may still be one whose gradients are accumulated over several of the loop's steps:
+it competes with the others by its goodput, and is tried as they are.
+
+It knows numbers only: no model, no clock, no process group. `accel.elastic.batch_size.driver` connects it with a loop.
 """
 
 from __future__ import annotations
@@ -20,13 +24,10 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
-from typing import Any
+from dataclasses import asdict, dataclass, replace
+from typing import Any, NamedTuple
 
-from accel.elastic.batch_choice import Better, better, candidates
-from accel.elastic.batch_decision import BatchDecision, Shares
-from accel.elastic.failed_tries import FailedTries
-from accel.elastic.machine_speed import MachineSpeed
+from accel.elastic.batch_size.choice import MARGIN, Better, Shares, better, candidates
 from accel.errors import InvalidArgument
 from accel.goodput.efficiency import NoiseInterval, efficiency
 from accel.goodput.fit import fit
@@ -34,18 +35,55 @@ from accel.goodput.observations import Configuration, Observations
 from accel.goodput.throughput import ThroughputModel
 
 TIMED = 12
-"""Steps of a batch by whose median it is judged; as many again for each time that it was tried in vain."""
+"""Steps of a batch by whose median it is judged."""
 _GROWTH = 2
 """Times the largest batch timed so far, which a batch that is tried may have at most."""
 _PATIENCE = 16, 256
 """Steps until the next decision: after a change, and once nothing has changed for long; doubled each time."""
 _UNKNOWN = 8
-"""While the noise scale is not known, it is asked for again after so much of the run so far."""
-_ASKED_AGAIN = 2048
+"""While the noise scale is not known, it is asked for again after 1/8 of the steps so far."""
+_FITS_AGAIN = 2048
 """Steps until a batch that did not fit into memory is tried again: others may have used it. Doubled each time."""
+_TRIED_AGAIN = 64, 3
+"""A batch that failed is tried again after so many steps at least, and when the run is so many times as old: it may
+have met a busy moment of the machine, and a dozen cold steps at step 54 are no verdict for long."""
 
 
-class BatchController:
+@dataclass(frozen=True, kw_only=True)
+class BatchDecision:
+    """What was decided between two steps."""
+
+    step: int
+    """Steps that had ended."""
+    batch: int
+    """Samples of a step from now on, over all ranks."""
+    accumulated: int = 1
+    """Steps of the loop, whose gradients are accumulated to this one."""
+    tried: bool
+    """The batch has not been timed before: it is settled or undone at the next decision."""
+    why: str
+    goodput: float
+    """Predicted, samples per second as if of the user's batch; 0 before any step was timed."""
+    measured: float
+    """The same by the time of its steps, as of the latest decision since; 0 until they were timed."""
+    noise: float | None
+    """The noise scale, samples; None while it is not known."""
+    steps: int
+    """Until the next decision, at least."""
+
+
+class AgreedBatch(NamedTuple):
+    """What rank 0 decides for all."""
+
+    decision: BatchDecision
+    most_ahead: int
+    """Batches that a rank's loader has dealt ahead, at most."""
+    is_settled: bool
+    noise: NoiseInterval | None
+    """The last one that says something, by which all ranks scale their rates."""
+
+
+class BatchPolicy:
     """Decide the batch size by goodput.
 
     Args:
@@ -62,7 +100,7 @@ class BatchController:
         InvalidArgument: if `max_batch_size` is below the user's batch.
 
     Example:
-        >>> controller = BatchController(base_batch=32, max_batch_size=128)
+        >>> controller = BatchPolicy(base_batch=32, max_batch_size=128)
         >>> for _ in range(12):
         ...     controller.timed(32, 0.010)
         >>> noise = NoiseInterval(2000.0, 1500.0, 2600.0)
@@ -85,30 +123,25 @@ class BatchController:
         """Those that every rank takes at once; more are accumulated."""
         self.decisions: list[BatchDecision] = []
         self.steps_before = 0
-        """Of the training, in the processes that this one goes on from: decisions are told by all of its steps."""
+        """Steps trained by earlier processes of this run. Decisions are numbered globally."""
         self.times = Observations()
         self._model: ThroughputModel | None = None
         self._has_news = False  # for that: a fit takes a millisecond, and is seldom asked for
         self._settled = self._now = self.sizes[0]
         self._largest = math.inf
         """The largest batch that fits into memory."""
-        self.sums = False
-        """The loss is a sum over the batch: no larger one than the user's is taken at once."""
-        self._asked_again, self._refusals = math.inf, 0
-        """The step from which on it is not known any more, and how often one did not fit."""
+        self._fits_again, self._refusals = math.inf, 0
+        """The step from which on what did not fit may be tried again, and how often one did not fit."""
         self._patience = _PATIENCE[0]
-        self._timed: set[Configuration] = set()
+        self._failed: dict[Configuration, int] = {}
+        """Tried, and not better than the settled batch: the step of the whole training at which that was known."""
         self._earlier: set[Configuration] = set()
         """Timed in an earlier process only, perhaps on another machine."""
         self._present: tuple[int, Configuration] | None = None
         """How the present batch is dealt: in how many steps of the loop, and the configuration; None until needed."""
-        self._failures = FailedTries()
-        self._speed = MachineSpeed()
         self._exchange = ""
         self._scales = {"": 1.0}
-        """Time of the gradients' exchange, in those of the plain one, by what shortens it."""
-        self._is_assumed = False
-        """The present scale is none that was measured: the plain exchange is not known."""
+        """What shortens the exchange of gradients → its time, in those of the plain exchange."""
         self._unscaled: list[float] = []
         """Times of steps since the exchange has become another one whose scale is not known yet, s."""
 
@@ -165,8 +198,6 @@ class BatchController:
             self._earlier.remove(configuration)
             self.times.forget(configuration)
         self.times.add(configuration, seconds)
-        if configuration not in self._timed and self.times.count(configuration) >= self._judged_after(batch):
-            self._timed.add(configuration)
 
     def exchanged_by(self, name: str) -> None:
         """Take in that gradients are exchanged in another way from now on.
@@ -178,16 +209,13 @@ class BatchController:
         """
         if name == self._exchange:
             return
-        if self._is_assumed:  # times under it can't be told from plain ones
-            del self._scales[self._exchange]
-            self.times, self._timed, self._failures, self._is_assumed = Observations(), set(), FailedTries(), False
         self._exchange, self._unscaled, self._patience, self._present = name, [], _PATIENCE[0], None
 
     def steps_missing(self) -> int:
         """Return how many steps of the present batch have still to be timed before the next decision."""
         if self._exchange not in self._scales:
             return max(0, TIMED - len(self._unscaled))
-        return max(0, self._judged_after(self._now) - self.times.count(self._configuration(self._now)))
+        return max(0, TIMED - self.times.count(self._configuration(self._now)))
 
     def refuse(self, batch: int, step: int, noise: NoiseInterval | None, why: str) -> BatchDecision:
         """Take no batch of so many samples or more for long, and return what to do instead.
@@ -199,19 +227,8 @@ class BatchController:
             why: said in the report.
         """
         self._largest = min(self._largest, batch)
-        if math.isinf(self._asked_again):
-            self._asked_again, self._refusals = step + _ASKED_AGAIN * 2**self._refusals, self._refusals + 1
-        return self._fall_back(step, noise, why)
-
-    def take_no_larger(self, step: int, noise: NoiseInterval | None, why: str) -> BatchDecision:
-        """Take batches larger than the user's by accumulation only from now on, and return what to do instead.
-
-        Args:
-            step: steps that have ended.
-            noise: the noise scale; None while it is not known.
-            why: said in the report.
-        """
-        self.sums = True
+        if math.isinf(self._fits_again):
+            self._fits_again, self._refusals = step + _FITS_AGAIN * 2**self._refusals, self._refusals + 1
         return self._fall_back(step, noise, why)
 
     def accumulate_no_more(self, step: int, noise: NoiseInterval | None, why: str) -> BatchDecision:
@@ -226,12 +243,11 @@ class BatchController:
         return self._fall_back(step, noise, why)
 
     def _fall_back(self, step: int, noise: NoiseInterval | None, why: str) -> BatchDecision:
-        self._timed = {each for each in self._timed if self.times.count(each)}
         fitting = self._fitting()
         if self._settled not in fitting:
             self._settled = max(self._known(fitting), default=self._whole()[-1])
         self._now, self._patience = self._settled, _PATIENCE[0]
-        if noise is not None and noise.is_known and self._timed:
+        if noise is not None and noise.is_known and self._timed():
             choice = better(self._settled, self._known(fitting), self.base_batch, noise, self._seconds)
             self._now = self._settled = self._settled if choice is None else choice.batch
         return self._decided(step, noise, why, self.steps_missing() or self._patience)
@@ -243,69 +259,65 @@ class BatchController:
             step: steps that have ended.
             noise: the noise scale; None while it is not known, and then nothing grows.
         """
-        before, settled = self._now, self._settled
+        if self._exchange not in self._scales and len(self._unscaled) >= TIMED:
+            self._learn_scale()
         if missing := self.steps_missing():
             return self._decided(step, noise, "the steps of this batch are still being timed", missing)
-        if self._exchange not in self._scales:
-            self._learn_scale()
-            if missing := self.steps_missing():
-                return self._decided(step, noise, "the steps of this batch are still being timed", missing)
-        self._timed = {each for each in self._timed if self.times.count(each)}  # it forgets what was long ago
-        own = self._configuration(self._now)
-        self._speed.timed(own, self.times.median(own))
         self._complete_last(noise)
         if noise is None or not noise.is_known:
             patience = min(max(_PATIENCE[0], step // _UNKNOWN), _PATIENCE[1])
             return self._decided(step, noise, "the noise scale is not known yet", patience)
         self._has_news = True
+        before = self._now
+        self._end_trial(step, noise)
         self._forget_old_failures(step)
-        if step >= self._asked_again and self.shares(settled).steps == 1:  # else it would be taken at once from now on
-            self._largest = self._asked_again = math.inf
-        choice = better(settled, self._reachable(), self.base_batch, noise, self._seconds)
-        self._now = settled if choice is None else choice.batch
-        if self._is_timed(self._now):
-            self._settled = self._now
-            self._forgive_smaller()
-        if before > max(self._now, settled):
-            self._failures.add(self._configuration(before), step)
+        if (
+            step >= self._fits_again and self.shares(self._settled).steps == 1
+        ):  # else it would be taken at once from now on
+            self._largest = self._fits_again = math.inf
+        others = [size for size in self._reachable() if size != before]
+        choice = better(self._settled, others, self.base_batch, noise, self._seconds)
+        if choice is not None:  # a trial, by new times
+            self.times.forget(self._configuration(choice.batch))
+        self._now = self._settled if choice is None else choice.batch
         self._patience = _PATIENCE[0] if self._now != before else min(2 * self._patience, _PATIENCE[1])
-        return self._decided(step, noise, self._why(before, settled, choice), self._patience)
+        return self._decided(step, noise, self._why(before, choice), self._patience)
+
+    def _end_trial(self, step: int, noise: NoiseInterval) -> None:
+        """Settle on the batch that is being tried if its steps have shown that it is better."""
+        tried = self._now
+        if tried != self._settled and better(self._settled, [tried], self.base_batch, noise, self._seconds) is None:
+            if tried > self._settled:
+                self._failed[self._configuration(tried)] = self.steps_before + step
+            return
+        self._settled = tried
+        if self.shares(tried).steps == 1:  # what failed limits no batch that stands
+            self._failed = {each: at for each, at in self._failed.items() if self._samples(each) > tried}
 
     def _learn_scale(self) -> None:
         """Find the scale of the present exchange by the time of the present batch with it and without."""
         plainly = self._configuration(self._now)._replace(communication_scale=1.0)
-        known = [each for each in self._timed if each.communication_scale == 1.0]
-        scale, self._is_assumed = 1.0, not known
+        known = [each for each in self._timed() if each.communication_scale == 1.0]
+        scale = 1.0  # without a plain step to compare with, this exchange is the plain one
         if known:
             model = self.model or fit(self.times)
             nearest = min(known, key=lambda each: abs(self._samples(each) - self._now))
-            plain_s = self._now_s(nearest) * float(model.step_s(*plainly)) / float(model.step_s(*nearest))
+            ratio = float(model.step_s(*plainly)) / float(model.step_s(*nearest))
+            plain_s = self.times.median(nearest) * ratio
             scale = model.communication_scale(*plainly[:4], statistics.median(self._unscaled) / plain_s)
         self._scales[self._exchange], self._present = round(scale, 3), None
         for seconds in self._unscaled:
             self.timed(self._now, seconds, self.shares(self._now).steps)
 
     def _forget_old_failures(self, step: int) -> None:
-        """Let a batch that was tried in vain be tried again later."""
+        """Let a batch that failed be tried again later."""
+        (least, times), now = _TRIED_AGAIN, self.steps_before + step
         accumulates = self.shares(self._settled).steps > 1
-        for tried in self._failures.may_be_tried_again(step):
-            if accumulates and self._is_whole(tried):
-                continue  # without that limit the batch that stands would be taken at once
-            if tried in self._timed:
-                self._timed.discard(tried)
-                self.times.forget(tried)
-                self._failures.forgive(tried)  # else its new times would be forgotten, too
-
-    def _forgive_smaller(self) -> None:
-        """Let what was tried in vain limit no batch that stands."""
-        if self.accumulates and self.shares(self._settled).steps == 1:
-            for tried in self._failures.all():
-                if self._samples(tried) <= self._settled:
-                    self._failures.forgive(tried)
-
-    def _judged_after(self, batch: int) -> int:
-        """Return the steps by which a batch is judged: a gain as small as the margin must not stay by a lucky dozen."""
-        return TIMED * (1 + self._failures.forgiven(self._configuration(batch)))
+        for failed, at in list(self._failed.items()):
+            # Without the limit of one that failed at once, the batch that stands would be taken at once.
+            if now >= max(at + least, times * at) and not (accumulates and self._is_whole(failed)):
+                self.times.forget(failed)
+                del self._failed[failed]
 
     def _reachable(self) -> list[int]:
         fitting = self._fitting()
@@ -326,12 +338,10 @@ class BatchController:
         return [size for size in self.sizes if size < below] or self.sizes[:1]
 
     def _limit(self) -> float:
-        if self.sums:
-            return self.sizes[0] + 1
         if not self.accumulates or self.replicas == 1:
             return self._largest  # one rank gains nothing by taking in several pieces what fits
-        vain = [each for each in self._failures.standing() if self._is_whole(each) and each.replicas == self.replicas]
-        return min([self._largest, *map(self._samples, vain)])
+        failed = [each for each in self._failed if self._is_whole(each) and each.replicas == self.replicas]
+        return min([self._largest, *map(self._samples, failed)])
 
     def _is_whole(self, configuration: Configuration) -> bool:
         """Return whether every rank takes its share at once."""
@@ -345,7 +355,10 @@ class BatchController:
         return [size for size in sizes if self._is_timed(size)]
 
     def _is_timed(self, batch: int) -> bool:
-        return self._configuration(batch) in self._timed
+        return self.times.count(self._configuration(batch)) >= TIMED
+
+    def _timed(self) -> list[Configuration]:
+        return [each for each in self.times.configurations() if self.times.count(each) >= TIMED]
 
     def _configuration(self, batch: int) -> Configuration:
         local, steps = self.shares(batch)
@@ -358,15 +371,16 @@ class BatchController:
         While only one batch has been timed nothing says what a larger one takes. It is then hoped to take as long: a
         try shows.
         """
-        own = self._configuration(batch)
-        if own in self._timed:
-            return self._now_s(own)
-        if not self._is_whole(own) and self.replicas > 1 and all(map(self._is_whole, self._timed)):
+        own, timed = self._configuration(batch), self._timed()
+        if own in timed:
+            # Of long ago: the machine may be another one now, so that it must promise more.
+            return self.times.median(own) * (1.0 if batch in (self._now, self._settled) else MARGIN)
+        if not self._is_whole(own) and self.replicas > 1 and all(map(self._is_whole, timed)):
             return self._hoped_s(batch)
         scale = own.communication_scale
-        nearest = min(self._timed, key=lambda t: (t.communication_scale != scale, abs(self._samples(t) - batch)))
-        known_s, known = self._now_s(nearest), self._samples(nearest)
-        if len(self._timed) == 1:
+        nearest = min(timed, key=lambda t: (t.communication_scale != scale, abs(self._samples(t) - batch)))
+        known_s, known = self.times.median(nearest), self._samples(nearest)
+        if len(timed) == 1:
             steps = (own.accumulation + 1) / (nearest.accumulation + 1)
             return known_s * max(1.0, steps) if batch > known else known_s * batch / known
         model = self.model
@@ -380,23 +394,19 @@ class BatchController:
         depend on the batch. It is hoped to be all of that: a try shows.
         """
         steps = self.shares(batch).steps
-        piece = batch // steps
-        alike = [each for each in self._timed if each.communication_scale == self._scales.get(self._exchange, 1.0)]
-        times = {self._samples(each): self._now_s(each) for each in alike or self._timed}
+        piece, timed = batch // steps, self._timed()
+        alike = [each for each in timed if each.communication_scale == self._scales.get(self._exchange, 1.0)]
+        times = {self._samples(each): self.times.median(each) for each in alike or timed}
         least, most = min(times), max(times)
         sample_s = max(0.0, (times[most] - times[least]) / (most - least)) if most > least else 0.0
         return self._seconds(piece) + (steps - 1) * piece * sample_s
-
-    def _now_s(self, configuration: Configuration) -> float:
-        """Return the time of what was timed, as the machine is now."""
-        return self.times.median(configuration) * self._speed.since(configuration)
 
     def _goodput(self, batch: int, noise: NoiseInterval | None) -> float:
         # Without a known noise scale a larger batch counts for no more than the user's.
         scale = 0.0 if noise is None else noise.at(batch)
         return batch / self._seconds(batch) * float(efficiency(batch, self.base_batch, scale))
 
-    def _why(self, before: int, settled: int, choice: Better | None) -> str:
+    def _why(self, before: int, choice: Better | None) -> str:
         if choice is None and self._now == before:
             return "no other batch is clearly better"
         if choice is None:
@@ -407,14 +417,14 @@ class BatchController:
         if self._exchange:
             how += f"; by {self._exchange} the exchange takes {self._scales[self._exchange]:.2f} of the plain one"
         return (
-            f"{choice.ratio:.2f}x the goodput of {settled}: {choice.speed:.2f}x the samples per second, each worth "
-            f"{choice.worth:.2f} at {noise}{how}"
+            f"{choice.ratio:.2f}x the goodput of {self._settled}: {choice.speed:.2f}x the samples per second, "
+            f"each worth {choice.worth:.2f} at {noise}{how}"
         )
 
     def _decided(self, step: int, noise: NoiseInterval | None, why: str, steps: int) -> BatchDecision:
         """Return the decision, and keep it if it changes the batch."""
         self._present = None
-        goodput = self._goodput(self._now, noise) if self._timed else 0.0
+        goodput = self._goodput(self._now, noise) if self._timed() else 0.0
         is_timed = self._is_timed(self._now)
         decision = BatchDecision(
             step=self.steps_before + step,
@@ -441,15 +451,13 @@ class BatchController:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what has been learnt and decided, as values that JSON can hold."""
-        is_assumed = self._is_assumed  # times of an exchange whose scale is not known would pass for plain ones
         return {
-            "times": (Observations() if is_assumed else self.times).state_dict(),
+            "times": self.times.state_dict(),
             "base": self.base_batch,
             "batch": self._settled,
-            "scales": {"": 1.0} if self._is_assumed else dict(self._scales),
-            "in_vain": [] if is_assumed else self._failures.state(),
+            "scales": dict(self._scales),
+            "in_vain": [[*failed, at] for failed, at in self._failed.items()],
             "largest_local": None if math.isinf(self._largest) else self._largest / self._shares,
-            "sums": self.sums,
             "decisions": [asdict(decision) for decision in self.decisions],
         }
 
@@ -461,17 +469,11 @@ class BatchController:
         self.times.load_state_dict(state["times"])
         self.decisions = [BatchDecision(**each) for each in state["decisions"]]
         self._scales |= state.get("scales", {})
-        in_vain = ((Configuration(*tried), count) for *tried, count in state.get("in_vain", []))
-        self._failures = FailedTries((tried, count) for tried, count in in_vain if self.times.count(tried))
-        self.sums = state.get("sums", False)
+        in_vain = {Configuration(*failed): at for *failed, at in state.get("in_vain", [])}
+        self._failed = {failed: at for failed, at in in_vain.items() if self.times.count(failed)}
         largest = state.get("largest_local")
         self._largest = math.inf if largest is None else largest * self._shares
-        self._asked_again = math.inf if largest is None else _ASKED_AGAIN  # steps are this process's
-        likely = *map(self._configuration, (*self.sizes, *self._fitting())), *self._failures.all()
-        self._timed = {each for each in likely if self.times.count(each) >= TIMED}
+        self._fits_again = math.inf if largest is None else _FITS_AGAIN  # steps are this process's
         self._settled = self._now = min(self._fitting(), key=lambda size: abs(size - state["batch"]))
-        self._present = None
-        self._earlier = set(self._timed)
-        self._speed.resume({each: self.times.median(each) for each in self._timed})
-        if len(self._timed) > 1:
-            self._has_news = True  # of a batch that was not timed on so many ranks, the time is predicted
+        self._present, self._earlier = None, set(self.times.configurations())
+        self._has_news = len(self._timed()) > 1  # of a batch that was not timed on so many ranks, it is predicted

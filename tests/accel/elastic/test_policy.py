@@ -12,10 +12,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from accel.elastic.batch_choice import MARGIN, better, candidates
-from accel.elastic.batch_decision import BatchDecision
-from accel.elastic.controller import BatchController
-from accel.elastic.machine_speed import MachineSpeed
+from accel.elastic.batch_size.choice import MARGIN, better, candidates
+from accel.elastic.batch_size.policy import BatchDecision, BatchPolicy
 from accel.errors import InvalidArgument
 from accel.goodput.efficiency import NoiseInterval, efficiency
 
@@ -34,7 +32,7 @@ class Job:
     def seconds(self, batch: int) -> float:
         return self.fixed + self.sample * batch
 
-    def run(self, controller: BatchController, steps: int) -> list[BatchDecision]:
+    def run(self, controller: BatchPolicy, steps: int) -> list[BatchDecision]:
         decisions = []
         for _ in range(steps):
             self.step += 1
@@ -79,7 +77,7 @@ def test_it_stays_within_bounds_and_gets_near_the_best(
     multiple = replicas * micro_batches
     base *= multiple
     most = int(base * growth)
-    controller = BatchController(base, most, replicas=replicas, micro_batches=micro_batches)
+    controller = BatchPolicy(base, most, replicas=replicas, micro_batches=micro_batches)
     job.run(controller, 600)
 
     assert all(base <= batch <= most and batch % multiple == 0 for batch in job.batches)
@@ -92,7 +90,7 @@ def test_it_stays_within_bounds_and_gets_near_the_best(
 @given(job=jobs)
 @example(job=Job(0.0004, 0.0004, interval(10999.0), seed=4651))  # a gain near the margin: a lucky dozen let it stay
 def test_it_does_not_oscillate_on_constant_noise(job: Job) -> None:
-    controller = BatchController(32, 4096)
+    controller = BatchPolicy(32, 4096)
     job.run(controller, 600)
     before = len(job.batches)
     job.run(controller, 2000)
@@ -111,14 +109,14 @@ def test_it_does_not_oscillate_on_constant_noise(job: Job) -> None:
 def test_pure_noise_and_unknown_noise_keep_the_batch(job: Job) -> None:
     for noise in (PURE_NOISE, None):
         job.noise = noise
-        controller = BatchController(32, 4096)
+        controller = BatchPolicy(32, 4096)
         job.run(controller, 300)
         assert set(job.batches) == {32}
 
 
 def test_an_unknown_noise_scale_is_asked_for_ever_more_seldom_and_soon_enough_all_the_same() -> None:
     job = Job(0.01, 1e-5, None)
-    controller = BatchController(32, 1024)
+    controller = BatchPolicy(32, 1024)
     early, late = job.run(controller, 200), job.run(controller, 3800)
     assert len(early) <= 200 / 16 + 3 and len(late) <= 30
     unknown = job.step
@@ -130,7 +128,7 @@ def test_an_unknown_noise_scale_is_asked_for_ever_more_seldom_and_soon_enough_al
 
 def test_a_growing_noise_scale_lets_the_batch_grow_and_a_falling_one_shrink() -> None:
     job = Job(0.01, 1e-4, interval(300.0))
-    controller = BatchController(32, 4096)
+    controller = BatchPolicy(32, 4096)
     batches = []
     for phi in (300.0, 3e4, 300.0):
         job.noise = interval(phi)
@@ -144,7 +142,7 @@ def test_a_growing_noise_scale_lets_the_batch_grow_and_a_falling_one_shrink() ->
 def test_a_batch_that_is_tried_again_in_vain_is_undone_again(noise: float) -> None:
     """Its new times count: it was once forgotten at each decision, and then kept on hope."""
     job = Job(1e-4, 1e-3, interval(noise))  # twice the samples take twice the time
-    controller = BatchController(32, 4096)
+    controller = BatchPolicy(32, 4096)
     job.run(controller, 5000)
 
     runs = itertools.groupby(job.batches, lambda batch: batch > 32)
@@ -157,7 +155,7 @@ def test_a_batch_that_is_tried_again_in_vain_is_undone_again(noise: float) -> No
 
 def test_a_try_that_takes_longer_than_hoped_is_undone_and_said_so() -> None:
     job = Job(1e-4, 1e-3, interval(3000.0))  # twice the samples take twice the time
-    controller = BatchController(32, 4096)
+    controller = BatchPolicy(32, 4096)
     decisions = job.run(controller, 120)
 
     assert [d.batch for d in controller.decisions] == [32, 64, 32]
@@ -171,7 +169,7 @@ def test_a_try_that_takes_longer_than_hoped_is_undone_and_said_so() -> None:
 
 def test_a_try_that_met_a_busy_moment_is_made_again_later() -> None:
     job = Job(0.01, 1e-5, interval(3e4))
-    controller = BatchController(32, 64)
+    controller = BatchPolicy(32, 64)
     job.run(controller, 16)
     assert controller.batch == 64
     job.fixed = 0.1  # another process has the machine
@@ -185,30 +183,38 @@ def test_a_try_that_met_a_busy_moment_is_made_again_later() -> None:
 
 def test_what_was_tried_in_vain_is_no_sooner_tried_again_by_the_next_process() -> None:
     job = Job(1e-4, 1e-3, interval(3000.0))  # twice the samples take twice the time
-    controller = BatchController(32, 4096)
-    job.run(controller, 120)
-    resumed, again = BatchController(32, 4096), Job(1e-4, 1e-3, interval(3000.0))
+    controller = BatchPolicy(32, 4096)
+    job.run(controller, 60)
+    resumed, again = BatchPolicy(32, 4096), Job(1e-4, 1e-3, interval(3000.0))
+    resumed.steps_before = 60
     resumed.load_state_dict(json.loads(json.dumps(controller.state_dict())))
-    again.run(resumed, 500)
+    again.run(resumed, 20)
     assert set(again.batches) == {32}
 
 
+@pytest.mark.parametrize("resumes", [False, True])
 @pytest.mark.parametrize("slower", [0.4, 3.0])
-def test_times_of_another_batch_are_judged_by_how_fast_the_machine_is_now(slower: float) -> None:
+def test_what_was_timed_on_a_machine_of_another_speed_is_tried_anew(slower: float, resumes: bool) -> None:
     """A batch of old times once looked better, or worse, than it was: another process had come since, or gone."""
     job = Job(0.01, 1e-4, interval(3000.0))
-    controller = BatchController(32, 1024)
+    controller = BatchPolicy(32, 1024)
     job.run(controller, 1200)
-    before = controller.batch
+    best = max(job.goodput(size, 32) for size in controller.sizes)
+    if resumes:
+        state, controller = json.loads(json.dumps(controller.state_dict())), BatchPolicy(32, 1024)
+        controller.load_state_dict(state)
+        job.due = job.step = 0
+    before, job.batches = job.goodput(controller.batch, 32), []
     job.fixed, job.sample = job.fixed * slower, job.sample * slower
-    decisions = job.run(controller, 600)
-
-    assert {decision.batch for decision in decisions} == {before}
+    job.run(controller, 600)
+    reached = [job.goodput(batch, 32) * slower for batch in job.batches]
+    assert reached[-1] > best / (MARGIN * 1.3 * 1.1)
+    assert sum(each < 0.99 * before for each in reached) < 110  # a dozen steps for each batch that was timed before
 
 
 def test_what_does_not_fit_into_memory_is_not_taken_again() -> None:
     job = Job(0.01, 1e-6, interval(1e6))
-    controller = BatchController(32, 4096)
+    controller = BatchPolicy(32, 4096)
     while controller.batch < 512:
         job.run(controller, 1)
     before = controller.decisions[-2].batch
@@ -222,11 +228,11 @@ def test_what_does_not_fit_into_memory_is_not_taken_again() -> None:
 
 def test_a_state_goes_on_with_its_batch_and_on_another_number_of_ranks_with_the_nearest() -> None:
     job = Job(0.01, 1e-4, interval(3000.0))
-    controller = BatchController(32, 4096, replicas=2)
+    controller = BatchPolicy(32, 4096, replicas=2)
     job.run(controller, 600)
     state = json.loads(json.dumps(controller.state_dict()))
 
-    same, other = BatchController(32, 4096, replicas=2), BatchController(33, 4096, replicas=3)
+    same, other = BatchPolicy(32, 4096, replicas=2), BatchPolicy(33, 4096, replicas=3)
     same.load_state_dict(state)
     other.load_state_dict(state)
     assert same.batch == controller.batch
@@ -236,61 +242,23 @@ def test_a_state_goes_on_with_its_batch_and_on_another_number_of_ranks_with_the_
     assert same.steps_missing() == 0 < other.steps_missing()
 
 
-@pytest.mark.parametrize("slower", [0.4, 3.0])
-def test_on_a_machine_of_another_speed_no_batch_looks_better_by_its_old_times(slower: float) -> None:
-    job = Job(0.01, 1e-4, interval(3000.0))
-    controller = BatchController(32, 1024)
-    job.run(controller, 1200)
-    resumed = BatchController(32, 1024)
-    resumed.load_state_dict(json.loads(json.dumps(controller.state_dict())))
-    job.fixed, job.sample, job.due = job.fixed * slower, job.sample * slower, 0
-    job.step = 0
-    decisions = job.run(resumed, 600)
-    assert {decision.batch for decision in decisions} == {controller.batch}
-
-
-def test_an_earlier_process_s_times_are_compared_by_the_first_batch_that_is_timed_again() -> None:
-    speed = MachineSpeed()
-    speed.resume({32: 0.010, 64: 0.015})
-    speed.timed(45, 0.036)  # new: nothing tells yet that this machine takes three times as long
-    assert (speed.since(32), speed.since(45)) == (1.0, 1.0)
-    speed.timed(64, 0.045)
-    assert [speed.since(batch) for batch in (32, 45, 64)] == pytest.approx([3.0, 1.0, 1.0])
-    speed.timed(64, 0.030)  # a process has gone
-    assert [speed.since(batch) for batch in (32, 45, 64)] == pytest.approx([2.0, 2 / 3, 1.0])
-
-
 def test_decisions_are_told_by_all_steps_of_the_training() -> None:
     job = Job(0.01, 1e-4, interval(3000.0))
-    controller = BatchController(32, 1024)
+    controller = BatchPolicy(32, 1024)
     controller.steps_before = 5000
     job.run(controller, 100)
     steps = [decision.step for decision in controller.decisions]
     assert steps == sorted(steps) and 5000 < steps[0] <= steps[-1] <= 5100
 
 
-def test_times_of_an_exchange_that_is_not_known_are_not_saved_as_plain_ones() -> None:
-    job = Job(0.01, 1e-4, interval(3000.0))
-    controller = BatchController(32, 1024, replicas=2)
-    controller.exchanged_by("gradient_compression")  # before any plain step was timed
-    job.run(controller, 100)
-    state = json.loads(json.dumps(controller.state_dict()))
-    assert (state["scales"], state["times"]["configurations"], state["in_vain"]) == ({"": 1.0}, [], [])
-    again = BatchController(32, 1024, replicas=2)
-    again.load_state_dict(state)
-    job.due = job.step
-    job.run(again, 100)
-    assert again.state_dict()["times"]["configurations"]
-
-
 @pytest.mark.parametrize("limit", [None, 512])
 def test_a_state_keeps_what_memory_has_shown_and_the_user_s_batch(limit: int | None) -> None:
-    controller = BatchController(48, 4096, replicas=2)
+    controller = BatchPolicy(48, 4096, replicas=2)
     if limit is not None:
         controller.refuse(limit, 0, None, "too many")
     state = json.loads(json.dumps(controller.state_dict()))
     assert state["base"] == 48
-    other = BatchController(state["base"], 4096, replicas=5)  # of which 48 is no multiple
+    other = BatchPolicy(state["base"], 4096, replicas=5)  # of which 48 is no multiple
     other.load_state_dict(state)
     job = Job(0.01, 1e-6, interval(1e6))
     job.run(other, 1000)
@@ -303,7 +271,7 @@ def test_a_state_keeps_what_memory_has_shown_and_the_user_s_batch(limit: int | N
 def test_what_did_not_fit_is_tried_again_ever_less_often() -> None:
     """Others may have used the memory; where it never fits, asking costs a step each time."""
     job = Job(0.01, 1e-6, interval(1e6))
-    controller = BatchController(32, 4096)
+    controller = BatchPolicy(32, 4096)
     asked: list[int] = []
     for _ in range(40_000):
         job.run(controller, 1)
@@ -326,7 +294,7 @@ def test_what_did_not_fit_is_tried_again_ever_less_often() -> None:
 def test_the_batch_goes_back_to_one_that_fits_also_from_a_settled_one() -> None:
     """As on fewer ranks than the state was saved on."""
     job = Job(0.01, 1e-6, interval(1e6))
-    controller = BatchController(32, 4096)
+    controller = BatchPolicy(32, 4096)
     job.run(controller, 600)
     assert controller.batch == 4096
     assert controller.refuse(300, job.step, job.noise, "too many").batch == 256
@@ -336,7 +304,7 @@ def test_the_batch_goes_back_to_one_that_fits_also_from_a_settled_one() -> None:
 
 def test_a_cap_below_the_loaders_batch_is_refused() -> None:
     with pytest.raises(InvalidArgument, match="at least the loader's batch, 64 samples over 2 ranks, got 32; raise it"):
-        BatchController(64, 32, replicas=2)
+        BatchPolicy(64, 32, replicas=2)
 
 
 @given(base=st.integers(1, 1000), growth=st.floats(1, 1e4), multiple=st.integers(1, 16))
@@ -373,17 +341,17 @@ def test_a_change_is_for_the_better_at_each_noise_scale_of_the_interval(
 
 def test_a_state_goes_on_where_the_batch_was_not_timed() -> None:
     """With another cap, or on other ranks, the nearest batch is one that only the model knows."""
-    noise, controller, step = NoiseInterval(1e6, 9e5, 1.1e6), BatchController(32, 500), 0
+    noise, controller, step = NoiseInterval(1e6, 9e5, 1.1e6), BatchPolicy(32, 500), 0
     for _ in range(20):
         for _ in range(12):
             controller.timed(controller.batch, 0.01)
             step += 1
         controller.decide(step, noise)
     assert controller.batch == 500
-    other = BatchController(32, 1000)
+    other = BatchPolicy(32, 1000)
     other.load_state_dict(controller.state_dict())
     decision = other.decide(4, noise)
     assert decision.tried and decision.goodput > 0
-    again = BatchController(32, 1000)
+    again = BatchPolicy(32, 1000)
     again.load_state_dict(controller.state_dict())
     assert again.refuse(1000, 4, noise, "too much").batch < 1000

@@ -28,7 +28,6 @@ from accel.guard.guard import Recording
 from accel.guard.sharded import talks_within_calls
 from accel.profiler.host import available_memory, resident_memory
 from accel.profiler.interruptions import Tolerated, ours
-from accel.run import backward
 
 Call = Callable[..., Any]
 
@@ -128,6 +127,8 @@ class BatchRehearsal:
             except ours() as error:
                 if is_out_of_memory(error):
                     return _TOO_MANY
+                if "use_reentrant" in str(error):  # activation checkpoints of the old kind take `backward` alone
+                    return ""
                 problem = problem or f"the model does not take them: {type(error).__name__}: {error}"
             else:
                 return ""
@@ -166,58 +167,18 @@ class BatchRehearsal:
         return map_tensors(larger, recording.args), map_tensors(larger, recording.kwargs)
 
     def _step(self, recording: Recording, args: Any, kwargs: Any) -> None:
-        if not self._is_made(recording, args, kwargs):
-            self._forward_and_backward(recording, args, kwargs, self._accumulated)
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-
-    def _is_made(self, recording: Recording, args: Any, kwargs: Any) -> bool:
-        """Make a step, and return False if it wants a backward pass to which others may listen at the parameters.
-
-        What it has computed by then is let go of with the error, before another step needs memory.
-        """
-        try:
-            self._forward_and_backward(recording, args, kwargs, self._gradients)
-        except ours(RuntimeError) as error:
-            if "use_reentrant" not in str(error) or self._is_listened_to():  # of activation checkpointing
-                raise
-            return False
-        return True
-
-    def _forward_and_backward(
-        self, recording: Recording, args: Any, kwargs: Any, send: Callable[[list[Tensor], list[Tensor]], None]
-    ) -> None:
         outputs = guard.called(self._model, self._call, recording, args, kwargs)
         for_loss = [torch.zeros_like(output) + 1 for output in outputs for _ in range(_LOSS)]
         roots = [output for output in outputs if output.requires_grad]
         if roots and self._trained():
-            send(roots, [torch.ones_like(root) for root in roots])
+            ones = [torch.ones_like(root) for root in roots]
+            torch.autograd.grad(roots, self._trained(), ones, allow_unused=True)
         del for_loss
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
 
     def _trained(self) -> list[nn.Parameter]:
         return [parameter for parameter in self._model.parameters() if parameter.requires_grad]
-
-    def _gradients(self, roots: list[Tensor], ones: list[Tensor]) -> None:
-        torch.autograd.grad(roots, self._trained(), ones, allow_unused=True)
-
-    def _accumulated(self, roots: list[Tensor], ones: list[Tensor]) -> None:
-        """Send ones back to the parameters, and put their gradients back."""
-        parameters = self._trained()
-        before = [parameter.grad for parameter in parameters]
-        try:
-            for parameter in parameters:
-                parameter.grad = None
-            with backward.unheard():
-                torch.autograd.backward(roots, ones)
-        finally:
-            for parameter, gradient in zip(parameters, before, strict=True):
-                parameter.grad = gradient
-
-    def _is_listened_to(self) -> bool:
-        if isinstance(self._model, DistributedDataParallel):
-            return True
-        hooks = ("_backward_hooks", "_post_accumulate_grad_hooks")
-        return any(getattr(parameter, name, None) for parameter in self._trained() for name in hooks)
 
     def _exhausted(self, samples: int, held: int) -> str:
         """Return '' unless a CPU's memory would not do, by what the process took more since it began to train.

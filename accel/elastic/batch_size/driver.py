@@ -23,23 +23,18 @@ from torch import Tensor
 from accel.dataio.elastic_sampler import ElasticSampler
 from accel.dataio.passes.proxy import LoaderProxy
 from accel.device_memory import total_memory
-from accel.elastic.batch_choice import LEAST_STEPS, check_largest, most_tried
-from accel.elastic.batch_decision import BatchDecision
-from accel.elastic.batch_report import profile_of, rows_of
-from accel.elastic.controller import TIMED, BatchController
-from accel.elastic.exchange import exchange_of
-from accel.elastic.loss_reduction import LossReduction
-from accel.elastic.loss_trend import LossTrend, loss_of
-from accel.elastic.meeting import AgreedBatch, first_of, met
-from accel.elastic.noise_interval import interval_of, meter_of
-from accel.elastic.rehearsal import BatchRehearsal
-from accel.elastic.resumed_shares import resumed_shares
+from accel.elastic.batch_size.choice import LEAST_STEPS, check_largest, interval_of, most_tried, resumed_shares
+from accel.elastic.batch_size.loss_trend import LossTrend, loss_of
+from accel.elastic.batch_size.policy import TIMED, AgreedBatch, BatchDecision, BatchPolicy
+from accel.elastic.batch_size.rehearsal import BatchRehearsal
+from accel.elastic.batch_size.report import profile_of, rows_of
+from accel.elastic.batch_size.steps import StepBatches, StepEnd, exchange_of, meter_of
+from accel.elastic.learning_rate import StepRates
+from accel.elastic.meeting import first_of, met
 from accel.elastic.scaling_rules import Rule
-from accel.elastic.step_batches import StepBatches
-from accel.elastic.step_end import StepEnd
-from accel.elastic.step_rates import StepRates
 from accel.errors import InvalidArgument
 from accel.goodput.efficiency import NoiseInterval
+from accel.goodput.fit import solver
 from accel.goodput.job import JobProfile
 from accel.goodput.noise_meter import NoiseMeter
 from accel.goodput.observations import WINDOW
@@ -97,7 +92,8 @@ class BatchRun(Onlooker):
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         super().__init__()
-        self.controller: BatchController | None = None
+        solver()  # what is missing is better known now than at the first decision
+        self.controller: BatchPolicy | None = None
         """Made once it is known how many batches a step has."""
         self.end = StepEnd(clock)
         self.max_batch_size, self.memory = max_batch_size, total_memory(run.device)
@@ -110,6 +106,8 @@ class BatchRun(Onlooker):
         self._ranks: Ranks | None = None
         self._called_at = time.time()
         self.local_base = sampler.batch_sizes[sampler.rank]
+        self._heard: object = None
+        """The step that a backward pass was for last."""
         self._fits = self.local_base
         """The largest batch of this rank that fits into memory, as far as is known."""
         self._step = StepBatches(sampler)
@@ -118,7 +116,7 @@ class BatchRun(Onlooker):
         self._planned: BatchDecision | None = None
         """A larger batch than any before, until it has been rehearsed."""
         self._rates = StepRates(rule, say)
-        self._trend, self._reduction = LossTrend(), LossReduction()
+        self._trend = LossTrend()
         self._meter: NoiseMeter | None = None
         self._restored: dict[str, Any] = {}
         """The state of a run that this one goes on from."""
@@ -191,20 +189,26 @@ class BatchRun(Onlooker):
                 self._fail(error)
         if has_stepped:
             self._step.begin()
-        comes_again = self._step.taken_back != self._sampler.taken_back and self._step.begins_anew()
-        if comes_again or not self._step.batches:
+        if not self._step.has_batch:
             self._begin_step()
 
     def batch_delivered(self, batch: Any, proxy: LoaderProxy) -> None:
         """Count the batch, and let the learning rate follow the size of the step."""
-        if self._step.taken_back != self._sampler.taken_back and self._step.begins_anew():
+        underway = proxy._accel_fetching.underway
+        one = underway.only
+        if one is None and (one := underway.current) is not underway.oldest:
+            return  # the loop only looks at it
+        if self._step.begin_pass(one):
             self._begin_step()
-        if not self._step.take(proxy._accel_fetching.underway.current) or self._base is None:
+        self._step.has_batch = True
+        if self._base is None:
             return
         samples = self._step.begin_batch()
         if self._alive and self._is_metered and self._meter is not None:
-            self._meter.begin_batch(self._step.next_trained[0], self._step.accumulated)
-        if samples != self._followed or (self._rates.by_epoch and self._step.hundredths != self._followed_at):
+            self._meter.begin_batch(self._sampler.fresh, self._step.accumulated)
+        if not self._sampler.holds_batches and (
+            samples != self._followed or (self._rates.by_epoch and self._step.hundredths != self._followed_at)
+        ):
             self._follow(samples)
 
     def _follow(self, samples: int) -> None:
@@ -223,20 +227,18 @@ class BatchRun(Onlooker):
         try:
             if self._scaler is not None and self._scaler.is_enabled():
                 roots = [root.detach() / self._scaler.scale(torch.ones_like(root)) for root in roots[:1]]
-            fresh, of_all = self._sampler.samples_before(self._sampler.held)
-            if fresh and (loss := loss_of(roots)) is not None:  # else of another model, before the loop begins
+            trained = self._sampler.trained
+            if trained is None or trained is self._heard:
+                return  # of another model, before the loop begins, or a further pass of a batch
+            self._heard = trained
+            self._step.trained(trained)
+            if trained.fresh and (loss := loss_of(roots)) is not None:
                 self._trend.add(loss)
-                self._reduction.add(fresh, loss)
-            # Several ranks decide at the same step, within some more.
-            if self._reduction.is_sum and self._sampler.num_replicas == 1 and self.controller is not None:
-                self._rates.follow_no_more()  # a larger batch makes this very step longer by itself
-                self._decision_due = self._decision_due if self.controller.sums else 0
+            samples = trained.fresh_of_all * self._step.by_loop
+            if samples not in (0, self._followed) and self._step.accumulated == 1:  # the loop fetches ahead
+                self._follow(samples)
         except ours() as error:
             self._fail(error)
-        else:  # of a loop that fetches ahead, no batch is delivered before an epoch's last steps
-            samples = of_all * self._step.by_loop
-            if samples not in (0, self._followed) and self._step.accumulated == 1:
-                self._follow(samples)
 
     # -- a step --------------------------------------------------------------------------------------------------------
 
@@ -272,7 +274,7 @@ class BatchRun(Onlooker):
         if self._steps >= self._decision_due and not is_busy:
             self._decide() if self._planned is None else self._rehearse(self._planned)
 
-    def _exchange_changed(self, controller: BatchController) -> bool:
+    def _exchange_changed(self, controller: BatchPolicy) -> bool:
         """Notice that gradients are exchanged in another way, the same on all ranks, and decide soon."""
         before, self._exchange = self._exchange, exchange_of(self._session)
         if self._exchange == before:
@@ -289,7 +291,7 @@ class BatchRun(Onlooker):
         assert self._ranks is not None and self._meter is not None
         if self._meter.refusal:
             raise InvalidArgument(f"the gradient noise can't be measured: {self._meter.refusal}")
-        mine = self._sampler.dealt_ahead, self._step.refusal, self._reduction.is_sum
+        mine = self._sampler.dealt_ahead, self._step.refusal
         agreed = self._met("decide on the batch size", mine, self._decision)
         self._is_settled, self._known_noise, self._followed = agreed.is_settled, agreed.noise, 0
         self._decision_due = self._steps + agreed.decision.steps
@@ -339,7 +341,7 @@ class BatchRun(Onlooker):
         if most < self.max_batch_size:
             self._say(f"batches above {most} samples are not tried: epochs would have less than {LEAST_STEPS} steps")
         nodes = -(-replicas // int(os.environ.get("LOCAL_WORLD_SIZE", replicas)))
-        self.controller = BatchController(
+        self.controller = BatchPolicy(
             self._base, most, replicas=replicas, nodes=nodes, micro_batches=self._step.by_loop
         )
         self._step.watch(self._run.model, self._run.optimizers, self._scaler)
@@ -353,23 +355,20 @@ class BatchRun(Onlooker):
         if self._restored.get("noise") is not None:
             self._meter.noise.load_state_dict(self._restored["noise"])
 
-    def _decision(self, brought: list[tuple[int, str, bool]]) -> AgreedBatch:
+    def _decision(self, brought: list[tuple[int, str]]) -> AgreedBatch:
         assert self.controller is not None and self._meter is not None
         # The losses are each rank's own: by them the noise might be known on one rank and not on another.
         noise = interval_of(self._meter.noise.estimate(learns=self._trend.falls()))
         if noise is None or not noise.is_known:
             # Few measurements may hide the signal for a while. What was known before holds: φ grows in most trainings.
             noise = self._known_noise
-        refusal = next((refusal for _, refusal, _ in brought if refusal), "")
-        if not self.controller.sums and any(is_sum for *_, is_sum in brought):
-            why = "the loss is a sum over the batch: a larger one, taken at once, would make longer steps"
-            decision = self.controller.take_no_larger(self._steps, noise, why)
-        elif self.controller.accumulates and refusal:
+        refusal = first_of([refusal for _, refusal in brought])
+        if self.controller.accumulates and refusal:
             why = f"the loop's gradients can't be accumulated: {refusal}"
             decision = self.controller.accumulate_no_more(self._steps, noise, why)
         else:
             decision = self.controller.decide(self._steps, noise)
-        return AgreedBatch(decision, max(ahead for ahead, *_ in brought), self.controller.is_settled, noise)
+        return AgreedBatch(decision, max(ahead for ahead, _ in brought), self.controller.is_settled, noise)
 
     def _met(self, what: str, mine: Any, answer: Callable[[list[Any]], T]) -> T:
         assert self._ranks is not None

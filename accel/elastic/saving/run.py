@@ -16,16 +16,14 @@ from torch.optim import Optimizer
 
 from accel.dataio.elastic_sampler import ElasticSampler
 from accel.dataio.passes.proxy import LoaderProxy
-from accel.elastic import joining
-from accel.elastic.bucket_order import BucketOrder
 from accel.elastic.checkpoint import Checkpoints
 from accel.elastic.checkpointing import Checkpointing
-from accel.elastic.in_place import InPlace
-from accel.elastic.plain_values import check_plain
-from accel.elastic.resize_orders import ResizeOrder
+from accel.elastic.in_place import InPlace, ResizeOrder
+from accel.elastic.sample_position import all_updates
 from accel.elastic.save_policy import SavePolicy
+from accel.elastic.saving.bucket_order import BucketOrder
+from accel.elastic.saving.plain_values import check_plain
 from accel.elastic.training_state import Stateful, capture_state, restore_state
-from accel.elastic.updates import all_updates
 from accel.errors import CheckpointError, InvalidArgument
 from accel.profiler.interruptions import ours
 from accel.run import backward
@@ -165,6 +163,12 @@ class CheckpointRun(Onlooker):
         for sentence in notes:
             self._say(sentence)
 
+    def restore_position(self) -> None:
+        """Take the epoch of the newest checkpoint alone: what else it has is loaded once this process has joined."""
+        state = self.checkpoints.load_latest()
+        if state is not None:
+            self._sampler.load_state_dict(state["parts"]["'sampler'"])
+
     def _look_for_schedulers(self) -> None:
         """Warn of a learning-rate scheduler that no checkpoint would hold; torch's and timm's mark the groups."""
         steps = (hasattr(each, "step") for each in self._settings.more.values() if each is not self._settings.scaler)
@@ -246,8 +250,9 @@ class CheckpointRun(Onlooker):
                 self._terminate()
 
     def epoch_begins(self, proxy: LoaderProxy) -> None:
-        """Let a process that has joined a training exchange something: from here on it does what the others do."""
-        joining.exchange()
+        """Let a process that was added to a training join the others: from here on it does what they do."""
+        if self._in_place is not None and self._in_place.is_added:
+            self._in_place.join()
 
     def epoch_ended(self, proxy: LoaderProxy) -> None:
         """Note that no request tells the ends of the next steps, if the loop holds batches."""
@@ -382,7 +387,7 @@ class CheckpointRun(Onlooker):
         self._ranks.join(since=self._called_at)
         if self._ranks.distributed:
             self._gather = partial(_gather, self._ranks, "did not come to save a checkpoint", 0.0)
-        look = ResizeOrder if self._in_place is None else self._in_place.seen
+        look = ResizeOrder if self._in_place is None else self._in_place.order
         self._policy = SavePolicy(
             self._settings.interval_s, sigterm=not self._is_threaded, gather=self._gather, look=look
         )

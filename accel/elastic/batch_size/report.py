@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from accel.elastic.batch_decision import BatchDecision
-from accel.elastic.controller import BatchController
+from accel.elastic.batch_size.policy import BatchDecision, BatchPolicy
 from accel.goodput.efficiency import NoiseInterval
 from accel.goodput.goodput import BatchLimits
 from accel.goodput.job import JobProfile
@@ -30,7 +29,7 @@ def rows_of(decisions: Iterable[BatchDecision]) -> list[BatchRow]:
 
 
 def profile_of(
-    controller: BatchController,
+    controller: BatchPolicy,
     noise: NoiseInterval,
     *,
     max_batch_size: int,
@@ -51,10 +50,6 @@ def profile_of(
     if controller.model is None:
         return None
     fits, shares = controller.fits, controller.replicas * controller.micro_batches
-    if controller.sums and controller.accumulates:  # no rank takes more at once than its share of the user's batch
-        fits = -(-controller.base_batch // shares) * shares
-    elif controller.sums:
-        max_batch_size = controller.base_batch
     pieces = -(-max_batch_size // fits) if controller.accumulates and fits is not None else 1
     limits = BatchLimits(
         max_batch_size=max_batch_size,

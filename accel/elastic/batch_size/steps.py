@@ -1,19 +1,49 @@
-"""Which of the loader's batches make one step: one each, as many as the loop accumulates, or as many as decided."""
+"""The steps of a loop: which of the loader's batches make one, when it ends, and how it exchanges gradients."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from accel.dataio.elastic_sampler import ElasticSampler
-from accel.elastic.accumulation import GradientAccumulation
+from accel.dataio.sampling.places import DealtStep
+from accel.elastic.batch_size.accumulation import GradientAccumulation
+from accel.goodput.noise_gradients import Gather
+from accel.goodput.noise_meter import NoiseMeter
+from accel.goodput.noise_scale import NoiseScale
+from accel.profiler.bottleneck import Bottleneck
+from accel.run.context import Run
+from accel.session.listeners import Onlooker
+from accel.session.session import Session
 
 _CERTAIN = 3
 """Of the first steps, that have another number of batches than the run before, from which on the loop has changed."""
+
+
+_CONFIDENCE = 0.3
+"""Of the noise scale's interval, by whose ends decisions are made: each end is right in 65 % of cases. A batch of
+half the best size costs as much as one of twice that, so that being surer than that costs more than it saves."""
+
+
+class StepEnd(Onlooker):
+    """Stops the clock of a step before anything else that follows the loader hears that it has ended.
+
+    Args:
+        clock: seconds, monotonic.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        super().__init__()
+        self.at = 0.0
+        self._clock = clock
+
+    def batch_requested(self) -> None:
+        """Note the time."""
+        self.at = self._clock()
 
 
 class StepBatches:
@@ -25,19 +55,16 @@ class StepBatches:
     Attributes:
         by_loop: batches of a step whose gradients the loop accumulates itself; nothing is accumulated beyond them.
         has_room: memory for accumulated gradients has been rehearsed.
-        batches, samples: that were delivered for the present step, or for a look before it.
-        taken_back: batches of the sampler that had come again when that was looked at last.
-        next_trained: samples of the batch that the loop trains on next, without repeats, here and on all ranks, as of
-            the last one that was delivered.
+        batches, samples: of the present step that were trained on.
+        has_batch: a batch was delivered for the present step.
     """
 
     def __init__(self, sampler: ElasticSampler) -> None:
         self.by_loop = 1
         self.has_room = False
         self.batches = self.samples = 0
-        self.next_trained = (0, 0)
+        self.has_batch = False
         self._sampler = sampler
-        self._counted, self.taken_back = sampler.counted, sampler.taken_back
         self._accumulation: GradientAccumulation | None = None
         self._is_accumulated = False
         """Something has been decided for which gradients must be accumulated, if only in the run before."""
@@ -52,36 +79,18 @@ class StepBatches:
     def begin(self) -> None:
         """A step begins."""
         self.batches = self.samples = 0
+        self.has_batch = False
         accumulation = self._accumulation
         if accumulation is None or not accumulation.is_at_work or self._is_accumulated:
             return
         # Several ranks agree on a refusal at decisions only. A loop that holds batches is seen to at its epoch's end.
-        if self._sampler.num_replicas == 1 and not self._sampler.held:
+        if self._sampler.num_replicas == 1 and not self._sampler.holds_batches:
             accumulation.rest()
 
-    def begins_anew(self) -> bool:
-        """Return whether batches of the step come again, as the loop has left their pass: then it begins anew."""
-        if self.taken_back == self._sampler.taken_back:
-            return False
-        self.taken_back = self._sampler.taken_back
-        self.begin()
-        return True
-
-    def take(self, one: object) -> bool:
-        """A batch was delivered; return whether it counts: not one that the loop only looks at.
-
-        Args:
-            one: the pass that it is of; None where it is not known.
-        """
-        before, self._counted = self._counted, self._sampler.counted
-        if self._counted == before:
-            return False
-        if self._pass is None or self._pass() is not one:
-            self.begin_pass(one)
+    def trained(self, step: DealtStep) -> None:
+        """A batch of the step is trained on."""
         self.batches += 1
-        self.next_trained = self._sampler.samples_before(max(0, self._sampler.held - 1))
-        self.samples += self.next_trained[1]
-        return True
+        self.samples += step.fresh_of_all
 
     def end(self, *, ends_epoch: bool) -> None:
         """One of the loop's first steps has ended.
@@ -147,7 +156,7 @@ class StepBatches:
 
         By one batch: steps that a suspended session does not hear of would add up.
         """
-        samples, accumulation = self.next_trained[1], self._accumulation
+        samples, accumulation = self._sampler.samples_in_hand, self._accumulation
         if accumulation is None or not accumulation.is_at_work:
             return samples * self.by_loop
         accumulation.begin_batch(self._sizes(self._sampler.samples_in_hand))
@@ -167,19 +176,25 @@ class StepBatches:
             sizes.append(samples)
         return sizes
 
-    def begin_pass(self, one: object) -> None:
+    def begin_pass(self, one: object) -> bool:
         """A batch of a pass over the data has come: where the one before was left, so is the step that it was in.
 
         Args:
             one: the loop's iterator; None where it is not known.
+
+        Returns:
+            Whether the step begins anew, since batches of it were delivered in a pass that was left.
         """
         if one is None or (self._pass is not None and self._pass() is one):
-            return
+            return False
+        begins_anew = self.has_batch
+        self.begin()
         if self._pass is not None and not self._has_ended and self._accumulation is not None:
             self._accumulation.drop()
         self._has_ended = False
         # On several ranks iterators may be freed at different times, and all must drop it at the same batch.
         self._pass = weakref.ref(one, self._left if self._sampler.num_replicas == 1 else None)
+        return begins_anew
 
     def end_pass(self) -> None:
         """The pass has no more batches."""
@@ -193,3 +208,21 @@ class StepBatches:
         """Accumulate no more."""
         if self._accumulation is not None:
             self._accumulation.close()
+
+
+def exchange_of(session: Session) -> str:
+    """Return the names of the strategies that are on and treat the exchange of gradients; "" for the plain one."""
+    if not (active := session.switchboard.active):  # at nearly every step
+        return ""
+    strategies = session.strategies
+    return " and ".join(name for name in active if Bottleneck.COMMUNICATION in strategies[name].treats)
+
+
+def meter_of(
+    run: Run, replicas: int, gather: Gather | None, scaler: torch.amp.GradScaler | None, clock: Callable[[], float]
+) -> NoiseMeter:
+    """Return what measures a loop's noise, see `NoiseMeter`."""
+    noise = NoiseScale(confidence=_CONFIDENCE)
+    return NoiseMeter(
+        run.model, run.optimizers, noise=noise, replicas=replicas, gather=gather, scaler=scaler, clock=clock
+    )

@@ -9,11 +9,12 @@ upper end: while the truth may lie on either side, the batch stays.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from accel.errors import InvalidArgument
-from accel.goodput.efficiency import Bound, NoiseInterval, efficiency
+from accel.goodput.efficiency import UNMEASURED_SHARE, Bound, NoiseInterval, efficiency
+from accel.goodput.noise_scale import NoiseEstimate
 
 MARGIN = 1.05
 """How much better another batch must be, by its measured time too. AdaptDL's is the same. Where one that was tried
@@ -25,8 +26,20 @@ _PER_DOUBLING = 2
 LEAST_STEPS = 4
 """Of an epoch: the first of them is not timed, and the last one may be smaller, so that two are left to judge by."""
 
+_ALIKE = 0.95
+"""Share of the memory that there was: what the system keeps to itself differs between devices of one kind."""
+
 Seconds = Callable[[int], float]
 """Time of a step by its batch, measured or predicted."""
+
+
+class Shares(NamedTuple):
+    """How the samples of a step are dealt."""
+
+    local: int
+    """To each rank in each of the loop's batches."""
+    steps: int
+    """Of the loop, whose gradients are one step of its optimizer."""
 
 
 class Better(NamedTuple):
@@ -142,3 +155,36 @@ def _best(
         return None
     speed = best / seconds(best) / (now / seconds(now))
     return Better(best, ratio, speed, worth(best) / worth(now), noise.at(best, bound))
+
+
+def resumed_shares(state: Mapping[str, Any], base: int, shares: int, most: int, memory: int) -> Shares:
+    """Return how the first steps are dealt; the batch controller may take more at once when that has been rehearsed.
+
+    Args:
+        state: of the `BatchRun` before: the controller's batch, what fitted into a rank's memory, and its bytes.
+        base: samples of a step as the user wrote it, over all ranks.
+        shares: batches that a step's samples are dealt to, over all ranks.
+        most: samples of a step allowed, over all ranks.
+        memory: of the device that has the least, bytes; 0 if it is not known.
+
+    Example:
+        >>> state = {"controller": {"batch": 512}, "fits": 256, "memory": 80}
+        >>> resumed_shares(state, 64, 2, 1024, memory=80), resumed_shares(state, 64, 2, 1024, memory=40)
+        (Shares(local=256, steps=1), Shares(local=32, steps=1))
+    """
+    batch, is_alike = int(state["controller"]["batch"]), memory >= _ALIKE * state.get("memory", 0)
+    # On fewer ranks the user's batch is more for each.
+    known = max(int(state.get("fits", 1)) if is_alike else 1, -(-base // shares))
+    local = max(1, min(round(batch / shares), most // shares, known))
+    # Gradients that are kept take memory, too.
+    return Shares(local, max(1, min(batch, most) // (shares * local)) if is_alike else 1)
+
+
+def interval_of(estimate: NoiseEstimate) -> NoiseInterval | None:
+    """Return the noise scale as the policy takes it; None before it was measured."""
+    if math.isnan(estimate.phi):
+        return None
+    # Few measurements may put the variance below 0.
+    phi = max(estimate.phi, estimate.low, 0.0)
+    high = max(estimate.high, phi)
+    return NoiseInterval(phi, estimate.low, high, batch=max(estimate.batch, 1.0), share=UNMEASURED_SHARE)

@@ -1,0 +1,1 @@
+"""Saving a training under way: when and how, and what of the process belongs to its state."""

@@ -1,0 +1,369 @@
+"""The gradients of a step as they arrive at the parameters, and what their parts say of the noise.
+
+    plain (SGD)                       g
+    preconditioned (Adam, LAMB)       P g,   P = 1 / (max(√v̂, r / 10) + ε),   v̂ = v / (1 - β₂ᵗ)
+
+All gradients of a model are one float32 vector, in the coordinates in which the optimizer steps. One vector has one
+norm: the arithmetic has no loop over parameters. With Adam it is P g that moves the weights, so the noise that matters
+is φ_P = tr(P Σ P) / ‖P μ‖² (Pollux, OSDI 2021, equation 5). P is that of the steps before, hence independent of this
+step's samples.
+
+r is the root mean square of √v̂ over a weight's tensor. Adam's own steps are bounded, since the gradient of a step is
+in its v̂ already; in that of the steps before, the row of a letter that comes for the first time has 0. Without the
+bound a model of characters had φ_P = 626,000 after 100 steps, all of it from 1 % of the weights, in place of 120; from
+step 400 on the bound changes it by less than 4 %. A tensor that has had no gradient is left out.
+
+Each micro-batch is taken for a mean over its samples that counts as much as every other one: so do loops that divide
+the loss by the number of micro-batches, and so does DistributedDataParallel with its ranks. The gradients that arrive
+are g_k = w_k S_k with w_k = 1 / (micro-batches of a rank), and G is their sum, averaged over the ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+
+from accel.goodput.noise_scale import NoiseSums
+
+Gather = Callable[[Any], list[Any]]
+"""Gives each rank what all of them passed, by rank."""
+
+_LEAST_ROOT = 0.1
+"""√v̂ at least, of its root mean square over the tensor."""
+_SKETCH = 16384
+"""Numbers of a sketch: the squared length has a standard deviation of √(2/m), 1.1 %, or less."""
+
+
+class Unmeasurable(Exception):  # not an error of the user's: the meter leaves the step out, and says why
+    """The step says nothing of the noise; the text is the reason."""
+
+
+def reason_of(error: Exception) -> str:
+    """Return why an error keeps a step from being measured."""
+    return str(error) if isinstance(error, Unmeasurable) else f"the measurement failed: {type(error).__name__}: {error}"
+
+
+class GradientTap:
+    """Collects the gradients that arrive at parameters, before anything is done with them.
+
+    A tensor hook on a leaf is called once in each backward pass, with the sum over all uses of the parameter, before
+    the gradient is added to `.grad` and before DistributedDataParallel gets it. So a replica's own gradient is seen
+    whatever hook then compresses it, a micro-batch's own gradient beside those of others, and all that before clipping.
+
+    Args:
+        parameters: leaves that require gradients, each once.
+
+    Example:
+        >>> import torch
+        >>> weight = torch.ones(2, requires_grad=True)
+        >>> tap = GradientTap([weight])
+        >>> tap.install()
+        >>> (3 * weight).sum().backward()
+        >>> tap.take()
+        [tensor([3., 3.])]
+        >>> tap.remove()
+    """
+
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        self._parameters = list(parameters)
+        self._handles: list[Any] = []
+        self._arrived: dict[int, Tensor] = {}
+
+    @property
+    def holds(self) -> bool:
+        """True if gradients have arrived since they were last taken."""
+        return bool(self._arrived)
+
+    def install(self) -> None:
+        """Put the hooks on."""
+        self.remove()
+        self._handles = [p.register_hook(partial(self._arrive, i)) for i, p in enumerate(self._parameters)]  # type: ignore[no-untyped-call]
+
+    def remove(self) -> None:
+        """Take the hooks off, and let go of what has arrived."""
+        for handle in self._handles:
+            handle.remove()
+        if self._handles:
+            for parameter in self._parameters:
+                if not parameter._backward_hooks:
+                    # Else every backward pass goes on asking each parameter's empty table: 0.5 µs apiece.
+                    parameter._backward_hooks = None
+        self._handles = []
+        self._arrived.clear()
+
+    def take(self) -> list[Tensor | None]:
+        """Return the sum of what has arrived at each parameter since the last call; None where nothing did."""
+        arrived = [self._arrived.get(number) for number in range(len(self._parameters))]
+        self._arrived.clear()
+        return [None if gradient is None else gradient.detach() for gradient in arrived]
+
+    def _arrive(self, number: int, gradient: Tensor | None) -> None:
+        if gradient is None:  # a function of the user's has returned none
+            return
+        # This very tensor is kept: autograd then copies it into `.grad` instead of moving it, and clipping leaves it.
+        if number in self._arrived:  # a second pass over the same batch
+            gradient = self._arrived[number] + gradient
+        self._arrived[number] = gradient
+
+
+def trained_parameters(model: Any) -> list[Tensor]:
+    """Return the parameters of a model that require gradients, each once, in the order of `named_parameters`.
+
+    Raises:
+        Unmeasurable: if they are spread over processes or devices.
+    """
+    parameters: list[Tensor] = [p for _, p in model.named_parameters() if p.requires_grad]
+    if any(hasattr(p, "to_local") for p in parameters):
+        raise Unmeasurable("the parameters are spread over processes (DTensor), so no rank has a whole gradient")
+    if len({p.device for p in parameters}) > 1:
+        raise Unmeasurable("the parameters lie on several devices")
+    if not parameters:
+        raise Unmeasurable("no parameter of the model requires a gradient")
+    return parameters
+
+
+def flattened(gradients: Sequence[Tensor | None], parameters: Sequence[Tensor]) -> Tensor:
+    """Return gradients as one float32 vector; 0 where there is none.
+
+    Args:
+        gradients: of the parameters, in their order.
+        parameters: at least one.
+
+    Raises:
+        Unmeasurable: if one is sparse, spread over processes, or on another device.
+    """
+    if any(g is not None and g.layout != torch.strided for g in gradients):
+        raise Unmeasurable("a gradient is sparse; make it dense, such as by nn.Embedding(sparse=False)")
+    dense = [
+        torch.zeros_like(p, dtype=torch.float32) if g is None else g for g, p in zip(gradients, parameters, strict=True)
+    ]
+    if any(each.is_complex() for each in dense):
+        dense = [torch.view_as_real(each) if each.is_complex() else each for each in dense]
+    return _joined(dense)
+
+
+def _joined(tensors: list[Tensor]) -> Tensor:
+    # torch's own flattening: one call for all parameters, where a reshape of each takes 1 µs.
+    singles = [each if each.dtype == torch.float32 else each.float() for each in tensors]
+    return cast(Tensor, torch._utils._flatten_dense_tensors(singles))  # type: ignore[no-untyped-call]
+
+
+def denominators(parameters: Sequence[Tensor], optimizers: Sequence[Optimizer]) -> Tensor | None:
+    """Return max(√v̂, r / 10) + ε as one vector, or None where an optimizer has no v̂: the plain noise scale.
+
+    Args:
+        parameters: those of the gradients, in their order.
+        optimizers: that update them. With one of another kind than Adam among them, gradients stay plain: two kinds of
+            coordinates have no norm in common.
+
+    Raises:
+        Unmeasurable: if no Adam has taken a step yet.
+    """
+    rows = [(optimizer, group) for optimizer in optimizers for group in optimizer.param_groups]
+    if not rows or not all(_is_adam(optimizer, group) for optimizer, group in rows):
+        return None
+    owner = {id(p): (optimizer, group) for optimizer, group in rows for p in group["params"]}
+    squares: list[Tensor] = []
+    corrections: list[float] = []
+    epsilons: list[float] = []
+    for p in parameters:
+        optimizer, group = owner.get(id(p), rows[0])
+        state = optimizer.state.get(p, {})
+        # One that has had no gradient, or that nobody updates, has no square, and is left out as those of 0 are.
+        squares.append(_square(p, state) if "exp_avg_sq" in state else torch.zeros_like(p, dtype=torch.float32))
+        corrections.append(_correction(state, group))
+        epsilons.append(float(group["eps"]))
+    if not any("exp_avg_sq" in owner[id(p)][0].state.get(p, {}) for p in parameters if id(p) in owner):
+        raise Unmeasurable("the optimizer has no averages of squared gradients yet")
+    return _joined(_denominators(squares, corrections, epsilons))
+
+
+def _square(p: Tensor, state: dict[str, Any]) -> Tensor:
+    square: Tensor = state.get("max_exp_avg_sq", state["exp_avg_sq"])
+    if square.is_complex():
+        raise Unmeasurable("the optimizer's squares are complex")
+    if square.shape != p.shape:
+        raise Unmeasurable(f"the optimizer keeps squares of shape {tuple(square.shape)} for {tuple(p.shape)} weights")
+    return square
+
+
+@torch.no_grad()
+def _denominators(squares: list[Tensor], corrections: list[float], epsilons: list[float]) -> list[Tensor]:
+    singles = [square.float() for square in squares]
+    roots = torch._foreach_sqrt(torch._foreach_div(singles, corrections))
+    for root, length in zip(roots, torch._foreach_norm(roots), strict=True):
+        least = length * (_LEAST_ROOT / math.sqrt(max(root.numel(), 1)))
+        root.clamp_(min=torch.where(length > 0, least, math.inf))
+    return list(torch._foreach_add(roots, epsilons))
+
+
+def _is_adam(optimizer: Optimizer, group: dict[str, Any]) -> bool:
+    """Tell Adam, AdamW, NAdam, RAdam and LAMB from others: by their settings, since a new one has no state yet."""
+    kept = next((state for state in optimizer.state.values() if state), None)
+    betas = group.get("betas")
+    pair = isinstance(betas, tuple | list) and len(betas) == 2
+    # Lion has betas and no eps, Adamax keeps exp_inf.
+    return pair and "eps" in group and (kept is None or "exp_avg_sq" in kept)
+
+
+def _correction(state: dict[str, Any], group: dict[str, Any]) -> float:
+    step = state.get("step", group.get("step"))  # apex counts in the group
+    if step is None or not group.get("bias_correction", True):
+        return 1.0
+    beta2, steps = float(group["betas"][1]), max(float(step), 1.0)
+    return max(1.0 - float(beta2**steps), 1e-12)
+
+
+class GradientSketch:
+    """A short linear sketch of long vectors, whose squared length is that of the vector, in expectation.
+
+        sketch(x)_j = Σ_{i ≡ j mod m} s_i x_i      s_i = ±1, drawn once, alike on all ranks
+
+    The sketch of a mean is the mean of sketches. So ranks agree on the norm of their mean gradient by exchanging m
+    numbers, without the gradient that a communication hook makes of it, which compression and clipping change.
+
+    Source: Charikar, Chen, Farach-Colton, Finding Frequent Items in Data Streams, 2002 (the count sketch).
+
+    Args:
+        length: numbers of the sketch, m; a shorter vector is its own sketch. Default 16 384.
+        seed: of the signs, the same on all ranks.
+
+    Example:
+        >>> sketch = GradientSketch(length=1024)
+        >>> x = torch.ones(100_000)
+        >>> abs(float(sketch.of(x).square().sum()) / 100_000 - 1) < 0.2
+        True
+    """
+
+    def __init__(self, length: int = _SKETCH, seed: int = 0) -> None:
+        self.length = length
+        self._seed = seed
+        self._signs: Tensor | None = None
+
+    def of(self, vector: Tensor) -> Tensor:
+        """Return the sketch of a vector, of the same dtype and device."""
+        if vector.numel() <= self.length:
+            return vector
+        signs = self._signs_for(vector)
+        rows = -(-vector.numel() // self.length)
+        signed = torch.zeros(rows * self.length, dtype=vector.dtype, device=vector.device)
+        torch.mul(vector, signs, out=signed[: vector.numel()])
+        return signed.view(rows, self.length).sum(0)
+
+    def _signs_for(self, vector: Tensor) -> Tensor:
+        if self._signs is None or self._signs.numel() != vector.numel() or self._signs.device != vector.device:
+            generator = torch.Generator().manual_seed(self._seed)  # of the host: ranks may have different devices
+            drawn = torch.randint(0, 2, (vector.numel(),), generator=generator, dtype=torch.int8)
+            self._signs = drawn.mul_(2).sub_(1).to(vector.device)
+        return self._signs
+
+
+class PartSums:
+    """Sums over the micro-batches of this rank.
+
+    Args:
+        sketch: shortens the vectors that ranks exchange; None keeps them whole, for one rank.
+
+    Example:
+        >>> parts = PartSums(None)
+        >>> parts.add(torch.tensor([3.0, 0.0]), 8)
+        >>> parts.add(torch.tensor([1.0, 0.0]), 8)
+        >>> parts.sums()  # half the loss each: S_1 = 6, S_2 = 2, G = 4
+        NoiseSums(part_square=20.0, mean_square=16.0, part_samples=8.0, samples=16.0)
+    """
+
+    def __init__(self, sketch: GradientSketch | None) -> None:
+        self._sketch = sketch
+        self.total: Tensor | None = None
+        """The sum of the parts' gradients, or its sketch."""
+        self.square: Tensor | float = 0.0
+        """The sum of the parts' squared norms."""
+        self.count = 0
+        self.inverse_sizes = 0.0
+        """Σ 1 / samples."""
+
+    def add(self, vector: Tensor, samples: float) -> None:
+        """Add the gradient of a micro-batch.
+
+        Args:
+            vector: its gradient.
+            samples: in it, > 0.
+        """
+        vector = vector if self._sketch is None else self._sketch.of(vector)
+        self.total = vector if self.total is None else self.total + vector
+        self.square = self.square + vector.square().sum()
+        self.count += 1
+        self.inverse_sizes += 1 / samples
+
+    def sums(self) -> NoiseSums | None:
+        """Return what the parts of this rank say by themselves; None if there is only one."""
+        if self.total is None or self.count < 2:
+            return None
+        square, total_square = torch.stack([torch.as_tensor(self.square), self.total.square().sum()]).tolist()
+        return _sums(square, total_square, self.count, self.inverse_sizes, ranks=1)
+
+
+class Exchanged(NamedTuple):
+    """What all ranks agree on."""
+
+    sums: NoiseSums | None
+    """None if a rank can't measure."""
+    cost_s: float
+    usual_s: float
+
+
+def exchange(
+    parts: PartSums | None,
+    length: int,
+    like: Tensor,
+    cost_s: float,
+    usual_s: float,
+    group: dist.ProcessGroup | None = None,
+    gather: Gather | None = None,
+) -> Exchanged:
+    """Sum the parts over all ranks: one all-reduce, or one gathering, to which each rank must come.
+
+    Args:
+        parts: of this rank; None if it can't measure. Without any part the step was left out by a GradScaler, and its
+            sums are not finite on all ranks.
+        length: of the vectors' sketches.
+        like: a tensor on the device of the group's collectives.
+        cost_s: what the measurement took on this rank.
+        usual_s: a step's usual time on this rank.
+        group: of the ranks; None for torch's own.
+        gather: exchanges tensors on the CPU in place of a collective of the group.
+    """
+    packed = torch.zeros(length + 6, device=like.device)
+    if parts is not None and parts.total is not None:
+        packed[:length] = parts.total
+        packed[length] = parts.square
+        packed[length + 1 : length + 3] = torch.tensor([float(parts.count), parts.inverse_sizes])
+    elif parts is not None:
+        packed[length : length + 3] = torch.tensor([math.nan, 1.0, 1.0])
+    packed[length + 3 :] = torch.tensor([float(parts is None), cost_s, usual_s])
+    packed, ranks = _summed(packed, group, gather)
+    total_square = float(packed[:length].square().sum())
+    square, count, inverse, silent, cost, usual = packed[length:].tolist()
+    sums = None if silent or count < 2 else _sums(square, total_square, count, inverse, ranks)
+    return Exchanged(sums, cost / ranks, usual / ranks)
+
+
+def _summed(packed: Tensor, group: dist.ProcessGroup | None, gather: Gather | None) -> tuple[Tensor, int]:
+    """Return the sum over all ranks, and how many they are."""
+    if gather is None:
+        dist.all_reduce(packed, group=group)
+        return packed, dist.get_world_size(group)
+    gathered = gather(packed.cpu())
+    return torch.stack(gathered).sum(0), len(gathered)
+
+
+def _sums(square: float, total_square: float, count: float, inverse_sizes: float, ranks: int) -> NoiseSums:
+    part_samples = count / inverse_sizes
+    return NoiseSums(count * square / ranks**2, total_square / ranks**2, part_samples, count * part_samples)
