@@ -10,6 +10,7 @@ Every change is one transaction, written before the scheduler acts on it. States
 
 from __future__ import annotations
 
+import fcntl
 import json
 import sqlite3
 from collections.abc import Iterator, Sequence
@@ -198,6 +199,21 @@ class JobTable:
                 raise InvalidArgument(f"a job must not have ended to be cancelled. Found: {name!r} is {state}")
         with self._change() as table:
             table.executemany("UPDATE jobs SET is_cancelled = 1 WHERE name = ?", [(name,) for name in names])
+
+
+@contextmanager
+def claimed(folder: Path) -> Iterator[None]:
+    """Hold a cluster's folder while a scheduler runs; the claim ends with the process.
+
+    Raises:
+        InvalidArgument: if another scheduler holds it.
+    """
+    with (folder / "scheduler.lock").open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise InvalidArgument(f"{folder} must have one scheduler. Found: another one runs") from None
+        yield
 
 
 def _row(values: sqlite3.Row) -> JobRow:

@@ -188,7 +188,9 @@ def _worth(
     """Return what a speed-up of 1 is worth, by job."""
     left = np.array([_seconds_left(job, own) for job, own in zip(jobs, sizes, strict=True)])
     rank = np.empty(len(jobs))
-    rank[np.argsort(-left, kind="stable")] = np.arange(1, len(jobs) + 1)
+    # Of equal ones the first to be submitted counts as the shortest.
+    turns = np.arange(1, len(jobs) + 1)
+    rank[np.lexsort((-turns, np.array([-job.submitted_s for job in jobs]), -left))] = turns
     power = 1 / (1 - options.exponent)
     # In logarithms: i^e is beyond any float for many jobs of nearly linear speed-up.
     step = power * np.log(rank) + np.log(-np.expm1(power * np.log1p(-1 / np.maximum(rank, 1.5))))

@@ -22,6 +22,9 @@ _HOMES = {
     "doctor": "accel.commands.doctor",
     "bench": "accel.commands.bench",
     "cluster": "accel.commands.cluster",
+    "submit": "accel.commands.cluster",
+    "cancel": "accel.commands.cluster",
+    "logs": "accel.commands.cluster",
 }
 """Subcommand → module that holds it."""
 

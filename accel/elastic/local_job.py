@@ -5,7 +5,7 @@
     job.resize(4)  ──SIGTERM──▶ a checkpoint after the step under way ──torchrun──▶ 4 ranks go on from it
     job.profile()     step times, noise and bounds, as the job has measured them
 
-The script passes `checkpoint=` of the same folder to `accel.optimize`. What a change costs, the start of a process and
+The script passes `checkpoint=` of the same folder to `accel.optimize`, by the variable ACCEL_CHECKPOINT or as it knows. What a change costs, the start of a process and
 the step under way, the profile's `restart_s` tells. With `in_place` the processes that stay go on:
 
     job.resize(4)  ──python──▶   2 more processes, which come to accel.optimize while the others train
@@ -32,6 +32,8 @@ from accel.elastic.saving.torchrun_nodes import VARIABLE
 from accel.errors import InvalidArgument
 from accel.goodput.job import JobProfile
 
+CHECKPOINT = "ACCEL_CHECKPOINT"
+"""Variable in which the script finds the folder."""
 _LONGER_S = 5.0
 """Than torchrun waits for its workers it is waited for."""
 _LOOK_S = 0.02
@@ -144,7 +146,12 @@ class LocalJob:
 
     def _popen(self, command: Sequence[str], variables: Mapping[str, str]) -> subprocess.Popen[bytes]:
         # By itself torchrun kills its workers 30 s after it has told them to end.
-        environment = {VARIABLE: "1", **os.environ, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(math.ceil(self._save_s))}
+        environment = {
+            VARIABLE: "1",
+            **os.environ,
+            CHECKPOINT: str(self._folder),
+            "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(math.ceil(self._save_s)),
+        }
         if self._orders is not None:
             environment |= {ORDERS: str(self._orders.port), SEEN: str(self._number)}
         with contextlib.ExitStack() as open_files:
