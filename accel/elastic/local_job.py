@@ -5,8 +5,9 @@
     job.resize(4)  ──SIGTERM──▶ a checkpoint after the step under way ──torchrun──▶ 4 ranks go on from it
     job.profile()     step times, noise and bounds, as the job has measured them
 
-The script passes `checkpoint=` of the same folder to `accel.optimize`, by the variable ACCEL_CHECKPOINT or as it knows. What a change costs, the start of a process and
-the step under way, the profile's `restart_s` tells. With `in_place` the processes that stay go on:
+The script passes `checkpoint=` of the same folder to `accel.optimize`; the variable ACCEL_CHECKPOINT has it. What a
+change costs, the start of a process and the step under way, the profile's `restart_s` tells. With `in_place` the
+processes that stay go on:
 
     job.resize(4)  ──python──▶   2 more processes, which come to accel.optimize while the others train
                    ──order──▶    a checkpoint after the step under way; all 4 form a group, and go on from it
