@@ -16,6 +16,7 @@ ROOMS = {
     "accel": {
         "amp",
         "cache",
+        "cluster",
         "commands",
         "compile",
         *("elastic", "elastic/batch_size", "elastic/saving"),

@@ -21,6 +21,10 @@ _HOMES = {
     "profile": "accel.commands.profile",
     "doctor": "accel.commands.doctor",
     "bench": "accel.commands.bench",
+    "cluster": "accel.commands.cluster",
+    "submit": "accel.commands.cluster",
+    "cancel": "accel.commands.cluster",
+    "logs": "accel.commands.cluster",
 }
 """Subcommand → module that holds it."""
 

@@ -5,8 +5,9 @@
     job.resize(4)  ──SIGTERM──▶ a checkpoint after the step under way ──torchrun──▶ 4 ranks go on from it
     job.profile()     step times, noise and bounds, as the job has measured them
 
-The script passes `checkpoint=` of the same folder to `accel.optimize`. What a change costs, the start of a process and
-the step under way, the profile's `restart_s` tells. With `in_place` the processes that stay go on:
+The script passes `checkpoint=` of the same folder to `accel.optimize`; the variable ACCEL_CHECKPOINT has it. What a
+change costs, the start of a process and the step under way, the profile's `restart_s` tells. With `in_place` the
+processes that stay go on:
 
     job.resize(4)  ──python──▶   2 more processes, which come to accel.optimize while the others train
                    ──order──▶    a checkpoint after the step under way; all 4 form a group, and go on from it
@@ -14,6 +15,7 @@ the step under way, the profile's `restart_s` tells. With `in_place` the process
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import signal
@@ -31,6 +33,8 @@ from accel.elastic.saving.torchrun_nodes import VARIABLE
 from accel.errors import InvalidArgument
 from accel.goodput.job import JobProfile
 
+CHECKPOINT = "ACCEL_CHECKPOINT"
+"""Variable in which the script finds the folder."""
 _LONGER_S = 5.0
 """Than torchrun waits for its workers it is waited for."""
 _LOOK_S = 0.02
@@ -51,6 +55,8 @@ class LocalJob:
             can't be (it has made groups of its own, say), ranks are started anew. Default False.
         join_s: how long processes that are added may take to come to `accel.optimize`, s; after that all ranks are
             started anew. Default 120.
+        work_folder: in which the script runs. Default: that of this process.
+        output: file that what the script prints is appended to. Default: it goes where this process's goes.
 
     Raises:
         InvalidArgument: if there are no arguments, or a time is not positive.
@@ -72,6 +78,8 @@ class LocalJob:
         launcher: Sequence[str] = TORCHRUN,
         in_place: bool = False,
         join_s: float = 120.0,
+        work_folder: str | os.PathLike[str] | None = None,
+        output: str | os.PathLike[str] | None = None,
     ) -> None:
         if not arguments:
             raise InvalidArgument("arguments must name the script. Found: none")
@@ -79,7 +87,7 @@ class LocalJob:
             if not seconds > 0:
                 raise InvalidArgument(f"{name} must be positive, in seconds. Found: {seconds}")
         self._arguments, self._launcher, self._save_s, self._join_s = list(arguments), list(launcher), save_s, join_s
-        self._folder = Path(folder)
+        self._folder, self._work_folder, self._output = Path(folder), work_folder, output
         self._orders: Any = open_store() if in_place else None
         self._number = 0
         """Of the last order."""
@@ -91,6 +99,11 @@ class LocalJob:
         """The last change has kept the processes of the ranks that stayed."""
         self.problem = ""
         """Why it has not, although it was to."""
+
+    @property
+    def launchers(self) -> tuple[int, ...]:
+        """Numbers of the processes that started the ranks."""
+        return tuple(process.pid for process in self._launched)
 
     @property
     def status(self) -> int | None:
@@ -134,10 +147,21 @@ class LocalJob:
 
     def _popen(self, command: Sequence[str], variables: Mapping[str, str]) -> subprocess.Popen[bytes]:
         # By itself torchrun kills its workers 30 s after it has told them to end.
-        environment = {VARIABLE: "1", **os.environ, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(math.ceil(self._save_s))}
+        environment = {
+            VARIABLE: "1",
+            **os.environ,
+            CHECKPOINT: str(self._folder),
+            "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(math.ceil(self._save_s)),
+        }
         if self._orders is not None:
             environment |= {ORDERS: str(self._orders.port), SEEN: str(self._number)}
-        return subprocess.Popen(command, start_new_session=True, env={**environment, **variables})
+        with contextlib.ExitStack() as open_files:
+            streams: dict[str, Any] = {}
+            if self._output is not None:
+                Path(self._output).parent.mkdir(parents=True, exist_ok=True)
+                streams = {"stdout": open_files.enter_context(open(self._output, "ab")), "stderr": subprocess.STDOUT}
+            own = {**environment, **variables}
+            return subprocess.Popen(command, start_new_session=True, env=own, cwd=self._work_folder, **streams)
 
     # -- in place ------------------------------------------------------------------------------------------------------
 

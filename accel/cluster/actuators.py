@@ -1,0 +1,117 @@
+"""What starts, resizes and stops the jobs that a scheduler shares out: one interface, and this machine's processes.
+
+| method | must |
+|---|---|
+| `nodes` | say which nodes are there now |
+| `change` | give a job its replicas on nodes, or stop it for none, once its checkpoint is written; may take minutes |
+| `status` | say how a job ended; None while it runs, is stopped, or was never started |
+| `end_left` | end what an earlier scheduler has left of a job, after a checkpoint |
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Protocol
+
+from accel.cluster.job_table import JobRow
+from accel.cluster.jobs import ClusterNode
+from accel.elastic.local_job import LocalJob
+from accel.errors import InvalidArgument
+
+SAVE_S = 60.0
+"""How long ranks may take for the step under way and their checkpoint."""
+_LOOK_S = 0.1
+LOG = "accel-job.log"
+"""File in a job's checkpoint folder that its output goes to."""
+
+
+class Actuator(Protocol):
+    """What a scheduler acts through; `change` is called in threads, for one job by one at a time."""
+
+    def nodes(self) -> list[ClusterNode]:
+        """Return the nodes that are there."""
+
+    def change(self, row: JobRow, nodes: tuple[str, ...]) -> None:
+        """Start a job on nodes, move it there, or stop it for none; returns when that is done."""
+
+    def status(self, name: str) -> int | None:
+        """Return the exit status of a job that has ended by itself."""
+
+    def processes(self, name: str) -> tuple[int, ...]:
+        """Return the processes by which a later scheduler can end what is left of a job."""
+
+    def end_left(self, row: JobRow) -> None:
+        """End what an earlier scheduler has left of a job."""
+
+
+class LocalActuator:
+    """Run jobs as processes of this machine.
+
+    Args:
+        slots: replicas that may run at once, ≥ 1.
+        in_place: keep the processes of ranks that stay, where a job allows it.
+
+    Raises:
+        InvalidArgument: if there is no slot.
+    """
+
+    def __init__(self, slots: int, *, in_place: bool = True) -> None:
+        if slots < 1:
+            raise InvalidArgument(f"slots must be at least 1. Found: {slots}")
+        self._slots, self._in_place = slots, in_place
+        self._jobs: dict[str, LocalJob] = {}
+
+    def nodes(self) -> list[ClusterNode]:
+        """Return this machine."""
+        return [ClusterNode("localhost", self._slots)]
+
+    def change(self, row: JobRow, nodes: tuple[str, ...]) -> None:
+        """Resize a job's processes."""
+        job = self._jobs.get(row.name)
+        if job is None:
+            folder = Path(row.spec.checkpoint)
+            job = self._jobs[row.name] = LocalJob(
+                row.spec.arguments,
+                folder,
+                save_s=SAVE_S,
+                in_place=self._in_place,
+                work_folder=row.spec.folder,
+                output=folder / LOG,
+            )
+        job.resize(len(nodes))
+
+    def status(self, name: str) -> int | None:
+        """Return the exit status of a job that has ended by itself."""
+        return None if name not in self._jobs or not self._jobs[name].ranks else self._jobs[name].status
+
+    def processes(self, name: str) -> tuple[int, ...]:
+        """Return the launchers of a job."""
+        return self._jobs[name].launchers if name in self._jobs else ()
+
+    def end_left(self, row: JobRow) -> None:
+        """Have the launchers of an earlier scheduler save and end; kill those that don't."""
+        alive = [each for each in row.processes if _is_launcher(each)]
+        for each in alive:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(each, signal.SIGTERM)
+        deadline = time.monotonic() + SAVE_S
+        while alive and time.monotonic() < deadline:
+            time.sleep(_LOOK_S)
+            alive = [each for each in alive if _is_launcher(each)]
+        for each in alive:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(each, signal.SIGKILL)
+
+
+def _is_launcher(process: int) -> bool:
+    """Return whether a process runs Python and leads a session of its own: a number may be another's by now."""
+    try:
+        command = Path(f"/proc/{process}/cmdline").read_bytes()
+        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+        return b"python" in command and state != "Z" and os.getsid(process) == process
+    except OSError:
+        return False

@@ -1,0 +1,224 @@
+"""The jobs of a cluster in one SQLite file: the truth that survives a scheduler, a head and a power cut.
+
+Every change is one transaction, written before the scheduler acts on it. States:
+
+    waiting ──▶ running ──▶ done            ended by itself, exit status 0
+       ▲           │   ├──▶ failed          ended by itself, another status
+       └───────────┘   └──▶ cancelled       at the user's wish, from waiting too
+      (its replicas are wanted elsewhere)
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import sqlite3
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from accel.errors import InvalidArgument
+
+FILE = "jobs.sqlite"
+SCHEMA = 1
+ENDED = ("done", "failed", "cancelled")
+
+_TABLE = """
+CREATE TABLE IF NOT EXISTS jobs (
+    name TEXT PRIMARY KEY,
+    spec TEXT NOT NULL,
+    submitted_s REAL NOT NULL,
+    state TEXT NOT NULL CHECK (state IN ('waiting', 'running', 'done', 'failed', 'cancelled')),
+    is_cancelled INTEGER NOT NULL DEFAULT 0,
+    nodes TEXT NOT NULL DEFAULT '[]',
+    changes INTEGER NOT NULL DEFAULT 0,
+    service_s REAL NOT NULL DEFAULT 0,
+    waited_s REAL NOT NULL DEFAULT 0,
+    changing_s REAL NOT NULL DEFAULT 0,
+    processes TEXT NOT NULL DEFAULT '[]',
+    ended_s REAL,
+    exit_status INTEGER,
+    note TEXT NOT NULL DEFAULT ''
+)
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobSpec:
+    """What is asked for a job.
+
+    Args:
+        arguments: of Python from the script on, such as `("train.py", "--epochs=30")`.
+        folder: absolute; the script runs there.
+        checkpoint: folder that the script passes as `checkpoint=`, absolute.
+        min_replicas: fewest replicas that it can run on.
+        max_replicas: most.
+        weight: how much its speed counts beside the others'.
+        deadline_s: seconds after its submission at which it is wanted; None for no deadline.
+        is_preemptible: whether its replicas may be moved or taken once it runs.
+    """
+
+    arguments: tuple[str, ...]
+    folder: str
+    checkpoint: str
+    min_replicas: int = 1
+    max_replicas: int = 1
+    weight: float = 1.0
+    deadline_s: float | None = None
+    is_preemptible: bool = True
+
+
+@dataclass
+class JobRow:
+    """A job with what became of it."""
+
+    name: str
+    spec: JobSpec
+    submitted_s: float
+    state: str = "waiting"
+    is_cancelled: bool = False
+    """Whether its end is wanted."""
+    nodes: tuple[str, ...] = ()
+    """Where its replicas are, or are about to be."""
+    changes: int = 0
+    """Of its replicas, after the first start."""
+    service_s: float = 0.0
+    """GPU-seconds had."""
+    waited_s: float = 0.0
+    """Seconds without replicas."""
+    changing_s: float = 0.0
+    """Seconds that starts and changes of its replicas took."""
+    processes: tuple[int, ...] = ()
+    """Numbers of the processes that started its ranks, on this machine."""
+    ended_s: float | None = None
+    exit_status: int | None = None
+    note: str = ""
+    """Why it is as it is, one sentence."""
+
+
+class JobTable:
+    """Read and change the jobs of a cluster; several processes may at once.
+
+    Args:
+        folder: of the cluster; made if it is not there.
+
+    Raises:
+        InvalidArgument: if the file is no job table of this version.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / FILE
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise InvalidArgument(f"{folder} can't be the folder of a cluster: {error}") from None
+        with self._change() as table:
+            version = table.execute("PRAGMA user_version").fetchone()[0]
+            if version not in (0, SCHEMA):
+                raise InvalidArgument(f"{self._path} must be a job table of version {SCHEMA}. Found: {version}")
+            table.execute(_TABLE)
+            table.execute(f"PRAGMA user_version = {SCHEMA}")
+
+    @contextmanager
+    def _change(self) -> Iterator[sqlite3.Connection]:
+        """Open the file for one transaction, which is carried out whole or not at all.
+
+        Raises:
+            InvalidArgument: if the file can't be read or written.
+        """
+        try:
+            with closing(sqlite3.connect(self._path, timeout=30.0, isolation_level=None)) as table:
+                table.execute("PRAGMA journal_mode = WAL")
+                table.execute("PRAGMA synchronous = FULL")
+                table.execute("BEGIN IMMEDIATE")
+                yield table
+                table.execute("COMMIT")  # closing without it rolls back
+        except sqlite3.IntegrityError:
+            raise
+        except sqlite3.DatabaseError as error:
+            raise InvalidArgument(f"{self._path} can't be used as a job table: {error}") from None
+
+    def submit(self, name: str, spec: JobSpec, now_s: float) -> None:
+        """Add a job.
+
+        Args:
+            name: of the job, unlike all others'.
+            spec: what is asked for.
+            now_s: seconds since 1970.
+
+        Raises:
+            InvalidArgument: if there is a job of that name.
+        """
+        try:
+            with self._change() as table:
+                table.execute(
+                    "INSERT INTO jobs (name, spec, submitted_s, state) VALUES (?, ?, ?, 'waiting')",
+                    (name, json.dumps(vars(spec)), now_s),
+                )
+        except sqlite3.IntegrityError:
+            raise InvalidArgument(f"a job must have a name of its own. Found: {name!r} is there already") from None
+
+    def jobs(self) -> list[JobRow]:
+        """Return all jobs, in the order of their submission."""
+        with self._change() as table:
+            table.row_factory = sqlite3.Row
+            return [_row(each) for each in table.execute("SELECT * FROM jobs ORDER BY submitted_s, name")]
+
+    def job(self, name: str) -> JobRow:
+        """Return one job.
+
+        Raises:
+            InvalidArgument: if there is none of that name.
+        """
+        every = {each.name: each for each in self.jobs()}
+        if name not in every:
+            raise InvalidArgument(f"the job must be one of {sorted(every) or 'none so far'}. Found: {name!r}")
+        return every[name]
+
+    def write(self, row: JobRow) -> None:
+        """Write what became of a job; whether its end is wanted is left as it is."""
+        with self._change() as table:
+            table.execute(
+                "UPDATE jobs SET state = ?, nodes = ?, changes = ?, service_s = ?, waited_s = ?, changing_s = ?, "
+                "processes = ?, ended_s = ?, exit_status = ?, note = ? WHERE name = ?",
+                (
+                    *(row.state, json.dumps(row.nodes), row.changes, row.service_s, row.waited_s, row.changing_s),
+                    *(json.dumps(row.processes), row.ended_s, row.exit_status, row.note, row.name),
+                ),
+            )
+
+    def cancel(self, names: Sequence[str]) -> None:
+        """Note that jobs are to end; the scheduler ends them.
+
+        Raises:
+            InvalidArgument: if one is not there, or has ended.
+        """
+        for name in names:
+            if (state := self.job(name).state) in ENDED:
+                raise InvalidArgument(f"a job must not have ended to be cancelled. Found: {name!r} is {state}")
+        with self._change() as table:
+            table.executemany("UPDATE jobs SET is_cancelled = 1 WHERE name = ?", [(name,) for name in names])
+
+
+@contextmanager
+def claimed(folder: Path) -> Iterator[None]:
+    """Hold a cluster's folder while a scheduler runs; the claim ends with the process.
+
+    Raises:
+        InvalidArgument: if another scheduler holds it.
+    """
+    with (folder / "scheduler.lock").open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise InvalidArgument(f"{folder} must have one scheduler. Found: another one runs") from None
+        yield
+
+
+def _row(values: sqlite3.Row) -> JobRow:
+    spec = json.loads(values["spec"])
+    own = dict(values)
+    own |= {"nodes": tuple(json.loads(own["nodes"])), "processes": tuple(json.loads(own["processes"]))}
+    own |= {"spec": JobSpec(**{**spec, "arguments": tuple(spec["arguments"])})}
+    return JobRow(**{**own, "is_cancelled": bool(own["is_cancelled"])})

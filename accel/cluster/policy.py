@@ -1,0 +1,325 @@
+"""Which job gets how many replicas: the sizes with which the jobs of a cluster end soonest, on the whole.
+
+    maximise  Σ cⱼ · sⱼ(Kⱼ) · life / (life + restart)      over sizes Kⱼ, within the GPUs of each kind
+
+s is the speed-up over one replica, by the goodput that a job's own controller has fitted. c says what a second of a
+job's remaining time is worth: with n jobs, the i-th longest is worth
+
+    cᵢ = (i^e - (i-1)^e)^(1/e),   e = 1 / (1 - q)
+
+which is optimal for jobs of speed-up K^q that are all there (heSRPT, Berg et al., Performance 2020,
+https://arxiv.org/abs/1903.09346): the shortest goes first, and the others don't starve. Jobs that say nothing of their
+length are taken to be half done. The last factor is what a change costs: a job stands still for its restart, and what
+it gains lasts until its end or the next arrivals. Pollux (OSDI 2021) maximises the power mean of speed-ups over a fair
+share, and knows nothing of lengths.
+
+Jobs that would miss their deadlines count more. Sizes are whole nodes, or parts of one: two jobs that share several
+nodes slow each other down.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from accel.cluster.jobs import Allocation, ClusterNode, JobView
+from accel.cluster.placement import Share, place
+from accel.cluster.speed import SpeedTable
+from accel.errors import InvalidArgument
+from accel.goodput.job import EXPLORED, JobProfile
+
+Floats = NDArray[np.float64]
+
+_GUESSED_S = 600.0
+"""Remaining time on one replica of a job that has not run yet and says nothing of its length."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyOptions:
+    """How sizes are chosen.
+
+    Args:
+        exponent: q in (0, 1): how well the jobs are taken to scale when their lengths are weighed.
+        life_s: how long an allocation lasts at most, before other jobs come or go, s.
+        keeps_links_apart: put no two jobs of several nodes on one node.
+
+    Raises:
+        InvalidArgument: if a value is out of its range.
+    """
+
+    exponent: float = 0.75
+    life_s: float = 300.0
+    keeps_links_apart: bool = False
+
+    def __post_init__(self) -> None:
+        if not 0 < self.exponent < 1:
+            raise InvalidArgument(f"exponent must be in (0, 1). Found: {self.exponent}")
+        if not self.life_s > 0:
+            raise InvalidArgument(f"life_s must be positive. Found: {self.life_s}")
+
+
+class _Sizes(NamedTuple):
+    """What a job could get of one kind of GPU."""
+
+    kind: str
+    replicas: NDArray[np.int64]
+    rate: Floats
+    """Base steps per second; of a job that has not run, those of one replica are 1."""
+
+
+def allocate(
+    jobs: Sequence[JobView],
+    nodes: Sequence[ClusterNode],
+    current: Allocation,
+    now_s: float,
+    options: PolicyOptions | None = None,
+) -> dict[str, tuple[str, ...]]:
+    """Return the nodes of each job's replicas from now on.
+
+    It depends on its arguments alone. Jobs that are not preemptible keep what they have.
+
+    Args:
+        jobs: that have not ended.
+        nodes: that are there.
+        current: what jobs have now; nodes that are gone, and jobs that have ended, are passed over.
+        now_s: seconds on the clock of the jobs' submissions.
+        options: how sizes are chosen.
+
+    Returns:
+        Jobs that must wait are left out.
+
+    Raises:
+        InvalidArgument: if two jobs or two nodes have one name.
+    """
+    chosen = options or PolicyOptions()
+    for what, names in (("job", [job.name for job in jobs]), ("node", [node.name for node in nodes])):
+        if len(set(names)) < len(names):
+            raise InvalidArgument(f"each {what} must have a name of its own. Found: {sorted(names)}")
+    there = {node.name for node in nodes}
+    held = {name: given for name, given in current.items() if there.issuperset(given)}
+    running = {job.name: held[job.name] for job in jobs if held.get(job.name)}
+    fixed = {job.name for job in jobs if not job.is_preemptible and job.name in running}
+    kinds = _kinds(nodes)
+    room = {kind: sum(node.gpus for node in nodes if node.kind == kind) for kind in kinds}
+    shares = {name: Share(_kind_of(running[name], nodes), len(running[name])) for name in fixed}
+    for share in shares.values():
+        room[share.kind] -= share.replicas
+    movable = [job for job in jobs if job.name not in fixed]
+    sizes = [_sizes(job, kinds, running.get(job.name, ())) for job in movable]
+    worth = _worth(movable, sizes, now_s, sum(room.values()), chosen)
+    gains = [
+        _gains(job, own, count, running.get(job.name, ()), nodes, chosen)
+        for job, own, count in zip(movable, sizes, worth, strict=True)
+    ]
+    best = _best_sizes(sizes, gains, room)
+    shares |= {job.name: share for job, share in zip(movable, best, strict=True) if share is not None}
+    return place(shares, nodes, running, fixed, keeps_links_apart=chosen.keeps_links_apart)
+
+
+def _kinds(nodes: Sequence[ClusterNode]) -> dict[str, ClusterNode]:
+    """Return each kind of GPU with its largest node."""
+    kinds: dict[str, ClusterNode] = {}
+    for node in nodes:
+        if node.kind not in kinds or node.gpus > kinds[node.kind].gpus:
+            kinds[node.kind] = node
+    return kinds
+
+
+def _kind_of(given: tuple[str, ...], nodes: Sequence[ClusterNode]) -> str:
+    return next(node.kind for node in nodes if node.name == given[0])
+
+
+# -- what each size would give ---------------------------------------------------------------------------------------
+
+
+def _sizes(job: JobView, kinds: dict[str, ClusterNode], given: tuple[str, ...]) -> list[_Sizes]:
+    """Return the sizes of a job: parts of a node, whole nodes, and what it has."""
+    by_kind = []
+    for kind, node in kinds.items():
+        parts = range(1, min(node.gpus, job.max_replicas) + 1)
+        whole = range(2 * node.gpus, job.max_replicas + 1, node.gpus)
+        replicas = np.array(sorted({*parts, *whole, *([len(given)] if given else [])}), np.int64)
+        replicas = replicas[(replicas >= job.min_replicas) & (replicas <= job.max_replicas)]
+        if len(replicas):
+            by_kind.append(_Sizes(kind, replicas, _rates(job, kind, kinds, replicas)))
+    return by_kind
+
+
+def _rates(job: JobView, kind: str, kinds: dict[str, ClusterNode], replicas: NDArray[np.int64]) -> Floats:
+    """Return how fast a job would be; on a kind that it has not run on, by what it did on another."""
+    node = kinds[kind]
+    known = job.profiles.get(kind)
+    if known is not None:
+        return _believed(known, node.gpus, replicas)
+    other = next((each for each in job.profiles if each in kinds), None)
+    if other is None:
+        return node.speed * replicas.astype(float)
+    return _believed(job.profiles[other], node.gpus, replicas) * node.speed / kinds[other].speed
+
+
+def _believed(profile: JobProfile, per_node: int, replicas: NDArray[np.int64]) -> Floats:
+    """Return a job's rates: beyond twice the replicas that it has had, nothing is known."""
+    most = EXPLORED * profile.most_replicas
+    table = _table(profile, per_node, max(int(replicas[-1]), most))
+    return np.asarray(table.best(profile.noise).rate[np.minimum(replicas, most) - 1])
+
+
+def _table(profile: JobProfile, per_node: int, most: int) -> SpeedTable:
+    return _tabulated(profile.model, profile.base_batch, profile.limits, per_node, -(-most // per_node) * per_node)
+
+
+@lru_cache(4096)
+def _tabulated(model: object, base_batch: int, limits: object, per_node: int, most: int) -> SpeedTable:
+    replicas = np.arange(1, most + 1)
+    return SpeedTable(model, base_batch, limits, -(-replicas // per_node), replicas)  # type: ignore[arg-type]
+
+
+# -- what it is worth ------------------------------------------------------------------------------------------------
+
+
+def _worth(
+    jobs: Sequence[JobView], sizes: Sequence[list[_Sizes]], now_s: float, room: int, options: PolicyOptions
+) -> Floats:
+    """Return what a speed-up of 1 is worth, by job."""
+    left = np.array([_seconds_left(job, own) for job, own in zip(jobs, sizes, strict=True)])
+    rank = np.empty(len(jobs))
+    # Of equal ones the first to be submitted counts as the shortest.
+    turns = np.arange(1, len(jobs) + 1)
+    rank[np.lexsort((-turns, np.array([-job.submitted_s for job in jobs]), -left))] = turns
+    power = 1 / (1 - options.exponent)
+    # In logarithms: i^e is beyond any float for many jobs of nearly linear speed-up.
+    step = power * np.log(rank) + np.log(-np.expm1(power * np.log1p(-1 / np.maximum(rank, 1.5))))
+    worth = np.where(rank > 1, np.exp(step / power), 1.0)
+    share = max(room / max(len(jobs), 1), 1.0)
+    for at, (job, own) in enumerate(zip(jobs, sizes, strict=True)):
+        worth[at] *= job.weight
+        if job.deadline_s is not None and job.steps_left is not None and own and job.profiles:
+            fair = max(float(np.interp(share, each.replicas, each.rate)) for each in own)
+            needed_s = job.steps_left / max(fair, 1e-12)
+            worth[at] *= min(max(needed_s / max(job.deadline_s - now_s, 1.0), 1.0), _MOST_URGENT)
+    return worth
+
+
+_MOST_URGENT = 16.0
+"""A deadline that can't be met counts no more than this."""
+
+
+def _seconds_left(job: JobView, sizes: list[_Sizes]) -> float:
+    """Return a job's remaining time on one replica: by the steps that it declares, else as much as it has had."""
+    if not job.profiles or not sizes:
+        return 0.0 if job.steps_left is None else _GUESSED_S
+    profile = next(iter(job.profiles.values()))
+    one = max(float(each.rate[0] / each.replicas[0]) for each in sizes)
+    left = profile.progress if job.steps_left is None else job.steps_left
+    return left / max(one, 1e-12)
+
+
+def _gains(
+    job: JobView,
+    sizes: list[_Sizes],
+    worth: float,
+    given: tuple[str, ...],
+    nodes: Sequence[ClusterNode],
+    options: PolicyOptions,
+) -> list[Floats]:
+    """Return what each size adds to the sum."""
+    if not sizes:
+        return []
+    one = max(float(each.rate[0] / each.replicas[0]) for each in sizes) or 1.0
+    kind = _kind_of(given, nodes) if given else ""
+    restart_s = max((profile.restart_s for profile in job.profiles.values()), default=0.0)
+    gains = []
+    for each in sizes:
+        speed = each.rate / one
+        life = np.full(len(speed), options.life_s)
+        if job.steps_left is not None and job.profiles:
+            life = np.minimum(life, np.maximum(job.steps_left / np.maximum(each.rate, 1e-12), 1.0))
+        stays = (each.replicas == len(given)) & (each.kind == kind)
+        gains.append(worth * speed * np.where(stays, 1.0, life / (life + restart_s)))
+    return gains
+
+
+# -- the sizes that are best together --------------------------------------------------------------------------------
+
+
+def _best_sizes(
+    sizes: Sequence[list[_Sizes]], gains: Sequence[list[Floats]], room: dict[str, int]
+) -> list[Share | None]:
+    """Return the size of each job with which the sum is highest."""
+    kind_of = _best_kinds(sizes, gains, room) if len(room) > 1 else [0 if own else None for own in sizes]
+    shares: list[Share | None] = [None] * len(sizes)
+    for kind, most in room.items():
+        members = [(job, at) for job, at in enumerate(kind_of) if at is not None and sizes[job][at].kind == kind]
+        picked = _knapsack([(sizes[job][at].replicas, gains[job][at]) for job, at in members], most)
+        for (job, _), replicas in zip(members, picked, strict=True):
+            shares[job] = Share(kind, replicas) if replicas else None
+    return shares
+
+
+def _knapsack(jobs: Sequence[tuple[NDArray[np.int64], Floats]], most: int) -> list[int]:
+    """Return the replicas of each job, 0 for none, with which the sum of gains is highest; exact.
+
+    A multiple-choice knapsack, by dynamic programming over the number of GPUs.
+    """
+    best = np.zeros(most + 1)
+    picks = np.zeros((len(jobs), most + 1), np.int64)
+    for pick, (replicas, gains) in zip(picks, jobs, strict=True):
+        before = best.copy()
+        for size, gain in zip(replicas.tolist(), gains.tolist(), strict=True):
+            if size > most:
+                break
+            with_it = before[: most + 1 - size] + gain
+            better = with_it > best[size:] * (1 + 1e-12)
+            best[size:][better] = with_it[better]
+            pick[size:][better] = size
+    left, picked = most, []
+    for pick in picks[::-1]:
+        picked.append(int(pick[left]))
+        left -= picked[-1]
+    return picked[::-1]
+
+
+_ROUNDS = 60
+
+
+def _best_kinds(sizes: Sequence[list[_Sizes]], gains: Sequence[list[Floats]], room: dict[str, int]) -> list[int | None]:
+    """Return the kind of GPU of each job, as an index of its sizes: by prices at which the kinds are just used up.
+
+    The prices are the multipliers of the kinds' capacities (Lagrangian relaxation, by subgradients): a job takes what
+    is worth most to it beyond the price. Who takes nothing is put where it would lose least, and may get what is left.
+    """
+    able = [job for job, own in enumerate(sizes) if own]
+    kinds: list[int | None] = [None] * len(sizes)
+    if not able:
+        return kinds
+    # All sizes of all jobs in a row, those of a job side by side.
+    flat = [(job, at) for job in able for at in range(len(sizes[job]))]
+    names = {kind: number for number, kind in enumerate(room)}
+    counts = [len(sizes[job][at].replicas) for job, at in flat]
+    kind = np.repeat([names[sizes[job][at].kind] for job, at in flat], counts)
+    index = np.repeat([at for _, at in flat], counts)
+    replicas = np.concatenate([sizes[job][at].replicas for job, at in flat])
+    gain = np.concatenate([gains[job][at] for job, at in flat])
+    owner = np.repeat([job for job, _ in flat], counts)
+    starts = np.flatnonzero(np.diff(owner, prepend=-1))
+    lengths = np.diff([*starts, len(owner)])
+    capacity = np.maximum(np.array(list(room.values()), float), 1.0)
+    prices = np.zeros(len(room))
+    taken = starts
+    for number in range(_ROUNDS):
+        net = gain - prices[kind] * replicas
+        highest = np.maximum.reduceat(net, starts)
+        candidates = np.flatnonzero(net == np.repeat(highest, lengths))
+        taken = candidates[np.unique(owner[candidates], return_index=True)[1]]
+        bought = taken[highest > 0]
+        used = np.bincount(kind[bought], weights=replicas[bought], minlength=len(room))
+        step = float(gain.max()) / capacity / (1 + number)
+        prices = np.maximum(prices + step * (used - capacity) / capacity, 0.0)
+    for at in taken:
+        kinds[int(owner[at])] = int(index[at])
+    return kinds

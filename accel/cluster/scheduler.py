@@ -1,0 +1,198 @@
+"""The scheduler: asks the policy every minute, and carries out what it answers, job by job.
+
+    table ─ jobs ─▶ views ─▶ allocate ─▶ changes ─ written to the table ─▶ actuator, a thread for each job
+
+What is to be done is in the table before it is begun, so a scheduler that is killed can be started again: it ends what
+the one before has left running, each job after a checkpoint, and starts it anew from there.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+from accel.cluster.actuators import Actuator
+from accel.cluster.job_table import ENDED, JobRow, JobTable
+from accel.cluster.jobs import JobView
+from accel.cluster.policy import PolicyOptions, allocate
+from accel.elastic.run import PROFILE
+from accel.errors import InvalidArgument
+from accel.goodput.job import EXPLORED, JobProfile
+
+INTERVAL_S = 60.0
+_THREADS = 64
+
+
+class Scheduler:
+    """Share out a cluster's nodes between the jobs of a table.
+
+    Args:
+        table: of the jobs.
+        actuator: starts and stops them.
+        interval_s: time between two decisions, s; jobs that come or end are seen within a second.
+        options: of the policy.
+        clock: seconds since 1970.
+    """
+
+    def __init__(
+        self,
+        table: JobTable,
+        actuator: Actuator,
+        interval_s: float = INTERVAL_S,
+        options: PolicyOptions | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._table, self._actuator, self._interval_s = table, actuator, interval_s
+        self._options, self._clock = options, clock
+        self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="accel-cluster")
+        self._changing: dict[str, tuple[Future[None], float]] = {}
+        """Changes under way, and since when."""
+        self._seen_s = clock()
+        self._stops = threading.Event()
+
+    def recover(self) -> None:
+        """End what an earlier scheduler has left, so that no job runs twice."""
+        left = [row for row in self._table.jobs() if row.state == "running"]
+        list(self._pool.map(self._actuator.end_left, left))
+        for row in left:
+            row.state, row.nodes, row.processes, row.note = "waiting", (), (), "the scheduler was started again"
+            self._table.write(row)
+
+    def run(self, until_empty: bool = False) -> None:
+        """Decide until `stop` is called, then stop all jobs, each after a checkpoint.
+
+        Args:
+            until_empty: end when no job is left.
+        """
+        self.recover()
+        try:
+            decided, known = float("-inf"), set[tuple[str, bool]]()
+            while not self._stops.is_set():
+                rows = self.look()
+                now = {(row.name, row.is_cancelled) for row in rows}
+                if now != known or self._clock() >= decided + self._interval_s:
+                    known, decided = now, self._clock()
+                    self.decide(rows)
+                if until_empty and not rows and not self._changing:
+                    return
+                self._stops.wait(0.2)
+        finally:
+            self._stop_all()
+
+    def stop(self) -> None:
+        """Let `run` end; may be called in a signal handler."""
+        self._stops.set()
+
+    def look(self) -> list[JobRow]:
+        """Book what has happened since the last look; return the jobs that have not ended."""
+        passed, self._seen_s = self._clock() - self._seen_s, self._clock()
+        rows = [row for row in self._table.jobs() if row.state not in ENDED]
+        for row in rows:
+            if row.name in self._changing:
+                self._end_change(row)
+            elif row.state == "running":
+                row.service_s += passed * len(row.nodes)
+                if (status := self._actuator.status(row.name)) is not None:
+                    self._end(row, "failed" if status else "done", status)
+                self._table.write(row)
+            else:
+                row.waited_s += passed
+                self._table.write(row)
+        return [row for row in rows if row.state not in ENDED]
+
+    def decide(self, rows: list[JobRow]) -> None:
+        """Ask the policy, and begin what it answers."""
+        for row in rows:
+            if row.is_cancelled and row.name not in self._changing:
+                self._change(row, ())
+        free = [row for row in rows if not row.is_cancelled]
+        current = {row.name: row.nodes for row in rows if row.nodes}
+        views = [self._view(row) for row in rows if row in free or row.nodes]
+        given = allocate(views, self._actuator.nodes(), current, self._clock(), self._options)
+        # Those that give replicas up first: the others' may be on their slots.
+        for row in sorted(free, key=lambda each: len(given.get(each.name, ())) - len(each.nodes)):
+            nodes = given.get(row.name, ())
+            if nodes != row.nodes and row.name not in self._changing:
+                self._change(row, nodes)
+
+    def _view(self, row: JobRow) -> JobView:
+        profile, note = _profile(row)
+        row.note = note or row.note
+        spec = row.spec
+        shown = profile.most_replicas if profile else 0
+        return JobView(
+            name=row.name,
+            submitted_s=row.submitted_s,
+            profiles={} if profile is None else {"gpu": profile},
+            min_replicas=spec.min_replicas,
+            max_replicas=max(spec.min_replicas, min(spec.max_replicas, EXPLORED * shown or 1)),
+            is_preemptible=spec.is_preemptible and row.name not in self._changing and not row.is_cancelled,
+            service_s=row.service_s,
+            restarts=row.changes,
+            weight=spec.weight,
+            deadline_s=None if spec.deadline_s is None else row.submitted_s + spec.deadline_s,
+        )
+
+    def _change(self, row: JobRow, nodes: tuple[str, ...]) -> None:
+        """Write down what a job is to have, and begin to give it."""
+        waits_for = [future for name, (future, _) in self._changing.items() if name != row.name] if nodes else []
+        row.changes += bool(row.nodes)
+        row.nodes, row.state = nodes, "running" if nodes or row.nodes else row.state
+        row.note = f"changing to {len(nodes)} replicas"
+        self._table.write(row)
+        self._changing[row.name] = self._pool.submit(self._act, row, nodes, waits_for), self._clock()
+
+    def _act(self, row: JobRow, nodes: tuple[str, ...], waits_for: list[Future[None]]) -> None:
+        for other in waits_for:  # they may be giving up the slots
+            other.exception()
+        self._actuator.change(row, nodes)
+
+    def _end_change(self, row: JobRow) -> None:
+        future, since = self._changing[row.name]
+        if not future.done():
+            return
+        del self._changing[row.name]
+        row.changing_s += self._clock() - since
+        row.processes = self._actuator.processes(row.name)
+        error, status = future.exception(), self._actuator.status(row.name)
+        if error is not None:
+            self._end(row, "failed", None, f"it could not be changed: {type(error).__name__}: {error}")
+        elif status is not None:
+            self._end(row, "failed" if status else "done", status)
+        elif row.is_cancelled and not row.nodes:
+            self._end(row, "cancelled", None)
+        else:
+            row.state, row.note = "running" if row.nodes else "waiting", ""
+        self._table.write(row)
+
+    def _end(self, row: JobRow, state: str, status: int | None, note: str = "") -> None:
+        row.state, row.exit_status, row.ended_s, row.nodes, row.note = state, status, self._clock(), (), note
+
+    def _stop_all(self) -> None:
+        rows = [row for row in self._table.jobs() if row.state not in ENDED]
+        for row in rows:
+            if row.name in self._changing:
+                self._changing[row.name][0].exception()
+                self._end_change(row)
+        for row in rows:
+            if row.nodes:
+                self._change(row, ())
+        for row in rows:
+            if row.name in self._changing:
+                self._changing[row.name][0].exception()
+                self._end_change(row)
+        self._pool.shutdown()
+
+
+def _profile(row: JobRow) -> tuple[JobProfile | None, str]:
+    """Return what a job has measured of itself, and what is wrong with it."""
+    path = Path(row.spec.checkpoint) / PROFILE
+    if not path.exists():
+        return None, ""
+    try:
+        return JobProfile.load(path), ""
+    except InvalidArgument as error:
+        return None, str(error)

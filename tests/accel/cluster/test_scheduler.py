@@ -1,0 +1,213 @@
+"""The scheduler and its table: no job is lost, none runs twice, whatever ends in between."""
+
+from __future__ import annotations
+
+import sqlite3
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from accel.cluster.job_table import ENDED, FILE, JobRow, JobSpec, JobTable
+from accel.cluster.jobs import ClusterNode
+from accel.cluster.scheduler import Scheduler
+from accel.elastic.run import PROFILE
+from accel.errors import InvalidArgument
+from tests.accel.cluster.cluster_cases import profile
+
+
+def spec(folder: Path, name: str = "one", **options: Any) -> JobSpec:
+    return JobSpec(arguments=("train.py",), folder=str(folder), checkpoint=str(folder / name), **options)
+
+
+class PlayedActuator:
+    """Jobs that run on slots until the test says that they end."""
+
+    def __init__(self, slots: int = 4) -> None:
+        self.slots = slots
+        self.running: dict[str, int] = {}
+        self.statuses: dict[str, int] = {}
+        self.owner: dict[str, object] = {}
+        self.fails: set[str] = set()
+        self._lock = threading.Lock()
+
+    def nodes(self) -> list[ClusterNode]:
+        return [ClusterNode("localhost", self.slots)] if self.slots else []
+
+    def change(self, row: JobRow, nodes: tuple[str, ...]) -> None:
+        with self._lock:
+            if row.name in self.fails:
+                raise OSError("no such script")
+            if row.name in self.statuses:
+                return
+            self.running[row.name] = len(nodes)
+            assert sum(self.running.values()) <= self.slots
+
+    def status(self, name: str) -> int | None:
+        return self.statuses.get(name)
+
+    def processes(self, name: str) -> tuple[int, ...]:
+        return (1,) if self.running.get(name) else ()
+
+    def end_left(self, row: JobRow) -> None:
+        self.running.pop(row.name, None)
+
+    def ends(self, name: str, status: int) -> None:
+        if self.running.get(name):
+            self.statuses[name] = status
+            self.running[name] = 0
+
+
+class Played:
+    """A cluster whose clock the test moves."""
+
+    def __init__(self, folder: Path, slots: int = 4) -> None:
+        self.now, self.folder, self.actuator = 1000.0, folder, PlayedActuator(slots)
+        self.table = JobTable(folder)
+        self.scheduler = self.started()
+
+    def started(self) -> Scheduler:
+        scheduler = Scheduler(self.table, self.actuator, clock=lambda: self.now)
+        scheduler.recover()
+        return scheduler
+
+    def passes(self, seconds: float = 60.0) -> dict[str, JobRow]:
+        self.now += seconds
+        for _ in range(3):  # a decision, its changes, and what they make room for
+            self.scheduler.decide(self.scheduler.look())
+            for future, _ in list(self.scheduler._changing.values()):
+                future.exception()
+        self.scheduler.look()
+        return {row.name: row for row in self.table.jobs()}
+
+
+def test_jobs_share_the_slots_and_the_next_gets_what_is_given_up(tmp_path: Path) -> None:
+    cluster = Played(tmp_path)
+    for name in ("a", "b"):
+        cluster.table.submit(name, spec(tmp_path, name, max_replicas=2 + 2 * (name == "b")), cluster.now)
+        profile(most=4).save(tmp_path / name / PROFILE)
+    rows = cluster.passes()
+    assert [len(rows[name].nodes) for name in ("a", "b")] == [2, 2]
+    cluster.actuator.ends("a", 0)
+    rows = cluster.passes()
+    assert (rows["a"].state, rows["a"].exit_status, rows["a"].nodes) == ("done", 0, ())
+    assert len(rows["b"].nodes) == 4
+    assert rows["b"].service_s > 0
+
+
+def test_what_a_job_came_to_is_told(tmp_path: Path) -> None:
+    cluster = Played(tmp_path)
+    for name in ("good", "bad", "none", "unwanted", "large"):
+        cluster.table.submit(
+            name, spec(tmp_path, name, min_replicas=9 if name == "large" else 1, max_replicas=9), cluster.now
+        )
+    cluster.actuator.fails.add("none")
+    cluster.passes()
+    cluster.table.cancel(["unwanted", "large"])
+    cluster.actuator.ends("good", 0)
+    cluster.actuator.ends("bad", 3)
+    rows = cluster.passes()
+    assert {name: row.state for name, row in rows.items()} == {
+        **{"good": "done", "bad": "failed", "none": "failed", "unwanted": "cancelled", "large": "cancelled"}
+    }
+    assert rows["bad"].exit_status == 3
+    assert "no such script" in rows["none"].note
+
+
+@settings(max_examples=25)
+@given(st.data())
+def test_no_job_is_lost_and_none_runs_twice(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    cluster = Played(tmp_path_factory.mktemp("cluster"), data.draw(st.integers(1, 5)))
+    names: list[str] = []
+    for _ in range(data.draw(st.integers(1, 12))):
+        event = data.draw(st.sampled_from(["submit", "submit", "end", "cancel", "killed", "lost", "pass"]))
+        rows = {row.name: row for row in cluster.table.jobs()}
+        open_ = [name for name in names if rows[name].state not in ENDED]
+        if event == "submit":
+            names.append(f"job-{len(names)}")
+            least = data.draw(st.integers(1, 3))
+            asked = spec(cluster.folder, names[-1], min_replicas=least, max_replicas=least + 2)
+            cluster.table.submit(names[-1], asked, cluster.now)
+        elif event == "end" and open_:
+            cluster.actuator.ends(data.draw(st.sampled_from(open_)), data.draw(st.sampled_from([0, 1])))
+        elif event == "cancel" and open_:
+            cluster.table.cancel([data.draw(st.sampled_from(open_))])
+        elif event == "killed":  # at any moment: changes may be under way, or not be written down
+            if data.draw(st.booleans()):
+                cluster.scheduler.decide(cluster.scheduler.look())
+            for future, _ in list(cluster.scheduler._changing.values()):
+                future.exception()
+            cluster.scheduler = cluster.started()
+        rows = cluster.passes()
+        assert rows.keys() == set(names)
+        for row in rows.values():
+            assert cluster.actuator.running.get(row.name, 0) == len(row.nodes)
+    for _ in range(2 * len(names) + 2):
+        for name in names:
+            cluster.actuator.ends(name, 0)
+        rows = cluster.passes()
+    assert all(row.state in ENDED or row.spec.min_replicas > cluster.actuator.slots for row in rows.values())
+
+
+def test_stopping_saves_every_job_and_a_later_start_goes_on(tmp_path: Path) -> None:
+    cluster = Played(tmp_path)
+    cluster.table.submit("a", spec(tmp_path), cluster.now)
+    cluster.passes()
+    cluster.scheduler.stop()
+    cluster.scheduler.run()
+    (row,) = cluster.table.jobs()
+    assert (row.state, row.nodes) == ("waiting", ())
+    assert not any(cluster.actuator.running.values())
+    cluster.scheduler = cluster.started()
+    assert cluster.passes()["a"].state == "running"
+
+
+def test_a_profile_that_can_not_be_read_is_told_and_passed_over(tmp_path: Path) -> None:
+    cluster = Played(tmp_path)
+    cluster.table.submit("a", spec(tmp_path), cluster.now)
+    (tmp_path / "one").mkdir()
+    (tmp_path / "one" / PROFILE).write_text("{")
+    assert cluster.passes()["a"].state == "running"
+
+
+def test_a_name_is_given_once(tmp_path: Path) -> None:
+    table = JobTable(tmp_path)
+    table.submit("a", spec(tmp_path), 1.0)
+    with pytest.raises(InvalidArgument, match=r"a name of its own\. Found: 'a'"):
+        table.submit("a", spec(tmp_path), 2.0)
+    assert [row.submitted_s for row in table.jobs()] == [1.0]
+
+
+def test_jobs_that_are_not_there_or_have_ended_are_not_cancelled(tmp_path: Path) -> None:
+    table = JobTable(tmp_path)
+    table.submit("a", spec(tmp_path), 1.0)
+    with pytest.raises(InvalidArgument, match=r"must be one of \['a'\]. Found: 'b'"):
+        table.cancel(["a", "b"])
+    assert not table.job("a").is_cancelled
+    row = table.job("a")
+    row.state = "done"
+    table.write(row)
+    with pytest.raises(InvalidArgument, match="'a' is done"):
+        table.cancel(["a"])
+
+
+@pytest.mark.parametrize("what", ["text", "cut", "version", "folder"])
+def test_a_damaged_table_is_refused_in_a_sentence(what: str, tmp_path: Path) -> None:
+    table = JobTable(tmp_path)
+    table.submit("a", spec(tmp_path), 1.0)
+    path = tmp_path / FILE
+    if what == "text":
+        path.write_text("these are not the jobs you are looking for" * 100)
+    elif what == "cut":
+        path.write_bytes(path.read_bytes()[:5000])
+    elif what == "version":
+        with sqlite3.connect(path) as connection:
+            connection.execute("PRAGMA user_version = 9")
+    else:
+        path.unlink()
+        path.mkdir()
+    with pytest.raises(InvalidArgument, match="job table"):
+        JobTable(tmp_path).jobs()
