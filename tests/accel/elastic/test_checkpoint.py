@@ -501,10 +501,12 @@ def test_a_worker_that_outlives_its_loop_keeps_no_folder(tmp_path: Path) -> None
         try:
             mine = Checkpoints(tmp_path, alone=True)
             mine.save(state_of(1))
-            if worker := os.fork():
-                (tmp_path / "worker").write_text(str(worker))
-            else:
+            if os.fork() == 0:
+                (tmp_path / "new").write_text(str(os.getpid()))
+                (tmp_path / "new").rename(tmp_path / "worker")
                 time.sleep(60)
+            while not (tmp_path / "worker").exists():  # by then it has given up what it inherited
+                time.sleep(0.01)
         finally:
             os._exit(0)
     os.waitpid(loop, 0)
