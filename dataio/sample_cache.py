@@ -21,6 +21,7 @@ import math
 import mmap
 import random
 import shutil
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -376,14 +377,14 @@ class SampleCache(Dataset[Any]):
         return samples
 
     def _drawn_nothing(self, indices: list[Any], fetch: Callable[[list[Any]], Any]) -> Any:
-        """Fetch samples; give up if random numbers were drawn meanwhile, where that must have been the dataset."""
-        # Beside other threads the states tell nothing: what draws is then seen to come out differently.
-        alone = not others_could_draw() and self._compares()
-        before = random_state() if alone else ()
+        """Fetch samples; give up if random numbers were drawn meanwhile, by the dataset or by another thread."""
+        # In a thread of this package the loop may draw meanwhile: whoever moved fetching there has looked before.
+        compares = not threading.current_thread().name.startswith("accel-") and self._compares()
+        before = random_state() if compares else ()
         samples = fetch(indices)
         self._counts[_FETCHED] += len(indices)
-        if alone and len(before) == len(streams()) and random_state() != before:
-            self._give_up(_DRAWS)
+        if compares and len(before) == len(streams()) and random_state() != before:
+            self._give_up(_DRAWS_OR_OTHERS if others_could_draw() else _DRAWS)
         return samples
 
     def _compares(self) -> bool:
@@ -422,9 +423,10 @@ class SampleCache(Dataset[Any]):
 
 _DIFFERS = "sample {} came out differently when it was fetched again"
 _DRAWS = "fetching a sample draws random numbers"
+_DRAWS_OR_OTHERS = "fetching a sample, or another thread meanwhile, draws random numbers"
 _NO_LIST = "its __getitems__ doesn't return a list with a sample for each index"
 # Processes tell each other by number.
-_REASONS = (_DIFFERS, _DRAWS, _NO_LIST, "it was closed")
+_REASONS = (_DIFFERS, _DRAWS, _DRAWS_OR_OTHERS, _NO_LIST, "it was closed")
 _MODE, _REASON, _SAMPLE, _GENERATION, _CHECKED_AT = range(5)
 _SERVED, _FETCHED, _CHECKS, _ASKED, _FOUND, _STORED, _FULL, _BATCHES = range(8)
 

@@ -9,14 +9,13 @@ import time
 from pathlib import Path
 
 import click
-from rich.console import Console
-from rich.table import Table
 
 from accel.cluster.actuators import LOG, LocalActuator
 from accel.cluster.job_table import FILE, JobSpec, JobTable, claimed
 from accel.cluster.scheduler import INTERVAL_S, Scheduler
 from accel.commands.simulate import simulate
 from accel.errors import InvalidArgument
+from accel.report.quiet_rich import Console, Table
 
 
 @click.group()

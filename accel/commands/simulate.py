@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import click
-from rich.console import Console
-from rich.table import Table
 
 from accel.cluster.baselines import Optimus, Tiresias, equal_shares, first_come, optimus_seconds
 from accel.cluster.genetic import Pollux
@@ -19,6 +17,7 @@ from accel.cluster.profiles import Application
 from accel.cluster.simulator import RESTART_S, JobRules, Policy, Simulation, read_outages, read_workload
 from accel.errors import InvalidArgument
 from accel.files import write_atomic
+from accel.report.quiet_rich import Console, Table
 
 FIXED = JobRules(is_elastic=False, has_fixed_size=True)
 RULES = {

@@ -24,7 +24,7 @@ from accel.elastic.sample_position import SamplePosition
 from accel.elastic.saving.run import CheckpointRun
 from accel.elastic.saving.torchrun_nodes import remedy
 from accel.goodput.job import JobProfile
-from accel.profiler.loop.observers import follow, is_followed, leave
+from accel.profiler.loop.observers import follow, is_followed, leave, observers_of
 from accel.profiler.stderr import warn
 from accel.run.ranks import Ranks
 from accel.session.session import Session
@@ -205,16 +205,15 @@ class ElasticRun:
             proxy: of the loader.
             began: when the change of ranks was begun, of time.monotonic: what it took is what a change costs.
         """
-        assert proxy._accel_listener is not None
         current = proxy._accel_fetching.underway.current
         if current is not None:
             current.begin_again()
-        for follower in proxy._accel_listener._followers:
+        for follower in observers_of(proxy):
             if current is not None and isinstance(follower, SamplePosition):
                 follower.begin_again(current)
             else:
                 follower.epoch_begins(proxy)
-        for follower in proxy._accel_listener._followers if current is not None else ():
+        for follower in observers_of(proxy) if current is not None else ():
             follower.batch_requested()
         if self.batch is not None:
             self.batch.start_s = time.monotonic() - began
