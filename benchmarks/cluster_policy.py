@@ -58,7 +58,6 @@ def jobs_of(count: int, kinds: int, seed: int) -> list[JobView]:
             name=f"job-{number}",
             submitted_s=0.0,
             profiles={f"kind-{number % kinds}": _profile(draw)},
-            steps_left=float(draw.lognormal(9.0, 1.5)),
         )
         for number in range(count)
     ]
@@ -81,6 +80,7 @@ def _profile(draw: np.random.Generator) -> JobProfile:
         most_replicas=int(draw.integers(1, 33)),
         restart_s=30.0,
         progress=1000.0,
+        total=1000.0 + float(draw.lognormal(9.0, 1.5)),
     )
 
 

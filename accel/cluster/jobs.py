@@ -54,7 +54,6 @@ class JobView:
         is_preemptible: whether its replicas may be moved or taken once it runs.
         service_s: GPU-seconds it has had.
         restarts: how often its replicas have been changed.
-        steps_left: base steps to its end, by the number of epochs that it declares; None if it declares none.
         weight: how much its speed counts beside the others', > 0.
         deadline_s: when it is wanted, on the clock of `now_s`; None for no deadline.
 
@@ -70,9 +69,14 @@ class JobView:
     is_preemptible: bool = True
     service_s: float = 0.0
     restarts: int = 0
-    steps_left: float | None = None
     weight: float = 1.0
     deadline_s: float | None = None
+
+    @property
+    def steps_left(self) -> float | None:
+        """Base steps to its end, by the number of epochs that its script declares; None if it declares none."""
+        known = [each for each in self.profiles.values() if each.total is not None]
+        return min((max((each.total or 0.0) - each.progress, 0.0) for each in known), default=None)
 
     def __post_init__(self) -> None:
         if not 1 <= self.min_replicas <= self.max_replicas:

@@ -35,9 +35,6 @@ from accel.goodput.job import EXPLORED, JobProfile
 
 Floats = NDArray[np.float64]
 
-_GUESSED_S = 600.0
-"""Remaining time on one replica of a job that has not run yet and says nothing of its length."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyOptions:
@@ -212,7 +209,7 @@ _MOST_URGENT = 16.0
 def _seconds_left(job: JobView, sizes: list[_Sizes]) -> float:
     """Return a job's remaining time on one replica: by the steps that it declares, else as much as it has had."""
     if not job.profiles or not sizes:
-        return 0.0 if job.steps_left is None else _GUESSED_S
+        return 0.0
     profile = next(iter(job.profiles.values()))
     one = max(float(each.rate[0] / each.replicas[0]) for each in sizes)
     left = profile.progress if job.steps_left is None else job.steps_left

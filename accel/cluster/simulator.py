@@ -180,7 +180,6 @@ class SimulatedJob:
             max_replicas=most,
             service_s=self.service_s,
             restarts=max(self.restarts, 0),
-            steps_left=max(self._length() - self.progress, 0.0) if self.rules.says_length else None,
         )
 
     def _length(self) -> float:
@@ -198,6 +197,7 @@ class SimulatedJob:
             most_replicas=self._most_replicas,
             restart_s=self.rules.restart_s,
             progress=self.progress,
+            total=self._length() if self.rules.says_length else None,
         )
 
     def _limits(self) -> BatchLimits:

@@ -79,8 +79,8 @@ class ElasticRun:
         how = wanted if wanted is None or isinstance(wanted, Checkpointing) else Checkpointing(folder=wanted)
         self._deal_alike(sampler, is_new=has_joined())
         self._position = SamplePosition(sampler)
-        self._written = 0, 0.0
-        """Batch and noise scale of the profile that was written last."""
+        self._written = 0, 0.0, 0.0
+        """Batch, noise scale and progress of the profile that was written last."""
         if settings.max_batch_size is not None:
             session.events.rule.needs_requests = True  # a step here ends with a request
             self.batch = BatchRun(
@@ -170,14 +170,15 @@ class ElasticRun:
         return self.batch.profile(save_s=0.0 if self.checkpoint is None else self.checkpoint.save_s)
 
     def _write_profile(self) -> None:
-        """Write the profile beside the checkpoints where the batch, or the noise by a tenth, has changed."""
+        """Write the profile beside the checkpoints where the batch, or noise or progress by a tenth, has changed."""
         if self.checkpoint is None or self.batch is None or (profile := self.profile()) is None:
             return
         assert self.batch.controller is not None
-        batch, phi = self.batch.controller.batch, profile.noise.phi
-        if batch == self._written[0] and math.isclose(phi, self._written[1], rel_tol=_NOTEWORTHY):
+        now = self.batch.controller.batch, profile.noise.phi, profile.progress
+        is_close = (math.isclose(new, old, rel_tol=_NOTEWORTHY) for new, old in zip(now, self._written, strict=True))
+        if now[0] == self._written[0] and all(is_close):
             return
-        self._written = batch, phi
+        self._written = now
         try:
             profile.save(self.checkpoint.checkpoints.folder / PROFILE)
         except OSError as error:

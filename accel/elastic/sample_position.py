@@ -394,5 +394,6 @@ def remaining_epochs(loader: Any, total: int) -> Sequence[int]:
             "loader must be the one that accel.optimize returned under checkpoint= or max_batch_size=, got "
             f"{type(loader).__name__} without an ElasticSampler"
         )
+    sampler.total_epochs = total
     first = sampler.epoch if sampler.turns is None else sampler.turns
     return RemainingEpochs(sampler, range(first, max(total, first)))

@@ -27,7 +27,7 @@ from accel.goodput.goodput import BatchLimits, Goodput
 from accel.goodput.throughput import ThroughputModel
 from accel.profiler.typed_json import UnreadableJson, decode, read
 
-SCHEMA = 1
+SCHEMA = 2
 
 EXPLORED = 2
 """Up to how many times the replicas used so far a speed-up is believed; beyond, nothing is known of the exchange."""
@@ -73,11 +73,15 @@ class JobProfile:
     """What a change of the placement has cost, s, ≥ 0."""
     progress: float
     """Steps of the base batch that the steps so far were worth, ≥ 0."""
+    total: float | None = None
+    """Steps of the base batch that the whole training is, by the epochs that its script declares; None for unknown."""
 
     def __post_init__(self) -> None:
         for name, least in {"base_batch": 1, "most_replicas": 1, "restart_s": 0, "progress": 0}.items():
             if not least <= getattr(self, name) < math.inf:
                 raise InvalidArgument(f"{name} must be at least {least} and finite. Found: {getattr(self, name)}")
+        if self.total is not None and not 0 < self.total < math.inf:
+            raise InvalidArgument(f"total must be positive and finite. Found: {self.total}")
 
     def speedup(self, nodes: ArrayLike, replicas: ArrayLike, *, bound: Bound = "phi") -> Any:
         """Return how many times faster the job would go than on one replica, each at its best batch.
@@ -165,6 +169,7 @@ class _Parts:
     most_replicas: int
     restart_s: float
     progress: float
+    total: float | None
 
 
 def _whole(target: type[_T], value: Any, where: str) -> _T:

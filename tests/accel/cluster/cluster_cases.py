@@ -18,7 +18,9 @@ def hosts(count: int, gpus: int = 4, **options: Any) -> list[ClusterNode]:
     return [ClusterNode(f"{options.get('kind', 'node')}-{number:02}", gpus, **options) for number in range(count)]
 
 
-def profile(phi: float = 2000.0, sync_s: float = 0.02, most: int = 64, progress: float = 100.0) -> JobProfile:
+def profile(
+    phi: float = 2000.0, sync_s: float = 0.02, most: int = 64, progress: float = 100.0, left: float | None = None
+) -> JobProfile:
     """Return what a job's controller may have fitted."""
     return JobProfile(
         model=ThroughputModel(
@@ -30,14 +32,15 @@ def profile(phi: float = 2000.0, sync_s: float = 0.02, most: int = 64, progress:
         most_replicas=most,
         restart_s=30.0,
         progress=progress,
+        total=None if left is None else progress + left,
     )
 
 
 def job(name: str, steps_left: float | None = 10_000.0, **options: Any) -> JobView:
     """Return a job that has run on "node" GPUs."""
-    options.setdefault("profiles", {"gpu": profile()})
+    options.setdefault("profiles", {"gpu": profile(left=steps_left)})
     options.setdefault("submitted_s", 0.0)
-    return JobView(name=name, steps_left=steps_left, **options)
+    return JobView(name=name, **options)
 
 
 def write_application(folder: Path, *, step_s: float = 0.1, epochs: int = 3) -> None:

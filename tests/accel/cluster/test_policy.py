@@ -28,11 +28,11 @@ def jobs_at_work(draw: Any) -> tuple[list[JobView], list[ClusterNode], dict[str,
     for number in range(draw(st.integers(1, 8))):
         least = draw(st.integers(1, 3))
         known = draw(st.booleans())
-        seen = profile(draw(st.sampled_from([10.0, 3000.0])), most=draw(st.integers(1, 8)))
+        left = draw(st.one_of(st.none(), st.floats(1.0, 1e6)))
+        seen = profile(draw(st.sampled_from([10.0, 3000.0])), most=draw(st.integers(1, 8)), left=left)
         jobs.append(
             job(
                 f"job-{number}",
-                draw(st.one_of(st.none(), st.floats(1.0, 1e6))),
                 profiles={draw(st.sampled_from(["gpu", "big"])): seen} if known else {},
                 min_replicas=least,
                 max_replicas=least + draw(st.integers(0, 9)),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import warnings
 from pathlib import Path
 from typing import Any
@@ -128,8 +129,13 @@ def test_a_scheduler_reads_the_profile(tmp_path: Path, monkeypatch: pytest.Monke
     written = JobProfile.load(tmp_path / PROFILE)
     assert (written.base_batch, written.limits, written.noise) == (8, profile.limits, profile.noise)
     assert profile.speedup(1, 2) >= 1.0
+    assert written.total is None
+    remaining_epochs(training.loader, 20)
+    training.steps(600)  # the progress alone has changed
+    assert JobProfile.load(tmp_path / PROFILE).progress > 2 * written.progress
+    assert job_profile(training.model).total == 20 * math.ceil(len(training.loader.dataset) / 8)
     (tmp_path / PROFILE).unlink()
-    training.steps(600)  # nothing has changed
+    training.steps(5)  # by no tenth
     assert not (tmp_path / PROFILE).exists()
     accel.undo(training.model)
 

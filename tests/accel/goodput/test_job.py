@@ -28,6 +28,7 @@ JOB = JobProfile(
     most_replicas=32,
     restart_s=12.5,
     progress=5000.25,
+    total=90000.0,
 )
 
 
@@ -66,7 +67,7 @@ def changed(path: str, value: Any) -> str:
 
 
 FIELDS = [
-    *("schema", "model", "noise", "base_batch", "limits", "most_replicas", "restart_s", "progress"),
+    *("schema", "model", "noise", "base_batch", "limits", "most_replicas", "restart_s", "progress", "total"),
     *(f"model.{field.name}" for field in dataclasses.fields(ThroughputModel)),
     *(f"noise.{field.name}" for field in dataclasses.fields(NoiseInterval)),
     *(f"limits.{field.name}" for field in dataclasses.fields(BatchLimits)),
@@ -76,7 +77,7 @@ FIELDS = [
 @pytest.mark.parametrize("path", FIELDS)
 def test_no_field_may_be_missing_or_of_another_type(path: str) -> None:
     name = path.rpartition(".")[2]
-    with pytest.raises(InvalidArgument, match=rf"a.json is no job profile: .*({name}|schema must be 1, got None)"):
+    with pytest.raises(InvalidArgument, match=rf"a.json is no job profile: .*({name}|schema must be 2, got None)"):
         JobProfile.parse(changed(path, ...), "a.json")
     with pytest.raises(InvalidArgument, match=rf"a.json is no job profile: .*{name} must be"):
         JobProfile.parse(changed(path, "word"), "a.json")
@@ -86,9 +87,9 @@ def test_no_field_may_be_missing_or_of_another_type(path: str) -> None:
     ("text", "message"),
     [
         ("", r"it must be JSON"),
-        ("[]", r"its schema must be 1, got 'list'; let the job write it anew"),
-        (changed("schema", 2), r"its schema must be 1, got 2; let the job write it anew"),
-        (changed("schema", True), r"its schema must be 1, got True"),
+        ("[]", r"its schema must be 2, got 'list'; let the job write it anew"),
+        (changed("schema", 1), r"its schema must be 2, got 1; let the job write it anew"),
+        (changed("schema", True), r"its schema must be 2, got True"),
         (changed("more", 1), r"job must be without \['more'\]"),
         (changed("model.more", 1), r"job.model must be without \['more'\]"),
         (changed("base_batch", 128.0), r"job.base_batch must be int, got '128.0'"),
