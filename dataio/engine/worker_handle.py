@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import multiprocessing
 import multiprocessing.process
 import os
@@ -16,7 +15,7 @@ from multiprocessing.connection import Connection
 from socket import socket
 from typing import Any
 
-from accel.dataio.engine import sigterm, worker
+from accel.dataio.engine import worker
 from accel.dataio.engine.engine import BatchJob
 from accel.dataio.engine.inbox import Inbox
 from accel.dataio.engine.slots import SlotReader
@@ -75,10 +74,8 @@ class WorkerHandle:
         # Known before it is started: if Ctrl-C comes between, there is somebody to end it.
         process = self.process = context.Process(target=worker.run, args=(theirs, task), name=name, daemon=True)
         self.connection = ours
-        answers = sigterm.is_answered(task.init)
         try:
-            with sigterm.blocked(context.get_start_method()) if answers else contextlib.nullcontext():
-                process.start()
+            process.start()
         except Exception:
             ours.close()
             self.process = self.connection = None
