@@ -397,11 +397,6 @@ class BatchRun(LoopObserver):
 
     # -- what a scheduler needs to know ------------------------------------------------------------------------------
 
-    def _total(self, base_batch: int) -> float | None:
-        """Return the steps of the user's batch that the declared epochs come to."""
-        epochs = self._sampler.total_epochs
-        return None if not epochs else float(epochs * -(-self._sampler.length // base_batch))
-
     def profile(self, save_s: float = 0.0) -> JobProfile | None:
         """Return the job's profile; None while step times or noise are not known, and on ranks that don't decide.
 
@@ -418,7 +413,8 @@ class BatchRun(LoopObserver):
             most_replicas=self._most_replicas,
             restart_s=self.start_s + save_s,
             progress=self.progress,
-            total=self._total(controller.base_batch),
+            epochs=self._sampler.total_epochs,
+            samples=self._sampler.length,
         )
 
     # -- checkpoints (training_state.Stateful) -------------------------------------------------------------------------

@@ -36,7 +36,8 @@ def profile_of(
     most_replicas: int,
     restart_s: float,
     progress: float,
-    total: float | None,
+    epochs: int | None,
+    samples: int,
 ) -> JobProfile | None:
     """Return the job's profile; None while step times are not known.
 
@@ -47,7 +48,8 @@ def profile_of(
         most_replicas: the most ranks that the training has run on.
         restart_s: what a change of the placement costs, s.
         progress: steps of the user's batch that the steps so far were worth.
-        total: steps of the user's batch that the whole training is; None where its script doesn't say.
+        epochs: of the whole training; None where its script doesn't say.
+        samples: of an epoch.
     """
     if controller.model is None:
         return None
@@ -66,5 +68,5 @@ def profile_of(
         most_replicas=most_replicas,
         restart_s=restart_s,
         progress=progress,
-        total=total,
+        total=None if not epochs else float(epochs * -(-samples // controller.base_batch)),
     )
