@@ -38,7 +38,7 @@ RECORD = Record(
         ),
         "round_p20": Column("20th percentile of the rounds"),
         "round_p80": Column("80th percentile of the rounds"),
-        "first_ms": Column("of the first round, in which all models are new, ms", "the first", ":.0f ms"),
+        "first_ms": Column("of the first round, in which all models are new, ms", "the first", "{first_ms:.0f} ms"),
     },
     head="`python -m benchmarks.cluster_policy`, {date}, {machine}. Processor time of one thread.",
     key=("jobs", "gpus", "kinds"),

@@ -17,6 +17,8 @@ import click
 from accel.files import write_atomic
 from benchmarks import (
     bernoulli,
+    cluster_policy,
+    cluster_simulations,
     comm_accuracy,
     comm_choice,
     comm_hooks,
@@ -85,6 +87,8 @@ BLOCKS = (
     Block("docs/comm_figures.md", "accuracy", "comm-accuracy", comm_accuracy.table_block),
     Block("docs/goodput.md", "step-times", "pollux-step-times", pollux.STEP_TIMES.block),
     Block("docs/goodput.md", "steps", "pollux-steps", pollux.STEPS.block),
+    Block("docs/cluster.md", "simulations", "cluster-simulations", cluster_simulations.RECORD.block),
+    Block("docs/cluster.md", "rounds", "cluster-policy", cluster_policy.RECORD.block),
     Block("docs/noise_scale.md", "overhead", "noise-overhead", noise_overhead.RECORD.block),
     Block("docs/optimizers.md", "cpu", "optimizers", optimizers.RECORD.block),
     Block("docs/figures.md", "target", "time-to-accuracy", time_to_accuracy.table_block),

@@ -8,10 +8,11 @@ job's remaining time is worth: with n jobs, the i-th longest is worth
     cᵢ = (i^e - (i-1)^e)^(1/e),   e = 1 / (1 - q)
 
 which is optimal for jobs of speed-up K^q that are all there (heSRPT, Berg et al., Performance 2020,
-https://arxiv.org/abs/1903.09346): the shortest goes first, and the others don't starve. Jobs that say nothing of their
-length are taken to be half done. The last factor is what a change costs: a job stands still for its restart, and what
-it gains lasts until its end or the next arrivals. Pollux (OSDI 2021) maximises the power mean of speed-ups over a fair
-share, and knows nothing of lengths.
+https://arxiv.org/abs/1903.09346): the shortest goes first, and the others don't starve. The last factor is what a
+change costs: a job stands still for its restart, and what it gains lasts until its end or the next arrivals.
+
+Where a job does not say how long it is, the fitness of Pollux (OSDI 2021) stands in: the power mean of the speed-ups
+over a fair share of the GPUs, with p = -1, so  maximise  Σ -1 / sⱼ.
 
 Jobs that would miss their deadlines count more. Sizes are whole nodes, or parts of one: two jobs that share several
 nodes slow each other down.
@@ -108,10 +109,13 @@ def allocate(
         room[share.kind] -= share.replicas
     movable = [job for job in jobs if job.name not in fixed]
     sizes = [_sizes(job, kinds, running.get(job.name, ())) for job in movable]
-    worth = _worth(movable, sizes, now_s, sum(room.values()), chosen)
+    # Lengths say nothing unless all are known: those of jobs that have not run yet will be.
+    by_length = all(job.steps_left is not None for job in movable if job.profiles)
+    fair = _fair_rates(sizes, sum(room.values()))
+    worth = _worth(movable, sizes, fair, now_s, chosen, by_length=by_length)
     gains = [
-        _gains(job, own, count, running.get(job.name, ()), nodes, chosen)
-        for job, own, count in zip(movable, sizes, worth, strict=True)
+        _gains(job, own, count, None if by_length else rate, running.get(job.name, ()), nodes, chosen)
+        for job, own, count, rate in zip(movable, sizes, worth, fair, strict=True)
     ]
     best = _best_sizes(sizes, gains, room)
     shares |= {job.name: share for job, share in zip(movable, best, strict=True) if share is not None}
@@ -179,10 +183,34 @@ def _tabulated(model: object, base_batch: int, limits: object, per_node: int, mo
 # -- what it is worth ------------------------------------------------------------------------------------------------
 
 
+def _fair_rates(sizes: Sequence[list[_Sizes]], room: int) -> list[float]:
+    """Return how fast each job would be on an equal share of the GPUs; of many kinds, on its best."""
+    share = max(room / max(len(sizes), 1), 1.0)
+    return [
+        max((float(np.interp(share, each.replicas, each.rate)) for each in own), default=0.0) or _LEAST for own in sizes
+    ]
+
+
 def _worth(
-    jobs: Sequence[JobView], sizes: Sequence[list[_Sizes]], now_s: float, room: int, options: PolicyOptions
+    jobs: Sequence[JobView],
+    sizes: Sequence[list[_Sizes]],
+    fair: Sequence[float],
+    now_s: float,
+    options: PolicyOptions,
+    *,
+    by_length: bool,
 ) -> Floats:
     """Return what a speed-up of 1 is worth, by job."""
+    worth = _by_rank(jobs, sizes, options) if by_length else np.ones(len(jobs))
+    for at, (job, rate) in enumerate(zip(jobs, fair, strict=True)):
+        worth[at] *= job.weight
+        if job.deadline_s is not None and job.steps_left is not None:
+            needed_s = job.steps_left / rate
+            worth[at] *= min(max(needed_s / max(job.deadline_s - now_s, 1.0), 1.0), _MOST_URGENT)
+    return worth
+
+
+def _by_rank(jobs: Sequence[JobView], sizes: Sequence[list[_Sizes]], options: PolicyOptions) -> Floats:
     left = np.array([_seconds_left(job, own) for job, own in zip(jobs, sizes, strict=True)])
     rank = np.empty(len(jobs))
     # Of equal ones the first to be submitted counts as the shortest.
@@ -191,40 +219,32 @@ def _worth(
     power = 1 / (1 - options.exponent)
     # In logarithms: i^e is beyond any float for many jobs of nearly linear speed-up.
     step = power * np.log(rank) + np.log(-np.expm1(power * np.log1p(-1 / np.maximum(rank, 1.5))))
-    worth = np.where(rank > 1, np.exp(step / power), 1.0)
-    share = max(room / max(len(jobs), 1), 1.0)
-    for at, (job, own) in enumerate(zip(jobs, sizes, strict=True)):
-        worth[at] *= job.weight
-        if job.deadline_s is not None and job.steps_left is not None and own and job.profiles:
-            fair = max(float(np.interp(share, each.replicas, each.rate)) for each in own)
-            needed_s = job.steps_left / max(fair, 1e-12)
-            worth[at] *= min(max(needed_s / max(job.deadline_s - now_s, 1.0), 1.0), _MOST_URGENT)
-    return worth
+    return np.where(rank > 1, np.exp(step / power), 1.0)
 
 
+_LEAST = 1e-3
+"""Added to speed-ups, so that a job may also get nothing."""
 _MOST_URGENT = 16.0
 """A deadline that can't be met counts no more than this."""
 
 
 def _seconds_left(job: JobView, sizes: list[_Sizes]) -> float:
-    """Return a job's remaining time on one replica: by the steps that it declares, else as much as it has had."""
-    if not job.profiles or not sizes:
+    """Return a job's remaining time on one replica; of one that has not run yet 0, so that it is soon known."""
+    if job.steps_left is None or not sizes:
         return 0.0
-    profile = next(iter(job.profiles.values()))
-    one = max(float(each.rate[0] / each.replicas[0]) for each in sizes)
-    left = profile.progress if job.steps_left is None else job.steps_left
-    return left / max(one, 1e-12)
+    return job.steps_left / max(*(float(each.rate[0] / each.replicas[0]) for each in sizes), _LEAST)
 
 
 def _gains(
     job: JobView,
     sizes: list[_Sizes],
     worth: float,
+    fair: float | None,
     given: tuple[str, ...],
     nodes: Sequence[ClusterNode],
     options: PolicyOptions,
 ) -> list[Floats]:
-    """Return what each size adds to the sum."""
+    """Return what each size adds to the sum: by its speed-up over one replica, or over the `fair` rate."""
     if not sizes:
         return []
     one = max(float(each.rate[0] / each.replicas[0]) for each in sizes) or 1.0
@@ -237,7 +257,8 @@ def _gains(
         if job.steps_left is not None and job.profiles:
             life = np.minimum(life, np.maximum(job.steps_left / np.maximum(each.rate, 1e-12), 1.0))
         stays = (each.replicas == len(given)) & (each.kind == kind)
-        gains.append(worth * speed * np.where(stays, 1.0, life / (life + restart_s)))
+        speed = speed * np.where(stays, 1.0, life / (life + restart_s))
+        gains.append(worth * (speed if fair is None else 1 / _LEAST - 1 / (speed * one / fair + _LEAST)))
     return gains
 
 

@@ -49,6 +49,8 @@ def unsafe(dataset: Any) -> str:
         count += 1
         if isinstance(thing, np.ndarray) and thing.dtype.hasobject:
             return f"{name} is an array of objects"
-        if not (isinstance(thing, (*_HARMLESS, np.ndarray)) or is_code(thing)) and native(type(thing)):
+        is_harmless = isinstance(thing, (*_HARMLESS, np.ndarray)) or is_code(thing)
+        # Before torch 2.13 a generator is no larger than a plain object.
+        if not is_harmless and (native(type(thing)) or isinstance(thing, torch.Generator)):
             return f"{name} is a {type(thing).__name__}, which is not known to be safe to share between threads"
     return "" if count < MOST else f"the dataset reaches {MOST:,} things and more, too many to look through"
