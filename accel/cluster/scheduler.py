@@ -35,6 +35,7 @@ class Scheduler:
         interval_s: time between two decisions, s; jobs that come or end are seen within a second.
         options: of the policy.
         clock: seconds since 1970.
+        say: told in a line of each change of a job. Default: nobody is.
     """
 
     def __init__(
@@ -44,7 +45,9 @@ class Scheduler:
         interval_s: float = INTERVAL_S,
         options: PolicyOptions | None = None,
         clock: Callable[[], float] = time.time,
+        say: Callable[[str], object] = lambda _: None,
     ) -> None:
+        self._say = say
         self._table, self._actuator, self._interval_s = table, actuator, interval_s
         self._options, self._clock = options, clock
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="accel-cluster")
@@ -141,7 +144,8 @@ class Scheduler:
         waits_for = [future for name, (future, _) in self._changing.items() if name != row.name] if nodes else []
         row.changes += bool(row.nodes)
         row.nodes, row.state = nodes, "running" if nodes or row.nodes else row.state
-        row.note = f"changing to {len(nodes)} replicas"
+        row.note = f"changing to {len(nodes)} replica{'s' if len(nodes) != 1 else ''}"
+        self._say(f"{row.name}: {row.note}")
         self._table.write(row)
         self._changing[row.name] = self._pool.submit(self._act, row, nodes, waits_for), self._clock()
 
@@ -170,6 +174,7 @@ class Scheduler:
 
     def _end(self, row: JobRow, state: str, status: int | None, note: str = "") -> None:
         row.state, row.exit_status, row.ended_s, row.nodes, row.note = state, status, self._clock(), (), note
+        self._say(f"{row.name}: {state}{f', exit status {status}' if status else ''}{f', {note}' if note else ''}")
 
     def _stop_all(self) -> None:
         rows = [row for row in self._table.jobs() if row.state not in ENDED]

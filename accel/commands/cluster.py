@@ -48,7 +48,7 @@ def up(folder: Path, slots: int | None, interval: float, until_empty: bool) -> N
     """Run the jobs of a cluster on this machine, until it is interrupted; then each job is saved and stopped."""
     table = JobTable(folder)
     with claimed(folder):
-        scheduler = Scheduler(table, LocalActuator(slots or _slots()), interval)
+        scheduler = Scheduler(table, LocalActuator(slots or _slots()), interval, say=click.echo)
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: scheduler.stop())
         scheduler.run(until_empty)

@@ -66,11 +66,11 @@ class Played:
 
     def __init__(self, folder: Path, slots: int = 4) -> None:
         self.now, self.folder, self.actuator = 1000.0, folder, PlayedActuator(slots)
-        self.table = JobTable(folder)
+        self.table, self.said = JobTable(folder), list[str]()
         self.scheduler = self.started()
 
     def started(self) -> Scheduler:
-        scheduler = Scheduler(self.table, self.actuator, clock=lambda: self.now)
+        scheduler = Scheduler(self.table, self.actuator, clock=lambda: self.now, say=self.said.append)
         scheduler.recover()
         return scheduler
 
@@ -114,6 +114,7 @@ def test_what_a_job_came_to_is_told(tmp_path: Path) -> None:
         **{"good": "done", "bad": "failed", "none": "failed", "unwanted": "cancelled", "large": "cancelled"}
     }
     assert rows["bad"].exit_status == 3
+    assert {"good: changing to 1 replica", "good: done", "bad: failed, exit status 3"} <= set(cluster.said)
     assert "no such script" in rows["none"].note
 
 
