@@ -79,8 +79,8 @@ def _unfit(optimizer: Optimizer, group: dict[str, Any], *, fused: bool) -> str:
     """Say why a path would not update a group as the plain one does, '' if it would."""
     if why := _has_tensors(group, fused=fused):
         return why
-    is_fit = not fused or all(_is_regular(p, optimizer.state.get(p, {})) for p in group["params"])
-    return "" if is_fit else _OTHERWISE
+    fits = _is_regular if fused else _is_of_one_dtype
+    return "" if all(fits(p, optimizer.state.get(p, {})) for p in group["params"]) else _OTHERWISE
 
 
 def _has_tensors(group: dict[str, Any], *, fused: bool) -> str:
@@ -104,6 +104,22 @@ def _is_regular(parameter: Tensor, state: dict[str, Any]) -> bool:
         like.append(grad)
     own = parameter.shape, parameter.dtype, parameter.layout
     return all((v.shape, v.dtype, v.layout) == own and v.stride() == parameter.stride() for v in like)
+
+
+def _is_of_one_dtype(parameter: Tensor, state: dict[str, Any]) -> bool:
+    """Return whether a parameter and its state are: foreach operators may raise where a loop over parameters casts."""
+    like = [value for name, value in state.items() if name != "step" and isinstance(value, Tensor)]
+    return all(value.dtype == parameter.dtype for value in like)
+
+
+def _dtypes(optimizer: Optimizer) -> Any:
+    """Return what the foreach path relies on of all tensors; None where it can't be said."""
+    params = chain.from_iterable(map(_PARAMS, optimizer.param_groups))
+    state = chain.from_iterable(map(dict.values, optimizer.state.values()))
+    try:
+        return list(map(_DTYPE, params)), list(map(_DTYPE, state))
+    except AttributeError:  # numbers among the state
+        return None
 
 
 def _signature(optimizer: Optimizer) -> Any:
@@ -211,7 +227,7 @@ class Paths:
         groups = self._switched(optimizer)
         if not groups:  # the closure may have ended in a restored path
             return
-        signature = _signature(optimizer) if self._fused else ()
+        signature = _signature(optimizer) if self._fused else _dtypes(optimizer)
         is_known = signature is not None and signature == self._signatures[optimizer]
         find = _has_tensors if is_known else partial(_unfit, optimizer)
         why = next((reason for group in groups if (reason := find(group, fused=self._fused))), "")
