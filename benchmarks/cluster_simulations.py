@@ -19,7 +19,8 @@ from accel.cluster.outcome import outcome
 from accel.cluster.policy import allocate
 from accel.cluster.profiles import Application
 from accel.cluster.simulator import JobRules, Simulation, read_workload
-from benchmarks.record import DATA, Column, Record
+from benchmarks.goodput.profiles import data_option
+from benchmarks.record import Column, Record
 from benchmarks.render import Row
 
 RECORD = Record(
@@ -74,13 +75,7 @@ def rows(data: Path, restart_s: float) -> Iterator[Row]:
 
 
 @click.command()
-@click.option(
-    "--data",
-    type=click.Path(path_type=Path, exists=True, file_okay=False),
-    default=DATA / "pollux_osdi21",
-    show_default=".data/pollux_osdi21",
-    help="Folder with traces/, workloads/ and results-jobload/.",
-)
+@data_option
 @click.option("--restart-s", "restarts", multiple=True, default=(30.0,), show_default=True, help="Cost of a resize.")
 @click.option("--record", is_flag=True, help="Write the figures to benchmarks/results/.")
 def main(data: Path, restarts: tuple[float, ...], record: bool) -> None:

@@ -26,8 +26,8 @@ from accel.goodput.observations import StepTimes
 from accel.goodput.throughput import Floats, ThroughputModel
 from benchmarks.goodput.iterations import Application, measured_share, predicted_over_real, share_of_others, usable
 from benchmarks.goodput.pollux_form import fit_pollux_form, predicted
-from benchmarks.goodput.profiles import Table, runs, tables
-from benchmarks.record import DATA, Column, Record
+from benchmarks.goodput.profiles import Table, data_option, runs, tables
+from benchmarks.record import Column, Record
 from benchmarks.render import SOURCE, Row
 from benchmarks.spread import fifths
 
@@ -168,13 +168,7 @@ def count_steps_of(application: Application, name: str, others: float) -> Row:
 
 
 @click.command()
-@click.option(
-    "--data",
-    type=click.Path(path_type=Path, exists=True, file_okay=False),
-    default=DATA / "pollux_osdi21",
-    show_default=".data/pollux_osdi21",
-    help="Folder with traces/.",
-)
+@data_option
 @click.option("--rounds", default=20, show_default=True, help="Refits timed for each table.")
 @click.option("--record", is_flag=True, help="Write the figures to benchmarks/results/.")
 def main(data: Path, rounds: int, record: bool) -> None:

@@ -206,13 +206,15 @@ def claimed(folder: Path) -> Iterator[None]:
     """Hold a cluster's folder while a scheduler runs; the claim ends with the process.
 
     Raises:
-        InvalidArgument: if another scheduler holds it.
+        InvalidArgument: if another scheduler holds it, or its file system has no locks.
     """
     with (folder / "scheduler.lock").open("a") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except BlockingIOError:
             raise InvalidArgument(f"{folder} must have one scheduler. Found: another one runs") from None
+        except OSError as error:
+            raise InvalidArgument(f"{folder} must be where files can be locked. Found: {error}") from None
         yield
 
 

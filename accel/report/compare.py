@@ -246,7 +246,7 @@ def _profile_notes(before: ProfileReport, after: ProfileReport) -> list[str]:
         if ended := ended_text(report):
             notes.append(f"in the {which} run {ended}")
         if (busy := finite(report.host.foreign_cores) or 0.0) >= _BUSY_CORES:
-            notes.append(f"in the {which} run other processes kept {ms_text(busy)} cores busy")
+            notes.append(f"in the {which} run other processes kept {ms_text(round(busy, 2))} cores busy")
     return notes
 
 

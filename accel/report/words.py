@@ -524,6 +524,9 @@ def host_texts(host: HostFacts) -> list[tuple[str, str]]:
         ("optimizer", host.optimizer),
         ("training thread", "" if host.thread is None else thread_text(host.thread)),
         *((f"worker {n}", thread_text(share)) for n, share in enumerate(host.workers, start=1)),
-        ("other processes", "" if host.foreign_cores is None else f"kept {ms_text(host.foreign_cores)} cores busy"),
+        (
+            "other processes",
+            "" if host.foreign_cores is None else f"kept {ms_text(round(host.foreign_cores, 2))} cores busy",
+        ),
     ]
     return [(name, text) for name, text in facts if text]

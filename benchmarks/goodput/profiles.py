@@ -11,10 +11,20 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+import click
 import numpy as np
 
 from accel.goodput.observations import Configuration, StepTimes
 from accel.goodput.throughput import Floats
+from benchmarks.record import DATA
+
+data_option = click.option(
+    "--data",
+    type=click.Path(path_type=Path, exists=True, file_okay=False),
+    default=DATA / "pollux_osdi21",
+    show_default=".data/pollux_osdi21",
+    help="Folder with traces/ and workloads/.",
+)
 
 
 class Table(NamedTuple):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import sqlite3
 import threading
 from pathlib import Path
@@ -11,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from accel.cluster.job_table import ENDED, FILE, JobRow, JobSpec, JobTable
+from accel.cluster.job_table import ENDED, FILE, JobRow, JobSpec, JobTable, claimed
 from accel.cluster.jobs import ClusterNode
 from accel.cluster.scheduler import Scheduler
 from accel.elastic.run import PROFILE
@@ -172,6 +174,20 @@ def test_a_profile_that_can_not_be_read_is_told_and_passed_over(tmp_path: Path) 
     (tmp_path / "one").mkdir()
     (tmp_path / "one" / PROFILE).write_text("{")
     assert cluster.passes()["a"].state == "running"
+
+
+def test_a_folder_has_one_scheduler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with claimed(tmp_path), pytest.raises(InvalidArgument, match="another one runs"), claimed(tmp_path):
+        pass
+    with claimed(tmp_path):
+        pass
+
+    def no_locks(*_: Any) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    with pytest.raises(InvalidArgument, match="No locks available"), claimed(tmp_path):
+        pass
 
 
 def test_a_name_is_given_once(tmp_path: Path) -> None:
