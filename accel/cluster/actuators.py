@@ -86,7 +86,7 @@ class LocalActuator:
 
     def status(self, name: str) -> int | None:
         """Return the exit status of a job that has ended by itself."""
-        return None if name not in self._jobs or not self._jobs[name].ranks else self._jobs[name].status
+        return self._jobs[name].status if name in self._jobs else None
 
     def processes(self, name: str) -> tuple[int, ...]:
         """Return the launchers of a job."""

@@ -5,7 +5,9 @@ from __future__ import annotations
 import errno
 import fcntl
 import sqlite3
+import sys
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +15,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from accel.cluster import actuators
+from accel.cluster.actuators import LocalActuator
 from accel.cluster.job_table import ENDED, FILE, JobRow, JobSpec, JobTable, claimed
 from accel.cluster.jobs import ClusterNode
 from accel.cluster.scheduler import Scheduler
+from accel.elastic.local_job import LocalJob
 from accel.elastic.run import PROFILE
 from accel.errors import InvalidArgument
 from tests.accel.cluster.cluster_cases import profile
@@ -153,6 +158,19 @@ def test_no_job_is_lost_and_none_runs_twice(tmp_path_factory: pytest.TempPathFac
             cluster.actuator.ends(name, 0)
         rows = cluster.passes()
     assert all(row.state in ENDED or row.spec.min_replicas > cluster.actuator.slots for row in rows.values())
+
+
+def test_a_job_that_ends_while_it_is_resized_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It stayed "running" for good."""
+    launcher = tmp_path / "launcher.py"
+    launcher.write_text("")
+    made = partial(LocalJob, launcher=[sys.executable, str(launcher)])
+    monkeypatch.setattr(actuators, "LocalJob", made)
+    actuator, row = LocalActuator(2, in_place=False), JobRow("a", spec(tmp_path), 0.0)
+    actuator.change(row, ("localhost",))
+    actuator._jobs["a"]._launched[0].wait()
+    actuator.change(row, ("localhost",) * 2)
+    assert actuator.status("a") == 0
 
 
 def test_stopping_saves_every_job_and_a_later_start_goes_on(tmp_path: Path) -> None:
