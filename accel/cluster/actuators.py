@@ -19,7 +19,7 @@ from typing import Protocol
 
 from accel.cluster.job_table import JobRow
 from accel.cluster.jobs import ClusterNode
-from accel.elastic.local_job import LocalJob
+from accel.elastic.local_job import CHECKPOINT, LocalJob
 from accel.errors import InvalidArgument
 
 SAVE_S = 60.0
@@ -40,9 +40,6 @@ class Actuator(Protocol):
 
     def status(self, name: str) -> int | None:
         """Return the exit status of a job that has ended by itself."""
-
-    def processes(self, name: str) -> tuple[int, ...]:
-        """Return the processes by which a later scheduler can end what is left of a job."""
 
     def end_left(self, row: JobRow) -> None:
         """End what an earlier scheduler has left of a job."""
@@ -88,30 +85,36 @@ class LocalActuator:
         """Return the exit status of a job that has ended by itself."""
         return self._jobs[name].status if name in self._jobs else None
 
-    def processes(self, name: str) -> tuple[int, ...]:
-        """Return the launchers of a job."""
-        return self._jobs[name].launchers if name in self._jobs else ()
-
     def end_left(self, row: JobRow) -> None:
-        """Have the launchers of an earlier scheduler save and end; kill those that don't."""
-        alive = [each for each in row.processes if _is_launcher(each)]
-        for each in alive:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(each, signal.SIGTERM)
+        """Have what an earlier scheduler has started save and end; kill what doesn't."""
         deadline = time.monotonic() + SAVE_S
+        alive = processes_of(row.spec.checkpoint)
+        for each in alive.keys() - {child for child, parent in alive.items() if parent in alive}:
+            _send(each, signal.SIGTERM)  # launchers; they tell their ranks
         while alive and time.monotonic() < deadline:
             time.sleep(_LOOK_S)
-            alive = [each for each in alive if _is_launcher(each)]
+            alive = processes_of(row.spec.checkpoint)
         for each in alive:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(each, signal.SIGKILL)
+            _send(each, signal.SIGKILL)
 
 
-def _is_launcher(process: int) -> bool:
-    """Return whether a process runs Python and leads a session of its own: a number may be another's by now."""
-    try:
-        command = Path(f"/proc/{process}/cmdline").read_bytes()
-        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
-        return b"python" in command and state != "Z" and os.getsid(process) == process
-    except OSError:
-        return False
+def processes_of(checkpoint: str) -> dict[int, int]:
+    """Return the processes that a job's launchers have started, and they themselves, each with its parent.
+
+    They are known by the variable that names the checkpoint's folder, so nothing has to be written down before they
+    begin. Where the system has no /proc, none is known.
+    """
+    mark = f"{CHECKPOINT}={checkpoint}".encode()
+    alive = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended, or is another user's
+            if mark in (folder / "environ").read_bytes().split(b"\0"):
+                state, parent = (folder / "stat").read_text().rpartition(")")[2].split()[:2]
+                if state != "Z":
+                    alive[int(folder.name)] = int(parent)
+    return alive
+
+
+def _send(process: int, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(process, number)

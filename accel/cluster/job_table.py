@@ -36,7 +36,6 @@ CREATE TABLE IF NOT EXISTS jobs (
     service_s REAL NOT NULL DEFAULT 0,
     waited_s REAL NOT NULL DEFAULT 0,
     changing_s REAL NOT NULL DEFAULT 0,
-    processes TEXT NOT NULL DEFAULT '[]',
     ended_s REAL,
     exit_status INTEGER,
     note TEXT NOT NULL DEFAULT ''
@@ -89,8 +88,6 @@ class JobRow:
     """Seconds without replicas."""
     changing_s: float = 0.0
     """Seconds that starts and changes of its replicas took."""
-    processes: tuple[int, ...] = ()
-    """Numbers of the processes that started its ranks, on this machine."""
     ended_s: float | None = None
     exit_status: int | None = None
     note: str = ""
@@ -181,10 +178,10 @@ class JobTable:
         with self._change() as table:
             table.execute(
                 "UPDATE jobs SET state = ?, nodes = ?, changes = ?, service_s = ?, waited_s = ?, changing_s = ?, "
-                "processes = ?, ended_s = ?, exit_status = ?, note = ? WHERE name = ?",
+                "ended_s = ?, exit_status = ?, note = ? WHERE name = ?",
                 (
                     *(row.state, json.dumps(row.nodes), row.changes, row.service_s, row.waited_s, row.changing_s),
-                    *(json.dumps(row.processes), row.ended_s, row.exit_status, row.note, row.name),
+                    *(row.ended_s, row.exit_status, row.note, row.name),
                 ),
             )
 
@@ -221,6 +218,6 @@ def claimed(folder: Path) -> Iterator[None]:
 def _row(values: sqlite3.Row) -> JobRow:
     spec = json.loads(values["spec"])
     own = dict(values)
-    own |= {"nodes": tuple(json.loads(own["nodes"])), "processes": tuple(json.loads(own["processes"]))}
+    own |= {"nodes": tuple(json.loads(own["nodes"])), "is_cancelled": bool(own["is_cancelled"])}
     own |= {"spec": JobSpec(**{**spec, "arguments": tuple(spec["arguments"])})}
-    return JobRow(**{**own, "is_cancelled": bool(own["is_cancelled"])})
+    return JobRow(**own)

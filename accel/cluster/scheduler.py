@@ -61,7 +61,7 @@ class Scheduler:
         left = [row for row in self._table.jobs() if row.state == "running"]
         list(self._pool.map(self._actuator.end_left, left))
         for row in left:
-            row.state, row.nodes, row.processes, row.note = "waiting", (), (), "the scheduler was started again"
+            row.state, row.nodes, row.note = "waiting", (), "the scheduler was started again"
             self._table.write(row)
 
     def run(self, until_empty: bool = False) -> None:
@@ -160,7 +160,6 @@ class Scheduler:
             return
         del self._changing[row.name]
         row.changing_s += self._clock() - since
-        row.processes = self._actuator.processes(row.name)
         error, status = future.exception(), self._actuator.status(row.name)
         if error is not None:
             self._end(row, "failed", None, f"it could not be changed: {type(error).__name__}: {error}")

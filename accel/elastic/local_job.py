@@ -101,11 +101,6 @@ class LocalJob:
         """Why it has not, although it was to."""
 
     @property
-    def launchers(self) -> tuple[int, ...]:
-        """Numbers of the processes that started the ranks."""
-        return tuple(process.pid for process in self._launched)
-
-    @property
     def status(self) -> int | None:
         """The exit status of the training; None while it runs, or is stopped."""
         statuses = [process.poll() for process in self._launched]

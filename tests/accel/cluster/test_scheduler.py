@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from accel.cluster import actuators
-from accel.cluster.actuators import LocalActuator
+from accel.cluster.actuators import LocalActuator, processes_of
 from accel.cluster.job_table import ENDED, FILE, JobRow, JobSpec, JobTable, claimed
 from accel.cluster.jobs import ClusterNode
 from accel.cluster.scheduler import Scheduler
@@ -55,9 +55,6 @@ class PlayedActuator:
 
     def status(self, name: str) -> int | None:
         return self.statuses.get(name)
-
-    def processes(self, name: str) -> tuple[int, ...]:
-        return (1,) if self.running.get(name) else ()
 
     def end_left(self, row: JobRow) -> None:
         self.running.pop(row.name, None)
@@ -171,6 +168,23 @@ def test_a_job_that_ends_while_it_is_resized_has_ended(tmp_path: Path, monkeypat
     actuator._jobs["a"]._launched[0].wait()
     actuator.change(row, ("localhost",) * 2)
     assert actuator.status("a") == 0
+
+
+def test_what_an_earlier_scheduler_has_left_is_ended_before_anything_is_written_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A scheduler that was killed while it started a job left it running beside the next start."""
+    launcher = tmp_path / "launcher.py"
+    launcher.write_text("import subprocess, sys\nsubprocess.run([sys.executable, '-c', 'import time; time.sleep(60)'])")
+    monkeypatch.setattr(actuators, "LocalJob", partial(LocalJob, launcher=[sys.executable, str(launcher)]))
+    monkeypatch.setattr(actuators, "SAVE_S", 5.0)
+    row = JobRow("a", spec(tmp_path), 0.0)
+    killed = LocalActuator(1, in_place=False)
+    killed.change(row, ("localhost",))
+    assert processes_of(row.spec.checkpoint)
+    LocalActuator(1).end_left(row)
+    assert not processes_of(row.spec.checkpoint)
+    assert killed._jobs["a"]._launched[0].wait() != 0
 
 
 def test_stopping_saves_every_job_and_a_later_start_goes_on(tmp_path: Path) -> None:
