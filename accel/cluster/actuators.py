@@ -50,16 +50,15 @@ class LocalActuator:
 
     Args:
         slots: replicas that may run at once, ≥ 1.
-        in_place: keep the processes of ranks that stay, where a job allows it.
 
     Raises:
         InvalidArgument: if there is no slot.
     """
 
-    def __init__(self, slots: int, *, in_place: bool = True) -> None:
+    def __init__(self, slots: int) -> None:
         if slots < 1:
             raise InvalidArgument(f"slots must be at least 1. Found: {slots}")
-        self._slots, self._in_place = slots, in_place
+        self._slots = slots
         self._jobs: dict[str, LocalJob] = {}
 
     def nodes(self) -> list[ClusterNode]:
@@ -75,7 +74,6 @@ class LocalActuator:
                 row.spec.arguments,
                 folder,
                 save_s=SAVE_S,
-                in_place=self._in_place,
                 work_folder=row.spec.folder,
                 output=folder / LOG,
             )

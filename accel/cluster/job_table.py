@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import math
 import sqlite3
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
@@ -56,6 +57,9 @@ class JobSpec:
         weight: how much its speed counts beside the others'.
         deadline_s: seconds after its submission at which it is wanted; None for no deadline.
         is_preemptible: whether its replicas may be moved or taken once it runs.
+
+    Raises:
+        InvalidArgument: if a value is out of its range.
     """
 
     arguments: tuple[str, ...]
@@ -66,6 +70,16 @@ class JobSpec:
     weight: float = 1.0
     deadline_s: float | None = None
     is_preemptible: bool = True
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.min_replicas <= self.max_replicas:
+            raise InvalidArgument(
+                f"replicas must have 1 ≤ min ≤ max. Found: {self.min_replicas} and {self.max_replicas}"
+            )
+        if not 0 < self.weight < math.inf:
+            raise InvalidArgument(f"weight must be positive and finite. Found: {self.weight}")
+        if self.deadline_s is not None and not 0 < self.deadline_s < math.inf:
+            raise InvalidArgument(f"deadline_s must be positive and finite. Found: {self.deadline_s}")
 
 
 @dataclass

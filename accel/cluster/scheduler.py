@@ -113,18 +113,21 @@ class Scheduler:
                 self._change(row, ())
         free = [row for row in rows if not row.is_cancelled]
         current = {row.name: row.nodes for row in rows if row.nodes}
-        views = [self._view(row) for row in rows if row in free or row.nodes]
-        given = allocate(views, self._actuator.nodes(), current, self._clock(), self._options)
+        views, nodes = [self._view(row) for row in rows if row in free or row.nodes], self._actuator.nodes()
+        room = sum(node.gpus for node in nodes)
+        given = allocate(views, nodes, current, self._clock(), self._options)
+        for row in free:
+            if not row.nodes and row.spec.min_replicas > room:
+                row.note = f"needs {row.spec.min_replicas} replicas; there is room for {room}"
+                self._table.write(row)
         # Those that give replicas up first: the others' may be on their slots.
         for row in sorted(free, key=lambda each: len(given.get(each.name, ())) - len(each.nodes)):
-            nodes = given.get(row.name, ())
-            if nodes != row.nodes and row.name not in self._changing:
-                self._change(row, nodes)
+            wanted = given.get(row.name, ())
+            if wanted != row.nodes and row.name not in self._changing:
+                self._change(row, wanted)
 
     def _view(self, row: JobRow) -> JobView:
-        profile, note = _profile(row)
-        row.note = note or row.note
-        spec = row.spec
+        profile, spec = _profile(row), row.spec
         shown = profile.most_replicas if profile else 0
         return JobView(
             name=row.name,
@@ -191,12 +194,10 @@ class Scheduler:
         self._pool.shutdown()
 
 
-def _profile(row: JobRow) -> tuple[JobProfile | None, str]:
-    """Return what a job has measured of itself, and what is wrong with it."""
+def _profile(row: JobRow) -> JobProfile | None:
+    """Return what a job has measured of itself; None if that can't be read."""
     path = Path(row.spec.checkpoint) / PROFILE
-    if not path.exists():
-        return None, ""
     try:
-        return JobProfile.load(path), ""
-    except InvalidArgument as error:
-        return None, str(error)
+        return JobProfile.load(path) if path.exists() else None
+    except InvalidArgument:
+        return None

@@ -9,12 +9,14 @@ import time
 from pathlib import Path
 
 import click
+import torch
 
 from accel.cluster.actuators import LOG, LocalActuator
 from accel.cluster.job_table import FILE, JobSpec, JobTable, claimed
 from accel.cluster.scheduler import INTERVAL_S, Scheduler
 from accel.commands.simulate import simulate
 from accel.errors import InvalidArgument
+from accel.profiler.host import usable_cores
 from accel.report.quiet_rich import Console, Table
 
 
@@ -39,27 +41,27 @@ FOLDER = click.option(
 
 @cluster.command()
 @FOLDER
-@click.option("--slots", type=click.IntRange(1), help="Replicas that may run at once.  [default: GPUs, else cores]")
+@click.option("--slots", type=click.IntRange(1), help="Replicas that may run at once.  [default: cores; 1 with GPUs]")
 @click.option(
     "--interval", default=INTERVAL_S, show_default=True, type=click.FloatRange(1), help="Seconds between decisions."
 )
 @click.option("--until-empty", is_flag=True, help="End when no job is left.")
 def up(folder: Path, slots: int | None, interval: float, until_empty: bool) -> None:
     """Run the jobs of a cluster on this machine, until it is interrupted; then each job is saved and stopped."""
-    table = JobTable(folder)
+    table, most = JobTable(folder), slots or _slots()
+    if most > 1 and torch.cuda.is_available():
+        raise InvalidArgument(
+            f"--slots must be 1 on a machine with GPUs so far: all jobs would use GPU 0. Found: {most}"
+        )
     with claimed(folder):
-        scheduler = Scheduler(table, LocalActuator(slots or _slots()), interval, say=click.echo)
+        scheduler = Scheduler(table, LocalActuator(most), interval, say=click.echo)
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: scheduler.stop())
         scheduler.run(until_empty)
 
 
 def _slots() -> int:
-    import torch
-
-    from accel.profiler.host import usable_cores
-
-    return torch.cuda.device_count() or usable_cores()
+    return 1 if torch.cuda.is_available() else usable_cores()
 
 
 @cluster.command()
@@ -113,10 +115,8 @@ def submit(
     """Submit a training script as a job of a cluster.
 
     The script's ARGUMENTS follow it. It passes the environment variable ACCEL_CHECKPOINT, or the folder given here, to
-    accel.optimize as checkpoint=.
+    accel.optimize as checkpoint=, and max_batch_size= too: without that it measures nothing of itself, and gets --min.
     """
-    if least > most:
-        raise InvalidArgument(f"--min must be at most --max. Found: {least} and {most}")
     table = JobTable(folder)
     taken = {row.name for row in table.jobs()}
     numbers = (f"{script.stem}-{number}" for number in itertools.count(1))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import math
 import sqlite3
 import sys
 import threading
@@ -163,7 +164,7 @@ def test_a_job_that_ends_while_it_is_resized_has_ended(tmp_path: Path, monkeypat
     launcher.write_text("")
     made = partial(LocalJob, launcher=[sys.executable, str(launcher)])
     monkeypatch.setattr(actuators, "LocalJob", made)
-    actuator, row = LocalActuator(2, in_place=False), JobRow("a", spec(tmp_path), 0.0)
+    actuator, row = LocalActuator(2), JobRow("a", spec(tmp_path), 0.0)
     actuator.change(row, ("localhost",))
     actuator._jobs["a"]._launched[0].wait()
     actuator.change(row, ("localhost",) * 2)
@@ -179,7 +180,7 @@ def test_what_an_earlier_scheduler_has_left_is_ended_before_anything_is_written_
     monkeypatch.setattr(actuators, "LocalJob", partial(LocalJob, launcher=[sys.executable, str(launcher)]))
     monkeypatch.setattr(actuators, "SAVE_S", 5.0)
     row = JobRow("a", spec(tmp_path), 0.0)
-    killed = LocalActuator(1, in_place=False)
+    killed = LocalActuator(1)
     killed.change(row, ("localhost",))
     assert processes_of(row.spec.checkpoint)
     LocalActuator(1).end_left(row)
@@ -200,7 +201,21 @@ def test_stopping_saves_every_job_and_a_later_start_goes_on(tmp_path: Path) -> N
     assert cluster.passes()["a"].state == "running"
 
 
-def test_a_profile_that_can_not_be_read_is_told_and_passed_over(tmp_path: Path) -> None:
+def test_a_job_that_does_not_fit_says_so(tmp_path: Path) -> None:
+    cluster = Played(tmp_path, slots=2)
+    cluster.table.submit("a", spec(tmp_path, min_replicas=3, max_replicas=3), cluster.now)
+    assert cluster.passes()["a"].note == "needs 3 replicas; there is room for 2"
+
+
+@pytest.mark.parametrize(
+    "options", [{"weight": -1.0}, {"weight": float("nan")}, {"min_replicas": 2}, {"deadline_s": 0.0}]
+)
+def test_what_would_stop_the_scheduler_is_not_submitted(options: Any, tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgument, match="must"):
+        spec(tmp_path, **options)
+
+
+def test_a_profile_that_can_not_be_read_is_passed_over(tmp_path: Path) -> None:
     cluster = Played(tmp_path)
     cluster.table.submit("a", spec(tmp_path), cluster.now)
     (tmp_path / "one").mkdir()
