@@ -5,6 +5,7 @@ Neither is imported: YOLOX's head is known by its methods, MMDetection's contain
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
@@ -85,13 +86,9 @@ def _get_losses(
     shifts = torch.cat([torch.cat(list(x_shifts), 1), torch.cat(list(y_shifts), 1)])
     points = ((shifts + 0.5) * strides).T
     assignments = _per_image(_assigned(outputs, labels, points, strides, variant), labels.dtype)
-    vars(head)["get_assignments"] = lambda batch_idx, *_, **__: assignments[batch_idx]
-    try:
-        return type(head).get_losses(
-            head, imgs, x_shifts, y_shifts, expanded_strides, labels, outputs, *rest, **options
-        )
-    finally:
-        del vars(head)["get_assignments"]
+    own = copy.copy(head)  # replicas of `nn.DataParallel` share this head, each in a thread of its own
+    vars(own)["get_assignments"] = lambda batch_idx, *_, **__: assignments[batch_idx]
+    return type(head).get_losses(own, imgs, x_shifts, y_shifts, expanded_strides, labels, outputs, *rest, **options)
 
 
 def _assigned(outputs: Tensor, labels: Tensor, points: Tensor, strides: Tensor, variant: str | Rules) -> Assignment:

@@ -1,12 +1,4 @@
-"""Where a step's wall time goes: marks on the host clock that account for every nanosecond.
-
-    request ── data ──▶ batch ── host ──▶ call ── forward ──▶ return ── loss ──▶ backward ── backward ──▶ end
-       ▲                                                                                                   │ host
-       └──────────────────────────── outside ─────────────────── updated ◀── optimizer ── update ◀─────────┘
-
-Each mark books the time since the mark before it to the phase that was open and opens the next, so the phases add up to
-the step by construction. A mark only writes to a tape (0.1 µs); the sums are made when the tape is read.
-"""
+"""The phases of a step, and what a step was measured to be; `accel.profiler.loop.clock` books the time to them."""
 
 from __future__ import annotations
 

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from accel.amp import bypass, skipped_steps
 from accel.amp.casts import cast_weights, enter, leave
@@ -192,12 +193,14 @@ class MixedCall:
         _under_way.calls.append(_Call(self, weakref.ref(model), scale))
         self._runs_again = True
         try:
-            self._put_in(model, places, scale, one_by_one=True)  # each part runs backward by itself
+            with _disable_current_modes():  # selective checkpointing counts the operators of the part
+                self._put_in(model, places, scale, one_by_one=True)  # each part runs backward by itself
             return function(*args)
         finally:
             self._runs_again = False
             _under_way.calls.pop()
-            self._restore(places)
+            with _disable_current_modes():
+                self._restore(places)
 
     def _scale_of_call(self, model: nn.Module) -> Tensor | None:
         if self.scale is None or not torch.is_grad_enabled():

@@ -19,7 +19,7 @@ from accel.dataio.fetching.randomness import streams
 from accel.errors import AccelError
 
 _SCALARS = (bool, int, float, str)
-_PLAIN = frozenset({type(None), bool, int, float, complex, str})
+PLAIN = frozenset({type(None), bool, int, float, complex, str})
 _NAMES = {"python": "random", "numpy": "numpy.random", "torch": "torch, on the CPU"}
 _MISSING = object()
 
@@ -134,7 +134,7 @@ def _is_other(now: Any, before: Any) -> bool:
 
 def is_looked_at(value: object) -> bool:
     """Return whether a value of a module's is one that a graph would freeze: a number, a word, a tensor, or tuples."""
-    return type(value) in _PLAIN or holds_tensors(value)
+    return type(value) in PLAIN or holds_tensors(value)
 
 
 def holds_tensors(value: object) -> bool:

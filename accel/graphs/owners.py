@@ -11,10 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from accel.graphs.checks import is_looked_at
+from accel.graphs.checks import PLAIN, is_looked_at
 from accel.profiler.loop import callslot
 
-_PLAIN = frozenset({type(None), bool, int, float, complex, str})
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 """Attributes that torch gives each module; of these only the mode decides, which is asked by itself."""
 _MOST_KINDS = 1024
@@ -99,7 +98,7 @@ class Owners:
         """Return the values and tensors of modules, and how much each module holds: a value may have come."""
         values: list[Any] = [d.get(name) for d, name in self._settings]
         kinds = tuple(map(type, values))  # 1 and 1.0 are equal, and not the same factor
-        if not _PLAIN.issuperset(kinds):
+        if not PLAIN.issuperset(kinds):
             values = list(map(_frozen, values))
         return tuple(values), kinds, tuple(map(len, self._contents))
 
@@ -178,7 +177,7 @@ def _frozen(value: Any) -> Hashable:
         return _SameAlive(value)
     if isinstance(value, tuple):
         return tuple(map(_frozen, value))
-    return value if type(value) in _PLAIN else _Same(value)
+    return value if type(value) in PLAIN else _Same(value)
 
 
 class _Same:

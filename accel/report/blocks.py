@@ -127,8 +127,9 @@ class TableRow:
     below: str = ""
     """A text below the row of a terminal."""
     below_tone: str = "idle"
-    indent: int = 2
     """The tone of that text."""
+    indent: int = 2
+    """Columns by which it is moved to the right."""
     depth: int = 0
     """How far the first cell of a page is moved to the right, and on a narrow terminal what moved below the row."""
     only: Only = ""

@@ -65,7 +65,8 @@ def made_for_calls(state: SearchState, candidate: Candidate) -> Candidate | None
     if candidate.comparison.is_made_for_calls or "model" not in candidate.strategy.touches:
         return None
     others = (state.candidates[name] for name in state.plan)
-    return next((other for other in others if other.comparison.is_made_for_calls and is_dear(other)), None)
+    made = (other for other in others if other.comparison.is_made_for_calls)
+    return next((other for other in made if declared_s(other, state.plan[other.name]) >= DEAR_S), None)
 
 
 def _again_s(state: SearchState, candidate: Candidate, setting: Any) -> float:

@@ -38,7 +38,7 @@ from accel.search.budget import Budget
 from accel.search.pace import Pace
 from accel.search.plan import Choices
 from accel.search.remembered import PlanMemory, RememberedPlan
-from accel.strategies.base import Strategy, asked
+from accel.strategies.base import Strategy, asked, designed
 from accel.strategies.trial_design import TrialDesign
 
 _ALIKE = 3.0
@@ -102,7 +102,7 @@ class Candidate:
     @property
     def comparison(self) -> TrialDesign:
         """How it is judged now."""
-        return self.strategy.comparison(self.run)
+        return designed(self.strategy, self.run)
 
     @property
     def is_compared(self) -> bool:

@@ -18,7 +18,7 @@ def decide(state: SearchState, candidate: Candidate, status: Status, why: str) -
 def give_up(state: SearchState, candidate: Candidate, status: Status, why: str) -> None:
     """Try a candidate no more in this search; where there is a verdict on one of its settings, that stands."""
     candidate.stage = CandidateStage.DECIDED
-    if candidate.settings_left is None and candidate.name not in state.plan:
+    if candidate.row.status == "not tried" and candidate.name not in state.plan:
         decide(state, candidate, status, why)
     candidate.settings_left = None
 

@@ -185,7 +185,8 @@ class GuardRunner:
                 finally:
                     if finer is not None:  # what was made for it, such as graphs, is of no use in real steps
                         self._switchboard.switch({})
-                        self._switchboard.close_strategies(on.intersection(new))
+                        bound = self._switchboard.further_checks(on.intersection(new))  # graphs are for one precision
+                        self._switchboard.close_strategies(bound)
                         self._made_otherwise.update(set(new) - on)  # the next of these steps can use it
         elif "model" in touched:
             findings.append(Comparison(unsure="the model was not called in the recorded steps"))

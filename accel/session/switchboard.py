@@ -10,7 +10,7 @@ from accel.profiler.interruptions import Tolerated, ours
 from accel.run.context import Run
 from accel.run.ranks import Ranks
 from accel.search.plan import Choices
-from accel.strategies.base import Exactness, NothingHelps, Strategy, is_collective
+from accel.strategies.base import Exactness, NothingHelps, Strategy, designed, is_collective
 from accel.strategies.trial_design import FurtherCheck
 
 log = logging.getLogger("accel")
@@ -91,7 +91,7 @@ class Switchboard:
 
     def note(self, name: str) -> str:
         """Return what a strategy adds to why it was kept."""
-        return self._strategies[name].comparison(self._run).note
+        return designed(self._strategies[name], self._run).note
 
     # -- trips ---------------------------------------------------------------------------------------------------------
 
@@ -152,7 +152,7 @@ class Switchboard:
 
     def further_checks(self, plan: Iterable[str]) -> dict[str, FurtherCheck]:
         """Return the checks that strategies of a plan have beside the guard's."""
-        checks = {name: self._strategies[name].comparison(self._run).further_check for name in plan}
+        checks = {name: designed(self._strategies[name], self._run).further_check for name in plan}
         return {name: check for name, check in checks.items() if check is not None}
 
     def close_strategies(self, names: Iterable[str]) -> None:
@@ -169,7 +169,7 @@ class Switchboard:
     def close_idle(self) -> None:
         """Release the resources of strategies that are off."""
         for name, strategy in self._strategies.items():
-            if name not in self.active and not strategy.comparison(self._run).is_preparing:
+            if name not in self.active and not designed(strategy, self._run).is_preparing:
                 strategy.close(self._run)
 
     def close_fetching(self) -> None:

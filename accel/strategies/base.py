@@ -115,6 +115,14 @@ def asked(refusal: Callable[[], str]) -> str:
         return f"its check of the run failed: {type(error).__name__}: {error}"
 
 
+def designed(strategy: Strategy, run: Run) -> TrialDesign:
+    """Ask how a strategy is judged; one that can't say of this run is judged by blocks, if it applies at all."""
+    try:
+        return strategy.comparison(run)
+    except ours():
+        return TrialDesign()
+
+
 def is_collective(strategy: Strategy) -> bool:
     """Tell whether all ranks must switch a strategy at the same step, or none."""
     return Bottleneck.COMMUNICATION in strategy.treats

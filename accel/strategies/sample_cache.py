@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from accel.dataio.passes.movable import movable
 from accel.profiler.bottleneck import Bottleneck
+from accel.profiler.interruptions import ours
 from accel.run import Run
 from accel.strategies.base import Exactness, NothingHelps, Strategy
 from accel.strategies.trial_design import TrialDesign
@@ -72,7 +73,7 @@ class KeepSamples(Strategy):
             return 0.0
         try:
             return _EPOCHS * _NOTED_S * len(run.loader.dataset)
-        except TypeError:
+        except ours():  # no dataset, or none with a length
             return _UNKNOWN_S
 
     def waits(self, run: Run) -> str:

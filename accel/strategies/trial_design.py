@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from accel.profiler.trial import TrialConfig, Verdict
@@ -146,7 +146,7 @@ class EpochDesign(TrialDesign):
 
     def trial(self, terms: Terms) -> Comparing:
         """Return the trial, which ends after the first epoch where its phase takes too little of that."""
-        return by_epochs(terms.config, phase=self.phase)
+        return by_epochs(replace(terms.config, more_looks=()), phase=self.phase)  # those are reckoned for steps
 
     def too_little(self, anatomy: Mapping[str, float], least: float) -> str:
         """Return '': single steps say nothing of how epochs begin."""

@@ -123,7 +123,7 @@ class PackedWindows(DropIn):
 
 def _packed(attention: Any, x: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
     """Return qkv, the table of biases, and how scores are scaled: as in Swin V2, by cosine, where there is a scale."""
-    if "logit_scale" not in attention._parameters:
+    if not hasattr(attention, "logit_scale"):  # a replica or a shard has it as a plain attribute
         return attention.qkv(x), attention.relative_position_bias_table, {"scale": attention.scale}
     table = _cosine_table(attention.cpb_mlp, attention.relative_coords_table, attention.num_heads)
     return _cosine_qkv(attention, x), table, {"head_scale": _head_scale(attention.logit_scale)}

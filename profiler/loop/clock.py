@@ -87,7 +87,6 @@ class StepClock:
         self._has_segments = False
         """Parts of the tape were detached, and must be read before the rest of it."""
         self._updating = False
-        """Page faults when the open step began, if `close` or `restart` has begun it."""
         self._reset()
 
     def _reset(self) -> None:

@@ -53,7 +53,7 @@ def main() -> None:
         print("RESULT " + json.dumps({**found, "speedup": report.speedup}), flush=True)
     accel.undo(model)
     offers = known_offers(model)
-    assert offers is None or not offers.bound
+    assert offers is None or not offers.is_open
     dist.barrier()
     dist.destroy_process_group()
 

@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
+import accel
+from accel import entry
 from accel.strategies import REGISTRY, Strategy
 from accel.strategies.allocator import ByPageFaults
 from accel.strategies.trial_design import EpochDesign, TrialDesign
@@ -30,6 +37,45 @@ def test_nothing_generic_names_a_strategy_or_asks_for_what_one_alone_needs(path:
     imported = {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     own = {kind.__module__ for kind in REGISTRY}
     assert not imported & own
+
+
+class BadLength(TensorDataset):
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+
+class Own:
+    """An iterable of the user's own."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(torch.ones(20, 8, 4))
+
+
+BATCHES = torch.ones(80, 4)
+LOADERS: dict[str, Callable[[], Any]] = {
+    "list": lambda: list(BATCHES.split(8)),
+    "own": Own,
+    "no length": lambda: DataLoader(BadLength(BATCHES), batch_sampler=[[*range(8)]] * 10),
+}
+
+
+@pytest.mark.parametrize("loader", LOADERS.values(), ids=LOADERS)
+def test_any_loader_can_be_judged_by_every_strategy(loader: Callable[[], Any]) -> None:
+    """accel ended at the first decision: one strategy asked for the length of a dataset that was not there."""
+    model: Any = nn.Linear(4, 2)
+    optimizer: Any = torch.optim.SGD(model.parameters(), 0.01)
+    model, batches, optimizer = accel.optimize(model, loader(), optimizer, cache=False)
+    for _ in range(12):
+        for batch in batches:
+            optimizer.zero_grad()
+            model(batch[0] if isinstance(batch, list) else batch).square().mean().backward()
+            optimizer.step()
+    assert accel.explain(model).state != "undone"
+    run = entry.optimized(model)
+    assert run is not None
+    for kind in REGISTRY:
+        kind().comparison(run.session.run)
+    accel.undo(model)
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "search").glob("*.py")), ids=lambda path: path.stem)

@@ -197,7 +197,6 @@ def test_a_plan_that_is_wrong_here_is_undone_by_the_guard(monkeypatch: pytest.Mo
 def test_a_plan_brings_its_own_allowance_and_disable_takes_from_it(monkeypatch: pytest.MonkeyPatch) -> None:
     class Coarse(Quick):
         exactness = strategies.Exactness.REDUCED
-        opt_in = "only when asked for"
 
     monkeypatch.setattr(strategies, "REGISTRY", [Coarse])
     for disable, kept, status in (((), {"quick": None}, "kept"), (("quick",), {}, "not applicable")):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import pickle
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -120,6 +122,19 @@ def test_copies_and_pickles_of_a_patched_head_are_patched() -> None:
         assert same_losses(losses_of(other, batch), want)
         assert other.images_assigned == 0
         assert type(other) is type(head)
+
+
+def test_replicas_in_threads_don_t_assign_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those of `nn.DataParallel`: one lost by the other's assignments, or had none."""
+    head = patch_yolox_head(Head())
+    batches = [padded_at_the_end(seed, (3, 2)) for seed in range(2)]
+    want = [losses_of(head, batch) for batch in batches]
+    both, own = threading.Barrier(2), Head.get_losses
+    monkeypatch.setattr(Head, "get_losses", lambda *args, **options: (both.wait(10), own(*args, **options))[1])
+    replicas = [copy.copy(head) for _ in batches]
+    with ThreadPoolExecutor(2) as pool:
+        got = list(pool.map(losses_of, replicas, batches))
+    assert all(same_losses(*pair) for pair in zip(got, want, strict=True))
 
 
 def test_get_assignments_from_elsewhere_is_the_heads_own() -> None:

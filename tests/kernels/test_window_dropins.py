@@ -163,6 +163,20 @@ def test_attention_on_windows_runs_on_the_op(name: str, monkeypatch: pytest.Monk
     assert len(calls) == 1
 
 
+@pytest.mark.parametrize("name", MODULES)
+def test_a_replica_has_parameters_as_plain_attributes(name: str) -> None:
+    """As those of `nn.DataParallel`, and shards: Swin V2 was taken for V1, and its forward raised."""
+    torch.manual_seed(0)
+    module, x = MODULES[name](32, (4, 4), 2), torch.randn(2, 16, 32)
+    fuse_window_attention(module)
+    plain = module(x)
+    for each in module.modules():
+        parameters = dict(each._parameters)
+        each._parameters.clear()
+        vars(each).update(parameters)
+    torch.testing.assert_close(module(x), plain)
+
+
 def test_a_mask_of_another_kind_takes_the_modules_own_path() -> None:
     module = official()
     x, mask = torch.randn(2, 16, 32), torch.randn(1, 16, 16)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from accel.amp import decorate
 from accel.amp.decorate import calls_of
@@ -55,6 +56,21 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "float16 at O1": {"dtype": torch.float16, "loss_scale": 1024.0, "level": "O1"},
     "some in float32": {"dtype": torch.bfloat16, "keep_fp32": [nn.LayerNorm]},
 }
+
+
+def test_selective_checkpointing_does_not_count_the_casts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch took them for operators of the part, of which it had saved nothing."""
+    contexts = partial(create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default])
+    monkeypatch.setitem(globals(), "checkpoint", partial(checkpoint, context_fn=contexts))
+    gradients = []
+    for reentrant in (None, False):
+        model, _ = make(reentrant, dtype=torch.bfloat16)
+        model.recurs = False
+        x = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(0))
+        model(x).square().mean().backward()
+        gradients.append([p.grad for p in model.parameters() if p.grad is not None])
+    for checkpointed, plain in zip(*reversed(gradients), strict=True):
+        torch.testing.assert_close(checkpointed, plain, rtol=1e-2, atol=1e-3)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import math
 import sqlite3
 import sys
 import threading
