@@ -8,10 +8,12 @@ ifeq ($(origin PYTHON),command line)
   run := $(PYTHON)
   ready :=
   dali :=
+  ray :=
 else
   run := .venv/bin/python
   ready := .venv/.installed
   dali := .venv/.dali
+  ray := .venv/.ray
 endif
 
 # Tests in a process per core, where pytest-xdist is installed; each takes from the other's end when it has run its own.
@@ -37,7 +39,7 @@ demo: $(ready) ## speed up a training loop on this machine and show the report
 test: $(ready) ## the tests that need neither a GPU nor patience
 	$(run) -m pytest -q -m "not slow and not gpu and not integration" $(workers)
 
-integrations: $(ready) $(dali) ## the tests under frameworks (transformers, Lightning, Accelerate), with DALI, and on hosts under c10d and etcd
+integrations: $(ready) $(dali) $(ray) ## the tests under frameworks, with DALI, on a Ray cluster, and on hosts under c10d and etcd
 	$(run) -m pytest -v -m integration $(workers) --ignore $(dali_tests)
 	$(run) -m pytest -v -m integration $(dali_tests) -o faulthandler_timeout=120 -o faulthandler_exit_on_timeout=true \
 		|| [ $$? = 5 ] # no test, without simplejpeg
@@ -73,6 +75,10 @@ clean: ## remove what builds, tests and linters leave behind (.venv* stay)
 # 240 MB, 600 MB installed; made for Linux alone, so without it its tests are skipped.
 .venv/.dali: .venv/.installed
 	.venv/bin/python -m pip install --quiet -c constraints.txt nvidia-dali-cuda130 && touch $@ || echo "no DALI here: its tests are skipped"
+
+# 80 MB.
+.venv/.ray: .venv/.installed
+	.venv/bin/python -m pip install --quiet -c constraints.txt ray && touch $@ || echo "no Ray here: its tests are skipped"
 
 # setuptools comes first and pinned, so that building accel needs no second, unpinned one. The stamp is written last: an
 # install that broke off is done again.

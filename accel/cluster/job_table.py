@@ -13,15 +13,19 @@ from __future__ import annotations
 import fcntl
 import json
 import math
+import os
 import sqlite3
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from accel.elastic.run import PROFILE
 from accel.errors import InvalidArgument
+from accel.goodput.job import JobProfile
 
 FILE = "jobs.sqlite"
+_LOCK = "scheduler.lock"
 SCHEMA = 1
 ENDED = ("done", "failed", "cancelled")
 
@@ -106,6 +110,21 @@ class JobRow:
     exit_status: int | None = None
     note: str = ""
     """Why it is as it is, one sentence."""
+
+    def profile(self) -> JobProfile | None:
+        """Return what the job has measured of itself; None if that can't be read."""
+        path = Path(self.spec.checkpoint) / PROFILE
+        try:
+            return JobProfile.load(path) if path.exists() else None
+        except InvalidArgument:
+            return None
+
+    def progress(self) -> float | None:
+        """Return the part of the training that is done; None where the script declares no length."""
+        if self.state == "done":
+            return 1.0
+        profile = self.profile()
+        return None if profile is None or profile.total is None else min(profile.progress / profile.total, 1.0)
 
 
 class JobTable:
@@ -219,14 +238,31 @@ def claimed(folder: Path) -> Iterator[None]:
     Raises:
         InvalidArgument: if another scheduler holds it, or its file system has no locks.
     """
-    with (folder / "scheduler.lock").open("a") as file:
+    with (folder / _LOCK).open("a") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise InvalidArgument(f"{folder} must have one scheduler. Found: another one runs") from None
         except OSError as error:
             raise InvalidArgument(f"{folder} must be where files can be locked. Found: {error}") from None
+        file.truncate(0)
+        file.write(str(os.getpid()))
+        file.flush()
         yield
+
+
+def scheduler_of(folder: Path) -> int | None:
+    """Return the process that schedules a cluster on this machine; None if none does."""
+    try:
+        with (folder / _LOCK).open("r") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                number = file.read()
+                return int(number) if number.isdecimal() else None
+    except FileNotFoundError:
+        pass
+    return None
 
 
 def _row(values: sqlite3.Row) -> JobRow:

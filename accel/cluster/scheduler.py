@@ -2,8 +2,8 @@
 
     table ─ jobs ─▶ views ─▶ allocate ─▶ changes ─ written to the table ─▶ actuator, a thread for each job
 
-What is to be done is in the table before it is begun, so a scheduler that is killed can be started again: it ends what
-the one before has left running, each job after a checkpoint, and starts it anew from there.
+What is to be done is in the table before it is begun, so a scheduler that is killed can be started again: its actuator
+takes over what runs, or ends it after a checkpoint, and the job starts again from there.
 """
 
 from __future__ import annotations
@@ -12,17 +12,16 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 
-from accel.cluster.actuators import Actuator
+from accel.cluster.actuators import Actuator, ClusterUnreachable, Status
 from accel.cluster.job_table import ENDED, JobRow, JobTable
 from accel.cluster.jobs import JobView
 from accel.cluster.policy import PolicyOptions, allocate
-from accel.elastic.run import PROFILE
-from accel.errors import InvalidArgument
-from accel.goodput.job import EXPLORED, JobProfile
+from accel.goodput.job import EXPLORED
 
 INTERVAL_S = 60.0
+_RETRY_S = 2.0
+"""Between two attempts to reach a cluster."""
 _THREADS = 64
 
 
@@ -57,12 +56,16 @@ class Scheduler:
         self._stops = threading.Event()
 
     def recover(self) -> None:
-        """End what an earlier scheduler has left, so that no job runs twice."""
+        """Take over or end what an earlier scheduler has started, so that no job runs twice.
+
+        Raises:
+            ClusterUnreachable: if the cluster does not answer.
+        """
         left = [row for row in self._table.jobs() if row.state == "running"]
-        list(self._pool.map(self._actuator.end_left, left))
-        for row in left:
-            row.state, row.nodes, row.note = "waiting", (), "the scheduler was started again"
-            self._table.write(row)
+        for row, runs_on in zip(left, self._pool.map(self._actuator.recover, left), strict=True):
+            if not runs_on:
+                row.state, row.nodes, row.note = "waiting", (), "the scheduler was started again"
+                self._table.write(row)
 
     def run(self, until_empty: bool = False) -> None:
         """Decide until `stop` is called, then stop all jobs, each after a checkpoint.
@@ -71,14 +74,22 @@ class Scheduler:
             until_empty: end when no job is left.
         """
         self.recover()
+        problem = ""
         try:
             decided, known = float("-inf"), set[tuple[str, bool]]()
             while not self._stops.is_set():
-                rows = self.look()
-                now = {(row.name, row.is_cancelled) for row in rows}
-                if now != known or self._clock() >= decided + self._interval_s:
-                    known, decided = now, self._clock()
-                    self.decide(rows)
+                try:
+                    rows = self.look()
+                    now = {(row.name, row.is_cancelled) for row in rows}
+                    if now != known or self._clock() >= decided + self._interval_s:
+                        self.decide(rows)
+                        known, decided = now, self._clock()
+                    problem = ""
+                except ClusterUnreachable as error:
+                    if str(error) != problem:
+                        self._say(problem := str(error))
+                    self._stops.wait(_RETRY_S)
+                    continue
                 if until_empty and not rows and not self._changing:
                     return
                 self._stops.wait(0.2)
@@ -99,7 +110,7 @@ class Scheduler:
             elif row.state == "running":
                 row.service_s += passed * len(row.nodes)
                 if (status := self._actuator.status(row.name)) is not None:
-                    self._end(row, "failed" if status else "done", status)
+                    self._ended(row, status)
                 self._table.write(row)
             else:
                 row.waited_s += passed
@@ -127,7 +138,7 @@ class Scheduler:
                 self._change(row, wanted)
 
     def _view(self, row: JobRow) -> JobView:
-        profile, spec = _profile(row), row.spec
+        profile, spec = row.profile(), row.spec
         shown = profile.most_replicas if profile else 0
         return JobView(
             name=row.name,
@@ -163,16 +174,25 @@ class Scheduler:
             return
         del self._changing[row.name]
         row.changing_s += self._clock() - since
-        error, status = future.exception(), self._actuator.status(row.name)
-        if error is not None:
+        error = future.exception()
+        if isinstance(error, ClusterUnreachable):
+            row.state, row.nodes, row.note = "waiting", (), str(error)
+        elif error is not None:
             self._end(row, "failed", None, f"it could not be changed: {type(error).__name__}: {error}")
-        elif status is not None:
-            self._end(row, "failed" if status else "done", status)
+        elif (status := self._actuator.status(row.name)) is not None:
+            self._ended(row, status)
         elif row.is_cancelled and not row.nodes:
             self._end(row, "cancelled", None)
         else:
             row.state, row.note = "running" if row.nodes else "waiting", ""
         self._table.write(row)
+
+    def _ended(self, row: JobRow, status: Status) -> None:
+        if status == "lost":
+            row.state, row.nodes, row.note = "waiting", (), "a node was lost; it goes on from its last checkpoint"
+            self._say(f"{row.name}: {row.note}")
+        else:
+            self._end(row, "failed" if status else "done", status)
 
     def _end(self, row: JobRow, state: str, status: int | None, note: str = "") -> None:
         row.state, row.exit_status, row.ended_s, row.nodes, row.note = state, status, self._clock(), (), note
@@ -192,12 +212,3 @@ class Scheduler:
                 self._changing[row.name][0].exception()
                 self._end_change(row)
         self._pool.shutdown()
-
-
-def _profile(row: JobRow) -> JobProfile | None:
-    """Return what a job has measured of itself; None if that can't be read."""
-    path = Path(row.spec.checkpoint) / PROFILE
-    try:
-        return JobProfile.load(path) if path.exists() else None
-    except InvalidArgument:
-        return None

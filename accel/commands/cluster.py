@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import json
+import os
 import signal
 import time
 from pathlib import Path
@@ -11,13 +11,17 @@ from pathlib import Path
 import click
 import torch
 
-from accel.cluster.actuators import LOG, LocalActuator
-from accel.cluster.job_table import FILE, JobSpec, JobTable, claimed
+from accel.cluster.actuators import LOG, Actuator
+from accel.cluster.job_table import FILE, JobSpec, JobTable, claimed, scheduler_of
+from accel.cluster.local_actuator import LocalActuator
+from accel.cluster.metrics import serve
 from accel.cluster.scheduler import INTERVAL_S, Scheduler
+from accel.cluster.status import table, to_html, to_json
 from accel.commands.simulate import simulate
 from accel.errors import InvalidArgument
+from accel.files import write_atomic
 from accel.profiler.host import usable_cores
-from accel.report.quiet_rich import Console, Table
+from accel.report.quiet_rich import Console
 
 
 @click.group()
@@ -41,50 +45,88 @@ FOLDER = click.option(
 
 @cluster.command()
 @FOLDER
-@click.option("--slots", type=click.IntRange(1), help="Replicas that may run at once.  [default: cores; 1 with GPUs]")
 @click.option(
     "--interval", default=INTERVAL_S, show_default=True, type=click.FloatRange(1), help="Seconds between decisions."
 )
 @click.option("--until-empty", is_flag=True, help="End when no job is left.")
-def up(folder: Path, slots: int | None, interval: float, until_empty: bool) -> None:
-    """Run the jobs of a cluster on this machine, until it is interrupted; then each job is saved and stopped."""
-    table, most = JobTable(folder), slots or _slots()
-    if most > 1 and torch.cuda.is_available():
-        raise InvalidArgument(
-            f"--slots must be 1 on a machine with GPUs so far: all jobs would use GPU 0. Found: {most}"
-        )
+@click.option("--metrics-port", type=click.IntRange(1, 65535), help="Serve Prometheus metrics on this port.")
+@click.option("--slots", type=click.IntRange(1), help="On this machine: replicas at once.  [default: GPUs, else cores]")
+@click.option("--ray", "address", help="Run on the Ray cluster at this address; `auto` for that of this machine.")
+@click.option("--image", help="Run on Kubernetes, in this image with Python, torch and accel.")
+@click.option("--claim", help="Kubernetes: claim of the volume with scripts, checkpoints and the table.")
+@click.option("--mount", help="Kubernetes: path of that volume, the same in pods and here.")
+@click.option("--namespace", default="default", show_default=True, help="Kubernetes: of all objects.")
+@click.option("--queue", help="Kubernetes: Kueue's LocalQueue.")
+@click.option("--resource", help="Ray, Kubernetes: what a replica takes one of.  [default: GPUs]")
+def up(
+    folder: Path, interval: float, until_empty: bool, metrics_port: int | None, slots: int | None, **where: str | None
+) -> None:
+    """Run the jobs of a cluster until it is interrupted; then each job is saved and stopped."""
+    jobs = JobTable(folder)
     with claimed(folder):
-        scheduler = Scheduler(table, LocalActuator(most), interval, say=click.echo)
+        scheduler = Scheduler(jobs, _actuator(slots, **where), interval, say=click.echo)
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: scheduler.stop())
+        if metrics_port is not None:
+            serve(jobs, metrics_port)
         scheduler.run(until_empty)
 
 
-def _slots() -> int:
-    return 1 if torch.cuda.is_available() else usable_cores()
+def _actuator(
+    slots: int | None,
+    address: str | None,
+    image: str | None,
+    claim: str | None,
+    mount: str | None,
+    namespace: str | None,
+    queue: str | None,
+    resource: str | None,
+) -> Actuator:
+    """Return what jobs are run by."""
+    if image is not None:
+        from accel.cluster.kubernetes_actuator import GPU, KubernetesActuator, PodTemplate
+
+        if claim is None or mount is None or address is not None:
+            raise InvalidArgument("--image must come with --claim and --mount, and without --ray")
+        where = {"image": image, "claim": claim, "mount": mount, "namespace": namespace or "default"}
+        return KubernetesActuator(PodTemplate(**where, queue=queue, slots=resource or GPU))
+    if address is not None:
+        from accel.cluster.ray_actuator import RayActuator
+
+        return RayActuator(address, resource)
+    gpus = tuple(range(torch.cuda.device_count()))
+    most = slots or len(gpus) or usable_cores()
+    if gpus and most > len(gpus):
+        raise InvalidArgument(f"--slots must be at most the number of GPUs, {len(gpus)}. Found: {most}")
+    return LocalActuator(most, gpus[:most])
+
+
+@cluster.command()
+@FOLDER
+def down(folder: Path) -> None:
+    """End the scheduler of a cluster from another terminal: each job is saved and stopped, and can go on later."""
+    _opened(folder)
+    process = scheduler_of(folder)
+    if process is None:
+        raise InvalidArgument(f"{folder} must have a scheduler that runs. Found: none")
+    os.kill(process, signal.SIGTERM)
+    while scheduler_of(folder) == process:
+        time.sleep(0.1)
 
 
 @cluster.command()
 @FOLDER
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def status(folder: Path, as_json: bool) -> None:
-    """Show the jobs of a cluster: state, replicas, and where their time went."""
+@click.option("--html", type=click.Path(path_type=Path, dir_okay=False), help="Write a page that needs nothing else.")
+def status(folder: Path, as_json: bool, html: Path | None) -> None:
+    """Show the jobs of a cluster: state, replicas, speed, and where their time went."""
     rows = _opened(folder).jobs()
+    if html is not None:
+        write_atomic(html, to_html(rows, time.strftime("%Y-%m-%d %H:%M:%S")))
     if as_json:
-        click.echo(json.dumps([{**vars(row), "spec": vars(row.spec)} for row in rows], indent=1))
-        return
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("job")
-    table.add_column("state")
-    for head in ("replicas", "trained h", "waited h", "changing s", "changes"):
-        table.add_column(head, justify="right")
-    table.add_column("note")
-    for row in rows:
-        hours = f"{row.service_s / 3600:.2f}", f"{row.waited_s / 3600:.2f}"
-        note = row.note or (f"exit status {row.exit_status}" if row.exit_status else "")
-        more = str(len(row.nodes)), *hours, f"{row.changing_s:.1f}", str(row.changes), note
-        table.add_row(row.name, row.state, *more)
-    Console().print(table)
+        click.echo(to_json(rows))
+    elif html is None:
+        Console().print(table(rows))
 
 
 @click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
@@ -117,8 +159,8 @@ def submit(
     The script's ARGUMENTS follow it. It passes the environment variable ACCEL_CHECKPOINT, or the folder given here, to
     accel.optimize as checkpoint=, and max_batch_size= too: without that it measures nothing of itself, and gets --min.
     """
-    table = JobTable(folder)
-    taken = {row.name for row in table.jobs()}
+    jobs = JobTable(folder)
+    taken = {row.name for row in jobs.jobs()}
     numbers = (f"{script.stem}-{number}" for number in itertools.count(1))
     chosen = name or next(each for each in numbers if each not in taken)
     spec = JobSpec(
@@ -131,7 +173,7 @@ def submit(
         deadline_s=None if deadline_h is None else deadline_h * 3600,
         is_preemptible=not fixed,
     )
-    table.submit(chosen, spec, time.time())
+    jobs.submit(chosen, spec, time.time())
     click.echo(chosen)
 
 

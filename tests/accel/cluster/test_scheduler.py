@@ -6,8 +6,9 @@ import errno
 import fcntl
 import sqlite3
 import sys
+import tempfile
 import threading
-from functools import partial
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from accel.cluster import actuators
-from accel.cluster.actuators import LocalActuator, processes_of
+from accel.cluster import local_actuator
+from accel.cluster.actuators import LOG, ClusterUnreachable, Status
 from accel.cluster.job_table import ENDED, FILE, JobRow, JobSpec, JobTable, claimed
 from accel.cluster.jobs import ClusterNode
+from accel.cluster.local_actuator import LocalActuator, processes_of
 from accel.cluster.scheduler import Scheduler
-from accel.elastic.local_job import LocalJob
 from accel.elastic.run import PROFILE
 from accel.errors import InvalidArgument
 from tests.accel.cluster.cluster_cases import profile
@@ -36,16 +37,25 @@ class PlayedActuator:
     def __init__(self, slots: int = 4) -> None:
         self.slots = slots
         self.running: dict[str, int] = {}
-        self.statuses: dict[str, int] = {}
+        self.statuses: dict[str, Status] = {}
+        self.is_reachable = True
         self.owner: dict[str, object] = {}
         self.fails: set[str] = set()
         self._lock = threading.Lock()
 
     def nodes(self) -> list[ClusterNode]:
+        self.reach()
         return [ClusterNode("localhost", self.slots)] if self.slots else []
+
+    def reach(self) -> None:
+        if not self.is_reachable:
+            raise ClusterUnreachable("the cluster does not answer")
 
     def change(self, row: JobRow, nodes: tuple[str, ...]) -> None:
         with self._lock:
+            self.reach()
+            if self.statuses.get(row.name) == "lost":
+                del self.statuses[row.name]
             if row.name in self.fails:
                 raise OSError("no such script")
             if row.name in self.statuses:
@@ -53,13 +63,15 @@ class PlayedActuator:
             self.running[row.name] = len(nodes)
             assert sum(self.running.values()) <= self.slots
 
-    def status(self, name: str) -> int | None:
+    def status(self, name: str) -> Status:
+        self.reach()
         return self.statuses.get(name)
 
-    def end_left(self, row: JobRow) -> None:
+    def recover(self, row: JobRow) -> bool:
         self.running.pop(row.name, None)
+        return False
 
-    def ends(self, name: str, status: int) -> None:
+    def ends(self, name: str, status: Status) -> None:
         if self.running.get(name):
             self.statuses[name] = status
             self.running[name] = 0
@@ -124,11 +136,18 @@ def test_what_a_job_came_to_is_told(tmp_path: Path) -> None:
 
 @settings(max_examples=25)
 @given(st.data())
-def test_no_job_is_lost_and_none_runs_twice(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
-    cluster = Played(tmp_path_factory.mktemp("cluster"), data.draw(st.integers(1, 5)))
+def test_no_job_is_lost_and_none_runs_twice(data: st.DataObject) -> None:
+    memory = Path("/dev/shm")  # each change is written through to the disk
+    with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as folder:
+        draw_events(Played(Path(folder), data.draw(st.integers(1, 5))), data)
+
+
+def draw_events(cluster: Played, data: st.DataObject) -> None:
     names: list[str] = []
     for _ in range(data.draw(st.integers(1, 12))):
-        event = data.draw(st.sampled_from(["submit", "submit", "end", "cancel", "killed", "lost", "pass"]))
+        event = data.draw(
+            st.sampled_from(["submit", "submit", "end", "cancel", "killed", "lost", "unreachable", "pass"])
+        )
         rows = {row.name: row for row in cluster.table.jobs()}
         open_ = [name for name in names if rows[name].state not in ENDED]
         if event == "submit":
@@ -138,6 +157,13 @@ def test_no_job_is_lost_and_none_runs_twice(tmp_path_factory: pytest.TempPathFac
             cluster.table.submit(names[-1], asked, cluster.now)
         elif event == "end" and open_:
             cluster.actuator.ends(data.draw(st.sampled_from(open_)), data.draw(st.sampled_from([0, 1])))
+        elif event == "lost" and open_:
+            cluster.actuator.ends(data.draw(st.sampled_from(open_)), "lost")
+        elif event == "unreachable":
+            cluster.actuator.is_reachable = False
+            with pytest.raises(ClusterUnreachable):
+                cluster.passes()
+            cluster.actuator.is_reachable = True
         elif event == "cancel" and open_:
             cluster.table.cancel([data.draw(st.sampled_from(open_))])
         elif event == "killed":  # at any moment: changes may be under way, or not be written down
@@ -161,8 +187,7 @@ def test_a_job_that_ends_while_it_is_resized_has_ended(tmp_path: Path, monkeypat
     """It stayed "running" for good."""
     launcher = tmp_path / "launcher.py"
     launcher.write_text("")
-    made = partial(LocalJob, launcher=[sys.executable, str(launcher)])
-    monkeypatch.setattr(actuators, "LocalJob", made)
+    monkeypatch.setattr(local_actuator, "TORCHRUN", (sys.executable, str(launcher)))
     actuator, row = LocalActuator(2), JobRow("a", spec(tmp_path), 0.0)
     actuator.change(row, ("localhost",))
     actuator._jobs["a"]._launched[0].wait()
@@ -176,15 +201,63 @@ def test_what_an_earlier_scheduler_has_left_is_ended_before_anything_is_written_
     """A scheduler that was killed while it started a job left it running beside the next start."""
     launcher = tmp_path / "launcher.py"
     launcher.write_text("import subprocess, sys\nsubprocess.run([sys.executable, '-c', 'import time; time.sleep(60)'])")
-    monkeypatch.setattr(actuators, "LocalJob", partial(LocalJob, launcher=[sys.executable, str(launcher)]))
-    monkeypatch.setattr(actuators, "SAVE_S", 5.0)
+    monkeypatch.setattr(local_actuator, "TORCHRUN", (sys.executable, str(launcher)))
+    monkeypatch.setattr(local_actuator, "SAVE_S", 5.0)
     row = JobRow("a", spec(tmp_path), 0.0)
     killed = LocalActuator(1)
     killed.change(row, ("localhost",))
     assert processes_of(row.spec.checkpoint)
-    LocalActuator(1).end_left(row)
+    assert not LocalActuator(1).recover(row)
     assert not processes_of(row.spec.checkpoint)
     assert killed._jobs["a"]._launched[0].wait() != 0
+
+
+def test_a_job_whose_node_is_lost_goes_on_elsewhere(tmp_path: Path) -> None:
+    cluster = Played(tmp_path)
+    cluster.table.submit("a", spec(tmp_path), cluster.now)
+    cluster.passes()
+    cluster.actuator.ends("a", "lost")
+    assert cluster.passes()["a"].state == "running"
+    assert "a: a node was lost; it goes on from its last checkpoint" in cluster.said
+    assert cluster.actuator.running["a"] == 1
+
+
+def test_a_cluster_that_does_not_answer_is_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = Played(tmp_path)
+    cluster.table.submit("a", spec(tmp_path), cluster.now)
+    cluster.actuator.is_reachable = False
+    waits: list[float] = []
+
+    def wait(seconds: float) -> None:
+        waits.append(seconds)
+        cluster.actuator.is_reachable = len(waits) > 2
+        if cluster.actuator.running.get("a"):
+            cluster.actuator.ends("a", 0)
+        cluster.now += 1.0
+
+    monkeypatch.setattr(cluster.scheduler._stops, "wait", wait)
+    cluster.scheduler.run(until_empty=True)
+    assert cluster.table.job("a").state == "done"
+    assert cluster.said.count("the cluster does not answer") == 1
+
+
+def test_each_replica_has_a_gpu_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    launcher = tmp_path / "launcher.py"
+    launcher.write_text("import os, time\nprint(os.environ['CUDA_VISIBLE_DEVICES'], flush=True)\ntime.sleep(60)")
+    monkeypatch.setattr(local_actuator, "TORCHRUN", (sys.executable, str(launcher)))
+    actuator = LocalActuator(4, (0, 1, 2, 5))
+    rows = [JobRow(name, spec(tmp_path, name), 0.0) for name in ("a", "b")]
+    used: list[str] = []
+    for row, replicas in ((rows[0], 2), (rows[1], 1), (rows[0], 1), (rows[1], 3), (rows[0], 0), (rows[1], 4)):
+        actuator.change(row, ("localhost",) * replicas)
+        log = Path(row.spec.checkpoint) / LOG
+        while replicas and not log.read_text().endswith("\n"):
+            time.sleep(0.01)
+        used.append(log.read_text() if replicas else "")
+        log.write_text("")
+    for row in rows:
+        actuator.change(row, ())
+    assert [text.strip() for text in used] == ["0,1", "2", "0", "1,2,5", "", "0,1,2,5"]
 
 
 def test_stopping_saves_every_job_and_a_later_start_goes_on(tmp_path: Path) -> None:

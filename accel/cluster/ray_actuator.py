@@ -1,0 +1,245 @@
+"""Jobs as processes on the nodes of a Ray cluster: Ray places them, and says which nodes are alive.
+
+    change ─▶ placement group, a bundle on each node that the policy chose
+           ─▶ an actor in each bundle ─▶ torchrun ─▶ the ranks of that node, which meet at the first one
+
+A placement group can't be resized, so a resize is a checkpoint, a new group and a new start. The job table is the only
+truth: nothing is kept in Ray, whose actors end with the scheduler. What their nodes still run of a job is ended before
+it is started again. https://docs.ray.io/en/latest/ray-core/scheduling/placement-group.html
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from accel.cluster.actuators import LOG, RESTARTS, SAVE_S, ClusterUnreachable, Status
+from accel.cluster.job_table import JobRow
+from accel.cluster.jobs import ClusterNode
+from accel.cluster.local_actuator import end_processes
+from accel.elastic.local_job import TORCHRUN, LocalJob
+from accel.errors import InvalidArgument
+
+_ANSWER_S = 30.0
+"""How long a node may take to answer; then it is lost."""
+_PLACED_S = 60.0
+"""How long Ray may take to reserve a job's replicas."""
+_STANDALONE = "--standalone"
+_NODE_LABEL = "ray.io/node-id"
+
+
+class RankHost:
+    """The ranks of a job on one node; an actor there."""
+
+    def __init__(self, checkpoint: str) -> None:
+        self._checkpoint = checkpoint
+        self._job: LocalJob | None = None
+
+    def address(self) -> str:
+        """End what a lost scheduler has left of the job here; return a free address of this node."""
+        end_processes(self._checkpoint)
+        import ray
+
+        host = ray.util.get_node_ip_address()
+        with socket.socket() as free:
+            free.bind((host, 0))
+            return f"{host}:{free.getsockname()[1]}"
+
+    def start(
+        self, arguments: tuple[str, ...], folder: str, replicas: int, nodes: int, meeting: str, name: str
+    ) -> None:
+        """Start the ranks of this node.
+
+        Args:
+            arguments: of Python from the script on.
+            folder: in which it runs.
+            replicas: ranks on this node.
+            nodes: of the job.
+            meeting: address of the first node, where all meet.
+            name: of the job.
+        """
+        launcher = [each for each in TORCHRUN if nodes == 1 or each != _STANDALONE]
+        if nodes > 1:
+            launcher += [f"--nnodes={nodes}", "--rdzv-backend=c10d", f"--rdzv-endpoint={meeting}", f"--rdzv-id={name}"]
+        checkpoint = Path(self._checkpoint)
+        launcher += [f"--max-restarts={RESTARTS}"]
+        output = checkpoint / LOG
+        self._job = LocalJob(arguments, checkpoint, save_s=SAVE_S, launcher=launcher, work_folder=folder, output=output)
+        self._job.resize(replicas)
+
+    def status(self) -> int | str:
+        """Return the exit status of this node's ranks once they have ended; "running" before, and once stopped."""
+        status = self._job.status if self._job else None
+        return "running" if status is None else status
+
+    def stop(self) -> None:
+        """Have the ranks save and end."""
+        if self._job is not None:
+            self._job.resize(0)
+
+
+class RayActuator:
+    """Run jobs on a Ray cluster.
+
+    Args:
+        address: of the cluster, as `ray.init` takes it; "auto" for that of this machine.
+        slots: resource that a replica takes one of. Default: "GPU" on clusters that have one, else "CPU".
+
+    Raises:
+        InvalidArgument: if Ray is not installed.
+        ClusterUnreachable: if the cluster does not answer.
+    """
+
+    def __init__(self, address: str = "auto", slots: str | None = None) -> None:
+        try:
+            import ray
+        except ImportError:
+            raise InvalidArgument("Ray must be installed for a Ray cluster: pip install 'ray>=2.60'") from None
+        self._ray, self._address, self._resource = ray, address, slots
+        self._jobs: dict[str, tuple[Any, list[Any]] | None] = {}
+        """Placement group and actors of each job; None for one that was stopped."""
+        self._lock = threading.Lock()
+        with self._connected():
+            pass
+
+    @contextmanager
+    def _connected(self) -> Iterator[None]:
+        """Connect if need be.
+
+        Raises:
+            ClusterUnreachable: if that fails, or what is done then.
+        """
+        errors = self._ray.exceptions
+        try:
+            with self._lock:
+                if not self._ray.is_initialized():
+                    self._jobs.clear()  # actors end with the connection that they were made by
+                    self._ray.init(self._address, namespace="accel", log_to_driver=False, logging_level="ERROR")
+            yield
+        except errors.RayTaskError as error:  # raised by what was to be done there
+            raise OSError(f"{error.cause}") from None
+        except (errors.RayError, ConnectionError, RuntimeError) as error:
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise ClusterUnreachable(f"the Ray cluster ({self._address}) does not answer: {reason}") from None
+
+    def nodes(self) -> list[ClusterNode]:
+        """Return the nodes that are alive and have slots."""
+        with self._connected():
+            alive = [node for node in self._ray.nodes() if node["Alive"]]
+        if self._resource is None:
+            self._resource = "GPU" if any(node["Resources"].get("GPU") for node in alive) else "CPU"
+        return [
+            ClusterNode(node["NodeID"], int(slots), kind=_kind(node["Resources"]))
+            for node in sorted(alive, key=lambda each: str(each["NodeID"]))
+            if (slots := node["Resources"].get(self._resource, 0)) >= 1
+        ]
+
+    def change(self, row: JobRow, nodes: tuple[str, ...]) -> None:
+        """Stop a job's ranks after a checkpoint, and start them on their new nodes."""
+        with self._connected():
+            if (placed := self._jobs.get(row.name)) is not None:
+                group, hosts = placed
+                self._answers([host.stop.remote() for host in hosts], SAVE_S + _ANSWER_S)
+                if self._status(hosts) == 0:
+                    return  # it has ended by itself meanwhile
+                self._release(group, hosts)
+            self._jobs[row.name] = self._started(row, Counter(nodes)) if nodes else None
+
+    def _started(self, row: JobRow, replicas: Counter[str]) -> tuple[Any, list[Any]]:
+        """Reserve replicas by node, and start the ranks there.
+
+        Raises:
+            ClusterUnreachable: if Ray has no room on these nodes in time, or one is lost meanwhile.
+        """
+        from ray.util.placement_group import placement_group
+
+        labels = [{_NODE_LABEL: node} for node in replicas]
+        group = placement_group([self._amount(count) for count in replicas.values()], bundle_label_selector=labels)
+        hosts = [self._host(group, index, count, row) for index, count in enumerate(replicas.values())]
+        try:
+            if not group.wait(_PLACED_S):
+                raise ClusterUnreachable(f"Ray has no room for {len(list(replicas.elements()))} replicas; asked again")
+            addresses = self._answers([host.address.remote() for host in hosts], SAVE_S + _ANSWER_S)
+            spec = row.spec
+            begun = [
+                host.start.remote(spec.arguments, spec.folder, count, len(hosts), addresses[0], row.name)
+                for host, count in zip(hosts, replicas.values(), strict=True)
+            ]
+            if None in (*addresses, *self._answers([*begun, *(host.status.remote() for host in hosts)])[len(begun) :]):
+                raise ClusterUnreachable("a node was lost while it was started")
+        except BaseException:
+            self._release(group, hosts)
+            raise
+        return group, hosts
+
+    def _host(self, group: Any, index: int, replicas: int, row: JobRow) -> Any:
+        """Make the actor of one node."""
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        ((resource, amount),) = self._amount(replicas).items()
+        wanted = {"GPU": {"num_gpus": amount}, "CPU": {"num_cpus": amount}}.get(
+            resource, {"resources": {resource: amount}}
+        )
+        place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
+        return self._ray.remote(RankHost).options(**wanted, scheduling_strategy=place).remote(row.spec.checkpoint)
+
+    def _amount(self, replicas: int) -> dict[str, float]:
+        return {self._resource or "CPU": float(replicas)}
+
+    def _release(self, group: Any, hosts: list[Any]) -> None:
+        from ray.util.placement_group import remove_placement_group
+
+        for host in hosts:
+            self._ray.kill(host)
+        remove_placement_group(group)
+
+    def _answers(self, asked: list[Any], limit_s: float = _ANSWER_S) -> list[Any]:
+        """Return what hosts answer, None for each that is lost."""
+        answers = []
+        errors = self._ray.exceptions
+        for each in asked:
+            try:
+                answers.append(self._ray.get(each, timeout=limit_s))
+            except (errors.RayActorError, errors.GetTimeoutError):
+                answers.append(None)
+        return answers
+
+    def status(self, name: str) -> Status:
+        """Return how a job ended; it is lost where one of its nodes is."""
+        with self._connected():
+            if name not in self._jobs:
+                return "lost"
+            placed = self._jobs[name]
+            return None if placed is None else self._status(placed[1])
+
+    def _status(self, hosts: list[Any]) -> Status:
+        statuses = self._answers([host.status.remote() for host in hosts])
+        if None in statuses:
+            return "lost"
+        failed = [each for each in statuses if each not in (0, "running")]
+        return failed[0] if failed else None if "running" in statuses else 0
+
+    def recover(self, row: JobRow) -> bool:
+        """End what an earlier scheduler has started of a job, on all nodes."""
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        with self._connected():
+            end = self._ray.remote(end_processes)
+            places = [NodeAffinitySchedulingStrategy(node.name, soft=False) for node in self.nodes()]
+            asked = [end.options(num_cpus=0, scheduling_strategy=each).remote(row.spec.checkpoint) for each in places]
+            for each in asked:
+                with contextlib.suppress(self._ray.exceptions.RayError):  # a node that is lost by now runs nothing
+                    self._ray.get(each, timeout=SAVE_S + _ANSWER_S)
+        return False
+
+
+def _kind(resources: dict[str, float]) -> str:
+    """Return the kind of a node's GPUs, which Ray names `accelerator_type:KIND`."""
+    kinds = [name.partition(":")[2] for name in resources if name.startswith("accelerator_type:")]
+    return kinds[0] if kinds else "gpu"
