@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from accel.cluster.actuators import LOG, RESTARTS, SAVE_S, ClusterUnreachable, Status
-from accel.cluster.job_table import JobRow
+from accel.cluster.job_table import JobRow, JobSpec
 from accel.cluster.jobs import ClusterNode
 from accel.cluster.local_actuator import end_processes
 from accel.elastic.local_job import TORCHRUN, LocalJob
@@ -44,33 +44,30 @@ class RankHost:
     def address(self) -> str:
         """End what a lost scheduler has left of the job here; return a free address of this node."""
         end_processes(self._checkpoint)
-        import ray
-
-        host = ray.util.get_node_ip_address()
         with socket.socket() as free:
-            free.bind((host, 0))
-            return f"{host}:{free.getsockname()[1]}"
+            free.bind((_own_host(), 0))
+            return "{}:{}".format(*free.getsockname())
 
-    def start(
-        self, arguments: tuple[str, ...], folder: str, replicas: int, nodes: int, meeting: str, name: str
-    ) -> None:
+    def start(self, spec: JobSpec, replicas: int, nodes: int, meeting: str, is_first: bool) -> None:
         """Start the ranks of this node.
 
         Args:
-            arguments: of Python from the script on.
-            folder: in which it runs.
+            spec: of the job.
             replicas: ranks on this node.
             nodes: of the job.
             meeting: address of the first node, where all meet.
-            name: of the job.
+            is_first: whether that is this node.
         """
         launcher = [each for each in TORCHRUN if nodes == 1 or each != _STANDALONE]
         if nodes > 1:
-            launcher += [f"--nnodes={nodes}", "--rdzv-backend=c10d", f"--rdzv-endpoint={meeting}", f"--rdzv-id={name}"]
+            launcher += [f"--nnodes={nodes}", "--rdzv-backend=c10d", f"--rdzv-endpoint={meeting}", "--rdzv-id=accel"]
+            launcher += [f"--rdzv-conf=is_host={int(is_first)}", f"--local-addr={_own_host()}"]
         checkpoint = Path(self._checkpoint)
         launcher += [f"--max-restarts={RESTARTS}"]
         output = checkpoint / LOG
-        self._job = LocalJob(arguments, checkpoint, save_s=SAVE_S, launcher=launcher, work_folder=folder, output=output)
+        self._job = LocalJob(
+            spec.arguments, checkpoint, save_s=SAVE_S, launcher=launcher, work_folder=spec.folder, output=output
+        )
         self._job.resize(replicas)
 
     def status(self) -> int | str:
@@ -102,8 +99,10 @@ class RayActuator:
         except ImportError:
             raise InvalidArgument("Ray must be installed for a Ray cluster: pip install 'ray>=2.60'") from None
         self._ray, self._address, self._resource = ray, address, slots
-        self._jobs: dict[str, tuple[Any, list[Any]] | None] = {}
-        """Placement group and actors of each job; None for one that was stopped."""
+        self._jobs: dict[str, tuple[Any, list[Any]]] = {}
+        """Placement group and actors of each job that runs."""
+        self._statuses: dict[str, int | None] = {}
+        """Of the jobs that have ended; None for one that was stopped."""
         self._lock = threading.Lock()
         with self._connected():
             pass
@@ -143,13 +142,16 @@ class RayActuator:
     def change(self, row: JobRow, nodes: tuple[str, ...]) -> None:
         """Stop a job's ranks after a checkpoint, and start them on their new nodes."""
         with self._connected():
-            if (placed := self._jobs.get(row.name)) is not None:
-                group, hosts = placed
-                self._answers([host.stop.remote() for host in hosts], SAVE_S + _ANSWER_S)
-                if self._status(hosts) == 0:
+            if row.name in self._jobs:
+                self._answers([host.stop.remote() for host in self._jobs[row.name][1]], SAVE_S + _ANSWER_S)
+                if self.status(row.name) == 0:
                     return  # it has ended by itself meanwhile
-                self._release(group, hosts)
-            self._jobs[row.name] = self._started(row, Counter(nodes)) if nodes else None
+                self._release(*self._jobs.pop(row.name, (None, [])))
+            if nodes:
+                self._jobs[row.name] = self._started(row, Counter(nodes))
+                self._statuses.pop(row.name, None)
+            else:
+                self._statuses[row.name] = None
 
     def _started(self, row: JobRow, replicas: Counter[str]) -> tuple[Any, list[Any]]:
         """Reserve replicas by node, and start the ranks there.
@@ -166,9 +168,8 @@ class RayActuator:
             if not group.wait(_PLACED_S):
                 raise ClusterUnreachable(f"Ray has no room for {len(list(replicas.elements()))} replicas; asked again")
             addresses = self._answers([host.address.remote() for host in hosts], SAVE_S + _ANSWER_S)
-            spec = row.spec
             begun = [
-                host.start.remote(spec.arguments, spec.folder, count, len(hosts), addresses[0], row.name)
+                host.start.remote(row.spec, count, len(hosts), addresses[0], host is hosts[0])
                 for host, count in zip(hosts, replicas.values(), strict=True)
             ]
             if None in (*addresses, *self._answers([*begun, *(host.status.remote() for host in hosts)])[len(begun) :]):
@@ -197,7 +198,8 @@ class RayActuator:
 
         for host in hosts:
             self._ray.kill(host)
-        remove_placement_group(group)
+        if group is not None:
+            remove_placement_group(group)
 
     def _answers(self, asked: list[Any], limit_s: float = _ANSWER_S) -> list[Any]:
         """Return what hosts answer, None for each that is lost."""
@@ -214,16 +216,18 @@ class RayActuator:
         """Return how a job ended; it is lost where one of its nodes is."""
         with self._connected():
             if name not in self._jobs:
+                return self._statuses.get(name, "lost")
+            group, hosts = self._jobs[name]
+            answers = self._answers([host.status.remote() for host in hosts])
+            if None in answers:
                 return "lost"
-            placed = self._jobs[name]
-            return None if placed is None else self._status(placed[1])
-
-    def _status(self, hosts: list[Any]) -> Status:
-        statuses = self._answers([host.status.remote() for host in hosts])
-        if None in statuses:
-            return "lost"
-        failed = [each for each in statuses if each not in (0, "running")]
-        return failed[0] if failed else None if "running" in statuses else 0
+            failed = [each for each in answers if each not in (0, "running")]
+            if not failed and "running" in answers:
+                return None
+            del self._jobs[name]
+            self._release(group, hosts)
+            self._statuses[name] = failed[0] if failed else 0
+            return self._statuses[name]
 
     def recover(self, row: JobRow) -> bool:
         """End what an earlier scheduler has started of a job, on all nodes."""
@@ -243,3 +247,9 @@ def _kind(resources: dict[str, float]) -> str:
     """Return the kind of a node's GPUs, which Ray names `accelerator_type:KIND`."""
     kinds = [name.partition(":")[2] for name in resources if name.startswith("accelerator_type:")]
     return kinds[0] if kinds else "gpu"
+
+
+def _own_host() -> str:
+    import ray
+
+    return str(ray.util.get_node_ip_address())
