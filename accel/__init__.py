@@ -31,15 +31,17 @@ _HOMES = {
     "disabled": "accel.entry",
     "explain": "accel.entry",
     "optimize": "accel.entry",
+    "report_score": "accel.scores",
     "undo": "accel.entry",
 }
 
-__all__ = ["AccelError", "Plan", "Report", "__version__", "disabled", "explain", "optimize", "undo"]
+__all__ = ["AccelError", "Plan", "Report", "__version__", "disabled", "explain", "optimize", "report_score", "undo"]
 
 if TYPE_CHECKING:
     from accel.entry import disabled, explain, optimize, undo
     from accel.errors import AccelError
     from accel.report import Report
+    from accel.scores import report_score
     from accel.search.plan import Plan
 
 

@@ -35,7 +35,7 @@ MAY_IMPORT = {
     "tests": set(FOLDERS),
 }
 
-PUBLIC = ["AccelError", "Plan", "Report", "__version__", "disabled", "explain", "optimize", "undo"]
+PUBLIC = ["AccelError", "Plan", "Report", "__version__", "disabled", "explain", "optimize", "report_score", "undo"]
 
 # Written so that this file does not match itself.
 FORBIDDEN = {

@@ -22,9 +22,10 @@ _HOMES = {
     "doctor": "accel.commands.doctor",
     "bench": "accel.commands.bench",
     "cluster": "accel.commands.cluster",
-    "submit": "accel.commands.cluster",
-    "cancel": "accel.commands.cluster",
-    "logs": "accel.commands.cluster",
+    "submit": "accel.commands.jobs",
+    "cancel": "accel.commands.jobs",
+    "logs": "accel.commands.jobs",
+    "tune": "accel.commands.tune",
 }
 """Subcommand → module that holds it."""
 

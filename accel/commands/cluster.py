@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import signal
 import time
@@ -11,8 +10,8 @@ from pathlib import Path
 import click
 import torch
 
-from accel.cluster.actuators import LOG, Actuator
-from accel.cluster.job_table import FILE, JobSpec, JobTable, claimed, scheduler_of
+from accel.cluster.actuators import Actuator
+from accel.cluster.job_table import FILE, JobTable, claimed, scheduler_of
 from accel.cluster.local_actuator import LocalActuator
 from accel.cluster.metrics import serve
 from accel.cluster.scheduler import INTERVAL_S, Scheduler
@@ -94,6 +93,18 @@ def _actuator(
         from accel.cluster.ray_actuator import RayActuator
 
         return RayActuator(address, resource)
+    return local_actuator(slots)
+
+
+def local_actuator(slots: int | None) -> LocalActuator:
+    """Return what runs jobs on this machine.
+
+    Args:
+        slots: replicas at once; None for the number of GPUs, or of cores where there is none.
+
+    Raises:
+        InvalidArgument: if there are not so many GPUs.
+    """
     gpus = tuple(range(torch.cuda.device_count()))
     most = slots or len(gpus) or usable_cores()
     if gpus and most > len(gpus):
@@ -105,7 +116,7 @@ def _actuator(
 @FOLDER
 def down(folder: Path) -> None:
     """End the scheduler of a cluster from another terminal: each job is saved and stopped, and can go on later."""
-    _opened(folder)
+    opened_table(folder)
     process = scheduler_of(folder)
     if process is None:
         raise InvalidArgument(f"{folder} must have a scheduler that runs. Found: none")
@@ -120,7 +131,7 @@ def down(folder: Path) -> None:
 @click.option("--html", type=click.Path(path_type=Path, dir_okay=False), help="Write a page that needs nothing else.")
 def status(folder: Path, as_json: bool, html: Path | None) -> None:
     """Show the jobs of a cluster: state, replicas, speed, and where their time went."""
-    rows = _opened(folder).jobs()
+    rows = opened_table(folder).jobs()
     if html is not None:
         write_atomic(html, to_html(rows, time.strftime("%Y-%m-%d %H:%M:%S")))
     if as_json:
@@ -129,73 +140,12 @@ def status(folder: Path, as_json: bool, html: Path | None) -> None:
         Console().print(table(rows))
 
 
-@click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
-@FOLDER
-@click.option("--name", help="Name of the job.  [default: that of the script, and a number]")
-@click.option("--min", "least", default=1, show_default=True, type=click.IntRange(1), help="Fewest replicas.")
-@click.option("--max", "most", default=1, show_default=True, type=click.IntRange(1), help="Most replicas.")
-@click.option(
-    "--checkpoint", type=click.Path(path_type=Path, file_okay=False), help="What the script passes as checkpoint=."
-)
-@click.option("--weight", default=1.0, show_default=True, help="How much its speed counts beside the others'.")
-@click.option("--deadline-h", type=click.FloatRange(0, min_open=True), help="Hours from now at which it is wanted.")
-@click.option("--fixed", is_flag=True, help="Once it runs, leave its replicas as they are.")
-@click.argument("script", type=click.Path(path_type=Path, exists=True, dir_okay=False))
-@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
-def submit(
-    folder: Path,
-    name: str | None,
-    least: int,
-    most: int,
-    checkpoint: Path | None,
-    weight: float,
-    deadline_h: float | None,
-    fixed: bool,
-    script: Path,
-    arguments: tuple[str, ...],
-) -> None:
-    """Submit a training script as a job of a cluster.
+def opened_table(folder: Path) -> JobTable:
+    """Return the job table of a cluster that is there.
 
-    The script's ARGUMENTS follow it. It passes the environment variable ACCEL_CHECKPOINT, or the folder given here, to
-    accel.optimize as checkpoint=, and max_batch_size= too: without that it measures nothing of itself, and gets --min.
+    Raises:
+        InvalidArgument: if there is none.
     """
-    jobs = JobTable(folder)
-    taken = {row.name for row in jobs.jobs()}
-    numbers = (f"{script.stem}-{number}" for number in itertools.count(1))
-    chosen = name or next(each for each in numbers if each not in taken)
-    spec = JobSpec(
-        arguments=(str(script.resolve()), *arguments),
-        folder=str(Path.cwd()),
-        checkpoint=str((checkpoint or folder / "jobs" / chosen).resolve()),
-        min_replicas=least,
-        max_replicas=most,
-        weight=weight,
-        deadline_s=None if deadline_h is None else deadline_h * 3600,
-        is_preemptible=not fixed,
-    )
-    jobs.submit(chosen, spec, time.time())
-    click.echo(chosen)
-
-
-@click.command()
-@FOLDER
-@click.argument("names", nargs=-1, required=True)
-def cancel(folder: Path, names: tuple[str, ...]) -> None:
-    """End jobs of a cluster, each after a checkpoint."""
-    _opened(folder).cancel(names)
-
-
-@click.command()
-@FOLDER
-@click.argument("name")
-def logs(folder: Path, name: str) -> None:
-    """Print what a job of a cluster has printed so far."""
-    path = Path(_opened(folder).job(name).spec.checkpoint) / LOG
-    if path.exists():
-        click.echo(path.read_text(encoding="utf-8", errors="replace"), nl=False)
-
-
-def _opened(folder: Path) -> JobTable:
     if not (folder / FILE).exists():
         raise InvalidArgument(
             f"{folder} must hold a cluster's jobs. Found: no {FILE}; submit a job first, or name --cluster"

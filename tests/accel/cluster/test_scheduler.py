@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import json
 import sqlite3
+import subprocess
 import sys
 import tempfile
 import threading
@@ -13,15 +15,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from accel.cluster import local_actuator
 from accel.cluster.actuators import LOG, ClusterUnreachable, Status
-from accel.cluster.job_table import ENDED, FILE, JobRow, JobSpec, JobTable, claimed
+from accel.cluster.job_table import ENDED, FILE, JobRow, JobSpec, JobTable, claimed, scheduler_of
 from accel.cluster.jobs import ClusterNode
 from accel.cluster.local_actuator import LocalActuator, processes_of
+from accel.cluster.metrics import JobCollector
 from accel.cluster.scheduler import Scheduler
+from accel.cluster.status import job_status, to_html, to_json
+from accel.commands.cli import main
 from accel.elastic.run import PROFILE
 from accel.errors import InvalidArgument
 from tests.accel.cluster.cluster_cases import profile
@@ -347,3 +353,49 @@ def test_a_damaged_table_is_refused_in_a_sentence(what: str, tmp_path: Path) -> 
         path.mkdir()
     with pytest.raises(InvalidArgument, match="job table"):
         JobTable(tmp_path).jobs()
+
+
+def test_what_is_shown_of_jobs(tmp_path: Path) -> None:
+    cluster = Played(tmp_path)
+    for name in ("a", "<b>"):
+        cluster.table.submit(name, spec(tmp_path, name, max_replicas=2), cluster.now)
+    profile(most=4, progress=25.0, left=75.0).save(tmp_path / "a" / PROFILE)
+    rows = cluster.passes()
+    line = job_status(rows["a"])
+    assert (line.replicas, line.done) == ("2 of 1 to 2", "25%")
+    assert 1.0 < float(line.speedup.removesuffix("x")) <= 2.0
+    page = to_html(list(rows.values()), "now")
+    assert "&lt;b&gt;" in page
+    assert "25%" in page
+    assert {each["name"]: each["progress"] for each in json.loads(to_json(list(rows.values())))} == {
+        "a": 0.25,
+        "<b>": None,
+    }
+
+
+def test_metrics_are_those_of_the_table(tmp_path: Path) -> None:
+    exposition = pytest.importorskip("prometheus_client.exposition")
+    registry = pytest.importorskip("prometheus_client").CollectorRegistry()
+    cluster = Played(tmp_path)
+    cluster.table.submit("a", spec(tmp_path), cluster.now)
+    cluster.passes()
+    cluster.passes()
+    registry.register(JobCollector(cluster.table))
+    text = exposition.generate_latest(registry).decode()
+    assert 'accel_cluster_jobs{state="running"} 1.0' in text
+    assert 'accel_cluster_job_replicas{job="a"} 1.0' in text
+    assert 'accel_cluster_job_service_seconds_total{job="a"} 60.0' in text
+
+
+def test_a_scheduler_is_ended_from_elsewhere(tmp_path: Path) -> None:
+    table = JobTable(tmp_path)
+    runner = CliRunner()
+    refused = runner.invoke(main, ["cluster", "down", "--cluster", str(tmp_path)])
+    assert (refused.exit_code, "Found: none" in refused.stderr) == (2, True)
+    command = [sys.executable, "-m", "accel", "cluster", "up", "--cluster", str(tmp_path), "--slots", "1"]
+    with subprocess.Popen(command) as scheduler:
+        while scheduler_of(tmp_path) is None:
+            time.sleep(0.05)
+        assert runner.invoke(main, ["cluster", "down", "--cluster", str(tmp_path)]).exit_code == 0
+    assert scheduler.returncode == 0
+    assert table.jobs() == []

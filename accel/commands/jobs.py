@@ -1,0 +1,79 @@
+"""`accel submit`, `cancel` and `logs`: the jobs of a cluster."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from pathlib import Path
+
+import click
+
+from accel.cluster.actuators import LOG
+from accel.cluster.job_table import JobSpec, JobTable
+from accel.commands.cluster import FOLDER, opened_table
+
+
+@click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@FOLDER
+@click.option("--name", help="Name of the job.  [default: that of the script, and a number]")
+@click.option("--min", "least", default=1, show_default=True, type=click.IntRange(1), help="Fewest replicas.")
+@click.option("--max", "most", default=1, show_default=True, type=click.IntRange(1), help="Most replicas.")
+@click.option(
+    "--checkpoint", type=click.Path(path_type=Path, file_okay=False), help="What the script passes as checkpoint=."
+)
+@click.option("--weight", default=1.0, show_default=True, help="How much its speed counts beside the others'.")
+@click.option("--deadline-h", type=click.FloatRange(0, min_open=True), help="Hours from now at which it is wanted.")
+@click.option("--fixed", is_flag=True, help="Once it runs, leave its replicas as they are.")
+@click.argument("script", type=click.Path(path_type=Path, exists=True, dir_okay=False))
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def submit(
+    folder: Path,
+    name: str | None,
+    least: int,
+    most: int,
+    checkpoint: Path | None,
+    weight: float,
+    deadline_h: float | None,
+    fixed: bool,
+    script: Path,
+    arguments: tuple[str, ...],
+) -> None:
+    """Submit a training script as a job of a cluster.
+
+    The script's ARGUMENTS follow it. It passes the environment variable ACCEL_CHECKPOINT, or the folder given here, to
+    accel.optimize as checkpoint=, and max_batch_size= too: without that it measures nothing of itself, and gets --min.
+    """
+    jobs = JobTable(folder)
+    taken = {row.name for row in jobs.jobs()}
+    numbers = (f"{script.stem}-{number}" for number in itertools.count(1))
+    chosen = name or next(each for each in numbers if each not in taken)
+    spec = JobSpec(
+        arguments=(str(script.resolve()), *arguments),
+        folder=str(Path.cwd()),
+        checkpoint=str((checkpoint or folder / "jobs" / chosen).resolve()),
+        min_replicas=least,
+        max_replicas=most,
+        weight=weight,
+        deadline_s=None if deadline_h is None else deadline_h * 3600,
+        is_preemptible=not fixed,
+    )
+    jobs.submit(chosen, spec, time.time())
+    click.echo(chosen)
+
+
+@click.command()
+@FOLDER
+@click.argument("names", nargs=-1, required=True)
+def cancel(folder: Path, names: tuple[str, ...]) -> None:
+    """End jobs of a cluster, each after a checkpoint."""
+    opened_table(folder).cancel(names)
+
+
+@click.command()
+@FOLDER
+@click.argument("name")
+def logs(folder: Path, name: str) -> None:
+    """Print what a job of a cluster has printed so far."""
+    path = Path(opened_table(folder).job(name).spec.checkpoint) / LOG
+    if path.exists():
+        click.echo(path.read_text(encoding="utf-8", errors="replace"), nl=False)
