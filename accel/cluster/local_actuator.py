@@ -9,11 +9,14 @@ import threading
 import time
 from pathlib import Path
 
+import torch
+
 from accel.cluster.actuators import LOG, RESTARTS, SAVE_S
 from accel.cluster.job_table import JobRow
 from accel.cluster.jobs import ClusterNode
 from accel.elastic.local_job import CHECKPOINT, TORCHRUN, LocalJob
 from accel.errors import InvalidArgument
+from accel.profiler.host import usable_cores
 
 _LOOK_S = 0.1
 
@@ -80,6 +83,22 @@ class LocalActuator:
         """End what an earlier scheduler has started of a job: its processes are nobody's children now."""
         end_processes(row.spec.checkpoint)
         return False
+
+
+def on_this_machine(slots: int | None) -> LocalActuator:
+    """Return what runs jobs on this machine.
+
+    Args:
+        slots: replicas at once; None for the number of GPUs, or of cores where there is none.
+
+    Raises:
+        InvalidArgument: if there are not so many GPUs.
+    """
+    gpus = tuple(range(torch.cuda.device_count()))
+    most = slots or len(gpus) or usable_cores()
+    if gpus and most > len(gpus):
+        raise InvalidArgument(f"slots must be at most the number of GPUs, {len(gpus)}. Found: {most}")
+    return LocalActuator(most, gpus[:most])
 
 
 def end_processes(checkpoint: str) -> None:

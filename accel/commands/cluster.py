@@ -8,18 +8,16 @@ import time
 from pathlib import Path
 
 import click
-import torch
 
 from accel.cluster.actuators import Actuator
 from accel.cluster.job_table import FILE, JobTable, claimed, scheduler_of
-from accel.cluster.local_actuator import LocalActuator
+from accel.cluster.local_actuator import on_this_machine
 from accel.cluster.metrics import serve
 from accel.cluster.scheduler import INTERVAL_S, Scheduler
 from accel.cluster.status import table, to_html, to_json
 from accel.commands.simulate import simulate
 from accel.errors import InvalidArgument
 from accel.files import write_atomic
-from accel.profiler.host import usable_cores
 from accel.report.quiet_rich import Console
 
 
@@ -93,23 +91,7 @@ def _actuator(
         from accel.cluster.ray_actuator import RayActuator
 
         return RayActuator(address, resource)
-    return local_actuator(slots)
-
-
-def local_actuator(slots: int | None) -> LocalActuator:
-    """Return what runs jobs on this machine.
-
-    Args:
-        slots: replicas at once; None for the number of GPUs, or of cores where there is none.
-
-    Raises:
-        InvalidArgument: if there are not so many GPUs.
-    """
-    gpus = tuple(range(torch.cuda.device_count()))
-    most = slots or len(gpus) or usable_cores()
-    if gpus and most > len(gpus):
-        raise InvalidArgument(f"--slots must be at most the number of GPUs, {len(gpus)}. Found: {most}")
-    return LocalActuator(most, gpus[:most])
+    return on_this_machine(slots)
 
 
 @cluster.command()

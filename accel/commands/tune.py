@@ -11,9 +11,10 @@ from pathlib import Path
 import click
 
 from accel.cluster.job_table import JobSpec, JobTable, claimed, scheduler_of
+from accel.cluster.local_actuator import on_this_machine
 from accel.cluster.scheduler import Scheduler
 from accel.cluster.tuning import ParameterTuner, read_space
-from accel.commands.cluster import FOLDER, local_actuator
+from accel.commands.cluster import FOLDER
 from accel.errors import InvalidArgument
 
 
@@ -51,7 +52,7 @@ def tune(
         max_replicas=most,
     )
     with contextlib.nullcontext() if scheduler_of(folder) else _scheduled(folder, table, slots):
-        room = parallel or slots or sum(node.gpus for node in local_actuator(slots).nodes())
+        room = parallel or slots or sum(node.gpus for node in on_this_machine(slots).nodes())
         tuner = ParameterTuner(
             table, folder, read_space(space), spec, name or script.stem, parallel=room, seed=seed, say=click.echo
         )
@@ -66,7 +67,7 @@ def tune(
 def _scheduled(folder: Path, table: JobTable, slots: int | None) -> Iterator[None]:
     """Run a scheduler in a thread; in the end it stops all jobs, each after a checkpoint."""
     with claimed(folder):
-        scheduler = Scheduler(table, local_actuator(slots), _INTERVAL_S)
+        scheduler = Scheduler(table, on_this_machine(slots), _INTERVAL_S)
         thread = threading.Thread(target=scheduler.run, name="accel-cluster")
         thread.start()
         try:
