@@ -29,6 +29,8 @@ class JobStatus:
     note: str
 
 
+LONG = ("trained h", "waited h", "changing s", "speed-up")
+"""Heads that may wrap on a narrow terminal."""
 HEADS = ("job", "state", "replicas", "done", "speed-up", "trained h", "waited h", "changing s", "resizes", "note")
 
 
@@ -38,7 +40,7 @@ def job_status(row: JobRow) -> JobStatus:
     return JobStatus(
         row.name,
         row.state,
-        f"{len(row.nodes)} of {spec.min_replicas} to {spec.max_replicas}",
+        f"{len(row.nodes)}/{spec.max_replicas}",
         "" if progress is None else f"{progress:.0%}",
         _speedup(row),
         f"{row.service_s / 3600:.2f}",
@@ -62,7 +64,9 @@ def table(rows: Sequence[JobRow]) -> Table:
     """Return the jobs as a table for the terminal."""
     drawn = Table(box=None, pad_edge=False, header_style="bold")
     for head in HEADS:
-        drawn.add_column(head, justify="left" if head in ("job", "state", "note") else "right", no_wrap=head == "job")
+        drawn.add_column(
+            head, justify="left" if head in ("job", "state", "note") else "right", no_wrap=head not in ("note", *LONG)
+        )
     for row in rows:
         drawn.add_row(*cells(job_status(row)))
     return drawn

@@ -362,7 +362,7 @@ def test_what_is_shown_of_jobs(tmp_path: Path) -> None:
     profile(most=4, progress=25.0, left=75.0).save(tmp_path / "a" / PROFILE)
     rows = cluster.passes()
     line = job_status(rows["a"])
-    assert (line.replicas, line.done) == ("2 of 1 to 2", "25%")
+    assert (line.replicas, line.done) == ("2/2", "25%")
     assert 1.0 < float(line.speedup.removesuffix("x")) <= 2.0
     page = to_html(list(rows.values()), "now")
     assert "&lt;b&gt;" in page
