@@ -22,16 +22,15 @@ class JobStatus:
     done: str
     speedup: str
     """Over one replica, and what one more would give."""
-    trained_h: str
+    ran_h: str
+    """GPU-hours."""
     waited_h: str
-    changing_s: str
     resizes: str
+    """Their number, and the time that they and the start took."""
     note: str
 
 
-LONG = ("trained h", "waited h", "changing s", "speed-up")
-"""Heads that may wrap on a narrow terminal."""
-HEADS = ("job", "state", "replicas", "done", "speed-up", "trained h", "waited h", "changing s", "resizes", "note")
+HEADS = ("job", "state", "replicas", "done", "speed-up", "ran h", "wait h", "resizes", "note")
 
 
 def job_status(row: JobRow) -> JobStatus:
@@ -45,8 +44,7 @@ def job_status(row: JobRow) -> JobStatus:
         _speedup(row),
         f"{row.service_s / 3600:.2f}",
         f"{row.waited_s / 3600:.2f}",
-        f"{row.changing_s:.1f}",
-        str(row.changes),
+        f"{row.changes}, {row.changing_s:.0f} s",
         row.note or (f"exit status {row.exit_status}" if row.exit_status else ""),
     )
 
@@ -64,9 +62,7 @@ def table(rows: Sequence[JobRow]) -> Table:
     """Return the jobs as a table for the terminal."""
     drawn = Table(box=None, pad_edge=False, header_style="bold")
     for head in HEADS:
-        drawn.add_column(
-            head, justify="left" if head in ("job", "state", "note") else "right", no_wrap=head not in ("note", *LONG)
-        )
+        drawn.add_column(head, justify="left" if head in ("job", "state", "note") else "right", no_wrap=head != "note")
     for row in rows:
         drawn.add_row(*cells(job_status(row)))
     return drawn
