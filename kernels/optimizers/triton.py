@@ -1,6 +1,6 @@
 """The Triton kernel of the updates: every parameter of a group in one launch.
 
-What it computes stands in formulas.py, the table and the numbers of each tensor in triton_scalars.py. It is compiled
+What it computes stands in rules.py, the table and the numbers of each tensor in triton_scalars.py. It is compiled
 for each of four kinds:
 
     sgd, adam  of SGD and LARS, of Adam and AdamW
