@@ -355,11 +355,9 @@ def test_settings_that_make_no_sense_are_refused() -> None:
 
 def test_ops_keep_their_contract() -> None:
     gts = batch(5, "random", images=2)
-    where = POINTS.xy, POINTS.regress_range, POINTS.stride, module._flat_grids(POINTS)
-    code, attrs = module._codes(gts)
-    opcheck(module._fcos_op, (*where, gts.boxes, gts.labels, gts.valid, 10, True, 1.5, True))
-    several = gts.boxes, gts.labels, gts.valid, code, attrs
-    opcheck(module._fcos3d_op, (*where, *several, 10, 7, 1.5, True, 2.5))
+    given = *module._flat(POINTS, CONFIG), [gts.boxes, gts.labels, gts.valid]
+    opcheck(module._fcos_op, given)
+    opcheck(module._fcos3d_op, (*given, *module._codes(gts)))
 
 
 def test_torch_compile_keeps_one_graph() -> None:

@@ -354,7 +354,7 @@ def test_the_operator_keeps_its_contract() -> None:
     mask = torch.rand(2, 5) < 0.8
     for rules, scores in ((VARIANTS["yolox"], obj), (VARIANTS["mmdet"], None)):
         given = (boxes, cls if scores is not None else cls.sigmoid(), scores, points, strides, truths, classes, mask)
-        opcheck(simota.assign_op, (*given, None, *simota.flat(rules), False, None, True))
+        opcheck(simota.assign_op, ([*given, None], *simota.flat(rules), False, None, True))
 
 
 def test_cost_grows_as_the_work_does() -> None:
