@@ -41,6 +41,7 @@ _KEEP1, _TAKE1, _KEEP2, _TAKE2, _ROOT, _EPSILON = map(tl.constexpr, range(2, 8))
 _RATE = tl.constexpr(8)  # of what is subtracted from the weight
 _SHRINK = tl.constexpr(9)  # Adam: what remains of the weight. LAMB: what of the weight is added to the update
 _DEBIAS = tl.constexpr(10)
+_USED = tl.constexpr(11)
 
 
 @triton.jit
