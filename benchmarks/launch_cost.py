@@ -141,7 +141,7 @@ def launched(call: Callable[[], Any]) -> list[Callable[[], None]]:
 
 def by_triton(plan: LaunchPlan, *tensors: Tensor | None) -> None:
     """Launch as `kernel[grid](…)` does."""
-    plan.kernel[plan._grid](*tensors, *plan._numbers, **plan._constants)
+    plan._launch_by_triton(*tensors)
 
 
 def measure(call: Call) -> Row:

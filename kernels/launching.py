@@ -8,9 +8,8 @@ map. Here dtypes and values are the key of a compiled kernel that was bound befo
     @triton.jit
     def _gather_kernel(x, index, out, rows, columns, BLOCK: tl.constexpr): ...
 
-    _gather_kernel[(programs,)](x, index, out, rows, columns, BLOCK=128)  # as with triton.jit
-    plan = _gather_kernel.plan((programs,), rows, columns, BLOCK=128)     # a fourth of that, to be kept for a shape
-    plan(x, index, out)
+    plan = _gather_kernel.plan((programs,), rows, columns, BLOCK=128)  # to be kept for a shape
+    plan(x, index, out)                                                # as kernel[grid](x, index, out, rows, ...)
 
 What is not met before, or can't be told from that key, takes Triton's own path: another dtype, the first address that
 is no multiple of 16, hooks of a profiler, the interpreter.
@@ -19,7 +18,6 @@ is no multiple of 16, hooks of a profiler, the interpreter.
 from __future__ import annotations
 
 import functools
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
@@ -28,10 +26,8 @@ import torch
 import triton
 from torch import Tensor
 
-_MOST = 1024
-"""Plans that a kernel keeps: a loop with other shapes in each step must not fill the memory."""
 PLANS = 512
-"""Shapes whose plans an op keeps."""
+"""Shapes whose plans an op keeps: a loop with other shapes in each step must not fill the memory."""
 _MOST_PROGRAMS = 65_535
 """Of CUDA, along every axis of a grid but the first, which takes 2³¹ - 1."""
 _DTYPE, _ADDRESS = attrgetter("dtype"), torch.Tensor.data_ptr
@@ -78,12 +74,36 @@ class _Bound(NamedTuple):
     """What a launch takes after the tensors."""
 
 
-class _Launching(ABC):
-    """Launches what it is bound to for tensors like these, or else leaves them to Triton."""
+class LaunchPlan:
+    """A launch of a kernel with all but its tensors.
 
-    __slots__ = ("_kernels", "_lacks", "_last", "compiles")
+    Args:
+        kernel: a function of `triton.jit`: its tensors come first, then its numbers, its compile-time arguments last.
+        grid: programs in up to three dimensions.
+        numbers: the arguments after the tensors.
+        constants: the compile-time arguments, and options of the compiler.
 
-    def __init__(self, kernels: list[Any]) -> None:
+    Raises:
+        TypeError: if a tensor comes after a number.
+        ValueError: if the grid is larger than a GPU takes.
+    """
+
+    __slots__ = ("_bound", "_constants", "_grid", "_kernels", "_lacks", "_last", "_launched", "_numbers", "compiles")
+
+    def __init__(self, kernel: Any, grid: tuple[int, ...], *numbers: Any, **constants: Any) -> None:
+        self._watch([kernel])
+        self._grid, self._numbers, self._constants = grid, numbers, constants
+        if wrong := [type(number).__name__ for number in numbers if isinstance(number, Tensor)]:
+            raise TypeError(f"a kernel's tensors must come before its numbers. Found: {wrong[0]} after a number")
+        self._launched = (*grid, 1, 1)[:3]
+        if max(self._launched[1:]) > _MOST_PROGRAMS:
+            raise ValueError(
+                f"a GPU runs at most {_MOST_PROGRAMS:,} programs along the second and the third axis of a grid. "
+                f"Found: {grid}"
+            )
+        self._bound: dict[Hashable, _Bound] = {}
+
+    def _watch(self, kernels: list[Any]) -> None:
         self._kernels = kernels
         # Not so in the interpreter.
         self.compiles = all(isinstance(kernel, triton.runtime.JITFunction) for kernel in kernels)
@@ -129,74 +149,35 @@ class _Launching(ABC):
             odd.append(0 if tensor is None else tensor.data_ptr() % _ALIGNMENT)
         return device, dtypes, odd
 
-    @abstractmethod
-    def bound_for(self, like: _Like) -> Any:
-        """Return what is launched on such tensors; None if there has been no launch on any."""
-
-    @abstractmethod
-    def run(self, bound: Any, stream: int, tensors: tuple[Tensor | None, ...]) -> None:
-        """Launch what `bound_for` returned."""
-
-    @abstractmethod
-    def launch_each(self, *tensors: Tensor | None) -> None:
-        """Launch on Triton's own path where nothing is bound yet."""
-
-
-class LaunchPlan(_Launching):
-    """A launch of a kernel with all but its tensors.
-
-    Args:
-        kernel: a function of `triton.jit`.
-        grid: programs in up to three dimensions.
-        numbers: the arguments after the tensors.
-        constants: the compile-time arguments, and options of the compiler.
-
-    Raises:
-        TypeError: if a tensor comes after a number.
-        ValueError: if the grid is larger than a GPU takes.
-    """
-
-    __slots__ = ("_bound", "_constants", "_grid", "_launched", "_numbers", "kernel")
-
-    def __init__(self, kernel: Any, grid: tuple[int, ...], numbers: tuple[Any, ...], constants: dict[str, Any]) -> None:
-        super().__init__([kernel])
-        self.kernel, self._grid, self._numbers, self._constants = kernel, grid, numbers, constants
-        if wrong := [type(number).__name__ for number in numbers if isinstance(number, Tensor)]:
-            raise TypeError(f"a kernel's tensors must come before its numbers. Found: {wrong[0]} after a number")
-        self._launched = (*grid, 1, 1)[:3]
-        if max(self._launched[1:]) > _MOST_PROGRAMS:
-            raise ValueError(
-                f"a GPU runs at most {_MOST_PROGRAMS:,} programs along the second and the third axis of a grid. "
-                f"Found: {grid}"
-            )
-        self._bound: dict[Hashable, _Bound] = {}
-
     def launch_each(self, *tensors: Tensor | None) -> None:
         """Launch as `kernel[grid](...)` does, and keep what Triton has compiled for tensors like these."""
-        compiled = self.kernel[self._grid](*tensors, *self._numbers, **self._constants)
+        compiled = self._launch_by_triton(*tensors)
         if not self.compiles or compiled is None:  # None where a hook of Triton's forbids the launch
             return
         like = self.looked_at(triton.runtime.driver.active.get_current_device(), tensors)
         # Triton passes compile-time arguments too.
-        names = self.kernel.arg_names[len(tensors) + len(self._numbers) :]
+        names = self._kernels[0].arg_names[len(tensors) + len(self._numbers) :]
         rest = *self._numbers, *(self._constants[name] for name in names)
         self._bound[_key(like)] = _Bound(compiled.run, compiled.function, compiled.packed_metadata, rest)
 
-    def bound_for(self, like: _Like) -> _Bound | None:
+    def _launch_by_triton(self, *tensors: Tensor | None) -> Any:
+        return self._kernels[0][self._grid](*tensors, *self._numbers, **self._constants)
+
+    def bound_for(self, like: _Like) -> Any:
         """Return what it launches on such tensors; None if it has not been launched on any."""
         return self._bound.get(_key(like))
 
-    def run(self, bound: _Bound, stream: int, tensors: tuple[Tensor | None, ...]) -> None:
+    def run(self, bound: Any, stream: int, tensors: tuple[Tensor | None, ...]) -> None:
         """Launch what is bound to tensors like these."""
         x, y, z = self._launched
         try:
             bound.run(x, y, z, stream, bound.function, bound.packed, None, None, None, *tensors, *bound.rest)
         except TypeError:
             # Its arguments are private to Triton: a version whose launcher takes others launches as documented.
-            self.kernel[self._grid](*tensors, *self._numbers, **self._constants)
+            self._launch_by_triton(*tensors)
 
 
-class LaunchSequence(_Launching):
+class LaunchSequence(LaunchPlan):
     """Launches of several kernels on the tensors of one call, which are looked at once and not for each launch.
 
     Args:
@@ -206,15 +187,14 @@ class LaunchSequence(_Launching):
     __slots__ = ("_launches",)
 
     def __init__(self, *launches: tuple[LaunchPlan, tuple[int, ...]]) -> None:
-        super().__init__([plan.kernel for plan, _ in launches])
+        self._watch([kernel for plan, _ in launches for kernel in plan._kernels])
         self._launches = [(plan, itemgetter(*places)) for plan, places in launches]
 
     def bound_for(self, like: _Like) -> list[_Bound] | None:
         """Return what the plans launch on their parts of such tensors; None if one has not been launched on any."""
         device, dtypes, odd = like
         bound = [plan.bound_for((device, of(dtypes), of(odd))) for plan, of in self._launches]
-        known = [each for each in bound if each is not None]
-        return known if len(known) == len(bound) else None
+        return None if None in bound else bound
 
     def run(self, bound: list[_Bound], stream: int, tensors: tuple[Tensor | None, ...]) -> None:
         """Launch what is bound to tensors like these, one after the other."""
@@ -227,25 +207,18 @@ class LaunchSequence(_Launching):
             plan(*of(tensors))
 
 
-class PreparedLaunch(NamedTuple):
-    """A launch with its tensors."""
-
-    plan: LaunchPlan
-    tensors: tuple[Tensor | None, ...]
-
-
 class PreparedLaunches:
     """Launches one after the other, always on the same tensors, which nobody gives another dtype.
 
     Args:
-        launches: of them.
+        launches: plans, each with its tensors.
     """
 
     __slots__ = ("_bound", "_device", "_kernels", "_launches")
 
-    def __init__(self, launches: Iterable[PreparedLaunch]) -> None:
+    def __init__(self, launches: Iterable[tuple[LaunchPlan, tuple[Tensor | None, ...]]]) -> None:
         self._launches = list(launches)
-        self._kernels = [plan.kernel for plan, _ in self._launches]
+        self._kernels = [kernel for plan, _ in self._launches for kernel in plan._kernels]
         self._bound: list[_Bound] = []
         """[] before the first call, and where Triton's interpreter is at work."""
         self._device = -1
@@ -267,59 +240,21 @@ class PreparedLaunches:
         if all(plan.compiles for plan, _ in self._launches):
             device = self._device = triton.runtime.driver.active.get_current_device()
             bound = [plan.bound_for(plan.looked_at(device, tensors)) for plan, tensors in self._launches]
-            self._bound = [each for each in bound if each is not None] if None not in bound else []
+            self._bound = [] if None in bound else bound
 
 
 class PlannedKernel:
-    """A Triton kernel that keeps a plan for each combination of numbers and compile-time arguments.
+    """A Triton kernel that keeps its plans.
 
     Args:
-        kernel: a function of `triton.jit`. Its tensors come first, then its numbers, its compile-time arguments last.
+        kernel: a function of `triton.jit`.
 
     Attributes:
         kernel: the same.
+        plan: returns the `LaunchPlan` of a grid, numbers and compile-time arguments. True and 1.0 equal 1, but are
+            compiled otherwise.
     """
 
     def __init__(self, kernel: Any) -> None:
         self.kernel = kernel
-        self._plans: dict[Hashable, LaunchPlan] = {}
-
-    def plan(self, grid: tuple[int, ...], *numbers: float, **constants: Any) -> LaunchPlan:
-        """Return a plan for one grid, to be launched with tensors alone."""
-        return LaunchPlan(self.kernel, grid, numbers, constants)
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        """Return what launches the kernel with so many programs, in up to three dimensions.
-
-        It takes tensors, None in place of a tensor, and numbers, in the kernel's order; by name the compile-time
-        arguments, and options of the compiler such as num_warps.
-        """
-        return functools.partial(self._launch, grid)
-
-    def prepared(self, grid: tuple[int, ...], /, *arguments: Any, **constants: Any) -> PreparedLaunch:
-        """Return a launch that takes nothing more: it is kept where the tensors stay the same.
-
-        Args:
-            grid: programs in up to three dimensions.
-            arguments: tensors, None in place of a tensor, and numbers, in the kernel's order.
-            constants: the compile-time arguments, and options of the compiler.
-        """
-        count = 0
-        for argument in arguments:
-            if argument is not None and not isinstance(argument, Tensor):
-                break
-            count += 1
-        numbers = arguments[count:]
-        # True and 1.0 equal 1, but are compiled otherwise.
-        key = (grid, count, *numbers, *map(type, numbers), *constants.items())
-        plan = self._plans.get(key)
-        if plan is None:
-            plan = LaunchPlan(self.kernel, grid, numbers, constants)
-            if len(self._plans) >= _MOST:
-                self._plans.clear()
-            self._plans[key] = plan
-        return PreparedLaunch(plan, arguments[:count])
-
-    def _launch(self, grid: tuple[int, ...], /, *arguments: Any, **constants: Any) -> None:
-        plan, tensors = self.prepared(grid, *arguments, **constants)
-        plan(*tensors)
+        self.plan = functools.lru_cache(PLANS, typed=True)(functools.partial(LaunchPlan, kernel))

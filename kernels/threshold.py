@@ -63,24 +63,18 @@ def _block_maxima(values: Tensor) -> Tensor:
     return block_maxima_ref(values)
 
 
-def _at_least(values: Tensor, least: Tensor, size: int, maxima: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+def _at_least(values: Tensor, least: Tensor, size: int | None, maxima: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Return so many of them, or all: their number synchronises the host with the device."""
     if takes(values):
         from accel.kernels.rows import threshold_triton
 
         ends = threshold_triton.tally(values, least, maxima)
+        if size is None:
+            size = int(ends[-1]) if len(ends) else 0
         return threshold_triton.take(values, least, maxima, ends, size)
+    if size is None:
+        size = int((values.abs() < least).logical_not_().sum())
     return at_least_ref(values, least, size)
-
-
-def _all_at_least(values: Tensor, least: Tensor, maxima: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Return all of them; their number synchronises the host with the device."""
-    if takes(values):
-        from accel.kernels.rows import threshold_triton
-
-        ends = threshold_triton.tally(values, least, maxima)
-        return threshold_triton.take(values, least, maxima, ends, int(ends[-1]) if len(ends) else 0)
-    count = int((values.abs() < least).logical_not_().sum())
-    return at_least_ref(values, least, count)
 
 
 # torch.compile sees opaque ops; eager calls go around them, for half the overhead.
@@ -146,9 +140,7 @@ def at_least(values: Tensor, least: Tensor, size: int | None = None, maxima: Ten
     """
     _check(values)
     _check_threshold(values, least, size, maxima)
-    if size is None:
-        return Selected(*_all_at_least(values, least, maxima))
-    run = _at_least_op if torch.compiler.is_compiling() else _at_least
+    run = _at_least if size is None or not torch.compiler.is_compiling() else _at_least_op
     return Selected(*run(values, least, size, maxima))
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -28,28 +28,22 @@ from accel.kernels.window_attention.libraries import (
 )
 
 
-@dataclass(frozen=True)
-class Recognizer:
+class Recognizer(NamedTuple):
     """How a kind of module is recognised and tested."""
 
     dropin: type[DropIn]
-    names: frozenset[str]
+    names: str
     """Its class names."""
-    attributes: tuple[str, ...]
+    attributes: str
     """Attributes that it must have."""
-    absent: tuple[str, ...] = ()
-    """Attributes that it must not have."""
     inputs: Callable[[Any], list[tuple[Any, ...]]] | None = None
     """Makes the arguments for its test; None if it computes nothing itself."""
     method: str = "forward"
 
     def fits(self, module: nn.Module) -> bool:
         """Return whether a module is of this kind, by name and attributes."""
-        return (
-            type(module).__name__ in self.names
-            and all(hasattr(module, name) for name in self.attributes)
-            and not any(hasattr(module, name) for name in self.absent)
-        )
+        known = type(module).__name__ in self.names.split()
+        return known and all(hasattr(module, name) for name in self.attributes.split())
 
 
 def _windows(module: Any) -> list[tuple[Any, ...]]:
@@ -71,59 +65,45 @@ def _maps(module: Any) -> list[tuple[Any, ...]]:
     return [(x,)]
 
 
-_V1 = ("qkv", "proj", "proj_drop", "attn_drop", "softmax", "scale", "num_heads", "window_size")
-_V2 = (
-    "qkv",
-    "proj",
-    "proj_drop",
-    "attn_drop",
-    "softmax",
-    "num_heads",
-    "window_size",
-    "cpb_mlp",
-    "logit_scale",
-    "q_bias",
-)
+_PACKED = "qkv proj proj_drop attn_drop softmax num_heads window_size"
 RECOGNIZERS = (
     Recognizer(
         PackedWindows,
-        frozenset({"WindowAttention", "WindowMSA"}),
-        (*_V1, "relative_position_bias_table"),
-        ("logit_scale",),
+        "WindowAttention",
+        f"{_PACKED} cpb_mlp logit_scale q_bias relative_coords_table",
         _windows,
     ),
-    Recognizer(PackedWindows, frozenset({"WindowAttention"}), (*_V2, "relative_coords_table"), (), _windows),
+    Recognizer(
+        PackedWindows,
+        "WindowAttention WindowMSA",
+        f"{_PACKED} scale relative_position_bias_table",
+        _windows,
+    ),
     Recognizer(
         TorchvisionMap,
-        frozenset({"ShiftedWindowAttention", "ShiftedWindowAttentionV2"}),
-        ("qkv", "proj", "shift_size", "window_size", "num_heads", "attention_dropout", "dropout"),
-        (),
+        "ShiftedWindowAttention ShiftedWindowAttentionV2",
+        "qkv proj shift_size window_size num_heads attention_dropout dropout",
         _maps,
     ),
     Recognizer(
         HuggingFaceWindows,
-        frozenset({"SwinAttention"}),
-        ("q_proj", "k_proj", "v_proj", "o_proj", "scaling", "relative_position_bias", "config"),
-        (),
+        "SwinAttention",
+        "q_proj k_proj v_proj o_proj scaling relative_position_bias config",
         _windows,
     ),
     Recognizer(
         HuggingFaceCosineWindows,
-        frozenset({"Swinv2SelfAttention"}),
-        ("query", "key", "value", "logit_scale", "continuous_position_bias_mlp", "window_size"),
-        (),
+        "Swinv2SelfAttention",
+        "query key value logit_scale continuous_position_bias_mlp window_size",
         _windows,
     ),
-    Recognizer(
-        HuggingFaceLayer, frozenset({"SwinLayer", "Swinv2Layer"}), ("get_attn_mask", "shift_size", "window_size")
-    ),
+    Recognizer(HuggingFaceLayer, "SwinLayer Swinv2Layer", "get_attn_mask shift_size window_size"),
 )
 """In the order in which they are tried."""
 _TIMM_BLOCK = Recognizer(
     TimmBlock,
-    frozenset({"SwinTransformerBlock", "SwinTransformerV2Block"}),
-    ("_attn", "attn", "window_size", "shift_size"),
-    (),
+    "SwinTransformerBlock SwinTransformerV2Block",
+    "_attn attn window_size shift_size",
     _maps,
     "_attn",
 )

@@ -68,15 +68,8 @@ class FusedAdamW(FusedAdam):
 
     Args:
         params: parameters or groups, as torch.optim takes them.
-        lr: learning rate η, default 0.001; a tensor is read from the device, so that a captured step follows it.
-        betas: β₁ and β₂, default 0.9 and 0.999; numbers or tensors.
-        eps: ε, default 1e-8.
         weight_decay: λ, default 0.01.
-        amsgrad: divide by the largest v̂ so far, default False.
-        maximize: go up instead of down, default False.
-        max_grad_norm: clip the norm of all gradients to it, as `clip_grad_norm_` does; None (default) for no clipping.
-        master_weights: keep float32 weights of float16 and bfloat16 parameters, in the state. Default True.
-        backend: "accel" (default), or "apex" for NVIDIA's kernels.
+        options: those of `FusedAdam`, with its defaults, but for `decoupled_weight_decay`.
 
     Raises:
         InvalidArgument: if an argument is out of range, or a parameter can't be updated.
@@ -97,25 +90,9 @@ class FusedAdamW(FusedAdam):
         eps: float = 1e-8,
         weight_decay: float | Tensor = 1e-2,
         amsgrad: bool = False,
-        *,
-        maximize: bool = False,
-        max_grad_norm: float | Tensor | None = None,
-        master_weights: bool = True,
-        backend: str = "accel",
+        **options: Any,
     ) -> None:
-        super().__init__(
-            params,
-            lr,
-            betas,
-            eps,
-            weight_decay,
-            amsgrad,
-            maximize=maximize,
-            decoupled_weight_decay=True,
-            max_grad_norm=max_grad_norm,
-            master_weights=master_weights,
-            backend=backend,
-        )
+        super().__init__(params, lr, betas, eps, weight_decay, amsgrad, decoupled_weight_decay=True, **options)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from accel.optim.base import MultiTensorOptimizer
 
 _SYMBOLS = {"sgd": "FusedSGD", "adam": "FusedAdam", "lamb": "FusedLAMB"}
+_LAMB_OPTIONS = ("adam_w_mode", "max_grad_norm", "use_nvlamb")
 _INSTALL = "Build it from https://github.com/NVIDIA/apex, or leave backend= out."
 
 
@@ -48,13 +49,10 @@ class ApexStep:
         self._optimizer = optimizer
         apex_class = symbol(_SYMBOLS[optimizer.kind])
         self._check()
-        options: dict[str, Any] = {}
         group = optimizer.param_groups[0]
+        options = {name: group[name] for name in _LAMB_OPTIONS} if optimizer.kind == "lamb" else {}
         if optimizer.kind == "adam":
             options["adam_w_mode"] = bool(group["decoupled_weight_decay"])
-        elif optimizer.kind == "lamb":
-            names = ("adam_w_mode", "max_grad_norm", "use_nvlamb")
-            options |= {name: group[name] for name in names}
         params = [p for each in optimizer.param_groups for p in each["params"]]
         inner = apex_class(params, lr=group["lr"], **options)
         inner.param_groups, inner.state = optimizer.param_groups, optimizer.state
@@ -65,15 +63,12 @@ class ApexStep:
     def _check(self) -> None:
         optimizer = self._optimizer
         owner = type(optimizer).__name__
-        lacking = {
-            "amsgrad": "amsgrad",
-            "maximize": "maximize",
-            **({} if optimizer.kind == "lamb" else {"max_grad_norm": "clipping"}),
-        }
+        lacking = {"amsgrad": "amsgrad", "maximize": "maximize"}
+        if optimizer.kind != "lamb":
+            lacking["max_grad_norm"] = "clipping"
         for group in optimizer.param_groups:
-            for name, words in lacking.items():
-                if group.get(name):
-                    raise InvalidArgument(f"{owner}: apex has no {words}. Found: {name}={group[name]}. {_INSTALL}")
+            for name in filter(group.get, lacking):
+                raise InvalidArgument(f"{owner}: apex has no {lacking[name]}. Found: {name}={group[name]}. {_INSTALL}")
             for p in group["params"]:
                 if p.device.type != "cuda" or p.dtype != torch.float32:
                     raise InvalidArgument(

@@ -21,15 +21,7 @@ _DTYPES = frozenset(DTYPES)
 def number(
     owner: str, name: str, value: Any, least: float = 0.0, below: float = math.inf, *, above: bool = False
 ) -> None:
-    """Check a hyperparameter: a number, or a tensor of one.
-
-    Args:
-        owner: class of the optimizer.
-        name: of the argument.
-        value: what was given.
-        least: the smallest that is allowed.
-        below: what it must be smaller than.
-        above: whether `least` itself is not allowed.
+    """Check a hyperparameter, a number or a tensor of one: at least `least`, or `above` it, and `below` another.
 
     Raises:
         InvalidArgument: if it is something else.
@@ -75,15 +67,10 @@ def options(owner: str, group: Mapping[str, Any]) -> None:
 
 
 def parameters(owner: str, params: Iterable[Any], device: torch.device | None) -> None:
-    """Check the parameters of a new group.
-
-    Args:
-        owner: class of the optimizer.
-        params: what was given; other things than tensors are left to torch.
-        device: of the parameters that it has; None for any.
+    """Check the parameters of a new group; what is no tensor is left to torch.
 
     Raises:
-        InvalidArgument: if one can't be updated here.
+        InvalidArgument: if one can't be updated here, or is not on the device, if there is one.
     """
     for param in params:
         if not isinstance(param, Tensor):

@@ -42,34 +42,29 @@ def _forms() -> Iterator[tuple[Any, str]]:
 
 
 def _updates(form: Any, name: str) -> Iterator[Variant]:
+    from accel.kernels.optimizers.device import constants
     from accel.kernels.optimizers.triton import update_kernel
 
-    fixed = {**_fixed(form), "HAS_BUFFER": True, "NESTEROV": False, "AMSGRAD": False}
+    fixed = {**constants(form), "HAS_BUFFER": True, "NESTEROV": False, "AMSGRAD": False}
     squares = {"weight_squares": "fp64", "update_squares": "fp64"}
     kinds: list[tuple[str, str, dict[str, bool]]] = [("sgd", "", {}), ("adam", "", {})]
     if name in ("fp32", "bf16 master"):
         kinds += [("sgd", " nesterov", {"NESTEROV": True}), ("sgd", " plain", {"HAS_BUFFER": False})]
         kinds += [("adam", " amsgrad", {"AMSGRAD": True})]
     for kind, word, own in kinds:
-        constants = {**fixed, "KIND": kind, **own, **dict.fromkeys(squares)}
-        yield Variant(f"optimizer {kind} {name}{word}", update_kernel, _WALKED, constants)
+        chosen = {**fixed, "KIND": kind, **own, **dict.fromkeys(squares)}
+        yield Variant(f"optimizer {kind} {name}{word}", update_kernel, _WALKED, chosen)
     moments = {**fixed, "KIND": "moments"}
     yield Variant(f"optimizer lamb moments {name}", update_kernel, {**_WALKED, **squares}, moments)
     apply = {**fixed, "KIND": "apply", **dict.fromkeys(squares)}
     yield Variant(f"optimizer lamb apply {name}", update_kernel, _WALKED, apply)
 
 
-def _fixed(form: Any) -> dict[str, Any]:
-    from accel.kernels.optimizers.address_table import CHUNK
-    from accel.kernels.optimizers.device import BLOCK, constants
-
-    return {**constants(form), "CHUNK": CHUNK, "BLOCK": BLOCK}
-
-
 def _sums(form: Any, name: str) -> Iterator[Variant]:
+    from accel.kernels.optimizers.device import constants
     from accel.kernels.optimizers.triton_scalars import sums_kernel
 
-    fixed = _fixed(form)
+    fixed = constants(form)
     outputs = {"grad_squares": "fp64", "infinite": "i32"}
     given = {**_TABLES, **outputs, "grad_scale": "fp32"}
     yield Variant(f"optimizer sums {name}", sums_kernel, given, {**fixed, "weight_squares": None})

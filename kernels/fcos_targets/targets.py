@@ -19,7 +19,7 @@ points near each box are examined. Targets carry no gradient, so nothing is save
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -156,61 +156,58 @@ def _fcos3d(
     return _fcos3d_ref(points, gts, code, attrs, config)
 
 
-def _flat_grids(points: FcosPoints) -> list[float]:
-    return [float(value) for grid in points.grids for value in grid]
+def _flat(points: FcosPoints, config: FcosConfig) -> tuple[list[Tensor], list[float], list[float]]:
+    """Return points and settings as an operator takes them: tensors, the numbers of grids, and those of settings."""
+    tensors = [points.xy, points.regress_range, points.stride]
+    grids = [float(value) for grid in points.grids for value in grid]
+    return tensors, grids, [float(getattr(config, name)) for name in _SETTINGS]
 
 
-def _points(xy: Tensor, regress_range: Tensor, stride: Tensor, grids: Sequence[float]) -> FcosPoints:
+_SETTINGS = {
+    **{"background": int, "attr_background": int, "center_sampling": bool},
+    **{"radius": float, "normalize": bool, "centerness_alpha": float},
+}
+
+
+def _whole(tensors: list[Tensor], grids: list[float], settings: list[float]) -> tuple[FcosPoints, FcosConfig]:
     rows = [grids[i : i + 5] for i in range(0, len(grids), 5)]
-    return FcosPoints(
-        xy, regress_range, stride, tuple(Grid(int(h), int(w), int(s), low, high) for h, w, s, low, high in rows)
-    )
+    levels = tuple(Grid(*map(int, row[:3]), *row[3:]) for row in rows)
+    kinds = zip(_SETTINGS.items(), settings, strict=True)
+    config = FcosConfig(**{name: kind(value) for (name, kind), value in kinds})
+    xy, regress_range, stride = tensors
+    return FcosPoints(xy, regress_range, stride, levels), config
 
 
 @torch.library.custom_op("accel::fcos_targets", mutates_args=())
 def _fcos_op(
-    xy: Tensor, regress_range: Tensor, stride: Tensor, grids: Sequence[float], boxes: Tensor, labels: Tensor,
-    valid: Tensor, background: int, center_sampling: bool, radius: float, normalize: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    config = FcosConfig(background=background, center_sampling=center_sampling, radius=radius, normalize=normalize)
-    return _fcos(_points(xy, regress_range, stride, grids), FcosGts(boxes, labels, valid), config)
+    points: list[Tensor], grids: list[float], settings: list[float], gts: list[Tensor]
+) -> tuple[Tensor, Tensor, Tensor]:
+    where, config = _whole(points, grids, settings)
+    return _fcos(where, FcosGts(*gts), config)
 
 
 @_fcos_op.register_fake
-def _(
-    xy: Tensor, regress_range: Tensor, stride: Tensor, grids: Sequence[float], boxes: Tensor, labels: Tensor,
-    valid: Tensor, background: int, center_sampling: bool, radius: float, normalize: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    shape = valid.shape[0], xy.shape[0]
+def _(points: list[Tensor], _grids: Any, _settings: Any, gts: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    boxes, labels, valid = gts
+    shape = valid.shape[0], points[0].shape[0]
     return labels.new_empty(shape), boxes.new_empty(*shape, 4), boxes.new_empty(shape)
 
 
 @torch.library.custom_op("accel::fcos3d_targets", mutates_args=())
 def _fcos3d_op(
-    xy: Tensor, regress_range: Tensor, stride: Tensor, grids: Sequence[float], boxes: Tensor, labels: Tensor,
-    valid: Tensor, code: Tensor, attrs: Tensor, background: int, attr_background: int, radius: float,
-    normalize: bool, centerness_alpha: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    config = FcosConfig(
-        background=background,
-        attr_background=attr_background,
-        radius=radius,
-        normalize=normalize,
-        centerness_alpha=centerness_alpha,
-    )
-    points, gts = _points(xy, regress_range, stride, grids), FcosGts(boxes, labels, valid)
-    return _fcos3d(points, gts, code, attrs, config)
+    points: list[Tensor], grids: list[float], settings: list[float], gts: list[Tensor], code: Tensor, attrs: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    where, config = _whole(points, grids, settings)
+    return _fcos3d(where, FcosGts(*gts), code, attrs, config)
 
 
 @_fcos3d_op.register_fake
 def _(
-    xy: Tensor, regress_range: Tensor, stride: Tensor, grids: Sequence[float], boxes: Tensor, labels: Tensor,
-    valid: Tensor, code: Tensor, attrs: Tensor, background: int, attr_background: int, radius: float,
-    normalize: bool, centerness_alpha: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    shape = valid.shape[0], xy.shape[0]
+    points: list[Tensor], _grids: Any, _settings: Any, gts: list[Tensor], code: Tensor, attrs: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    shape = attrs.shape[0], points[0].shape[0]
     targets, centerness = code.new_empty(*shape, code.shape[-1]), code.new_empty(shape)
-    return labels.new_empty(shape), targets, centerness, attrs.new_empty(shape)
+    return gts[1].new_empty(shape), targets, centerness, attrs.new_empty(shape)
 
 
 # The public functions
@@ -255,9 +252,7 @@ def fcos_targets(points: FcosPoints, gts: FcosGts, config: FcosConfig) -> FcosTa
 
 @torch.no_grad()
 def _fcos_compiled(points: FcosPoints, gts: FcosGts, config: FcosConfig) -> FcosTargets:
-    where = points.xy, points.regress_range, points.stride, _flat_grids(points)
-    how = config.background, config.center_sampling, config.radius, config.normalize
-    return FcosTargets(*_fcos_op(*where, gts.boxes, gts.labels, gts.valid, *how))
+    return FcosTargets(*_fcos_op(*_flat(points, config), [gts.boxes, gts.labels, gts.valid]))
 
 
 @torch.no_grad()
@@ -300,9 +295,7 @@ def fcos3d_targets(points: FcosPoints, gts: Fcos3dGts, config: FcosConfig) -> Fc
     code, attrs = _codes(gts)
     if not torch.compiler.is_compiling():
         return Fcos3dTargets(*_fcos3d(points, FcosGts(gts.boxes, gts.labels, gts.valid), code, attrs, config))
-    where = points.xy, points.regress_range, points.stride, _flat_grids(points)
-    how = config.background, config.attr_background, config.radius, config.normalize, config.centerness_alpha
-    return Fcos3dTargets(*_fcos3d_op(*where, gts.boxes, gts.labels, gts.valid, code, attrs, *how))
+    return Fcos3dTargets(*_fcos3d_op(*_flat(points, config), [gts.boxes, gts.labels, gts.valid], code, attrs))
 
 
 def cost(images: int, points: int, boxes: int, columns: int = 4, itemsize: int = 4) -> Cost:

@@ -13,6 +13,7 @@ labels, have the bits of the published head there. (On a CPU torch's own root is
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 import triton
@@ -92,33 +93,69 @@ def _first(chosen, g, G):
 
 
 @triton.jit
-def _fcos_cost(x, y, low, high, reach, box, CENTER: tl.constexpr, WORK: tl.constexpr):
-    """Return what a box costs each point: its area, or 1e8 where the point does not fit."""
+def _cost(x, y, low, high, reach, box, center, NEAREST: tl.constexpr, CENTER: tl.constexpr, WORK: tl.constexpr):
+    """Return what a box costs each point, 1e8 where it does not fit: its area, or the distance to its centre."""
     left, top = tl.load(box).to(WORK), tl.load(box + 1).to(WORK)
     right, bottom = tl.load(box + 2).to(WORK), tl.load(box + 3).to(WORK)
     fits = _in_range(x, y, low, high, left, top, right, bottom)
-    if CENTER:
-        center_x, center_y = (left + right) * 0.5, (top + bottom) * 0.5
-        low_x = tl.where(center_x - reach > left, center_x - reach, left)
-        low_y = tl.where(center_y - reach > top, center_y - reach, top)
-        high_x = tl.where(center_x + reach > right, right, center_x + reach)
-        high_y = tl.where(center_y + reach > bottom, bottom, center_y + reach)
-        fits = fits & (x > low_x) & (y > low_y) & (x < high_x) & (y < high_y)
+    if NEAREST:
+        center_x, center_y = tl.load(center).to(WORK), tl.load(center + 1).to(WORK)
+        fits = fits & (x > center_x - reach) & (x < center_x + reach)
+        fits = fits & (y > center_y - reach) & (y < center_y + reach)
+        cost = _root((x - center_x) * (x - center_x) + (y - center_y) * (y - center_y))
     else:
-        fits = fits & (x > left) & (y > top) & (x < right) & (y < bottom)
-    return tl.where(fits, (right - left) * (bottom - top), 1e8)
+        if CENTER:
+            center_x, center_y = (left + right) * 0.5, (top + bottom) * 0.5
+            low_x = tl.where(center_x - reach > left, center_x - reach, left)
+            low_y = tl.where(center_y - reach > top, center_y - reach, top)
+            high_x = tl.where(center_x + reach > right, right, center_x + reach)
+            high_y = tl.where(center_y + reach > bottom, bottom, center_y + reach)
+            fits = fits & (x > low_x) & (y > low_y) & (x < high_x) & (y < high_y)
+        else:
+            fits = fits & (x > left) & (y > top) & (x < right) & (y < bottom)
+        cost = (right - left) * (bottom - top)
+    return tl.where(fits, cost, 1e8)
 
 
 @triton.jit
-def _fcos3d_cost(x, y, low, high, reach, box, center, WORK: tl.constexpr):
-    """Return what a box costs each point: the distance to its centre, or 1e8 where the point does not fit."""
-    left, top = tl.load(box).to(WORK), tl.load(box + 1).to(WORK)
-    right, bottom = tl.load(box + 2).to(WORK), tl.load(box + 3).to(WORK)
-    center_x, center_y = tl.load(center).to(WORK), tl.load(center + 1).to(WORK)
-    fits = _in_range(x, y, low, high, left, top, right, bottom)
-    fits = fits & (x > center_x - reach) & (x < center_x + reach)
-    fits = fits & (y > center_y - reach) & (y < center_y + reach)
-    return tl.where(fits, _root((x - center_x) * (x - center_x) + (y - center_y) * (y - center_y)), 1e8)
+def _best_box(
+    x, y, low, high, reach, there, boxes, centers, valid, image, G, C: tl.constexpr,
+    NEAREST: tl.constexpr, CENTER: tl.constexpr, WORK: tl.constexpr, BLOCK: tl.constexpr, BOXES: tl.constexpr,
+):  # fmt: skip
+    """Return the cheapest box of each point, G where the image has none, and its cost; `centers` has rows of C."""
+    west, east = _extent(x, there)
+    north, south = _extent(y, there)
+    furthest = tl.max(tl.where(there, reach, 0.0), 0)
+    least = tl.full([BLOCK], float("inf"), WORK)
+    best = tl.full([BLOCK], 0, tl.int32) + G
+    first = G
+    for start in range(0, G, BOXES):
+        n = start + tl.arange(0, BOXES)
+        here = tl.load(valid + image * G + n, mask=n < G, other=0).to(tl.int32) != 0
+        # What fits lies strictly inside of each bound: rounding keeps the order of what it rounds.
+        if NEAREST:
+            center = centers + (image * G + n) * C
+            center_x = tl.load(center, mask=here, other=0).to(WORK)
+            center_y = tl.load(center + 1, mask=here, other=0).to(WORK)
+            away = (east <= center_x - furthest) | (west >= center_x + furthest)
+            away = away | (south <= center_y - furthest) | (north >= center_y + furthest)
+        else:
+            box = boxes + (image * G + n) * 4
+            left, top = tl.load(box, mask=here, other=0).to(WORK), tl.load(box + 1, mask=here, other=0).to(WORK)
+            right, bottom = tl.load(box + 2, mask=here, other=0).to(WORK), tl.load(box + 3, mask=here, other=0).to(WORK)
+            away = (east <= left) | (west >= right) | (south <= top) | (north >= bottom)
+            if CENTER:
+                center_x, center_y = (left + right) * 0.5, (top + bottom) * 0.5
+                away = away | (east <= center_x - furthest) | (west >= center_x + furthest)
+                away = away | (south <= center_y - furthest) | (north >= center_y + furthest)
+        first = tl.minimum(first, _first(here & away, n, G))
+        g = _first(here & (away == 0), n, G)
+        while g < G:
+            at = image * G + g
+            cost = _cost(x, y, low, high, reach, boxes + at * 4, centers + at * C, NEAREST, CENTER, WORK)
+            least, best = _cheaper(least, best, cost, g)
+            g = _first(here & (away == 0) & (n > g), n, G)
+    return _cheaper(least, best, tl.where(first < G, 1e8, float("inf")).to(WORK), first)
 
 
 @PlannedKernel
@@ -147,32 +184,9 @@ def _fcos_kernel(
     p = _points(BLOCK)
     there = p < P
     x, y, low, high, step, reach = _point(xy, regress_range, stride, p, there, RADIUS, WORK)
-    west, east = _extent(x, there)
-    north, south = _extent(y, there)
-    furthest = tl.max(tl.where(there, reach, 0.0), 0)
-    least = tl.full([BLOCK], float("inf"), WORK)
-    best = tl.full([BLOCK], 0, tl.int32) + G
-    first = G
-    for start in range(0, G, BOXES):
-        n = start + tl.arange(0, BOXES)
-        here = tl.load(valid + image * G + n, mask=n < G, other=0).to(tl.int32) != 0
-        box = boxes + (image * G + n) * 4
-        left, top = tl.load(box, mask=here, other=0).to(WORK), tl.load(box + 1, mask=here, other=0).to(WORK)
-        right, bottom = tl.load(box + 2, mask=here, other=0).to(WORK), tl.load(box + 3, mask=here, other=0).to(WORK)
-        # What fits lies strictly inside of each bound: rounding keeps the order of what it rounds.
-        away = (east <= left) | (west >= right) | (south <= top) | (north >= bottom)
-        if CENTER:
-            center_x, center_y = (left + right) * 0.5, (top + bottom) * 0.5
-            away = away | (east <= center_x - furthest) | (west >= center_x + furthest)
-            away = away | (south <= center_y - furthest) | (north >= center_y + furthest)
-        first = tl.minimum(first, _first(here & away, n, G))
-        g = _first(here & (away == 0), n, G)
-        while g < G:
-            cost = _fcos_cost(x, y, low, high, reach, boxes + (image * G + g) * 4, CENTER, WORK)
-            least, best = _cheaper(least, best, cost, g)
-            g = _first(here & (away == 0) & (n > g), n, G)
-    least, best = _cheaper(least, best, tl.where(first < G, 1e8, float("inf")).to(WORK), first)
-
+    least, best = _best_box(
+        x, y, low, high, reach, there, boxes, boxes, valid, image, G, 4, False, CENTER, WORK, BLOCK, BOXES,
+    )  # fmt: skip
     has_box = there & (best < G)
     foreground = has_box & (least != 1e8)
     row = image * G + best
@@ -227,31 +241,9 @@ def _fcos3d_kernel(
     p = _points(BLOCK)
     there = p < P
     x, y, low, high, step, reach = _point(xy, regress_range, stride, p, there, RADIUS, WORK)
-    west, east = _extent(x, there)
-    north, south = _extent(y, there)
-    furthest = tl.max(tl.where(there, reach, 0.0), 0)
-    least = tl.full([BLOCK], float("inf"), WORK)
-    best = tl.full([BLOCK], 0, tl.int32) + G
-    first = G
-    for start in range(0, G, BOXES):
-        n = start + tl.arange(0, BOXES)
-        here = tl.load(valid + image * G + n, mask=n < G, other=0).to(tl.int32) != 0
-        center = code + (image * G + n) * C
-        center_x, center_y = (
-            tl.load(center, mask=here, other=0).to(WORK),
-            tl.load(center + 1, mask=here, other=0).to(WORK),
-        )
-        away = (east <= center_x - furthest) | (west >= center_x + furthest)
-        away = away | (south <= center_y - furthest) | (north >= center_y + furthest)
-        first = tl.minimum(first, _first(here & away, n, G))
-        g = _first(here & (away == 0), n, G)
-        while g < G:
-            at = image * G + g
-            cost = _fcos3d_cost(x, y, low, high, reach, boxes + at * 4, code + at * C, WORK)
-            least, best = _cheaper(least, best, cost, g)
-            g = _first(here & (away == 0) & (n > g), n, G)
-    least, best = _cheaper(least, best, tl.where(first < G, 1e8, float("inf")).to(WORK), first)
-
+    least, best = _best_box(
+        x, y, low, high, reach, there, boxes, code, valid, image, G, C, True, True, WORK, BLOCK, BOXES,
+    )  # fmt: skip
     has_box = there & (best < G)
     foreground = has_box & (least != 1e8)
     row = image * G + best
@@ -277,10 +269,6 @@ def _fcos3d_kernel(
         tl.store(targets + (out * C)[:, None] + column, value, mask=there[:, None] & (column < C))
 
 
-def _work(dtype: torch.dtype) -> tl.dtype:
-    return tl.float64 if dtype == torch.float64 else tl.float32
-
-
 def _in_order(points: FcosPoints) -> tuple[Tensor, Tensor, Tensor]:
     return points.xy.contiguous(), points.regress_range.contiguous(), points.stride.contiguous()
 
@@ -292,7 +280,7 @@ def fcos(points: FcosPoints, gts: FcosGts, config: FcosConfig) -> tuple[Tensor, 
     sides, centerness = gts.boxes.new_empty(images, total, 4), gts.boxes.new_empty(images, total)
     if images == 0 or total == 0:
         return labels, sides, centerness
-    _fcos_plan(images, total, count, sides.dtype, config)(
+    _plan(images, total, count, 0, sides.dtype, config)(
         *_in_order(points),
         gts.boxes.contiguous(),
         gts.labels.contiguous(),
@@ -304,23 +292,6 @@ def fcos(points: FcosPoints, gts: FcosGts, config: FcosConfig) -> tuple[Tensor, 
     return labels, sides, centerness
 
 
-@functools.lru_cache(PLANS)
-def _fcos_plan(images: int, total: int, count: int, dtype: torch.dtype, config: FcosConfig) -> LaunchPlan:
-    return _fcos_kernel.plan(
-        (ceil_div(total, _BLOCK), images),
-        total,
-        count,
-        BACKGROUND=config.background,
-        RADIUS=config.radius,
-        CENTER=config.center_sampling,
-        NORMALIZE=config.normalize,
-        WORK=_work(dtype),
-        BLOCK=_BLOCK,
-        BOXES=_BOXES,
-        **_ONE_WARP,
-    )
-
-
 def fcos3d(
     points: FcosPoints, gts: FcosGts, code: Tensor, attrs: Tensor, config: FcosConfig
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -330,7 +301,7 @@ def fcos3d(
     targets, centerness = code.new_empty(images, total, code.shape[-1]), code.new_empty(images, total)
     if images == 0 or total == 0:
         return labels, targets, centerness, attributes
-    _fcos3d_plan(images, total, count, code.shape[-1], targets.dtype, config)(
+    _plan(images, total, count, code.shape[-1], targets.dtype, config)(
         *_in_order(points),
         gts.boxes.contiguous(),
         code.contiguous(),
@@ -346,21 +317,22 @@ def fcos3d(
 
 
 @functools.lru_cache(PLANS)
-def _fcos3d_plan(
-    images: int, total: int, count: int, columns: int, dtype: torch.dtype, config: FcosConfig
-) -> LaunchPlan:
-    return _fcos3d_kernel.plan(
-        (ceil_div(total, _BLOCK_3D), images),
+def _plan(images: int, total: int, count: int, columns: int, dtype: torch.dtype, config: FcosConfig) -> LaunchPlan:
+    """Return the launch for targets of so many columns: FCOS3D's, or FCOS's for 0."""
+    kernel, block = (_fcos3d_kernel, _BLOCK_3D) if columns else (_fcos_kernel, _BLOCK)
+    own: dict[str, Any] = {"CENTER": config.center_sampling}
+    if columns:
+        own = {"C": columns, "ATTR_BACKGROUND": config.attr_background, "ALPHA": config.centerness_alpha}
+    return kernel.plan(
+        (ceil_div(total, block), images),
         total,
         count,
-        C=columns,
         BACKGROUND=config.background,
-        ATTR_BACKGROUND=config.attr_background,
         RADIUS=config.radius,
         NORMALIZE=config.normalize,
-        ALPHA=config.centerness_alpha,
-        WORK=_work(dtype),
-        BLOCK=_BLOCK_3D,
+        WORK=tl.float64 if dtype == torch.float64 else tl.float32,
+        BLOCK=block,
         BOXES=_BOXES,
+        **own,
         **_ONE_WARP,
     )

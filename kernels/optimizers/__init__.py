@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from accel.kernels.optimizers.formulas import update_ref
 from accel.kernels.optimizers.rules import DTYPES, Batch, Hypers, Kind, Scaling, UpdateOutcome, work_dtype
 from accel.kernels.optimizers.update import Updater, cost
 
@@ -15,6 +14,5 @@ __all__ = [
     "UpdateOutcome",
     "Updater",
     "cost",
-    "update_ref",
     "work_dtype",
 ]

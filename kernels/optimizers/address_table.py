@@ -125,43 +125,30 @@ def fingerprint(batches: Sequence[Batch]) -> list[Any]:
     return seen
 
 
-class Listed(NamedTuple):
-    """A step's tensors, those that lie in another order or have gaps as copies.
-
-    Attributes:
-        listing: of them.
-        copies: to be copied back after the update.
-        is_copied: some are copies, which the next step has to make again.
-    """
-
-    listing: TensorListing
-    copies: Copies
-    is_copied: bool
-
-
-def listed(batches: Sequence[Batch]) -> Listed:
-    """Return the tensors of a step."""
-    straight, copies, is_copied = [], [], False
-    for batch in batches:
-        same, back = regular(batch)
-        straight.append(same)
-        copies += back
-        is_copied = is_copied or bool(back) or not all(map(is_, same.grads, batch.grads))  # they are not copied back
-    return Listed(TensorListing(straight), copies, is_copied)
-
-
 class TensorListing:
     """The tensors of a step: their addresses, and what decides how the table is laid out.
 
     Gradients may lie elsewhere at every step, so each line goes through all tensors without Python for each.
+
+    Attributes:
+        addresses: of all tensors, row by row.
+        signature: what decides the layout.
+        copies: of tensors that lie in another order or have gaps, to be copied back after the update.
+        is_copied: some are copies, which the next step has to make again.
     """
 
     def __init__(self, batches: Sequence[Batch]) -> None:
-        self._batches = batches
+        self._batches: list[Batch] = []
         self._rows: list[list[int]] = [[] for _ in range(ROWS)]
         self.signature: list[Any] = []
+        self.copies: Copies = []
+        self.is_copied = False
         for batch in batches:
-            self._add(batch)
+            same, back = regular(batch)
+            self._add(same)
+            self.copies += back
+            # Copies of gradients are not copied back.
+            self.is_copied = self.is_copied or bool(back) or not all(map(is_, same.grads, batch.grads))
         self.addresses = list(chain.from_iterable(self._rows))
         joined = self._rows[0]
         for row in (*self._rows[1:5], self._rows[6]):  # all but step counters, which are read one by one
@@ -170,6 +157,7 @@ class TensorListing:
         self.signature.append(self._odd)
 
     def _add(self, batch: Batch) -> None:
+        self._batches.append(batch)
         nothing = [0] * len(batch.params)
         states = [list(map(_ADDRESS, column)) for column in batch.states]
         masters = [0 if m is None else m.data_ptr() for m in batch.masters] or nothing

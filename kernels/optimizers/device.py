@@ -22,14 +22,15 @@ from accel.kernels.optimizers.address_table import (
     Form,
     TensorListing,
     fingerprint,
-    listed,
     sent,
 )
 from accel.kernels.optimizers.regular import Copies, copy_back
 from accel.kernels.optimizers.rules import COLUMNS, Batch, Hypers, Kind, Scaling, UpdateOutcome, needs_norm, work_dtype
 
 if TYPE_CHECKING:
-    from accel.kernels.launching import PreparedLaunch, PreparedLaunches
+    from accel.kernels.launching import LaunchPlan, PreparedLaunches
+
+    Launch = tuple[LaunchPlan, tuple[Tensor | None, ...]]
 
 _NUMBERS = frozenset((float, int, bool))
 _NOWHERE = nullcontext()
@@ -121,12 +122,12 @@ class Launcher:
             assert self._table is not None
             table, addresses = self._table, self._table.addresses
         else:
-            listing, copies, is_copied = listed(batches)
+            listing = TensorListing(batches)
             if not listing.addresses:
                 return self._outcome(scaling, normed=normed)
-            table = self._laid_out(listing)
+            table, copies = self._laid_out(listing), listing.copies
             addresses = self._addressed(table, listing.addresses, batches)
-            self._fingerprint = [] if is_copied or addresses is not table.addresses else seen
+            self._fingerprint = [] if listing.is_copied or addresses is not table.addresses else seen
         with torch.cuda.device(self.device) if self.device.type == "cuda" else _NOWHERE:
             self._prepared(kind, table, addresses, scaling, norm=normed)()
         copy_back(copies)
@@ -246,11 +247,11 @@ class Step:
     norm: Tensor
     overflow: Tensor
 
-    def launches(self, kind: Kind, *, norm: bool) -> Iterator[PreparedLaunch]:
+    def launches(self, kind: Kind, *, norm: bool) -> Iterator[Launch]:
         """Yield them."""
         others, weights = self.table.squares  # of gradients, then of LAMB's updates
         if norm or kind == "lars":
-            yield from self._sums(weights=kind == "lars")
+            yield from self._sums(weights if kind == "lars" else None)
         yield self._scalars(kind, norm=norm)
         if kind == "lars":
             yield self._ratio(weights, others, adaptive=False)
@@ -261,50 +262,58 @@ class Step:
         yield self._ratio(weights, others, adaptive=True)
         yield from self._updates("apply")
 
-    def _sums(self, *, weights: bool) -> Iterator[PreparedLaunch]:
+    def _sums(self, weight_squares: Tensor | None) -> Iterator[Launch]:
         from accel.kernels.optimizers.triton_scalars import sums_kernel
 
         table = self.table
-        squares = table.squares[1] if weights else None
         for form, work in table.launches.items():
-            yield sums_kernel.prepared(
-                (work.shape[1],), self.addresses, table.layout, work, self.scaling.grad_scale, table.squares[0],
-                squares,
-                table.infinite, len(table.entries), work.shape[1], **constants(form), CHUNK=CHUNK, BLOCK=BLOCK,
-            )  # fmt: skip
+            programs = work.shape[1]
+            yield (
+                sums_kernel.plan((programs,), len(table.entries), programs, **constants(form)),
+                (
+                    *(self.addresses, table.layout, work, self.scaling.grad_scale),
+                    *(table.squares[0], weight_squares, table.infinite),
+                ),
+            )
 
-    def _scalars(self, kind: Kind, *, norm: bool) -> PreparedLaunch:
+    def _scalars(self, kind: Kind, *, norm: bool) -> Launch:
         from accel.kernels.optimizers.triton_scalars import scalars_kernel
 
-        table, count = self.table, len(self.table.entries)
-        return scalars_kernel.prepared(
-            (-(-count // TENSORS),), self.addresses, table.layout, self.hypers, self.scaling.grad_scale,
-            self.scaling.found_inf,
-            table.squares[0] if norm else None, table.infinite if norm else None, table.scalars,
-            self.norm, self.overflow, count, table.chunks,
-            ADAPTIVE=kind in ("adam", "lamb"), LAYERWISE=kind in ("lamb", "lars"), CHECKS=self.scaling.checks,
-            BLOCK=TENSORS,
-        )  # fmt: skip
+        table, scaling, count = self.table, self.scaling, len(self.table.entries)
+        form = {"ADAPTIVE": kind in ("adam", "lamb"), "LAYERWISE": kind in ("lamb", "lars"), "CHECKS": scaling.checks}
+        squares = (table.squares[0], table.infinite) if norm else (None, None)
+        return (
+            scalars_kernel.plan((-(-count // TENSORS),), count, table.chunks, **form, BLOCK=TENSORS),
+            (
+                *(self.addresses, table.layout, self.hypers, scaling.grad_scale, scaling.found_inf),
+                *(*squares, table.scalars, self.norm, self.overflow),
+            ),
+        )
 
-    def _ratio(self, first: Tensor, second: Tensor, *, adaptive: bool) -> PreparedLaunch:
+    def _ratio(self, first: Tensor, second: Tensor, *, adaptive: bool) -> Launch:
         from accel.kernels.optimizers.triton_scalars import ratio_kernel
 
         table, count = self.table, len(self.table.entries)
-        return ratio_kernel.prepared(
-            (count,), table.layout, self.hypers, first, second, None if adaptive else self.scaling.grad_scale,
-            table.scalars, self.overflow, count, ADAPTIVE=adaptive, CHUNK=CHUNK,
-        )  # fmt: skip
+        scale = None if adaptive else self.scaling.grad_scale
+        return (
+            ratio_kernel.plan((count,), count, ADAPTIVE=adaptive, CHUNK=CHUNK),
+            (table.layout, self.hypers, first, second, scale, table.scalars, self.overflow),
+        )
 
-    def _updates(self, kind: str, *squares: Tensor) -> Iterator[PreparedLaunch]:
+    def _updates(self, kind: str, *squares: Tensor) -> Iterator[Launch]:
         from accel.kernels.optimizers.triton import update_kernel
 
         table = self.table
         for form, work in table.launches.items():
-            yield update_kernel.prepared(
-                (work.shape[1],), self.addresses, table.layout, work, table.scalars, self.overflow,
-                *(squares or (None, None)), len(table.entries), work.shape[1], KIND=kind, **constants(form),
-                HAS_BUFFER=form.has_buffer, NESTEROV=form.nesterov, AMSGRAD=form.amsgrad, CHUNK=CHUNK, BLOCK=BLOCK,
-            )  # fmt: skip
+            fixed = {"HAS_BUFFER": form.has_buffer, "NESTEROV": form.nesterov, "AMSGRAD": form.amsgrad}
+            programs = work.shape[1]
+            yield (
+                update_kernel.plan((programs,), len(table.entries), programs, KIND=kind, **fixed, **constants(form)),
+                (
+                    *(self.addresses, table.layout, work, table.scalars, self.overflow),
+                    *(squares or (None, None)),
+                ),
+            )
 
 
 def constants(form: Form) -> dict[str, Any]:
@@ -323,6 +332,8 @@ def constants(form: Form) -> dict[str, Any]:
         "WORK": kinds[work_dtype(form.param)],
         "HAS_MASTER": form.has_master,
         "ALIGNED": form.aligned,
+        "CHUNK": CHUNK,
+        "BLOCK": BLOCK,
     }
 
 

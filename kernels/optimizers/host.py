@@ -10,12 +10,13 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from operator import attrgetter
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from accel.kernels.optimizers.regular import Sizes, copy_back, regular, sizes
-from accel.kernels.optimizers.rules import Batch, Kind, Numbers, Scaling, UpdateOutcome, needs_norm, work_dtype
+from accel.kernels.optimizers.rules import Batch, Hypers, Kind, Scaling, UpdateOutcome, needs_norm, work_dtype
 
 _DTYPE = attrgetter("dtype")
 _ONE = torch.ones(())
@@ -81,17 +82,15 @@ def _all_finite(batches: Sequence[Batch]) -> bool:
 
 def _by_dtype(batch: Batch) -> Iterator[Batch]:
     """Yield the parameters of each dtype, those with master weights apart."""
-    if not batch.masters and len(set(map(_DTYPE, batch.params))) == 1:
+    kinds: list[Any] = list(map(_DTYPE, batch.params))
+    if batch.masters:
+        kinds = [(dtype, m is None) for dtype, m in zip(kinds, batch.masters, strict=True)]
+    distinct = dict.fromkeys(kinds)
+    if len(distinct) == 1:
         yield batch
         return
-    masters = batch.masters or [None] * len(batch.params)
-    kinds = [(p.dtype, m is None) for p, m in zip(batch.params, masters, strict=True)]
-    if kinds.count(kinds[0]) == len(kinds):
-        yield batch
-        return
-    for kind in dict.fromkeys(kinds):
-        chosen = [i for i, own in enumerate(kinds) if own == kind]
-        yield _chosen(batch, chosen)
+    for kind in distinct:
+        yield _chosen(batch, [i for i, own in enumerate(kinds) if own == kind])
 
 
 def _chosen(batch: Batch, indices: Sequence[int]) -> Batch:
@@ -105,7 +104,7 @@ def _chosen(batch: Batch, indices: Sequence[int]) -> Batch:
     )
 
 
-def _update(kind: Kind, batch: Batch, row: Numbers, factor: float) -> None:
+def _update(kind: Kind, batch: Batch, row: Hypers, factor: float) -> None:
     """Update parameters of one dtype."""
     dtype = batch.params[0].dtype
     work = work_dtype(dtype)
@@ -131,7 +130,7 @@ def _scaled(grads: list[Tensor], factor: float, work: torch.dtype) -> list[Tenso
     return grads if factor == 1 else list(torch._foreach_mul(grads, factor))
 
 
-def _adam(batch: Batch, row: Numbers, weights: list[Tensor], grads: list[Tensor]) -> None:
+def _adam(batch: Batch, row: Hypers, weights: list[Tensor], grads: list[Tensor]) -> None:
     first, second, *largest = batch.states
     kernel = torch._fused_adamw_ if row.decoupled else torch._fused_adam_
     kernel(
@@ -151,7 +150,7 @@ def _adam(batch: Batch, row: Numbers, weights: list[Tensor], grads: list[Tensor]
     )
 
 
-def _sgd(batch: Batch, row: Numbers, weights: list[Tensor], grads: list[Tensor]) -> None:
+def _sgd(batch: Batch, row: Hypers, weights: list[Tensor], grads: list[Tensor]) -> None:
     buffers = batch.states[0] if batch.states else []
     first = [float(s) == 1 for s in batch.steps]
     if any(first) and not all(first):
@@ -164,7 +163,7 @@ def _sgd(batch: Batch, row: Numbers, weights: list[Tensor], grads: list[Tensor])
 
 
 def _fused_sgd(
-    weights: list[Tensor], grads: list[Tensor], buffers: list[Tensor], row: Numbers, *, nesterov: bool, first: bool
+    weights: list[Tensor], grads: list[Tensor], buffers: list[Tensor], row: Hypers, *, nesterov: bool, first: bool
 ) -> None:
     torch._fused_sgd_(
         weights,
@@ -184,7 +183,7 @@ def _norms(tensors: list[Tensor]) -> list[float]:
     return torch.stack(torch._foreach_norm(tensors)).tolist()
 
 
-def _lars(batch: Batch, row: Numbers, weights: list[Tensor], grads: list[Tensor]) -> None:
+def _lars(batch: Batch, row: Hypers, weights: list[Tensor], grads: list[Tensor]) -> None:
     lr, decay = row.lr, row.weight_decay
     ratios = [1.0] * len(weights)
     if row.always_adapt or decay != 0:
@@ -201,14 +200,14 @@ def _lars(batch: Batch, row: Numbers, weights: list[Tensor], grads: list[Tensor]
         _fused_sgd([weights[i]], [grads[i]], [buffers[i]] if buffers else [], own, nesterov=batch.nesterov, first=first)
 
 
-def _lars_ratio(row: Numbers, weight: float, grad: float) -> float:
+def _lars_ratio(row: Hypers, weight: float, grad: float) -> float:
     if not (weight > 0 and grad > 0):
         return 1.0
     ratio = row.trust * weight / (grad + row.weight_decay * weight + row.eps)
     return (ratio / row.lr if ratio < row.lr else 1.0) if row.trust_clip else ratio
 
 
-def _lamb(batch: Batch, row: Numbers, weights: list[Tensor], grads: list[Tensor]) -> None:
+def _lamb(batch: Batch, row: Hypers, weights: list[Tensor], grads: list[Tensor]) -> None:
     first, second = batch.states
     decay = row.weight_decay
     if decay != 0 and not row.decoupled:

@@ -1,11 +1,31 @@
-"""What an update takes: the kind of optimizer, a row of numbers for each parameter group, and the tensors of a step."""
+"""What an update takes: the kind of optimizer, a row of numbers for each parameter group, and the tensors of a step.
+
+g is the gradient over the loss scale, times c = min(1, max_norm / (‖all g‖ + 1e-6)) where a norm is given, and negative
+where an objective is maximised; w the weight, η the learning rate, λ the weight decay, t the step from 1.
+
+    SGD     g += λ w        b ← μ b + (1 - d) g, at first b = g       w -= η b          Nesterov: w -= η (g + μ b)
+    Adam    g += λ w        m ← β₁ m + (1 - β₁) g                     v ← β₂ v + (1 - β₂) g²
+            w -= η m̂ / (√v̂ + ε)         m̂ = m / (1 - β₁ᵗ)         v̂ = v / (1 - β₂ᵗ), or its largest yet (AMSGrad)
+    AdamW   w -= η λ w, then Adam with λ = 0
+    LAMB    u = m̂ / (√v̂ + ε) + λ w              w -= η (‖w‖ / ‖u‖) u
+    LARS    r = τ ‖w‖ / (‖g‖ + λ ‖w‖ + ε)        b ← μ b + η r (g + λ w)            w -= b
+
+LAMB is Algorithm 2 of the published version (ICLR 2020, arXiv v5), with bias correction and φ(x) = x. The ratio is 1
+where a norm is 0, and, unless `always_adapt`, where λ = 0. Without `grad_averaging` m takes g instead of (1 - β₁) g;
+coupled, g += λ w comes before the moments and u has no λ w. LARS is Algorithm 1; without `lr_in_momentum` η multiplies
+b when the weight is updated, as in most code, which is not the same while η changes. `trust_clip` takes min(r / η, 1)
+for r (LARC).
+
+SGD: Sutskever et al. 2013. Adam: https://arxiv.org/abs/1412.6980. AMSGrad: https://arxiv.org/abs/1904.09237. AdamW:
+https://arxiv.org/abs/1711.05101. LAMB: https://arxiv.org/abs/1904.00962. LARS: https://arxiv.org/abs/1708.03888.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,46 +35,30 @@ Kind = Literal["sgd", "adam", "lamb", "lars"]
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 """Of parameters and gradients."""
 
-# Columns of a group's row of numbers. Kernels read them from the device, in float64: 1 - 0.999 has an error of 1e-5 in
-# float32. What can be on or off is 1 or 0, and -1 in SIGN goes up instead of down.
-LR, BETA1, BETA2, EPS, WEIGHT_DECAY, MAX_NORM, TRUST, SIGN = range(8)
-DECOUPLED, BIAS_CORRECTION, GRAD_AVERAGING, ALWAYS_ADAPT, TRUST_CLIP, LR_IN_MOMENTUM = range(8, 14)
-MOMENTUM, DAMPENING = BETA1, BETA2
-"""The same columns, as SGD and LARS call them."""
 COLUMNS = 16
-"""Numbers in a row; two are not used."""
+"""Numbers of a group as kernels read them: those of `Hypers` in order; two are not used."""
 
-
-class Numbers(NamedTuple):
-    """A row as plain numbers."""
-
-    lr: float
-    beta1: float
-    beta2: float
-    eps: float
-    weight_decay: float
-    max_norm: float
-    trust: float
-    sign: float
-    decoupled: float
-    bias_correction: float
-    grad_averaging: float
-    always_adapt: float
-    trust_clip: float
-    lr_in_momentum: float
+Number = Any
+"""A float, or a tensor of one element, which is read from the device."""
 
 
 class Hypers(NamedTuple):
-    """The numbers of a parameter group, in the order of the columns above; a tensor is read from the device."""
+    """The numbers of a parameter group. What can be on or off is 1 or 0.
 
-    lr: float | Tensor
-    beta1: float | Tensor = 0.0
-    beta2: float | Tensor = 0.0
-    eps: float | Tensor = 0.0
-    weight_decay: float | Tensor = 0.0
-    max_norm: float | Tensor = math.inf
-    trust: float | Tensor = 1.0
+    Kernels read them from the device, in float64: 1 - 0.999 has an error of 1e-5 in float32.
+    """
+
+    lr: Number
+    beta1: Number = 0.0
+    """The momentum of SGD and LARS."""
+    beta2: Number = 0.0
+    """Their dampening."""
+    eps: Number = 0.0
+    weight_decay: Number = 0.0
+    max_norm: Number = math.inf
+    trust: Number = 1.0
     sign: float = 1.0
+    """-1 goes up instead of down."""
     decoupled: float = 0.0
     bias_correction: float = 1.0
     grad_averaging: float = 1.0
@@ -62,9 +66,9 @@ class Hypers(NamedTuple):
     trust_clip: float = 0.0
     lr_in_momentum: float = 0.0
 
-    def numbers(self) -> Numbers:
+    def numbers(self) -> Hypers:
         """Return plain numbers; a tensor on a device is waited for."""
-        return Numbers(*map(float, self))
+        return Hypers(*map(float, self))
 
 
 def work_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -143,5 +147,5 @@ def needs_norm(batches: Sequence[Batch], scaling: Scaling) -> bool:
     return scaling.checks or any(_clips(batch.row.max_norm) for batch in batches)
 
 
-def _clips(max_norm: float | Tensor) -> bool:
+def _clips(max_norm: Number) -> bool:
     return isinstance(max_norm, Tensor) or math.isfinite(max_norm)

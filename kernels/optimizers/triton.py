@@ -1,6 +1,6 @@
 """The Triton kernel of the updates: every parameter of a group in one launch.
 
-What it computes stands in formulas.py, the table and the numbers of each tensor in triton_scalars.py. It is compiled
+What it computes stands in rules.py, the table and the numbers of each tensor in triton_scalars.py. It is compiled
 for each of four kinds:
 
     sgd, adam  of SGD and LARS, of Adam and AdamW
@@ -21,23 +21,13 @@ import triton.language as tl
 
 from accel.kernels.launching import PlannedKernel
 from accel.kernels.optimizers.triton_scalars import (
-    _DEBIAS,
-    _EPSILON,
-    _FACTOR,
     _GRAD,
-    _KEEP1,
-    _KEEP2,
     _MASTER,
     _PARAM,
-    _PENALTY,
-    _RATE,
-    _ROOT,
-    _SHRINK,
     _STATE1,
     _STATE2,
     _STATE3,
-    _TAKE1,
-    _TAKE2,
+    _USED,
     _number,
     _place,
     _pointer,
@@ -70,11 +60,13 @@ def _moments(m, v, grad, i, end, keep1, take1, keep2, take2, WORK: tl.constexpr,
 
 @triton.jit
 def _update_block(
-    p, w, g, m, v, x, i, end, factor, penalty, keep1, take1, keep2, take2, root, epsilon, debias, rate, shrink,
+    pointers, numbers, i, end,
     KIND: tl.constexpr, PARAM: tl.constexpr, WORK: tl.constexpr, HAS_MASTER: tl.constexpr, HAS_BUFFER: tl.constexpr,
     NESTEROV: tl.constexpr, AMSGRAD: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
     """Update one block. `moments` returns squares of weights and updates, others nothing of use."""
+    p, w, g, m, v, x = pointers
+    factor, penalty, keep1, take1, keep2, take2, root, epsilon, rate, shrink, debias = numbers
     weight = _read(w, i, end, WORK, FULL)
     squares = weight * weight
     updates = squares
@@ -147,35 +139,26 @@ def update_kernel(
             w = _pointer(addresses, _MASTER, T, tensor, WORK, ALIGNED)
         else:
             w = p
-        factor = _number(scalars, tensor, _FACTOR, WORK)
-        penalty = _number(scalars, tensor, _PENALTY, WORK)
-        keep1 = _number(scalars, tensor, _KEEP1, WORK)
-        take1 = _number(scalars, tensor, _TAKE1, WORK)
-        keep2 = _number(scalars, tensor, _KEEP2, WORK)
-        take2 = _number(scalars, tensor, _TAKE2, WORK)
-        root = _number(scalars, tensor, _ROOT, WORK)
-        epsilon = _number(scalars, tensor, _EPSILON, WORK)
-        debias = _number(scalars, tensor, _DEBIAS, WORK)
-        rate = _number(scalars, tensor, _RATE, WORK)
-        shrink = _number(scalars, tensor, _SHRINK, WORK)
+        pointers = (p, w, g, m, v, x)
+        numbers = ()
+        for column in tl.static_range(_USED):
+            numbers += (_number(scalars, tensor, column, WORK),)
         weights = tl.zeros([BLOCK], WORK)
         updates = tl.zeros([BLOCK], WORK)
         blocks = (end - begin) // BLOCK
         for block in range(0, blocks):
             i = begin + block * BLOCK + tl.arange(0, BLOCK)
             weight, update = _update_block(
-                p, w, g, m, v, x, i, end, factor, penalty, keep1, take1, keep2, take2, root, epsilon, debias, rate,
-                shrink, KIND, PARAM, WORK, HAS_MASTER, HAS_BUFFER, NESTEROV, AMSGRAD, True,
-            )  # fmt: skip
+                pointers, numbers, i, end, KIND, PARAM, WORK, HAS_MASTER, HAS_BUFFER, NESTEROV, AMSGRAD, True
+            )
             if KIND == "moments":
                 weights += weight
                 updates += update
         if begin + blocks * BLOCK < end:
             i = begin + blocks * BLOCK + tl.arange(0, BLOCK)
             weight, update = _update_block(
-                p, w, g, m, v, x, i, end, factor, penalty, keep1, take1, keep2, take2, root, epsilon, debias, rate,
-                shrink, KIND, PARAM, WORK, HAS_MASTER, HAS_BUFFER, NESTEROV, AMSGRAD, False,
-            )  # fmt: skip
+                pointers, numbers, i, end, KIND, PARAM, WORK, HAS_MASTER, HAS_BUFFER, NESTEROV, AMSGRAD, False
+            )
             if KIND == "moments":
                 weights += weight
                 updates += update

@@ -1,6 +1,6 @@
 """Triton kernels before the update: the table of addresses, norms, and the numbers of each tensor.
 
-What they compute stands in formulas.py. Shapes: T tensors, G parameter groups, P chunks of `CHUNK` elements of all
+What they compute stands in rules.py. Shapes: T tensors, G parameter groups, P chunks of `CHUNK` elements of all
 tensors, C of them in one launch, which are those of one pair of dtypes.
 
     addresses  [7, T] int64: parameter, three states, master weights, step counter (0 where there is none), gradient
@@ -23,54 +23,25 @@ import triton
 import triton.language as tl
 
 from accel.kernels.launching import PlannedKernel
-from accel.kernels.optimizers import rules
+from accel.kernels.optimizers.rules import COLUMNS
 
+_COLUMNS = _SCALARS = tl.constexpr(COLUMNS)
+# Columns of `hypers`, those of `Hypers` in order.
+_LR, _BETA1, _BETA2, _EPS, _WEIGHT_DECAY, _MAX_NORM, _TRUST, _SIGN = map(tl.constexpr, range(8))
+_DECOUPLED, _BIAS_CORRECTION, _GRAD_AVERAGING, _ALWAYS_ADAPT, _TRUST_CLIP, _LR_IN_MOMENTUM = map(
+    tl.constexpr, range(8, 14)
+)
 # Rows of `addresses` and of `layout`.
-PARAM, STATE1, STATE2, STATE3, MASTER, STEP, GRAD = range(7)
-NUMEL, FIRST, GROUP = range(3)
-
-# Numbers of a tensor: what of the hyperparameters, the step and the norm goes into its elements.
-SCALARS = 16
-
-_COLUMNS = tl.constexpr(rules.COLUMNS)
-_LR = tl.constexpr(rules.LR)
-_BETA1 = tl.constexpr(rules.BETA1)
-_BETA2 = tl.constexpr(rules.BETA2)
-_EPS = tl.constexpr(rules.EPS)
-_WEIGHT_DECAY = tl.constexpr(rules.WEIGHT_DECAY)
-_MAX_NORM = tl.constexpr(rules.MAX_NORM)
-_TRUST = tl.constexpr(rules.TRUST)
-_SIGN = tl.constexpr(rules.SIGN)
-_DECOUPLED = tl.constexpr(rules.DECOUPLED)
-_BIAS_CORRECTION = tl.constexpr(rules.BIAS_CORRECTION)
-_GRAD_AVERAGING = tl.constexpr(rules.GRAD_AVERAGING)
-_ALWAYS_ADAPT = tl.constexpr(rules.ALWAYS_ADAPT)
-_TRUST_CLIP = tl.constexpr(rules.TRUST_CLIP)
-_LR_IN_MOMENTUM = tl.constexpr(rules.LR_IN_MOMENTUM)
-
-_PARAM = tl.constexpr(PARAM)
-_STATE1 = tl.constexpr(STATE1)
-_STATE2 = tl.constexpr(STATE2)
-_STATE3 = tl.constexpr(STATE3)
-_MASTER = tl.constexpr(MASTER)
-_STEP = tl.constexpr(STEP)
-_GRAD = tl.constexpr(GRAD)
-_NUMEL = tl.constexpr(NUMEL)
-_FIRST = tl.constexpr(FIRST)
-_GROUP = tl.constexpr(GROUP)
-
-_SCALARS = tl.constexpr(SCALARS)
+_PARAM, _STATE1, _STATE2, _STATE3, _MASTER, _STEP, _GRAD = map(tl.constexpr, range(7))
+_NUMEL, _FIRST, _GROUP = map(tl.constexpr, range(3))
+# Columns of `scalars`: what of the hyperparameters, the step and the norm goes into the elements of a tensor.
 _FACTOR = tl.constexpr(0)  # of the gradient: sign, loss scale, clipping
 _PENALTY = tl.constexpr(1)  # times the weight, added to the gradient
-_KEEP1 = tl.constexpr(2)
-_TAKE1 = tl.constexpr(3)
-_KEEP2 = tl.constexpr(4)
-_TAKE2 = tl.constexpr(5)
-_ROOT = tl.constexpr(6)
-_EPSILON = tl.constexpr(7)
+_KEEP1, _TAKE1, _KEEP2, _TAKE2, _ROOT, _EPSILON = map(tl.constexpr, range(2, 8))
 _RATE = tl.constexpr(8)  # of what is subtracted from the weight
 _SHRINK = tl.constexpr(9)  # Adam: what remains of the weight. LAMB: what of the weight is added to the update
 _DEBIAS = tl.constexpr(10)
+_USED = tl.constexpr(11)
 
 
 @triton.jit

@@ -17,7 +17,7 @@ from accel.kernels.support import Cost, runs_triton
 class Updater:
     """Updates the parameters of one optimizer.
 
-    Formulas: `accel.kernels.optimizers.formulas`.
+    Formulas: `accel.kernels.optimizers.rules`.
 
     Args:
         kind: of optimizer.

@@ -29,6 +29,7 @@ from torch import Tensor
 from accel.kernels import support
 from accel.kernels.simota.inputs import (
     INF_BITS,
+    NUMBERS,
     Anchors,
     Assignment,
     Boxes,
@@ -118,7 +119,7 @@ def simota_assign(
     given = Given(boxes, cls, obj, points, strides, gt_boxes, gt_classes, gt_mask, candidates)
     if torch.compiler.is_compiling():
         with torch.no_grad():  # torch gives an operator a backward pass, which this one has not
-            return Assignment(*assign_op(*given, *flat(rules), xyxy, chunk, check))
+            return Assignment(*assign_op(list(given), *flat(rules), xyxy, chunk, check))
     validate(given, rules, chunk)
     check = boxes.is_cpu if check is None else check
     if support.runs_triton(boxes) and not check and 0 not in boxes.shape and 0 not in gt_boxes.shape:
@@ -381,50 +382,27 @@ def _background(like: Tensor) -> Assignment:
 
 # One operator for torch.compile, which is opaque to it: it traces neither launches nor shapes.
 
-_NUMBERS = ("radius", "cls_weight", "iou_weight", "log_eps", "union_eps")
 
-
-def flat(rules: Rules) -> tuple[str, int, list[float]]:
+def flat(rules: Rules) -> tuple[str, list[float]]:
     """Return the fields of some rules: dataclasses.astuple copies, which torch 2.11 can't trace."""
-    return rules.region, rules.topk, [getattr(rules, name) for name in _NUMBERS]
+    return rules.region, [float(getattr(rules, name)) for name in NUMBERS]
 
 
 @torch.library.custom_op("accel::simota_assign", mutates_args=())
 def assign_op(
-    boxes: Tensor,
-    cls: Tensor,
-    obj: Tensor | None,
-    points: Tensor | None,
-    strides: Tensor | None,
-    gt_boxes: Tensor,
-    gt_classes: Tensor,
-    gt_mask: Tensor | None,
-    candidates: Tensor | None,
-    region: str,
-    topk: int,
-    numbers: list[float],
-    xyxy: bool,
-    chunk: int | None,
-    check: bool | None,
+    given: list[Tensor | None], region: str, numbers: list[float], xyxy: bool, chunk: int | None, check: bool | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Run `simota_assign` with the rules taken apart."""
-    tensors = (boxes, cls, obj, points, strides, gt_boxes, gt_classes, gt_mask)
-    rules = Rules(region=region, topk=topk, **dict(zip(_NUMBERS, numbers, strict=True)))
+    topk, *others = numbers
+    rules = Rules(region=region, topk=int(topk), **dict(zip(NUMBERS[1:], others, strict=True)))
+    *tensors, candidates = given
     options = {"xyxy": xyxy, "chunk": chunk, "check": check}
-    assignment = simota_assign(*tensors, candidates=candidates, variant=rules, **options)  # type: ignore[arg-type]
-    return tuple(assignment)  # type: ignore[return-value]
+    return tuple(simota_assign(*tensors, candidates=candidates, variant=rules, **options))  # type: ignore[arg-type, return-value]
 
 
 @assign_op.register_fake
-def _(boxes: Tensor, *rest: object) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    shape = boxes.shape[:2]
-    return (
-        boxes.new_empty(shape, dtype=torch.bool),
-        boxes.new_empty(shape, dtype=torch.int64),
-        boxes.new_empty(shape, dtype=torch.float32),
-        boxes.new_empty(shape, dtype=torch.int64),
-        boxes.new_empty(shape[:1], dtype=torch.int64),
-    )
+def _(given: list[Tensor], *rest: object) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    return tuple(_background(given[0]))  # type: ignore[return-value]
 
 
 def cost(

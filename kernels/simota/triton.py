@@ -60,12 +60,13 @@ def _probability(cls, scored, HAS_OBJ: tl.constexpr):
 
 
 @triton.jit
-def _region(x, y, reach, gl, gt, gr, gb, gx, gy, REGION: tl.constexpr):
+def _region(x, y, reach, truth, REGION: tl.constexpr):
     # Whether an anchor is near a ground truth, and in its region.
-    near = (x > gx - reach) & (x < gx + reach) & (y > gy - reach) & (y < gy + reach)
+    left, top, right, bottom, _, middle_x, middle_y = truth
+    near = (x > middle_x - reach) & (x < middle_x + reach) & (y > middle_y - reach) & (y < middle_y + reach)
     inside = near
     if REGION == 1:
-        within = (x > gl) & (x < gr) & (y > gt) & (y < gb)
+        within = (x > left) & (x < right) & (y > top) & (y < bottom)
         inside = near & within
         near = near | within
     return near, inside
@@ -120,12 +121,18 @@ def _cells(points_ptr, strides_ptr, at_point, at_stride, radius, ok):
 
 
 @triton.jit
-def _iou(planes_ptr, at, stride, ok, gl, gt, gr, gb, garea, union_eps):
-    left = tl.load(planes_ptr + at, mask=ok, other=0.0)
-    top = tl.load(planes_ptr + stride + at, mask=ok, other=0.0)
-    right = tl.load(planes_ptr + 2 * stride + at, mask=ok, other=0.0)
-    bottom = tl.load(planes_ptr + 3 * stride + at, mask=ok, other=0.0)
-    area = tl.load(planes_ptr + 4 * stride + at, mask=ok, other=0.0)
+def _planes(planes_ptr, first: tl.constexpr, count: tl.constexpr, at, stride, ok):
+    # What is known of candidates, from the plane `first` on.
+    known = ()
+    for plane in tl.static_range(first, first + count):
+        known += (tl.load(planes_ptr + plane * stride + at, mask=ok, other=0.0),)
+    return known
+
+
+@triton.jit
+def _iou(planes_ptr, at, stride, ok, truth, union_eps):
+    left, top, right, bottom, area = _planes(planes_ptr, 0, 5, at, stride, ok)
+    gl, gt, gr, gb, garea, _, _ = truth
     width = tl.maximum(tl.minimum(gr, right) - tl.maximum(gl, left), 0.0)
     height = tl.maximum(tl.minimum(gb, bottom) - tl.maximum(gt, top), 0.0)
     both = width * height
@@ -134,24 +141,20 @@ def _iou(planes_ptr, at, stride, ok, gl, gt, gr, gb, garea, union_eps):
 
 @triton.jit
 def _keys(
-    cls_ptr, planes_ptr, at_class, at, stride, ok, iou, gl, gt, gr, gb, gx, gy,
-    cls_weight, iou_weight, log_eps,
+    cls_ptr, planes_ptr, at_class, at, stride, ok, iou, truth, cls_weight, iou_weight, log_eps,
     HAS_OBJ: tl.constexpr, REGION: tl.constexpr,
 ):  # fmt: skip
     # The costs as integers of the same order, negative in the region.
-    scored = tl.load(planes_ptr + 8 * stride + at, mask=ok, other=0.0)
+    scored, absent = _planes(planes_ptr, 8, 2, at, stride, ok)
     p = _probability(tl.load(cls_ptr + at_class, mask=ok, other=0.0), scored, HAS_OBJ)
     # 0 - log p, and no IoU above 1 makes a cost negative: its sign bit is the region's.
     own = 0.0 - tl.maximum(_log(p), -100.0)
-    absent = tl.load(planes_ptr + 9 * stride + at, mask=ok, other=0.0)
     others = tl.maximum(tl.maximum(_log1p(-p), -100.0) - absent, 0.0)
     price = tl.maximum((own + others) * cls_weight - iou_weight * _log(iou + log_eps), 0.0)
     keys = price.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     if REGION != 2:
-        x = tl.load(planes_ptr + 5 * stride + at, mask=ok, other=0.0)
-        y = tl.load(planes_ptr + 6 * stride + at, mask=ok, other=0.0)
-        reach = tl.load(planes_ptr + 7 * stride + at, mask=ok, other=0.0)
-        _, inside = _region(x, y, reach, gl, gt, gr, gb, gx, gy, REGION)
+        x, y, reach = _planes(planes_ptr, 5, 3, at, stride, ok)
+        _, inside = _region(x, y, reach, truth, REGION)
         keys = tl.where(inside, keys | -0x80000000, keys)
     return tl.where(ok, keys, 0x7FFFFFFF)
 
@@ -174,8 +177,8 @@ def near_kernel(
     x, y, reach = _cells(points_ptr, strides_ptr, at_point, at_stride, radius, ok)
     is_candidate = tl.zeros([BLOCK], tl.int32)
     for g in range(G):
-        gl, gt, gr, gb, _, gx, gy = _truths(gts_ptr, mask_ptr, image * G + g, gt_row, True, HAS_MASK, XYXY)
-        near, _ = _region(x, y, reach, gl, gt, gr, gb, gx, gy, REGION)
+        truth = _truths(gts_ptr, mask_ptr, image * G + g, gt_row, True, HAS_MASK, XYXY)
+        near, _ = _region(x, y, reach, truth, REGION)
         is_candidate = is_candidate | near.to(tl.int32)
     tl.store(near_ptr + image * A + cols, is_candidate != 0, mask=ok)
 
@@ -228,18 +231,14 @@ def candidate_kernel(
     anchors = tl.load(ints_ptr + image * A + rows, mask=ok, other=0)
     at = image * A + anchors
     planes = planes_ptr + image * A + rows
-    left, top, right, bottom, area, _, _ = _corners(boxes_ptr + at * box_row, ok, XYXY)
-    tl.store(planes, left, mask=ok)
-    tl.store(planes + stride, top, mask=ok)
-    tl.store(planes + 2 * stride, right, mask=ok)
-    tl.store(planes + 3 * stride, bottom, mask=ok)
-    tl.store(planes + 4 * stride, area, mask=ok)
+    box = _corners(boxes_ptr + at * box_row, ok, XYXY)
+    for plane in tl.static_range(5):
+        tl.store(planes + plane * stride, box[plane], mask=ok)
     if REGION != 2:
         at_point, at_stride = image * points_step + anchors, image * strides_step + anchors
-        x, y, reach = _cells(points_ptr, strides_ptr, at_point, at_stride, radius, ok)
-        tl.store(planes + 5 * stride, x, mask=ok)
-        tl.store(planes + 6 * stride, y, mask=ok)
-        tl.store(planes + 7 * stride, reach, mask=ok)
+        cell = _cells(points_ptr, strides_ptr, at_point, at_stride, radius, ok)
+        for plane in tl.static_range(3):
+            tl.store(planes + (5 + plane) * stride, cell[plane], mask=ok)
     scored = tl.zeros([ROWS], tl.float32)
     if HAS_OBJ:
         scored = _sigmoid(tl.load(obj_ptr + at * obj_row, mask=ok, other=0.0))
@@ -287,19 +286,18 @@ def match_kernel(
     g = tl.program_id(1)
     label = _labels(labels_ptr, mask_ptr, image * G + g, True, C, HAS_MASK)
     length = tl.where(label < C, tl.load(ints_ptr + 4 * stride + image), 0)
-    gl, gt, gr, gb, garea, gx, gy = _truths(gts_ptr, mask_ptr, image * G + g, gt_row, True, HAS_MASK, XYXY)
+    truth = _truths(gts_ptr, mask_ptr, image * G + g, gt_row, True, HAS_MASK, XYXY)
     best = tl.full([16], _MOST, tl.int64)
     most = tl.full([16], _MOST, tl.int64)
     for start in range(0, length, BLOCK):
         ranks = start + tl.arange(0, BLOCK)
         ok = ranks < length
         at = image * A + ranks
-        iou = _iou(planes_ptr, at, stride, ok, gl, gt, gr, gb, garea, union_eps)
+        iou = _iou(planes_ptr, at, stride, ok, truth, union_eps)
         at_class = (image * A + tl.load(ints_ptr + at, mask=ok, other=0)) * row + label
         keys = _keys(
-            cls_ptr, planes_ptr, at_class, at, stride, ok, iou, gl, gt, gr, gb, gx, gy,
-            cls_weight, iou_weight, log_eps, HAS_OBJ, REGION,
-        )  # fmt: skip
+            cls_ptr, planes_ptr, at_class, at, stride, ok, iou, truth, cls_weight, iou_weight, log_eps, HAS_OBJ, REGION
+        )
         # Ranks are in the order of anchors: of equals the first is taken.
         best = _smallest(best, tl.where(ok, (keys.to(tl.int64) << 32) | ranks.to(tl.int64), _MOST), TOPK, _MOST)
         # The largest IoUs are the smallest of the negated bits.
@@ -347,19 +345,19 @@ def resolve_kernel(
     best = tl.full([BLOCK], 0x7FFFFFFF, tl.int32)
     for g in range(tl.where(tl.max(takers, 0) > 1, G, 0)):
         label = _labels(labels_ptr, mask_ptr, image * G + g, True, C, HAS_MASK)
-        gl, gt, gr, gb, garea, gx, gy = _truths(gts_ptr, mask_ptr, image * G + g, gt_row, True, HAS_MASK, XYXY)
+        truth = _truths(gts_ptr, mask_ptr, image * G + g, gt_row, True, HAS_MASK, XYXY)
         real = several & (label < C + tl.zeros_like(cols))
-        iou = _iou(planes_ptr, at, stride, real, gl, gt, gr, gb, garea, union_eps)
+        iou = _iou(planes_ptr, at, stride, real, truth, union_eps)
         keys = _keys(
-            cls_ptr, planes_ptr, anchor * row + label, at, stride, real, iou, gl, gt, gr, gb, gx, gy,
+            cls_ptr, planes_ptr, anchor * row + label, at, stride, real, iou, truth,
             cls_weight, iou_weight, log_eps, HAS_OBJ, REGION,
         )  # fmt: skip
         matched = tl.where(several & (keys < best), g, matched)
         best = tl.minimum(best, keys)
     fg = takers > 0
     own = image * G + tl.where(fg, matched, 0)
-    gl, gt, gr, gb, garea, _, _ = _truths(gts_ptr, mask_ptr, own, gt_row, fg, HAS_MASK, XYXY)
-    iou = _iou(planes_ptr, at, stride, fg, gl, gt, gr, gb, garea, union_eps)
+    truth = _truths(gts_ptr, mask_ptr, own, gt_row, fg, HAS_MASK, XYXY)
+    iou = _iou(planes_ptr, at, stride, fg, truth, union_eps)
     label = _labels(labels_ptr, mask_ptr, own, fg, C, HAS_MASK)
     tl.store(fg_ptr + anchor, fg, mask=ok)
     tl.store(matched_ptr + anchor, tl.where(fg, matched, -1).to(tl.int64), mask=ok)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -94,8 +93,7 @@ class _Layer(NamedTuple):
 
     def arguments(self, tiles: Tiles | BlockTiles) -> tuple[tuple[int, ...], dict[str, Any]]:
         """Return the numbers and the compile-time arguments of a pass."""
-        numbers = (self.shape[:-1].numel() // self.spec.tokens, max(1, self.images), self.shape[1], self.shape[2])
-        return numbers, {
+        return (self.windows, max(1, self.images), self.shape[1], self.shape[2]), {
             "WIDE": self.shape.numel() >= 2**31,
             "MASKED": self.images > 0,
             "COSINE": self.cosine,
@@ -148,34 +146,21 @@ def _forward_plan(layer: _Layer) -> LaunchPlan:
     return kernels._fwd_kernel.plan((programs, heads), *numbers, **fixed)
 
 
-@dataclass(frozen=True)
-class _BackwardPlan:
-    """The launches over windows of one block, and how the sums between them are laid out."""
+class _BackwardPlan(NamedTuple):
+    """The launches of a backward pass, and the shapes of what they hand on."""
 
-    windows: LaunchPlan
+    gradients: LaunchPlan
     table: LaunchPlan
     sums: tuple[int, ...]
-    """Their shape, [P, H, N, N]."""
+    """Of the bias gradient's partial sums, [P, H, N, N]."""
     scales: tuple[int, ...]
-    """Of the scale gradient's, [P, H]."""
-
-
-@dataclass(frozen=True)
-class _BlocksBackwardPlan:
-    """The launches over windows of several blocks, and how what they hand on is laid out."""
-
-    rows_and_columns: LaunchSequence
-    table: LaunchPlan
-    softmax: tuple[int, ...]
-    """Shape of the softmax's sums, [2, B·Y·X, H]."""
-    sums: tuple[int, ...]
-    """Of the bias gradient's, [P, H, N, N]."""
-    scales: tuple[int, ...]
-    """Of the scale gradient's, [P · blocks, H]."""
+    """Of the scale gradient's, [P, H], or [P · blocks, H]."""
+    softmax: tuple[int, ...] | None = None
+    """Of the softmax's sums between the rows and the columns of windows of several blocks, [2, B·Y·X, H]."""
 
 
 @functools.lru_cache(PLANS)
-def _backward_plan(layer: _Layer) -> _BackwardPlan | _BlocksBackwardPlan:
+def _backward_plan(layer: _Layer) -> _BackwardPlan:
     spec = layer.spec
     pairs = (spec.heads, spec.tokens, spec.tokens)
     if layer.is_one_block:
@@ -192,29 +177,19 @@ def _backward_plan(layer: _Layer) -> _BackwardPlan | _BlocksBackwardPlan:
     numbers, fixed = layer.arguments(tiles_of_columns)
     columns = block_kernels._columns_kernel.plan(layer.block_grid(tiles_of_columns), *numbers, **fixed)
     *inputs, dqkv, softmax, dbias, dscale = range(10)
-    return _BlocksBackwardPlan(
-        LaunchSequence(
-            (rows, (*inputs, dqkv, softmax, dbias, dscale)),
-            (columns, (*inputs, softmax, dqkv)),
-        ),
+    return _BackwardPlan(
+        LaunchSequence((rows, (*inputs, dqkv, softmax, dbias, dscale)), (columns, (*inputs, softmax, dqkv))),
         _table_plan(spec, 1, fixed["NP"], 1),
-        (2, layer.shape[:-1].numel(), spec.heads),
         (grid[0], *pairs),
         (grid[0] * tiles_of_rows.blocks, spec.heads),
+        (2, layer.shape[:-1].numel(), spec.heads),
     )
 
 
 def _table_plan(spec: Spec, programs: int, columns: int, at_a_time: int) -> LaunchPlan:
     """Return the launch that sums the partial sums of so many programs, `at_a_time` together."""
-    return kernels._table_kernel.plan(
-        (spec.entries, spec.heads),
-        programs,
-        H=spec.heads,
-        WH=spec.window[0],
-        WW=spec.window[1],
-        NP=columns,
-        BP=at_a_time,
-    )
+    fixed = {"H": spec.heads, "WH": spec.window[0], "WW": spec.window[1], "NP": columns, "BP": at_a_time}
+    return kernels._table_kernel.plan((spec.entries, spec.heads), programs, **fixed)
 
 
 class CallPlans:
@@ -229,7 +204,7 @@ class CallPlans:
     def __init__(self, layer: _Layer) -> None:
         self._layer, self.forward = layer, _forward_plan(layer)
         self.shape = (*layer.shape[:-1], layer.shape[-1] // 3)
-        self._backward: _BackwardPlan | _BlocksBackwardPlan | None = None
+        self._backward: _BackwardPlan | None = None
 
     @classmethod
     def of(cls, qkv: Tensor, head_scale: Tensor | None, regions: Tensor | None, known: CheckedCall) -> CallPlans:
@@ -243,7 +218,7 @@ class CallPlans:
         return plans
 
     @property
-    def backward(self) -> _BackwardPlan | _BlocksBackwardPlan:
+    def backward(self) -> _BackwardPlan:
         """The launches of the backward pass."""
         if self._backward is None:
             self._backward = _backward_plan(self._layer)
@@ -293,11 +268,11 @@ def backward(
     dscale = None if head_scale is None else qkv.new_empty(plan.scales, dtype=torch.float32)
     dout = dout.contiguous()
     try:
-        if isinstance(plan, _BackwardPlan):
-            plan.windows(qkv, table, head_scale, regions, seed, dout, dqkv, dbias, dscale)
+        if plan.softmax is None:
+            plan.gradients(qkv, table, head_scale, regions, seed, dout, dqkv, dbias, dscale)
         else:
             softmax = qkv.new_empty(plan.softmax, dtype=torch.float32)
-            plan.rows_and_columns(qkv, table, head_scale, regions, seed, dout, dqkv, softmax, dbias, dscale)
+            plan.gradients(qkv, table, head_scale, regions, seed, dout, dqkv, softmax, dbias, dscale)
             # Whole rows at a time: the table's kernel goes along diagonals, of which it uses 4 of the 32 bytes it gets.
             dbias = dbias.sum(0, keepdim=True)
     except OutOfResources as error:

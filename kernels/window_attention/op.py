@@ -61,8 +61,8 @@ def attend(qkv: Tensor, table: Tensor, head_scale: Tensor | None, regions: Tenso
     table = table.contiguous()
     head_scale = None if head_scale is None else head_scale.contiguous()
     if torch.compiler.is_compiling() or is_in_torch_dispatch_mode():
-        fields = (spec.heads, list(spec.window), list(spec.shift), spec.scale, spec.mask_value, spec.dropout)
-        compiled: Tensor = _attend_op(qkv, table, head_scale, regions, seed, *fields)
+        sizes, numbers = [spec.heads, *spec.window, *spec.shift], [spec.scale, spec.mask_value, spec.dropout]
+        compiled: Tensor = _attend_op(qkv, table, head_scale, regions, seed, sizes, numbers)
         return compiled
     plans = CallPlans.of(qkv, head_scale, regions, known)
     if is_plain(qkv, table, head_scale):
@@ -82,14 +82,10 @@ def _attend_op(
     head_scale: Tensor | None,
     regions: Tensor | None,
     seed: Tensor | None,
-    heads: int,
-    window: list[int],
-    shift: list[int],
-    scale: float,
-    mask_value: float,
-    dropout: float,
+    sizes: list[int],
+    numbers: list[float],
 ) -> Tensor:
-    known = _unchecked(heads, window, shift, scale, mask_value, dropout)
+    known = _unchecked(sizes, numbers)
     regions = _looked_up(regions, qkv, known.spec)
     return forward(qkv, table, head_scale, regions, seed, CallPlans.of(qkv, head_scale, regions, known))
 
@@ -107,14 +103,10 @@ def _backward_op(
     head_scale: Tensor | None,
     regions: Tensor | None,
     seed: Tensor | None,
-    heads: int,
-    window: list[int],
-    shift: list[int],
-    scale: float,
-    mask_value: float,
-    dropout: float,
+    sizes: list[int],
+    numbers: list[float],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    known = _unchecked(heads, window, shift, scale, mask_value, dropout)
+    known = _unchecked(sizes, numbers)
     regions = _looked_up(regions, qkv, known.spec)
     plans = CallPlans.of(qkv, head_scale, regions, known)
     dqkv, dtable, dscale = backward(dout, qkv, table, head_scale, regions, seed, plans)
@@ -134,45 +126,40 @@ def _looked_up(regions: Tensor | None, qkv: Tensor, spec: Spec) -> Tensor | None
     return shift_regions((qkv.shape[1], qkv.shape[2]), spec.window, spec.shift, qkv.device)
 
 
-def _unchecked(
-    heads: int, window: list[int], shift: list[int], scale: float, mask_value: float, dropout: float
-) -> CheckedCall:
+def _unchecked(sizes: list[int], numbers: list[float]) -> CheckedCall:
     """Return a call that was checked before it was compiled; its plans are looked up each time."""
+    heads, tall, wide, down, right = sizes
+    scale, mask_value, dropout = numbers
     spec = Spec(
-        heads=heads,
-        window=(window[0], window[1]),
-        shift=(shift[0], shift[1]),
-        scale=scale,
-        mask_value=mask_value,
-        dropout=dropout,
+        heads=heads, window=(tall, wide), shift=(down, right), scale=scale, mask_value=mask_value, dropout=dropout
     )
     return CheckedCall(spec, False, {}, [])
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(*inputs[:5])
-    ctx.rest = inputs[5:]
+    ctx.numbers = inputs[5:]
 
 
 def _differentiate(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
-    dqkv, dtable, dscale = _backward_op(dout, *ctx.saved_tensors, *ctx.rest)
-    return dqkv, dtable, dscale if ctx.saved_tensors[2] is not None else None, *(None,) * 8
+    dqkv, dtable, dscale = _backward_op(dout, *ctx.saved_tensors, *ctx.numbers)
+    return dqkv, dtable, dscale if ctx.saved_tensors[2] is not None else None, *(None,) * 4
 
 
 _attend_op.register_autograd(_differentiate, setup_context=_save)
 
 
 @register_flop_formula(torch.ops.accel.window_attention)
-def _(qkv: torch.Size, table: torch.Size, *rest: Any, **unused: Any) -> int:
-    return _flops(qkv, *rest[3:])
+def _(qkv: torch.Size, *rest: Any, **unused: Any) -> int:
+    return _flops(qkv, *rest[-2:])
 
 
 @register_flop_formula(torch.ops.accel.window_attention_backward)
-def _(dout: torch.Size, qkv: torch.Size, table: torch.Size, *rest: Any, **unused: Any) -> int:
-    return _flops(qkv, *rest[3:], backward=True)
+def _(dout: torch.Size, qkv: torch.Size, *rest: Any, **unused: Any) -> int:
+    return _flops(qkv, *rest[-2:], backward=True)
 
 
-def _flops(qkv: torch.Size, heads: int, window: list[int], *rest: Any, backward: bool = False) -> int:
-    spec = Spec(heads=heads, window=(window[0], window[1]))
+def _flops(qkv: torch.Size, sizes: list[int], numbers: list[float], *, backward: bool = False) -> int:
+    spec = _unchecked(sizes, numbers).spec
     windows = qkv[:-1].numel() // spec.tokens
-    return int(cost(windows, spec, qkv[-1] // (3 * heads), 1, backward=backward).flops)
+    return int(cost(windows, spec, qkv[-1] // (3 * spec.heads), 1, backward=backward).flops)

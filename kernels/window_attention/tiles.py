@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 
@@ -113,48 +113,38 @@ def block_tiles_of(
     precision: str | None = None,
 ) -> BlockTiles:
     """Return the tiles of a window of several blocks, on a GPU of a compute capability (times ten)."""
-    channels = max(16, next_power_of_2(head_channels))
-    if (precision or precision_of(dtype)) == "ieee":
-        shape = (16, 64, 8, 1) if kind == "forward" else (16, 128, 8, 1)
-    else:
-        layer = _BlockLayer(spec, channels, dtype == torch.float32, cosine, capability >= 90)
-        shape = {"forward": layer.forward, "rows": layer.rows, "columns": layer.columns}[kind]()
+    channels, most = (max(16, next_power_of_2(size)) for size in (head_channels, spec.tokens))
+    exact = (precision or precision_of(dtype)) == "ieee"
+    shape = _exact_shape(kind) if exact else _shape(spec, channels, kind, dtype == torch.float32, cosine, capability)
     rows, chunk, warps, stages = shape
-    most = max(16, next_power_of_2(spec.tokens))
     return BlockTiles(spec.tokens, min(rows, most), min(chunk, most), channels, warps, stages)
 
 
-class _BlockLayer(NamedTuple):
-    """What a layer's tiles depend on where there are tensor cores: each method returns rows, chunk, warps, stages.
+_Shape = tuple[int, int, int, int]
+"""Rows, chunk, warps, stages."""
+
+
+def _exact_shape(kind: Pass) -> _Shape:
+    return (16, 64, 8, 1) if kind == "forward" else (16, 128, 8, 1)
+
+
+def _shape(spec: Spec, channels: int, kind: Pass, single: bool, cosine: bool, capability: int) -> _Shape:
+    """Return the tiles where there are tensor cores; `single` is fp32, in TF32.
 
     Blocks of 64 rows read what lies along the other side half as often as those of 32, and from compute capability 9.0
     on their products are those of a whole warp group.
     """
-
-    spec: Spec
-    channels: int
-    single: bool
-    """fp32, in TF32."""
-    cosine: bool
-    hopper: bool
-    """Compute capability 9.0 or above."""
-
-    def forward(self) -> tuple[int, int, int, int]:
-        wide = self.channels > 32 or (self.spec.tokens > 160 and (self.single or not self.hopper))
-        return 64, 32 if wide else 64, 4, 2
-
-    def rows(self) -> tuple[int, int, int, int]:
-        plain = not (self.single or self.cosine or self.spec.dropout > 0)
-        if self.hopper and plain and self.channels <= 32 and self.spec.tokens <= 160:
-            return 64, 128, 8, 2
+    hopper, large = capability >= 90, spec.tokens > 160
+    if kind == "forward":
+        return 64, 32 if channels > 32 or (large and (single or not hopper)) else 64, 4, 2
+    if kind == "rows":
+        plain = not (single or cosine or spec.dropout > 0)
+        return (64, 128, 8, 2) if hopper and plain and channels <= 32 and not large else (32, 128, 8, 1)
+    if hopper:
+        return 64, 128, 8, 2
+    if channels > 32:
         return 32, 128, 8, 1
-
-    def columns(self) -> tuple[int, int, int, int]:
-        if self.hopper:
-            return 64, 128, 8, 2
-        if self.channels > 32:
-            return 32, 128, 8, 1
-        return 32 if self.single or (self.cosine and self.spec.tokens > 160) else 64, 128, 8, 2
+    return 32 if single or (cosine and large) else 64, 128, 8, 2
 
 
 def _log2_mask(value: float) -> float:

@@ -52,6 +52,14 @@ def interpreted() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(params=["plain", "kernels"])
+def path(request: pytest.FixtureRequest) -> str:
+    """Run a test on the path without kernels, and by kernels in the interpreter."""
+    if request.param == "kernels":
+        request.getfixturevalue("interpreted")
+    return str(request.param)
+
+
 @pytest.fixture(autouse=True)
 def _poison() -> Iterator[None]:
     """Uninitialised memory reads as NaN, or as the largest integer."""

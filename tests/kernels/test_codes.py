@@ -43,14 +43,9 @@ def test_lost_may_be_the_residual_and_need_not_be_asked_for(interpreted: None, c
 @both
 @quiet
 @pytest.mark.sample(8)
-@pytest.mark.parametrize("path", ["plain", "kernels"])
 @pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
 @pytest.mark.parametrize("place", [0, 64, 199])
-def test_what_is_not_finite_stays_so_in_its_block_alone(
-    bad: float, place: int, path: str, code: Any, request: pytest.FixtureRequest
-) -> None:
-    if path == "kernels":
-        request.getfixturevalue("interpreted")
+def test_what_is_not_finite_stays_so_in_its_block_alone(bad: float, place: int, path: str, code: Any) -> None:
     values = torch.ones(200)
     values[place] = bad
     found, lost = encoded(code, values, 64)

@@ -112,11 +112,8 @@ def test_sources_without_a_look_from_the_host_are_the_same(size: int) -> None:
         assert torch.equal(found, expected)
 
 
-@pytest.mark.parametrize("path", ["plain", "kernels"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64, torch.int64])
-def test_dtypes(dtype: torch.dtype, path: str, request: pytest.FixtureRequest) -> None:
-    if path == "kernels":
-        request.getfixturevalue("interpreted")
+def test_dtypes(dtype: torch.dtype, path: str) -> None:
     x, mask = _inputs(7, (3,))
     x = (x * 10).to(dtype)
     assert torch.equal(compact(x, mask, 5, pad=7).rows, _expected(x, mask, 5, 7))

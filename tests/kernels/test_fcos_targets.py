@@ -163,20 +163,15 @@ def _double(points: FcosPoints) -> FcosPoints:
     return FcosPoints(points.xy.double(), points.regress_range.double(), points.stride.double(), points.grids)
 
 
-@pytest.mark.parametrize("path", ["plain", "kernels"])
-def test_double_precision_stays_double(path: str, request: pytest.FixtureRequest) -> None:
-    if path == "kernels":
-        request.getfixturevalue("interpreted")
+def test_double_precision_stays_double(path: str) -> None:
     gts, points = _half(batch(3, "random", images=2), torch.float64), _double(POINTS)
     same(fcos_targets(points, gts, CONFIG), fcos_batch(points, gts, CONFIG), ulps=4)
     same(fcos3d_targets(points, gts, CONFIG), fcos3d_batch(points, gts, CONFIG), ulps=4)
 
 
-@pytest.mark.parametrize("path", ["grids", "listed", "kernels"])
+@pytest.mark.parametrize("path", ["grids", "listed", "kernels"], indirect=True)
 @pytest.mark.parametrize(("images", "boxes", "total"), [(0, 3, 151), (2, 0, 151), (2, 3, 0), (0, 0, 0)])
-def test_nothing_to_assign(images: int, boxes: int, total: int, path: str, request: pytest.FixtureRequest) -> None:
-    if path == "kernels":
-        request.getfixturevalue("interpreted")
+def test_nothing_to_assign(images: int, boxes: int, total: int, path: str) -> None:
     points = {"grids": POINTS}.get(path, LISTED) if total else FcosPoints.regular([], [], [])
     assert len(points.xy) == total
     full = batch(1, "random", images=2)
@@ -209,10 +204,8 @@ def test_a_thousand_boxes(points: FcosPoints) -> None:
     same(fcos3d_targets(points, many, CONFIG), fcos3d_batch(points, many, CONFIG))
 
 
-@pytest.mark.parametrize("path", ["grids", "listed", "kernels"])
-def test_of_equal_boxes_the_first_wins(path: str, request: pytest.FixtureRequest) -> None:
-    if path == "kernels":
-        request.getfixturevalue("interpreted")
+@pytest.mark.parametrize("path", ["grids", "listed", "kernels"], indirect=True)
+def test_of_equal_boxes_the_first_wins(path: str) -> None:
     points = POINTS if path == "grids" else LISTED
     box = torch.tensor([4.0, 4.0, 36.0, 36.0]).expand(1, 5, 4)
     labels = torch.tensor([[9, 3, 1, 2, 0]])
@@ -355,11 +348,9 @@ def test_settings_that_make_no_sense_are_refused() -> None:
 
 def test_ops_keep_their_contract() -> None:
     gts = batch(5, "random", images=2)
-    where = POINTS.xy, POINTS.regress_range, POINTS.stride, module._flat_grids(POINTS)
-    code, attrs = module._codes(gts)
-    opcheck(module._fcos_op, (*where, gts.boxes, gts.labels, gts.valid, 10, True, 1.5, True))
-    several = gts.boxes, gts.labels, gts.valid, code, attrs
-    opcheck(module._fcos3d_op, (*where, *several, 10, 7, 1.5, True, 2.5))
+    given = *module._flat(POINTS, CONFIG), [gts.boxes, gts.labels, gts.valid]
+    opcheck(module._fcos_op, given)
+    opcheck(module._fcos3d_op, (*given, *module._codes(gts)))
 
 
 def test_torch_compile_keeps_one_graph() -> None:

@@ -6,14 +6,16 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from operator import is_
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import triton
 import triton.language as tl
 
-from accel.kernels.launching import LaunchPlan, PlannedKernel, ceil_div, next_power_of_2
+from accel.kernels.launching import LaunchPlan, PlannedKernel, PreparedLaunches, ceil_div, next_power_of_2
 from accel.kernels.rows import compact_triton, gather_rows_triton, threshold_triton
 from accel.kernels.window_attention import Spec
 from accel.kernels.window_attention import launchers as window_launchers
@@ -30,61 +32,28 @@ def _scale_kernel(x, factor, out, n, times, BLOCK: tl.constexpr):
 
 
 def test_interpreted_it_computes(interpreted: None) -> None:
-    x = torch.arange(10.0)
-    for factor, expected in ((None, 3 * x), (torch.tensor(2.0), 6 * x)):
-        out = torch.empty_like(x)
-        _scale_kernel[(1,)](x, factor, out, 10, 3.0, BLOCK=16)
-        assert torch.equal(out, expected)
-        out = torch.empty_like(x)
-        _scale_kernel.plan((1,), 10, 3.0, BLOCK=16)(x, factor, out)
-        assert torch.equal(out, expected)
-
-
-def test_a_prepared_launch_is_made_again_with_the_same_tensors(interpreted: None) -> None:
     x, out = torch.arange(10.0), torch.empty(10)
-    plan, tensors = _scale_kernel.prepared((1,), x, None, out, 10, 3.0, BLOCK=16)
-    for factor in (1.0, 2.0):
-        x.fill_(factor)
-        plan(*tensors)
+    plan = _scale_kernel.plan((1,), 10, 3.0, BLOCK=16)
+    for factor, expected in ((None, 3 * x), (torch.tensor(2.0), 6 * x)):
+        plan(x, factor, out.fill_(-1))
+        assert torch.equal(out, expected)
+    kept = PreparedLaunches([(plan, (x, None, out))])
+    for value in (1.0, 2.0):
+        x.fill_(value)
+        kept()
         assert torch.equal(out, 3 * x)
-
-
-class Labelled(torch.Tensor):
-    """As torchvision has them: a tensor of another class."""
-
-
-def test_tensors_of_other_classes_are_tensors(interpreted: None) -> None:
-    x, out = torch.arange(10.0).as_subclass(Labelled), torch.empty(10)
-    _scale_kernel[(1,)](x, None, out, 10, 3.0, BLOCK=16)
-    assert torch.equal(out, 3 * torch.arange(10.0))
 
 
 def test_a_tensor_after_a_number_is_refused() -> None:
     with pytest.raises(TypeError, match=r"tensors must come before its numbers. Found: Tensor after a number"):
         _scale_kernel.plan((1,), 10, torch.ones(1), BLOCK=16)
-    with pytest.raises(TypeError, match="Found: Parameter after a number"):
-        _scale_kernel[(1,)](torch.ones(1), None, torch.ones(1), 10, torch.nn.Parameter(torch.ones(1)), BLOCK=16)
-
-
-def test_plans_do_not_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("accel.kernels.launching._MOST", 4)
-    monkeypatch.setattr(LaunchPlan, "__call__", lambda plan, *tensors: None)
-    kernel = PlannedKernel(_scale_kernel.kernel)
-    for n in range(20):
-        kernel[(1,)](torch.ones(1), None, torch.ones(1), n, 1.0, BLOCK=16)
-        assert len(kernel._plans) <= 4
 
 
 def test_plans_are_kept_apart() -> None:
-    kernel = PlannedKernel(_scale_kernel.kernel)
-    seen = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(LaunchPlan, "__call__", lambda plan, *tensors: seen.append(plan))
-        for grid, n, times, block in (((1,), 1, 1, 16), ((1,), True, 1, 16), ((1,), 1, 1.0, 16), ((2,), 1, 1, 16)):
-            for _ in range(2):
-                kernel[grid](torch.ones(1), None, torch.ones(1), n, times, BLOCK=block)
-    assert [a is b for a, b in zip(seen[::2], seen[1::2], strict=True)] == [True] * 4
-    assert len(set(map(id, seen))) == 4
+    given: tuple[Any, ...] = (((1,), 1, 1, 16), ((1,), True, 1, 16), ((1,), 1, 1.0, 16), ((2,), 1, 1, 16))
+    plans = [[_scale_kernel.plan(*numbers, BLOCK=block) for *numbers, block in given] for _ in range(2)]
+    assert all(map(is_, *plans))
+    assert len(set(map(id, plans[0]))) == 4
 
 
 @pytest.mark.parametrize(("size", "block", "count"), [(0, 4, 0), (1, 4, 1), (4, 4, 1), (5, 4, 2)])
@@ -154,12 +123,14 @@ def same(one, other):
     return len(one) == len(other) and all(a is b or a == b for a, b in zip(one, other))
 
 
-def check(call, *, planned):
+def check(tensors, *numbers, planned=True, grid=(7,), BLOCK=16, ADD=1, **options):
     """The second call launches what Triton itself launches, through its binder or not."""
-    call(scale)
-    call(scale.kernel)
+    constants = {"BLOCK": BLOCK, "ADD": ADD, **options}
+    plan = scale.plan(grid, *numbers, **constants)
+    plan(*tensors)
+    scale.kernel[grid](*tensors, *numbers, **constants)
     bound.clear()
-    call(scale)
+    plan(*tensors)
     by_triton, ours = launched[-2:]
     assert same(by_triton, ours), (by_triton, ours)
     assert bool(bound) != planned, (bound, planned)
@@ -167,23 +138,22 @@ def check(call, *, planned):
 
 x, out, factor = torch.ones(100), torch.empty(100), torch.ones(1)
 half, weight = x.half(), torch.nn.Parameter(x)
-plain = lambda kernel: kernel[(7,)](x, None, out, 100, 2.0, BLOCK=16, ADD=1)
-check(plain, planned=True)
-check(lambda kernel: kernel[(7, 2)](x, factor, out, 100, 3, BLOCK=16, ADD=0, num_warps=8), planned=True)
-check(lambda kernel: kernel[(7,)](half, None, out, 1, 2.0, BLOCK=16, ADD=1), planned=True)
-check(lambda kernel: kernel[(7,)](weight, None, out, True, 2.0, BLOCK=16, ADD=1), planned=True)
+check((x, None, out), 100, 2.0)
+check((x, factor, out), 100, 3, grid=(7, 2), ADD=0, num_warps=8)
+check((half, None, out), 1, 2.0)
+check((weight, None, out), True, 2.0)
 for each in range(3):  # numbers of floating point are no part of what is compiled
-    check(lambda kernel: kernel[(7,)](x, None, out, 100, each / 7, BLOCK=16, ADD=1), planned=True)
+    check((x, None, out), 100, each / 7)
 shifted, moved = torch.ones(101)[1:], torch.ones(102)[2:]
 for _ in range(2):  # slices: what is compiled depends on which of the tensors are aligned to 16 bytes
-    for a, b, c in ((shifted, None, out), (x, None, shifted), (moved, None, shifted), (x, moved[:1], out)):
-        check(lambda kernel: kernel[(7,)](a, b, c, 100, 2.0, BLOCK=16, ADD=1), planned=True)
-    check(plain, planned=True)
+    for tensors in ((shifted, None, out), (x, None, shifted), (moved, None, shifted), (x, moved[:1], out)):
+        check(tensors, 100, 2.0)
+    check((x, None, out), 100, 2.0)
 hook = lambda *arguments: None
 triton.knobs.runtime.launch_enter_hook.add(hook)
-check(plain, planned=False)
+check((x, None, out), 100, 2.0, planned=False)
 triton.knobs.runtime.launch_enter_hook.remove(hook)
-check(plain, planned=True)
+check((x, None, out), 100, 2.0)
 
 first, second = (scale.plan((7,), 100, times, BLOCK=16, ADD=1) for times in (2.0, 3.0))
 sequence = LaunchSequence((first, (0, 1, 2)), (second, (2, 1, 3)))
@@ -199,7 +169,7 @@ for by, (a, c, d) in ((by, each) for by in (factor, None, factor) for each in sl
         scale.kernel[(7,)](c, by, d, 100, 3.0, BLOCK=16, ADD=1)
         assert all(map(same, ours, launched[-2:])), launched[-4:]
 
-kept = PreparedLaunches(scale.prepared((7,), x, by, out, 100, 2.0, BLOCK=16, ADD=1) for by in (None, factor))
+kept = PreparedLaunches((first, (x, by, out)) for by in (None, factor))
 for planned in (False, True, True):
     bound.clear()
     kept()

@@ -44,13 +44,6 @@ def _check(found: Selected, x: Tensor, least: float, size: int | None) -> None:
     assert len(found.values) == kept + padding
 
 
-@pytest.fixture(params=["plain", "kernels"])
-def path(request: pytest.FixtureRequest) -> str:
-    if request.param == "kernels":
-        request.getfixturevalue("interpreted")
-    return str(request.param)
-
-
 @pytest.mark.parametrize("size", SIZES)
 def test_maxima(size: int, path: str) -> None:
     x = _values(size)

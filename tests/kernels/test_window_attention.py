@@ -264,7 +264,7 @@ def test_the_operators_keep_their_contract(cosine: bool, interpreted: None) -> N
 
     layer = Layer((4, 4), (0, 0), (4, 4), heads=1, channels=16, cosine=cosine)
     inputs = [None if t is None else t.requires_grad_() for t in (layer.qkv, layer.table, layer.scale)]
-    arguments = (*inputs, None, None, 1, [4, 4], [0, 0], 0.25, -100.0, 0.0)
+    arguments = (*inputs, None, None, [1, 4, 4, 0, 0], [0.25, -100.0, 0.0])
     opcheck(op._attend_op, arguments)
     opcheck(op._backward_op, (layer.dout, *arguments), test_utils=("test_schema", "test_faketensor"))
 

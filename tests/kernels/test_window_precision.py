@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -67,15 +66,11 @@ def test_the_backward_pass_is_as_exact_as_the_forward_pass(channels: int) -> Non
             if is_switched:
                 matmul.fp32_precision = "tf32" if name == "ieee" else "ieee"
             plan = launchers._backward_plan(layer)
-            launches = [plan.windows] if isinstance(plan, launchers._BackwardPlan) else plan.rows_and_columns._launches
-            found = [launch._constants for launch, *_ in map(_in_a_tuple, launches)]
+            launches = [plan.gradients] if plan.softmax is None else [each for each, _ in plan.gradients._launches]
+            found = [launch._constants for launch in launches]
             assert {constants["PRECISION"] for constants in found} == {name}
             assert expected.setdefault(name, found) == found
     launchers._backward_plan.cache_clear()
-
-
-def _in_a_tuple(launch: object) -> tuple[Any, ...]:
-    return launch if isinstance(launch, tuple) else (launch,)
 
 
 class WindowAttention(OfficialWindowAttention):

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from tests.kernels.conftest import _poison, interpreted, waits_for_nothing
+from tests.kernels.conftest import _poison, interpreted, path, waits_for_nothing
 
-__all__ = ["_poison", "interpreted", "waits_for_nothing"]
+__all__ = ["_poison", "interpreted", "path", "waits_for_nothing"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -92,24 +92,24 @@ def test_weights_are_torchs(info: Any, words: str, options: dict[str, Any], dtyp
     compare(ours, theirs, 8, rounded(options))
 
 
-@pytest.mark.parametrize(("info", "words", "options"), INPUTS[1::6], ids=NAMES[1::6])
-def test_weights_are_torchs_by_kernels(info: Any, words: str, options: dict[str, Any], interpreted: None) -> None:
-    theirs, ours = params_of(torch.float32), params_of(torch.float32)
-    stepped(info.optim_cls(theirs, **plain(options)), theirs, 2)
-    stepped(OURS[info.name](ours, **copy.deepcopy(options)), ours, 2)
-    compare(ours, theirs, 2)
+def _by_kernels() -> Iterator[Any]:
+    """Yield some for 2 steps, and in the slow run all for 20."""
+    for i, (info, words, options) in enumerate(INPUTS):
+        for dtype in DTYPES:
+            name = f"{info.name}: {words} {dtype}"
+            yield pytest.param(info, options, dtype, 20, marks=pytest.mark.slow, id=f"{name} 20")
+            if i % 6 == 1 and dtype == torch.float32:
+                yield pytest.param(info, options, dtype, 2, id=f"{name} 2")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "fp64"])
-@pytest.mark.parametrize(("info", "words", "options"), INPUTS, ids=NAMES)
-def test_all_weights_are_torchs_by_kernels(
-    info: Any, words: str, options: dict[str, Any], dtype: torch.dtype, interpreted: None
+@pytest.mark.parametrize(("info", "options", "dtype", "steps"), _by_kernels())
+def test_weights_are_torchs_by_kernels(
+    info: Any, options: dict[str, Any], dtype: torch.dtype, steps: int, interpreted: None
 ) -> None:
     theirs, ours = params_of(dtype), params_of(dtype)
-    stepped(info.optim_cls(theirs, **plain(options)), theirs, 20)
-    stepped(OURS[info.name](ours, **copy.deepcopy(options)), ours, 20)
-    compare(ours, theirs, 20, rounded(options))
+    stepped(info.optim_cls(theirs, **plain(options)), theirs, steps)
+    stepped(OURS[info.name](ours, **copy.deepcopy(options)), ours, steps)
+    compare(ours, theirs, steps, rounded(options))
 
 
 @pytest.mark.sample(3)
@@ -231,13 +231,8 @@ SWITCHED: list[tuple[type[MultiTensorOptimizer], dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("kind", "options"), SWITCHED, ids=["SGD", "LARS"])
-@pytest.mark.parametrize("path", ["torch's operators", "kernels"])
-def test_dampening_may_be_switched_on_and_off(
-    kind: Any, options: dict[str, Any], path: str, request: pytest.FixtureRequest
-) -> None:
+def test_dampening_may_be_switched_on_and_off(kind: Any, options: dict[str, Any], path: str) -> None:
     """It spares the first update, which need not be the first that is counted."""
-    if path == "kernels":
-        request.getfixturevalue("interpreted")
     theirs, ours = params_of(torch.float32), params_of(torch.float32)
     plainly = torch.optim.SGD(theirs, lr=0.01, momentum=0.9)
     optimizer = kind(ours, lr=0.01, momentum=0.9, weight_decay=0.0, **options)

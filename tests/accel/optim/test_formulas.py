@@ -11,69 +11,38 @@ from accel.optim import FusedAdamW, FusedLAMB, FusedLARS, FusedSGD
 from tests.accel.optim.cases import OPTIONS, Pair, name_of, tensors
 
 MIXED = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
-IDS = [name_of(case) for case in OPTIONS]
 
 
-@pytest.mark.sample(4, every_value=False)
-@pytest.mark.parametrize("case", OPTIONS, ids=IDS)
-def test_two_hundred_steps_by_operators(case: Any) -> None:
-    pair = Pair(*case, shapes=[(3, 5), ()])
-    for number in range(200):
-        pair.step(number)
-    pair.check(200)
+SLOW = pytest.mark.slow
+# The path; dtypes, in turn, and shapes; steps, and whether gradients are scaled; which of the cases; marks. The
+# interpreter rounds to bfloat16 otherwise: that is for a GPU.
+RUNS: dict[str, tuple[str, dict[str, Any], int, bool, slice, Any]] = {
+    "200 steps": ("plain", {"shapes": [(3, 5), ()]}, 200, False, slice(None, None, 4), ()),
+    "all for 200 steps": ("plain", {"shapes": [(3, 5), ()]}, 200, False, slice(None), SLOW),
+    "mixed dtypes": ("plain", {"dtypes": MIXED}, 12, True, slice(2, None, 3), ()),
+    "mixed dtypes for 200 steps": ("plain", {"dtypes": MIXED}, 200, True, slice(None), SLOW),
+    "kernels": ("kernels", {"shapes": [(), (1030,), (0, 4)]}, 2, False, slice(1, None, 6), ()),
+    "mixed dtypes by kernels": ("kernels", {"dtypes": MIXED[:3], "shapes": [(5,)]}, 2, True, slice(4, None, 6), ()),
+    "200 steps by kernels": ("kernels", {"shapes": [(5,), ()]}, 200, False, slice(None), SLOW),
+    "all shapes and dtypes by kernels": ("kernels", {"dtypes": MIXED[:3]}, 12, True, slice(None), SLOW),
+}
 
 
-@pytest.mark.parametrize("case", OPTIONS[2::3], ids=IDS[2::3])
-def test_mixed_dtypes_by_operators(case: Any) -> None:
-    pair = Pair(*case, dtypes=MIXED)
-    for number in range(12):
-        pair.step(number, scale=8.0)
-    pair.check(12)
-
-
-@pytest.mark.sample(6, every_value=False)
-@pytest.mark.parametrize("case", OPTIONS, ids=IDS)
-def test_steps_by_kernels(case: Any, interpreted: None) -> None:
-    pair = Pair(*case, shapes=[(), (1030,), (0, 4)])
-    for number in range(2):
-        pair.step(number)
-    pair.check(2, k=4)
-
-
-@pytest.mark.parametrize("case", OPTIONS[4::6], ids=IDS[4::6])
-def test_mixed_dtypes_by_kernels(case: Any, interpreted: None) -> None:
-    # The interpreter rounds to bfloat16 otherwise: that is for a GPU.
-    pair = Pair(*case, dtypes=MIXED[:3], shapes=[(5,)])
-    for number in range(2):
-        pair.step(number, scale=8.0)
-    pair.check(2, k=4)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", OPTIONS, ids=IDS)
-def test_two_hundred_steps_by_kernels(case: Any, interpreted: None) -> None:
-    pair = Pair(*case, shapes=[(5,), ()])
-    for number in range(200):
-        pair.step(number)
-    pair.check(200)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", OPTIONS, ids=IDS)
-def test_all_shapes_and_dtypes_by_kernels(case: Any, interpreted: None) -> None:
-    pair = Pair(*case, dtypes=MIXED[:3])
-    for number in range(12):
-        pair.step(number, scale=8.0)
-    pair.check(12, k=2)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", OPTIONS, ids=IDS)
-def test_two_hundred_steps_of_mixed_dtypes_by_operators(case: Any) -> None:
-    pair = Pair(*case, dtypes=MIXED)
-    for number in range(200):
-        pair.step(number, scale=8.0)
-    pair.check(200)
+@pytest.mark.parametrize(
+    ("path", "case", "run"),
+    [
+        pytest.param(path, case, run, id=f"{run}: {name_of(case)}", marks=marks)
+        for run, (path, _, _, _, chosen, marks) in RUNS.items()
+        for case in OPTIONS[chosen]
+    ],
+    indirect=["path"],
+)
+def test_every_step_is_the_formulas(path: str, case: Any, run: str) -> None:
+    _, given, steps, is_scaled, _, _ = RUNS[run]
+    pair = Pair(*case, **given)
+    for number in range(steps):
+        pair.step(number, scale=8.0 if is_scaled else None)
+    pair.check(steps, k=4 if steps == 2 else 2 if steps == 12 and path == "kernels" else 1)
 
 
 def _layouts() -> list[torch.Tensor]:
@@ -90,12 +59,11 @@ def _layouts() -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "by_kernels"),
-    [(FusedSGD, True), (FusedSGD, False), (FusedAdamW, False), (FusedLAMB, False), (FusedLARS, False)],
+    ("kind", "path"),
+    [(FusedSGD, "kernels"), *((kind, "plain") for kind in (FusedSGD, FusedAdamW, FusedLAMB, FusedLARS))],
+    indirect=["path"],
 )
-def test_order_in_memory_changes_nothing(kind: Any, by_kernels: bool, request: pytest.FixtureRequest) -> None:
-    if by_kernels:
-        request.getfixturevalue("interpreted")
+def test_order_in_memory_changes_nothing(kind: Any, path: str) -> None:
     params = [torch.nn.Parameter(x) for x in _layouts()]
     params.append(torch.nn.Parameter(params[0].detach().clone()))
     options = {"momentum": 0.9} if kind is FusedSGD else {}
@@ -121,10 +89,7 @@ def test_kernels_give_the_same_bits_every_time(interpreted: None) -> None:
     assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
 
 
-@pytest.mark.parametrize("by_kernels", [False, True], ids=["operators", "kernels"])
-def test_sixteen_bits_without_master_weights(by_kernels: bool, request: pytest.FixtureRequest) -> None:
-    if by_kernels:
-        request.getfixturevalue("interpreted")
+def test_sixteen_bits_without_master_weights(path: str) -> None:
     weight, grad = tensors([(50,), (50,)], torch.float16, 3)
     param = torch.nn.Parameter(weight.clone())
     optimizer = FusedSGD([param], lr=0.125, momentum=0.5, master_weights=False)
@@ -182,13 +147,8 @@ def test_two_published_steps_of_lars_by_hand() -> None:
     torch.testing.assert_close(param.detach(), w)
 
 
-@pytest.mark.parametrize("by_kernels", [False, True], ids=["operators", "kernels"])
 @pytest.mark.parametrize("kind", [FusedSGD, FusedAdamW, FusedLAMB, FusedLARS])
-def test_nothing_to_update_and_nothing_to_divide_by(
-    kind: Any, by_kernels: bool, request: pytest.FixtureRequest
-) -> None:
-    if by_kernels:
-        request.getfixturevalue("interpreted")
+def test_nothing_to_update_and_nothing_to_divide_by(kind: Any, path: str) -> None:
     empty, zero = torch.nn.Parameter(torch.zeros(0)), torch.nn.Parameter(torch.zeros(3))
     optimizer = kind([empty], weight_decay=0.1, max_grad_norm=1.0)
     optimizer.step()  # no gradient at all

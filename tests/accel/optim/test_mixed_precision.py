@@ -26,18 +26,11 @@ _CASES = [
         id=f"{path}-{kind.__name__}",
         marks=[pytest.mark.slow] if path == "kernels" and kind is not FusedAdamW else [],
     )
-    for path in ("operators", "kernels")
+    for path in ("plain", "kernels")
     for kind, options in KINDS
 ]
 EACH = pytest.mark.parametrize(("kind", "options", "path"), _CASES, indirect=["path"])
-BOTH = pytest.mark.parametrize("path", ["operators", "kernels"], indirect=True)
-
-
-@pytest.fixture(autouse=True)
-def path(request: pytest.FixtureRequest) -> None:
-    """Run a test by torch's operators, or by kernels in the interpreter."""
-    if getattr(request, "param", "") == "kernels":
-        request.getfixturevalue("interpreted")
+pytestmark = pytest.mark.usefixtures("path")
 
 
 def params_of(dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
@@ -148,7 +141,6 @@ def test_clipping_is_torchs_and_leaves_gradients_as_they_are(kind: Any, options:
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
 
 
-@BOTH
 def test_without_a_scaler_nan_is_not_hidden() -> None:
     params = params_of()
     optimizer = FusedAdam(params, max_grad_norm=1.0)
@@ -194,7 +186,6 @@ def test_what_is_restored_goes_on_bit_for_bit(kind: Any, options: Any) -> None:
         assert torch.equal(a, b)
 
 
-@BOTH
 def test_weights_that_someone_else_wrote_are_taken_over() -> None:
     params = params_of(torch.float16)
     optimizer = FusedSGD(params, lr=0.125)
@@ -213,7 +204,6 @@ def test_weights_that_someone_else_wrote_are_taken_over() -> None:
 
 
 @pytest.mark.parametrize("clip", [None, 1.0])
-@BOTH
 def test_a_step_says_whether_it_was_skipped_where_somebody_has_looked(clip: float | None) -> None:
     params = params_of()
     optimizer: Any = FusedSGD(params, lr=0.1, max_grad_norm=clip)
@@ -226,7 +216,6 @@ def test_a_step_says_whether_it_was_skipped_where_somebody_has_looked(clip: floa
         assert float(optimizer.overflow) == skipped
 
 
-@BOTH
 def test_a_saved_graph_hears_of_the_update() -> None:
     param = nn.Parameter(torch.ones(2))
     loss = (param * param).sum()
@@ -238,7 +227,6 @@ def test_a_saved_graph_hears_of_the_update() -> None:
 
 
 @pytest.mark.parametrize("kind", [FusedSGD, FusedAdamW])
-@BOTH
 def test_weights_that_have_gone_on_stay_when_an_earlier_state_is_loaded(kind: Any) -> None:
     """The next step once took them back to the master weights of that state, without a word."""
     param = nn.Parameter(torch.zeros(4, dtype=torch.float16))

@@ -1,24 +1,4 @@
-"""The published formulas, a parameter at a time in float64: what kernels and the path of a CPU are held to.
-
-g is the gradient over the loss scale, times c = min(1, max_norm / (‖all g‖ + 1e-6)) where a norm is given, and negative
-where an objective is maximised; w the weight, η the learning rate, λ the weight decay, t the step from 1.
-
-    SGD     g += λ w        b ← μ b + (1 - d) g, at first b = g       w -= η b          Nesterov: w -= η (g + μ b)
-    Adam    g += λ w        m ← β₁ m + (1 - β₁) g                     v ← β₂ v + (1 - β₂) g²
-            w -= η m̂ / (√v̂ + ε)         m̂ = m / (1 - β₁ᵗ)         v̂ = v / (1 - β₂ᵗ), or its largest yet (AMSGrad)
-    AdamW   w -= η λ w, then Adam with λ = 0
-    LAMB    u = m̂ / (√v̂ + ε) + λ w              w -= η (‖w‖ / ‖u‖) u
-    LARS    r = τ ‖w‖ / (‖g‖ + λ ‖w‖ + ε)        b ← μ b + η r (g + λ w)            w -= b
-
-LAMB is Algorithm 2 of the published version (ICLR 2020, arXiv v5), with bias correction and φ(x) = x. The ratio is 1
-where a norm is 0, and, unless `always_adapt`, where λ = 0. Without `grad_averaging` m takes g instead of (1 - β₁) g;
-coupled, g += λ w comes before the moments and u has no λ w. LARS is Algorithm 1; without `lr_in_momentum` η multiplies
-b when the weight is updated, as in most code, which is not the same while η changes. `trust_clip` takes min(r / η, 1)
-for r (LARC).
-
-SGD: Sutskever et al. 2013. Adam: https://arxiv.org/abs/1412.6980. AMSGrad: https://arxiv.org/abs/1904.09237. AdamW:
-https://arxiv.org/abs/1711.05101. LAMB: https://arxiv.org/abs/1904.00962. LARS: https://arxiv.org/abs/1708.03888.
-"""
+"""The formulas of rules.py, a parameter at a time in float64: what kernels and the path of a CPU are held to."""
 
 from __future__ import annotations
 
@@ -27,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from accel.kernels.optimizers.rules import Batch, Kind, Numbers, Scaling, UpdateOutcome, needs_norm
+from accel.kernels.optimizers.rules import Batch, Hypers, Kind, Scaling, UpdateOutcome, needs_norm
 
 
 def update_ref(kind: Kind, batches: Sequence[Batch], scaling: Scaling | None = None) -> UpdateOutcome:
@@ -73,7 +53,7 @@ def _update_group(kind: Kind, batch: Batch, grads: list[Tensor], norm: Tensor) -
             batch.params[index].copy_(master)
 
 
-def _updated(kind: Kind, batch: Batch, row: Numbers, w: Tensor, g: Tensor, states: list[Tensor], t: float) -> Tensor:
+def _updated(kind: Kind, batch: Batch, row: Hypers, w: Tensor, g: Tensor, states: list[Tensor], t: float) -> Tensor:
     """Return the new weight; the states are changed in place."""
     if kind == "sgd":
         return w - row.lr * _direction(batch, row, g + row.weight_decay * w, states, t)
@@ -93,7 +73,7 @@ def _updated(kind: Kind, batch: Batch, row: Numbers, w: Tensor, g: Tensor, state
     return w - row.lr * (w.norm() / u.norm() if adapts else 1.0) * u
 
 
-def _direction(batch: Batch, row: Numbers, g: Tensor, states: list[Tensor], t: float) -> Tensor:
+def _direction(batch: Batch, row: Hypers, g: Tensor, states: list[Tensor], t: float) -> Tensor:
     if not states:
         return g
     momentum, dampening = row.beta1, row.beta2
@@ -103,7 +83,7 @@ def _direction(batch: Batch, row: Numbers, g: Tensor, states: list[Tensor], t: f
     return g + momentum * buffer if batch.nesterov else buffer
 
 
-def _lars_ratio(row: Numbers, w: Tensor, g: Tensor) -> Tensor:
+def _lars_ratio(row: Hypers, w: Tensor, g: Tensor) -> Tensor:
     adapts = bool(row.always_adapt or row.weight_decay) and bool(w.norm() > 0) and bool(g.norm() > 0)
     if not adapts:
         return torch.ones((), dtype=torch.float64)
@@ -112,7 +92,7 @@ def _lars_ratio(row: Numbers, w: Tensor, g: Tensor) -> Tensor:
     return clipped if row.trust_clip else ratio
 
 
-def _adam(batch: Batch, row: Numbers, g: Tensor, states: list[Tensor], t: float) -> Tensor:
+def _adam(batch: Batch, row: Hypers, g: Tensor, states: list[Tensor], t: float) -> Tensor:
     m, v, *largest = states
     m.copy_(row.beta1 * m + (1 - row.beta1 if row.grad_averaging else 1.0) * g)
     v.copy_(row.beta2 * v + (1 - row.beta2) * g * g)
