@@ -96,7 +96,8 @@ def test_where_no_batch_is_within_the_limits_there_is_no_rate() -> None:
 
 
 @pytest.mark.parametrize(
-    "limits", [{"max_batch_size": 0}, {"local_min": 0}, {"local_max": 0}, {"max_accumulation": -1}, {"min_gradients": 0}]
+    "limits",
+    [{"max_batch_size": 0}, {"local_min": 0}, {"local_max": 0}, {"max_accumulation": -1}, {"min_gradients": 0}],
 )
 def test_limits_out_of_range_are_refused(limits: dict[str, Any]) -> None:
     (name,) = limits
