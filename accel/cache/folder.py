@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import stat
 import sys
 import time
 from collections.abc import Iterator
@@ -57,67 +56,50 @@ def _platform_folder() -> Path:
     return Path.home() / ("Library/Caches" if sys.platform == "darwin" else ".cache")
 
 
-class CacheFolder:
-    """Small text files in one folder, the oldest of which go when there are too many.
+def read_file(path: Path) -> str | None:
+    """Return a file's text, or None if there is none.
 
-    Args:
-        path: need not exist.
+    Raises:
+        OSError: if it can't be read.
+        ValueError: if it is no ordinary file of a sensible size, or no text.
     """
+    if not path.exists():
+        return None
+    if not path.is_file() or path.stat().st_size > MOST_BYTES:  # a pipe of that name must not hold the run up
+        raise ValueError("it is no ordinary file of less than a megabyte")
+    return path.read_text(encoding="utf-8")
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
 
-    def read(self, name: str) -> str | None:
-        """Return a file's text, or None if there is none.
+def write_file(path: Path, text: str) -> None:
+    """Write a file whole or not at all, and delete the oldest of its folder if there are too many.
 
-        Raises:
-            OSError: if it can't be read.
-            ValueError: if it is no ordinary file of a sensible size, or no text.
-        """
-        try:
-            # A pipe of that name must not hold the run up.
-            handle = os.open(self.path / name, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
-        except FileNotFoundError:
-            return None
-        with os.fdopen(handle, "rb") as file:
-            facts = os.fstat(handle)
-            if not stat.S_ISREG(facts.st_mode) or facts.st_size > MOST_BYTES:
-                raise ValueError("it is no ordinary file of less than a megabyte")
-            return file.read(MOST_BYTES).decode("utf-8")
+    Raises:
+        OSError: if the folder can't be written.
+    """
+    # Not what a link points to: in a folder that others write in too, it could be any file of this user's. A pipe would
+    # be written into, which waits for a reader.
+    if path.is_symlink() or (path.exists() and not path.is_file()):
+        delete_file(path)
+    write_atomic(path, text)
+    files = sorted(_files(path.parent), reverse=True)
+    own = [file for _, file in files if _OWN_NAME.fullmatch(file.name) and file != path]
+    leftovers = [file for age_s, file in files if _LEFTOVER.fullmatch(file.name) and age_s > _LEFTOVER_S]
+    for file in [*own[: max(0, len(own) + 1 - MOST_FILES)], *leftovers]:
+        delete_file(file)
 
-    def write(self, name: str, text: str) -> None:
-        """Write a file whole or not at all, and delete the oldest if there are too many.
 
-        Raises:
-            OSError: if the folder can't be written.
-        """
-        target = self.path / name
-        with contextlib.suppress(OSError):  # a pipe would be written into, which waits for a reader
-            # Not what a link points to: in a folder that others write in too, it could be any file of this user's.
-            if not stat.S_ISREG(target.lstat().st_mode):
-                target.unlink()
-        write_atomic(target, text)
-        self._prune(name)
+def delete_file(path: Path) -> None:
+    """Delete a file; one that can't be deleted stays."""
+    with contextlib.suppress(OSError):
+        path.unlink(missing_ok=True)
 
-    def delete(self, name: str) -> None:
-        """Delete a file; one that can't be deleted stays."""
-        with contextlib.suppress(OSError):
-            (self.path / name).unlink(missing_ok=True)
 
-    def _prune(self, newest: str) -> None:
-        """Delete the oldest files, and what processes that were killed left half written."""
-        ages = sorted(self._ages(), reverse=True)
-        own = [name for _, name in ages if _OWN_NAME.fullmatch(name) and name != newest]
-        leftovers = [name for age_s, name in ages if _LEFTOVER.fullmatch(name) and age_s > _LEFTOVER_S]
-        for name in [*own[: max(0, len(own) + 1 - MOST_FILES)], *leftovers]:
-            self.delete(name)
-
-    def _ages(self) -> Iterator[tuple[float, str]]:
-        now = time.time()
-        with contextlib.suppress(OSError), os.scandir(self.path) as entries:
-            for entry in entries:
-                with contextlib.suppress(OSError):  # another process may have deleted it
-                    yield now - entry.stat(follow_symlinks=False).st_mtime, entry.name
+def _files(folder: Path) -> Iterator[tuple[float, Path]]:
+    """Yield the files of a folder with their ages, s."""
+    now = time.time()
+    for file in folder.iterdir():
+        with contextlib.suppress(OSError):  # another process may have deleted it
+            yield now - file.lstat().st_mtime, file
 
 
 def file_name(title: str, digest: str) -> str:

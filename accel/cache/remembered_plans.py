@@ -9,9 +9,10 @@ import os
 import platform
 import secrets
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-from accel.cache.folder import CacheFolder, NoFolder, cache_folder, file_name
+from accel.cache.folder import NoFolder, cache_folder, delete_file, file_name, read_file, write_file
 from accel.profiler.interruptions import ours
 from accel.profiler.typed_json import UnreadableJson, decode, read
 from accel.report.model import NOTHING_REMEMBERED
@@ -34,8 +35,7 @@ class RememberedPlans:
 
     def __init__(self, conditions: Callable[[], dict[str, Any]]) -> None:
         self._conditions = conditions
-        self._folder: CacheFolder | None = None
-        self._name = ""
+        self._path: Path | None = None
         self._key: dict[str, Any] = {}
         self._last: RememberedSearch | None = None
         self.interrupted = ""
@@ -47,28 +47,25 @@ class RememberedPlans:
 
     def recall(self) -> RememberedSearch | None:
         """Return what is remembered for runs like this one, None if nothing is."""
-        self._folder, self._last, self.interrupted, self._passed_over = None, None, "", ""
+        self._path, self._last, self.interrupted, self._passed_over = None, None, "", ""
         try:
             self._key = json.loads(json.dumps(self._conditions()))
-            folder = CacheFolder(cache_folder() / "plans")
-            title = str(self._key.get("model", ""))
             digest = hashlib.sha256(json.dumps(self._key, sort_keys=True).encode()).hexdigest()
-            self._name = file_name(title, digest)
+            path = cache_folder() / "plans" / file_name(str(self._key.get("model", "")), digest)
         except NoFolder as error:
             self.note = f"{NOTHING_REMEMBERED}: {error}" if error.args else ""
             return None
         except ours() as error:  # a model or a loader whose own methods fail
             self.note = f"{NOTHING_REMEMBERED}: this run can't be told from others: {type(error).__name__}: {error}"
             return None
-        self._folder = folder
-        self.note = str(folder.path / self._name)
+        self._path, self.note = path, str(path)
         try:
-            text = folder.read(self._name)
+            text = read_file(path)
             if text is not None:
                 self._last, self.interrupted = self._parse(text)
         except ours() as error:  # whatever stands there, the run goes on without it
             self._passed_over = str(error)
-            self.note = f"{folder.path / self._name} is passed over: {error}"
+            self.note = f"{path} is passed over: {error}"
         return self._last
 
     def _parse(self, text: str) -> tuple[RememberedSearch | None, str]:
@@ -97,7 +94,7 @@ class RememberedPlans:
         self._write(search, None)
 
     def _write(self, search: RememberedSearch, checking: dict[str, Any] | None) -> None:
-        if self._folder is None:
+        if self._path is None:
             return
         content = {
             "what": _WHAT,
@@ -106,19 +103,18 @@ class RememberedPlans:
             "found": dataclasses.asdict(search),
             "checking": checking,
         }
-        path = self._folder.path / self._name
         try:
-            self._folder.write(self._name, json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
+            write_file(self._path, json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
             before = f"; what it held before is passed over: {self._passed_over}" if self._passed_over else ""
-            self.note = f"{path}{before}"
+            self.note = f"{self._path}{before}"
         except (OSError, TypeError, ValueError) as error:
-            self.note = f"{NOTHING_REMEMBERED}: {path} can't be written: {error}"
+            self.note = f"{NOTHING_REMEMBERED}: {self._path} can't be written: {error}"
 
     def forget(self) -> None:
         """Delete the file."""
         self._last = None
-        if self._folder is not None:
-            self._folder.delete(self._name)
+        if self._path is not None:
+            delete_file(self._path)
 
 
 def _interrupted(checking: object) -> str:

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from accel.cluster.jobs import Allocation, ClusterNode, JobView
-from accel.cluster.speed import SpeedTable
+from accel.goodput.goodput import SpeedTable
 from accel.goodput.job import EXPLORED
 
 Ints = NDArray[np.int64]

@@ -30,8 +30,8 @@ from numpy.typing import NDArray
 
 from accel.cluster.jobs import Allocation, ClusterNode, JobView
 from accel.cluster.placement import Share, place
-from accel.cluster.speed import SpeedTable
 from accel.errors import InvalidArgument
+from accel.goodput.goodput import SpeedTable
 from accel.goodput.job import EXPLORED, JobProfile
 
 Floats = NDArray[np.float64]

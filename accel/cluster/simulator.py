@@ -19,11 +19,10 @@ from typing import NamedTuple
 
 from accel.cluster.jobs import Allocation, ClusterNode, JobView
 from accel.cluster.profiles import Application, Noise, StepTime
-from accel.cluster.speed import SpeedTable
 from accel.errors import InvalidArgument
 from accel.goodput.efficiency import NoiseInterval
 from accel.goodput.fit import fit
-from accel.goodput.goodput import BatchLimits
+from accel.goodput.goodput import BatchLimits, SpeedTable
 from accel.goodput.job import EXPLORED, JobProfile
 from accel.goodput.observations import Configuration, Observations
 from accel.goodput.throughput import ThroughputModel

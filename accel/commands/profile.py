@@ -19,7 +19,6 @@ from accel.files import check_folder, is_there, write_atomic
 
 if TYPE_CHECKING:
     from accel.profiler.gather import Exchange
-    from accel.profiler.loop.recorder import Recorder
     from accel.profiler.report import ProfileReport
     from accel.profiler.script import Script
     from accel.profiler.session import ProfileSession
@@ -91,16 +90,10 @@ class ProfileJob(ScriptJob):
 
     def __enter__(self) -> None:
         super().__enter__()
-        self.after_torch(self._begin)
+        self.begin_after_torch()
 
-    def _begin(self) -> None:
-        """Profile the training; torch has been imported."""
-        try:
-            self._start()
-        except Exception as fault:
-            say(f"accel: {type(fault).__name__}: {fault}; the script goes on, and is not profiled")
-
-    def _start(self) -> ProfileSession:
+    def start(self) -> None:
+        """Profile the training."""
         from accel.dataio.loader import ContinuousLoader
         from accel.dataio.passes.loader_core import LoaderPass
         from accel.profiler.session import ProfileSession
@@ -113,7 +106,6 @@ class ProfileJob(ScriptJob):
             thread=self._thread,
         )
         self._session.start()
-        return self._session
 
     def leave_alone(self) -> None:
         """Stop recording: training in a forked child is not part of the report."""
@@ -125,7 +117,10 @@ class ProfileJob(ScriptJob):
         from accel.profiler.conclusion import verdict
 
         wall_s = time.perf_counter() - self._started_at
-        session = self._session or self._start()  # no torch in the script: the report says what is not there
+        if self._session is None:
+            self.start()  # no torch in the script: the report says what is not there
+        session = self._session
+        assert session is not None
         session.stop()
         recorder, exchange, ending = session.recorder, self._exchange, self.script.ending
         evidence = session.finish()
@@ -140,7 +135,7 @@ class ProfileJob(ScriptJob):
         if exchange.rank != 0:
             return
         if recorder.steps == 0:
-            say(_nothing(recorder, wall_s))
+            say(_nothing(session, wall_s))
             return
         evidence.unseen = list(dict.fromkeys([*evidence.unseen, *session.unseen]))
         report = verdict.build_report(evidence, diagnosis)
@@ -165,8 +160,9 @@ def _check(script: str, module: bool, target: Path) -> None:
     check_folder("--json", target)
 
 
-def _nothing(recorder: Recorder, wall_s: float) -> str:
+def _nothing(session: ProfileSession, wall_s: float) -> str:
     """Say that there was no step, and where the training may have been instead."""
+    recorder = session.recorder
     what = "whole step" if recorder.updates else "optimizer step"
     text = f"accel: no {what} seen in {wall_s:.1f} s ({recorder.summary()}); nothing to report"
     if recorder.updates_elsewhere:

@@ -129,19 +129,16 @@ class RunJob(ScriptJob):
         if os.environ.get("ACCEL") == "0":
             self.script.untouched()  # nothing is to be concluded: SIGTERM ends the process as it does the plain script
         else:
-            self.after_torch(self._begin)
+            self.begin_after_torch()
 
-    def _begin(self) -> None:
-        """Follow the training; torch has been imported."""
-        try:
-            with startup.counted():
-                from accel.script.training import ScriptTraining
+    def start(self) -> None:
+        """Follow the training."""
+        with startup.counted():
+            from accel.script.training import ScriptTraining
 
-            whole = "run it with --report FOLDER"
-            self._training = ScriptTraining(self._options, self._thread, whole, from_start=True)
-            self._training.start()
-        except Exception as fault:
-            say(f"accel: {type(fault).__name__}: {fault}; the script goes on without accel")
+        whole = "run it with --report FOLDER"
+        self._training = ScriptTraining(self._options, self._thread, whole, from_start=True)
+        self._training.start()
 
     def leave_alone(self) -> None:
         """Restore torch."""

@@ -7,7 +7,6 @@ import contextlib
 import os
 import sys
 import threading
-from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, NoReturn
 
@@ -58,15 +57,22 @@ class ScriptJob:
             exec("raise KeyboardInterrupt")
         sys.exit(self.script.ending.status)
 
-    def after_torch(self, begin: Callable[[], None]) -> None:
-        """Call `begin` once the script has imported torch; what a forked child or an exit handler imports is theirs."""
+    def begin_after_torch(self) -> None:
+        """Call `start` once the script has imported torch; what a forked child or an exit handler imports is theirs."""
         from accel.script.after_import import after_import
 
         def imported() -> None:
             if self._is_running and os.getpid() == self._process:
-                begin()
+                try:
+                    self.start()
+                except Exception as fault:
+                    say(f"accel: {type(fault).__name__}: {fault}; the script goes on without accel")
 
         after_import("torch", imported)
+
+    def start(self) -> None:
+        """Put something of ours around the training; torch has been imported."""
+        raise NotImplementedError
 
     def leave_alone(self) -> None:
         """Restore what was changed in this process: it is a forked child."""

@@ -1,18 +1,15 @@
-"""What a step of a larger batch is worth: statistical efficiency, gain, and the noise scale at another batch.
+"""What a sample of a larger batch is worth: statistical efficiency, and the noise scale at another batch.
 
     φ             gradient noise scale, samples: tr Σ / ‖∇L‖², Σ the covariance of one sample's gradient
     efficiency    (φ + M0) / (φ + M), M0 the batch of the user, M ≥ M0
-    gain          (φ/M0 + 1) / (φ/M + 1) = efficiency · M / M0, the steps of M0 that a step of M is worth (AdaScale)
     noise scale   1 / φ(M) = (1 - f) / φ(B) + f / φ(B) · B / M, measured at B
 
 Efficiency: Pollux (Qiao et al., OSDI 2021), equation 6, after McCandlish et al. (https://arxiv.org/abs/1812.06162).
-Gain: AdaScale (Johnson et al., https://arxiv.org/abs/2007.05105).
 
 The last line: the measured ‖∇L‖² has a part that the batch's own noise causes, as the weights oscillate in the steep
 directions of the loss. Its share f falls as 1/M, and φ grows as the batch does: on ImageNet from 1.4e4 at batch 200 to
-1.7e5 at 12,800, late in training. f differs between jobs, from 0 (yolov3) to 1 (bert). It can be measured on the job
-itself, once it has run at two batch sizes (`oscillation_share`); before, one half is the best guess. docs/goodput.md
-has the figures.
+1.7e5 at 12,800, late in training. f differs between jobs, from 0 (yolov3) to 1 (bert); without knowledge of the job one
+half is the best guess. docs/goodput.md has the figures.
 """
 
 from __future__ import annotations
@@ -104,56 +101,6 @@ def efficiency(batch: ArrayLike, base_batch: float, noise_scale: ArrayLike) -> A
         >>> efficiency(batch=300, base_batch=100, noise_scale=700)
         0.8
     """
-    size, noise = _checked(batch, base_batch, noise_scale)
-    # Divided by φ + M0 first: φ may be infinite.
-    result = 1 / (1 + (size - base_batch) / (noise + base_batch))
-    return result if np.ndim(batch) or np.ndim(noise_scale) else float(result)
-
-
-def gain(batch: ArrayLike, base_batch: float, noise_scale: ArrayLike) -> Any:
-    """Return how many steps of the base batch a step is worth: (φ/M0 + 1) / (φ/M + 1), in [1, M/M0].
-
-    Arguments, result and errors as of `efficiency`.
-
-    Example:
-        >>> round(gain(batch=300, base_batch=100, noise_scale=700), 6)
-        2.4
-    """
-    worth = efficiency(batch, base_batch, noise_scale)
-    scale = np.asarray(batch, float) / base_batch
-    steps = np.clip(worth * scale, 1.0, scale)
-    return steps if np.ndim(worth) else float(steps)
-
-
-def oscillation_share(noise_scale: float, batch: float, larger_noise_scale: float, larger_batch: float) -> float:
-    """Return f at a batch, from the noise scales measured at it and at a larger one; in [0, 0.999].
-
-    f = (1 - φ(B) / φ(M)) / (1 - B / M). Noise scales vary from measurement to measurement: take the median of several.
-
-    Args:
-        noise_scale: φ(B), samples, ≥ 0, finite.
-        batch: B, samples, > 0.
-        larger_noise_scale: φ(M), > 0.
-        larger_batch: M > B.
-
-    Raises:
-        InvalidArgument: if an argument is out of its range.
-
-    Example:
-        >>> oscillation_share(noise_scale=1000, batch=100, larger_noise_scale=1600, larger_batch=400)
-        0.5
-    """
-    if not (0 < batch < larger_batch < math.inf):
-        raise InvalidArgument(f"batches must be 0 < batch < larger_batch. Found: {batch} and {larger_batch}")
-    if not (0 <= noise_scale < math.inf and larger_noise_scale > 0):
-        raise InvalidArgument(
-            f"noise scales must be positive, the first finite. Found: {noise_scale} and {larger_noise_scale}"
-        )
-    share = (1 - noise_scale / larger_noise_scale) / (1 - batch / larger_batch)
-    return min(max(share, 0.0), 0.999)
-
-
-def _checked(batch: ArrayLike, base_batch: float, noise_scale: ArrayLike) -> tuple[Any, Any]:
     size, noise = np.asarray(batch, float), np.asarray(noise_scale, float)
     if not 0 < base_batch < math.inf:
         raise InvalidArgument(f"base_batch must be positive and finite. Found: {base_batch}")
@@ -161,4 +108,6 @@ def _checked(batch: ArrayLike, base_batch: float, noise_scale: ArrayLike) -> tup
         raise InvalidArgument(f"batch must be finite and at least base_batch, {base_batch:g}. Found: {size.min():g}")
     if not (noise >= 0).all():
         raise InvalidArgument(f"noise_scale must be at least 0. Found: {noise.min():g}")
-    return size, noise
+    # Divided by φ + M0 first: φ may be infinite.
+    result = 1 / (1 + (size - base_batch) / (noise + base_batch))
+    return result if np.ndim(batch) or np.ndim(noise_scale) else float(result)

@@ -12,10 +12,9 @@ import dataclasses
 import json
 import math
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -23,7 +22,7 @@ from numpy.typing import ArrayLike
 from accel.errors import InvalidArgument
 from accel.files import write_atomic
 from accel.goodput.efficiency import Bound, NoiseInterval
-from accel.goodput.goodput import BatchLimits, Goodput
+from accel.goodput.goodput import BatchLimits, SpeedTable
 from accel.goodput.throughput import ThroughputModel
 from accel.profiler.typed_json import UnreadableJson, decode, read
 
@@ -31,8 +30,6 @@ SCHEMA = 2
 
 EXPLORED = 2
 """Up to how many times the replicas used so far a speed-up is believed; beyond, nothing is known of the exchange."""
-
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,15 +99,11 @@ class JobProfile:
         """
         most = EXPLORED * self.most_replicas
         hosts, ranks = np.broadcast_arrays(np.asarray(nodes, np.int64), np.asarray(replicas, np.int64))
-        if np.any(ranks < hosts):
-            raise InvalidArgument("each placement must have at least as many replicas as nodes")
-        goodput = Goodput(self.model, self.noise, self.base_batch)
         one = dataclasses.replace(self.limits, max_accumulation=max(self.limits.max_accumulation, self._needed()))
-        reference = goodput.search([1], [1], one, bound=bound).goodput[0]
-        placed = goodput.search(
-            np.minimum(hosts, most).ravel(), np.minimum(ranks, most).ravel(), self.limits, bound=bound
-        ).goodput.reshape(hosts.shape)
-        speedup = placed / reference if reference > 0 else np.zeros(hosts.shape)
+        reference = SpeedTable(self.model, self.base_batch, one, [1], [1]).best(self.noise, bound).rate[0]
+        believed = (np.minimum(each, most).ravel() for each in (hosts, ranks))
+        placed = SpeedTable(self.model, self.base_batch, self.limits, *believed).best(self.noise, bound)
+        speedup = (placed.rate / reference if reference > 0 else placed.rate).reshape(hosts.shape)
         return speedup if hosts.ndim else float(speedup)
 
     def _needed(self) -> int:
@@ -148,38 +141,20 @@ class JobProfile:
             version = raw.get("schema") if isinstance(raw, dict) else type(raw).__name__
             if type(version) is not int or version != SCHEMA:
                 raise UnreadableJson(f"its schema must be {SCHEMA}, got {version!r}; let the job write it anew")
-            top = _whole(_Parts, {name: value for name, value in raw.items() if name != "schema"}, "job")
-            parts: Mapping[str, Any] = {
-                **vars(top),
-                "model": _whole(ThroughputModel, top.model, "job.model"),
-                "noise": _whole(NoiseInterval, _with_infinity(top.noise), "job.noise"),
-                "limits": _whole(BatchLimits, top.limits, "job.limits"),
-            }
-            return cls(**parts)
+            raw.pop("schema")
+            parts = [(raw, "job", cls)]
+            parts += [(raw.get(name), f"job.{name}", part) for name, part in _PARTS.items()]
+            for value, where, part in parts:
+                fields = {field.name for field in dataclasses.fields(part)}
+                if missing := sorted(fields - value.keys() if isinstance(value, dict) else ()):
+                    raise UnreadableJson(f"{where} is incomplete: it lacks {', '.join(missing)}")
+            if isinstance(raw["noise"], dict):
+                raw["noise"].update({end: math.inf for end in _ENDS if raw["noise"][end] is None})
+            return read(cls, raw, "job")
         except ValueError as error:
             raise InvalidArgument(f"{source} is no job profile: {error}") from None
 
 
-@dataclass(kw_only=True)
-class _Parts:
-    model: Any
-    noise: Any
-    base_batch: int
-    limits: Any
-    most_replicas: int
-    restart_s: float
-    progress: float
-    total: float | None
-
-
-def _whole(target: type[_T], value: Any, where: str) -> _T:
-    """Read a dataclass of which every field must be there."""
-    return read(target, value, where, required=[field.name for field in dataclasses.fields(target)])  # type: ignore[arg-type]
-
-
-def _with_infinity(noise: Any) -> Any:
-    """Return the fields of a noise scale with infinity for null."""
-    if not isinstance(noise, dict):
-        return noise
-    ends = ("phi", "low", "high")
-    return {name: math.inf if value is None and name in ends else value for name, value in noise.items()}
+_PARTS = {"model": ThroughputModel, "noise": NoiseInterval, "limits": BatchLimits}
+_ENDS = ("phi", "low", "high")
+"""Values of a noise scale that may be infinite."""

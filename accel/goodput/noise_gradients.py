@@ -22,11 +22,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -43,11 +43,6 @@ _SKETCH = 16384
 
 class Unmeasurable(Exception):  # not an error of the user's: the meter leaves the step out, and says why
     """The step says nothing of the noise; the text is the reason."""
-
-
-def reason_of(error: Exception) -> str:
-    """Return why an error keeps a step from being measured."""
-    return str(error) if isinstance(error, Unmeasurable) else f"the measurement failed: {type(error).__name__}: {error}"
 
 
 class GradientTap:
@@ -243,125 +238,67 @@ class GradientSketch:
     """
 
     def __init__(self, length: int = _SKETCH, seed: int = 0) -> None:
-        self.length = length
-        self._seed = seed
-        self._signs: Tensor | None = None
+        self._length, self._seed = length, seed
+        self._signs = torch.empty(0)
 
     def of(self, vector: Tensor) -> Tensor:
         """Return the sketch of a vector, of the same dtype and device."""
-        if vector.numel() <= self.length:
+        size = vector.numel()
+        if size <= self._length:
             return vector
-        signs = self._signs_for(vector)
-        rows = -(-vector.numel() // self.length)
-        signed = torch.zeros(rows * self.length, dtype=vector.dtype, device=vector.device)
-        torch.mul(vector, signs, out=signed[: vector.numel()])
-        return signed.view(rows, self.length).sum(0)
-
-    def _signs_for(self, vector: Tensor) -> Tensor:
-        if self._signs is None or self._signs.numel() != vector.numel() or self._signs.device != vector.device:
+        if self._signs.numel() != size or self._signs.device != vector.device:
             generator = torch.Generator().manual_seed(self._seed)  # of the host: ranks may have different devices
-            drawn = torch.randint(0, 2, (vector.numel(),), generator=generator, dtype=torch.int8)
+            drawn = torch.randint(0, 2, (size,), generator=generator, dtype=torch.int8)
             self._signs = drawn.mul_(2).sub_(1).to(vector.device)
-        return self._signs
+        signed = torch.zeros(-(-size // self._length) * self._length, dtype=vector.dtype, device=vector.device)
+        torch.mul(vector, self._signs, out=signed[:size])
+        return signed.view(-1, self._length).sum(0)
 
 
+@dataclass
 class PartSums:
-    """Sums over the micro-batches of this rank.
-
-    Args:
-        sketch: shortens the vectors that ranks exchange; None keeps them whole, for one rank.
+    """Sums over the micro-batches of one rank, which other ranks may get.
 
     Example:
-        >>> parts = PartSums(None)
+        >>> parts = PartSums()
         >>> parts.add(torch.tensor([3.0, 0.0]), 8)
         >>> parts.add(torch.tensor([1.0, 0.0]), 8)
-        >>> parts.sums()  # half the loss each: S_1 = 6, S_2 = 2, G = 4
+        >>> step_sums([parts])  # half the loss each: S_1 = 6, S_2 = 2, G = 4
         NoiseSums(part_square=20.0, mean_square=16.0, part_samples=8.0, samples=16.0)
     """
 
-    def __init__(self, sketch: GradientSketch | None) -> None:
-        self._sketch = sketch
-        self.total: Tensor | None = None
-        """The sum of the parts' gradients, or its sketch."""
-        self.square: Tensor | float = 0.0
-        """The sum of the parts' squared norms."""
-        self.count = 0
-        self.inverse_sizes = 0.0
-        """Σ 1 / samples."""
+    total: Tensor | None = None
+    """The sum of the parts' gradients, or its sketch."""
+    square: Tensor | float = 0.0
+    """The sum of the parts' squared norms."""
+    count: int = 0
+    inverse_sizes: float = 0.0
+    """Σ 1 / samples."""
 
     def add(self, vector: Tensor, samples: float) -> None:
-        """Add the gradient of a micro-batch.
-
-        Args:
-            vector: its gradient.
-            samples: in it, > 0.
-        """
-        vector = vector if self._sketch is None else self._sketch.of(vector)
+        """Add the gradient of a micro-batch of so many samples, > 0, or its sketch."""
         self.total = vector if self.total is None else self.total + vector
         self.square = self.square + vector.square().sum()
         self.count += 1
         self.inverse_sizes += 1 / samples
 
-    def sums(self) -> NoiseSums | None:
-        """Return what the parts of this rank say by themselves; None if there is only one."""
-        if self.total is None or self.count < 2:
-            return None
-        square, total_square = torch.stack([torch.as_tensor(self.square), self.total.square().sum()]).tolist()
-        return _sums(square, total_square, self.count, self.inverse_sizes, ranks=1)
+    def on_host(self) -> PartSums:
+        """Return the same with nothing on a device."""
+        return replace(self, total=None if self.total is None else self.total.cpu(), square=float(self.square))
 
 
-class Exchanged(NamedTuple):
-    """What all ranks agree on."""
+def step_sums(ranks: Sequence[PartSums]) -> NoiseSums | None:
+    """Return what the parts of all ranks say of the noise; None if there is only one part.
 
-    sums: NoiseSums | None
-    """None if a rank can't measure."""
-    cost_s: float
-    usual_s: float
-
-
-def exchange(
-    parts: PartSums | None,
-    length: int,
-    like: Tensor,
-    cost_s: float,
-    usual_s: float,
-    gather: Gather | None = None,
-) -> Exchanged:
-    """Sum the parts over all ranks: one all-reduce, or one gathering, to which each rank must come.
-
-    Args:
-        parts: of this rank; None if it can't measure. Without any part the step was left out by a GradScaler, and its
-            sums are not finite on all ranks.
-        length: of the vectors' sketches.
-        like: a tensor on the device of the group's collectives.
-        cost_s: what the measurement took on this rank.
-        usual_s: a step's usual time on this rank.
-        gather: exchanges tensors on the CPU in place of a collective of torch's process group.
+    A rank without any part has left the step out by its GradScaler; then the sums are not finite.
     """
-    packed = torch.zeros(length + 6, device=like.device)
-    if parts is not None and parts.total is not None:
-        packed[:length] = parts.total
-        packed[length] = parts.square
-        packed[length + 1 : length + 3] = torch.tensor([float(parts.count), parts.inverse_sizes])
-    elif parts is not None:
-        packed[length : length + 3] = torch.tensor([math.nan, 1.0, 1.0])
-    packed[length + 3 :] = torch.tensor([float(parts is None), cost_s, usual_s])
-    packed, ranks = _summed(packed, gather)
-    total_square = float(packed[:length].square().sum())
-    square, count, inverse, silent, cost, usual = packed[length:].tolist()
-    sums = None if silent or count < 2 else _sums(square, total_square, count, inverse, ranks)
-    return Exchanged(sums, cost / ranks, usual / ranks)
-
-
-def _summed(packed: Tensor, gather: Gather | None) -> tuple[Tensor, int]:
-    """Return the sum over all ranks, and how many they are."""
-    if gather is None:
-        dist.all_reduce(packed)
-        return packed, dist.get_world_size()
-    gathered = gather(packed.cpu())
-    return torch.stack(gathered).sum(0), len(gathered)
-
-
-def _sums(square: float, total_square: float, count: float, inverse_sizes: float, ranks: int) -> NoiseSums:
+    totals = [rank.total for rank in ranks if rank.total is not None]
+    if len(totals) < len(ranks):
+        return NoiseSums(math.nan, math.nan, 1.0, 2.0)
+    count, inverse_sizes = sum(rank.count for rank in ranks), sum(rank.inverse_sizes for rank in ranks)
+    if count < 2:
+        return None
+    squares = torch.as_tensor(sum(rank.square for rank in ranks)), sum(totals[1:], totals[0]).square().sum()
+    square, total_square = (each / len(ranks) ** 2 for each in torch.stack(squares).tolist())
     part_samples = count / inverse_sizes
-    return NoiseSums(count * square / ranks**2, total_square / ranks**2, part_samples, count * part_samples)
+    return NoiseSums(count * square, total_square, part_samples, count * part_samples)

@@ -11,7 +11,9 @@ before `DistributedDataParallel`, a communication hook, or clipping has changed 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -21,18 +23,10 @@ from torch.optim import Optimizer
 from accel.device_memory import give_memory_back
 from accel.errors import InvalidArgument
 from accel.goodput import noise_gradients
-from accel.goodput.noise_gradients import (
-    Gather,
-    GradientSketch,
-    GradientTap,
-    PartSums,
-    Unmeasurable,
-    exchange,
-    reason_of,
-)
+from accel.goodput.noise_gradients import Gather, GradientSketch, GradientTap, PartSums, Unmeasurable, step_sums
 from accel.goodput.noise_replay import Call, ReplayedParts
 from accel.goodput.noise_scale import NoiseScale, NoiseSums
-from accel.goodput.noise_schedule import OVERHEAD, NoiseSchedule
+from accel.goodput.noise_schedule import NoiseSchedule
 from accel.guard import guard
 from accel.guard.guard import Recording
 from accel.guard.written_parameters import without_gradient
@@ -53,12 +47,8 @@ class NoiseMeter:
         optimizers: that update it. If all are of Adam's kind, the noise is measured in their coordinates.
         noise: takes the measurements in; default a new one.
         replicas: ranks that train copies of the model, each with batches of its own; default 1.
-        gather: exchanges tensors between the ranks in place of torch's process group: gives each what all of them
-            passed, by rank.
+        gather: gives each rank what all of them passed, by rank; needed where there are several.
         scaler: the loop's GradScaler, if it has one.
-        overhead: share of the run's time that the meter's own work may take; default 0.015, which leaves room for what
-            it disturbs beside, such as caches.
-        parts: one of so many parts of a batch is replayed, see `ReplayedParts`; default 4.
         clock: returns seconds.
 
     Attributes:
@@ -98,27 +88,24 @@ class NoiseMeter:
         replicas: int = 1,
         gather: Gather | None = None,
         scaler: torch.amp.GradScaler | None = None,
-        overhead: float = OVERHEAD,
-        parts: int = 4,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         if replicas < 1:
             raise InvalidArgument(f"replicas must be at least 1. Found: {replicas}.")
+        if replicas > 1 and gather is None:
+            raise InvalidArgument("gather must be given where there are several replicas")
         self.noise = NoiseScale() if noise is None else noise
         self.reason = self.refusal = ""
         self.last_cost_s = 0.0
-        self._model, self._optimizers = model, optimizers
+        self._model, self._optimizers, self._scaler = model, optimizers, scaler
         self._replicas, self._clock = replicas, clock
-        self._gather = gather
-        self._scaler, self._accumulated = scaler, 1
-        self._schedule = NoiseSchedule(overhead)
-        self._replay = ReplayedParts(model, parts)
+        self._gather = gather if replicas > 1 else None
+        self._schedule = NoiseSchedule()
+        self._replay = ReplayedParts(model)
         self._sketch = GradientSketch() if replicas > 1 else None
         self._measured: _MeasuredStep | None = None
-        self._sums: NoiseSums | None = None
-        self._parameters: list[Tensor] = []
         self._began_s = self._own_s = self._exchange_s = 0.0
-        self._batches = 0
+        self._batches, self._accumulated = 0, 1
         self._accumulates = False
         """The last step had several batches."""
         self._is_timed = False
@@ -135,14 +122,17 @@ class NoiseMeter:
         One that has begun without an end is left out: an epoch's last request begins a step that the next epoch's first
         one begins again.
         """
-        if self._measured is not None:
-            self._leave_out()
+        self._leave_out()
         self._batches = 0
         self._is_timed = self._schedule.wants_time
         if self._is_timed:
             self._began_s = self._clock()
             if self._schedule.is_due() and not self.refusal:
-                self._begin_measuring()
+                try:
+                    self._measured = _MeasuredStep(self._model, self._optimizers, self._loss_scale, self._sketch)
+                except Unmeasurable as refusal:
+                    self.refusal = self.reason = str(refusal)
+                self._own_s = self._clock() - self._began_s
         return self._measured is not None
 
     def begin_batch(self, samples: int, accumulated: int = 1) -> None:
@@ -157,9 +147,8 @@ class NoiseMeter:
         self._batches += 1
         self._samples_passed += samples
         if self._measured is not None and not self._measured.updated:
-            began = self._clock()
-            self._attempt(lambda step: step.begin_batch(samples))
-            self._own_s += self._clock() - began
+            with self._working():
+                self._measured.begin_batch(samples)
 
     @property
     def wants_step(self) -> bool:
@@ -194,26 +183,23 @@ class NoiseMeter:
         step = self._measured if self.wants_call else None
         if step is None:
             return call(*args, **kwargs)
-        began = self._clock()
-        step.prepare(call, args, kwargs)
-        self._own_s += self._clock() - began
+        with self._working():
+            step.prepare(call, args, kwargs)
         outputs = call(*args, **kwargs)
-        self._attempt(lambda step: step.listen(outputs))
+        step.listen(outputs)
         return outputs
 
     def before_update(self, optimizer: Optimizer) -> None:
         """An optimizer is about to step; gradients may have been clipped, the weights are those of the step."""
-        if self._measured is None or self._measured.updated:
-            return
-        began = self._clock()
-        self._sums = self._measured.before_update(self._replay)
-        self._own_s += self._clock() - began
+        if self._measured is not None and not self._measured.updated:
+            with self._working():
+                self._measured.before_update(self._replay)
 
     def end_step(self) -> None:
         """The step has ended."""
         self._accumulates = self._batches > 1
         if self._measured is not None:
-            self._end_measuring(self._measured)
+            self._end_measuring()
         elif not self._is_timed:
             self._schedule.skip_step()
         else:
@@ -221,8 +207,7 @@ class NoiseMeter:
 
     def skip_step(self, samples: int) -> None:
         """A step has ended that was not passed otherwise, of so many samples on this rank: it pays for measurements."""
-        if self._measured is not None:
-            self._leave_out()
+        self._leave_out()
         self._samples_passed += samples
         self._schedule.skip_step()
 
@@ -235,59 +220,50 @@ class NoiseMeter:
         """Take the hooks off if a measured step is under way, and forget it."""
         if self._measured is not None:
             self._measured.close()
-        self._measured, self._sums = None, None
+        self._measured = None
 
     # -- a measured step -----------------------------------------------------------------------------------------------
 
-    def _begin_measuring(self) -> None:
-        try:
-            self._parameters = noise_gradients.trained_parameters(self._model)
-        except Unmeasurable as refusal:
-            self.refusal = self.reason = str(refusal)
-            return
-        self._sums = None
-        self._measured = _MeasuredStep(self._model, self._parameters, self._optimizers, self._loss_scale, self._sketch)
-        self._own_s = self._clock() - self._began_s
+    @contextmanager
+    def _working(self) -> Iterator[None]:
+        """Count the time of a block as the measurement's own."""
+        began = self._clock()
+        yield
+        self._own_s += self._clock() - began
 
     def _loss_scale(self) -> float:
         """Return the factor on the gradients: averaged with those of other steps they must not have one."""
-        scaled = self._scaler is not None and self._scaler.is_enabled()
-        return (float(self._scaler.get_scale()) if scaled and self._scaler is not None else 1.0) * self._accumulated
+        is_scaled = self._scaler is not None and self._scaler.is_enabled()
+        return (float(self._scaler.get_scale()) if is_scaled and self._scaler is not None else 1.0) * self._accumulated
 
-    def _attempt(self, act: Callable[[_MeasuredStep], None]) -> None:
-        """Do a part of the measurement: what fails in it is none of the loop's errors."""
-        assert self._measured is not None
-        try:
-            act(self._measured)
-        except ours() as error:
-            self._measured.reason = self._measured.reason or reason_of(error)
-
-    def _end_measuring(self, step: _MeasuredStep) -> None:
-        began = self._clock()
-        self._measured = None
-        step.close()
-        took = began - self._began_s - self._schedule.usual_s
-        self._own_s += self._clock() - began
+    def _end_measuring(self) -> None:
+        """Take in what the measured step says, and wait for as many steps as pay for it."""
+        step, began = self._measured, self._clock()
+        assert step is not None
+        with self._working():
+            self._leave_out()
+        usual_s = self._schedule.usual_s
+        took = began - self._began_s - usual_s
         # Hooks and gradients that are kept slow the loop itself down; a stall of the machine is not their doing.
-        cost_s, usual_s = min(max(self._own_s, took), 2 * self._own_s), self._schedule.usual_s
-        sums = None if step.reason else self._sums
-        if self._replicas > 1:
-            sums, cost_s, usual_s = self._exchanged(step, cost_s + self._exchange_s, usual_s)
+        cost_s = min(max(self._own_s, took), 2 * self._own_s)
+        sums = None if step.reason else step.sums
+        if self._gather is not None:
+            began = self._clock()
+            own = None if step.reason else step.parts.on_host()
+            ranks, costs, usual = zip(*self._gather((own, cost_s + self._exchange_s, usual_s)), strict=True)
+            sums = None if None in ranks else step_sums(ranks)
+            cost_s, usual_s = fmean(costs), fmean(usual)
+            self._exchange_s = self._clock() - began
         self._schedule.pay(cost_s, usual_s)
         self.last_cost_s = cost_s
         if sums is not None:
             self._take_in(sums, step.is_preconditioned)
         elif step.updated or self._replicas > 1:  # else a GradScaler has left the step out
-            self._note_fruitless(step.reason)
-
-    def _exchanged(self, step: _MeasuredStep, cost_s: float, usual_s: float) -> tuple[NoiseSums | None, float, float]:
-        assert self._sketch is not None
-        began = self._clock()
-        length = min(self._sketch.length, sum(p.numel() * (2 if p.is_complex() else 1) for p in self._parameters))
-        parts = None if step.reason else step.parts
-        exchanged = exchange(parts, length, self._parameters[0], cost_s, usual_s, self._gather)
-        self._exchange_s = self._clock() - began
-        return exchanged
+            self.reason = step.reason or (
+                "another rank could not measure" if self._replicas > 1 else "one part is no parts"
+            )
+            self._fruitless += 1
+            self.refusal = self.reason if self._fruitless >= _FRUITLESS else self.refusal
 
     def _take_in(self, sums: NoiseSums, preconditioned: bool) -> None:
         if self._was_preconditioned not in (None, preconditioned):
@@ -296,48 +272,47 @@ class NoiseMeter:
         self.noise.update(sums, self._samples_passed * self._replicas)
         self._samples_passed, self._fruitless, self.reason = 0.0, 0, ""
 
-    def _note_fruitless(self, reason: str) -> None:
-        self.reason = reason or ("another rank could not measure" if self._replicas > 1 else "one part is no parts")
-        self._fruitless += 1
-        if self._fruitless >= _FRUITLESS:
-            self.refusal = self.reason
-
 
 class _MeasuredStep:
-    """One measured step: from the hooks on the parameters to its sums.
+    """One measured step: from the hooks on the parameters to its sums. What fails in it is none of the loop's errors.
 
     Args:
         model: whose gradients are measured.
-        parameters: that require gradients, in the order of `named_parameters`.
         optimizers: that update them.
         loss_scale: returns what the gradients are divided by.
         sketch: of the vectors that ranks exchange; None on one rank.
+
+    Attributes:
+        parts: sums over the micro-batches of this rank.
+        sums: what the step says, if this rank alone knows it.
+        updated: an optimizer has stepped, or is about to.
+        reason: why it says nothing; '' if nothing speaks against it.
+
+    Raises:
+        Unmeasurable: if no gradient of the model can be measured.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        parameters: Sequence[Tensor],
         optimizers: Sequence[Optimizer],
         loss_scale: Callable[[], float],
         sketch: GradientSketch | None,
     ) -> None:
-        self._model, self._parameters, self._optimizers = model, parameters, optimizers
-        self._loss_scale = loss_scale
-        self._tap = GradientTap(parameters)
+        self.parts = PartSums()
+        self.sums: NoiseSums | None = None
+        self.updated = False
+        self.reason = ""
+        self._model, self._optimizers, self._loss_scale, self._sketch = model, optimizers, loss_scale, sketch
+        self._parameters = noise_gradients.trained_parameters(model)
+        self._tap = GradientTap(self._parameters)
         self._tap.install()
-        self.parts = PartSums(sketch)
-        self._is_alone = sketch is None
         self._samples = 0.0
         self._calls = 0
         self._recording: Recording | None = None
         self._call: Call | None = None
         self._denominators: Tensor | None = None
         self._reads_optimizers = True
-        self.updated = False
-        """An optimizer has stepped, or is about to."""
-        self.reason = ""
-        """Why it says nothing; '' if nothing speaks against it."""
 
     @property
     def is_preconditioned(self) -> bool:
@@ -347,33 +322,33 @@ class _MeasuredStep:
     def begin_batch(self, samples: float) -> None:
         """End the batch before, if there is one."""
         if self._tap.holds:
-            self._end_batch()
+            self._attempt(self._end_batch)
         self._samples = samples
 
     def prepare(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Record a call that is about to be made."""
         self._calls += 1
+        self._call = call
         if self._calls > 1:
             self._recording = None
             self.reason = f"the model was called {self._calls} times in one step, so no call has the whole gradient"
             return
-        try:
+
+        def record() -> None:
             self._recording = guard.record(self._model, self._parameters[0].device, args, kwargs)
-        except ours() as error:  # inputs that can't be copied
-            self.reason = f"the call can't be recorded: {type(error).__name__}: {error}"
-        self._call = call
+
+        self._attempt(record)
 
     def listen(self, outputs: Any) -> None:
         """Listen to the recorded call's outputs."""
-        if self._recording is not None:
-            self._recording.listen(outputs)
+        if (recording := self._recording) is not None:
+            self._attempt(lambda: recording.listen(outputs))
 
-    def before_update(self, replay: ReplayedParts) -> NoiseSums | None:
-        """End the last batch, and return the step's sums if this rank alone knows them."""
+    def before_update(self, replay: ReplayedParts) -> None:
+        """End the last batch."""
         self.updated = True
-        if self._recording is not None and not self.parts.count:
-            return self._attempt(lambda: self._replayed(replay))
-        return self._attempt(self._last_batch_ended)
+        is_one = self._recording is not None and not self.parts.count
+        self._attempt((lambda: self._replay(replay)) if is_one else self._end_last_batch)
 
     def close(self) -> None:
         """Take the hooks off."""
@@ -384,35 +359,37 @@ class _MeasuredStep:
             self._recording.forget()
         self._recording = self._call = None
 
-    def _attempt(self, measure: Callable[[], NoiseSums | None]) -> NoiseSums | None:
+    def _attempt(self, measure: Callable[[], None]) -> None:
         if self.reason:
-            return None
+            return
         try:
-            return measure()
-        except ours() as error:  # out of memory in a replay, say: the loop goes on, and says nothing of it
-            self.reason = reason_of(error)
-        give_memory_back()
-        return None
+            measure()
+        except Unmeasurable as error:
+            self.reason = str(error)
+        except ours() as error:  # out of memory in a replay, say
+            self.reason = f"the measurement failed: {type(error).__name__}: {error}"
+            give_memory_back()
 
-    def _replayed(self, replay: ReplayedParts) -> NoiseSums:
+    def _replay(self, replay: ReplayedParts) -> None:
         assert self._recording is not None and self._call is not None
         recording, total = self._recording, self._vector(self._taken())
         given, written = (recording.args, recording.kwargs), without_gradient(self._model)
-        untouched = guard.untouched(self._model, self._parameters[0].device, *given, written=written)
-        with untouched:
+        with guard.untouched(self._model, self._parameters[0].device, *given, written=written):
             try:
-                return replay.sums(recording, self._call, total, self._vector, self._coordinates, int(self._samples))
+                count = int(self._samples)
+                self.sums = replay.sums(recording, self._call, total, self._vector, self._coordinates, count)
             finally:
                 self._tap.take()  # a replay's gradients come by, too
 
-    def _last_batch_ended(self) -> NoiseSums | None:
+    def _end_last_batch(self) -> None:
         self._end_batch()
-        return self.parts.sums() if self._is_alone else None
+        self.sums = step_sums([self.parts]) if self._sketch is None else None
 
     def _end_batch(self) -> None:
         if self._samples <= 0:
             raise Unmeasurable("the number of samples in a batch is not known")
-        self.parts.add(self._coordinates(self._vector(self._taken())), self._samples)
+        vector = self._coordinates(self._vector(self._taken()))
+        self.parts.add(vector if self._sketch is None else self._sketch.of(vector), self._samples)
 
     def _taken(self) -> list[Tensor | None]:
         if not self._tap.holds:

@@ -34,7 +34,6 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from accel.errors import InvalidArgument
 from accel.goodput.noise_gradients import Unmeasurable
 from accel.goodput.noise_scale import NoiseSums
 from accel.guard import guard
@@ -46,6 +45,9 @@ Call = Callable[..., Any]
 Vector = Callable[[Sequence[Tensor | None]], Tensor]
 Mode = Literal["rows", "masks", "losses"]
 
+_PARTS = 4
+"""The replayed part is one of so many. A smaller part costs less, and the distance of its gradient from the batch's
+tells tr(Σ) as well, down to a few samples."""
 _SUM_ERROR = 0.02
 """‖A + B - T‖ / ‖T‖ that is rounding, or too small to matter."""
 _ROW_ERROR = 1e-3
@@ -77,17 +79,10 @@ class ReplayedParts:
 
     Args:
         model: whose call was recorded.
-        parts: the replayed part is one of so many, at least 2; default 4. A smaller part costs less, and the distance
-            of its gradient from the batch's tells tr(Σ) as well, down to a few samples.
-
-    Raises:
-        InvalidArgument: if there are fewer than 2 parts.
     """
 
-    def __init__(self, model: nn.Module, parts: int = 4) -> None:
-        if parts < 2:
-            raise InvalidArgument(f"parts must be at least 2: a part and the rest. Found: {parts}.")
-        self._model, self._parts = model, parts
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
         self.mode: Mode | None = None
         """How a part is replayed; None before the first measurement."""
         self._measured = 0
@@ -127,7 +122,7 @@ class ReplayedParts:
         if square == 0:
             raise Unmeasurable("the step's gradient is zero")
         self._measured += 1
-        batch = _Batch(recording, call, vector, count, *self._drawn(count, self._parts))
+        batch = _Batch(recording, call, vector, count, *self._drawn(count, _PARTS))
         if self.mode not in modes or self._measured >= self._look_again:
             self.mode = None
             chosen, others = self._drawn(count, 2)  # halves: a small part hides its error in the rest

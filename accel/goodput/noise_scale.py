@@ -100,11 +100,12 @@ class _Measurement(NamedTuple):
 
 
 class _Means(NamedTuple):
-    """Means of both unknowns, and the variances and the covariance of these means."""
+    """Means of both unknowns and of the batch, and the variances and the covariance of the first two means."""
 
     number: int
     x: float
     y: float
+    batch: float
     xx: float
     xy: float
     yy: float
@@ -113,13 +114,19 @@ class _Means(NamedTuple):
     def of(cls, kept: Sequence[_Measurement]) -> _Means:
         count = len(kept)
         if not count:
-            return cls(0, 0.0, 0.0, 0.0, 0.0, 0.0)
-        x, y = math.fsum(m.x for m in kept) / count, math.fsum(m.y for m in kept) / count
+            return cls(0, *[0.0] * 6)
+        x, y, batch = (math.fsum(column) / count for column in list(zip(*kept, strict=True))[1:])
         freedom = count * (count - 1) or 1
         xx = math.fsum((m.x - x) ** 2 for m in kept) / freedom
         xy = math.fsum((m.x - x) * (m.y - y) for m in kept) / freedom
         yy = math.fsum((m.y - y) ** 2 for m in kept) / freedom
-        return cls(count, x, y, xx, xy, yy)
+        return cls(count, x, y, batch, xx, xy, yy)
+
+    @property
+    def phi(self) -> float:
+        if not self.number:
+            return math.nan
+        return self.y / self.x if self.x > 0 else math.inf
 
 
 @dataclass
@@ -150,8 +157,6 @@ class NoiseScale:
     """Average what steps say of the noise, and estimate φ with an interval.
 
     Args:
-        window_samples: samples after which a measurement is dropped; default half of all so far. The last 12 stay in
-            any case (by default the last 6, if others are of the run's first eighth), and never more than 256.
         confidence: of the interval, in (0, 1); default 0.95.
 
     Attributes:
@@ -170,12 +175,10 @@ class NoiseScale:
         (32, True)
     """
 
-    def __init__(self, window_samples: float | None = None, confidence: float = 0.95) -> None:
-        if window_samples is not None and not 0 < window_samples < math.inf:
-            raise InvalidArgument(f"window_samples must be a finite number above 0. Found: {window_samples}.")
+    def __init__(self, confidence: float = 0.95) -> None:
         if not 0 < confidence < 1:
             raise InvalidArgument(f"confidence must lie between 0 and 1, such as 0.95. Found: {confidence}.")
-        self._window, self._confidence = window_samples, confidence
+        self._confidence = confidence
         self._kept: deque[_Measurement] = deque(maxlen=_MOST_KEPT)
         self._signal = _Signal()
         self._samples = 0.0
@@ -203,11 +206,9 @@ class NoiseScale:
             return False
         self._samples += max(sums.samples if samples is None else samples, 0.0)
         self._kept.append(_Measurement(self._samples, x, y, float(sums.samples)))
-        oldest = self._samples / 2 if self._window is None else self._samples - self._window
-        while len(self._kept) > _LEAST_KEPT and self._kept[0].at <= oldest:
-            self._kept.popleft()
-        while self._window is None and len(self._kept) > _LEAST_WITH_FIRST and self._kept[0].at <= self._samples / 8:
-            self._kept.popleft()
+        for part, least in ((2, _LEAST_KEPT), (8, _LEAST_WITH_FIRST)):
+            while len(self._kept) > least and self._kept[0].at <= self._samples / part:
+                self._kept.popleft()
         if (variance := self.variance) > 0:
             self._signal.add(x * sums.samples / variance)
         self.measured += 1
@@ -235,7 +236,7 @@ class NoiseScale:
     @property
     def phi(self) -> float:
         """The noise scale in samples; inf where the average of ‖μ‖² is not above 0, nan before any measurement."""
-        return _phi(self._means)
+        return self._means.phi
 
     def estimate(self, *, learns: bool = False) -> NoiseEstimate:
         """Return φ with its interval. Decide by its ends: labels of pure noise have a large φ, and 0 for lower end.
@@ -246,18 +247,14 @@ class NoiseScale:
                 at its lower end, over ‖μ‖² at its upper end.
         """
         means = self._means
-        if means.number < _FEWEST:
-            return NoiseEstimate(_phi(means), 0.0, math.inf, means.number, self._batch)
-        low, high = self._interval(means, learns or self._signal.is_sure)
-        return NoiseEstimate(_phi(means), low, high, means.number, self._batch)
-
-    @property
-    def _batch(self) -> float:
-        return math.fsum(each.batch for each in self._kept) / len(self._kept) if self._kept else 0.0
+        low, high = 0.0, math.inf
+        if means.number >= _FEWEST:
+            low, high = self._interval(means, learns or self._signal.is_sure)
+        return NoiseEstimate(means.phi, low, high, means.number, means.batch)
 
     def _interval(self, means: _Means, learns: bool) -> tuple[float, float]:
         """Return all φ for which tr(Σ) - φ ‖μ‖² is not significantly different from 0."""
-        count, x, y, xx, xy, yy = means
+        count, x, y, _, xx, xy, yy = means
         if x <= student.quantile(1 - _ZERO_LEVEL, count - 1) * math.sqrt(xx):
             return (self._sure_ratio(means) if learns else 0.0), math.inf
         t2 = student.quantile(0.5 + self._confidence / 2, count - 1) ** 2
@@ -281,7 +278,6 @@ class NoiseScale:
     def state_dict(self) -> dict[str, Any]:
         """Return what has been measured, as values that JSON can hold."""
         return {
-            "window_samples": self._window,
             "measured": self.measured,
             "skipped": self.skipped,
             "samples": self._samples,
@@ -296,28 +292,18 @@ class NoiseScale:
             InvalidArgument: if it is something else; nothing has been changed then.
         """
         try:
-            window = state["window_samples"]
-            window = None if window is None else float(window)
-            measured, skipped = int(state["measured"]), int(state["skipped"])
-            samples = float(state["samples"])
+            measured, skipped, samples = int(state["measured"]), int(state["skipped"]), float(state["samples"])
             kept = [_Measurement(*map(float, each)) for each in state["kept"]]
             signal = _Signal(**{name: float(value) for name, value in state["signal"].items()})
+            if not all(map(math.isfinite, [samples, *vars(signal).values(), *itertools.chain.from_iterable(kept)])):
+                raise ValueError("all numbers must be finite")
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise InvalidArgument(
-                "the state of a noise scale has window_samples, measured, skipped, samples, kept and signal, as "
-                f"state_dict returns them. Found: {state!r} ({type(error).__name__}: {error})."
+                "the state of a noise scale has measured, skipped, samples, kept and signal, as state_dict returns "
+                f"them. Found: {state!r} ({type(error).__name__}: {error})."
             ) from None
-        numbers = [samples, *vars(signal).values(), *itertools.chain.from_iterable(kept)]
-        if not all(map(math.isfinite, numbers)) or (window is not None and not 0 < window < math.inf):
-            raise InvalidArgument(f"the state of a noise scale must have finite numbers. Found: {state!r}.")
-        self._window, self.measured, self.skipped, self._samples = window, measured, skipped, samples
+        self.measured, self.skipped, self._samples = measured, skipped, samples
         self._kept, self._signal = deque(kept, maxlen=_MOST_KEPT), signal
-
-
-def _phi(means: _Means) -> float:
-    if not means.number:
-        return math.nan
-    return means.y / means.x if means.x > 0 else math.inf
 
 
 def _longest(mean: float, deviation: float, degrees: int, p: float) -> float:

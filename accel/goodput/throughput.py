@@ -44,8 +44,8 @@ class ThroughputModel:
         >>> model = ThroughputModel(compute_fixed_s=0.01, compute_sample_s=0.001, ring_s=0.02)
         >>> round(model.step_s(nodes=1, replicas=1, local_batch=30), 3)
         0.04
-        >>> round(model.throughput(nodes=2, replicas=2, local_batch=[30, 60]).sum())
-        2700
+        >>> model.step_s(nodes=2, replicas=2, local_batch=[30, 60]).round(3).tolist()
+        [0.05, 0.08]
     """
 
     compute_fixed_s: float
@@ -78,25 +78,6 @@ class ThroughputModel:
         if self.compute_fixed_s + self.compute_sample_s <= 0:
             raise InvalidArgument("compute_fixed_s and compute_sample_s must not both be 0: a step takes time")
 
-    def compute_s(self, local_batch: ArrayLike) -> Any:
-        """Return the time of a micro-step without synchronisation, s.
-
-        Args:
-            local_batch: samples per replica and micro-step, > 0; a number or an array.
-        """
-        return _like(self._log_compute(_batches(local_batch)), local_batch)
-
-    def sync_s(self, nodes: ArrayLike, replicas: ArrayLike, communication_scale: ArrayLike = 1.0) -> Any:
-        """Return the time of a gradient exchange that nothing hides, s.
-
-        Args:
-            nodes: hosts, ≥ 1; a number or an array.
-            replicas: ranks in all, ≥ nodes.
-            communication_scale: how long the exchange takes compared with the observed plain one (1), ≥ 0; 0.25 for
-                a compressor that sends a quarter of the bytes.
-        """
-        return _like(self._log_sync(nodes, replicas, communication_scale), nodes, replicas, communication_scale)
-
     def step_s(
         self,
         nodes: ArrayLike,
@@ -121,20 +102,8 @@ class ThroughputModel:
         compute = self._log_compute(_batches(local_batch))
         last = power_sum(compute, self._log_sync(nodes, replicas, communication_scale), self.overlap_exponent)
         log = np.logaddexp(last, log_or_none(extra) + compute)
-        return _like(log, nodes, replicas, local_batch, accumulation, communication_scale)
-
-    def throughput(
-        self,
-        nodes: ArrayLike,
-        replicas: ArrayLike,
-        local_batch: ArrayLike,
-        accumulation: ArrayLike = 0,
-        communication_scale: ArrayLike = 1.0,
-    ) -> Any:
-        """Return the samples per second of all replicas; arguments as of `step_s`."""
-        step = self.step_s(nodes, replicas, local_batch, accumulation, communication_scale)
-        samples = np.asarray(replicas, float) * np.asarray(local_batch, float) * (np.asarray(accumulation, float) + 1.0)
-        return samples / step if np.ndim(step) else float(samples / step)
+        arguments = (nodes, replicas, local_batch, accumulation, communication_scale)
+        return np.exp(log) if any(np.ndim(argument) for argument in arguments) else float(np.exp(log))
 
     def _log_compute(self, batches: Floats) -> Floats:
         fixed, sample = _log(self.compute_fixed_s), _log(self.compute_sample_s)
@@ -245,8 +214,3 @@ def _checked(name: str, value: ArrayLike, least: float, *, above: bool = False) 
 
 def _log(value: float) -> float:
     return math.log(value) if value > 0 else -math.inf
-
-
-def _like(log: Floats, *arguments: ArrayLike) -> Any:
-    """Return the time: a float if all arguments are numbers."""
-    return np.exp(log) if any(np.ndim(argument) for argument in arguments) else float(np.exp(log))

@@ -6,11 +6,11 @@ from typing import Any
 
 from lightning import Callback
 
-from accel.integrations.following import FollowingCallback
+from accel.integrations.callback import TrainingCallback
 from accel.integrations.trackers import log_report
 
 
-class LightningCallback(FollowingCallback, Callback):
+class LightningCallback(TrainingCallback, Callback):
     """Let a Trainer train with `accel.optimize`; the figures go to its loggers when the training ends.
 
     Args:
@@ -32,15 +32,15 @@ class LightningCallback(FollowingCallback, Callback):
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Follow the training, before its loaders are asked for an iterator."""
-        self._following.begin()
+        self._begin()
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
         """Restore torch, and log the figures."""
-        self._following.end()
+        self._end()
         if self.report is not None and trainer.is_global_zero:
             for logger in trainer.loggers:
                 log_report(self.report, logger, trainer.global_step)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Restore torch."""
-        self._following.end(together=False)
+        self._end(together=False)

@@ -6,10 +6,10 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from accel.integrations.following import FollowingCallback
+from accel.integrations.callback import TrainingCallback
 
 
-class TransformersCallback(FollowingCallback, TrainerCallback):
+class TransformersCallback(TrainingCallback, TrainerCallback):
     """Let a Trainer train with `accel.optimize`.
 
     The Trainer's loop, model, optimizer and checkpoints stay as they are. Its loader is one of accelerate's, which
@@ -37,12 +37,12 @@ class TransformersCallback(FollowingCallback, TrainerCallback):
 
     def end(self) -> None:
         """Restore torch after a training that an exception has ended."""
-        self._following.end(together=False)
+        self._end(together=False)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Follow the training."""
-        self._following.begin()
+        self._begin()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Restore torch."""
-        self._following.end()
+        self._end()

@@ -11,12 +11,13 @@ import os
 import shutil
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TextIO
+from typing import TextIO, TypeVar
 
 from accel.report import blocks
 from accel.report.quiet_rich import Console, Table, Text, cell_len
 from accel.report.words import clean
+
+T = TypeVar("T")
 
 MAX_WIDTH = 100
 MIN_WIDTH = 20
@@ -36,22 +37,6 @@ TONES = {
 _ASCII = str.maketrans(
     {"→": "->", "±": "+-", "÷": "/", "×": "x", "…": "...", "–": "-", "—": "-", "≈": "~", "µ": "u", "█": "#", "▏": "|"}
 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Cell:
-    """One cell of a row of text."""
-
-    text: str
-    width: int
-    """Columns; more where a word of the text, or all of it, would break otherwise."""
-    style: str = ""
-    right: bool = False
-    """Set flush right, as numbers are; never broken."""
-    whole: bool = False
-    """Never broken: a name, or a number with its interval."""
-    prose: bool = False
-    """A sentence: it takes the room there is, and its longest words may break."""
 
 
 class Page:
@@ -90,23 +75,6 @@ class Page:
         self._console.print()
         self.paragraph(text, "bold underline")
 
-    def row(self, cells: Sequence[Cell]) -> None:
-        """Write cells side by side, two columns apart; one after another where the page is too narrow for that."""
-        widths = [self._room(cell) for cell in cells]
-        if sum(width + 2 for width in widths) - 2 > self.width:
-            self.items([cell.text for cell in cells if cell.text.strip()])
-            return
-        grid = Table.grid(padding=(0, 2), pad_edge=False)
-        for cell, width in zip(cells, widths, strict=True):
-            grid.add_column(width=width, overflow="fold", justify="right" if cell.right else "left")
-        grid.add_row(*(Text(self._safe(cell.text), cell.style) for cell in cells))
-        self._console.print(grid)
-
-    def _room(self, cell: Cell) -> int:
-        if cell.prose:
-            return cell.width
-        return max(cell.width, self.length(cell.text, whole=cell.whole or cell.right))
-
     def length(self, text: str, *, whole: bool) -> int:
         """Return how many columns a text, or else its longest word, takes on this page."""
         safe = self._safe(text)
@@ -114,21 +82,21 @@ class Page:
 
     def table(self, table: blocks.Table) -> None:
         """Write a table; columns that don't fit go to a line below each row, with their titles."""
-        places = [n for n, column in enumerate(table.columns) if column.only != "page"]
-        columns = [table.columns[n] for n in places]
-        rows = [(row, [row.cells[n] for n in places]) for row in table.rows if row.only != "page"]
+        rows = [(row, _shown(table, row.cells)) for row in table.rows if row.only != "page"]
+        columns = _shown(table, table.columns)
+        titles = blocks.cells(*(column.title for column in columns), tone="idle")
         widths = [
-            max([column.width, *(self._least(column, cells[n]) for _, cells in rows)])
+            max([column.width, *(self._least(column, cells[n]) for cells in (titles, *(cells for _, cells in rows)))])
             for n, column in enumerate(columns)
         ]
         fitting = _fitting(widths, self.width)
         if columns[-1].prose and fitting == len(columns):
             widths[-1] = max(widths[-1], self.width - sum(widths[:-1]) - 2 * len(widths[:-1]))
-        if rows:
-            self._cells(columns[:fitting], blocks.cells(*(column.title for column in columns), tone="idle"), widths)
+        if rows and fitting:
+            self._row(columns[:fitting], titles, widths)
         for row, cells in rows:
             if fitting:
-                self._cells(columns[:fitting], cells, widths)
+                self._row(columns[:fitting], cells, widths)
             else:
                 self.paragraph(_short(cells[0]), TONES["strong"])
             left = zip(columns[max(fitting, 1) :], cells[max(fitting, 1) :], strict=True)
@@ -147,22 +115,17 @@ class Page:
         """Return how many columns a cell takes at the least."""
         return 0 if column.prose else self.length(_short(cell), whole=column.whole or not column.left)
 
-    def _cells(
+    def _row(
         self, columns: Sequence[blocks.TableColumn], cells: Sequence[blocks.TableCell], widths: Sequence[int]
     ) -> None:
-        self.row(
-            [
-                Cell(
-                    text=_short(cell),
-                    width=width,
-                    style=TONES[cell.tone],
-                    right=not column.left,
-                    whole=column.whole,
-                    prose=column.prose,
-                )
-                for column, cell, width in zip(columns, cells, widths, strict=False)
-            ]
-        )
+        """Write cells side by side, two columns apart."""
+        grid = Table.grid(padding=(0, 2), pad_edge=False)
+        texts = []
+        for column, cell, width in zip(columns, cells, widths, strict=False):
+            grid.add_column(width=width, overflow="fold", justify="left" if column.left else "right")
+            texts.append(Text(self._safe(_short(cell)), TONES[cell.tone]))
+        grid.add_row(*texts)
+        self._console.print(grid)
 
     def items(self, texts: Sequence[str], separator: str = "  ", indent: int = 0) -> None:
         """Write texts one after another, and none over the end of a line that it fits on."""
@@ -206,6 +169,11 @@ def clip(text: str, width: int) -> str:
     while text and cell_len(text) > width - 1:
         text = text[:-1]
     return text.rstrip() + "…"
+
+
+def _shown(table: blocks.Table, values: Sequence[T]) -> list[T]:
+    """Return those of the values, one for each column, that a terminal shows."""
+    return [value for column, value in zip(table.columns, values, strict=True) if column.only != "page"]
 
 
 def _short(cell: blocks.TableCell) -> str:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from accel.goodput.efficiency import NoiseInterval, gain, oscillation_share
+from accel.goodput.efficiency import NoiseInterval, efficiency
 from accel.goodput.throughput import Floats
 from benchmarks.goodput.profiles import Run
 
@@ -51,6 +51,17 @@ def predicted_over_real(application: Application, run: Run, share: Shares) -> fl
         at = NoiseInterval(noise, noise, noise, batch=base.batch, share=share(epoch)).at(run.batch)
         steps += progress[epoch] / gain(run.batch, base.batch, at)
     return steps / float(run.steps[epochs - 1])
+
+
+def gain(batch: float, base_batch: float, noise_scale: float) -> float:
+    """Return how many steps of the base batch a step is worth: (φ/M0 + 1) / (φ/M + 1), in [1, M/M0] (AdaScale)."""
+    return float(efficiency(batch, base_batch, noise_scale)) * batch / base_batch
+
+
+def oscillation_share(noise_scale: float, batch: float, larger_noise_scale: float, larger_batch: float) -> float:
+    """Return f at a batch, from the noise scales at it and at a larger one: (1 - φ(B) / φ(M)) / (1 - B / M)."""
+    share = (1 - noise_scale / larger_noise_scale) / (1 - batch / larger_batch)
+    return min(max(share, 0.0), 0.999)
 
 
 def measured_share(application: Application) -> Shares:

@@ -47,9 +47,6 @@ class Page(HTMLParser):
     def having(self, tag: str) -> list[dict[str, str]]:
         return [attributes for name, attributes in self.tags if name == tag]
 
-    def headings(self) -> list[str]:
-        return [word for tag, word in self.words if tag == "h2"]
-
     def shape(self) -> list[tuple[str, list[str]]]:
         """Return the tags with the names of their attributes."""
         # Whether a phase's name fits into its block depends on how long it is.

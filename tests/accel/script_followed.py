@@ -46,5 +46,5 @@ def assert_followed_with_the_same_bits(run: Callable[[], dict[str, Tensor]]) -> 
     training.start()
     followed = run()
     training.stop()
-    assert training.models == 1
+    assert training.models.count == 1
     assert_same(followed, plain)

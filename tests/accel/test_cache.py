@@ -18,7 +18,7 @@ from torch import nn
 
 from accel.cache import folder as folder_module
 from accel.cache.conditions import conditions
-from accel.cache.folder import MOST_BYTES, MOST_FILES, CacheFolder, NoFolder, cache_folder, file_name
+from accel.cache.folder import MOST_BYTES, MOST_FILES, NoFolder, cache_folder, file_name, write_file
 from accel.cache.remembered_plans import RememberedPlans
 from accel.run import Run
 from accel.run.gate import Gate
@@ -102,7 +102,6 @@ def test_a_user_without_a_home_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_oldest_files_go_and_nothing_that_is_not_ours(tmp_path: Path) -> None:
-    folder = CacheFolder(tmp_path)
     foreign = [tmp_path / name for name in ("notes.json", "Net-1.json", ".Net.tmp", "plan-0123456789abcdef.json")]
     names = [file_name("Net", f"{number:024x}") for number in range(MOST_FILES + 3)]
     leftover = tmp_path / f".{names[0]}.abc123.tmp"
@@ -116,7 +115,7 @@ def test_the_oldest_files_go_and_nothing_that_is_not_ours(tmp_path: Path) -> Non
     fresh.write_text("another process writes it now", encoding="utf-8")
 
     newest = file_name("Net", "f" * 24)
-    folder.write(newest, "{}")
+    write_file(tmp_path / newest, "{}")
 
     left = {path.name for path in tmp_path.iterdir()}
     assert left == {path.name for path in [*foreign, fresh]} | set(names[4:]) | {newest}

@@ -71,12 +71,6 @@ def test_strategies_are_matched_by_name() -> None:
     old = _report(1.0, rows=[_row("same"), _row("gone"), _row("dropped", setting="n=2")])
     new = _report(1.0, rows=[_row("same"), _row("dropped", status="undone", gain=0.9), _row("new")])
     comparison = compare(old, new)
-    assert [(row.name, row.fate) for row in comparison.strategies] == [
-        ("same", "stayed"),
-        ("gone", "gone"),
-        ("dropped", "stayed"),
-        ("new", "new"),
-    ]
     lines = [line.split() for line in comparison.render(width=100, color=False).splitlines()]
     assert ["same", "kept", "1.20x", "→", "1.20x"] in lines
     assert ["*", "gone", "kept", "→", "no", "row", "1.20x", "→", "-"] in lines
@@ -121,7 +115,7 @@ def test_where_the_batch_changed_samples_are_compared(
     old, new = _report(10.0, samples_per_step=batches[0]), _report(new_ms, samples_per_step=batches[1])
     comparison = compare(old, new)
     assert comparison.ratio == pytest.approx(ratio)
-    assert f"ms per {unit}" in comparison.verdict()
+    assert comparison.unit == unit
     assert any("so samples/s are compared" in note for note in comparison.notes) == (unit != "step")
 
 

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import accel
 from accel import entry
 from accel.errors import InvalidArgument
-from accel.integrations.following import Following
+from accel.integrations.callback import TrainingCallback
 from accel.integrations.trackers import log_batches, log_report, metrics
 from accel.report import Report, StrategyRow
 from accel.report.model import BatchRow
@@ -122,13 +122,13 @@ def test_a_notebook_shows_the_page_in_a_frame() -> None:
 
 def test_options_are_checked_when_the_callback_is_made() -> None:
     with pytest.raises(InvalidArgument, match="allow must be one of"):
-        Following(**{**OPTIONS, "allow": "anything"})
+        TrainingCallback(**{**OPTIONS, "allow": "anything"})
     with pytest.raises(InvalidArgument, match="enable"):
-        Following(**{**OPTIONS, "enable": ["no such strategy"]})
+        TrainingCallback(**{**OPTIONS, "enable": ["no such strategy"]})
     with pytest.raises(InvalidArgument, match="did you mean '3%'"):
-        Following(**{**OPTIONS, "budget": 0.03})
+        TrainingCallback(**{**OPTIONS, "budget": 0.03})
     with pytest.raises(InvalidArgument, match="cache must be True or False"):
-        Following(**{**OPTIONS, "cache": "runs/cache"})
+        TrainingCallback(**{**OPTIONS, "cache": "runs/cache"})
 
 
 @pytest.mark.parametrize("cache", [True, False])
@@ -142,19 +142,19 @@ def test_what_is_trained_between_begin_and_end_is_optimized_and_the_same(
         data = TensorDataset(torch.randn(256, 8), torch.randint(0, 2, (256,)))
         model, loader = nn.Linear(8, 2), DataLoader(data, 8, shuffle=True)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        following = Following(**{**OPTIONS, "cache": cache})
-        assert following.report is None
+        callback = TrainingCallback(**{**OPTIONS, "cache": cache})
+        assert callback.report is None
         if follow:
-            following.begin()
+            callback._begin()
         for _ in range(3):
             for x, y in loader:
                 optimizer.zero_grad()
                 nn.functional.cross_entropy(model(x), y).backward()
                 optimizer.step()
-        following.end()
-        assert (following.report is not None) == follow
+        callback._end()
+        assert (callback.report is not None) == follow
         if follow:
-            found = following.report
+            found = callback.report
             assert found is not None and found.steps > 50
             assert found.cache.startswith(str(tmp_path) if cache else "") and bool(found.cache) == cache
         return [p.detach().clone() for p in model.parameters()]
@@ -164,67 +164,67 @@ def test_what_is_trained_between_begin_and_end_is_optimized_and_the_same(
     assert all(map(torch.equal, plain, train(True)))
     assert DataLoader.__iter__ is iterate
     monkeypatch.setenv("ACCEL", "0")
-    following = Following(**OPTIONS)
-    following.begin()
+    callback = TrainingCallback(**OPTIONS)
+    callback._begin()
     assert DataLoader.__iter__ is iterate
 
 
-def fit(following: Following, job: tuple[Any, Any, Any], steps: int) -> Report:
+def fit(callback: TrainingCallback, job: tuple[Any, Any, Any], steps: int) -> Report:
     """Train from the first batch of an epoch, as a Trainer does, and return the report."""
-    following.begin()
+    callback._begin()
     advance(training(*job), steps)
-    following.end()
-    found = following.report
+    callback._end()
+    found = callback.report
     assert found is not None
     return copy.deepcopy(found)  # it goes on changing
 
 
 def test_a_second_training_of_a_model_is_followed_like_the_first(only_quick: None, tmp_path: Path) -> None:
-    following = Following(**{**OPTIONS, "cache": False, "report": tmp_path / "fit.json"})
+    callback = TrainingCallback(**{**OPTIONS, "cache": False, "report": tmp_path / "fit.json"})
     job = make()
-    first, second = fit(following, job, 240), fit(following, job, 230)
+    first, second = fit(callback, job, 240), fit(callback, job, 230)
     for found, steps in ((first, 240), (second, 230)):
         assert found.steps >= steps - 4
         assert found.state == "done" and found.plan == {"quick": None}
     assert Quick.on  # what has been kept stays on
     accel.undo(job[0])
-    assert following.report is None
+    assert callback.report is None
     assert Report.load(tmp_path / "fit.json").steps == first.steps
     assert Report.load(tmp_path / "fit-2.json").steps == second.steps
 
 
 def test_the_model_of_an_earlier_training_is_let_go(only_quick: None) -> None:
-    following = Following(**{**OPTIONS, "cache": False})
+    callback = TrainingCallback(**{**OPTIONS, "cache": False})
     fold = make()
-    fit(following, fold, 26)
+    fit(callback, fold, 26)
     seen = weakref.ref(fold[0])
     del fold
-    fit(following, make(1), 26)
+    fit(callback, make(1), 26)
     gc.collect()
     assert seen() is None
 
 
 def test_a_model_that_the_script_optimizes_itself_meanwhile_is_left_to_it(only_quick: None) -> None:
-    following = Following(**{**OPTIONS, "cache": False})
+    callback = TrainingCallback(**{**OPTIONS, "cache": False})
     model, loader, optimizer = make()
-    fit(following, (model, loader, optimizer), 26)
+    fit(callback, (model, loader, optimizer), 26)
     accel.undo(model)
     accel.optimize(model, loader, optimizer)
-    following.begin()
+    callback._begin()
     assert entry.optimized(model) is not None
-    following.end()
+    callback._end()
 
 
 @pytest.mark.parametrize("together", [True, False])
 def test_what_is_on_trial_when_a_training_ends_is_switched_off(only_quick: None, together: bool) -> None:
-    following = Following(**{**OPTIONS, "cache": False})
+    callback = TrainingCallback(**{**OPTIONS, "cache": False})
     model, loader, optimizer = make()
-    following.begin()
+    callback._begin()
     loop = training(model, loader, optimizer)
     advance_until(loop, in_trial)
     found = entry.optimized(model)
     assert found is not None and found.session.active == {"quick": None}
-    following.end(together)
+    callback._end(together)
     assert not Quick.on
     steps = accel.explain(model).steps
     advance(loop, 40)  # as a notebook may go on with the iterator that it has
@@ -235,15 +235,15 @@ def test_a_training_that_another_callback_was_not_told_the_end_of_is_let_go_of(o
     """A notebook's cell with a Trainer, interrupted and run again: its loop recursed without end."""
     replaced = DataLoader.__iter__
     job = make()
-    first, second = (Following(**{**OPTIONS, "cache": False}) for _ in range(2))
-    first.begin()
+    first, second = (TrainingCallback(**{**OPTIONS, "cache": False}) for _ in range(2))
+    first._begin()
     loop = training(*job)
     advance_until(loop, in_trial)
     del loop
     assert fit(second, job, 240).plan == {"quick": None}
     assert first.report is None
     assert DataLoader.__iter__ is replaced
-    first.end()
+    first._end()
 
 
 def test_a_callback_in_a_script_that_is_followed_comes_first(
@@ -253,13 +253,13 @@ def test_a_callback_in_a_script_that_is_followed_comes_first(
     script = ScriptTraining(dict(SCRIPT_OPTIONS), threading.get_ident(), whole="", from_start=True)
     script.start()
     try:
-        following = Following(**{**OPTIONS, "cache": False})
-        found = fit(following, make(), 240)
+        callback = TrainingCallback(**{**OPTIONS, "cache": False})
+        found = fit(callback, make(), 240)
         assert found.plan == {"quick": None} and found.steps > 200
-        assert (script.models, script.why_nothing()) == (0, "")
+        assert (script.models.count, script.why_nothing()) == (0, "")
         other = make(1)
         advance(training(*other), 26)
-        assert script.modules == [other[0]]
+        assert script.models.modules == [other[0]]
     finally:
         script.stop()
 
@@ -277,15 +277,15 @@ def test_a_callback_takes_over_what_the_script_has_trained_before(
         advance(training(*job), steps)
         if scheduled:
             torch.optim.lr_scheduler.ExponentialLR(job[2], 0.9)  # wraps the step that it comes to
-        following = Following(**{**OPTIONS, "cache": False, "budget": 50})
-        found = fit(following, job, 240)
+        callback = TrainingCallback(**{**OPTIONS, "cache": False, "budget": 50})
+        found = fit(callback, job, 240)
         assert found.plan == {"quick": None} and found.steps > 200
         record = entry.optimized(job[0])
         assert record is not None and record.settings.budget.text == "50s"
-        assert script.modules == []
-        following._let_go()
+        assert script.models.modules == []
+        callback._release()
         advance(training(*job), 26)
-        assert script.modules == [job[0]]
+        assert script.models.modules == [job[0]]
     finally:
         script.stop()
     assert "goes on without accel" not in capsys.readouterr().err
@@ -297,10 +297,10 @@ def test_what_is_on_trial_is_off_when_a_callback_begins(only_quick: None) -> Non
     script.start()
     try:
         advance_until(training(*make()), in_trial)
-        following = Following(**{**OPTIONS, "cache": False})
-        following.begin()
+        callback = TrainingCallback(**{**OPTIONS, "cache": False})
+        callback._begin()
         assert not Quick.on
-        following.end()
+        callback._end()
     finally:
         script.stop()
 

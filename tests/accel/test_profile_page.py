@@ -3,40 +3,17 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from accel.profiler.evidence import OpTime, Roofline
-from accel.profiler.report import Node, ProfileReport, StepRow
+from accel.profiler.report import StepRow
 from accel.report.rendering import as_page as render
 from accel.report.roofline import picture as draw_roofline
 from tests.accel import profile_reports
 from tests.accel.pages import Page, number, pictures
-
-
-def test_verdict_why_and_next_come_first() -> None:
-    page = Page(render(profile_reports.full()))
-    assert ("h1", "input-bound: reading files takes 67 % of the step (input.storage, confirmed)") in page.words
-    assert page.headings() == [
-        *("Why", "Next", "Where a step's time goes", "Step by step", "Experiments", "Ranks", "Source lines"),
-        *("Operators", "Where the host waits for the device", "GPUs", "Host", "What could not be seen"),
-        "Where and how",
-    ]
-
-
-def test_finding_says_saving_evidence_remedy_and_strategy() -> None:
-    words = Page(render(profile_reports.full())).words
-    assert ("h3", "1. the loop waits for files that are read one by one from slow storage") in words
-    assert ("p", "✓ saves 67 % [64, 70] of the step, confirmed by experiment (predicted 66 %)") in words
-    assert ("li", "143 of 212 ms per step pass waiting for the next batch") in words
-    assert ("li", "experiment: trained on one batch that was held in memory") in words
-    assert ("p", "read ahead with more workers (4), or pack the files into shards") in words
-    assert ("p", "strategy loader_workers") in words
-    assert ("p", "○ predicted, not tried: saves 8 % [5, 10] of the step") in words
-    assert ("li", "no experiment: ranks can't trade their storage") in words
 
 
 def test_saving_is_drawn_on_the_scale_of_the_step() -> None:
@@ -48,21 +25,11 @@ def test_saving_is_drawn_on_the_scale_of_the_step() -> None:
     assert [(line.get("x1"), line.get("x2")) for line in spans] == [("5.0%", "10.0%")]
 
 
-def test_refused_and_broken_off_run_says_so() -> None:
-    words = Page(render(profile_reports.refused())).words
-    assert (
-        "h1",
-        "no verdict: only 6 steps were seen, at least 20 are needed; the largest part of the step is backward (60 %)",
-    ) in words
-    assert ("p", "The script raised ValueError: no more data; this is what was observed before.") in words
-    assert ("p", "No cause was named.") in words
-
-
 def test_run_that_nothing_holds_back_says_so() -> None:
     report = profile_reports.full(verdict="nothing holds the run back", bottleneck="none", findings=[], next=[])
     page = Page(render(report))
     assert ("p", "Nothing was found that holds the run back.") in page.words
-    assert "Next" not in page.headings()
+    assert ("h2", "Next") not in page.words
 
 
 def test_anatomy_segments_lie_end_to_end_and_fill_the_bar() -> None:
@@ -187,15 +154,6 @@ def test_without_a_roof_or_a_dot_there_is_no_roofline(ops: list[OpTime], rooflin
     assert "roofline" not in pictures(render(profile_reports.full(ops=ops, roofline=roofline)))
 
 
-def test_decades_are_labelled() -> None:
-    texts = [text.text for text in pictures(render(profile_reports.full()))["roofline"].findall("text")]
-    # Intensities of 0.25 to 117 and, under the ridges, 108; rates of 410 to 248,000 GFLOP/s.
-    assert [text for text in texts if text and text[0].isdigit()] == [
-        *("0.1", "1", "10", "100", "1,000"),
-        *("100", "1,000", "10,000", "100,000", "1,000,000"),
-    ]
-
-
 def test_ranks_are_drawn_on_one_scale_and_the_straggler_is_named() -> None:
     html = render(profile_reports.full())
     page = Page(html)
@@ -206,22 +164,6 @@ def test_ranks_are_drawn_on_one_scale_and_the_straggler_is_named() -> None:
     assert len(ends) == 2
     assert ends[1] == pytest.approx(100, abs=0.01)
     assert ends[0] == pytest.approx(100 * 213.2 / 233.2, abs=1)
-
-
-def test_tables_hold_experiments_lines_operators_syncs_gpus_and_host() -> None:
-    page = Page(render(profile_reports.full()))
-    cells = [word for tag, word in page.words if tag in {"td", "th", "dd", "span", "code"}]
-    for text in (
-        *("213 → 70.1", "67 % [64, 70]", "✓ helps", "? too noisy to tell", "✗ does not help"),
-        *("train.py:88 (next batch)", "for images, labels in loader:", "99 %"),
-        *("1 aten::convolution_backward", "31,200", "57.8", "23 %", "6 aten::add_ *", "train.py:97"),
-        *("DataLoader, 2 workers, not pinned", "kept 0.4 cores busy", "profile.trace.json.gz", "completed"),
-    ):
-        assert text in cells, text
-    for text in ("0 NVIDIA A100-SXM4-80GB: busy 31 %", "11.4 of 79.3 GiB", "812/97 MB/s", "software thermal slowdown"):
-        assert text in page.text()
-    assert ("pre", "accel profile train.py --epochs 1") in page.words
-    assert ("li", "DDP's buckets: the run was shorter than their second rebuild") in page.words
 
 
 @settings(deadline=None)  # the machine may be busy
@@ -240,15 +182,3 @@ def test_every_dot_and_roof_lies_in_the_picture(
     assert len(picture.drawn["dots"]) == len(ops)
     assert all(0 < dot["x"] < 100 and 0 < dot["y"] < 100 for dot in picture.drawn["dots"])
     assert all(0 <= place <= 100 for roof in picture.drawn["roofs"] for place in roof)
-
-
-def test_very_long_names_are_kept_outside_thepictures() -> None:
-    report = profile_reports.wide()
-    assert ("th", f"1 {report.ops[0].name}") in Page(render(report)).words
-
-
-def test_deep_tree_needs_no_deep_stack() -> None:
-    root = Node(name="bottom", ms=1.0, share=1.0)
-    for _ in range(3000):
-        root = Node(name="part", ms=1.0, share=1.0, children=[root])
-    assert Page(render(replace(ProfileReport(), evidence=root)))

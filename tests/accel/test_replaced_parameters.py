@@ -81,7 +81,7 @@ def test_a_loop_without_a_loader_goes_on_with_another_optimizer(followed: Script
         optimizer = torch.optim.SGD((model.head if stage == 2 else model).parameters(), lr=0.01)
         steps(model, optimizer, 20)
         assert before + 17 <= steps_of(model) <= before + 20
-    assert followed.models == 1
+    assert followed.models.count == 1
 
 
 def test_one_that_is_kept_is_taken_to_be_gone_in_the_end(followed: ScriptTraining) -> None:
@@ -110,4 +110,4 @@ def test_parts_that_no_call_has_reached_are_no_obstacle(followed: ScriptTraining
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     for x, target in loader:
         step(model, optimizer, x, target)
-    assert (followed.models, followed.has_failed) == (1, False)
+    assert (followed.models.count, followed.has_failed) == (1, False)

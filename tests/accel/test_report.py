@@ -64,10 +64,6 @@ def test_save_as_html_writes_a_page(tmp_path: Path) -> None:
     assert (tmp_path / "r.html").read_text(encoding="utf-8").startswith("<!DOCTYPE html>")
 
 
-def test_str_is_the_terminal_report() -> None:
-    assert str(_report()).startswith("accel: 2.00x: 20 → 10 ms per step")
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [

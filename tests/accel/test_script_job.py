@@ -422,25 +422,29 @@ def test_a_profiled_script_without_torch_is_told_what_was_not_seen(tmp_path: Pat
 
 
 def test_torch_in_a_forked_child_or_after_the_script_is_left_alone() -> None:
+    begun: list[int] = []
+
     class Job(ScriptJob):
+        def start(self) -> None:
+            begun.append(1)
+
         def leave_alone(self) -> None:
             pass
 
         def conclude(self) -> None:
             pass
 
-    begun: list[int] = []
     job = Job(Script("none.py", []))
     child = os.fork()
     if child == 0:
         try:
-            job.after_torch(lambda: begun.append(1))
+            job.begin_after_torch()
         finally:
             os._exit(len(begun))
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    job.after_torch(lambda: begun.append(1))
+    job.begin_after_torch()
     job.__exit__(None, None, None)
-    job.after_torch(lambda: begun.append(2))
+    job.begin_after_torch()
     assert begun == [1]
 
 

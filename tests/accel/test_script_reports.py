@@ -19,7 +19,7 @@ __all__ = ["training"]
 
 
 def test_each_model_s_report_has_a_place(training: ScriptTraining, tmp_path: Any) -> None:
-    training._options["report"] = tmp_path / "runs"
+    training.models._options["report"] = tmp_path / "runs"
     for seed in range(2):
         epochs(*make(seed), 1)
     entry._at_exit()

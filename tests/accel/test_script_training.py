@@ -90,7 +90,7 @@ def test_a_step_of_two_optimizers_ends_with_the_second(training: ScriptTraining)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-    assert training.models == 1
+    assert training.models.count == 1
     assert 55 <= steps_of(model) <= 60
     assert entry.MODELS[model].session.run.optimizers == optimizers
 
@@ -114,7 +114,7 @@ def test_both_models_of_a_gan_are_found(training: ScriptTraining, has_loader: bo
                 optimizer.zero_grad()
                 loss().backward()
                 optimizer.step()
-    assert training.models == 2
+    assert training.models.count == 2
     assert min(steps_of(generator), steps_of(discriminator)) >= 30
 
 
@@ -137,7 +137,7 @@ def test_optimizers_that_step_only_once_are_let_go_of(
         assert len(alive) <= 3
     finally:
         gc.enable()
-    assert len(scans) <= 60  # each takes 20 ms
+    assert len(scans) <= 16  # each takes 20 ms
     training.stop()
     assert not model._forward_hooks and not callslot.contents(model)
 
@@ -163,7 +163,7 @@ def test_an_optimizer_that_is_replaced_after_one_step_leaves_the_model_uncompile
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     for number, (x, target) in enumerate(loader):
         step(model, optimizer if number else first, x, target)
-    assert training.models == 1
+    assert training.models.count == 1
     assert not entry.MODELS[model].session.run.gate.compiled_by_user
     assert "step" not in vars(first)
 
@@ -188,15 +188,6 @@ def test_a_call_that_is_only_counted_is_not_compiled() -> None:
     assert not Gate(model, []).compiled_by_user
 
 
-def test_an_optimizer_that_has_not_stepped_for_long_is_let_go_of(training: ScriptTraining) -> None:
-    other, _, once = make(1)
-    step(other, once, torch.randn(8, 6), torch.randint(9, (8,)))
-    model, _, optimizer = make()
-    for _ in range(410):
-        step(model, optimizer, torch.randn(8, 6), torch.randint(9, (8,)))
-    assert not callslot.contents(other)
-
-
 def test_the_optimizer_of_an_outer_loop_is_found_between_inner_ones(training: ScriptTraining) -> None:
     """First-order MAML with one inner step, by a new optimizer of the same parameters for each task."""
     model, _, outer = make()
@@ -204,7 +195,7 @@ def test_the_optimizer_of_an_outer_loop_is_found_between_inner_ones(training: Sc
         inner = torch.optim.SGD(model.parameters(), lr=0.01)
         for optimizer in (inner, outer):
             step(model, optimizer, torch.randn(8, 6), torch.randint(9, (8,)))
-    assert training.models == 1
+    assert training.models.count == 1
 
 
 def test_an_optimizer_for_each_parameter_ends_its_steps_after_the_last(training: ScriptTraining) -> None:
@@ -215,7 +206,7 @@ def test_an_optimizer_for_each_parameter_ends_its_steps_after_the_last(training:
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-    assert training.models == 1
+    assert training.models.count == 1
     assert 15 <= steps_of(model) <= 20
 
 
@@ -264,7 +255,7 @@ def test_so_it_is_in_a_loop_that_makes_its_own_batches(training: ScriptTraining)
     model, _, optimizer = make()
     for _ in range(20):
         step(model, Reassigned(optimizer), torch.randn(8, 6), torch.randint(9, (8,)))
-    assert training.models == 1 and steps_of(model) >= 16
+    assert training.models.count == 1 and steps_of(model) >= 16
 
 
 def test_a_loop_without_a_loader_that_calls_no_module_is_left_alone_and_told(training: ScriptTraining) -> None:
@@ -274,7 +265,7 @@ def test_a_loop_without_a_loader_that_calls_no_module_is_left_alone_and_told(tra
         optimizer.zero_grad()
         model.loss(torch.randn(8, 6)).sum().backward()
         optimizer.step()
-    assert training.models == 0
+    assert training.models.count == 0
     assert training.why_nothing().startswith("the loop neither takes batches from a DataLoader nor calls a module")
     assert "_compiled_call_impl" not in vars(model)
 
@@ -342,7 +333,7 @@ def test_an_optimizer_made_later_for_a_model_that_is_known_is_left_to_its_sessio
     epochs(model, loader, optimizer, 1)
     later = torch.optim.Adam(model.parameters(), lr=1e-3)
     epochs(model, loader, later, 1)
-    assert training.models == 1
+    assert training.models.count == 1
     assert entry.MODELS[model].session.run.optimizers == [optimizer, later]
 
 
@@ -356,7 +347,7 @@ def test_models_of_earlier_folds_are_let_go(training: ScriptTraining) -> None:
 def test_a_script_that_calls_optimize_itself_is_left_to_it(training: ScriptTraining) -> None:
     model, loader, optimizer = accel.optimize(*make(), budget=60)
     epochs(model, loader, optimizer, 2)
-    assert training.models == 0
+    assert training.models.count == 0
     assert steps_of(model) >= 23
 
 
@@ -367,7 +358,7 @@ def test_a_failure_of_accel_s_own_ends_accel_and_not_the_script(
     def broken(*args: Any, **kwargs: Any) -> Any:
         raise RuntimeError("broken")
 
-    monkeypatch.setattr(*{"optimize": (entry, "optimize"), "learn": (training, "_meet")}[place], broken)
+    monkeypatch.setattr(*{"optimize": (entry, "optimize"), "learn": (training, "_look_at")}[place], broken)
     model, loader, optimizer = make()
     epochs(model, loader, optimizer, 2)
     assert capsys.readouterr().err == "accel: RuntimeError: broken; the script goes on without accel\n"
@@ -416,7 +407,7 @@ def test_training_in_another_thread_is_told(training: ScriptTraining) -> None:
     thread = threading.Thread(target=lambda: epochs(*make(), 1))
     thread.start()
     thread.join()
-    assert training.models == 0
+    assert training.models.count == 0
     assert training.why_nothing() == "13 updates ran in other threads; train in the thread that runs the script"
 
 
@@ -448,7 +439,7 @@ def test_ranks_that_the_script_starts_itself_are_without_accel(
     for name, value in meanwhile.items():
         monkeypatch.setenv(name, value)
     begun: list[nn.Module] = []
-    monkeypatch.setattr(training, "_begin", lambda model, loader, optimizer: begun.append(model))
+    monkeypatch.setattr(training, "_begin", lambda model, steps: begun.append(model))
     monkeypatch.setattr(ranks, "are_several", lambda: True)
     try:
         epochs(*make(), 1)

@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from accel.goodput.efficiency import NoiseInterval, gain
+from accel.goodput.efficiency import NoiseInterval
 from accel.goodput.observations import Configuration
 from benchmarks import pollux
 from benchmarks.goodput import profiles
+from benchmarks.goodput.iterations import gain
 from benchmarks.record import newest
 from tests.accel.goodput.goodput_cases import TYPICAL
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -34,6 +34,14 @@ class Kept(NoiseScale):
     def update(self, sums: NoiseSums, samples: float | None = None) -> bool:
         self.all.append(sums)
         return super().update(sums, samples)
+
+
+def averaged(steps: Iterable[NoiseSums], confidence: float = 0.95) -> NoiseScale:
+    """Return statistics of all these steps: none is so old that it is dropped."""
+    noise = NoiseScale(confidence)
+    for sums in steps:
+        noise.update(sums, samples=0 if noise.measured else 1)
+    return noise
 
 
 class StepClock:

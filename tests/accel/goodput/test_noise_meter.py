@@ -145,9 +145,8 @@ def cnn() -> nn.Module:
     )
 
 
-@pytest.mark.parametrize("parts", [2, 4])
 @pytest.mark.parametrize("make", [mlp, cnn])
-def test_one_batch_has_the_noise_of_its_samples(make: Callable[[], nn.Module], parts: int) -> None:
+def test_one_batch_has_the_noise_of_its_samples(make: Callable[[], nn.Module]) -> None:
     """Over random halves of one batch of n, tr(Σ) has the mean n / (n - 1) times the samples' variance, exactly."""
     torch.manual_seed(1)
     model, x, y = make(), torch.randn(24, 12), torch.randint(0, 5, (24,))
@@ -155,7 +154,7 @@ def test_one_batch_has_the_noise_of_its_samples(make: Callable[[], nn.Module], p
     model.float()
     optimizer = torch.optim.SGD(model.parameters(), 0.0)
     noise = Kept()
-    meter = meter_for(model, optimizer, noise=noise, parts=parts)
+    meter = meter_for(model, optimizer, noise=noise)
     finish(train(meter, model, optimizer, lambda _: (x, y), F.cross_entropy, steps=210))
     assert len(noise.all) > 90
     for sums in noise.all:
@@ -345,7 +344,8 @@ def test_nothing_is_installed_between_measured_steps() -> None:
     torch.manual_seed(0)
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), 1e-3)
-    meter = NoiseMeter(model, [optimizer], overhead=0.05, clock=Readings())
+    meter = NoiseMeter(model, [optimizer], clock=Readings())
+    meter._schedule = NoiseSchedule(0.05)
     batch, loss = classifier(model)
     seen = []
     for _ in train(
@@ -396,7 +396,8 @@ def test_measuring_takes_its_share_of_the_run(overhead: float) -> None:
     clock = Clock()
     model = nn.Linear(12, 5)
     optimizer = torch.optim.SGD(model.parameters(), 0.0)
-    meter = NoiseMeter(model, [optimizer], overhead=overhead, clock=clock)
+    meter = NoiseMeter(model, [optimizer], clock=clock)
+    meter._schedule = NoiseSchedule(overhead)
     batch, _ = classifier(model)
 
     def loss(output: Tensor, y: Tensor) -> Tensor:
@@ -511,12 +512,7 @@ def test_replicas_are_counted_from_one(replicas: int) -> None:
 @pytest.mark.parametrize("overhead", [0.0, 1.0, 3.0])
 def test_overhead_is_a_share(overhead: float) -> None:
     with pytest.raises(InvalidArgument, match=r"such as 0\.03"):
-        NoiseMeter(nn.Linear(1, 1), [], overhead=overhead)
-
-
-def test_parts_are_two_or_more() -> None:
-    with pytest.raises(InvalidArgument, match="parts must be at least 2"):
-        NoiseMeter(nn.Linear(1, 1), [], parts=1)
+        NoiseSchedule(overhead)
 
 
 def test_a_weight_without_gradients_so_far_does_not_make_all_of_the_noise() -> None:

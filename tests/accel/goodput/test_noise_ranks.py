@@ -7,14 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from accel.goodput import noise_gradients
-from accel.goodput.noise_gradients import GradientSketch, PartSums
-from accel.goodput.noise_scale import NoiseScale, NoiseSums
-from tests.accel.goodput.noise_loops import OPTIMIZERS, Kept, Regression, meter_for, sums_of_parts
+from accel.goodput.noise_gradients import _SKETCH, GradientSketch, PartSums, step_sums
+from accel.goodput.noise_scale import NoiseSums
+from tests.accel.goodput.noise_loops import OPTIMIZERS, Kept, Regression, averaged, meter_for, sums_of_parts
 from tests.comm.ranks import run_ranks
 
 STEPS, SIZE = 24, 8
@@ -37,6 +38,12 @@ def zeros(state, bucket):  # type: ignore[no-untyped-def]  # torch checks annota
     return future
 
 
+def gather(own: Any) -> list[Any]:
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, own)
+    return everyone
+
+
 def trained(rank: int, world: int, accumulation: int, lossy: bool, faults: str) -> dict[str, Any]:
     """Train a replica, and return what its meter says."""
     model = DistributedDataParallel(net())
@@ -44,7 +51,7 @@ def trained(rank: int, world: int, accumulation: int, lossy: bool, faults: str) 
         model.register_comm_hook(None, zeros)
     optimizer = torch.optim.SGD(model.parameters(), 0.0)
     noise = Kept()
-    meter = meter_for(model, optimizer, noise=noise, replicas=world)
+    meter = meter_for(model, optimizer, noise=noise, replicas=world, gather=gather)
     due = []
     for step in range(STEPS):
         meter.begin_step()
@@ -92,7 +99,7 @@ def alone(step: int, world: int, accumulation: int) -> NoiseSums:
 @pytest.mark.parametrize(("accumulation", "lossy"), [(1, False), (1, True), (2, False)])
 def test_two_ranks_measure_what_one_process_computes(accumulation: int, lossy: bool) -> None:
     """Also where gradients are clipped, and the hook loses them; the model is longer than its sketch."""
-    assert sum(p.numel() for p in net().parameters()) > GradientSketch().length
+    assert sum(p.numel() for p in net().parameters()) > _SKETCH
     first, second = run_ranks(trained, 2, accumulation, lossy, "")
     assert first == second
     steps = [step for step, is_due in enumerate(first["due"]) if is_due]
@@ -135,15 +142,14 @@ def test_rank_that_can_not_measure_ends_it_on_all_alike() -> None:
 def test_replicas_have_the_closed_form_of_a_regression(parts: int) -> None:
     problem = Regression(dimensions=40, noise=1.0, seed=parts)
     weights = problem.model(1.5).weight.detach()[0]
-    noise = NoiseScale(window_samples=1e9)
+    steps = []
     for _ in range(150):
-        sums = PartSums(None)
+        sums = PartSums()
         for _ in range(parts):
             x, y = problem.batch(16)
             sums.add(x.T @ (x @ weights - y) / 16 / parts, 16)
-        measured = sums.sums()
-        assert measured is not None
-        noise.update(measured)
+        steps.append(step_sums([sums]))
+    noise = averaged(steps)
     mean, variance = problem.truth(weights)
     assert noise.variance == pytest.approx(variance, rel=0.1)
     assert noise.squared_norm == pytest.approx(mean, rel=0.1)
@@ -171,13 +177,13 @@ def test_each_optimizer_on_replicas_that_accumulate_is_within_ten_percent(
         weights = model.weight.detach()[0].clone()
         scales = noise_gradients.denominators([model.weight], [optimizer])
         scales = None if scales is None else scales.clone()
-        sums, total = PartSums(None), torch.zeros(40)
+        sums, total = PartSums(), torch.zeros(40)
         for _ in range(parts):
             x, y = problem.batch(size)
             own = x.T @ (x @ weights - y) / size / parts
             sums.add(own if scales is None else own / scales, size)
             total += own
-        step = sums.sums()
+        step = step_sums([sums])
         if step is not None:
             measured.append((step.squared_norm, step.variance))
             true.append(problem.truth(weights, scales))
@@ -197,25 +203,23 @@ def test_parts_of_different_sizes_that_count_alike(sizes: tuple[int, ...]) -> No
     """The last batches of an epoch differ from rank to rank, and DistributedDataParallel weighs them alike."""
     problem = Regression(dimensions=40, noise=1.0, seed=1)
     weights = problem.model(1.5).weight.detach()[0]
-    noise = NoiseScale(window_samples=1e9)
+    steps = []
     for _ in range(800):
-        sums = PartSums(None)
+        sums = PartSums()
         for size in sizes:
             x, y = problem.batch(size)
             sums.add(x.T @ (x @ weights - y) / size / len(sizes), size)
-        measured = sums.sums()
-        assert measured is not None
-        noise.update(measured)
+        steps.append(step_sums([sums]))
+    noise = averaged(steps)
     mean, variance = problem.truth(weights)
     assert noise.variance == pytest.approx(variance, rel=0.1)
     assert noise.squared_norm == pytest.approx(mean, rel=0.2)
 
 
 def test_one_part_says_nothing() -> None:
-    sums = PartSums(None)
-    assert sums.sums() is None
+    sums = PartSums()
     sums.add(torch.ones(3), 4)
-    assert sums.sums() is None
+    assert step_sums([sums]) is None
 
 
 # The sketch

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from accel.errors import InvalidArgument
 from accel.goodput import noise_scale
 from accel.goodput.noise_scale import NoiseScale, NoiseSums
-from tests.accel.goodput.noise_loops import sums_of_parts
+from tests.accel.goodput.noise_loops import averaged, sums_of_parts
 
 
 def steps_of(
@@ -81,9 +81,7 @@ def test_equal_parts_are_the_papers_formula() -> None:
 @pytest.mark.parametrize("parts", [2, 4, 8])
 def test_phi_is_within_ten_percent_of_the_truth(parts: int) -> None:
     trace, sums = steps_of(2.0, 50, 64, parts, 400, seed=parts)
-    noise = NoiseScale(window_samples=1e9)
-    for each in sums:
-        noise.update(each)
+    noise = averaged(sums)
     assert noise.variance == pytest.approx(trace, rel=0.05)
     assert noise.squared_norm == pytest.approx(2.0, rel=0.1)
     assert noise.phi == pytest.approx(trace / 2.0, rel=0.1)
@@ -99,23 +97,6 @@ def test_first_measurement_is_not_pulled_towards_zero() -> None:
     noise = NoiseScale()
     noise.update(NoiseSums(5.0, 3.0, 8, 16))
     assert (noise.squared_norm, noise.variance) == (1.0, 32.0)
-
-
-def test_window_follows_samples_so_that_a_larger_batch_forgets_in_fewer_steps() -> None:
-    def steps_to_forget(batch: int) -> int:
-        noise = NoiseScale(window_samples=6400)
-        for _ in range(400):
-            noise.update(NoiseSums(5.0, 3.0, batch / 2, batch))
-        target = NoiseSums(9.0, 8.0, batch / 2, batch)
-        steps = 0
-        while noise.squared_norm < target.squared_norm:
-            noise.update(target)
-            steps += 1
-        return steps
-
-    assert steps_to_forget(32) == 200
-    assert steps_to_forget(128) == 50
-    assert steps_to_forget(8192) == 12  # fewer say too little
 
 
 def test_a_few_late_measurements_are_not_outweighed_by_many_of_the_beginning() -> None:
@@ -179,9 +160,7 @@ def test_interval_gets_narrower_with_measurements() -> None:
     _, sums = steps_of(1.0, 10, 16, 2, 400, seed=0)
     widths = []
     for count in (25, 100, 400):
-        noise = NoiseScale(window_samples=1e9)
-        for each in sums[:count]:
-            noise.update(each)
+        noise = averaged(sums[:count])
         widths.append(noise.estimate().high - noise.estimate().low)
     assert widths[0] > 1.5 * widths[1] > 2 * widths[2]
 
@@ -190,9 +169,7 @@ def test_higher_confidence_has_the_wider_interval() -> None:
     _, sums = steps_of(1.0, 10, 16, 2, 60, seed=0)
     lows, highs = [], []
     for confidence in (0.5, 0.9, 0.99, 0.99999):
-        noise = NoiseScale(confidence=confidence)
-        for each in sums:
-            noise.update(each)
+        noise = averaged(sums, confidence)
         lows.append(noise.estimate().low)
         highs.append(noise.estimate().high)
     assert lows == sorted(lows, reverse=True)
@@ -201,10 +178,8 @@ def test_higher_confidence_has_the_wider_interval() -> None:
 
 def test_interval_at_a_confidence_beyond_the_test_for_zero() -> None:
     """‖μ‖² differs from 0 at the level 0.001, but not at 1e-9: unbounded above, and still bounded below."""
-    noise = NoiseScale(window_samples=1e12, confidence=1 - 1e-9)
-    for step in range(60):
-        wobble = 2.4 if step % 2 else -1.4
-        noise.update(NoiseSums(0.5 + wobble + 4.0, 0.5 + wobble + 2.0, 8, 16))
+    wobbles = [2.4 if step % 2 else -1.4 for step in range(60)]
+    noise = averaged([NoiseSums(0.5 + each + 4.0, 0.5 + each + 2.0, 8, 16) for each in wobbles], 1 - 1e-9)
     low, high = noise.estimate()[1:3]
     assert 0 < low < noise.phi
     assert high == math.inf
@@ -257,12 +232,6 @@ def test_samples_that_are_no_parts_are_refused(part: float, whole: float) -> Non
         NoiseScale().update(NoiseSums(5.0, 3.0, part, whole))
 
 
-@pytest.mark.parametrize("window", [0.0, -1.0, math.inf, math.nan])
-def test_window_must_be_a_number_of_samples(window: float) -> None:
-    with pytest.raises(InvalidArgument, match="window_samples must be a finite number above 0"):
-        NoiseScale(window_samples=window)
-
-
 @pytest.mark.parametrize("confidence", [0.0, 1.0, 95.0])
 def test_confidence_must_be_a_probability(confidence: float) -> None:
     with pytest.raises(InvalidArgument, match=r"between 0 and 1, such as 0\.95"):
@@ -274,7 +243,7 @@ def test_confidence_must_be_a_probability(confidence: float) -> None:
 
 def test_state_goes_through_json_and_the_run_goes_on_alike() -> None:
     _, sums = steps_of(1.0, 10, 16, 2, 80, seed=0)
-    whole, first, second = NoiseScale(), NoiseScale(), NoiseScale(window_samples=3.0)
+    whole, first, second = NoiseScale(), NoiseScale(), NoiseScale()
     for each in sums:
         whole.update(each)
     for each in sums[:40]:
@@ -313,7 +282,6 @@ def test_a_signal_that_is_hidden_makes_no_noise_scale_of_any_size(count: int, de
 
 
 STATE: dict[str, object] = {
-    "window_samples": None,
     "measured": 1,
     "skipped": 0,
     "samples": 8.0,
@@ -332,7 +300,6 @@ STATE: dict[str, object] = {
         {**STATE, "samples": math.inf},
         {**STATE, "signal": {"mean": math.nan}},
         {**STATE, "signal": {"median": 1.0}},
-        {**STATE, "window_samples": -5},
     ],
 )
 def test_another_state_is_refused_and_nothing_changes(state: dict[str, object]) -> None:
