@@ -145,11 +145,11 @@ class ImageDataset(Dataset[tuple[Tensor, int]]):
     def __getitems__(self, indices: Sequence[int]) -> ImageBatch:
         """Return the batch of these samples."""
         inside = range(len(self))
-        return self._batch([inside[index] for index in indices], self._threads())
+        return self._batch([inside[index] for index in indices], _threads_of(self))
 
     def placement(self, index: int, height: int, width: int) -> Placement:
         """Return which part of an image of this size is used for sample `index` in this epoch."""
-        return self._placer(self._draws([index])[0])(height, width)
+        return self.transform.place(height, width, self._draws([index])[0])
 
     def _batch(self, indices: list[int], threads: int) -> ImageBatch:
         images = torch.empty(len(indices), *self.transform.size, 3, dtype=torch.uint8)
@@ -197,7 +197,12 @@ class ImageDataset(Dataset[tuple[Tensor, int]]):
     def _read(self, index: int, draws: list[float], slot: Tensor) -> None:
         with self._named(index):
             data = read(self.samples[index][0])
-            decoded = decode(data, self._placer(draws), exif=self.exif, reducing_gap=self.reducing_gap)
+            decoded = decode(
+                data,
+                lambda height, width: self.transform.place(height, width, draws),
+                exif=self.exif,
+                reducing_gap=self.reducing_gap,
+            )
         self._resizer.into(slot, decoded.pixels, decoded.place)
 
     @contextmanager
@@ -210,17 +215,15 @@ class ImageDataset(Dataset[tuple[Tensor, int]]):
                 "remove or replace it"
             ) from error
 
-    def _placer(self, draws: list[float]) -> Callable[[int, int], Placement]:
-        return lambda height, width: self.transform.place(height, width, draws)
-
     def _draws(self, indices: Sequence[int]) -> list[list[float]]:
         drawn: list[list[float]] = uniforms(self.seed, self.epoch, indices, self.transform.draws).tolist()
         return drawn
 
-    def _threads(self) -> int:
-        if self.threads is not None:
-            return self.threads
-        return 1 if get_worker_info() is not None else min(8, _cores())
+
+def _threads_of(dataset: ImageDataset) -> int:
+    if dataset.threads is not None:
+        return dataset.threads
+    return 1 if get_worker_info() is not None else min(8, _cores())
 
 
 @functools.cache

@@ -15,7 +15,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, wait
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch.utils.data import DataLoader
@@ -54,18 +54,6 @@ class BatchHasGraph(RuntimeError):
     """A batch hangs on a graph: made ahead, it is computed with weights from before the optimizer's step."""
 
 
-class WorkerEpoch(NamedTuple):
-    """An epoch of a `DataLoader`'s own workers, which are started anew for each one.
-
-    Attributes:
-        token: another one for each epoch that is drawn.
-        base_seed: of the random numbers in its workers.
-    """
-
-    token: int
-    base_seed: int
-
-
 class BatchJob(NamedTuple):
     """One batch to be made.
 
@@ -76,7 +64,6 @@ class BatchJob(NamedTuple):
         dataset: to read in place of the loader's own, by engines without copies; None for the loader's own.
         epoch: which of the epochs that were drawn it belongs to.
         number: of the batch in its epoch.
-        worker_epoch: the epoch as a `DataLoader`'s own workers know it, for an engine that stands in for them.
         watch: for threads, which read the loop's own dataset: what it must be as; None for anything.
         numbers: of the dataset, for engines with copies of it: under which the batch is to be made; set by the engine.
     """
@@ -87,7 +74,6 @@ class BatchJob(NamedTuple):
     dataset: Any = None
     epoch: int = 0
     number: int = 0
-    worker_epoch: WorkerEpoch | None = None
     watch: DatasetWatch | None = None
     numbers: Numbers = {}  # noqa: RUF012  (never changed)
 
@@ -130,22 +116,19 @@ class Engine(Protocol):
         """Give up threads and processes."""
 
 
-_T = TypeVar("_T")
+_J = TypeVar("_J")
+_B = TypeVar("_B")
 
 
-# Not by contextlib: that writes to the error, which a frozen dataclass does not bear.
-class _Oldest(Generic[_T]):
-    """Hand out the oldest job, and take it out unless something like Ctrl-C came between."""
-
-    def __init__(self, jobs: deque[_T]) -> None:
-        self._jobs = jobs
-
-    def __enter__(self) -> _T:
-        return self._jobs[0]
-
-    def __exit__(self, _: Any, error: BaseException | None, __: Any) -> None:
-        if error is None or isinstance(error, Exception):
-            self._jobs.popleft()
+def _take_oldest(jobs: deque[_J], make: Callable[[_J], _B]) -> _B:
+    """Return what is made of the oldest job, and take it out unless something like Ctrl-C comes between."""
+    try:
+        made = make(jobs[0])
+    except ours():
+        jobs.popleft()
+        raise
+    jobs.popleft()
+    return made
 
 
 def _tell(error: Exception, where: str, job: BatchJob) -> None:
@@ -200,8 +183,7 @@ class InlineEngine:
 
     def collect(self) -> Any:
         """Make the batch of the oldest job."""
-        with _Oldest(self._jobs) as job:
-            return self._make(job)
+        return _take_oldest(self._jobs, self._make)
 
     def _make(self, job: BatchJob) -> Any:
         try:
@@ -297,10 +279,6 @@ class ThreadEngine:
         self._abandon_check()
         for _, future in self._futures:
             future.cancel()
-        self._hold_back()
-
-    def _hold_back(self) -> None:
-        """Take back the jobs that the threads have."""
         self._held_back.extendleft(job for job, _ in reversed(self._futures))
         self._futures.clear()
 
@@ -323,7 +301,7 @@ class ThreadEngine:
         try:
             if self._quiet or not self._futures:
                 self._hand_out()
-            batch, future = self._oldest()
+            batch, future = _take_oldest(self._futures, self._awaited)
         except BaseException:
             self._abandon_check()
             raise
@@ -332,15 +310,15 @@ class ThreadEngine:
             self._hand_out()
         return batch
 
-    def _oldest(self) -> tuple[Any, Future[Any]]:
-        with _Oldest(self._futures) as (job, future):
-            wait([future], self._timeout_s)
-            if not future.done():
-                raise FetchTimeout(
-                    f"a thread has been fetching {blame(RuntimeError(), job.indices)} for {self._timeout_s:g} s "
-                    f"(timeout={self._timeout_s:g})"
-                )
-            return future.result(), future
+    def _awaited(self, under_way: tuple[BatchJob, Future[Any]]) -> tuple[Any, Future[Any]]:
+        job, future = under_way
+        wait([future], self._timeout_s)
+        if not future.done():
+            raise FetchTimeout(
+                f"a thread has been fetching {blame(RuntimeError(), job.indices)} for {self._timeout_s:g} s "
+                f"(timeout={self._timeout_s:g})"
+            )
+        return future.result(), future
 
     def _abandon_check(self) -> None:
         if self._check is not None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -72,6 +73,18 @@ def streams() -> list[Stream]:
 def random_state() -> tuple[Any, ...]:
     """Return the states of all, so that two of them can be compared."""
     return tuple(stream.read() for stream in streams())
+
+
+@contextlib.contextmanager
+def states_of_their_own() -> Iterator[None]:
+    """Put the states of the generators back after the block."""
+    states = [(stream, stream.read()) for stream in streams()]
+    try:
+        yield
+    finally:
+        for stream, state in states:
+            if stream.read() != state:
+                stream.write(state)
 
 
 def seed_everything(seed: int) -> None:

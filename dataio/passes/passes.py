@@ -7,7 +7,6 @@ wanted, the pass is detached: another iterator makes the rest of its epoch. Whic
 |---|---|---|
 | `loader_core.LoaderCore` | the user, or the tuner | the loop's own thread |
 | `proxy.SwitchableSource` | the controller, between two batches | torch's iterator, given the lists that are left |
-| the same, with `own_workers.OwnWorkers` | the controller, between two epochs | torch's iterator, begun again |
 """
 
 from __future__ import annotations
@@ -115,8 +114,6 @@ class EpochIterator:
             return
         self._stand_at(position)
         self._throw_away()
-        if self.continuous.whole_epochs:
-            self.detach()
 
     def _fetch(self) -> Any:
         try:
@@ -225,27 +222,3 @@ class InlineRest:
             raise
         self._jobs.clear()
         return batch
-
-
-class Skipping:
-    """An iterator without its first batches, which are fetched and dropped at the first request.
-
-    Args:
-        begin: returns the whole iterator.
-        count: batches to skip.
-    """
-
-    def __init__(self, begin: Callable[[], Iterator[Any]], count: int) -> None:
-        self._begin, self._left = begin, count
-        self._batches: Iterator[Any] | None = None
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
-
-    def __next__(self) -> Any:
-        if self._batches is None:
-            self._batches = self._begin()
-        while self._left:
-            next(self._batches)
-            self._left -= 1
-        return next(self._batches)
