@@ -23,9 +23,8 @@ from torch.utils.data import DataLoader
 from accel.dataio.dataset.numbers import Numbers
 from accel.dataio.dataset.watch import DatasetWatch
 from accel.dataio.engine.thread_pool import ThreadModes, ThreadPool
-from accel.dataio.fetching.drawing import Drawing, others_could_draw
 from accel.dataio.fetching.fetch import blame, fetch_of
-from accel.dataio.fetching.randomness import Stream, streams
+from accel.dataio.fetching.randomness import Stream, others_could_draw, random_state, seed_everything, streams
 from accel.profiler.interruptions import ours
 from accel.profiler.trees import tensors
 
@@ -61,7 +60,6 @@ class BatchJob(NamedTuple):
         indices: what the batch sampler yielded.
         seed: of the random numbers that fetching may draw; None to leave them alone.
         after: states of the loader's own generators once `indices` were drawn.
-        dataset: to read in place of the loader's own, by engines without copies; None for the loader's own.
         epoch: which of the epochs that were drawn it belongs to.
         number: of the batch in its epoch.
         watch: for threads, which read the loop's own dataset: what it must be as; None for anything.
@@ -71,7 +69,6 @@ class BatchJob(NamedTuple):
     indices: Any
     seed: int | None
     after: list[torch.Tensor] = []  # noqa: RUF012  (never changed)
-    dataset: Any = None
     epoch: int = 0
     number: int = 0
     watch: DatasetWatch | None = None
@@ -116,6 +113,8 @@ class Engine(Protocol):
         """Give up threads and processes."""
 
 
+# Batches for which no random number is drawn, after which none is looked for any more: 0.1 ms each.
+_TRIED = 16
 _J = TypeVar("_J")
 _B = TypeVar("_B")
 
@@ -156,8 +155,15 @@ class _Elsewhere(Exception):
 class InlineEngine:
     """Make each batch when it is asked for, in the loop's own thread.
 
-    A job's seed holds for its batch alone: the loop's own random states are put back (`accel.dataio.fetching.drawing`).
-    So augmentation is the same as in a worker process, and the loop draws the same numbers whichever engine fetches.
+    A job's seed holds for its batch alone: the loop's own random states are put back. So augmentation
+    is the same as in a worker process, and the loop draws the same numbers whichever engine fetches.
+    The generators of Python, torch and numpy are one for all threads: another thread that draws
+    meanwhile gets its numbers from the batch's states, and what it has drawn is put back with the
+    rest. Such a thread should have a generator of its own.
+
+    Attributes:
+        draws: fetching was seen to draw random numbers.
+        jobs: those that were not collected, oldest first.
     """
 
     capacity = 1
@@ -166,50 +172,69 @@ class InlineEngine:
 
     def __init__(self, loader: DataLoader[Any]) -> None:
         self._fetch = fetch_of(loader)
-        self._jobs: deque[BatchJob] = deque()
-        self._drawing = Drawing()
-
-    @property
-    def draws(self) -> bool:
-        """True if fetching was seen to draw random numbers."""
-        return self._drawing.draws
+        self.jobs: deque[BatchJob] = deque()
+        self.draws = False
+        self._quiet = 0  # batches in a row for which nothing was drawn
+        self._before: list[tuple[Stream, Any]] = []
 
     def start(self) -> None:
         """Do nothing."""
 
     def submit(self, job: BatchJob) -> None:
         """Take a job."""
-        self._jobs.append(job)
+        self.jobs.append(job)
 
     def collect(self) -> Any:
         """Make the batch of the oldest job."""
-        return _take_oldest(self._jobs, self._make)
+        return _take_oldest(self.jobs, self._make)
 
     def _make(self, job: BatchJob) -> Any:
         try:
-            return self._drawing.make(self._fetch, job.indices, job.seed)
+            if job.seed is None or self._quiet >= _TRIED:
+                return self._fetch(job.indices)
+            return self._made_from_seed(job.indices, job.seed)
         except ours() as error:
             _tell(error, "the loop's own thread", job)
             raise
 
+    def _made_from_seed(self, indices: Any, seed: int) -> Any:
+        self._before = [(stream, stream.read()) for stream in streams()]
+        try:
+            seed_everything(seed)
+            began = random_state()
+            try:
+                batch = self._fetch(indices)
+            finally:
+                self.draws = self.draws or random_state() != began
+        finally:
+            self.put_back()
+        # In a row: one draw, however late in the first batches, and all batches are seeded.
+        self._quiet = 0 if self.draws else self._quiet + 1
+        return batch
+
+    def put_back(self) -> None:
+        """Put back the loop's random states, also where Ctrl-C came between."""
+        for stream, state in self._before:
+            stream.write(state)
+        self._before = []
+
     def discard(self) -> None:
         """Forget the jobs."""
-        self._jobs.clear()
+        self.jobs.clear()
 
     def update(self, numbers: Numbers) -> None:
         """Look again whether fetching draws random numbers: the dataset, the loop's own, has changed."""
-        self._drawing.look_again()
+        self._quiet = 0
 
     def restart(self) -> None:
         """Forget the jobs, and look again."""
-        self.discard()
+        self.jobs = deque()
         self.update({})
 
     def reset(self) -> None:
         """Forget the jobs, and look again."""
-        self._drawing.put_back()
-        self._jobs = deque()
-        self._drawing.look_again()
+        self.put_back()
+        self.restart()
 
     def close(self) -> None:
         """Forget the jobs."""
@@ -332,10 +357,9 @@ class ThreadEngine:
     def _make(self, job: BatchJob, check: _DrawCheck | None) -> Any:
         """Make a batch, in a thread; `check` whether it draws, while the loop waits for it."""
         thread = f"thread {threading.current_thread().name.rpartition('_')[2]}"
-        fetch = self._fetch if job.dataset is None else self._fetch.of(job.dataset)
         try:
             _refuse_changed(job)
-            batch = fetch(job.indices) if check is None else check.make(fetch, job.indices)
+            batch = self._fetch(job.indices) if check is None else check.make(self._fetch, job.indices)
             _refuse_graph(batch)
             _refuse_changed(job)  # the loop may put back what it has changed
             return batch
@@ -380,7 +404,7 @@ class ThreadEngine:
 
 
 def _refuse_changed(job: BatchJob) -> None:
-    if job.watch is not None and job.dataset is None and job.watch.changed(job.indices):
+    if job.watch is not None and job.watch.changed(job.indices):
         raise NotAhead(f"the loop changes {job.watch.change} within an epoch")
 
 

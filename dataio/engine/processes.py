@@ -31,7 +31,6 @@ from accel.profiler.interruptions import ours
 log = logging.getLogger("accel.dataio")
 
 _MOST_TRIES = 2
-_WARN_S = 60.0
 STALL_S = 30.0
 # A fork waits so long for the threads of other engines to finish the batch in hand.
 _REST_S = 5.0
@@ -256,7 +255,7 @@ class ProcessEngine:
         if serial in self._results:
             return
         self.start()
-        began = warned = time.monotonic()
+        began = time.monotonic()
         patience = min(1.0, self._timeout_s or 1.0)
         while serial not in self._results:
             for key, _ in self._selector.select(patience / 2):
@@ -270,9 +269,6 @@ class ProcessEngine:
                 self._give_up(holder)
             elif self._timeout_s and waited > self._timeout_s:
                 raise FetchTimeout(self._late(serial, waited))
-            elif time.monotonic() - warned > _WARN_S and holder is not None:
-                warned = time.monotonic()
-                holder.send("where", None)
 
     def _hear(self, handle: WorkerHandle) -> None:
         messages = handle.receive()
@@ -289,13 +285,6 @@ class ProcessEngine:
     def _take(self, handle: WorkerHandle, message: Any) -> None:
         if isinstance(message, worker.Ready):
             handle.ready, self._failed_starts = True, 0
-        elif isinstance(message, worker.Where):
-            log.warning(
-                "worker process %d has been at one batch for over %.0f s; it is here:\n%s",
-                handle.number,
-                _WARN_S,
-                message.stack,
-            )
         elif isinstance(message, worker.Failed) and message.serial is None:
             self._end_workers()
             raise as_raised(message.error, message.text, f"worker process {handle.number} in {message.at}")

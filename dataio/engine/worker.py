@@ -1,6 +1,6 @@
 """What runs in a worker process: take a list of indices, make the batch, write it into shared memory, say so.
 
-A thread of its own receives, so that a new order (give up what is stale, where are you, the loop is gone) is received
+A thread of its own receives, so that a new order (give up what is stale, the loop is gone) is received
 while a sample is being fetched, and so that neither side ever waits for the other to read. The main thread fetches and
 sends.
 
@@ -100,12 +100,6 @@ class Drew(RuntimeError):
     """Fetching has drawn random numbers, which are to be drawn in the loop's own process."""
 
 
-class Where(NamedTuple):
-    """The Python stack of the worker's main thread."""
-
-    stack: str
-
-
 def run(connection: Connection, task: Task) -> None:
     """Serve orders until the loop's end of `connection` is closed; the target of the process."""
     # Ctrl-C goes to the whole group: the loop's process decides, and closes the connection. Handlers for a polite end
@@ -133,10 +127,8 @@ class _Worker:
     def __init__(self, connection: Connection, task: Task) -> None:
         self._connection, self._task, self._fetch = connection, task, task.fetch
         self._orders: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._sending = threading.Lock()
         self._stale_below = 0
         self._slots = slots.SlotWriter(task.most_free) if slots.supported() else None
-        self._main_thread = threading.get_ident()
         self._numbers: Numbers = {}
 
     # -- receiving ---------------------------------------------------------------------------------------------------
@@ -154,18 +146,13 @@ class _Worker:
                 os._exit(1)
             if kind == "stale":
                 self._stale_below = content
-            elif kind == "where":
-                frame = sys._current_frames().get(self._main_thread)
-                self._send(Where("".join(traceback.format_stack(frame)) if frame else ""))
             else:
                 self._orders.put(content)
 
     # -- sending -----------------------------------------------------------------------------------------------------
 
     def _send(self, message: Any) -> None:
-        data = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
-        with self._sending:
-            self._connection.send_bytes(data)
+        self._connection.send_bytes(pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL))
 
     # -- work --------------------------------------------------------------------------------------------------------
 

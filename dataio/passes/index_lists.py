@@ -149,14 +149,11 @@ class Jobs:
         base_seed: of the epoch's random numbers; None to leave them alone.
         epoch: its number among the epochs drawn so far.
         first: number of the first list in its epoch.
-        dataset: to fetch from, see `BatchJob`.
     """
 
-    def __init__(
-        self, lists: IndexLists, base_seed: int | None, epoch: int, first: int = 0, dataset: Any = None
-    ) -> None:
+    def __init__(self, lists: IndexLists, base_seed: int | None, epoch: int, first: int = 0) -> None:
         self.lists, self._number = lists, first
-        self._base_seed, self._epoch, self._dataset = base_seed, epoch, dataset
+        self._base_seed, self._epoch = base_seed, epoch
 
     def __iter__(self) -> Iterator[BatchJob]:
         return self
@@ -182,7 +179,7 @@ class Jobs:
         self._number += 1
         seed = None if self._base_seed is None else derived_seed(self._base_seed, number)
         states = self.lists.draws.generators()
-        return BatchJob(indices, seed, states, self._dataset, self._epoch, number)
+        return BatchJob(indices, seed, states, self._epoch, number)
 
 
 def _copied(indices: Any) -> Any:

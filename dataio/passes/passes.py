@@ -14,11 +14,10 @@ from __future__ import annotations
 import sys
 import weakref
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from accel.dataio.engine.engine import BatchJob, InlineEngine
+from accel.dataio.engine.engine import InlineEngine
 from accel.dataio.engine.transfer import AheadCopier
 from accel.dataio.passes.prefetch import PrefetchAcrossEpochs
 from accel.profiler.interruptions import ours
@@ -203,22 +202,18 @@ class InlineRest:
 
     def __init__(self, running: EpochIterator, continuous: PrefetchAcrossEpochs) -> None:
         self._engine, self._left = InlineEngine(continuous.loader), continuous.jobs_left()
-        self._jobs: deque[BatchJob] = deque()
 
     def __iter__(self) -> Iterator[Any]:
         return self
 
     def __next__(self) -> Any:
-        if not self._jobs and not self._left.into(self._jobs.append):
+        # A job whose batch was interrupted is the engine's still.
+        if not self._engine.jobs and not self._left.into(self._engine.submit):
             raise StopIteration
         try:
-            self._engine.submit(self._jobs[0])
-            batch = self._engine.collect()
+            return self._engine.collect()
         except ours():
-            self._jobs.clear()
             raise
         except BaseException:
-            self._engine.reset()
+            self._engine.put_back()
             raise
-        self._jobs.clear()
-        return batch

@@ -234,7 +234,7 @@ class PrefetchAcrossEpochs:
 
     def know(self, engine: Engine) -> None:
         """Record that an engine's copies of the dataset have just been made."""
-        self._look(other_collate=True)
+        self._look()
         self._copies.made(engine, self._epoch + 1)
 
     def close(self) -> None:
@@ -249,7 +249,7 @@ class PrefetchAcrossEpochs:
         self._take_back()  # the next epoch too, drawn under a state of the dataset that the other engine does not have
         self._failed = False
         self.engine = engine
-        self._look(other_collate=True)
+        self._look()
         self._copies.refresh(engine, self._epoch)
 
     def renew_copies(self) -> None:
@@ -375,25 +375,24 @@ class PrefetchAcrossEpochs:
         if self._ahead is not None or not self._may_look_ahead or self.engine.capacity < 2:
             return False  # one epoch ahead is enough: the look-ahead is bounded in batches
         self._may_look_ahead = False  # once in an epoch
-        expected = self._copies.expected(self.engine)
-        if expected is None:
+        changed = self._copies.expected(self.engine)
+        if changed is None:
             return False
-        changed, view = expected
         seeded = self.base_seed if epochs.persistent(self.loader) else None
         ahead = draw_ahead(self.loader, step=self._epoch_step, seeded=seeded)
         if ahead is None:
             return False
         self._copies.expect(self.engine, changed)
         lists = IndexLists(self.loader, ahead.draws)
-        self._ahead = ahead, self._jobs(lists, ahead.base_seed, self._epoch + 1, dataset=view)
+        self._ahead = ahead, self._jobs(lists, ahead.base_seed, self._epoch + 1)
         return True
 
-    def _jobs(self, lists: IndexLists, base_seed: int, epoch: int, first: int = 0, dataset: Any = None) -> Jobs:
-        return Jobs(lists, base_seed if self._seeded else None, epoch, first, dataset)
+    def _jobs(self, lists: IndexLists, base_seed: int, epoch: int, first: int = 0) -> Jobs:
+        return Jobs(lists, base_seed if self._seeded else None, epoch, first)
 
     def _note_epoch(self, first: int) -> None:
         """Learn how the sampler's epoch and the dataset move from one epoch to the next."""
-        self._look(other_collate=True)
+        self._look()
         epoch = epoch_of(self.loader)
         self._copies.begin_epoch(whole=not first)
         # After an early break some samplers stay where they are: this says nothing about the end of an epoch.
@@ -401,6 +400,6 @@ class PrefetchAcrossEpochs:
             self._epoch_step = epoch - self._begun_at
         self._begun_at = epoch
 
-    def _look(self, *, other_collate: bool = False) -> None:
-        self._copies.look(other_collate=other_collate)
+    def _look(self) -> None:
+        self._copies.look()
         self.check.look(None if isinstance(self.engine, InlineEngine) else self._copies.watch)

@@ -113,7 +113,7 @@ EPOCHS: dict[str, tuple[Any, dict[str, Any], int]] = {
     "shuffled": (make_loader, {}, 0),
     "left early": (make_loader, {"steps": 5}, 0),
     "a loop that draws": (make_loader, {"draw": True}, 1),  # not guessed again
-    "a loop that draws and leaves": (make_loader, {"steps": 12, "draw": True}, 0),
+    "a loop that draws and leaves": (make_loader, {"steps": 12, "draw": True}, 1),
     **{f"{n} samples": (lambda n=n: make_loader(Squares(n)), {}, 0) for n in (1, 3, 4, 9)},
     "generator": (lambda: make_loader(sampler=RandomSampler(Squares(), generator=generator())), {}, 0),
     "batch sampler": (

@@ -16,8 +16,7 @@ from torch.utils.data import Dataset
 
 from accel.dataio.engine import engine as engine_module
 from accel.dataio.engine.engine import BatchJob, FetchTimeout, InlineEngine, ThreadEngine, ThreadsDraw
-from accel.dataio.fetching.drawing import others_could_draw
-from accel.dataio.fetching.randomness import random_state, seed_everything, streams
+from accel.dataio.fetching.randomness import others_could_draw, random_state, seed_everything, streams
 from tests.dataio.engines import in_child, loader_of, run
 
 DRAWS: dict[str, Callable[[], float]] = {
