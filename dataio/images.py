@@ -9,7 +9,6 @@ again (93 CPU-µs an image in `default_collate`) is avoided.
 
 from __future__ import annotations
 
-import copy
 import functools
 import os
 from collections import deque
@@ -128,12 +127,6 @@ class ImageDataset(Dataset[tuple[Tensor, int]]):
         """Draw other crops from the next sample on, in this process and in workers that run already."""
         self._epoch.set(epoch)
 
-    def at_epoch(self, epoch: int) -> ImageDataset:
-        """Return this dataset as it is in an epoch, so that its batches can be made before that has begun."""
-        other = copy.copy(self)
-        other._epoch = self._epoch.at(epoch)
-        return other
-
     def __len__(self) -> int:
         return len(self.samples)
 
@@ -145,11 +138,11 @@ class ImageDataset(Dataset[tuple[Tensor, int]]):
     def __getitems__(self, indices: Sequence[int]) -> ImageBatch:
         """Return the batch of these samples."""
         inside = range(len(self))
-        return self._batch([inside[index] for index in indices], self._threads())
+        return self._batch([inside[index] for index in indices], _threads_of(self))
 
     def placement(self, index: int, height: int, width: int) -> Placement:
         """Return which part of an image of this size is used for sample `index` in this epoch."""
-        return self._placer(self._draws([index])[0])(height, width)
+        return self.transform.place(height, width, self._draws([index])[0])
 
     def _batch(self, indices: list[int], threads: int) -> ImageBatch:
         images = torch.empty(len(indices), *self.transform.size, 3, dtype=torch.uint8)
@@ -197,7 +190,12 @@ class ImageDataset(Dataset[tuple[Tensor, int]]):
     def _read(self, index: int, draws: list[float], slot: Tensor) -> None:
         with self._named(index):
             data = read(self.samples[index][0])
-            decoded = decode(data, self._placer(draws), exif=self.exif, reducing_gap=self.reducing_gap)
+            decoded = decode(
+                data,
+                lambda height, width: self.transform.place(height, width, draws),
+                exif=self.exif,
+                reducing_gap=self.reducing_gap,
+            )
         self._resizer.into(slot, decoded.pixels, decoded.place)
 
     @contextmanager
@@ -210,17 +208,15 @@ class ImageDataset(Dataset[tuple[Tensor, int]]):
                 "remove or replace it"
             ) from error
 
-    def _placer(self, draws: list[float]) -> Callable[[int, int], Placement]:
-        return lambda height, width: self.transform.place(height, width, draws)
-
     def _draws(self, indices: Sequence[int]) -> list[list[float]]:
         drawn: list[list[float]] = uniforms(self.seed, self.epoch, indices, self.transform.draws).tolist()
         return drawn
 
-    def _threads(self) -> int:
-        if self.threads is not None:
-            return self.threads
-        return 1 if get_worker_info() is not None else min(8, _cores())
+
+def _threads_of(dataset: ImageDataset) -> int:
+    if dataset.threads is not None:
+        return dataset.threads
+    return 1 if get_worker_info() is not None else min(8, _cores())
 
 
 @functools.cache

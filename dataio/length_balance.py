@@ -160,10 +160,12 @@ class LengthBalancedBatchSampler(Sampler[list[int]]):
         self.shuffle, self.seed, self.drop_last = shuffle, seed, drop_last
         self._jitter = (0.02 if padded else 0.1) if jitter is None else jitter
         self._costs = _costs(cost, self._lengths)
+        limits = max_tokens, batch_size, padded, drop_last, self._jitter
+        self._planner = _Planner(self._lengths, self._costs, self.num_replicas, *limits)
         self.epoch = self._start = 0
         self._drawn = _Drawn(0)
         self._planned: dict[int, Packs] = {}
-        self._steps = self._count_steps()
+        self._steps = self._planner.count_steps(self._rng(self.epoch))
 
     def _limits(self, max_tokens: int | None, batch_size: int | None, jitter: float | None) -> None:
         if (max_tokens is None) == (batch_size is None):
@@ -253,69 +255,84 @@ class LengthBalancedBatchSampler(Sampler[list[int]]):
         """Return the packs of an epoch; beside those of the present one they are kept until another one's are made."""
         if epoch not in self._planned:
             kept = {number: packs for number, packs in self._planned.items() if number == self.epoch}
-            self._planned = kept | {epoch: self._make_plan(self._rng(epoch))}
+            self._planned = kept | {epoch: self._planner.plan(self._rng(epoch), self._steps)}
         return self._planned[epoch]
 
     def balance(self) -> Balance:
         """Return how well this epoch uses the ranks."""
         packs = self.plan()
         useful = float(self._costs[packs.order].sum())
-        return balance_of(self._pack_costs(packs).reshape(-1, self.num_replicas), useful)
-
-    def _pack_costs(self, packs: Packs) -> Floats:
-        return pack_costs(self._costs, packs, self.padded)
-
-    def _count_steps(self) -> int:
-        """Return the steps of an epoch; the jittered packs of each epoch are made to fit that number."""
-        if self.batch_size is not None:
-            packs = -(-len(self._lengths) // self.batch_size)
-            full = len(self._lengths) // (self.batch_size * self.num_replicas)
-            return full if self.drop_last else -(-packs // self.num_replicas)
-        rng = self._rng(self.epoch)
-        packs = max(len(self._by_tokens(rng, jitter).sizes) for jitter in {0.0, self._jitter})
-        return packs // self.num_replicas if self.drop_last else -(-packs // self.num_replicas)
+        return balance_of(self._planner.pack_costs(packs).reshape(-1, self.num_replicas), useful)
 
     def _rng(self, epoch: int) -> np.random.Generator | None:
         return np.random.default_rng([self.seed, epoch]) if self.shuffle else None
 
-    def _make_plan(self, rng: np.random.Generator | None) -> Packs:
-        if self._steps == 0:
+
+@dataclass(frozen=True, eq=False)
+class _Planner:
+    """Makes the packs of an epoch; its fields are arguments of the sampler."""
+
+    lengths: Ints
+    costs: Floats
+    ranks: int
+    max_tokens: int | None
+    batch_size: int | None
+    padded: bool
+    drop_last: bool
+    jitter: float
+
+    def pack_costs(self, packs: Packs) -> Floats:
+        """Return the cost of each pack."""
+        return pack_costs(self.costs, packs, self.padded)
+
+    def count_steps(self, rng: np.random.Generator | None) -> int:
+        """Return the steps of an epoch; the jittered packs of each epoch are made to fit that number."""
+        if self.batch_size is not None:
+            packs = -(-len(self.lengths) // self.batch_size)
+            full = len(self.lengths) // (self.batch_size * self.ranks)
+            return full if self.drop_last else -(-packs // self.ranks)
+        packs = max(len(self._by_tokens(rng, jitter).sizes) for jitter in {0.0, self.jitter})
+        return packs // self.ranks if self.drop_last else -(-packs // self.ranks)
+
+    def plan(self, rng: np.random.Generator | None, steps: int) -> Packs:
+        """Return the packs of so many steps."""
+        if steps == 0:
             return Packs(np.zeros(0, np.int64), np.zeros(0, np.int64))
-        packs_wanted = self._steps * self.num_replicas
+        packs_wanted = steps * self.ranks
         if self.batch_size is None:
             return self._deal(self._fit(rng, packs_wanted), rng)
         chosen = self._choose(rng, packs_wanted)
         if self.padded:
-            order = chosen[descending(jittered(self._lengths[chosen], self._jitter, rng), rng)]
+            order = chosen[descending(jittered(self.lengths[chosen], self.jitter, rng), rng)]
             small, larger = divmod(len(order), packs_wanted)
             sizes = np.full(packs_wanted, small)
             sizes[packs_wanted - larger :] += 1
             return self._deal(Packs(order, sizes), rng)
-        order = chosen[descending(self._costs[chosen], rng)]
-        return deal_layers(order, self._costs, self._steps, self.num_replicas, rng)
+        order = chosen[descending(self.costs[chosen], rng)]
+        return deal_layers(order, self.costs, steps, self.ranks, rng)
 
     def _choose(self, rng: np.random.Generator | None, packs: int) -> Ints:
         """Return the samples of this epoch for a batch size: all, fewer, or with some of the shortest repeated."""
-        everyone = np.arange(len(self._lengths))
+        everyone = np.arange(len(self.lengths))
         if self.drop_last:
             left = packs * (self.batch_size or 0)
             return everyone[:left] if rng is None else rng.permutation(everyone)[:left]
-        return np.concatenate([everyone, shortest(self._lengths, packs - len(everyone))])
+        return np.concatenate([everyone, shortest(self.lengths, packs - len(everyone))])
 
     def _by_tokens(self, rng: np.random.Generator | None, jitter: float) -> Packs:
         """Return packs of at most `max_tokens`, as many as come."""
         assert self.max_tokens is not None
-        order = descending(jittered(self._lengths, jitter, rng), rng)
+        order = descending(jittered(self.lengths, jitter, rng), rng)
         if self.padded:
-            return Packs(order, cut_padded(self._lengths[order], self.max_tokens))
-        bins = best_fit(self._lengths[order], self.max_tokens)
+            return Packs(order, cut_padded(self.lengths[order], self.max_tokens))
+        bins = best_fit(self.lengths[order], self.max_tokens)
         return Packs(order[np.argsort(bins, kind="stable")], np.bincount(bins))
 
     def _fit(self, rng: np.random.Generator | None, wanted: int) -> Packs:
         """Return `wanted` packs of at most `max_tokens`, the surplus dropped or packs split to get there."""
-        most = wanted + self.num_replicas - 1 if self.drop_last else wanted
+        most = wanted + self.ranks - 1 if self.drop_last else wanted
         # Without jitter the packs are those that were counted at the start, so the last attempt always fits.
-        for jitter in (self._jitter, self._jitter / 2, 0.0):
+        for jitter in (self.jitter, self.jitter / 2, 0.0):
             packs = self._by_tokens(rng, jitter)
             if len(packs.sizes) <= most:
                 break
@@ -327,24 +344,24 @@ class LengthBalancedBatchSampler(Sampler[list[int]]):
         """Return `missing` packs more, made from the cheapest ones, which stand in the last step."""
         assert self.max_tokens is not None
         wanted = len(packs.sizes) + missing
-        cheap = np.argsort(self._pack_costs(packs), kind="stable")[: -missing % self.num_replicas or self.num_replicas]
+        cheap = np.argsort(self.pack_costs(packs), kind="stable")[: -missing % self.ranks or self.ranks]
         kept = np.setdiff1d(np.arange(len(packs.sizes)), cheap)
         few, made = take(packs, cheap), len(cheap) + missing
         pieces: list[Ints] = []
         if not self.padded:
-            pieces = spread(few.order, made, self._costs, self._lengths, self.max_tokens)
-        pieces = pieces or split(few, made, self._costs, self.padded)
+            pieces = spread(few.order, made, self.costs, self.lengths, self.max_tokens)
+        pieces = pieces or split(few, made, self.costs, self.padded)
         balanced = join(take(packs, kept), pieces)
         # The cheapest alone may hold too few samples: halve any pack then, and at last repeat samples.
         if len(balanced.sizes) < wanted:
-            pieces = split(balanced, wanted, self._costs, self.padded)
-            repeated = shortest(self._lengths, wanted - len(pieces))
+            pieces = split(balanced, wanted, self.costs, self.padded)
+            repeated = shortest(self.lengths, wanted - len(pieces))
             balanced = join(Packs(repeated, np.ones_like(repeated)), pieces)
         return balanced
 
     def _deal(self, packs: Packs, rng: np.random.Generator | None) -> Packs:
         """Put packs of like cost into one step; shuffle steps, and ranks within a step."""
-        ranked = descending(self._pack_costs(packs), rng).reshape(-1, self.num_replicas)
+        ranked = descending(self.pack_costs(packs), rng).reshape(-1, self.ranks)
         if rng is not None:
             ranked = rng.permuted(rng.permutation(ranked), axis=1)
         return take(packs, ranked.ravel())

@@ -21,7 +21,8 @@ from torch.utils.data import DataLoader
 
 from accel.dataio.elastic_sampler import ElasticSampler
 from accel.dataio.passes import epochs, resume
-from accel.dataio.passes.loader_core import MODES, CoreIterator, LoaderCore, LoaderPass, Mode, Options
+from accel.dataio.passes.engines import MODES, Mode, Options
+from accel.dataio.passes.loader_core import CoreIterator, LoaderCore, LoaderPass
 from accel.dataio.passes.movable import not_movable
 
 # Attributes of a `DataLoader` that may be set, and that batches depend on.

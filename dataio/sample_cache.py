@@ -15,7 +15,6 @@ The cache lies below the collate function: order, batches and what collates them
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 import mmap
@@ -23,18 +22,17 @@ import random
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from enum import IntEnum
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 from torch.utils.data import Dataset, IterableDataset
 
 from accel.dataio.dataset.numbers import declared
-from accel.dataio.fetching.drawing import others_could_draw
 from accel.dataio.fetching.fetch import sample_of
-from accel.dataio.fetching.randomness import random_state, streams
-from accel.dataio.samples.cache_state import CacheMode, CacheStats
+from accel.dataio.fetching.randomness import others_could_draw, random_state, states_of_their_own, streams
 from accel.dataio.samples.layout import NotKept, SampleLayout
 from accel.dataio.samples.store import KEPT, UNKNOWN, Places, SampleStore
 from accel.profiler.host import available_memory
@@ -54,6 +52,35 @@ _COMPARED_FIRST, _COMPARED_LATER = 1024, 8
 _TIMED, _REST_OF_NOTING = 5, 1.3
 # From here on a fetch is long: it is timed once.
 _LONG_S = 1e-3
+
+
+class CacheMode(IntEnum):
+    """What a cache does."""
+
+    RESTING = 0
+    """Nothing: each sample is fetched."""
+    RECORDING = 1
+    """Fetch each sample, and keep what comes out the same twice."""
+    SERVING = 2
+    """The same, but hand out what is kept."""
+
+
+class CacheStats(NamedTuple):
+    """What a cache has done so far; counts of several processes are close, not exact."""
+
+    samples: int
+    """In the dataset."""
+    kept: int
+    """Of these are kept now."""
+    kept_bytes: int
+    served: int
+    """Handed out from memory."""
+    fetched: int
+    """Fetched from the dataset, checks included."""
+    checked: int
+    """Kept, and fetched all the same to be compared."""
+    dropped: str
+    """Why the cache has been given up; '' if it hasn't."""
 
 
 class SampleCache(Dataset[Any]):
@@ -434,18 +461,6 @@ _SERVED, _FETCHED, _CHECKS, _ASKED, _FOUND, _STORED, _FULL, _BATCHES = range(8)
 def _bound(directory: Path | None) -> int:
     free = available_memory() if directory is None else shutil.disk_usage(directory).free
     return int(_SHARE * (free or 0))
-
-
-@contextlib.contextmanager
-def states_of_their_own() -> Iterator[None]:
-    """Put the states of the random generators back after the block."""
-    states = [(stream, stream.read()) for stream in streams()]
-    try:
-        yield
-    finally:
-        for stream, state in states:
-            if stream.read() != state:
-                stream.write(state)
 
 
 def _store(dataset: Any, most_bytes: int, directory: Path | None) -> SampleStore:

@@ -28,8 +28,7 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from accel.dataio.elastic_sampler import ElasticSampler
-from accel.dataio.passes.proxy import LoaderProxy
-from accel.dataio.passes.underway import PassesUnderWay
+from accel.dataio.passes.proxy import LoaderProxy, PassesUnderWay
 from accel.dataio.sampling.places import DealtStep, SamplerPlace
 from accel.elastic.left_alone import is_left_alone
 from accel.profiler.loop import backward

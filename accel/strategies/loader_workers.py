@@ -18,8 +18,8 @@ from accel.strategies.base import Exactness, Strategy
 from accel.strategies.trial_design import EpochDesign, TrialDesign
 
 if TYPE_CHECKING:
+    from accel.dataio.passes.next_epoch import NextEpoch
     from accel.dataio.passes.not_ahead import AheadCheck
-    from accel.dataio.passes.own_workers import OwnWorkers
     from accel.dataio.passes.prefetch import PrefetchAcrossEpochs
 
 
@@ -30,8 +30,8 @@ class LoaderWorkers(Strategy):
     `accel.dataio.dataset.fetch_watch`): then the batches are the same bits. Threads are tried only on a dataset that
     they may read together (see `accel.dataio.dataset.thread_safety`).
 
-    One with workers gets as many that go on from epoch to epoch, and make the same bits whether fetching draws random
-    numbers or not (see `accel.dataio.passes.own_workers`). That is tried in whole epochs.
+    One with workers has its next epoch begun early, by workers of its own (see `accel.dataio.passes.next_epoch`). That
+    is tried in whole epochs.
 
     In both cases the next epoch's first batches are fetched while the last ones of this epoch are used.
     """
@@ -44,7 +44,7 @@ class LoaderWorkers(Strategy):
 
     def __init__(self) -> None:
         self._pool: dict[Any, PrefetchAcrossEpochs] = {}
-        self._own: OwnWorkers | None = None
+        self._next_epoch: NextEpoch | None = None
         self._checks: list[AheadCheck] = []
 
     def refusal(self, run: Run) -> str:
@@ -106,13 +106,13 @@ class LoaderWorkers(Strategy):
         return [*threads, *(n for n in counts if available is None or n * own <= available)]
 
     def enable(self, run: Run, setting: Any) -> None:
-        """Fetch so from the next batch on; in place of the loader's own workers, from the next epoch on."""
+        """Fetch so from the next batch on; begin the next epoch early where the loader has workers of its own."""
         if run.loader.num_workers > 0:
-            from accel.dataio.passes.own_workers import OwnWorkers
+            from accel.dataio.passes.next_epoch import NextEpoch
 
-            if self._own is None:
-                self._own = OwnWorkers(run.loader)
-            run.fetching.own_workers = self._own
+            if self._next_epoch is None:
+                self._next_epoch = NextEpoch(run.loader)
+            run.fetching.next_epoch = self._next_epoch
             return
         from accel.dataio.passes.moved import moved
 
@@ -124,14 +124,15 @@ class LoaderWorkers(Strategy):
 
     def disable(self, run: Run) -> None:
         """Fetch in the loop's own thread from the next batch on; the workers are kept."""
-        run.fetching.workers = run.fetching.own_workers = None
-        if self._own is not None:
-            self._own.rest()
+        run.fetching.workers = run.fetching.next_epoch = None
+        if self._next_epoch is not None:
+            self._next_epoch.close()
 
     def close(self, run: Run) -> None:
         """Let go of the workers that are not in use; they end once the epoch that may still wait for them is over."""
         self._pool = {setting: ahead for setting, ahead in self._pool.items() if ahead is run.fetching.workers}
-        self._own = run.fetching.own_workers
+        if self._next_epoch is not run.fetching.next_epoch and self._next_epoch is not None:
+            self._next_epoch.close()
 
 
 _THREADS = "threads="

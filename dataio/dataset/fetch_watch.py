@@ -15,9 +15,8 @@ from typing import Any, TypeVar
 
 from accel.dataio.dataset.handles import moved, positions
 from accel.dataio.dataset.watch import DatasetWatch
-from accel.dataio.fetching.drawing import others_could_draw
 from accel.dataio.fetching.fetch import Fetch
-from accel.dataio.fetching.randomness import random_state
+from accel.dataio.fetching.randomness import others_could_draw, random_state
 
 _DRAWS_OR_OTHERS = "random numbers are drawn while a sample is fetched, by it or by another thread"
 

@@ -15,7 +15,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, wait
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch.utils.data import DataLoader
@@ -23,9 +23,8 @@ from torch.utils.data import DataLoader
 from accel.dataio.dataset.numbers import Numbers
 from accel.dataio.dataset.watch import DatasetWatch
 from accel.dataio.engine.thread_pool import ThreadModes, ThreadPool
-from accel.dataio.fetching.drawing import Drawing, others_could_draw
 from accel.dataio.fetching.fetch import blame, fetch_of
-from accel.dataio.fetching.randomness import Stream, streams
+from accel.dataio.fetching.randomness import Stream, others_could_draw, random_state, seed_everything, streams
 from accel.profiler.interruptions import ours
 from accel.profiler.trees import tensors
 
@@ -54,18 +53,6 @@ class BatchHasGraph(RuntimeError):
     """A batch hangs on a graph: made ahead, it is computed with weights from before the optimizer's step."""
 
 
-class WorkerEpoch(NamedTuple):
-    """An epoch of a `DataLoader`'s own workers, which are started anew for each one.
-
-    Attributes:
-        token: another one for each epoch that is drawn.
-        base_seed: of the random numbers in its workers.
-    """
-
-    token: int
-    base_seed: int
-
-
 class BatchJob(NamedTuple):
     """One batch to be made.
 
@@ -73,10 +60,8 @@ class BatchJob(NamedTuple):
         indices: what the batch sampler yielded.
         seed: of the random numbers that fetching may draw; None to leave them alone.
         after: states of the loader's own generators once `indices` were drawn.
-        dataset: to read in place of the loader's own, by engines without copies; None for the loader's own.
         epoch: which of the epochs that were drawn it belongs to.
         number: of the batch in its epoch.
-        worker_epoch: the epoch as a `DataLoader`'s own workers know it, for an engine that stands in for them.
         watch: for threads, which read the loop's own dataset: what it must be as; None for anything.
         numbers: of the dataset, for engines with copies of it: under which the batch is to be made; set by the engine.
     """
@@ -84,10 +69,8 @@ class BatchJob(NamedTuple):
     indices: Any
     seed: int | None
     after: list[torch.Tensor] = []  # noqa: RUF012  (never changed)
-    dataset: Any = None
     epoch: int = 0
     number: int = 0
-    worker_epoch: WorkerEpoch | None = None
     watch: DatasetWatch | None = None
     numbers: Numbers = {}  # noqa: RUF012  (never changed)
 
@@ -130,22 +113,21 @@ class Engine(Protocol):
         """Give up threads and processes."""
 
 
-_T = TypeVar("_T")
+# Batches for which no random number is drawn, after which none is looked for any more: 0.1 ms each.
+_TRIED = 16
+_J = TypeVar("_J")
+_B = TypeVar("_B")
 
 
-# Not by contextlib: that writes to the error, which a frozen dataclass does not bear.
-class _Oldest(Generic[_T]):
-    """Hand out the oldest job, and take it out unless something like Ctrl-C came between."""
-
-    def __init__(self, jobs: deque[_T]) -> None:
-        self._jobs = jobs
-
-    def __enter__(self) -> _T:
-        return self._jobs[0]
-
-    def __exit__(self, _: Any, error: BaseException | None, __: Any) -> None:
-        if error is None or isinstance(error, Exception):
-            self._jobs.popleft()
+def _take_oldest(jobs: deque[_J], make: Callable[[_J], _B]) -> _B:
+    """Return what is made of the oldest job, and take it out unless something like Ctrl-C comes between."""
+    try:
+        made = make(jobs[0])
+    except ours():
+        jobs.popleft()
+        raise
+    jobs.popleft()
+    return made
 
 
 def _tell(error: Exception, where: str, job: BatchJob) -> None:
@@ -173,8 +155,15 @@ class _Elsewhere(Exception):
 class InlineEngine:
     """Make each batch when it is asked for, in the loop's own thread.
 
-    A job's seed holds for its batch alone: the loop's own random states are put back (`accel.dataio.fetching.drawing`).
-    So augmentation is the same as in a worker process, and the loop draws the same numbers whichever engine fetches.
+    A job's seed holds for its batch alone: the loop's own random states are put back. So augmentation
+    is the same as in a worker process, and the loop draws the same numbers whichever engine fetches.
+    The generators of Python, torch and numpy are one for all threads: another thread that draws
+    meanwhile gets its numbers from the batch's states, and what it has drawn is put back with the
+    rest. Such a thread should have a generator of its own.
+
+    Attributes:
+        draws: fetching was seen to draw random numbers.
+        jobs: those that were not collected, oldest first.
     """
 
     capacity = 1
@@ -183,51 +172,69 @@ class InlineEngine:
 
     def __init__(self, loader: DataLoader[Any]) -> None:
         self._fetch = fetch_of(loader)
-        self._jobs: deque[BatchJob] = deque()
-        self._drawing = Drawing()
-
-    @property
-    def draws(self) -> bool:
-        """True if fetching was seen to draw random numbers."""
-        return self._drawing.draws
+        self.jobs: deque[BatchJob] = deque()
+        self.draws = False
+        self._quiet = 0  # batches in a row for which nothing was drawn
+        self._before: list[tuple[Stream, Any]] = []
 
     def start(self) -> None:
         """Do nothing."""
 
     def submit(self, job: BatchJob) -> None:
         """Take a job."""
-        self._jobs.append(job)
+        self.jobs.append(job)
 
     def collect(self) -> Any:
         """Make the batch of the oldest job."""
-        with _Oldest(self._jobs) as job:
-            return self._make(job)
+        return _take_oldest(self.jobs, self._make)
 
     def _make(self, job: BatchJob) -> Any:
         try:
-            return self._drawing.make(self._fetch, job.indices, job.seed)
+            if job.seed is None or self._quiet >= _TRIED:
+                return self._fetch(job.indices)
+            return self._made_from_seed(job.indices, job.seed)
         except ours() as error:
             _tell(error, "the loop's own thread", job)
             raise
 
+    def _made_from_seed(self, indices: Any, seed: int) -> Any:
+        self._before = [(stream, stream.read()) for stream in streams()]
+        try:
+            seed_everything(seed)
+            began = random_state()
+            try:
+                batch = self._fetch(indices)
+            finally:
+                self.draws = self.draws or random_state() != began
+        finally:
+            self.put_back()
+        # In a row: one draw, however late in the first batches, and all batches are seeded.
+        self._quiet = 0 if self.draws else self._quiet + 1
+        return batch
+
+    def put_back(self) -> None:
+        """Put back the loop's random states, also where Ctrl-C came between."""
+        for stream, state in self._before:
+            stream.write(state)
+        self._before = []
+
     def discard(self) -> None:
         """Forget the jobs."""
-        self._jobs.clear()
+        self.jobs.clear()
 
     def update(self, numbers: Numbers) -> None:
         """Look again whether fetching draws random numbers: the dataset, the loop's own, has changed."""
-        self._drawing.look_again()
+        self._quiet = 0
 
     def restart(self) -> None:
         """Forget the jobs, and look again."""
-        self.discard()
+        self.jobs = deque()
         self.update({})
 
     def reset(self) -> None:
         """Forget the jobs, and look again."""
-        self._drawing.put_back()
-        self._jobs = deque()
-        self._drawing.look_again()
+        self.put_back()
+        self.restart()
 
     def close(self) -> None:
         """Forget the jobs."""
@@ -297,10 +304,6 @@ class ThreadEngine:
         self._abandon_check()
         for _, future in self._futures:
             future.cancel()
-        self._hold_back()
-
-    def _hold_back(self) -> None:
-        """Take back the jobs that the threads have."""
         self._held_back.extendleft(job for job, _ in reversed(self._futures))
         self._futures.clear()
 
@@ -323,7 +326,7 @@ class ThreadEngine:
         try:
             if self._quiet or not self._futures:
                 self._hand_out()
-            batch, future = self._oldest()
+            batch, future = _take_oldest(self._futures, self._awaited)
         except BaseException:
             self._abandon_check()
             raise
@@ -332,15 +335,15 @@ class ThreadEngine:
             self._hand_out()
         return batch
 
-    def _oldest(self) -> tuple[Any, Future[Any]]:
-        with _Oldest(self._futures) as (job, future):
-            wait([future], self._timeout_s)
-            if not future.done():
-                raise FetchTimeout(
-                    f"a thread has been fetching {blame(RuntimeError(), job.indices)} for {self._timeout_s:g} s "
-                    f"(timeout={self._timeout_s:g})"
-                )
-            return future.result(), future
+    def _awaited(self, under_way: tuple[BatchJob, Future[Any]]) -> tuple[Any, Future[Any]]:
+        job, future = under_way
+        wait([future], self._timeout_s)
+        if not future.done():
+            raise FetchTimeout(
+                f"a thread has been fetching {blame(RuntimeError(), job.indices)} for {self._timeout_s:g} s "
+                f"(timeout={self._timeout_s:g})"
+            )
+        return future.result(), future
 
     def _abandon_check(self) -> None:
         if self._check is not None:
@@ -354,10 +357,9 @@ class ThreadEngine:
     def _make(self, job: BatchJob, check: _DrawCheck | None) -> Any:
         """Make a batch, in a thread; `check` whether it draws, while the loop waits for it."""
         thread = f"thread {threading.current_thread().name.rpartition('_')[2]}"
-        fetch = self._fetch if job.dataset is None else self._fetch.of(job.dataset)
         try:
             _refuse_changed(job)
-            batch = fetch(job.indices) if check is None else check.make(fetch, job.indices)
+            batch = self._fetch(job.indices) if check is None else check.make(self._fetch, job.indices)
             _refuse_graph(batch)
             _refuse_changed(job)  # the loop may put back what it has changed
             return batch
@@ -402,7 +404,7 @@ class ThreadEngine:
 
 
 def _refuse_changed(job: BatchJob) -> None:
-    if job.watch is not None and job.dataset is None and job.watch.changed(job.indices):
+    if job.watch is not None and job.watch.changed(job.indices):
         raise NotAhead(f"the loop changes {job.watch.change} within an epoch")
 
 

@@ -31,7 +31,6 @@ from accel.profiler.interruptions import ours
 log = logging.getLogger("accel.dataio")
 
 _MOST_TRIES = 2
-_WARN_S = 60.0
 STALL_S = 30.0
 # A fork waits so long for the threads of other engines to finish the batch in hand.
 _REST_S = 5.0
@@ -58,9 +57,6 @@ class ProcessEngine:
         stall_s: after so many seconds (default 30) without its first batch, a worker that was forked while other
             threads ran is taken for stuck on a lock that was copied locked; then all are given up. With `check` any
             forked worker is, and after 30 seconds at least at any later batch: the loop can make it itself.
-        as_torch: stand in for the loader's own workers: batch n of an epoch is made by worker n modulo `workers`, with
-            the random numbers that one would have, see `BatchJob.worker_epoch`; one that dies has no successor, which
-            would not know how far these have come.
         as_loop: stand in for the loop's own process, where a loader has no workers: to the dataset they are none
             (`get_worker_info`, worker_init_fn), and a batch for which random numbers are drawn is not made but fails.
         check: called with the start method each time before workers are started; raises what keeps them from it. For
@@ -82,7 +78,6 @@ class ProcessEngine:
         threads: int = 1,
         stall_s: float | None = None,
         check: Callable[[str], None] | None = None,
-        as_torch: bool = False,
         as_loop: bool = False,
     ) -> None:
         for name, value in (("workers", workers), ("prefetch", prefetch), ("threads", threads)):
@@ -94,7 +89,7 @@ class ProcessEngine:
         self.workers, self.capacity = workers, workers * prefetch
         self._threads, self._timeout_s, self._check = threads, float(loader.timeout), check
         self.stall_s = STALL_S if stall_s is None else stall_s
-        self._as_torch, self._as_loop = as_torch, as_loop
+        self._as_loop = as_loop
         self.base_seed = 0
         self.deaths: list[str] = []
         """What became of workers that died; the loop went on."""
@@ -121,9 +116,9 @@ class ProcessEngine:
     # -- jobs --------------------------------------------------------------------------------------------------------
 
     def submit(self, job: BatchJob) -> None:
-        """Hand a job to the worker that has the fewest, or whose turn it is."""
+        """Hand a job to the worker that has the fewest."""
         self.start()
-        self._worker_for(job, self._handles).give(self._next, job._replace(numbers=self._numbers))
+        _freest(self._handles).give(self._next, job._replace(numbers=self._numbers))
         self._order.append(self._next)
         self._next += 1
 
@@ -220,7 +215,6 @@ class ProcessEngine:
             self.base_seed,
             self._threads,
             most_free=self.capacity // self.workers + 2,
-            as_torch=self._as_torch,
             as_loop=self._as_loop,
         )
         self._start_process(handle, task)
@@ -241,12 +235,7 @@ class ProcessEngine:
     def _hand_out(self, handles: list[WorkerHandle], jobs: dict[int, BatchJob]) -> None:
         """Give jobs to workers that were just started."""
         for serial in sorted(jobs):
-            self._worker_for(jobs[serial], handles).give(serial, jobs[serial])
-
-    def _worker_for(self, job: BatchJob, handles: list[WorkerHandle]) -> WorkerHandle:
-        if self._as_torch:
-            return self._handles[job.number % self.workers]
-        return min(handles, key=lambda each: len(each.jobs))
+            _freest(handles).give(serial, jobs[serial])
 
     def _end_workers(self) -> None:
         """End the workers; their jobs wait for others."""
@@ -266,7 +255,7 @@ class ProcessEngine:
         if serial in self._results:
             return
         self.start()
-        began = warned = time.monotonic()
+        began = time.monotonic()
         patience = min(1.0, self._timeout_s or 1.0)
         while serial not in self._results:
             for key, _ in self._selector.select(patience / 2):
@@ -280,9 +269,6 @@ class ProcessEngine:
                 self._give_up(holder)
             elif self._timeout_s and waited > self._timeout_s:
                 raise FetchTimeout(self._late(serial, waited))
-            elif time.monotonic() - warned > _WARN_S and holder is not None:
-                warned = time.monotonic()
-                holder.send("where", None)
 
     def _hear(self, handle: WorkerHandle) -> None:
         messages = handle.receive()
@@ -299,13 +285,6 @@ class ProcessEngine:
     def _take(self, handle: WorkerHandle, message: Any) -> None:
         if isinstance(message, worker.Ready):
             handle.ready, self._failed_starts = True, 0
-        elif isinstance(message, worker.Where):
-            log.warning(
-                "worker process %d has been at one batch for over %.0f s; it is here:\n%s",
-                handle.number,
-                _WARN_S,
-                message.stack,
-            )
         elif isinstance(message, worker.Failed) and message.serial is None:
             self._end_workers()
             raise as_raised(message.error, message.text, f"worker process {handle.number} in {message.at}")
@@ -339,9 +318,6 @@ class ProcessEngine:
             if self._failed_starts > max(2, self.workers):
                 self._end_workers()
                 raise WorkerDied(f"{death}, and so did those before it: no worker process can be started")
-        if self._as_torch:
-            self._end_workers()
-            raise WorkerDied(death)
         log.warning("%s; a new one takes its place", death)
         jobs, handle.jobs = handle.jobs, {}
         try:
@@ -394,6 +370,10 @@ class ProcessEngine:
                 what = _samples(handle.jobs[serial])
                 return f"worker process {handle.number} has been fetching {what} for {waited:.0f} s ({limit})"
         return f"no worker has the batch after {waited:.0f} s ({limit})"
+
+
+def _freest(handles: list[WorkerHandle]) -> WorkerHandle:
+    return min(handles, key=lambda each: len(each.jobs))
 
 
 def _samples(job: BatchJob) -> str:

@@ -1,6 +1,7 @@
 """Shared memory that a batch travels in: written once by a worker process, read in place, used again when dropped.
 
-A slot is an anonymous file in memory (`memfd_create`), mapped by the worker that fills it and by the loop's process.
+A slot is an anonymous file in memory (`memfd_create`), mapped by the worker that fills it and by the loop's process,
+which opens it by its name in /proc.
 The loop's tensors lie in the slot itself. When the last of them is gone the worker is notified and reuses the slot.
 So a batch costs one message and no fresh page: the pages of a slot are touched once, not once per batch, and nothing
 lies in /dev/shm, whose size a container limits. The file has no name and goes with the last process that maps it.
@@ -22,7 +23,7 @@ _PAGE = 4096
 
 def supported() -> bool:
     """Return whether this system has anonymous files in memory."""
-    return hasattr(os, "memfd_create") and hasattr(os, "posix_fallocate")
+    return hasattr(os, "memfd_create") and os.path.exists("/proc/self/fd")
 
 
 def map_memory(file: int, size: int) -> memoryview:
@@ -49,7 +50,8 @@ class SharedSlot:
 
     def __init__(self, number: int, size: int) -> None:
         self.number, self.size = number, size
-        self.file = os.memfd_create(f"accel-batch-{number}", os.MFD_CLOEXEC)
+        self.file: int | None = os.memfd_create(f"accel-batch-{number}", os.MFD_CLOEXEC)
+        """Its descriptor, until the other process has it."""
         try:
             # Reserved now: without it a machine out of memory would answer with SIGBUS in the middle of a copy.
             os.posix_fallocate(self.file, 0, size)
@@ -59,10 +61,10 @@ class SharedSlot:
             raise
 
     def close_file(self) -> None:
-        """Close the file once the other process has it; the mapping stays."""
-        if self.file >= 0:
+        """Close the file; the mapping stays."""
+        if self.file is not None:
             os.close(self.file)
-            self.file = -1
+            self.file = None
 
 
 class SlotWriter:
@@ -80,8 +82,8 @@ class SlotWriter:
         self.dropped: list[int] = []
         """Numbers of slots given up since the loop was last notified."""
 
-    def acquire(self, size: int) -> tuple[SharedSlot, bool]:
-        """Return a slot of at least `size` bytes and whether it is new; raises OSError when there is no memory."""
+    def acquire(self, size: int) -> SharedSlot:
+        """Return a slot of at least `size` bytes; raises OSError when there is no memory."""
         fitting = [slot for slot in self._free if slot.size >= size]
         if fitting:
             slot = min(fitting, key=lambda each: each.size)
@@ -93,13 +95,14 @@ class SlotWriter:
             slot = SharedSlot(self._made, -(-(size + size // 8) // _PAGE) * _PAGE)
             self._made += 1
         self._in_use[slot.number] = slot
-        return slot, slot.file >= 0
+        return slot
 
     def release(self, number: int, *, again: bool = True) -> None:
         """Take back a slot that the loop is done with; it is filled anew only if `again`."""
         slot = self._in_use.pop(number, None)
         if slot is None:
             return
+        slot.close_file()  # the loop has opened it
         if not again:
             self._drop(slot)
             return
@@ -110,7 +113,6 @@ class SlotWriter:
             self._drop(smallest)
 
     def _drop(self, slot: SharedSlot) -> None:
-        slot.close_file()
         self.dropped.append(slot.number)
 
 
@@ -124,8 +126,9 @@ class SlotReader:
         self._forked: set[int] = set()
         _READERS.add(self)
 
-    def add(self, number: int, file: int) -> None:
-        """Map a slot that the worker made; closes the file."""
+    def add(self, number: int, process: int, descriptor: int) -> None:
+        """Map a slot that a worker process has made; raises OSError when that is gone."""
+        file = os.open(f"/proc/{process}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
         try:
             self._memory[number] = map_memory(file, os.fstat(file).st_size)
         finally:

@@ -1,19 +1,18 @@
 """What runs in a worker process: take a list of indices, make the batch, write it into shared memory, say so.
 
-A thread of its own receives, so that a new order (give up what is stale, where are you, the loop is gone) is received
+A thread of its own receives, so that a new order (give up what is stale, the loop is gone) is received
 while a sample is being fetched, and so that neither side ever waits for the other to read. The main thread fetches and
 sends.
 
 Random numbers: each batch is begun with seeds derived from the epoch's base seed and the batch's number. Augmentation
 is then the same whichever worker makes the batch and however many there are. With a `worker_init_fn`, which may seed as
-it likes, a worker is seeded once, as `DataLoader` does. A worker that stands in for one of a `DataLoader`'s own begins
-each epoch with the seeds that that one would be started with, and calls the `worker_init_fn` again. One that stands in
-for the loop's own process calls none, is no worker to `get_worker_info`, is not seeded, and gives back a batch for
-which numbers are drawn.
+it likes, a worker is seeded once, as `DataLoader` does. One that stands in for the loop's own process calls none, is no
+worker to `get_worker_info`, is not seeded, and gives back a batch for which numbers are drawn.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import os
@@ -28,7 +27,6 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from socket import AF_UNIX, SOCK_STREAM, send_fds, socket
 from typing import Any, NamedTuple
 
 import torch
@@ -36,9 +34,7 @@ from torch.utils.data._utils import collate as torch_collate
 from torch.utils.data._utils import worker as torch_worker
 
 from accel.dataio.dataset.numbers import Numbers, set_numbers
-from accel.dataio.dataset.watch import DatasetWatch
 from accel.dataio.engine import slots, wire
-from accel.dataio.engine.engine import WorkerEpoch
 from accel.dataio.fetching.fetch import Fetch, blame
 from accel.dataio.fetching.randomness import random_state, seed_everything
 
@@ -57,8 +53,6 @@ class Task:
     base_seed: int
     threads: int
     most_free: int
-    as_torch: bool = False
-    """It stands in for a worker of the loader's own."""
     as_loop: bool = False
     """It stands in for the loop's own process, of a loader without workers: see `ProcessEngine`."""
 
@@ -69,7 +63,6 @@ class Order(NamedTuple):
     serial: int
     indices: bytes
     seed: int | None
-    epoch: WorkerEpoch | None
     numbers: Numbers
     again: list[int]
     spent: list[int]
@@ -82,10 +75,10 @@ class Done(NamedTuple):
     payload: bytes
     sizes: list[int]
     slot: int | None
-    new_file: bool
+    file: int | None
+    """The worker's descriptor of the slot, if the slot is new."""
     dropped: list[int]
     data: bytearray | None
-    seconds: float
 
 
 class Failed(NamedTuple):
@@ -103,29 +96,8 @@ class Ready(NamedTuple):
     number: int
 
 
-class CopyMoved(RuntimeError):
-    """A worker's copy of the dataset is another than at the epoch's beginning, where a plain loader makes a new one."""
-
-
 class Drew(RuntimeError):
     """Fetching has drawn random numbers, which are to be drawn in the loop's own process."""
-
-
-class Where(NamedTuple):
-    """The Python stack of the worker's main thread."""
-
-    stack: str
-
-
-def channel_of(connection: Connection) -> socket:
-    """Return the connection as a socket, for files; made once, while nothing else reads or writes.
-
-    A new socket object takes on `socket.setdefaulttimeout` of the process: with that set, the connection itself would
-    no longer wait.
-    """
-    channel = socket(AF_UNIX, SOCK_STREAM, fileno=os.dup(connection.fileno()))
-    channel.setblocking(True)
-    return channel
 
 
 def run(connection: Connection, task: Task) -> None:
@@ -154,17 +126,10 @@ def _stack(stack: Callable[..., Any], batch: Any, **options: Any) -> Any:
 class _Worker:
     def __init__(self, connection: Connection, task: Task) -> None:
         self._connection, self._task, self._fetch = connection, task, task.fetch
-        self._channel = channel_of(connection)
         self._orders: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._sending = threading.Lock()
         self._stale_below = 0
         self._slots = slots.SlotWriter(task.most_free) if slots.supported() else None
-        self._main_thread = threading.get_ident()
-        self._epoch: int | None = None
         self._numbers: Numbers = {}
-        # The dataset as a worker that was just started would have it.
-        self._clean: DatasetWatch | None = None
-        self._moved = ""
 
     # -- receiving ---------------------------------------------------------------------------------------------------
 
@@ -181,20 +146,13 @@ class _Worker:
                 os._exit(1)
             if kind == "stale":
                 self._stale_below = content
-            elif kind == "where":
-                frame = sys._current_frames().get(self._main_thread)
-                self._send(Where("".join(traceback.format_stack(frame)) if frame else ""))
             else:
                 self._orders.put(content)
 
     # -- sending -----------------------------------------------------------------------------------------------------
 
-    def _send(self, message: Any, file: int = -1) -> None:
-        data = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
-        with self._sending:
-            self._connection.send_bytes(data)
-            if file >= 0:
-                send_fds(self._channel, [b"f"], [file])
+    def _send(self, message: Any) -> None:
+        self._connection.send_bytes(pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL))
 
     # -- work --------------------------------------------------------------------------------------------------------
 
@@ -212,7 +170,7 @@ class _Worker:
     def _start(self) -> bool:
         task = self._task
         try:
-            if not task.as_torch and not task.as_loop:
+            if not task.as_loop:
                 self._seed(task.base_seed)
         except BaseException as error:
             self._send(Failed(None, _pickled(error), traceback.format_exc(), "its worker_init_fn"))
@@ -235,48 +193,17 @@ class _Worker:
         if task.init is not None:
             task.init(task.number)
 
-    # -- in place of a worker of the loader's own ----------------------------------------------------------------------
-
-    def _begin(self, epoch: WorkerEpoch) -> None:
-        """Be as a worker that is started for this epoch; raises `CopyMoved` if this one can't be."""
-        if epoch.token == self._epoch:
-            return
-        self._look("fetching a sample changes the dataset, which workers that go on would not forget")
-        if not self._moved:
-            self._seed(epoch.base_seed)
-        if self._clean is None:
-            self._clean = DatasetWatch(self._fetch)
-        elif self._task.init is not None:
-            self._look("the worker_init_fn changes the dataset, differently each time")
-        if self._moved:
-            raise CopyMoved(self._moved)
-        self._epoch = epoch.token
-
-    def _look(self, what: str) -> None:
-        """Take note if the dataset is another than that of a worker that was just started."""
-        if self._clean is not None and not self._moved and self._clean.changed(thoroughly=True):
-            self._moved = what
-
-    def _apply(self, numbers: Numbers) -> None:
-        self._numbers = numbers
-        if self._task.as_torch:
-            self._look("fetching a sample changes the dataset, which workers that go on would not forget")
-        set_numbers(self._fetch.dataset, numbers)
-        if self._clean is not None:
-            self._clean = DatasetWatch(self._fetch)
-
     def _serve(self, order: Order) -> None:
         self._release(order)
         if order.serial < self._stale_below:
             return
-        began, indices = time.perf_counter(), None
+        indices = None
         if order.numbers != self._numbers:
-            self._apply(order.numbers)
+            self._numbers = order.numbers
+            set_numbers(self._fetch.dataset, order.numbers)
         try:
             if order.seed is not None and not self._task.as_loop:
                 seed_everything(order.seed)
-            if order.epoch is not None:
-                self._begin(order.epoch)
             indices = pickle.loads(order.indices)
             batch = self._fetched_undrawn(indices) if self._task.as_loop else self._fetch(indices)
         except BaseException as error:  # sys.exit() in a dataset too: it is the loop that decides
@@ -289,7 +216,7 @@ class _Worker:
             text = f"the batch is a {type(batch).__name__} that can't be sent to another process: {error!r}"
             self._send(Failed(order.serial, _pickled(TypeError(text)), text, blame(error, indices)))
             return
-        self._deliver(order.serial, packed, began)
+        self._deliver(order.serial, packed)
 
     def _fetched_undrawn(self, indices: Any) -> Any:
         """Make a batch; raises `Drew` if random numbers were drawn."""
@@ -306,13 +233,12 @@ class _Worker:
             for number in order.spent:
                 self._slots.release(number, again=False)
 
-    def _deliver(self, serial: int, packed: wire.WireBatch, began: float) -> None:
-        slot, fresh, data = None, False, None
+    def _deliver(self, serial: int, packed: wire.WireBatch) -> None:
+        slot = data = None
         if packed.size and self._slots is not None:
-            try:
-                slot, fresh = self._slots.acquire(packed.size)
-            except OSError:
-                slot = None  # no memory for a slot, or no file left: the bytes go through the connection
+            # Without memory for a slot, or a file, the bytes go through the connection.
+            with contextlib.suppress(OSError):
+                slot = self._slots.acquire(packed.size)
         if slot is not None:
             wire.write(packed, slot.memory)
         elif packed.size:
@@ -321,11 +247,8 @@ class _Worker:
         dropped = []
         if self._slots is not None:
             dropped, self._slots.dropped = self._slots.dropped, []
-        number = None if slot is None else slot.number
-        done = Done(serial, packed.payload, packed.sizes, number, fresh, dropped, data, time.perf_counter() - began)
-        self._send(done, slot.file if slot is not None and fresh else -1)
-        if slot is not None:
-            slot.close_file()
+        number, file = (None, None) if slot is None else (slot.number, slot.file)
+        self._send(Done(serial, packed.payload, packed.sizes, number, file, dropped, data))
 
 
 def _pickled(error: BaseException) -> bytes | None:

@@ -12,17 +12,15 @@ import time
 import weakref
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
-from socket import socket
 from typing import Any
 
 from accel.dataio.engine import worker
 from accel.dataio.engine.engine import BatchJob
-from accel.dataio.engine.inbox import Inbox
 from accel.dataio.engine.slots import SlotReader
 
 # The loop's ends of all connections: a process forked later must not keep them open, or a worker would not see that
 # the loop is gone.
-_ENDS: weakref.WeakSet[Connection | socket] = weakref.WeakSet()
+_ENDS: weakref.WeakSet[Connection] = weakref.WeakSet()
 _PROCESSES: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
@@ -56,9 +54,6 @@ class WorkerHandle:
         self.jobs: dict[int, BatchJob] = {}
         self.process: Any = None
         self.connection: Connection | None = None
-        self._channel: socket | None = None
-        self._inbox: Inbox
-        self._fileless: worker.Done | None = None
         self._begin()
 
     def _begin(self) -> None:
@@ -82,9 +77,6 @@ class WorkerHandle:
             raise
         finally:
             theirs.close()
-        self._channel = worker.channel_of(ours)
-        self._inbox, self._fileless = Inbox(self._channel), None
-        _ENDS.add(self._channel)
         _PROCESSES.add(process)
 
     # -- messages ----------------------------------------------------------------------------------------------------
@@ -103,43 +95,25 @@ class WorkerHandle:
         indices = pickle.dumps(job.indices, protocol=pickle.HIGHEST_PROTOCOL)
         self.jobs[serial] = job
         slots = self.slots.take_freed()
-        self.send("order", worker.Order(serial, indices, job.seed, job.worker_epoch, job.numbers, *slots))
+        self.send("order", worker.Order(serial, indices, job.seed, job.numbers, *slots))
 
     def receive(self) -> Iterator[Any]:
-        """Yield the messages that have come as a whole; raises EOFError or OSError when the worker is gone."""
-        self._inbox.read()
-        while (message := self._next()) is not None:
+        """Yield the messages that have come; raises EOFError or OSError when the worker is gone."""
+        while self.connection is not None and self.connection.poll():
+            message = pickle.loads(self.connection.recv_bytes())
+            if isinstance(message, worker.Done):
+                for number in message.dropped:
+                    self.slots.drop(number)
+                if message.slot is not None and message.file is not None:
+                    self.slots.add(message.slot, self.process.pid, message.file)
             yield message
-
-    def _next(self) -> Any:
-        if self._fileless is None:
-            data = self._inbox.message()
-            if data is None:
-                return None
-            message = pickle.loads(data)
-            if not isinstance(message, worker.Done):
-                return message
-            for number in message.dropped:
-                self.slots.drop(number)
-            if not message.new_file:
-                return message
-            self._fileless = message  # its file comes after it, with a byte of its own
-        if self._inbox.byte() is None:
-            return None
-        if not self._inbox.files:
-            raise EOFError
-        message, self._fileless = self._fileless, None
-        assert message.slot is not None
-        self.slots.add(message.slot, self._inbox.files.popleft())
-        return message
 
     # -- the end -----------------------------------------------------------------------------------------------------
 
     def hang_up(self) -> None:
         """Close the connection: the worker then ends on its own, if it can."""
-        for end in (self.connection, self._channel):
-            if end is not None:
-                end.close()
+        if self.connection is not None:
+            self.connection.close()
 
     def bury(self) -> str:
         """Clear away a worker that is gone; return which process it was and how it ended."""

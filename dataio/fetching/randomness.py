@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -74,6 +76,18 @@ def random_state() -> tuple[Any, ...]:
     return tuple(stream.read() for stream in streams())
 
 
+@contextlib.contextmanager
+def states_of_their_own() -> Iterator[None]:
+    """Put the states of the generators back after the block."""
+    states = [(stream, stream.read()) for stream in streams()]
+    try:
+        yield
+    finally:
+        for stream, state in states:
+            if stream.read() != state:
+                stream.write(state)
+
+
 def seed_everything(seed: int) -> None:
     """Seed Python, torch (CPU) and, if it is loaded, numpy."""
     for stream in streams():
@@ -86,3 +100,15 @@ def derived_seed(base_seed: int, number: int) -> int:
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
     return (z ^ (z >> 31)) >> 1
+
+
+def others_could_draw(waiting: Collection[int] = ()) -> bool:
+    """Return whether a thread beside this one could draw random numbers now.
+
+    Args:
+        waiting: threads, by identifier, that wait for this one. Those of this package draw none.
+    """
+    named = threading.enumerate()
+    mine = {threading.get_ident(), *waiting}
+    unnamed = len(sys._current_frames()) > len(named)  # started by native code
+    return unnamed or any(each.ident not in mine and not each.name.startswith("accel-") for each in named)

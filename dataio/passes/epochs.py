@@ -115,6 +115,11 @@ class Ahead:
     epoch: int | None
     peeked: PeekedEpoch
 
+    def holds(self, loader: DataLoader[Any]) -> bool:
+        """Return whether the epoch that begins now has these lists, where the random states are the same."""
+        present = epoch_of(loader), lengths(loader), settings(loader)
+        return present == (self.epoch, self.lengths, self.settings) and self.peeked.holds()
+
 
 def ordering(loader: DataLoader[Any]) -> Any:
     """Return the sampler that gives the order: the one inside a plain `BatchSampler`, else what yields the batches."""
@@ -190,11 +195,6 @@ def can_draw_ahead(loader: DataLoader[Any]) -> bool:
     return type(sampler) in (SequentialSampler, DistributedSampler)
 
 
-def of_torch(loader: DataLoader[Any]) -> bool:
-    """Return whether the order is given by a sampler of torch's that draws all it needs when an epoch begins."""
-    return type(ordering(loader)) in (RandomSampler, SequentialSampler, DistributedSampler)
-
-
 def can_peek(loader: DataLoader[Any]) -> bool:
     """Return whether the sampler can tell its next epoch, see `accel.dataio.peek`."""
     return hasattr(loader._index_sampler, "peek_epoch")
@@ -227,19 +227,6 @@ def begin(loader: DataLoader[Any], *, seeded: int | None = None) -> tuple[Iterat
     # A batch sampler may draw here. Where there are workers, torch asks for a second iterator and drops the first.
     lists, seed = iter(loader._index_sampler), base_seed(loader)
     return (iter(loader._index_sampler) if loader.num_workers else lists), seed
-
-
-def begin_apart(
-    loader: DataLoader[Any], state: torch.Tensor, *, seeded: int | None = None
-) -> tuple[Iterator[Any], int]:
-    """Begin an epoch as `begin` would with torch's own generator in `state`, and leave that alone.
-
-    Only for torch's samplers: what others draw is not known.
-    """
-    apart = torch.Generator()
-    apart.set_state(state)
-    seed = _draw(apart if loader.generator is None else loader.generator) if seeded is None else seeded
-    return iter(_seeded(loader, apart)[0]), seed
 
 
 def draw_ahead(loader: DataLoader[Any], *, step: int = 1, seeded: int | None = None) -> Ahead | None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, SubsetRandomSampler
 
-from accel.dataio.engine.engine import BatchJob, WorkerEpoch
+from accel.dataio.engine.engine import BatchJob
 from accel.dataio.fetching.randomness import derived_seed
 from accel.dataio.passes.epochs import Draws, States, ordering, same
 from accel.profiler.interruptions import ours
@@ -37,21 +37,20 @@ class IndexLists:
     Args:
         loader: whose samplers yield the lists.
         draws: draws them.
-        keeps: leave lists as they were drawn, as workers of a loader's own do.
 
     Attributes:
         exhausted: no more can be drawn.
         is_drawing: a list is on its way to whoever draws it; after an interruption it is lost.
     """
 
-    def __init__(self, loader: DataLoader[Any], draws: Draws, *, keeps: bool = False) -> None:
+    def __init__(self, loader: DataLoader[Any], draws: Draws) -> None:
         self.draws, self.exhausted, self.is_drawing = draws, False, False
         self._back: deque[BatchJob] = deque()
         self._states: tuple[States, States] | None = None
         self._error: Exception | None = None
         outer, sampler = loader._index_sampler, ordering(loader)
-        self._batches = outer if type(outer) is BatchSampler and not outer.drop_last and not keeps else None
-        self._subset = sampler if type(sampler) is SubsetRandomSampler and not keeps else None
+        self._batches = outer if type(outer) is BatchSampler and not outer.drop_last else None
+        self._subset = sampler if type(sampler) is SubsetRandomSampler else None
         self._rest, self._is_uneven = list[Any](), False
         self._follow()
 
@@ -150,21 +149,11 @@ class Jobs:
         base_seed: of the epoch's random numbers; None to leave them alone.
         epoch: its number among the epochs drawn so far.
         first: number of the first list in its epoch.
-        dataset: to fetch from, see `BatchJob`.
-        worker_epoch: for workers that stand in for a `DataLoader`'s own.
     """
 
-    def __init__(
-        self,
-        lists: IndexLists,
-        base_seed: int | None,
-        epoch: int,
-        first: int = 0,
-        dataset: Any = None,
-        worker_epoch: WorkerEpoch | None = None,
-    ) -> None:
+    def __init__(self, lists: IndexLists, base_seed: int | None, epoch: int, first: int = 0) -> None:
         self.lists, self._number = lists, first
-        self._base_seed, self._epoch, self._dataset, self._worker_epoch = base_seed, epoch, dataset, worker_epoch
+        self._base_seed, self._epoch = base_seed, epoch
 
     def __iter__(self) -> Iterator[BatchJob]:
         return self
@@ -190,7 +179,7 @@ class Jobs:
         self._number += 1
         seed = None if self._base_seed is None else derived_seed(self._base_seed, number)
         states = self.lists.draws.generators()
-        return BatchJob(indices, seed, states, self._dataset, self._epoch, number, self._worker_epoch)
+        return BatchJob(indices, seed, states, self._epoch, number)
 
 
 def _copied(indices: Any) -> Any:

@@ -17,7 +17,8 @@ from accel.dataio.batches import one_memory
 from accel.dataio.dataset.files import NamedFiles
 from accel.dataio.dataset.watch import DatasetWatch
 from accel.dataio.fetching.fetch import Fetch, keep_samples, whole_tensors
-from accel.dataio.sample_cache import SampleCache, states_of_their_own
+from accel.dataio.fetching.randomness import states_of_their_own
+from accel.dataio.sample_cache import SampleCache
 from accel.profiler.interruptions import ours
 
 # Of what a look at an epoch's beginning may take for workers: an epoch's decoding takes longer. CIFAR-10 is 154 MB.

@@ -7,7 +7,6 @@ wanted, the pass is detached: another iterator makes the rest of its epoch. Whic
 |---|---|---|
 | `loader_core.LoaderCore` | the user, or the tuner | the loop's own thread |
 | `proxy.SwitchableSource` | the controller, between two batches | torch's iterator, given the lists that are left |
-| the same, with `own_workers.OwnWorkers` | the controller, between two epochs | torch's iterator, begun again |
 """
 
 from __future__ import annotations
@@ -15,11 +14,10 @@ from __future__ import annotations
 import sys
 import weakref
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from accel.dataio.engine.engine import BatchJob, InlineEngine
+from accel.dataio.engine.engine import InlineEngine
 from accel.dataio.engine.transfer import AheadCopier
 from accel.dataio.passes.prefetch import PrefetchAcrossEpochs
 from accel.profiler.interruptions import ours
@@ -115,8 +113,6 @@ class EpochIterator:
             return
         self._stand_at(position)
         self._throw_away()
-        if self.continuous.whole_epochs:
-            self.detach()
 
     def _fetch(self) -> Any:
         try:
@@ -206,46 +202,18 @@ class InlineRest:
 
     def __init__(self, running: EpochIterator, continuous: PrefetchAcrossEpochs) -> None:
         self._engine, self._left = InlineEngine(continuous.loader), continuous.jobs_left()
-        self._jobs: deque[BatchJob] = deque()
 
     def __iter__(self) -> Iterator[Any]:
         return self
 
     def __next__(self) -> Any:
-        if not self._jobs and not self._left.into(self._jobs.append):
+        # A job whose batch was interrupted is the engine's still.
+        if not self._engine.jobs and not self._left.into(self._engine.submit):
             raise StopIteration
         try:
-            self._engine.submit(self._jobs[0])
-            batch = self._engine.collect()
+            return self._engine.collect()
         except ours():
-            self._jobs.clear()
             raise
         except BaseException:
-            self._engine.reset()
+            self._engine.put_back()
             raise
-        self._jobs.clear()
-        return batch
-
-
-class Skipping:
-    """An iterator without its first batches, which are fetched and dropped at the first request.
-
-    Args:
-        begin: returns the whole iterator.
-        count: batches to skip.
-    """
-
-    def __init__(self, begin: Callable[[], Iterator[Any]], count: int) -> None:
-        self._begin, self._left = begin, count
-        self._batches: Iterator[Any] | None = None
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
-
-    def __next__(self) -> Any:
-        if self._batches is None:
-            self._batches = self._begin()
-        while self._left:
-            next(self._batches)
-            self._left -= 1
-        return next(self._batches)

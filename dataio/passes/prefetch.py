@@ -19,6 +19,7 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Iterator
+from contextlib import suppress
 from itertools import islice
 from typing import Any
 
@@ -50,10 +51,6 @@ class PrefetchAcrossEpochs:
         handed: number of the first batch that the loop has not got; set by whoever hands them over.
         feeding: indices are drawn; False after `close_feed`.
     """
-
-    whole_epochs = False  # True if batches depend on those before, so that a pass can't be taken over within an epoch
-    _errors_wait = True  # Whether what a sampler raises comes after the batches of the lists that it has yielded
-    _fills_early_from = 2  # capacity at which the next index list is drawn before a batch is handed over
 
     def __init__(self, loader: DataLoader[Any], engine: Engine, *, strict: bool = False, whole: bool = False) -> None:
         self.loader, self.engine = loader, engine
@@ -103,7 +100,7 @@ class PrefetchAcrossEpochs:
     def _feed(self, indices: Iterator[Any], base_seed: int) -> None:
         self._epoch += 1
         if not isinstance(indices, IndexLists):
-            indices = IndexLists(self.loader, Draws(self.loader, indices), keeps=self.whole_epochs)
+            indices = IndexLists(self.loader, Draws(self.loader, indices))
         self.base_seed = self.engine.base_seed = base_seed
         self._source = self._jobs(indices, base_seed, self._epoch, self.served)
         self._ahead, self._resumed, self._collected, self.handed = None, None, 0, self.served
@@ -139,8 +136,7 @@ class PrefetchAcrossEpochs:
         if job is None or job.epoch != self._epoch:
             self._ended = True
             raise StopIteration
-        if self.check.is_stale(job.indices):
-            self._renew()
+        self.check.refuse_changed(job.indices)
         try:
             batch = self.engine.collect()
         except ours():
@@ -149,7 +145,7 @@ class PrefetchAcrossEpochs:
         self._given -= 1
         self.check.compare(job, batch)
         self._count_collected()
-        if self.engine.capacity >= self._fills_early_from:
+        if self.engine.capacity > 1:
             self._fill_early()
         return batch
 
@@ -166,13 +162,6 @@ class PrefetchAcrossEpochs:
         while self._collected and self._record[0].number < self.handed:
             self._after_handed = self._record.popleft().after
             self._collected -= 1
-
-    def _renew(self) -> None:
-        """Make anew what was made ahead: the loop has changed the dataset within the epoch."""
-        self._take_back()
-        self._look()  # another collate function counts from the next epoch on
-        self._copies.refresh(self.engine, self._epoch)
-        self._give()
 
     def skip_failed(self) -> None:
         """Pass over the batch that could not be made, if there is one."""
@@ -217,7 +206,7 @@ class PrefetchAcrossEpochs:
     def _give_lists_back(self) -> None:
         """Have the lists under way be drawn again, and the generators be as if they had not been drawn."""
         pending, before, after = self._under_way(), self._after, self._drawn
-        if open_end := self.feeding and not self._ended and not self.whole_epochs:
+        if open_end := self.feeding and not self._ended:
             self._put_back()
         self._lists.give_back(pending, before if open_end else None, after)
         self._drawn = self._after  # what is not put back counts as drawn
@@ -245,7 +234,7 @@ class PrefetchAcrossEpochs:
 
     def know(self, engine: Engine) -> None:
         """Record that an engine's copies of the dataset have just been made."""
-        self._look(other_collate=True)
+        self._look()
         self._copies.made(engine, self._epoch + 1)
 
     def close(self) -> None:
@@ -260,7 +249,7 @@ class PrefetchAcrossEpochs:
         self._take_back()  # the next epoch too, drawn under a state of the dataset that the other engine does not have
         self._failed = False
         self.engine = engine
-        self._look(other_collate=True)
+        self._look()
         self._copies.refresh(engine, self._epoch)
 
     def renew_copies(self) -> None:
@@ -292,9 +281,7 @@ class PrefetchAcrossEpochs:
             return False
         ahead, source = self._ahead
         undisturbed = same_draws(self.loader, ahead)
-        present = epoch_of(self.loader), epochs.lengths(self.loader), epochs.settings(self.loader)
-        as_expected = present == (ahead.epoch, ahead.lengths, ahead.settings) and ahead.peeked.holds()
-        if not (undisturbed and as_expected) or not self._copies.are_right(self.engine):
+        if not (undisturbed and ahead.holds(self.loader)) or not self._copies.are_right(self.engine):
             self.failed_guesses += 1
             # A loop that draws random numbers of its own between the two will do so again; epochs can be learnt.
             self._wrong += 1 if undisturbed else _MOST_WRONG
@@ -350,7 +337,7 @@ class PrefetchAcrossEpochs:
             try:
                 drawn = self._draw()
             except ours():
-                if self._errors_wait and (len(self._record) > self._collected or self._ahead is not None):
+                if len(self._record) > self._collected or self._ahead is not None:
                     return  # it comes after the batches of the lists that were drawn before
                 raise
             if drawn:
@@ -359,17 +346,14 @@ class PrefetchAcrossEpochs:
                 return
 
     def _fill_early(self) -> None:
-        try:
+        with suppress(ours()):  # raised again at the next batch, and not in place of the one in hand
             self._fill()
-        except ours():
-            if not self._errors_wait:
-                raise  # else it is raised again when the next batch is asked for, and not in place of the one in hand
 
     def _give(self) -> None:
         most = min(len(self._record) - self._collected, self.engine.capacity)
         while self._given < most:
             job = self._record[self._collected + self._given]
-            self.engine.submit(job._replace(watch=self.check.watch) if self.check.strict else job)
+            self.engine.submit(job._replace(watch=self.check.watch))
             self._given += 1
 
     def _draw(self) -> bool:
@@ -391,25 +375,24 @@ class PrefetchAcrossEpochs:
         if self._ahead is not None or not self._may_look_ahead or self.engine.capacity < 2:
             return False  # one epoch ahead is enough: the look-ahead is bounded in batches
         self._may_look_ahead = False  # once in an epoch
-        expected = self._copies.expected(self.engine)
-        if expected is None:
+        changed = self._copies.expected(self.engine)
+        if changed is None:
             return False
-        changed, view = expected
         seeded = self.base_seed if epochs.persistent(self.loader) else None
         ahead = draw_ahead(self.loader, step=self._epoch_step, seeded=seeded)
         if ahead is None:
             return False
         self._copies.expect(self.engine, changed)
-        lists = IndexLists(self.loader, ahead.draws, keeps=self.whole_epochs)
-        self._ahead = ahead, self._jobs(lists, ahead.base_seed, self._epoch + 1, dataset=view)
+        lists = IndexLists(self.loader, ahead.draws)
+        self._ahead = ahead, self._jobs(lists, ahead.base_seed, self._epoch + 1)
         return True
 
-    def _jobs(self, lists: IndexLists, base_seed: int, epoch: int, first: int = 0, dataset: Any = None) -> Jobs:
-        return Jobs(lists, base_seed if self._seeded else None, epoch, first, dataset)
+    def _jobs(self, lists: IndexLists, base_seed: int, epoch: int, first: int = 0) -> Jobs:
+        return Jobs(lists, base_seed if self._seeded else None, epoch, first)
 
     def _note_epoch(self, first: int) -> None:
         """Learn how the sampler's epoch and the dataset move from one epoch to the next."""
-        self._look(other_collate=True)
+        self._look()
         epoch = epoch_of(self.loader)
         self._copies.begin_epoch(whole=not first)
         # After an early break some samplers stay where they are: this says nothing about the end of an epoch.
@@ -417,7 +400,6 @@ class PrefetchAcrossEpochs:
             self._epoch_step = epoch - self._begun_at
         self._begun_at = epoch
 
-    def _look(self, *, other_collate: bool = False) -> None:
-        self._copies.look(other_collate=other_collate)
-        unwatched = self.whole_epochs or isinstance(self.engine, InlineEngine)
-        self.check.look(None if unwatched else self._copies.watch)
+    def _look(self) -> None:
+        self._copies.look()
+        self.check.look(None if isinstance(self.engine, InlineEngine) else self._copies.watch)

@@ -8,6 +8,7 @@ batch to the next, in the same order. Without a listener it *is* the plain loade
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable, Generator, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
@@ -20,12 +21,11 @@ from accel.dataio.dataset.fetch_watch import FetchWatch
 from accel.dataio.passes.passes import ActiveIterator, BatchSource, EpochIterator
 from accel.dataio.passes.prefetch import PrefetchAcrossEpochs
 from accel.dataio.passes.stand_in import StandIn
-from accel.dataio.passes.underway import PassesUnderWay
 from accel.profiler.interruptions import ours
 
 if TYPE_CHECKING:
     from accel.dataio.passes.kept_samples import KeptSamples
-    from accel.dataio.passes.own_workers import OwnWorkers
+    from accel.dataio.passes.next_epoch import NextEpoch
 
 
 class LoaderListener(Protocol):
@@ -47,12 +47,57 @@ class LoaderListener(Protocol):
         """Worker processes failed; the proxy fetches plainly from here on, from the very batch that failed."""
 
 
+class PassesUnderWay:
+    """Know the passes that the loop has begun and holds, without keeping one alive."""
+
+    def __init__(self) -> None:
+        self._begun: list[weakref.ref[Any]] = []
+        self.asked: weakref.ref[Any] | None = None
+        """The pass that was asked last, by its name; set, and not by a call, for each batch."""
+
+    def begin(self, one: Any) -> weakref.ref[Any]:
+        """Note that a pass has begun; return what it is named by from then on."""
+        reference = weakref.ref(one)
+        self._begun = [each for each in self._begun if each() is not None]
+        self._begun.append(reference)
+        return reference
+
+    def end(self, one: weakref.ref[Any]) -> None:
+        """Note that a pass has no more batches."""
+        self._begun = [each for each in self._begun if each is not one]
+
+    def leave(self, one: Any) -> None:
+        """Note that a pass was left, though it is held."""
+        self._begun = [each for each in self._begun if each() is not one]
+
+    @property
+    def current(self) -> Any:
+        """The pass that was asked last; None if there is none."""
+        return None if self.asked is None else self.asked()
+
+    @property
+    def only(self) -> Any:
+        """The pass that was asked last, if no other is under way, as in nearly every loop; else None."""
+        begun = self._begun
+        return begun[0]() if len(begun) == 1 and begun[0] is self.asked else None
+
+    @property
+    def newest(self) -> Any:
+        """The pass that was begun last, of those that are held and have not ended; None if there is none."""
+        return next((one for each in reversed(self._begun) if (one := each()) is not None), None)
+
+    @property
+    def oldest(self) -> Any:
+        """The pass that was begun first, of those that are held and have not ended; None if there is none."""
+        return next((one for each in self._begun if (one := each()) is not None), None)
+
+
 class Fetching:
     """How the proxy gets its batches; strategies change it between two batches.
 
     Attributes:
         workers: what prefetches, or None to fetch as the plain loader does.
-        own_workers: what makes whole epochs in place of the loader's own workers, or None.
+        next_epoch: what begins the next epoch early, by the loader's own workers, or None.
         samples: what keeps samples below all of these, or None.
         transforms: functions applied to each batch, in order.
         newest: the only pass whose batches `workers` may make.
@@ -62,7 +107,7 @@ class Fetching:
 
     def __init__(self) -> None:
         self.workers: PrefetchAcrossEpochs | None = None
-        self.own_workers: OwnWorkers | None = None
+        self.next_epoch: NextEpoch | None = None
         self.samples: KeptSamples | None = None
         self.newest = ActiveIterator()
         self.underway = PassesUnderWay()
@@ -193,14 +238,13 @@ class SwitchableSource(BatchSource):
         fetching.newest.begin(running)
         if fetching.samples is not None:
             fetching.samples.begin_epoch()
-        workers, own = fetching.workers, fetching.own_workers
+        workers, following = fetching.workers, fetching.next_epoch
         if workers is not None:
             if workers.resume():
                 running.attach(workers, _plain_rest)
                 return
             workers.drop()  # before anything is drawn: it puts the generators back
-        if own is None or not own.begin(running, self.failed):
-            running.rest = iter(self._loader)
+        running.rest = iter(self._loader) if following is None else following.begin()
 
     def fetch(self, running: EpochIterator) -> Any:
         """Return the next batch; one that the loader makes itself is watched."""
@@ -212,6 +256,8 @@ class SwitchableSource(BatchSource):
             if workers is not None:
                 batch = workers.fetch()
                 return pin_memory(batch) if self._pins else batch  # type: ignore[no-untyped-call]
+        if fetching.next_epoch is not None:
+            fetching.next_epoch.look_ahead(running.rest)
         # The first index list also draws the sampler's seed: that one is not the dataset's doing.
         if (watch := fetching.fetch_watch) is None or not running.position:
             return next(running.rest)
@@ -222,7 +268,7 @@ class SwitchableSource(BatchSource):
         wanted = self._fetching.workers if self._fetching.newest.is_(running) else None
         current = running.continuous
         if current is not None:
-            if current is not wanted and not current.whole_epochs:
+            if current is not wanted:
                 current.close_feed()
         elif wanted is not None and hasattr(running.rest, "_sampler_iter"):
             plain: Any = running.rest
@@ -238,7 +284,7 @@ class SwitchableSource(BatchSource):
             return False
         running.detach()
         workers.close()
-        self._fetching.workers = self._fetching.own_workers = None
+        self._fetching.workers = None
         self._listener.fetching_failed(error)
         return True
 

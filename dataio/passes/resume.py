@@ -142,11 +142,6 @@ def draw_again(
     """
     put_back(loader, begun)
     seeded, dealt = state["base_seed"] if state["kept_seed"] else None, begun["dealt"]
-    if epochs.of_torch(loader) and dealt is None:
-        stream, seed = epochs.begin_apart(loader, begun["random"][0], seeded=seeded)
-        stream = itertools.islice(stream, state["served"], None)
-        first = list(itertools.islice(stream, 1))  # drawn here: it leaves the generators as the epoch's beginning did
-        return itertools.chain(first, stream), seed
     now = torch.get_rng_state()
     torch.set_rng_state(begun["random"][0])
     try:

@@ -176,6 +176,55 @@ class _Served(NamedTuple):
     busy: Busy
 
 
+class _Window:
+    """Batches that were served in a row under one setting.
+
+    Args:
+        settle: batches, and
+        settle_s: seconds to leave out first.
+    """
+
+    def __init__(self, settle: int = 0, settle_s: float = 0.0) -> None:
+        self._settle, self._settle_until = settle, time.perf_counter() + settle_s
+        self._batches: list[_Served] = []  # one list: Ctrl-C between two appends would leave two of unequal length
+        self.spent_s = 0.0
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def add(self, served: _Served) -> bool:
+        """Add a batch; return False if it is left out."""
+        if self._settle > 0 or time.perf_counter() < self._settle_until:
+            self._settle -= 1
+            return False
+        self._batches.append(served)
+        self.spent_s += served.wait_s + served.own_s
+        return True
+
+    def cost(self) -> InlineCost:
+        """Return what the batches cost that the loop made itself."""
+        fetch = statistics.median(each.wait_s for each in self._batches)
+        run = min(fetch, max(0.0, statistics.median(each.busy.run_s for each in self._batches)))
+        # Asleep batch by batch: where a crowd comes and goes, the median of the line is not that of the median batch.
+        asleep = statistics.median(max(0.0, each.wait_s - each.busy.run_s - each.busy.line_s) for each in self._batches)
+        return InlineCost(fetch, run, max(0.0, fetch - run - asleep), self.step_s())
+
+    def step_s(self) -> float:
+        """Return the loop's own time for a batch."""
+        return statistics.median(each.own_s for each in self._batches)
+
+    def wait_s(self) -> float:
+        """Return its wait for a batch."""
+        return statistics.fmean(each.wait_s for each in self._batches)
+
+    def measured(self) -> tuple[float, float]:
+        """Return the loop's time for a batch, and its wait in it."""
+        # By means, since batches come in bursts, and what is no wait in one setting is a longer step in another. But
+        # now and then a step logs or saves: that counts as no more than three.
+        most, wait = 3 * self.step_s(), self.wait_s()
+        return wait + statistics.fmean(min(each.own_s, most) for each in self._batches), wait
+
+
 class Tuner:
     """Decide on a setting from the times of the running loop.
 
@@ -219,15 +268,10 @@ class Tuner:
         self._rounds = Rounds(self.tried[:1])
         self._began = time.perf_counter()
         self._took_s = 0.0
-        self._block()
+        self._window = _Window()
         if self._processes_only:
             most = min(self._limit or usable_cores(), _MOST_WORKERS)
             self._try([Setting(self._process_mode, n) for n in sorted(_powers(most))])
-
-    def _block(self, settle: int = 0, settle_s: float = 0.0) -> None:
-        self._settle, self._settle_until = settle, time.perf_counter() + settle_s
-        self._batches: list[_Served] = []  # one list: Ctrl-C between two appends would leave two of unequal length
-        self._spent_s = 0.0
 
     @property
     def decided(self) -> bool:
@@ -273,13 +317,8 @@ class Tuner:
             busy: how much of the wait was at work, or in line for a core.
             capacity: batches that the engine may have under way.
         """
-        if math.isnan(own_s):
+        if math.isnan(own_s) or not self._window.add(_Served(wait_s, own_s, busy)):
             return
-        if self._settle > 0 or time.perf_counter() < self._settle_until:
-            self._settle -= 1
-            return
-        self._batches.append(_Served(wait_s, own_s, busy))
-        self._spent_s += wait_s + own_s
         if self._phase == "first":
             self._after_first()
         elif self._phase == "trial":
@@ -289,27 +328,13 @@ class Tuner:
 
     # -- deciding ----------------------------------------------------------------------------------------------------
 
-    def _cost(self) -> InlineCost:
-        batches = self._batches
-        fetch = statistics.median(each.wait_s for each in batches)
-        run = min(fetch, max(0.0, statistics.median(each.busy.run_s for each in batches)))
-        # Asleep batch by batch: where a crowd comes and goes, the median of the line is not that of the median batch.
-        asleep = statistics.median(max(0.0, each.wait_s - each.busy.run_s - each.busy.line_s) for each in batches)
-        return InlineCost(fetch, run, max(0.0, fetch - run - asleep), self._step_s())
-
-    def _step_s(self) -> float:
-        return statistics.median(each.own_s for each in self._batches)
-
-    def _wait_s(self) -> float:
-        return statistics.fmean(each.wait_s for each in self._batches)
-
     def _after_first(self) -> None:
-        count = len(self._batches)
-        if count < 3 or (count < _FIRST and self._spent_s < _FIRST_S):
+        count = len(self._window)
+        if count < 3 or (count < _FIRST and self._window.spent_s < _FIRST_S):
             return
-        cost = self._cost()
+        cost = self._window.cost()
         if cost.fetch_s < _NEGLIGIBLE * (cost.fetch_s + cost.step_s):
-            self._rounds.record(*self._measured())
+            self._rounds.record(*self._window.measured())
             self._decide(f"making a batch takes {cost.fetch_s * 1e3:.2f} ms of {self.tried[0].score * 1e3:.2f} ms")
             return
         threads = not self._no_threads
@@ -320,38 +345,28 @@ class Tuner:
         known = {each.setting for each in self.tried}
         self.tried += [Tried(setting) for setting in settings if setting not in known]
         # The first batches don't count: the dataset was watched while they were made.
-        self._rounds = Rounds(sorted(self._usable(), key=lambda each: each.setting != self._kept))
+        usable = [each for each in self.tried if not each.failure]
+        self._rounds = Rounds(sorted(usable, key=lambda each: each.setting != self._kept))
         self._phase = "trial"
         self._next_block(0)
-
-    def _usable(self) -> list[Tried]:
-        return [each for each in self.tried if not each.failure]
 
     def _after_trial(self, capacity: int) -> None:
         # A full queue at a block's end would flatter it: as many batches as can be queued are taken at the least.
         enough = max(_BLOCK, 2 * capacity)
         # Rounds that decide nothing are too short for the bursts of this machine.
         block_s = _BLOCK_S * (1 + self._rounds.done // 4)
-        if len(self._batches) < enough or (self._spent_s < block_s and len(self._batches) < _LONGEST):
+        count = len(self._window)
+        if count < enough or (self._window.spent_s < block_s and count < _LONGEST):
             return
         if self.current.mode == "inline":
-            self._drop_idle(self._cost())
-        self._rounds.record(*self._measured())
+            # The first batches may have waited for a cold cache.
+            most = most_workers(self._window.cost(), usable_cores())
+            idle = [each for each in self.tried if not each.failure and each.setting.workers > most]
+            for each in idle:
+                each.failure = "fetching hardly waits for anything but a core: more workers than cores don't help"
+            self._rounds.drop(idle)
+        self._rounds.record(*self._window.measured())
         self._next_block(capacity)
-
-    def _drop_idle(self, cost: InlineCost) -> None:
-        """Leave settings with more workers than are of use: the first batches may have waited for a cold cache."""
-        most = most_workers(cost, usable_cores())
-        idle = [each for each in self._usable() if each.setting.workers > most]
-        for each in idle:
-            each.failure = "fetching hardly waits for anything but a core: more workers than cores don't help"
-        self._rounds.drop(idle)
-
-    def _measured(self) -> tuple[float, float]:
-        # By means, since batches come in bursts, and what is no wait in one setting is a longer step in another. But
-        # now and then a step logs or saves: that counts as no more than three.
-        most, wait = 3 * self._step_s(), self._wait_s()
-        return wait + statistics.fmean(min(each.own_s, most) for each in self._batches), wait
 
     def _next_block(self, capacity: int) -> None:
         following = self._rounds.current
@@ -365,10 +380,11 @@ class Tuner:
             # fork shares to be copied.
             new = not following.step_s and self.current.mode not in ("inline", "threads")
             settle = max(2, capacity) + (2 if self.current.mode == "inline" else 2 * self.current.workers)
-            self._block(settle, _START_S if new else 0.0)
+            self._window = _Window(settle, _START_S if new else 0.0)
 
     def _decide(self, reason: str) -> None:
-        chosen = self._rounds.best or min(self._usable(), key=lambda each: each.score, default=self.tried[-1])
+        usable = [each for each in self.tried if not each.failure]
+        chosen = self._rounds.best or min(usable, key=lambda each: each.score, default=self.tried[-1])
         self.current, self.reason, self._phase = chosen.setting, reason, "decided"
         self._expected = (chosen.wait_s[-1], chosen.score) if chosen.wait_s else (0.0, math.inf)
         self._patience = min(2 * self._patience, _MOST_PATIENCE) if self.current == self._kept else 1
@@ -376,16 +392,16 @@ class Tuner:
         self._took_s = time.perf_counter() - self._began
         self._decided_at = time.perf_counter()
         self.changes += 1
-        self._block(settle=2 * max(2, self.current.workers))
+        self._window = _Window(settle=2 * max(2, self.current.workers))
 
     def _watch(self) -> None:
         """Look whether the loop is another than when the setting was chosen."""
-        if self._spent_s < _WINDOW_S or len(self._batches) < _WINDOW:
+        if self._window.spent_s < _WINDOW_S or len(self._window) < _WINDOW:
             return
-        wait, step = self._wait_s(), self._step_s()
+        wait, step = self._window.wait_s(), self._window.step_s()
         if self.current.mode != "inline" and self.ahead.saw(wait, step, self.current.workers):
             self.changes += 1
-            self._block(settle=2 * self.current.workers * self.ahead.batches)
+            self._window = _Window(settle=2 * self.current.workers * self.ahead.batches)
             return
         expected_wait, expected = self._expected
         longer = wait - expected_wait > 0.15 * expected and wait > _WAITS * (wait + step)
@@ -395,7 +411,7 @@ class Tuner:
         if time.perf_counter() - self._decided_at > _REST * self._took_s * patience:
             self._begin()
         else:
-            self._block()
+            self._window = _Window()
 
     # -- telling -----------------------------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import struct
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -129,86 +129,73 @@ class _ArrayLeaf(_DenseLeaf):
 
 
 class _ValueLeaf(Leaf):
-    """A value that is packed one by one."""
+    """A value that is packed one by one.
 
-    @abstractmethod
-    def pack(self, value: Any) -> bytes | None:
-        """Return a value as `size` bytes; None if it is of another kind than this one."""
+    Args:
+        kind: its type.
+        size: its bytes.
+        pack: returns the bytes of a value; of another number where it has no room.
+        unpack: returns the values of the rows of several.
+    """
+
+    def __init__(
+        self, kind: type, size: int, pack: Callable[[Any], bytes], unpack: Callable[[Bytes], Sequence[Any]]
+    ) -> None:
+        self._kind, self.size, self._pack, self._unpack = kind, size, pack, unpack
 
     def rows(self, values: Sequence[Any]) -> Bytes | None:
-        packed = [self.pack(value) for value in values]
-        joined = None if None in packed else b"".join(packed)  # type: ignore[arg-type]
-        return None if joined is None else np.frombuffer(joined, np.uint8).reshape(len(packed), self.size)
-
-
-class _ScalarLeaf(_ValueLeaf):
-    """A scalar of numpy's."""
-
-    def __init__(self, example: np.generic) -> None:
-        self._kind, self._dtype, self.size = type(example), example.dtype, example.nbytes
-        if self._dtype.kind not in "biufMm":
-            raise NotKept(f"a {self._kind.__name__} of numpy's")
-
-    def pack(self, value: Any) -> bytes | None:
-        return value.tobytes() if type(value) is self._kind and value.dtype == self._dtype else None
-
-    def unpack(self, packed: Bytes, share: bool) -> Sequence[Any]:
-        return list(packed.view(self._dtype).reshape(-1))
-
-
-class _NumberLeaf(_ValueLeaf):
-    """An int of 64 bits, a float, or a bool."""
-
-    _FORMATS = {int: "<q", float: "<d", bool: "<?"}  # noqa: RUF012  (never changed)
-
-    def __init__(self, example: float) -> None:
-        self._kind = type(example)
-        self._format = struct.Struct(self._FORMATS[self._kind])
-        self.size = self._format.size
-
-    def pack(self, value: Any) -> bytes | None:
-        if type(value) is not self._kind:
+        if not all(type(value) is self._kind for value in values):
             return None
         try:
-            return self._format.pack(value)
-        except struct.error:  # an int of more bits
+            packed = [self._pack(value) for value in values]
+        except (struct.error, UnicodeEncodeError):  # an int of more bits, a file name that is no UTF-8
             return None
+        if any(len(part) != self.size for part in packed):
+            return None
+        return np.frombuffer(b"".join(packed), np.uint8).reshape(len(packed), self.size)
 
     def unpack(self, packed: Bytes, share: bool) -> Sequence[Any]:
-        values: list[Any] = packed.view(np.dtype(self._format.format)).reshape(-1).tolist()
+        return self._unpack(packed)
+
+
+def _scalar_leaf(example: np.generic) -> _ValueLeaf:
+    dtype = example.dtype
+    if dtype.kind not in "biufMm":
+        raise NotKept(f"a {type(example).__name__} of numpy's")
+
+    def pack(value: np.generic) -> bytes:
+        return value.tobytes() if value.dtype == dtype else b""  # times of another unit
+
+    return _ValueLeaf(type(example), example.nbytes, pack, lambda packed: list(packed.view(dtype).reshape(-1)))
+
+
+_FORMATS: dict[type, struct.Struct] = {int: struct.Struct("<q"), float: struct.Struct("<d"), bool: struct.Struct("<?")}
+
+
+def _number_leaf(kind: type) -> _ValueLeaf:
+    layout = _FORMATS[kind]
+
+    def unpack(packed: Bytes) -> list[Any]:
+        values: list[Any] = packed.view(np.dtype(layout.format)).reshape(-1).tolist()
         return values
 
+    return _ValueLeaf(kind, layout.size, layout.pack, unpack)
 
-class _TextLeaf(_ValueLeaf):
-    """A str, or bytes, up to a length."""
 
-    def __init__(self, example: str | bytes) -> None:
-        self._kind = type(example)
-        self.size = max(256, 4 * len(example))
+def _text_leaf(example: str | bytes) -> _ValueLeaf:
+    """Return the leaf of a text, or bytes, up to a length."""
+    kind, size = type(example), max(256, 4 * len(example))
 
-    def pack(self, value: Any) -> bytes | None:
-        if type(value) is not self._kind:
-            return None
-        try:
-            text = value.encode() if isinstance(value, str) else value
-        except UnicodeEncodeError:  # file names that are no UTF-8
-            return None
-        return (len(text).to_bytes(4, "little") + text).ljust(self.size, b"\0") if len(text) + 4 <= self.size else None
+    def pack(value: str | bytes) -> bytes:
+        text = value.encode() if isinstance(value, str) else value
+        return (len(text).to_bytes(4, "little") + text).ljust(size, b"\0")
 
-    def unpack(self, packed: Bytes, share: bool) -> Sequence[Any]:
+    def unpack(packed: Bytes) -> Sequence[Any]:
         rows = [row.tobytes() for row in packed]
         texts = [row[4 : 4 + int.from_bytes(row[:4], "little")] for row in rows]
-        return [text.decode() for text in texts] if self._kind is str else texts
+        return [text.decode() for text in texts] if kind is str else texts
 
-
-class _NoneLeaf(_ValueLeaf):
-    size = 1
-
-    def pack(self, value: Any) -> bytes | None:
-        return b"\0" if value is None else None
-
-    def unpack(self, packed: Bytes, share: bool) -> Sequence[Any]:
-        return [None] * len(packed)
+    return _ValueLeaf(kind, size, pack, unpack)
 
 
 class _Group:
@@ -315,13 +302,13 @@ def _leaf(value: Any) -> Leaf:
     if kind is np.ndarray:
         return _ArrayLeaf(value)
     if isinstance(value, np.generic):
-        return _ScalarLeaf(value)
-    if kind in (int, float, bool):
-        return _NumberLeaf(value)
+        return _scalar_leaf(value)
+    if kind in _FORMATS:
+        return _number_leaf(kind)
     if kind in (str, bytes):
-        return _TextLeaf(value)
+        return _text_leaf(value)
     if value is None:
-        return _NoneLeaf()
+        return _ValueLeaf(kind, 1, lambda _: b"\0", lambda packed: [None] * len(packed))
     raise NotKept(f"a {kind.__module__}.{kind.__qualname__}")
 
 

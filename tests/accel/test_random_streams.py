@@ -61,7 +61,7 @@ EVERY_MODULE = (
     + STATES
     + """
 import importlib
-from accel.dataio.fetching import drawing
+from accel.dataio.fetching import randomness
 before = states()
 for name in sys.argv[1:]:
     if name in ("accel.integrations.lightning", "accel.integrations.transformers"):

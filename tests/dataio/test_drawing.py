@@ -5,9 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from random import gauss
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -18,8 +16,7 @@ from torch.utils.data import Dataset
 
 from accel.dataio.engine import engine as engine_module
 from accel.dataio.engine.engine import BatchJob, FetchTimeout, InlineEngine, ThreadEngine, ThreadsDraw
-from accel.dataio.fetching.drawing import others_could_draw
-from accel.dataio.fetching.randomness import random_state, seed_everything, streams
+from accel.dataio.fetching.randomness import others_could_draw, random_state, seed_everything, streams
 from tests.dataio.engines import in_child, loader_of, run
 
 DRAWS: dict[str, Callable[[], float]] = {
@@ -54,26 +51,6 @@ class Drawer(Quiet):
         return torch.tensor([float(index), float(self.draw())])
 
 
-@contextmanager
-def idle_thread() -> Iterator[None]:
-    """Let there be a thread of the user's that does nothing."""
-    stop = threading.Event()
-    thread = threading.Thread(target=stop.wait, name="of-the-user")
-    thread.start()
-    yield
-    stop.set()
-    thread.join()
-
-
-@contextmanager
-def nobody() -> Iterator[None]:
-    """Let there be no other thread."""
-    yield
-
-
-# A dataset that draws, beside threads of all kinds
-
-
 def with_numpys_seed() -> float:
     np.random.seed(5)
     return float(np.random.uniform())
@@ -86,26 +63,14 @@ def with_torchs_seed() -> float:
 
 KINDS: dict[str, Callable[[], Any]] = {
     **DRAWS,
-    "gauss": lambda: gauss(0, 1),
-    "choice": lambda: random.choice([1.0, 2.0, 3.0]),
-    "shuffle": lambda: random.sample(range(9), 3)[0],
-    "uniform_": lambda: torch.empty(1).uniform_(),
-    "dropout": lambda: torch.nn.functional.dropout(torch.ones(8)).sum(),
-    "randperm": lambda: torch.randperm(9)[0],
-    "multinomial": lambda: torch.multinomial(torch.ones(9), 1),
-    "numpy choice": lambda: np.random.choice([1.0, 2.0]),
-    "numpy random": lambda: np.random.random(),
-    "numpy permutation": lambda: np.random.permutation(9)[0],
     "numpy seed": with_numpys_seed,
     "torch seed": with_torchs_seed,
     "all": lambda: sum(draw() for draw in DRAWS.values()),
 }
 
 
-@pytest.mark.sample(3)
-@pytest.mark.parametrize("beside", [nobody, idle_thread])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_batch_is_made_from_its_seed_whoever_is_there(kind: str, beside: Any) -> None:
+def test_a_batch_is_made_from_its_seed(kind: str) -> None:
     wanted = []
     for number in range(6):
         seed_everything(number)
@@ -113,22 +78,18 @@ def test_a_batch_is_made_from_its_seed_whoever_is_there(kind: str, beside: Any) 
     seed_everything(99)
     before = random_state()
     engine = InlineEngine(loader_of(Drawer(KINDS[kind])))
-    with beside():
-        made = run(engine, [[n] * 3 for n in range(6)], seeds=lambda n: n)
+    made = run(engine, [[n] * 3 for n in range(6)], seeds=lambda n: n)
 
     assert engine.draws
     assert torch.cat(made)[:, 1].tolist() == pytest.approx(wanted)
     assert random_state() == before
 
 
-@pytest.mark.sample(3)
-@pytest.mark.parametrize("beside", [nobody, idle_thread])
 @pytest.mark.parametrize("kind", KINDS)
-def test_threads_are_refused_whoever_is_there(kind: str, beside: Any) -> None:
+def test_threads_are_refused(kind: str) -> None:
     before = random_state()
     engine = ThreadEngine(loader_of(Drawer(KINDS[kind])), 2)
-    with beside():
-        (made,) = run(engine, [[1]], seeds=lambda n: n)
+    (made,) = run(engine, [[1]], seeds=lambda n: n)
     engine.close()
 
     assert isinstance(made, ThreadsDraw)
@@ -150,9 +111,8 @@ def test_what_raises_after_it_drew_leaves_the_loops_states() -> None:
     def fails() -> float:
         raise ValueError(random.random())
 
-    with idle_thread():
-        before = random_state()
-        (made,) = run(InlineEngine(loader_of(Drawer(fails))), [[1]], seeds=lambda n: n)
+    before = random_state()
+    (made,) = run(InlineEngine(loader_of(Drawer(fails))), [[1]], seeds=lambda n: n)
 
     assert isinstance(made, ValueError)
     assert random_state() == before

@@ -18,7 +18,6 @@ from torch.utils.data import DataLoader, Dataset
 
 from accel.dataio.engine.engine import BatchJob, Engine, InlineEngine, ThreadEngine
 from accel.dataio.engine.processes import ProcessEngine
-from accel.dataio.fetching.randomness import derived_seed, random_state
 from tests.dataio.engines import Draws, Squares, assert_made, expected, lists, loader_of, run
 from tests.dataio.faults import ERRORS, GARBAGE, throw
 from tests.sampling import examples
@@ -177,16 +176,6 @@ def test_before_python_3_11_the_place_is_an_errors_cause() -> None:
 # Inline
 
 
-def test_the_loops_random_numbers_are_its_own() -> None:
-    engine = InlineEngine(loader_of(Draws()))
-    before = random_state()
-    made = run(engine, seeds=lambda n: derived_seed(1, n))
-
-    assert random_state() == before
-    assert engine.draws
-    assert len(torch.cat(made).unique()) == 40 * 3
-
-
 def test_an_exit_in_a_thread_is_an_error_of_its_batch() -> None:
     engine = ThreadEngine(loader_of(Broken(SystemExit(3))), 1)
     made = run(engine, [[4], [5], [6]])
@@ -195,17 +184,6 @@ def test_an_exit_in_a_thread_is_an_error_of_its_batch() -> None:
     assert type(made[1]) is RuntimeError
     assert str(made[1]) == "SystemExit was raised in thread 0 while fetching sample 5: 3"
     assert_made(made[::2], expected(indices=[[4], [6]]))
-
-
-def test_random_states_are_put_back_after_an_error() -> None:
-    class Fails(Draws):
-        def __getitem__(self, index: int) -> torch.Tensor:
-            super().__getitem__(index)
-            raise ValueError
-
-    before = random_state()
-    assert all(isinstance(each, ValueError) for each in run(InlineEngine(loader_of(Fails())), seeds=lambda n: n))
-    assert random_state() == before
 
 
 def test_without_a_seed_the_loops_numbers_are_drawn() -> None:
@@ -217,13 +195,6 @@ def test_without_a_seed_the_loops_numbers_are_drawn() -> None:
     torch.empty((), dtype=torch.int64).random_()
 
     assert torch.equal(torch.cat(run(InlineEngine(loader_of(Draws()))))[:, 0], plain)
-
-
-def test_a_quiet_dataset_is_no_more_looked_at() -> None:
-    engine = InlineEngine(loader_of(Squares()))
-    run(engine, lists() * 2, seeds=lambda n: n)
-
-    assert not engine.draws
 
 
 # Threads

@@ -334,7 +334,7 @@ def test_threads_know_of_globals_too(path: Path) -> None:
 
     assert "the global FILE" in unsafe(data)
     with pytest.raises(HandleShared, match="the global FILE is an open file"):
-        loader._core._engine(tuner.Setting("threads", 2))
+        loader._core.engines.get(tuner.Setting("threads", 2))
 
 
 def test_a_table_that_computes_with_threads_of_its_own_is_not_forked() -> None:

@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from accel.dataio.engine.engine import InlineEngine, ThreadEngine, ThreadsDraw
-from accel.dataio.fetching.randomness import derived_seed, random_state
+from accel.dataio.fetching.randomness import random_state
 from accel.dataio.loader import ContinuousLoader
 from accel.dataio.passes.rounds import Setting
-from tests.dataio.engines import Draws, Squares, assert_made, loader_of, run
+from tests.dataio.engines import loader_of, run
 from tests.dataio.numbers import run as run_epochs
 from tests.dataio.numbers import same
 
@@ -116,16 +116,6 @@ def test_auto_leaves_threads_when_a_dataset_begins_to_draw() -> None:
 # Engines
 
 
-def test_threads_refuse_a_dataset_that_draws_and_leave_the_loops_numbers_alone() -> None:
-    engine = ThreadEngine(loader_of(Draws()), 2)
-    before = random_state()
-    made = run(engine, [[1], [2], [3]], seeds=lambda n: derived_seed(1, n))
-    engine.close()
-
-    assert all(isinstance(each, ThreadsDraw) and SAYS in str(each) for each in made)
-    assert random_state() == before
-
-
 def test_a_dataset_that_changed_is_looked_at_again() -> None:
     data = Augmented()
     for engine in (InlineEngine(loader_of(data)), ThreadEngine(loader_of(data), 2)):
@@ -138,11 +128,3 @@ def test_a_dataset_that_changed_is_looked_at_again() -> None:
         assert random_state() == before
         assert isinstance(made[0], ThreadsDraw) == isinstance(engine, ThreadEngine)
         engine.close()
-
-
-def test_threads_look_at_one_batch_only() -> None:
-    engine = ThreadEngine(loader_of(Squares()), 2)
-    assert_made(run(engine))
-    engine.discard()
-    assert_made(run(engine))
-    engine.close()

@@ -8,6 +8,7 @@ import enum
 import importlib
 import itertools
 import os
+import random
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -39,6 +40,7 @@ from torch.utils.data.distributed import DistributedSampler
 from accel.dataio.dataset.watch import DatasetWatch
 from accel.dataio.engine.engine import BatchJob, NotAhead
 from accel.dataio.fetching.fetch import Fetch
+from accel.dataio.fetching.randomness import random_state
 from accel.dataio.loader import ContinuousLoader
 from accel.dataio.passes.moved import moved
 from accel.dataio.passes.not_ahead import AheadCheck
@@ -544,6 +546,24 @@ def test_comparing_takes_one_in_two_hundred_of_the_time() -> None:
         now[0] += 10
     assert (compared[0], compared[19], compared[39], compared[-1]) == (1, 1, 1, 2)
     assert check.seen == 50
+
+
+def test_a_comparison_draws_no_numbers_of_the_loops() -> None:
+    """Threads don't notice that a sample draws: the batch that the loop makes beside theirs does."""
+
+    class Late(Numbers):
+        def __getitem__(self, index: int) -> Tensor:
+            if index == 5:
+                torch.rand(1), random.random(), np.random.rand()
+            return super().__getitem__(index)
+
+    check = AheadCheck(DataLoader(Late(LENGTH), 4), strict=True)
+    check.look(Fetch(Late(LENGTH), default_collate, batched=True))
+    check.switched()
+    before = random_state()
+    with pytest.raises(NotAhead, match="fetching a sample draws random numbers"):
+        check.compare(BatchJob([5], None), default_collate([Numbers(LENGTH)[5]]))
+    assert random_state() == before
 
 
 SCALE = 1

@@ -18,7 +18,7 @@ from accel.dataio.dataset.watch import DatasetWatch
 from accel.dataio.engine.engine import NotAhead
 from accel.dataio.fetching.fetch import Fetch
 from accel.dataio.passes.moved import moved
-from accel.dataio.passes.own_workers import OwnWorkers
+from accel.dataio.passes.next_epoch import NextEpoch
 from accel.dataio.passes.proxy import LoaderProxy
 from tests.dataio.test_continuous import Silent
 
@@ -147,7 +147,7 @@ def test_a_number_that_all_processes_see_is_read_when_an_epoch_begins(workers: i
         proxy: Any = LoaderProxy(loader, listener)
         made: Any = None
         if elsewhere and workers:
-            made = proxy._accel_fetching.own_workers = OwnWorkers(loader)
+            made = proxy._accel_fetching.next_epoch = NextEpoch(loader)
         elif elsewhere:
             made = proxy._accel_fetching.workers = moved(loader, 2, threads=True)
 

@@ -15,13 +15,12 @@ from accel.dataio.engine.processes import ProcessEngine
 from accel.dataio.loader import ContinuousLoader
 from accel.dataio.passes import proxy as proxies
 from accel.dataio.passes import tuner
-from accel.dataio.passes.own_workers import OwnWorkers
 from accel.dataio.passes.prefetch import PrefetchAcrossEpochs
 from accel.dataio.passes.proxy import LoaderProxy
 from tests.dataio.numbers import Numbers, indices
 from tests.dataio.test_continuous import Silent
 
-MODES: list[Any] = ["inline", "auto", "threads", "fork", "proxy", "own workers"]
+MODES: list[Any] = ["inline", "auto", "threads", "fork", "proxy"]
 
 
 @pytest.fixture(autouse=True)
@@ -31,15 +30,12 @@ def all_settings_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def wrapped(plain: DataLoader[Any], mode: Any) -> tuple[Any, Any]:
     """Return a loader whose batches are made so, and what to close."""
-    if mode not in ("proxy", "own workers"):
+    if mode != "proxy":
         loader = ContinuousLoader(plain, mode=mode, workers=2)
         return loader, loader
     proxy: Any = LoaderProxy(plain, Silent())
-    if mode == "proxy":
-        proxy._accel_fetching.workers = workers = PrefetchAcrossEpochs(plain, ProcessEngine(plain, 2))
-        return proxy, workers
-    proxy._accel_fetching.own_workers = own = OwnWorkers(plain)
-    return proxy, own
+    proxy._accel_fetching.workers = workers = PrefetchAcrossEpochs(plain, ProcessEngine(plain, 2))
+    return proxy, workers
 
 
 def seen_of(loader: Any) -> list[Any]:
@@ -62,7 +58,7 @@ class Raises(Sampler[int]):
 
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("length", [0, 3, 9, 11, 40])
-@pytest.mark.parametrize("mode", MODES[:-1])
+@pytest.mark.parametrize("mode", MODES)
 def test_a_samplers_error_comes_after_the_batches_it_has_yielded(mode: Any, length: int) -> None:
     def make() -> DataLoader[Any]:
         return DataLoader(Numbers(50), 4, sampler=Raises(length))
@@ -111,17 +107,16 @@ def test_a_state_counts_on_when_an_option_is_set_within_an_epoch() -> None:
     second.close()
 
 
-@pytest.mark.parametrize("mode", ["proxy", "own workers"])
-def test_an_interruption_in_a_transform_loses_no_batch(mode: Any) -> None:
+def test_an_interruption_in_a_transform_loses_no_batch() -> None:
     def make() -> DataLoader[Any]:
         torch.manual_seed(3)
-        return DataLoader(Numbers(30), 4, shuffle=True, num_workers=int(mode == "own workers"))
+        return DataLoader(Numbers(30), 4, shuffle=True)
 
     def interrupt(_: Any) -> Any:
         raise KeyboardInterrupt
 
     wanted = seen_of(make())
-    loader, owner = wrapped(make(), mode)
+    loader, owner = wrapped(make(), "proxy")
     batches, seen = iter(loader), []
     for number in range(8):
         if number == 5:

@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from accel.dataio.engine import slots
 from accel.dataio.engine.engine import BatchJob, WorkerDied, as_raised
 from tests.dataio.engines import (
     Squares,
@@ -51,16 +50,6 @@ def test_what_the_dataset_raises_comes_out(kind: str) -> None:
     if kind != "slots":
         assert "sample 13" in cause
     assert_made(made, expected(indices=[each for each in lists() if 13 not in each]))
-
-
-def test_what_the_collate_function_raises_names_the_samples() -> None:
-    with engine_of(
-        loader=DataLoader(Squares(), batch_size=4, collate_fn=lambda _: throw(ValueError("uneven")))
-    ) as engine:
-        (caught,) = run(engine, [list(range(11))])
-
-    assert str(caught) == "uneven"
-    assert "samples [0, 1, 2, 3, 4, 5, 6, 7, …] (11)" in str(caught.__cause__)
 
 
 @pytest.mark.parametrize("kind", GARBAGE)
@@ -236,25 +225,6 @@ def test_a_dataset_that_closes_the_connection(tmp_path: Any) -> None:
 # Waiting
 
 
-def test_a_worker_that_stops_in_the_middle_of_a_message_is_late_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The batch goes through the socket, which takes a part of it only before the worker is stopped."""
-    monkeypatch.setattr(slots, "supported", lambda: False)
-    loader = DataLoader(Squares(), batch_size=4, collate_fn=lambda _: torch.zeros(1 << 20), timeout=0.5, num_workers=1)
-    with engine_of(loader=loader, workers=1) as engine:
-        engine.submit(BatchJob([1], None))
-        deadline = time.monotonic() + 30
-        while not engine._handles[0].connection.poll() and time.monotonic() < deadline:
-            time.sleep(0.001)
-        time.sleep(0.05)  # the socket is full
-        os.kill(engine._handles[0].process.pid, signal.SIGSTOP)
-        try:
-            with pytest.raises(RuntimeError, match=r"has been fetching sample.*timeout=0.5"):
-                engine.collect()
-        finally:
-            os.kill(engine._handles[0].process.pid, signal.SIGCONT)
-        assert_made(run(engine, [[2]]), [torch.zeros(1 << 20)])
-
-
 def test_the_loaders_timeout_is_kept() -> None:
     with engine_of(loader=loader_of(Squares(at=13, act=lambda: time.sleep(60)), num_workers=1, timeout=0.3)) as engine:
         ready(engine)
@@ -297,17 +267,6 @@ def test_closing_while_fetching() -> None:
         engine.close()
         assert all(gone(pid) for pid in workers)
         assert_made(run(engine, [[3], [4]]), expected(indices=[[3], [4]]))
-
-
-def test_an_interrupt_loses_no_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    with engine_of(workers=1) as engine:
-        for indices in ([1], [2]):
-            engine.submit(BatchJob(indices, None))
-        with monkeypatch.context() as patch:
-            patch.setattr(engine, "_hear", lambda _: throw(KeyboardInterrupt()))
-            with pytest.raises(KeyboardInterrupt):
-                engine.collect()
-        assert_made([engine.collect(), engine.collect()], expected(indices=[[1], [2]]))
 
 
 def test_errors_from_elsewhere_keep_their_cause() -> None:

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 from accel.dataio.engine import processes
 from accel.dataio.engine.engine import BatchJob, WorkersStuck
 from accel.dataio.loader import ContinuousLoader
-from accel.dataio.passes import loader_core
+from accel.dataio.passes import engines
 from tests.conftest import Once
 from tests.dataio.engines import Squares, assert_made, engine_of, expected, gone, in_child, loader_of, pids, ready, run
 
@@ -71,7 +71,7 @@ def test_a_lock_that_was_held_at_the_fork() -> None:
 def test_a_loader_whose_workers_are_stuck_goes_on_in_the_loops_own_thread(
     held_lock: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loader_core, "STALL_S", 0.5)
+    monkeypatch.setattr(engines, "STALL_S", 0.5)
     data = Locks()
     with ContinuousLoader(DataLoader(data, 4), mode="fork", workers=2) as loader:
         batches = iter(loader)

@@ -28,11 +28,10 @@ class Link:
     def send(self, batch: Any) -> Any:
         self.take_back()
         packed = wire.pack(batch)
-        slot, fresh = self.writer.acquire(packed.size)
+        slot = self.writer.acquire(packed.size)
         wire.write(packed, slot.memory)
-        if fresh:
-            self.reader.add(slot.number, os.dup(slot.file))
-            slot.close_file()
+        if slot.file is not None:
+            self.reader.add(slot.number, os.getpid(), slot.file)
         self.tell_dropped()
         return wire.load(packed.payload, packed.sizes, self.reader.view(slot.number))
 

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, default_collate
 from accel.dataio.engine import processes
 from accel.dataio.engine.engine import BatchJob, ThreadEngine
 from accel.dataio.loader import ContinuousLoader
-from accel.dataio.passes import loader_core as way
+from accel.dataio.passes import engines as way
 from accel.dataio.passes import tuner
 from tests.dataio.numbers import Numbers, indices
 

@@ -16,8 +16,6 @@ import torch
 from torch.utils.data import DataLoader, get_worker_info
 
 from accel.dataio.elastic_sampler import ElasticSampler
-from accel.dataio.engine.engine import BatchJob, WorkerEpoch
-from accel.dataio.engine.processes import ProcessEngine
 from accel.elastic.batch_size.loader import elastic_loader
 from accel.elastic.worker_signals import outliving
 from tests.accel.elastic import worker_loop
@@ -58,28 +56,6 @@ def test_a_signal_to_the_group_is_answered_by_a_checkpoint_and_the_workers_end_w
     assert newest_step(tmp_path / "saved") == worker_loop.STEP + 1
     assert len(workers) == 2
     wait_for(lambda: not any(map(is_running, workers)))
-
-
-class Makers:
-    """Samples are the processes that make them."""
-
-    def __len__(self) -> int:
-        return 6
-
-    def __getitem__(self, index: int) -> int:
-        return os.getpid()
-
-
-@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
-def test_a_worker_that_stands_in_for_a_loaders_own_has_a_group_too(method: str) -> None:
-    dataset: Any = Makers()
-    engine = ProcessEngine(DataLoader(dataset, worker_init_fn=outliving()), 1, start_method=method, as_torch=True)
-    try:
-        engine.submit(BatchJob([0], None, number=0, worker_epoch=WorkerEpoch(0, 1)))
-        process = int(engine.collect())
-        assert os.getpgid(process) == process != os.getpgid(0)
-    finally:
-        engine.close()
 
 
 def test_a_worker_that_is_a_thread_of_the_loop_leaves_the_loop_its_group() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 import accel
-from accel.dataio.passes.own_workers import OwnWorkers
+from accel.dataio.passes.next_epoch import NextEpoch
 from accel.dataio.passes.proxy import Fetching
 from accel.run import Run
 from accel.run.gate import Gate
@@ -67,8 +67,8 @@ def test_the_weights_are_those_of_the_plain_loop(
     steps: int | None, epochs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun: list[Any] = []
-    begin = OwnWorkers.begin
-    monkeypatch.setattr(OwnWorkers, "begin", lambda *args: begun.append(begin(*args)) or begun[-1])
+    begin = NextEpoch.begin
+    monkeypatch.setattr(NextEpoch, "begin", lambda *args: begun.append(begin(*args)) or begun[-1])
     plain, _ = train(epochs, wrap=False, steps=steps)
     assert not begun
     continued, report = train(epochs, wrap=True, steps=steps)
