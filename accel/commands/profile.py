@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _TERMINATED_S = 10.0
 """How long a rank that was sent SIGTERM waits for what the others saw; torchrun kills it 30 s after the signal."""
 _DIAGNOSING = (
-    "accel: profiling. Suspects are tried on real steps; what that changes in the training is put back. "
+    "accel: profiling. Suspects are tried on real steps, which may change last bits. "
     "This is a diagnosing run: --no-confirm leaves the training as it is."
 )
 
@@ -134,7 +134,7 @@ class ProfileJob(ScriptJob):
         if exchange.launched:
             timeout_s = _TERMINATED_S if ending.text == "terminated" else None
             try:
-                everyone = exchange.collect("report", verdict.rank_summary(evidence, diagnosis), timeout_s)
+                everyone = exchange.collect(verdict.rank_summary(evidence, diagnosis), timeout_s)
             except OSError as error:
                 session.unseen.append(f"other ranks: {error}")
         if exchange.rank != 0:
@@ -149,8 +149,6 @@ class ProfileJob(ScriptJob):
         report.wall_s, report.command, report.ended = wall_s, self._line, ending.text
         report.started = self._started.isoformat(timespec="seconds")
         report.host.accel = __version__
-        samples, step_s = session.samples_per_step, diagnosis.anatomy.step_s
-        report.samples_per_s = samples / step_s if samples and step_s else None
         if exchange.launched:
             verdict.merge(report, everyone, diagnosis.anatomy, exchange.size)
         _write(report, self._target)

@@ -43,6 +43,7 @@ def build_report(evidence: Evidence, diagnosis: Diagnosis) -> ProfileReport:
         evidence=tree(evidence, anatomy) if anatomy.steps else None,
         steps=anatomy.steps,
         step_ms=anatomy.step_s * 1e3,
+        samples_per_s=_samples_per_s(evidence, anatomy),
         ranks=[row(evidence, anatomy)],
         timeline=[
             StepRow(step=m.step, ms=m.seconds * 1e3, phases_ms={k: v * 1e3 for k, v in m.phases.items() if v})
@@ -60,6 +61,12 @@ def build_report(evidence: Evidence, diagnosis: Diagnosis) -> ProfileReport:
     )
     conclude(report, anatomy)
     return report
+
+
+def _samples_per_s(evidence: Evidence, anatomy: Anatomy) -> float | None:
+    """Return the samples of a mean step per second; None if no batch has a length."""
+    counted = [m.samples for m in evidence.steps if m.samples]  # 0 where batches were not counted
+    return statistics.fmean(counted) / anatomy.step_s if counted and anatomy.step_s else None
 
 
 def _beside(evidence: Evidence, diagnosis: Diagnosis) -> str:

@@ -43,7 +43,7 @@ class BatchMarks(Delivery):
         super().__init__(clock)
         self.thread = thread
         self.ahead = False
-        self.drain: Callable[[], float] = lambda: 0.0
+        self.drain: Callable[[], float]
         self.fetched = 0
         self.loader: Any = None
         self.collating = CollateTimer(clock.now)

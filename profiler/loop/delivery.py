@@ -67,7 +67,8 @@ class Delivery:
         try:
             work()
         except ours() as error:
-            self.failed = f"the recorder stopped at step {self.steps}: {type(error).__name__}: {error}"
+            # A later one follows from the first.
+            self.failed = self.failed or f"the recorder stopped at step {self.steps}: {type(error).__name__}: {error}"
             self._hot.steps_left = sys.maxsize  # never again
 
     def _hand_over(self) -> None:

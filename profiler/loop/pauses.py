@@ -25,26 +25,12 @@ class Pauses:
         self, clock: StepClock, hot: MarkState, guarded: Callable[[Callable[[], None]], None], thread: int
     ) -> None:
         self._clock, self._hot, self._guarded, self._thread = clock, hot, guarded, thread
-        self._on_leave: Callable[[bool], None] | None = None
+        self._on_leave: Callable[[], None] | None = None
         self._on_return: Callable[[], None] = lambda: None
-        self._on_call: Callable[[], None] = lambda: None
-        self._in_step = False
-        """Whether the pause came between a batch and its update."""
 
-    def watch(
-        self,
-        left: Callable[[bool], None],
-        returned: Callable[[], None],
-        called: Callable[[], None] = lambda: None,
-    ) -> None:
-        """Call back at each pause until `unwatch`.
-
-        Args:
-            left: called when it begins, with whether no step is under way.
-            returned: called when it ends.
-            called: called by `called`.
-        """
-        self._on_leave, self._on_return, self._on_call = left, returned, called
+    def watch(self, left: Callable[[], None], returned: Callable[[], None]) -> None:
+        """Call back when a pause begins and when it ends, until `unwatch`."""
+        self._on_leave, self._on_return = left, returned
         self._hot.away = False
 
     def unwatch(self) -> None:
@@ -52,20 +38,12 @@ class Pauses:
         self._on_leave = None
         self._hot.away = False
 
-    def called(self) -> None:
-        """The model is called for training, whether or not a step comes of it."""
-        if self._on_leave is not None:
-            self._guarded(self._on_call)
-
     def begin(self) -> None:
         """The loop leaves its steps."""
-        left = self._on_leave
-        if left is None or self._hot.away or get_ident() != self._thread:
-            return
-        self._hot.away = True
-        self._hot.iterator = None  # the next batch takes the slow path, which ends the pause
-        is_between, self._in_step = self._place()
-        self._off_the_clock(lambda: left(is_between))
+        if self._on_leave is not None and not self._hot.away and get_ident() == self._thread:
+            self._hot.away = True
+            self._hot.iterator = None  # the next batch takes the slow path, which ends the pause
+            self._off_the_clock(self._on_leave)
 
     def end(self) -> None:
         """The loop goes on with its steps."""
@@ -73,24 +51,7 @@ class Pauses:
             self._hot.away = False
             self._off_the_clock(self._on_return)
 
-    def end_in_step(self) -> None:
-        """The model is called for training: what interrupted a step, between a batch and its update, is over."""
-        if self._in_step:
-            self.end()
-
     def _off_the_clock(self, call: Callable[[], None]) -> None:
-        clock = self._clock
-        clock.enter(clock.code)
+        self._clock.enter(self._clock.code)
         self._guarded(call)
-        clock.skip()
-
-    def _place(self) -> tuple[bool, bool]:
-        """Return whether no forward pass is under way, and whether a batch has been asked for since the last update."""
-        if self._hot.stepped:
-            return True, False
-        for entry in reversed(self._clock.tape):
-            if entry.__class__ is str and entry in ("data", "outside"):
-                return True, entry == "data"
-            if entry.__class__ is str and entry in ("forward", "loss", "backward"):
-                return False, True
-        return self._clock.code in ("data", "outside"), True
+        self._clock.skip()

@@ -25,7 +25,7 @@ from accel.profiler.loop import facts
 from accel.profiler.loop.batches import BatchMarks
 from accel.profiler.loop.called_modules import CalledModules, RegisteredModules
 from accel.profiler.loop.clock import MAYBE_FORWARD, MAYBE_HOST, PROVISIONAL, StepClock
-from accel.profiler.loop.device import DeviceEvents, marked_copy
+from accel.profiler.loop.device import DeviceEvents, drained_s, marked_copy
 from accel.profiler.loop.optimizers import Optimizers
 from accel.profiler.loop.patches import Function, Loaders, Probes, has_gpu
 from accel.profiler.loop.steps import LOST
@@ -64,8 +64,9 @@ class Recorder(BatchMarks):
         """Those that the script still has."""
         self.has_ranks = False
         """Others train in step with this one."""
-        self.trained = facts.Trained()
+        self._trained = facts.Trained()
         self.probes = Probes(self, loaders)
+        self.drain = lambda: drained_s(self._trained.device, self.clock.now)
         self._registered = RegisteredModules()
         self.roots = CalledModules(self.calling, self.call_hooks, self._registered.seen)
 
@@ -158,7 +159,6 @@ class Recorder(BatchMarks):
             # No loader marks where a step begins: it ends where the next step's first forward pass begins.
             self.clock.enter("outside")
             self._boundary()
-        self.pauses.end_in_step()
         self.clock.enter("forward")
 
     def _call_without_gradients(self, *, evaluates: bool) -> None:
@@ -281,7 +281,7 @@ class Recorder(BatchMarks):
     def _meet(self, optimizer: Optimizer) -> None:
         """Look for the models of a new optimizer, and let go of those whose optimizers are gone."""
         self.optimizers.append(optimizer)
-        self.trained = facts.of_training(self.optimizers, self.trained)
+        self._trained = self.trained
         if self.roots.learn(optimizer, self.steps):
             self.roots.release_others({id(p) for o in self.optimizers for g in o.param_groups for p in g["params"]})
 
@@ -302,7 +302,19 @@ class Recorder(BatchMarks):
 
     def communicating(self, original: Function) -> Function:
         """Mark a collective that the loop calls itself."""
-        return self._within("communication", original)
+
+        @functools.wraps(original)
+        def marked(*args: Any, **kwargs: Any) -> Any:
+            if get_ident() != self.thread:
+                return original(*args, **kwargs)
+            before = self.clock.code
+            self.clock.enter("communication")
+            try:
+                return original(*args, **kwargs)
+            finally:
+                self.clock.enter(before)
+
+        return marked
 
     def copying(self, original: Function) -> Function:
         """Mark a copy to the device, unless it is part of an evaluation."""
@@ -316,26 +328,17 @@ class Recorder(BatchMarks):
 
         return marked_copy(original, copying, self.thread)
 
-    def _within(self, phase: str, original: Function) -> Function:
-        @functools.wraps(original)
-        def marked(*args: Any, **kwargs: Any) -> Any:
-            if get_ident() != self.thread:
-                return original(*args, **kwargs)
-            before = self.clock.code
-            self.clock.enter(phase)
-            try:
-                return original(*args, **kwargs)
-            finally:
-                self.clock.enter(before)
-
-        return marked
-
     # -- what was recorded ---------------------------------------------------------------------------------------------
 
     def summary(self) -> str:
         """Say how much of a training loop was recorded."""
         batches = f"{self.fetched} batches from a DataLoader"
         return f"{batches}, {self.backwards} backward passes, {self.updates} updates, {self.steps} whole steps"
+
+    @property
+    def trained(self) -> facts.Trained:
+        """What is trained, or was, if the script has let go of it."""
+        return facts.of_training(self.optimizers, self._trained)
 
     def loader_facts(self) -> LoaderFacts:
         """Describe the loader that feeds the training."""

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from accel.profiler.evidence import Roofline
+from accel.profiler.evidence import Evidence, Roofline
 
 _MIB = 1 << 20
 
@@ -71,6 +71,15 @@ def measure(device: torch.device, dtypes: Sequence[torch.dtype], *, threads: int
             _copies[name, count] = _copy(device, count)
     rates = {str(dtype).removeprefix("torch."): _products[name, dtype, count] for dtype in dtypes}
     return Roofline(gflops={dtype: rate for dtype, rate in rates.items() if rate > 0}, gb_per_s=_copies[name, count])
+
+
+def dtypes_of(evidence: Evidence) -> list[torch.dtype]:
+    """Return those in which to measure products: on a GPU also the one in which most of the script's were."""
+    names = ["float32", *(["float64"] if evidence.dtype == "float64" else [])]
+    products = evidence.trace.dtypes if evidence.trace is not None and evidence.device == "cuda" else {}
+    names += sorted(products, key=lambda name: products[name])[-1:]
+    kinds = (getattr(torch, name, None) for name in dict.fromkeys(names))
+    return [kind for kind in kinds if isinstance(kind, torch.dtype)]
 
 
 def _product(device: torch.device, dtype: torch.dtype, threads: int) -> float:
