@@ -71,7 +71,7 @@ class ProfileSession:
         self.exchange = exchange
         self.experiments: dict[str, Experiment] = {}
         """By the cause they tested."""
-        self.steps: deque[Measurement] = deque(maxlen=self.recorder.keep_steps)
+        self.steps: deque[Measurement] = deque(maxlen=self.recorder.delivery.keep_steps)
         self.unseen: list[str] = []
         self.stage = "warm-up"
         self._learns_until = 0
@@ -88,15 +88,15 @@ class ProfileSession:
     def start(self) -> None:
         """Start profiling; the loop may start now."""
         next(self._course)
-        self.recorder.on_step = self._course.send
-        self.recorder.on_segment = self._sample
+        self.recorder.delivery.on_step = self._course.send
+        self.recorder.delivery.on_segment = self._sample
         self.recorder.start()
         self.instruments.start()
 
     def stop(self) -> None:
         """Stop profiling, and restore torch and the script's objects."""
         self._limit.restore()
-        self.recorder.catch_up()
+        self.recorder.delivery.catch_up()
         self._course.close()
         self.instruments.time_device(False)
         self.recorder.stop()
@@ -118,7 +118,7 @@ class ProfileSession:
         if self._changes_run() and device.type == "cpu":
             yield from self._limit_threads()
         self.stage = "observing"
-        self._learns_until = self.recorder.steps + _LEARNT_FROM
+        self._learns_until = self.recorder.delivery.steps + _LEARNT_FROM
         self.instruments.watch(True)
         self.instruments.time_device(True)
         began = time.perf_counter()
@@ -143,7 +143,7 @@ class ProfileSession:
         self.stage = "watching"
         yield  # the first step after an experiment is not like the others
         self.instruments.watch(True)
-        self.recorder.deferred = True
+        self.recorder.delivery.deferred = True
         self.instruments.sampler.interval_s = WATCH_S
         while True:
             measured = yield
@@ -169,7 +169,7 @@ class ProfileSession:
 
     def _keep(self, measured: Measurement) -> None:
         self.steps.append(measured)
-        deferred = self.recorder.deferred
+        deferred = self.recorder.delivery.deferred
         if measured.step < self._learns_until or not (self.instruments.sampler.batch_lines or deferred):
             self.instruments.learn_lines()
         if not deferred:
@@ -179,7 +179,7 @@ class ProfileSession:
         """Take the readings of a segment's steps; watch no more once the threads are the loop's own again."""
         self.instruments.sample()
         if self.stage == "watching" and self._limit.ends():
-            self._ends_at = self.recorder.steps
+            self._ends_at = self.recorder.delivery.steps
             self.instruments.watch(False)
             self.stage = "watched"
 
@@ -190,7 +190,7 @@ class ProfileSession:
             yield
             if (tried := whatif.counterfactual(cause, self.recorder)) is not None:
                 self.experiments[cause] = yield from whatif.experiment(
-                    tried, self.recorder.pauses, whatif.backlog_of(self.recorder)
+                    tried, self.recorder.delivery.pauses, whatif.backlog_of(self.recorder)
                 )
 
     # -- what was measured ---------------------------------------------------------------------------------------------
@@ -214,7 +214,7 @@ class ProfileSession:
             evidence.unseen += [nvml.unseen] if nvml.unseen else []
         else:
             evidence.unseen.append("GPUs: torch sees none")
-        evidence.unseen += [self.recorder.failed] if self.recorder.failed else []
+        evidence.unseen += [self.recorder.delivery.failed] if self.recorder.delivery.failed else []
         if evidence.thread is None:
             evidence.unseen.append("what the training thread did by line: the run was too short, or /proc is not there")
         if self._trace is None:

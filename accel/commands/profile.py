@@ -139,13 +139,13 @@ class ProfileJob(ScriptJob):
                 session.unseen.append(f"other ranks: {error}")
         if exchange.rank != 0:
             return
-        if recorder.steps == 0:
+        if recorder.delivery.steps == 0:
             say(_nothing(recorder, wall_s))
             return
         evidence.unseen = list(dict.fromkeys([*evidence.unseen, *session.unseen]))
         report = verdict.build_report(evidence, diagnosis)
         report.experiments = list(session.experiments.values())
-        report.unattributed = recorder.unattributed()
+        report.unattributed = recorder.delivery.unattributed()
         report.wall_s, report.command, report.ended = wall_s, self._line, ending.text
         report.started = self._started.isoformat(timespec="seconds")
         report.host.accel = __version__
@@ -166,7 +166,9 @@ def _check(script: str, module: bool, target: Path) -> None:
 def _nothing(recorder: Recorder, wall_s: float) -> str:
     """Say that there was no step, and where the training may have been instead."""
     what = "whole step" if recorder.updates else "optimizer step"
-    text = f"accel: no {what} seen in {wall_s:.1f} s ({recorder.summary()}); nothing to report"
+    batches = f"{recorder.loaders.fetched} batches from a DataLoader"
+    passed = f"{recorder.backwards} backward passes, {recorder.updates} updates, {recorder.delivery.steps} whole steps"
+    text = f"accel: no {what} seen in {wall_s:.1f} s ({batches}, {passed}); nothing to report"
     if recorder.updates_elsewhere:
         text += (
             f"\naccel: {recorder.updates_elsewhere} updates ran in other threads, which are not seen; "

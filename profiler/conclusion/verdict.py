@@ -21,7 +21,6 @@ from accel.profiler.evidence import Evidence, ThreadShare
 from accel.profiler.naming import Diagnosis
 from accel.profiler.phases import MEANING, Measurement
 from accel.profiler.report import Finding, HostFacts, Node, ProfileReport, RankRow, Saving, StepRow
-from accel.profiler.system import link
 
 _TIMELINE = 120
 _LINES = 12
@@ -295,7 +294,8 @@ def merge(report: ProfileReport, ranks: Mapping[int, Mapping[str, Any]], anatomy
     others = statistics.median(seconds for rank, seconds in own.items() if rank != slowest)
     lag_share = (own[slowest] - others) / anatomy.step_s
     _reduce_exchange(report, min(waits.values()) / anatomy.step_s)
-    topology = link.describe(len(report.ranks), len({r.host for r in report.ranks}))
+    hosts = len({r.host for r in report.ranks})
+    topology = f"the {len(report.ranks)} ranks are on {'one host' if hosts == 1 else f'{hosts} hosts'}"
     for finding in report.findings:
         finding.why += [topology] if finding.cause == "communication.exposed" else []
     # Ranks that occupy a whole host disturb each other: two healthy ones on two cores differed by up to 15 % of the

@@ -54,7 +54,7 @@ class Counterfactual:
 
 def counterfactual(cause: str, recorder: Recorder) -> Counterfactual | None:
     """Return what switches a cause off in this run, None if nothing does."""
-    if cause in switched_with("input.cpu") and recorder.loader is not None:
+    if cause in switched_with("input.cpu") and recorder.loaders.loader is not None:
         return fetched_ahead(recorder)
     if cause == "host.gc":
         return no_collector(lambda: recorder.probes.collector.seconds)
@@ -74,12 +74,12 @@ def fetched_ahead(recorder: Recorder) -> Counterfactual:
     @contextlib.contextmanager
     def off() -> Iterator[None]:
         nonlocal fetched
-        recorder.ahead, before = True, recorder.fetched
+        recorder.loaders.ahead, before = True, recorder.loaders.fetched
         try:
             yield
         finally:
-            recorder.ahead = False
-            fetched += recorder.fetched - before
+            recorder.loaders.ahead = False
+            fetched += recorder.loaders.fetched - before
 
     what = "each batch was fetched between two steps, off the clock"
     return Counterfactual("batch fetched ahead", what, off, lambda: fetched > 0)

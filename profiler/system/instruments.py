@@ -56,10 +56,10 @@ class Instruments:
 
     def stop(self) -> None:
         """Stop for good; what was measured stays."""
-        self._recorder.pauses.unwatch()
+        self._recorder.delivery.pauses.unwatch()
         self.settings.stop()
         self.sampler.stop()
-        self.sampler.count(self._recorder.last_boundary)
+        self.sampler.count(self._recorder.delivery.last_boundary)
         if self._is_on:
             self.crowd.end()
         self.ddp_wait.stop()
@@ -73,10 +73,10 @@ class Instruments:
             self.crowd.begin()
             self._begin_workers()
             if recorder.loader_facts().workers:  # they sleep while the loop does something else
-                recorder.pauses.watch(self._end_workers, self._begin_workers)
+                recorder.delivery.pauses.watch(self._end_workers, self._begin_workers)
             self._begin_collections()
         else:
-            recorder.pauses.unwatch()
+            recorder.delivery.pauses.unwatch()
             self._end_workers()
             self.crowd.end()
 
@@ -97,17 +97,17 @@ class Instruments:
 
     def _begin_collections(self) -> None:
         recorder = self._recorder
-        self.collections.begin(recorder.steps, recorder.probes.collector.seconds, recorder.clock.now())
+        self.collections.begin(recorder.delivery.steps, recorder.probes.collector.seconds, recorder.clock.now())
 
     def sample(self, *, workers: bool = True) -> None:
         """Take the readings between two ordinary steps."""
         if not self._is_on:
             return
         recorder, now = self._recorder, self._recorder.clock.now
-        self.collections.end(recorder.steps, recorder.probes.collector.seconds, now())
+        self.collections.end(recorder.delivery.steps, recorder.probes.collector.seconds, now())
         self.sampler.count(now())
         self.settings.sample()
-        self.ddp_wait.sample(recorder.roots.modules, recorder.steps - 1)
+        self.ddp_wait.sample(recorder.roots.modules, recorder.delivery.steps - 1)
         if workers:
             self.workers.sample(recorder.worker_pids())
         self._begin_collections()
@@ -119,14 +119,16 @@ class Instruments:
             self._model_lines.update(users_frames(sys._getframe(1)))
 
         def updated(optimizer: Any) -> None:
-            self._recorder.on_update = self._recorder.on_call = None
+            self._recorder.on_update(None)
+            self._recorder.calls.on_call = None
             self._updates.add(tuple(users_frames(sys._getframe(1))))
             step_lines = {line for frames in self._updates for line in frames}
             lines = (batch_lines(list(frames), self._model_lines) for frames in self._updates)
             self.sampler.batch_lines = set().union(*lines)
             self.sampler.call_lines = self._model_lines - step_lines
 
-        self._recorder.on_update, self._recorder.on_call = updated, called
+        self._recorder.on_update(updated)
+        self._recorder.calls.on_call = called
 
     def evidence(self, kept: Sequence[Measurement]) -> Evidence:
         """Return what has been measured so far.
@@ -157,13 +159,13 @@ class Instruments:
             model_called=bool(self._model_lines),
             loader=recorder.loader_facts(),
             workers=self.workers.shares(),
-            collate_share=recorder.collating.share,
+            collate_share=recorder.loaders.collating.share,
             gc_share=self.collections.share(without=left_out),
             optimizer=trained.optimizer,
             dtype=trained.dtype,
             anomaly_mode=self.settings.anomaly_mode,
             ddp_wait_share=waited / step_s if waited is not None and step_s else None,
             host_ms={p: s * 1e3 for p, s in device_time.means(kept).items()} if is_timed else {},
-            model_name=called_modules.name(recorder.roots.modules),
+            model_name=recorder.model_name or called_modules.name(recorder.roots.modules),
             unseen=[*unseen, *one_offs.told(ordinary, slow_once)],
         )

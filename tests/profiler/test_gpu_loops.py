@@ -137,9 +137,9 @@ class Loop:
         self.model = Network(4, 2)
         self.optimizer = Update(self.model.parameters(), lr=0.01)
         self.recorder = Recorder(StepClock(gpu.now))
-        self.recorder.drain = gpu.drain
+        self.recorder.loaders.drain = gpu.drain
         self.steps: list[Measurement] = []
-        self.recorder.on_step = self.steps.append
+        self.recorder.delivery.on_step = self.steps.append
 
     def part(self, share: float, pieces: int = 10) -> None:
         self.gpu.launch(share * self.launch, share * self.work, pieces)
@@ -173,7 +173,7 @@ class Loop:
             if len(self.steps) == WARM_UP + 1 + timed:
                 events.stop()
 
-        self.recorder.on_step = step
+        self.recorder.delivery.on_step = step
         self.recorder.start()
         try:
             for _ in self.run():
@@ -267,7 +267,7 @@ def test_what_holds_the_device_up_is_named(name: str, timed: int, monkeypatch: p
 
 def tried(loop: Loop, switch: Counterfactual) -> Experiment:
     backlog = Backlog(loop.gpu.now, loop.gpu.drain, loop.gpu.event)
-    course = experiment(switch, loop.recorder.pauses, backlog)
+    course = experiment(switch, loop.recorder.delivery.pauses, backlog)
     ended: list[Experiment] = []
 
     def step(measured: Measurement) -> None:
@@ -280,7 +280,7 @@ def tried(loop: Loop, switch: Counterfactual) -> Experiment:
             except StopIteration as end:
                 ended.append(end.value)
 
-    loop.recorder.on_step = step
+    loop.recorder.delivery.on_step = step
     loop.recorder.start()
     try:
         for _ in loop.run():

@@ -28,12 +28,12 @@ class Run:
         self.result: Experiment | None = None
         self.course = self._course()
         next(self.course)
-        recorder.on_step = self._step
+        recorder.delivery.on_step = self._step
 
     def _course(self) -> Generator[None, Measurement, None]:
         for _ in range(3):
             yield
-        self.result = yield from experiment(self.switch, self.recorder.pauses)
+        self.result = yield from experiment(self.switch, self.recorder.delivery.pauses)
         while True:
             yield
 

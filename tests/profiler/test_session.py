@@ -75,6 +75,7 @@ def test_anomaly_mode_outside_of_the_steps_is_none_of_theirs() -> None:
 def test_what_was_trained_is_known_once_the_script_has_let_go_of_it() -> None:
     session = profiled(around=nullcontext)
     gc.collect()
+    assert session.evidence().model_name == "Linear"
 
     assert len(session.recorder.optimizers) == 0
     trained = session.evidence().optimizer

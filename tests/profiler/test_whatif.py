@@ -56,7 +56,7 @@ def drive(
 @pytest.mark.parametrize(("factor", "verdict"), [(0.4, "keep"), (1.0, "drop"), (1.5, "drop")])
 def test_an_experiment_measures_what_the_switch_gives(factor: float, verdict: str) -> None:
     switch, dice = Switch(), random.Random(0)
-    course = experiment(switch, Recorder().pauses)
+    course = experiment(switch, Recorder().delivery.pauses)
 
     found = drive(course, lambda: 0.01 * (factor if switch.on else 1.0) * (1 + dice.gauss(0, 0.02)))
 
@@ -67,14 +67,14 @@ def test_an_experiment_measures_what_the_switch_gives(factor: float, verdict: st
 
 def test_an_experiment_whose_switch_took_no_hold_is_void() -> None:
     dice = random.Random(0)
-    found = drive(experiment(Switch(works=False), Recorder().pauses), lambda: 0.01 * (1 + dice.gauss(0, 0.02)))
+    found = drive(experiment(Switch(works=False), Recorder().delivery.pauses), lambda: 0.01 * (1 + dice.gauss(0, 0.02)))
 
     assert found.verdict == "void"
 
 
 def test_an_experiment_that_is_cut_short_puts_everything_back() -> None:
     switch = Switch()
-    course = experiment(switch, Recorder().pauses)
+    course = experiment(switch, Recorder().delivery.pauses)
     next(course)
     for number in range(6):
         course.send(Measurement(step=number, seconds=0.01))
@@ -172,13 +172,13 @@ def test_a_batch_fetched_ahead_is_counted() -> None:
     recorder = Recorder()
     switch = fetched_ahead(recorder)
     with switch.off():
-        assert recorder.ahead
-    recorder.fetched += 1
+        assert recorder.loaders.ahead
+    recorder.loaders.fetched += 1
     assert not switch.worked()
     with switch.off():
-        recorder.fetched += 1
+        recorder.loaders.fetched += 1
 
-    assert switch.worked() and not recorder.ahead
+    assert switch.worked() and not recorder.loaders.ahead
 
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD, torch.optim.RMSprop])
