@@ -125,7 +125,7 @@ class Marks:
         self._recorder = recorder = Recorder()
         recorder.start()
         microseconds(loop(32), 32)
-        recorder.deferred = True
+        recorder.delivery.deferred = True
         microseconds(loop(1024), 1024)  # until it knows how many steps a second has
         self.modules = list(recorder.roots.modules)
         self._calls = [(module, callslot.contents(module)) for module in self.modules]
@@ -229,6 +229,10 @@ class Floor:
         return original
 
     communicating = copying = making = iterating
+
+    @property
+    def loaders(self) -> Floor:
+        return self
 
 
 def cost(loop: Train, rounds: int) -> Cost:

@@ -19,7 +19,7 @@ from accel.profiler.diagnose.anatomy import Anatomy
 from accel.profiler.diagnose.causes import CROWDS
 from accel.profiler.diagnose.communication_wait import wait_as_communication
 from accel.profiler.diagnose.consistency import PhaseShares
-from accel.profiler.diagnose.findings import SHARED_CORES, SURE, WORTH, finding, thread_text
+from accel.profiler.diagnose.findings import SHARED_CORES, SURE, WORTH, collected, finding, thread_text
 from accel.profiler.evidence import Evidence
 from accel.profiler.report import Finding
 
@@ -65,6 +65,8 @@ class Diagnosis:
     refused: str = ""
     retracted: list[str] = field(default_factory=list)
     """Findings that contradicted the phases, a sentence each."""
+    collected: float = 0.0
+    """Share of the step that the garbage collector takes, worth a finding or not."""
     crowd: Finding | None = None
     """Others that keep cores busy, or this run's own processes; among `findings` only if no other figure is trusted."""
 
@@ -87,7 +89,7 @@ def diagnose(evidence: Evidence, *, min_steps: int = MIN_STEPS) -> Diagnosis:
     """
     steps = wait_as_communication(evidence.steps, evidence.ddp_wait_share)
     anatomy = phase_contents.with_parts(anatomies.of(steps), evidence)
-    result = Diagnosis(anatomy=anatomy)
+    result = Diagnosis(anatomy=anatomy, collected=collected(evidence, anatomy))
     if anatomy.steps < min_steps:
         result.refused = f"{anatomy.steps} steps were seen, {min_steps} are needed"
         return result

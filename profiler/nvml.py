@@ -1,4 +1,4 @@
-"""NVML telemetry of this process's GPUs, sampled four times a second in a thread of its own.
+"""NVML telemetry of the GPU that a model is on, sampled four times a second in a thread of its own.
 
 Utilisation says how long any kernel was resident, not how full the device was; power against its limit, clocks against
 their maximum and the reasons for throttling say more. Nothing here raises because of a missing package, driver or
@@ -8,13 +8,13 @@ permission: `Nvml.unseen` says what could not be read.
 from __future__ import annotations
 
 import contextlib
-import os
 import statistics
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
+
+import torch
 
 from accel.profiler.evidence import GpuShare
 
@@ -60,83 +60,54 @@ _QUERIES: dict[str, tuple[str, Callable[[Any, Any], float]]] = {
 }
 
 
-@dataclass
-class _Gpu:
-    """One GPU's handle and its samples."""
-
-    index: int
-    handle: Any
-    name: str
-    samples: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
-    refused: dict[str, int] = field(default_factory=dict)
-    """Query → NVML's code for why it failed."""
-
-    def sample(self, nvml: Any) -> None:
-        for query, (_, ask) in _QUERIES.items():
-            if self.refused.get(query) in _PERMANENT:
-                continue
-            try:
-                self.samples[query].append(ask(nvml, self.handle))
-            except nvml.NVMLError as error:
-                self.refused[query] = _code(error)
-
-    def share(self) -> GpuShare:
-        medians = {query: statistics.median(values) for query, values in self.samples.items() if values}
-        medians.pop("throttled", None)
-        for required in ("utilisation", "memory_used_gib", "memory_total_gib"):
-            medians.setdefault(required, 0.0)
-        return GpuShare(index=self.index, name=self.name, throttled=reasons(self.samples["throttled"]), **medians)
-
-
 class Nvml:
-    """Samples this process's GPUs between `start` and `stop`.
+    """Samples one GPU between `start` and `stop`.
 
     Args:
-        devices: CUDA ordinals to sample; default all that the process sees. A rank should name its own: a sample takes
-            about 40 ms per GPU, nearly all of it asleep in the two PCIe queries.
-        interval_s: pause between samples, s.
+        interval_s: pause between samples, s. A sample takes about 40 ms, nearly all of it asleep in the two PCIe
+            queries.
 
     Attributes:
         unseen: one sentence on what could not be read and why, '' if nothing; final once `stop` has returned.
-
-    Example:
-        >>> nvml = Nvml()
-        >>> nvml.start()
-        >>> gpus = nvml.stop()
     """
 
-    def __init__(self, devices: Sequence[int] | None = None, *, interval_s: float = 0.25) -> None:
+    def __init__(self, interval_s: float = 0.25) -> None:
         self.unseen = ""
-        self._devices = devices
         self._interval_s = interval_s
-        self._gpus: list[_Gpu] = []
+        self._gpu: GpuShare | None = None
+        self._samples: dict[str, list[float]] = defaultdict(list)
+        self._refused: dict[str, int] = {}
+        """Query → NVML's code for why it failed."""
         self._halt = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def start(self) -> None:
-        """Start sampling; the import and NVML's start happen in the thread, so this takes about 0.1 ms.
-
-        Raises:
-            RuntimeError: if it has been started before.
-        """
-        if self._thread is not None:
-            raise RuntimeError("this sampler has been started; make another one")
-        # CUDA reads the variable once, when it starts; a later change must not move this process's devices.
-        setting = os.environ.get("CUDA_VISIBLE_DEVICES")
-        self._thread = threading.Thread(target=self._run, args=(setting,), name="accel-nvml", daemon=True)
+    def start(self, device: torch.device) -> None:
+        """Start sampling a CUDA device that is in use; the import and NVML's start happen in the thread."""
+        known: Any = torch.cuda.get_device_properties(device)
+        index = torch.cuda.current_device() if device.index is None else device.index
+        gpu = GpuShare(index=index, name=known.name, utilisation=0.0, memory_used_gib=0.0, memory_total_gib=0.0)
+        self._thread = threading.Thread(
+            target=self._run, args=(gpu, f"GPU-{known.uuid}"), name="accel-nvml", daemon=True
+        )
         self._thread.start()
 
     def stop(self) -> list[GpuShare]:
-        """Stop sampling and return the medians, GPU by GPU; an empty list if nothing was sampled."""
+        """Stop sampling and return the medians; an empty list if nothing was sampled."""
         self._halt.set()
         if self._thread is not None:
             self._thread.join(timeout=_JOIN_TIMEOUT_S)
             if self._thread.is_alive():
                 self.unseen = f"GPU telemetry is missing: NVML did not answer within {_JOIN_TIMEOUT_S:g} s."
                 return []
-        return [gpu.share() for gpu in self._gpus]
+        if self._gpu is None:
+            return []
+        for query, values in self._samples.items():
+            if values and query != "throttled":
+                setattr(self._gpu, query, statistics.median(values))
+        self._gpu.throttled = reasons(self._samples["throttled"])
+        return [self._gpu]
 
-    def _run(self, setting: str | None) -> None:
+    def _run(self, gpu: GpuShare, uuid: str) -> None:
         try:
             import pynvml
         except ImportError:
@@ -146,63 +117,38 @@ class Nvml:
             return
         try:
             pynvml.nvmlInit()
+            try:
+                handle = pynvml.nvmlDeviceGetHandleByUUID(uuid.encode())
+                self._gpu = gpu
+                while True:
+                    self._sample(pynvml, handle)
+                    if self._halt.wait(self._interval_s):
+                        break
+                self.unseen = self._refusals()
+            finally:
+                with contextlib.suppress(pynvml.NVMLError):
+                    pynvml.nvmlShutdown()
         except pynvml.NVMLError as error:
-            self.unseen = f"GPU telemetry is missing: {_why(error)}."
-            return
-        try:
-            self._watch(pynvml, setting)
-        except pynvml.NVMLError as error:
-            self.unseen = f"GPU telemetry is missing: {_why(error)}."
-        finally:
-            with contextlib.suppress(pynvml.NVMLError):
-                pynvml.nvmlShutdown()
+            self.unseen = f"GPU telemetry is missing: {_ERRORS.get(_code(error)) or f'NVML failed ({error})'}."
 
-    def _watch(self, nvml: Any, setting: str | None) -> None:
-        handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
-        indices = visible([_text(nvml.nvmlDeviceGetUUID(handle)) for handle in handles], setting)
-        gpus = [
-            _Gpu(ordinal, handles[index], _text(nvml.nvmlDeviceGetName(handles[index])))
-            for ordinal, index in enumerate(indices)
-            if self._devices is None or ordinal in self._devices
+    def _sample(self, nvml: Any, handle: Any) -> None:
+        for query, (_, ask) in _QUERIES.items():
+            if self._refused.get(query) in _PERMANENT:
+                continue
+            try:
+                self._samples[query].append(ask(nvml, handle))
+            except nvml.NVMLError as error:
+                self._refused[query] = _code(error)
+
+    def _refusals(self) -> str:
+        by_code: dict[int, list[str]] = defaultdict(list)
+        for query, code in self._refused.items():
+            if not self._samples[query]:
+                by_code[code].append(_QUERIES[query][0])
+        parts = [
+            f"{', '.join(names)} ({_ERRORS.get(code, f'error {code}')})" for code, names in sorted(by_code.items())
         ]
-        if not gpus:
-            set_to = "is not set" if setting is None else f"is {setting!r}"
-            self.unseen = (
-                f"GPU telemetry is missing: NVML shows none of this process's GPUs (CUDA_VISIBLE_DEVICES {set_to})."
-            )
-            return
-        self._gpus = gpus
-        while True:
-            for gpu in gpus:
-                gpu.sample(nvml)
-            if self._halt.wait(self._interval_s):
-                break
-        self.unseen = _refusals(gpus)
-
-
-def visible(uuids: Sequence[str], setting: str | None) -> list[int]:
-    """Return NVML's indices of the GPUs that are visible to CUDA, in CUDA's order.
-
-    As CUDA does it: entries are numbers or the beginnings of UUIDs, the first one that names no GPU ends the list, and
-    a GPU named twice leaves none. MIG slices are left out: NVML has no utilisation for them. In a machine with unlike
-    GPUs, CUDA's numbers are NVML's only with CUDA_DEVICE_ORDER=PCI_BUS_ID.
-
-    Args:
-        uuids: UUID of each GPU, by NVML's index.
-        setting: CUDA_VISIBLE_DEVICES, None if it is not set.
-    """
-    if setting is None:
-        return list(range(len(uuids)))
-    indices: list[int] = []
-    for entry in (part.strip() for part in setting.split(",")):
-        if entry.startswith("GPU-"):
-            matches = [index for index, uuid in enumerate(uuids) if uuid.lower().startswith(entry.lower())]
-        else:
-            matches = [int(entry)] if entry.isdecimal() and int(entry) < len(uuids) else []
-        if len(matches) != 1:
-            break
-        indices += matches
-    return indices if len(set(indices)) == len(indices) else []
+        return f"NVML does not show {' and '.join(parts)}." if parts else ""
 
 
 def reasons(masks: Sequence[float]) -> list[str]:
@@ -215,24 +161,5 @@ def reasons(masks: Sequence[float]) -> list[str]:
     return [text for text, count in counts.most_common() if count > len(masks) / 10]
 
 
-def _refusals(gpus: Sequence[_Gpu]) -> str:
-    by_code: dict[int, list[str]] = defaultdict(list)
-    for query, (name, _) in _QUERIES.items():
-        codes = [gpu.refused[query] for gpu in gpus if query in gpu.refused and not gpu.samples[query]]
-        if codes:
-            by_code[codes[0]].append(name)
-    parts = [f"{', '.join(names)} ({_ERRORS.get(code, f'error {code}')})" for code, names in sorted(by_code.items())]
-    return f"NVML does not show {' and '.join(parts)}." if parts else ""
-
-
 def _code(error: Exception) -> int:
     return int(getattr(error, "value", 0))
-
-
-def _why(error: Exception) -> str:
-    return _ERRORS.get(_code(error)) or f"NVML failed ({error})"
-
-
-def _text(value: str | bytes) -> str:
-    # pynvml before 11.5 returns bytes.
-    return value.decode() if isinstance(value, bytes) else value

@@ -15,6 +15,8 @@ from accel.profiler.evidence import GpuShare, LineTime, OpTime, Roofline, SyncPo
 from accel.profiler.typed_json import UnreadableJson, decode, read
 
 SCHEMA = 1
+"""Of what every report has."""
+PROFILE_SCHEMA = 2
 KIND = "profile"
 
 
@@ -113,8 +115,6 @@ class Experiment:
     pairs: int
     verdict: str
     """`keep` (shown to help), `drop` (shown not to), `refused` (too noisy) or `void` (the switch had no effect)."""
-    changes_learning: bool
-    """True if the B steps learned something else; the state from before them was restored."""
 
 
 @dataclass(kw_only=True)
@@ -157,6 +157,7 @@ class HostFacts(MachineFacts):
 class ProfileReport(ReportHead):
     """What `accel profile` found."""
 
+    schema: int = PROFILE_SCHEMA
     kind: str = KIND
     verdict: str = ""
     """The outcome in one line."""
@@ -211,8 +212,8 @@ def from_object(raw: Any) -> ProfileReport:
     """Read a report from its decoded JSON, or raise `UnreadableJson`."""
     if not isinstance(raw, dict) or raw.get("kind") != KIND:
         raise UnreadableJson(f"it must be a profile report (kind {KIND!r}), it is not")
-    if raw.get("schema") != SCHEMA:
-        raise UnreadableJson(f"its schema must be {SCHEMA}, got {raw.get('schema')!r}; make it again")
+    if raw.get("schema") != PROFILE_SCHEMA:
+        raise UnreadableJson(f"its schema must be {PROFILE_SCHEMA}, got {raw.get('schema')!r}; make it again")
     return read(ProfileReport, raw, "report")
 
 

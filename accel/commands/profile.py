@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _TERMINATED_S = 10.0
 """How long a rank that was sent SIGTERM waits for what the others saw; torchrun kills it 30 s after the signal."""
 _DIAGNOSING = (
-    "accel: profiling. Suspects are tried on real steps; what that changes in the training is put back. "
+    "accel: profiling. Suspects are tried on real steps, which may change last bits. "
     "This is a diagnosing run: --no-confirm leaves the training as it is."
 )
 
@@ -129,23 +129,21 @@ class ProfileJob(ScriptJob):
         if exchange.launched:
             timeout_s = _TERMINATED_S if ending.text == "terminated" else None
             try:
-                everyone = exchange.collect("report", verdict.rank_summary(evidence, diagnosis), timeout_s)
+                everyone = exchange.collect(verdict.rank_summary(evidence, diagnosis), timeout_s)
             except OSError as error:
                 session.unseen.append(f"other ranks: {error}")
         if exchange.rank != 0:
             return
-        if recorder.steps == 0:
+        if recorder.delivery.steps == 0:
             say(_nothing(session, wall_s))
             return
         evidence.unseen = list(dict.fromkeys([*evidence.unseen, *session.unseen]))
         report = verdict.build_report(evidence, diagnosis)
         report.experiments = list(session.experiments.values())
-        report.unattributed = recorder.unattributed()
+        report.unattributed = recorder.delivery.unattributed()
         report.wall_s, report.command, report.ended = wall_s, self._line, ending.text
         report.started = self._started.isoformat(timespec="seconds")
         report.host.accel = __version__
-        samples, step_s = session.samples_per_step, diagnosis.anatomy.step_s
-        report.samples_per_s = samples / step_s if samples and step_s else None
         if exchange.launched:
             verdict.merge(report, everyone, diagnosis.anatomy, exchange.size)
         _write(report, self._target)
@@ -164,7 +162,9 @@ def _nothing(session: ProfileSession, wall_s: float) -> str:
     """Say that there was no step, and where the training may have been instead."""
     recorder = session.recorder
     what = "whole step" if recorder.updates else "optimizer step"
-    text = f"accel: no {what} seen in {wall_s:.1f} s ({recorder.summary()}); nothing to report"
+    batches = f"{recorder.loaders.fetched} batches from a DataLoader"
+    passed = f"{recorder.backwards} backward passes, {recorder.updates} updates, {recorder.delivery.steps} whole steps"
+    text = f"accel: no {what} seen in {wall_s:.1f} s ({batches}, {passed}); nothing to report"
     if recorder.updates_elsewhere:
         text += (
             f"\naccel: {recorder.updates_elsewhere} updates ran in other threads, which are not seen; "

@@ -167,7 +167,7 @@ def _experiments(experiments: Sequence[Experiment]) -> Iterator[Section]:
     columns = blocks.columns("experiment<26", "ms per step, A → B>20", "saves>18", "pairs>5", "outcome<19")
     rows = []
     for row in experiments:
-        what, tone = words.what_text(row), _OUTCOME_TONES.get(row.verdict, "warn")
+        what, tone = row.what, _OUTCOME_TONES.get(row.verdict, "warn")
         cells = blocks.cells(
             TableCell(text=row.name, tone="strong", small=[what] if what else []),
             f"{ms_text(row.before_ms)} → {ms_text(row.after_ms)}",

@@ -358,12 +358,6 @@ def gave_text(experiment: Experiment) -> str:
     return saving_text(None if experiment.verdict == "void" else experiment.saving)
 
 
-def what_text(experiment: Experiment) -> str:
-    """Return what an experiment changed, and that its steps were undone if they did not train as usual."""
-    restored = "these steps did not train as usual; the state from before them was restored"
-    return "; ".join(word for word in (experiment.what, restored if experiment.changes_learning else "") if word)
-
-
 # --- evidence --------------------------------------------------------------------------------------------------------
 
 

@@ -201,7 +201,7 @@ class StepEvents(LoopObserver):
         if is_left and proxy is self._loader.delivered and self.boundaries == self._pass_began_at:
             self._pass_began_at += 1  # `next(iter(loader))`: to begin a pass is a part of the step that ends
             if self._state.mode is _MEASURING:
-                self._clock.request()
+                self._clock.enter("data")
             return
         self._epoch_is_new = True
         self._clock.restart(first=True)
@@ -242,7 +242,7 @@ class StepEvents(LoopObserver):
                 self.boundaries += 1
                 keeping_grad_mode(self._listener.step_passed)
             return
-        self._clock.request()
+        self._clock.enter("data")
         if self.observation is not None:
             self.observation.batch_requested()
         if has_ended:
@@ -416,7 +416,7 @@ class StepEvents(LoopObserver):
             return self._call_in_next_step(args, kwargs)
         if mode is _RESTING:
             return self._called(call, args, kwargs)
-        self._clock.call()
+        self._clock.enter("forward")
         try:
             if self._guard.wants_recording():
                 return self._guard.recorded(args, kwargs)

@@ -63,7 +63,7 @@ class Observation:
         """A backward pass of the loop begins."""
         self._is_backward = self._counts()
         if self._is_backward:
-            self._clock.backward()
+            self._clock.enter("backward")
 
     def backward_ended(self, roots: list[Tensor]) -> None:
         """It has ended."""

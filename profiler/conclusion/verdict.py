@@ -21,7 +21,6 @@ from accel.profiler.evidence import Evidence, ThreadShare
 from accel.profiler.naming import Diagnosis
 from accel.profiler.phases import MEANING, Measurement
 from accel.profiler.report import Finding, HostFacts, Node, ProfileReport, RankRow, Saving, StepRow
-from accel.profiler.system import link
 
 _TIMELINE = 120
 _LINES = 12
@@ -43,6 +42,7 @@ def build_report(evidence: Evidence, diagnosis: Diagnosis) -> ProfileReport:
         evidence=tree(evidence, anatomy) if anatomy.steps else None,
         steps=anatomy.steps,
         step_ms=anatomy.step_s * 1e3,
+        samples_per_s=_samples_per_s(evidence, anatomy),
         ranks=[row(evidence, anatomy)],
         timeline=[
             StepRow(step=m.step, ms=m.seconds * 1e3, phases_ms={k: v * 1e3 for k, v in m.phases.items() if v})
@@ -60,6 +60,12 @@ def build_report(evidence: Evidence, diagnosis: Diagnosis) -> ProfileReport:
     )
     conclude(report, anatomy)
     return report
+
+
+def _samples_per_s(evidence: Evidence, anatomy: Anatomy) -> float | None:
+    """Return the samples of a mean step per second; None if no batch has a length."""
+    counted = [m.samples for m in evidence.steps if m.samples]  # 0 where batches were not counted
+    return statistics.fmean(counted) / anatomy.step_s if counted and anatomy.step_s else None
 
 
 def _beside(evidence: Evidence, diagnosis: Diagnosis) -> str:
@@ -288,7 +294,8 @@ def merge(report: ProfileReport, ranks: Mapping[int, Mapping[str, Any]], anatomy
     others = statistics.median(seconds for rank, seconds in own.items() if rank != slowest)
     lag_share = (own[slowest] - others) / anatomy.step_s
     _reduce_exchange(report, min(waits.values()) / anatomy.step_s)
-    topology = link.describe(len(report.ranks), len({r.host for r in report.ranks}))
+    hosts = len({r.host for r in report.ranks})
+    topology = f"the {len(report.ranks)} ranks are on {'one host' if hosts == 1 else f'{hosts} hosts'}"
     for finding in report.findings:
         finding.why += [topology] if finding.cause == "communication.exposed" else []
     # Ranks that occupy a whole host disturb each other: two healthy ones on two cores differed by up to 15 % of the

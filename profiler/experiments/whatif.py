@@ -2,237 +2,188 @@
 
 A share of the time says where the time goes, not what would be saved: work may overlap, and removing a wait may uncover
 another one. So a suspicion is tested. Each counterfactual switches one thing at a step boundary; blocks with and
-without it are interleaved and judged as a trial is. Where the loop does something else than steps, as evaluating or
-saving, nothing is switched, and what the model has learned in an experiment that changes this is taken back.
+without it are interleaved and judged as a trial is. None changes what the model learns, but for last bits. Where the
+loop does something else than steps, as evaluating, nothing is switched.
 """
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import gc
 import statistics
-from collections.abc import Callable, Generator, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from accel.profiler.diagnose.causes import switched_with
 from accel.profiler.experiments import update_path
 from accel.profiler.experiments.update_path import Paths
-from accel.profiler.loop.device import Backlog
+from accel.profiler.host import usable_cores
+from accel.profiler.loop.device import Backlog, events_on
 from accel.profiler.loop.patches import Patches
-from accel.profiler.loop.pauses import Pauses
 from accel.profiler.loop.recorder import Recorder
 from accel.profiler.phases import Measurement
 from accel.profiler.report import Experiment, Saving
-from accel.profiler.trial import Outcome, TrialConfig
+from accel.profiler.trial import TrialConfig
 from accel.profiler.trial_driver import Block, Steps, by_blocks, drive
 
-ALONE = TrialConfig(block_steps=4, looks=(6, 12), min_pairs=4)
-TOGETHER = TrialConfig(block_steps=4, looks=(8,), min_pairs=8)
-"""For several ranks: always eight pairs, since all must switch at the same steps."""
+MOST = 3
+"""Most suspects that are tested in a run."""
+CONFIG = TrialConfig(block_steps=4, looks=(6, 12), min_pairs=4)
 _LEAST = 1e-3
 """Of the host's time for a block is left by a correction that is itself measured, for a trial takes logarithms."""
 
 
-class Counterfactual(Protocol):
+@dataclass
+class Counterfactual:
     """One thing that can be switched between two steps."""
 
     name: str
     what: str
-    changes_learning: bool
-
-    def enable(self) -> None:
-        """Remove the suspected cause."""
-
-    def disable(self) -> None:
-        """Put it back."""
-
-    def worked(self) -> bool:
-        """Return, after the last `disable`, whether it has removed anything; the experiment is void if it has not."""
+    """What the steps without the suspected cause did differently."""
+    off: Callable[[], AbstractContextManager[None]]
+    """The suspected cause is off while this is entered."""
+    worked: Callable[[], bool]
+    """Return whether it has removed anything so far; the experiment is void if it has not."""
 
 
-class FetchedAhead:
-    """The batch is fetched while the step's clock is stopped: as if the loader were never late."""
+def counterfactual(cause: str, recorder: Recorder) -> Counterfactual | None:
+    """Return what switches a cause off in this run, None if nothing does."""
+    if cause in switched_with("input.cpu") and recorder.loaders.loader is not None:
+        return fetched_ahead(recorder)
+    if cause == "host.gc":
+        return no_collector(lambda: recorder.probes.collector.seconds)
+    if cause == "compute.anomaly":
+        return no_anomaly_mode()
+    if cause == "compute.threads":
+        return all_threads(usable_cores())
+    if cause.startswith("optimizer.") and any(can_update_at_once(o) for o in recorder.optimizers):
+        return one_update(recorder.optimizers)
+    return None
 
-    name = "batch fetched ahead"
+
+def fetched_ahead(recorder: Recorder) -> Counterfactual:
+    """Fetch batches while the step's clock is stopped: as if the loader were never late."""
+    fetched = 0
+
+    @contextlib.contextmanager
+    def off() -> Iterator[None]:
+        nonlocal fetched
+        recorder.loaders.ahead, before = True, recorder.loaders.fetched
+        try:
+            yield
+        finally:
+            recorder.loaders.ahead = False
+            fetched += recorder.loaders.fetched - before
+
     what = "each batch was fetched between two steps, off the clock"
-    changes_learning = False
-
-    def __init__(self, recorder: Recorder) -> None:
-        self._recorder = recorder
-        self._before = self._fetched = 0
-
-    def enable(self) -> None:
-        """Fetch off the clock."""
-        self._recorder.ahead = True
-        self._before = self._recorder.fetched
-
-    def disable(self) -> None:
-        """Fetch on the clock."""
-        self._recorder.ahead = False
-        self._fetched += self._recorder.fetched - self._before
-
-    def worked(self) -> bool:
-        """Return whether batches were fetched off the clock."""
-        return self._fetched > 0
+    return Counterfactual("batch fetched ahead", what, off, lambda: fetched > 0)
 
 
-class NoCollector:
-    """`gc.collect` does nothing and the collector is off.
+def no_collector(spent: Callable[[], float]) -> Counterfactual:
+    """Switch the collector off, and let `gc.collect` do nothing.
+
+    It has worked if the collector ran for less than half as long: a function that was imported by name goes on.
 
     Args:
         spent: returns the seconds that the collector has run for so far.
     """
+    ran_on = ran_off = 0.0
+    at, patches = spent(), Patches()
 
-    name = "no garbage collection"
-    what = "the garbage collector was off and gc.collect() did nothing"
-    changes_learning = False
+    def collecting(original: Callable[..., int]) -> Callable[..., int]:
+        return lambda *args, **kwargs: 0 if patches.on else original(*args, **kwargs)
 
-    def __init__(self, spent: Callable[[], float]) -> None:
-        self._spent = spent
-        self._at = spent()
-        self._ran = {True: 0.0, False: 0.0}
-        self._was_on = True
-        self._patches = Patches()
-
-    def enable(self) -> None:
-        """Switch it off."""
-        self._count(off=False)
-        self._was_on = gc.isenabled()
+    @contextlib.contextmanager
+    def off() -> Iterator[None]:
+        nonlocal at, ran_on, ran_off
+        began, was_on = spent(), gc.isenabled()
+        ran_on += began - at
         gc.disable()
-        self._patches.replace(gc, "collect", self._collecting)
+        patches.replace(gc, "collect", collecting)
+        try:
+            yield
+        finally:
+            at = spent()
+            ran_off += at - began
+            patches.remove()
+            if was_on:
+                gc.enable()
 
-    def disable(self) -> None:
-        """Switch it on again."""
-        self._count(off=True)
-        self._patches.remove()
-        if self._was_on:
-            gc.enable()
-
-    def worked(self) -> bool:
-        """Return whether it ran for less than half as long: a function that was imported by name goes on."""
-        return self._ran[True] < 0.5 * self._ran[False]
-
-    def _collecting(self, original: Callable[..., int]) -> Callable[..., int]:
-        return lambda *args, **kwargs: 0 if self._patches.on else original(*args, **kwargs)
-
-    def _count(self, *, off: bool) -> None:
-        """Book the time since the last switch."""
-        now = self._spent()
-        self._ran[off] += now - self._at
-        self._at = now
+    what = "the garbage collector was off and gc.collect() did nothing"
+    return Counterfactual("no garbage collection", what, off, lambda: ran_off < 0.5 * ran_on)
 
 
-class NoAnomalyMode:
-    """Anomaly detection is off; what the script sets meanwhile takes effect afterwards."""
+def no_anomaly_mode() -> Counterfactual:
+    """Switch anomaly detection off; what the script sets meanwhile takes effect afterwards."""
+    requested, switched_off, patches = (False, True), 0, Patches()
 
-    name = "no anomaly detection"
-    what = "autograd's anomaly detection was off, whatever the loop asked for"
-    changes_learning = False
+    def request(mode: bool, check_nan: bool = True) -> None:
+        nonlocal requested, switched_off
+        requested = mode, check_nan
+        switched_off += mode
 
-    def __init__(self) -> None:
-        self._requested = (False, True)
-        self._switched_off = 0
-        self._patches = Patches()
-
-    def enable(self) -> None:
-        """Switch it off."""
-        self._set(torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled())
-        torch.set_anomaly_enabled(False)
-        self._patches.replace(torch, "set_anomaly_enabled", self._setting)
-
-    def disable(self) -> None:
-        """Set what the script asked for."""
-        self._patches.remove()
-        torch.set_anomaly_enabled(*self._requested)
-
-    def worked(self) -> bool:
-        """Return whether it would have been on."""
-        return self._switched_off > 0
-
-    def _setting(self, original: Callable[..., None]) -> Callable[..., None]:
+    def setting(original: Callable[..., None]) -> Callable[..., None]:
         def set_anomaly_enabled(mode: bool, check_nan: bool = True) -> None:
-            (self._set if self._patches.on else original)(mode, check_nan)
+            (request if patches.on else original)(mode, check_nan)
 
         return set_anomaly_enabled
 
-    def _set(self, mode: bool, check_nan: bool = True) -> None:
-        self._requested = (mode, check_nan)
-        self._switched_off += mode
+    @contextlib.contextmanager
+    def off() -> Iterator[None]:
+        request(torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled())
+        torch.set_anomaly_enabled(False)
+        patches.replace(torch, "set_anomaly_enabled", setting)
+        try:
+            yield
+        finally:
+            patches.remove()
+            torch.set_anomaly_enabled(*requested)
+
+    what = "autograd's anomaly detection was off, whatever the loop asked for"
+    return Counterfactual("no anomaly detection", what, off, lambda: switched_off > 0)
 
 
-class Unchanged:
-    """Nothing is switched: for a rank that can't switch what the others test."""
+def all_threads(cores: int) -> Counterfactual:
+    """Compute on all usable cores, unless the loop sets its threads itself."""
+    own, effective = torch.get_num_threads(), 0
 
-    name = "nothing"
-    what = "nothing"
-    changes_learning = False
+    @contextlib.contextmanager
+    def off() -> Iterator[None]:
+        nonlocal effective
+        torch.set_num_threads(cores)
+        try:
+            yield
+        finally:
+            effective += torch.get_num_threads() == cores != own
+            torch.set_num_threads(own)
 
-    def enable(self) -> None:
-        """Do nothing."""
-
-    def disable(self) -> None:
-        """Do nothing."""
-
-    def worked(self) -> bool:
-        """Return True: what is measured is what the other ranks do."""
-        return True
-
-
-class AllThreads:
-    """Computation uses all usable cores."""
-
-    changes_learning = False
-
-    def __init__(self, cores: int) -> None:
-        self.name = f"{cores} threads"
-        self.what = f"torch.set_num_threads({cores})"
-        self._cores = cores
-        self._own_threads = torch.get_num_threads()
-        self._effective = 0
-
-    def enable(self) -> None:
-        """Use all."""
-        torch.set_num_threads(self._cores)
-
-    def disable(self) -> None:
-        """Use as many as before."""
-        self._effective += torch.get_num_threads() == self._cores != self._own_threads
-        torch.set_num_threads(self._own_threads)
-
-    def worked(self) -> bool:
-        """Return whether the loop left the threads as they were set."""
-        return self._effective > 0
+    return Counterfactual(f"{cores} threads", f"torch.set_num_threads({cores})", off, lambda: effective > 0)
 
 
-class OneUpdate:
-    """The optimizer updates all parameters in one fused or foreach call."""
+def one_update(optimizers: Sequence[Optimizer]) -> Counterfactual:
+    """Let the optimizers update all parameters in one fused or foreach call."""
+    optimizers, switched = [each for each in optimizers if can_update_at_once(each)], 0
 
-    name = "multi-tensor optimizer"
+    @contextlib.contextmanager
+    def off() -> Iterator[None]:
+        nonlocal switched
+        paths = Paths()
+        for optimizer in optimizers:
+            paths.switch([optimizer], fused=update_path.has_fused(optimizer))
+        try:
+            yield
+        finally:
+            switched += sum(map(update_path.updates_at_once, optimizers))
+            paths.restore()
+
     what = "the optimizer took its fused path, or foreach where it has none"
-    changes_learning = False
-
-    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
-        self._optimizers = [optimizer for optimizer in optimizers if can_update_at_once(optimizer)]
-        self._paths = Paths()
-        self._switched = 0
-
-    def enable(self) -> None:
-        """Take the other path."""
-        for optimizer in self._optimizers:
-            self._paths.switch([optimizer], fused=update_path.has_fused(optimizer))
-
-    def disable(self) -> None:
-        """Take the loop's own path."""
-        self._switched += sum(update_path.updates_at_once(optimizer) for optimizer in self._optimizers)
-        self._paths.restore()
-
-    def worked(self) -> bool:
-        """Return whether an optimizer took the other path."""
-        return self._switched > 0
+    return Counterfactual("multi-tensor optimizer", what, off, lambda: switched > 0)
 
 
 def can_update_at_once(optimizer: Optimizer) -> bool:
@@ -240,172 +191,63 @@ def can_update_at_once(optimizer: Optimizer) -> bool:
     return not update_path.refusal(optimizer) and not update_path.updates_at_once(optimizer)
 
 
-class NoExchange:
-    """Gradients are not exchanged between ranks; the state from before is restored afterwards."""
-
-    name = "no gradient exchange"
-    what = "the ranks did not exchange gradients (no_sync)"
-    changes_learning = True
-
-    def __init__(self, models: Sequence[DistributedDataParallel]) -> None:
-        self._models = list(models)
-        self._effective = 0
-
-    def enable(self) -> None:
-        """Exchange nothing."""
-        for model in self._models:
-            model.require_backward_grad_sync = False
-
-    def disable(self) -> None:
-        """Exchange."""
-        for model in self._models:
-            self._effective += not model.require_backward_grad_sync
-            model.require_backward_grad_sync = True
-
-    def worked(self) -> bool:
-        """Return whether the loop left the exchange off: a loop that sets it itself has gone on exchanging."""
-        return self._effective > 0
-
-
-class Snapshot:
-    """A copy of parameters, buffers and optimizer state, to be restored in place.
-
-    Args:
-        models: what is trained.
-        optimizers: their state is restored too.
-    """
-
-    def __init__(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
-        tensors = [t for model in models for t in (*model.parameters(), *model.buffers())]
-        tensors += [v for o in optimizers for state in o.state.values() for v in state.values() if _is_tensor(v)]
-        self._pairs = [(tensor, tensor.detach().clone()) for tensor in tensors]
-
-    def restore(self) -> None:
-        """Put everything back; a backward pass may be outstanding, so autograd does not count it as a change."""
-        with torch.no_grad():
-            for tensor, saved in self._pairs:
-                tensor.data.copy_(saved)
-
-
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, Tensor)
-
-
-_STATE_CALLS = ((torch, "save"), (nn.Module, "state_dict"), (nn.Module, "load_state_dict"))
-"""Where a script saves what it has learned, or puts something else in its place."""
-
-
-_STUCK = 50
-"""A loop that calls its model so many times as often as in the step before, and makes no update, is stuck with what it
-has learned: as one that leaves out each batch whose loss is NaN, once its weights are."""
-
-
 class _Switch:
-    """Switches a counterfactual in the steps, and only there.
+    """Switches a counterfactual in the steps, and only there: nothing is switched while the loop pauses."""
 
-    Args:
-        counterfactual: what is switched.
-        saved: the state from before, if the model learns something else meanwhile.
-
-    Attributes:
-        is_stuck: the loop got stuck: everything has been put back, and nothing is switched any more.
-    """
-
-    def __init__(self, counterfactual: Counterfactual, saved: Snapshot | None) -> None:
-        self.is_stuck = False
-        self._counterfactual, self._saved = counterfactual, saved
-        self._calls = self._usual_calls = 0
-        self._on = self._away = self._has_learned = False
+    def __init__(self, tried: Counterfactual) -> None:
+        self._tried, self._entered = tried, ExitStack()
+        self._on = self._away = False
         self._paused = False
         """Whether the loop has left its steps since the last of them ended."""
-        self._patches = Patches()
 
     def set(self, on: bool) -> bool:
         """Switch between two steps; return whether anything was to be switched."""
-        changes = on != self._on
+        changes, self._on = on != self._on, on
         if changes and not self._away:
-            self._counterfactual.enable() if on else self._counterfactual.disable()
-        self._on = on
+            self._enter()
         return changes
 
-    def leave(self, is_between: bool) -> None:
-        """Put everything back while the loop does something else; the state only if no step is under way."""
-        if self._on and not self._away:
-            self._counterfactual.disable()
-        self._paused = self._away = True
-        if is_between:
-            self._restore()
+    def _enter(self) -> None:
+        self._entered.close()
+        if self._on:
+            self._entered.enter_context(self._tried.off())
 
-    def called(self) -> None:
-        """The model is called for training: put everything back for good if no update comes of that."""
-        self._calls += 1
-        if 0 < _STUCK * self._usual_calls < self._calls and not self.is_stuck:
-            self.is_stuck = True
-            self.leave(is_between=True)
+    def leave(self) -> None:
+        """Put everything back while the loop does something else."""
+        self._paused = self._away = True
+        self._entered.close()
 
     def back(self) -> None:
         """Switch as before."""
-        if self.is_stuck:
-            return
-        self._away, self._has_learned = False, True
-        if self._on:
-            self._counterfactual.enable()
+        self._away = False
+        self._enter()
 
     def passed(self) -> bool:
         """Return whether the step that has ended was one without a pause."""
-        self._calls, self._usual_calls = 0, max(1, self._calls)
-        paused, self._paused, self._has_learned = self._paused or self._away, False, not self.is_stuck
+        paused, self._paused = self._paused or self._away, False
         return not paused
 
-    def watch(self, pauses: Pauses) -> None:
-        """Listen for pauses; where the model learns something else, saving is one too."""
-        pauses.watch(self.leave, self.back, self.called if self._saved is not None else lambda: None)
-        if self._saved is not None:
-            for owner, name in _STATE_CALLS:
-                self._patches.replace(owner, name, functools.partial(_after, pauses.begin))
 
-    def end(self, pauses: Pauses) -> None:
-        """Put everything back for good."""
-        self._patches.remove()
-        pauses.unwatch()
-        if not self._away:
-            self.set(False)
-        self._restore()
-
-    def _restore(self) -> None:
-        if self._saved is not None and self._has_learned:
-            self._saved.restore()
-        self._has_learned = False
-
-
-def _after(first: Callable[[], None], original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def marked(*args: Any, **kwargs: Any) -> Any:
-        first()
-        return original(*args, **kwargs)
-
-    return marked
+def backlog_of(recorder: Recorder) -> Backlog | None:
+    """Return what corrects the host's times for a block, None without a GPU."""
+    device = recorder.trained.device
+    if device.type != "cuda":
+        return None
+    return Backlog(recorder.clock.now, partial(torch.cuda.synchronize, device), events_on(device))
 
 
 def experiment(
-    counterfactual: Counterfactual,
-    *,
-    config: TrialConfig,
-    snapshot: Callable[[], Snapshot],
-    pauses: Pauses,
-    backlog: Backlog | None = None,
+    tried: Counterfactual, pauses: Any, backlog: Backlog | None = None
 ) -> Generator[None, Measurement, Experiment]:
-    """Run one counterfactual; each `yield` lets one step pass, also on ranks whose loop pauses while others go on.
+    """Run one counterfactual; each `yield` lets one step pass.
 
     Args:
-        counterfactual: what is switched.
-        config: statistics of the trial.
-        snapshot: saves the state to restore afterwards; called only if the model learns something else.
-        pauses: tells when the loop leaves its steps.
+        tried: what is switched.
+        pauses: tells when the loop leaves its steps, as `accel.profiler.loop.pauses.Pauses` does.
         backlog: of the GPU that the model is on, None without one. A host that runs ahead of it refills its queue after
             each switch, and a block of four steps would be timed by how fast they are launched.
     """
-    switch = _Switch(counterfactual, snapshot() if counterfactual.changes_learning else None)
+    switch = _Switch(tried)
     whole = {"A": 0, "B": 0}
 
     def run(block: Block) -> Generator[None, Measurement, Steps]:
@@ -427,15 +269,24 @@ def experiment(
         whole[block.arm] += len(undisturbed)
         return Steps(seconds=undisturbed or [seconds for seconds, _ in steps])
 
-    switch.watch(pauses)
+    pauses.watch(switch.leave, switch.back)
     try:
         # The mean of a block, not its median: workers deliver in bursts, and a burst is time too.
-        result = yield from drive(by_blocks(config, reduce=statistics.fmean), run)
+        result = yield from drive(by_blocks(CONFIG, reduce=statistics.fmean), run)
     finally:
-        switch.end(pauses)
-    assert result.outcome is not None
-    void = switch.is_stuck or not counterfactual.worked() or not all(whole.values())
-    return _result(counterfactual, result.outcome, void=void)
+        pauses.unwatch()
+        switch.leave()
+    outcome = result.outcome
+    assert outcome is not None
+    return Experiment(
+        name=tried.name,
+        what=tried.what,
+        before_ms=outcome.before_ms,
+        after_ms=outcome.after_ms,
+        saving=Saving(value=1 - 1 / outcome.gain, low=1 - 1 / outcome.low, high=1 - 1 / outcome.high),
+        pairs=outcome.pairs,
+        verdict=outcome.verdict if tried.worked() and all(whole.values()) else "void",
+    )
 
 
 def _by_device(block: Sequence[tuple[float, bool]], more_s: float) -> list[tuple[float, bool]]:
@@ -444,16 +295,3 @@ def _by_device(block: Sequence[tuple[float, bool]], more_s: float) -> list[tuple
     host_s = sum(seconds for seconds, _ in block)
     factor = max(host_s + more_s, _LEAST * host_s) / host_s
     return [(seconds * factor, was_whole) for seconds, was_whole in block]
-
-
-def _result(counterfactual: Counterfactual, outcome: Outcome, *, void: bool) -> Experiment:
-    return Experiment(
-        name=counterfactual.name,
-        what=counterfactual.what,
-        before_ms=outcome.before_ms,
-        after_ms=outcome.after_ms,
-        saving=Saving(value=1 - 1 / outcome.gain, low=1 - 1 / outcome.low, high=1 - 1 / outcome.high),
-        pairs=outcome.pairs,
-        verdict="void" if void else outcome.verdict,
-        changes_learning=counterfactual.changes_learning,
-    )

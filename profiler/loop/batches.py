@@ -12,53 +12,49 @@ from weakref import ref
 
 import torch
 
-from accel.profiler.loop.called_modules import CalledModules
-from accel.profiler.loop.clock import CUT, MAYBE_DATA, MAYBE_HOST, STEP, StepClock
+from accel.profiler.loop.clock import FIRST, MAYBE_DATA, MAYBE_HOST, SETTLED, STEP, StepClock
 from accel.profiler.loop.delivery import Delivery
 from accel.profiler.loop.patches import Function
-from accel.profiler.loop.pauses import Pauses
-from accel.profiler.loop.steps import EndingOptimizer
 
 
-class BatchMarks(Delivery):
-    """The part of the recorder that marks loaders.
+class LoaderMarks:
+    """Marks on the loaders.
 
     Args:
-        clock: the recorder's, to write marks to.
+        clock: to write marks to.
+        tape: where the quickest marks go.
         thread: the one that trains, by Python's id.
+        delivery: of the steps.
+        is_called: returns whether a call of the loop's model has been marked.
 
     Attributes:
-        pauses: tells when the loop does something else than steps.
         ahead: True fetches the batches of the open step while its clock is stopped.
         drain: waits until a GPU has done its work, and returns the seconds.
         loader: the loader of the last training step.
         fetched: batches for training so far.
+        since_batch: updates since the last batch was asked for.
+        training: the loaders that feed the training.
+        recent: since the last backward pass, the loaders that batches came from; None for a call that it has to place.
+        pending: the iterators among them whose loaders are not known to feed the training, and the samples to count.
+        is_doubtful: a call without gradients came since then that may be an evaluation.
     """
 
-    roots: CalledModules
-    updates: int
-    _tape: Any
-
-    def __init__(self, clock: StepClock, thread: int) -> None:
-        super().__init__(clock)
-        self.thread = thread
+    def __init__(
+        self, clock: StepClock, tape: Any, thread: int, delivery: Delivery, is_called: Callable[[], bool]
+    ) -> None:
+        self._clock, self._tape, self.thread, self._is_called = clock, tape, thread, is_called
+        self._delivery, self._hot, self._pauses = delivery, delivery.hot, delivery.pauses
         self.ahead = False
         self.drain: Callable[[], float] = lambda: 0.0
-        self.fetched = 0
+        self.fetched = self.since_batch = 0
         self.loader: Any = None
         self.collating = CollateTimer(clock.now)
-        self.pauses = Pauses(clock, self._hot, self._guarded, thread)
+        self.training = TrainingLoaders()
+        self.recent: list[Any] = []
         self._iterator: Callable[[], Any] = lambda: None
-        self._training = TrainingLoaders()
-        self._recent: list[Any] = []
-        """Since the last backward pass: the loaders that batches came from; None for a call that it has to place."""
-        self._pending: list[tuple[Any, int | None]] = []
-        """The iterators among them whose loaders are not known to feed the training, and the samples to count."""
-        self._is_doubtful = False
-        """Whether a call without gradients came since then that may be an evaluation."""
+        self.pending: list[tuple[Any, int | None]] = []
+        self.is_doubtful = False
         self._starts_epoch = False
-        self._ending = EndingOptimizer()
-        self._updates_at_fetch = 0
 
     def iterating(self, original: Function) -> Function:
         """Mark the making of an iterator; for the training loader this is the beginning of an epoch."""
@@ -71,11 +67,11 @@ class BatchMarks(Delivery):
 
     def _iterate(self, loader: Any, original: Function) -> Any:
         self._begin_pass(loader)
-        opened = self.clock.code
+        opened = self._clock.code
         try:
             iterator = original(loader)
         finally:
-            self.clock.enter({"data": "host", MAYBE_DATA: MAYBE_HOST}.get(opened, "evaluation"))
+            self._clock.enter({"data": "host", MAYBE_DATA: MAYBE_HOST}.get(opened, "evaluation"))
         with contextlib.suppress(AttributeError):  # a generator, around an iterator that is marked itself
             iterator._accel_loader, iterator._accel_begun, iterator._accel_evaluates = loader, False, False
         if iterator is self.iterator:  # persistent workers reuse the iterator, which must be adopted anew
@@ -95,15 +91,15 @@ class BatchMarks(Delivery):
         return marked
 
     def _begin_pass(self, loader: Any) -> None:
-        if self._is_doubtful:
-            self._settle(within=False)
-        if not self._is_training(loader):
+        if self.is_doubtful:
+            self.settle(within=False)
+        if not self.training.may_be(loader):
             self._begin_other(maybe_training=torch.is_grad_enabled())
             return
-        self.clock.enter("data")
+        self._clock.enter("data")
         if self._hot.stepped:  # starting an epoch is part of its first step
-            self._boundary()
-        self.pauses.end()
+            self._delivery.boundary()
+        self._pauses.end()
 
     def _begin_other(self, *, maybe_training: bool) -> None:
         """Mark that a loader is asked for a pass or a batch that is not known to feed the training.
@@ -111,15 +107,15 @@ class BatchMarks(Delivery):
         That is an evaluation, unless a backward pass comes of it: then a step begins here, as in a loop that makes its
         loader anew in each epoch.
         """
-        self.clock.enter(MAYBE_DATA if maybe_training else "evaluation")
+        self._clock.enter(MAYBE_DATA if maybe_training else "evaluation")
         if maybe_training and self._hot.stepped:
-            self._boundary()
+            self._delivery.boundary()
         self._hot.iterator = None  # the training's next batch takes the slow path
-        self.pauses.begin()
+        self._pauses.begin()
 
     def fetching(self, original: Function) -> Function:
         """Mark the fetching of a batch."""
-        tape, now, hot = self._tape, self.clock.now, self._hot
+        tape, now, hot = self._tape, self._clock.now, self._hot
 
         @functools.wraps(original)
         def marked(iterator: Any) -> Any:
@@ -133,7 +129,7 @@ class BatchMarks(Delivery):
                 tape.append(None)
                 hot.steps_left -= 1
                 if hot.steps_left <= 0:
-                    self._deliver()  # a segment's first batch takes the slow path, which counts it
+                    self._delivery.deliver()  # a segment's first batch takes the slow path, which counts it
                     return self._fetch(iterator, original)
             following = "host"
             try:
@@ -150,21 +146,21 @@ class BatchMarks(Delivery):
 
     def _fetch(self, iterator: Any, original: Function) -> Any:
         """Fetch a batch by the slow path."""
-        clock, self._updates_at_fetch = self.clock, self.updates
-        if self._is_doubtful:
-            self._settle(within=False)
+        clock, self.since_batch = self._clock, 0
+        if self.is_doubtful:
+            self.settle(within=False)
         if iterator is not self.iterator and not self._adopt(iterator):
             return self._fetch_other(iterator, original)
         clock.enter("data")
         if self._hot.stepped:
-            self._boundary()
-        self.pauses.end()
+            self._delivery.boundary()
+        self._pauses.end()
         counting = self._hot.counting  # a step's batches are counted all or none
-        self._hot.iterator = None if self.ahead or counting or not self.roots.called else iterator
+        self._hot.iterator = None if self.ahead or counting or not self._is_called() else iterator
         if self._starts_epoch:
             self._starts_epoch = False
-            clock.mark_first()
-        following = "host" if self.roots.called else "forward"  # forward: no call of a model is marked yet
+            clock.write(FIRST)
+        following = "host" if self._is_called() else "forward"  # forward: no call of a model is marked yet
         if self.ahead and self.drain() > 0:  # what the device does beside the fetching would be off the clock too
             clock.enter("data")
         try:
@@ -177,7 +173,7 @@ class BatchMarks(Delivery):
                 clock.skip()
             clock.enter(following)
             if following == "outside":
-                self.pauses.begin()
+                self._pauses.begin()
         if counting:
             clock.count(samples_in(batch))
         self.fetched += 1
@@ -191,21 +187,21 @@ class BatchMarks(Delivery):
         try:
             batch = original(iterator)
         except StopIteration:
-            self._settle(within=False)  # a whole pass, and no backward pass came of it
+            self.settle(within=False)  # a whole pass, and no backward pass came of it
             raise
         if maybe_training:
-            self.clock.enter(MAYBE_HOST)
-            if not any(iterator is other for other, _ in self._pending):
-                self._recent.append(iterator._accel_loader)
-                self._pending.append((iterator, samples_in(batch) if self._hot.counting else None))
+            self._clock.enter(MAYBE_HOST)
+            if not any(iterator is other for other, _ in self.pending):
+                self.recent.append(iterator._accel_loader)
+                self.pending.append((iterator, samples_in(batch) if self._hot.counting else None))
         return batch
 
-    def _settle(self, *, within: bool) -> None:
+    def settle(self, *, within: bool) -> None:
         """Decide whether what is provisional belongs to the open step or to an evaluation."""
-        pending, self._pending, self._is_doubtful = self._pending, [], False
-        self.clock.settle(within=within)
+        pending, self.pending, self.is_doubtful = self.pending, [], False
+        self._clock.write((SETTLED, within))
         if not within:
-            self._recent.clear()
+            self.recent.clear()
             for iterator, _ in pending:
                 iterator._accel_evaluates = True  # for the rest of its pass
             return
@@ -213,28 +209,34 @@ class BatchMarks(Delivery):
             self._take(iterator, iterator._accel_loader)
             self.fetched += 1
             if count is not None:
-                self.clock.count(count)
+                self._clock.count(count)
             if self._starts_epoch:
                 self._starts_epoch = False
-                self.clock.mark_first()
+                self._clock.write(FIRST)
 
     def _adopt(self, iterator: Any) -> bool:
         """Make an iterator the loop's own if it belongs to a training loader; return whether it does."""
         loader = getattr(iterator, "_accel_loader", None)
-        if loader is None or not self._is_training(loader):
+        if loader is None or not self.training.may_be(loader):
             return False
-        self._recent.append(loader)
+        self.recent.append(loader)
         self._take(iterator, loader)
         return True
 
     def _take(self, iterator: Any, loader: Any) -> None:
         def gone(dropped: weakref.ref[Any]) -> None:
             if dropped is self._iterator:  # a `for` was left by `break`
-                self.pauses.begin()
+                self._pauses.begin()
 
         self.loader, self._iterator = loader, weakref.ref(iterator, gone)
         self._starts_epoch = not getattr(iterator, "_accel_begun", False)  # two loaders may deliver by turns
         iterator._accel_begun = True
+
+    def lose(self) -> None:
+        """Forget the loader: the loop iterates over batches that it took from it earlier, so it ends no steps."""
+        self.training.clear()
+        self.loader = None
+        self._forget_iterator()
 
     def _forget_iterator(self) -> None:
         self._iterator, self._hot.iterator = lambda: None, None
@@ -243,21 +245,6 @@ class BatchMarks(Delivery):
     def iterator(self) -> Any:
         """The loop's own iterator, None once the loop has dropped it: kept alive, it would keep its workers."""
         return self._iterator()
-
-    def _is_training(self, loader: Any) -> bool:
-        # Before the first backward pass no loader is known; batches fetched without gradients are for an evaluation.
-        return loader in self._training if self._training else torch.is_grad_enabled()
-
-    def _boundary(self) -> None:
-        hot = self._hot
-        hot.stepped = False
-        self._ending.others = 0
-        hot.counting = not self.deferred
-        self.clock.write(CUT)
-        hot.steps_left -= 1
-        if hot.steps_left <= 0:
-            self._deliver()
-        self.pauses.end()
 
 
 class TrainingLoaders:
@@ -275,6 +262,10 @@ class TrainingLoaders:
 
     def __contains__(self, loader: Any) -> bool:
         return any(known() is loader for known in self._known)
+
+    def may_be(self, loader: Any) -> bool:
+        """Return whether a loader feeds the training; as long as none is known, with gradients each may."""
+        return loader in self if self._known else torch.is_grad_enabled()
 
     def add(self, loader: Any) -> None:
         """Know a loader, and forget those that are gone."""

@@ -6,6 +6,16 @@
 
 Each mark books the time since the mark before it to the phase that was open and opens the next, so the phases add up to
 the step by construction. A mark only writes to a tape (0.1 µs); the sums are made when the tape is read.
+
+    tape:       data 1.0   host 1.3   forward 1.4  …  STEP   data 2.0   host 2.1  …
+                └──────────── read ──────────────────────┘   └─ not read yet
+
+What the reader of the tape knows of the open step, and what changes it:
+
+    began ────────────── booked: seconds by phase ──────────────▶ last ── phase ──▶
+      RESUME, SKIP        a phase, with its time; SETTLED              WAS
+      move it later       WAS and SETTLED say what an open phase was   renames it
+                          STEP hands all of it out, and begins at `last` again
 """
 
 from __future__ import annotations
@@ -17,8 +27,12 @@ from typing import Any
 from accel.profiler.phases import MEANING, Measurement
 
 # Codes on the tape; the entry after each is a time, or what the name says.
-STEP, RESUME, SKIP = ".step", ".resume", ".skip"
-_FIRST, _BATCH = ".first", ".batch"
+STEP = ".step"
+RESUME = ".resume"
+"""The open step begins only at the time in the next entry: what came before was not the loop's."""
+SKIP = ".skip"
+"""The time since the mark before is excluded from the step."""
+_BATCH = ".batch"
 WAS = ".was"
 """The open phase is renamed, from its beginning, to the one in the next entry."""
 SETTLED = ".settled"
@@ -27,7 +41,9 @@ MAYBE_DATA, MAYBE_HOST, MAYBE_FORWARD = "data?", "host?", "forward?"
 PROVISIONAL = {MAYBE_DATA: "data", MAYBE_HOST: "host", MAYBE_FORWARD: "forward"}
 """Phase that only a later backward pass tells from an evaluation → what it is if one comes within the step."""
 CUT = (STEP, None)
-"""What `cut` writes."""
+"""Ends the step at the last mark, and begins the next one there."""
+FIRST = (".first", None)
+"""The open step is the first of an epoch."""
 MAX_TAPE = 4096
 """Length at which a tape is read early: a loop whose steps never end would fill the memory."""
 _CODES = {**MEANING, **PROVISIONAL}
@@ -45,188 +61,39 @@ def settled(code: str, *, within: bool) -> str:
     return PROVISIONAL[code] if within else "evaluation"
 
 
-class StepClock:
-    """Books host time to phases, mark by mark.
-
-        tape:       data 1.0   host 1.3   forward 1.4  …  STEP   data 2.0   host 2.1  …
-                    └──────────── read ──────────────────────┘   └─ not read yet
-        read step:  a Measurement, handed out by `read`
-        open step:  began at `_began`; `_booked` so far; at `_last` the phase `_phase` was opened
-
-    Args:
-        clock: returns seconds, monotonic; default `time.perf_counter`.
+class TapeReader:
+    """Makes steps of what a tape says.
 
     Attributes:
-        now: the clock.
-        write: writes a pair to the tape: a phase and a time.
-        tape: phases and times alternately. Two appends to it are the cheapest mark, half the time of `write`. A phase
-            without its time, because Ctrl-C came between the two, is left out when the tape is read.
-        aside_s: seconds excluded by `skip` and `resume`.
+        aside_s: seconds excluded from the steps.
         cut_at: when the last step that was read ended, s.
-        backward_is_seen: True while `backward` and `backwarded` are called; without them, the loss counts as backward.
-
-    Example:
-        >>> clock = StepClock()
-        >>> clock.request(); clock.batch(32, "shape"); clock.call(); clock.returned()
-        >>> clock.backward(); clock.backwarded(); clock.update(); clock.updated()
-        >>> measured = clock.close(step=0)
+        last: when the last mark that was read was made, s.
+        phase: the code of the phase that it opened.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        self.now = clock
+    def __init__(self, at: float) -> None:
         self.aside_s = self.cut_at = 0.0
-        self.backward_is_seen = False
-        self.tape: list[Any] = ["outside", clock()]
-        self.write = self.tape.extend
-        self._phase = "outside"
-        self._began: float = self.tape[1]
-        self._last: float = self.tape[1]
+        self.phase, self.last, self._began = "outside", at, at
         self._steps = 0
-        self._early: list[Measurement] = []
-        """Steps of a tape that had become too long; the next reading hands them out."""
-        self._has_segments = False
-        """Parts of the tape were detached, and must be read before the rest of it."""
-        self._updating = False
-        self._reset()
+        self.reset()
 
-    def _reset(self) -> None:
+    def reset(self, *, first: bool = False) -> None:
+        """Discard what was booked of the open step; `first` marks the start of an epoch."""
         self._booked = dict.fromkeys(_CODES, 0.0)
         self._samples = self._batches = 0
         self._shape: Hashable = None
-        self._first = False
-
-    # -- marks ---------------------------------------------------------------------------------------------------------
-
-    def enter(self, phase: str) -> None:
-        """Book the time since the last mark to the open phase, and open `phase`."""
-        self.write((phase, self.now()))
-        if len(self.tape) > MAX_TAPE and not self._has_segments:  # detached segments come first
-            self._early = self.read()
-
-    def request(self) -> None:
-        """Mark that the loop asks the loader for a batch."""
-        self.enter("data")
-
-    def batch(self, samples: int, shape: Hashable) -> None:
-        """Mark that the batch has been handed over."""
-        self.enter("host")
-        self.count(samples, shape)
-
-    def count(self, samples: int, shape: Hashable = None) -> None:
-        """Count a batch that was handed over."""
-        self.write((_BATCH, (samples, shape)))
-
-    def call(self) -> None:
-        """Mark that the model is called."""
-        self.enter("forward")
-
-    def returned(self) -> None:
-        """Mark that the model's call has returned."""
-        self.enter("loss" if self.backward_is_seen else "backward")
-
-    def backward(self) -> None:
-        """Mark that a backward pass begins."""
-        self.enter("backward")
-
-    def backwarded(self) -> None:
-        """Mark that the backward pass is done."""
-        self.enter("optimizer" if self._updating else "host")
-
-    def update(self) -> None:
-        """Mark that an optimizer's step begins."""
-        self._updating = True
-        self.enter("optimizer")
-
-    def updated(self) -> None:
-        """Mark that an optimizer's step is done."""
-        self._updating = False
-        self.enter("outside")
-
-    def mark_first(self) -> None:
-        """Mark the open step as the first of an epoch."""
-        self.write((_FIRST, None))
-
-    def rename(self, phase: str) -> None:
-        """Book the time since the last mark to `phase`, whatever was opened then."""
-        self.write((WAS, phase))
-
-    def settle(self, *, within: bool) -> None:
-        """Book what was provisional in the open step to the step's own phases, or to evaluation."""
-        self.write((SETTLED, within))
-
-    def skip(self) -> None:
-        """Exclude the time since the last mark from the step."""
-        self.write((SKIP, self.now()))
-
-    def cut(self) -> None:
-        """End the step at the last mark, and begin the next one there."""
-        self.write(CUT)
-
-    def resume(self) -> None:
-        """Begin the open step only now: the time since its beginning was not the loop's."""
-        self.write((RESUME, self.now()))
-
-    def restart(self, *, first: bool = False) -> float:
-        """Discard what was booked, begin a step now and return the time; `first` marks the start of an epoch."""
-        self.read()
-        now = self.now()
-        self._reset()
         self._first = first
-        self._began = self._last = now
-        return now
 
-    # -- reading -------------------------------------------------------------------------------------------------------
+    def begin(self, at: float, *, first: bool) -> None:
+        """Begin a step now, whatever was read before."""
+        self.reset(first=first)
+        self._began = self.last = at
 
-    @property
-    def phase(self) -> str:
-        """The open phase, evaluation as long as it is provisional; may be read by another thread."""
-        return settled(self.code, within=False)
-
-    @property
-    def code(self) -> str:
-        """The open phase as it stands on the tape, where it may be provisional."""
-        tape = self.tape
-        for index in range(len(tape) - 1, -1, -1):
-            try:
-                if tape[index] in _CODES:
-                    return str(tape[index])
-            except (IndexError, TypeError):  # the tape was read meanwhile
-                break
-        return self._phase
-
-    @property
-    def last(self) -> float:
-        """When the last mark was made, s."""
-        self.read()
-        return self._last
-
-    def close(self, step: int) -> Measurement:
-        """End the step at the mark just made, begin the next one there, and return what was booked."""
-        self.cut()
-        measured = self.read()[-1]
-        measured.step = step
-        return measured
-
-    def detach(self) -> list[Any]:
-        """Return the contents of the tape, to be read later, and restart the open step on an empty tape."""
-        phase, segment = self.code, self.tape[:]
-        del self.tape[:]
-        self._has_segments = True
-        now = self.now()
-        self.write((RESUME, now))
-        self.write((phase, now))
-        return segment
-
-    def read(self, segment: list[Any] | None = None) -> list[Measurement]:
-        """Return the steps that were ended since the last reading, and clear the tape: 4 µs a step.
-
-        Args:
-            segment: read this detached segment instead; segments are read in order, before the tape itself.
-        """
-        tape, ended = self.tape if segment is None else segment, self._early
-        self._early = []
+    def read(self, tape: list[Any]) -> list[Measurement]:
+        """Return the steps that end on a tape, and clear it: 4 µs a step."""
+        ended: list[Measurement] = []
         length = len(tape)
-        booked, began, last, phase = self._booked, self._began, self._last, self._phase
+        booked, began, last, phase = self._booked, self._began, self.last, self.phase
         index = 0
         while index < length - 1:
             code, at = tape[index], tape[index + 1]
@@ -243,12 +110,14 @@ class StepClock:
                 ended.append(self._ended(last - began))
                 booked, began = self._booked, last
                 self.cut_at = last
-            elif code == _FIRST:
+            elif code == FIRST[0]:
                 self._first = True
             elif code == WAS:
                 phase = at
             elif code == SETTLED:
-                self._settle(within=at)
+                for provisional in PROVISIONAL:
+                    booked[settled(provisional, within=at)] += booked[provisional]
+                    booked[provisional] = 0.0
                 phase = settled(phase, within=at)
             else:
                 self.aside_s += at - last
@@ -259,7 +128,7 @@ class StepClock:
                 else:
                     began += at - last
                 last = at
-        self._began, self._last, self._phase = began, last, phase
+        self._began, self.last, self.phase = began, last, phase
         del tape[:length]
         return ended
 
@@ -268,11 +137,6 @@ class StepClock:
             self._shape = shape
         self._samples += samples
         self._batches += 1
-
-    def _settle(self, *, within: bool) -> None:
-        for code in PROVISIONAL:
-            self._booked[settled(code, within=within)] += self._booked[code]
-            self._booked[code] = 0.0
 
     def _ended(self, seconds: float) -> Measurement:
         phases = self._booked.copy()  # what is booked stays whole for a reading that is begun again after Ctrl-C
@@ -288,5 +152,127 @@ class StepClock:
             first=self._first,
         )
         self._steps += 1
-        self._reset()
+        self.reset()
         return measured
+
+
+class StepClock:
+    """Books host time to phases, mark by mark.
+
+    Args:
+        clock: returns seconds, monotonic; default `time.perf_counter`.
+
+    Attributes:
+        now: the clock.
+        write: writes a pair to the tape: a phase and a time, or one of the codes above.
+        tape: phases and times alternately. Two appends to it are the cheapest mark, half the time of `write`. A phase
+            without its time, because Ctrl-C came between the two, is left out when the tape is read.
+        reader: of the tape.
+        backward_is_seen: True while backward passes are marked; without marks of them, the loss counts as backward.
+        is_updating: an optimizer is stepping: what follows a backward pass is a part of its step.
+
+    Example:
+        >>> clock = StepClock()
+        >>> for phase in ("data", "host", "forward", "loss", "backward", "optimizer", "outside"):
+        ...     clock.enter(phase)
+        >>> measured = clock.close(step=0)
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.now = clock
+        self.backward_is_seen = self.is_updating = False
+        self.tape: list[Any] = ["outside", clock()]
+        self.write = self.tape.extend
+        self.reader = TapeReader(self.tape[1])
+        self._early: list[Measurement] = []
+        """Steps of a tape that had become too long; the next reading hands them out."""
+        self._has_segments = False
+        """Parts of the tape were detached, and must be read before the rest of it."""
+
+    def enter(self, phase: str) -> None:
+        """Book the time since the last mark to the open phase, and open `phase`."""
+        self.write((phase, self.now()))
+        if len(self.tape) > MAX_TAPE and not self._has_segments:  # detached segments come first
+            self._early = self.read()
+
+    def batch(self, samples: int, shape: Hashable) -> None:
+        """Mark that a batch has been handed over."""
+        self.enter("host")
+        self.count(samples, shape)
+
+    def count(self, samples: int, shape: Hashable = None) -> None:
+        """Count a batch that was handed over."""
+        self.write((_BATCH, (samples, shape)))
+
+    def returned(self) -> None:
+        """Mark that the model's call has returned."""
+        self.enter("loss" if self.backward_is_seen else "backward")
+
+    def backwarded(self) -> None:
+        """Mark that the backward pass is done."""
+        self.enter("optimizer" if self.is_updating else "host")
+
+    def update(self) -> None:
+        """Mark that an optimizer's step begins."""
+        self.is_updating = True
+        self.enter("optimizer")
+
+    def updated(self) -> None:
+        """Mark that an optimizer's step is done."""
+        self.is_updating = False
+        self.enter("outside")
+
+    def skip(self) -> None:
+        """Exclude the time since the last mark from the step."""
+        self.write((SKIP, self.now()))
+
+    def restart(self, *, first: bool = False) -> float:
+        """Discard what was booked, begin a step now and return the time; `first` marks the start of an epoch."""
+        self.read()
+        now = self.now()
+        self.reader.begin(now, first=first)
+        return now
+
+    @property
+    def code(self) -> str:
+        """The open phase as it stands on the tape, where it may be provisional; may be read by another thread."""
+        tape = self.tape
+        for index in range(len(tape) - 1, -1, -1):
+            try:
+                if tape[index] in _CODES:
+                    return str(tape[index])
+            except (IndexError, TypeError):  # the tape was read meanwhile
+                break
+        return self.reader.phase
+
+    @property
+    def last(self) -> float:
+        """When the last mark was made, s."""
+        self.read()
+        return self.reader.last
+
+    def close(self, step: int) -> Measurement:
+        """End the step at the mark just made, begin the next one there, and return what was booked."""
+        self.write(CUT)
+        measured = self.read()[-1]
+        measured.step = step
+        return measured
+
+    def detach(self) -> list[Any]:
+        """Return the contents of the tape, to be read later, and restart the open step on an empty tape."""
+        phase, segment = self.code, self.tape[:]
+        del self.tape[:]
+        self._has_segments = True
+        now = self.now()
+        self.write((RESUME, now))
+        self.write((phase, now))
+        return segment
+
+    def read(self, segment: list[Any] | None = None) -> list[Measurement]:
+        """Return the steps that were ended since the last reading, and clear the tape.
+
+        Args:
+            segment: read this detached segment instead; segments are read in order, before the tape itself.
+        """
+        early, self._early = self._early, []
+        return early + self.reader.read(self.tape if segment is None else segment)

@@ -1,16 +1,19 @@
-"""Hands over the steps that have ended: one by one, or in segments of the tape that are parsed later."""
+"""Where the loop's steps end, and how they are handed over: one by one, or in segments of the tape for later."""
 
 from __future__ import annotations
 
 import sys
 from collections import deque
 from collections.abc import Callable
+from threading import get_ident
 from typing import Any
 
+import torch
 from torch.optim import Optimizer
 
 from accel.profiler.interruptions import ours
-from accel.profiler.loop.clock import StepClock
+from accel.profiler.loop.clock import CUT, RESUME, StepClock
+from accel.profiler.loop.steps import EndingOptimizer
 from accel.profiler.phases import Measurement
 
 KEPT_STEPS = 20_000
@@ -25,8 +28,13 @@ class Delivery:
 
     Args:
         clock: its tape.
+        thread: the one that trains, by Python's id.
+        is_learning: returns whether updates still tell something about the loop.
 
     Attributes:
+        hot: what the marked functions look at.
+        ending: tells which updates may end a step.
+        pauses: tells when the loop does something else than steps.
         on_step: called between two steps with the step just ended; its time belongs to no step.
         on_segment: called between two steps in place of `on_step` while `deferred` is set, every 64 to 512 steps.
         deferred: True stores the tape unparsed, since parsing costs 4 µs a step; `catch_up` parses it and calls
@@ -37,8 +45,10 @@ class Delivery:
         keep_steps: at least so many of the last steps are stored while `deferred` is set.
     """
 
-    def __init__(self, clock: StepClock) -> None:
-        self.clock = clock
+    def __init__(self, clock: StepClock, thread: int, is_learning: Callable[[], bool]) -> None:
+        self._clock, self._is_learning = clock, is_learning
+        self.hot, self.ending = MarkState(), EndingOptimizer()
+        self.pauses = Pauses(clock, self.hot, self.guarded, thread)
         self.on_step: Callable[[Measurement], None] = lambda measured: None
         self.on_segment: Callable[[], None] = lambda: None
         self.deferred = False
@@ -46,7 +56,6 @@ class Delivery:
         self.step_s = 0.0
         self.failed = ""
         self.first_boundary = self.last_boundary = 0.0
-        self._hot = MarkState()
         self.keep_steps = KEPT_STEPS
         self._segments: deque[tuple[int, list[Any]]] = deque()
         """Numbers of steps, and the tapes that hold them."""
@@ -55,36 +64,46 @@ class Delivery:
         self._segment_steps, self._segment_at = 1, 0.0
         """Steps of the segment under way, and when it began, s."""
 
-    def _is_learning(self) -> bool:
-        """Return whether updates still tell something about the loop."""
-        raise NotImplementedError
+    def boundary(self) -> None:
+        """End the open step at the last mark, and begin the next one there."""
+        hot = self.hot
+        hot.stepped = False
+        self.ending.others = 0
+        hot.counting = not self.deferred
+        self._clock.write(CUT)
+        hot.steps_left -= 1
+        if hot.steps_left <= 0:
+            self.deliver()
+        self.pauses.end()
 
-    def _deliver(self) -> None:
-        """Hand over the steps since the last time; an error of the profiler's own must not end the script."""
-        self._guarded(self._hand_over)
+    def deliver(self) -> None:
+        """Hand over the steps since the last time."""
+        self.guarded(self._hand_over)
 
-    def _guarded(self, work: Callable[[], None]) -> None:
+    def guarded(self, work: Callable[[], None]) -> None:
+        """Do something of the profiler's own; an error of it ends the recording, and not the script."""
         try:
             work()
         except ours() as error:
-            self.failed = f"the recorder stopped at step {self.steps}: {type(error).__name__}: {error}"
-            self._hot.steps_left = sys.maxsize  # never again
+            # A later one follows from the first.
+            self.failed = self.failed or f"the recorder stopped at step {self.steps}: {type(error).__name__}: {error}"
+            self.hot.steps_left = sys.maxsize  # never again
 
     def _hand_over(self) -> None:
-        hot = self._hot
+        hot = self.hot
         if self.deferred:
             self.steps += self._segment_steps
-            self._store(self.clock.detach())
+            self._store(self._clock.detach())
             self.on_segment()
         else:
-            for measured in self.clock.read():
+            for measured in self._clock.read():
                 self.steps += 1
                 self._record(measured)
         hot.steps_left = self._segment_steps = self._next_segment() if self.deferred else 1
         hot.learning = self._is_learning()
         hot.counting = True
         hot.iterator = None  # the next batch takes the slow path, which counts it
-        self.clock.resume()
+        self._clock.write((RESUME, self._clock.now()))
 
     def _store(self, segment: list[Any]) -> None:
         self._segments.append((self._segment_steps, segment))
@@ -95,13 +114,13 @@ class Delivery:
 
     def _next_segment(self) -> int:
         """Return how many steps the next segment should have."""
-        now = self.clock.now()
+        now = self._clock.now()
         step_s = (now - self._segment_at) / self._segment_steps
         self._segment_at = now
         return max(MIN_STEPS, min(MAX_STEPS, int(SECONDS / step_s) if step_s > 0 else MAX_STEPS))
 
     def _record(self, measured: Measurement) -> None:
-        self.last_boundary = self.clock.cut_at
+        self.last_boundary = self._clock.reader.cut_at
         if measured.step == 0:
             self.first_boundary = self.last_boundary
         else:
@@ -110,23 +129,69 @@ class Delivery:
 
     def catch_up(self) -> None:
         """Parse the stored segments, call `on_step` for their steps; an error loses those after it, no more."""
-        self._guarded(self._parse_stored)
+        self.guarded(self._parse_stored)
 
     def _parse_stored(self) -> None:
         for number, (_, segment) in enumerate(self._segments):
             if number == 0 and self._has_dropped:  # the steps before were dropped
-                self.first_boundary, self.step_s, self.clock.aside_s = segment[1], 0.0, 0.0
-            for measured in self.clock.read(segment):
+                self.first_boundary, self.step_s, self._clock.reader.aside_s = segment[1], 0.0, 0.0
+            for measured in self._clock.read(segment):
                 self._record(measured)
         self._segments.clear()
         self._stored_steps = 0
-        for measured in self.clock.read():
+        for measured in self._clock.read():
             self._record(measured)
 
     def unattributed(self) -> float:
         """Return the share of the wall time, first boundary to last, that is in no step and not the profiler's own."""
         wall = self.last_boundary - self.first_boundary
-        return max(0.0, 1.0 - (self.step_s + self.clock.aside_s) / wall) if wall > 0 else 0.0
+        return max(0.0, 1.0 - (self.step_s + self._clock.reader.aside_s) / wall) if wall > 0 else 0.0
+
+
+class Pauses:
+    """Tells an experiment when the loop leaves its steps and when it goes on with them.
+
+    Args:
+        clock: what happens in these calls is taken off it.
+        hot: `away` is set while the loop is elsewhere.
+        guarded: calls a function whose error must not end the script.
+        thread: the one that trains, by Python's id.
+    """
+
+    def __init__(
+        self, clock: StepClock, hot: MarkState, guarded: Callable[[Callable[[], None]], None], thread: int
+    ) -> None:
+        self._clock, self._hot, self._guarded, self._thread = clock, hot, guarded, thread
+        self._on_leave: Callable[[], None] | None = None
+        self._on_return: Callable[[], None] = lambda: None
+
+    def watch(self, left: Callable[[], None], returned: Callable[[], None]) -> None:
+        """Call back when a pause begins and when it ends, until `unwatch`."""
+        self._on_leave, self._on_return = left, returned
+        self._hot.away = False
+
+    def unwatch(self) -> None:
+        """Call back no more."""
+        self._on_leave = None
+        self._hot.away = False
+
+    def begin(self) -> None:
+        """The loop leaves its steps."""
+        if self._on_leave is not None and not self._hot.away and get_ident() == self._thread:
+            self._hot.away = True
+            self._hot.iterator = None  # the next batch takes the slow path, which ends the pause
+            self._off_the_clock(self._on_leave)
+
+    def end(self) -> None:
+        """The loop goes on with its steps."""
+        if self._hot.away and torch.is_grad_enabled():
+            self._hot.away = False
+            self._off_the_clock(self._on_return)
+
+    def _off_the_clock(self, call: Callable[[], None]) -> None:
+        self._clock.enter(self._clock.code)
+        self._guarded(call)
+        self._clock.skip()
 
 
 class MarkState:

@@ -11,6 +11,7 @@ the device got there. Nothing waits for an event, and events are used again.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import logging
@@ -416,6 +417,16 @@ class DeviceClock:
 def _took_s(marks: list[Any]) -> float:
     took_ms: float = sum(start.elapsed_time(end) for start, end in zip(marks[::2], marks[1::2], strict=True))
     return took_ms / 1e3
+
+
+def drained_s(device: torch.device, now: Callable[[], float]) -> float:
+    """Wait until a GPU has done what was queued, and return the seconds until then; 0 for another device."""
+    if device.type != "cuda":
+        return 0.0
+    began = now()
+    with contextlib.suppress(RuntimeError):  # an error of the script's, which its next call raises
+        torch.cuda.synchronize(device)
+    return now() - began
 
 
 class Backlog:

@@ -202,9 +202,9 @@ class Probes:
         """Put the marks in place."""
         marker, replace = self._marker, self._patches.replace
         for loader, iterator in self._loaders:
-            replace(loader, "__iter__", marker.iterating)
-            replace(iterator, "__next__", marker.fetching)
-        replace(_BaseDataLoaderIter, "__init__", marker.making)
+            replace(loader, "__iter__", marker.loaders.iterating)
+            replace(iterator, "__next__", marker.loaders.fetching)
+        replace(_BaseDataLoaderIter, "__init__", marker.loaders.making)
         for name in ("backward", "grad"):
             replace(torch.autograd, name, marker.differentiating)
         before, after = marker.updating()

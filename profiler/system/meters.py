@@ -11,8 +11,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from accel.profiler.cgroup import Throttle
+from accel.profiler.diagnose.findings import are_shared
 from accel.profiler.evidence import WorkerShare
-from accel.profiler.host import CrowdMeter, ThreadMeter, ThreadTime
+from accel.profiler.host import CrowdMeter, ThreadMeter, ThreadTime, usable_cores
 from accel.profiler.loop.patches import Patches
 
 _DDP_TIMES_EVERY = 100
@@ -195,6 +196,10 @@ class Crowd:
         """Return the mean, or None if no stretch was long enough."""
         total = sum(seconds for seconds, _ in self._stretches)
         return sum(seconds * cores for seconds, cores in self._stretches) / total if total else None
+
+    def are_shared(self) -> bool:
+        """Return whether others keep so many cores busy that a slow call says little of the run itself."""
+        return are_shared(self.cores(), usable_cores())
 
     def throttled(self) -> float | None:
         """Return the largest share of periods in which the quota throttled this run, or None without a quota."""

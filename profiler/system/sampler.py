@@ -17,7 +17,7 @@ from types import FrameType
 
 from accel.profiler.evidence import LineTime, ThreadShare
 from accel.profiler.host import ThreadMeter, ThreadTime
-from accel.profiler.loop.clock import StepClock
+from accel.profiler.loop.clock import StepClock, settled
 from accel.profiler.system.loop_source import is_users, source
 
 # Part of a library's file name → what the user's line was doing.
@@ -165,7 +165,7 @@ class Sampler:
         return now
 
     def _record(self, at: float, seconds: float, ran: float) -> None:
-        phase = self._clock.phase
+        phase = settled(self._clock.code, within=False)
         frame = sys._current_frames().get(self._ident)
         batch_lines = self.batch_lines | self.call_lines if phase == "outside" else self.batch_lines
         location, tags = self._inspect(frame, batch_lines)

@@ -6,6 +6,7 @@ repetitions counts, for other processes can only make one slower.
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -14,7 +15,7 @@ from typing import Any
 
 import torch
 
-from accel.profiler.evidence import Roofline
+from accel.profiler.evidence import Evidence, Roofline
 
 _MIB = 1 << 20
 
@@ -38,9 +39,6 @@ _GPU = _Scale(sides=(1024, 2048, 4096, 8192), product_s=0.05, copy_bytes=512 * _
 # On a CPU with another process on its cores, single copies take 1 to 9 times the shortest.
 _MIN_RUNS, _MAX_RUNS, _MIN_TOTAL_S = 3, 12, 0.03
 
-_products: dict[tuple[str, torch.dtype, int], float] = {}
-_copies: dict[tuple[str, int], float] = {}
-
 
 def measure(device: torch.device, dtypes: Sequence[torch.dtype], *, threads: int | None = None) -> Roofline:
     """Return the achieved GFLOP/s of a large product in each dtype, and the GB/s of a large copy.
@@ -62,17 +60,22 @@ def measure(device: torch.device, dtypes: Sequence[torch.dtype], *, threads: int
         raise ValueError(f"threads must be at least 1, got {threads}")
     device = torch.device(device)
     count = (threads or torch.get_num_threads()) if device.type == "cpu" else 0
-    name = str(device)
     with _undisturbed(device):
-        for dtype in dtypes:
-            if (name, dtype, count) not in _products:
-                _products[name, dtype, count] = _product(device, dtype, count)
-        if (name, count) not in _copies:
-            _copies[name, count] = _copy(device, count)
-    rates = {str(dtype).removeprefix("torch."): _products[name, dtype, count] for dtype in dtypes}
-    return Roofline(gflops={dtype: rate for dtype, rate in rates.items() if rate > 0}, gb_per_s=_copies[name, count])
+        rates = {str(dtype).removeprefix("torch."): _product(device, dtype, count) for dtype in dtypes}
+        gb_per_s = _copy(device, count)
+    return Roofline(gflops={dtype: rate for dtype, rate in rates.items() if rate > 0}, gb_per_s=gb_per_s)
 
 
+def dtypes_of(evidence: Evidence) -> list[torch.dtype]:
+    """Return those in which to measure products: on a GPU also the one in which most of the script's were."""
+    names = ["float32", *(["float64"] if evidence.dtype == "float64" else [])]
+    products = evidence.trace.dtypes if evidence.trace is not None and evidence.device == "cuda" else {}
+    names += sorted(products, key=lambda name: products[name])[-1:]
+    kinds = (getattr(torch, name, None) for name in dict.fromkeys(names))
+    return [kind for kind in kinds if isinstance(kind, torch.dtype)]
+
+
+@functools.cache
 def _product(device: torch.device, dtype: torch.dtype, threads: int) -> float:
     """Return the GFLOP/s of a square product, 0 if the device can't multiply this dtype."""
     scale = _scale(device)
@@ -102,6 +105,7 @@ def _multiply(device: torch.device, dtype: torch.dtype, side: int) -> Callable[[
     return lambda: torch.mm(left, right, out=out)
 
 
+@functools.cache
 def _copy(device: torch.device, threads: int) -> float:
     size = _scale(device).copy_bytes
     source, target = (torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2))

@@ -13,7 +13,7 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal
@@ -22,7 +22,7 @@ import torch
 from torch.autograd import profiler as _autograd_profiler
 
 from accel.profiler.evidence import TraceSummary
-from accel.profiler.trace.digest import digest
+from accel.profiler.trace.digest import digest, located
 from accel.profiler.trace.events import Trace
 from accel.profiler.trace.kineto import read
 
@@ -173,6 +173,59 @@ class Window:
         self._unhook()
         with _quiet():
             self._profile.__exit__(None, None, None)
+
+
+def traced(
+    device: torch.device, steps: int, file: Path | None, unseen: list[str], *, shared: bool
+) -> Generator[None, object, TraceSummary | None]:
+    """Trace so many steps as they pass; on a GPU one more with Python's stacks, which tells lines and no times.
+
+    Args:
+        device: where the model is.
+        steps: as many pass, whether or not they can be traced.
+        file: where the Chrome trace goes; None writes none.
+        unseen: gets a sentence on what could not be read.
+        shared: other processes hold cores.
+    """
+    summary = yield from _passing(Window(device), steps, file, unseen, shared)
+    if device.type == "cuda":
+        lines = yield from _passing(Window(device, stacks=True), 1, None, unseen, shared)
+        if summary is not None and lines is not None:
+            summary.syncs = located(summary.syncs, lines.syncs)
+    return summary
+
+
+def _passing(
+    window: Window, steps: int, file: Path | None, unseen: list[str], shared: bool
+) -> Generator[None, object, TraceSummary | None]:
+    try:
+        window.start()
+    except WindowTaken as error:
+        unseen.append(str(error))
+        for _ in range(steps):
+            yield
+        return None
+    try:
+        for _ in range(steps):
+            yield
+    finally:  # also if the script ends within the window
+        summary = _closed(window, steps, file, unseen, shared)
+    return summary
+
+
+def _closed(window: Window, steps: int, file: Path | None, unseen: list[str], shared: bool) -> TraceSummary | None:
+    try:
+        summary = window.stop(steps, shared=shared)
+        if file is not None:
+            window.export(file)
+            summary.file = file.name
+    except WindowTaken as error:  # the script has started a profiler of its own meanwhile
+        unseen.append(str(error))
+        return None
+    except OSError as error:
+        unseen.append(f"the trace could not be written: {error}")
+    unseen += [window.unseen] if window.unseen else []
+    return summary
 
 
 def _traceable(device: torch.device) -> int | None:

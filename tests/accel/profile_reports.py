@@ -94,7 +94,6 @@ def experiments() -> list[Experiment]:
             saving=Saving(value=0.67, low=0.64, high=0.7),
             pairs=8,
             verdict="keep",
-            changes_learning=True,
         ),
         Experiment(
             name="bf16 autocast",
@@ -104,7 +103,6 @@ def experiments() -> list[Experiment]:
             saving=Saving(value=0.013, low=-0.02, high=0.04),
             pairs=36,
             verdict="refused",
-            changes_learning=False,
         ),
         Experiment(
             name="fused optimizer",
@@ -114,7 +112,6 @@ def experiments() -> list[Experiment]:
             saving=Saving(value=-0.002, low=-0.006, high=0.002),
             pairs=5,
             verdict="drop",
-            changes_learning=False,
         ),
     ]
 
@@ -329,7 +326,6 @@ def hostile(text: str = "<script>alert(1)</script>", number: float = 1.0) -> Pro
                 saving=saving,
                 pairs=3,
                 verdict=text,
-                changes_learning=True,
             )
         ],
         ranks=[

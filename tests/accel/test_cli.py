@@ -171,11 +171,11 @@ def test_reports_of_two_kinds_are_not_compared(tmp_path: Path, profile_first: bo
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        ('{"kind": "profile", "schema": 99}', "its schema must be 1, got 99"),
-        ('{"kind": "profile", "schema": 1, "steps": "many"}', "report.steps must be int, got 'many'"),
-        ('{"kind": "profile", "schema": 1, "findings": [{"cause": "x"}]}', "report.findings[0] is incomplete"),
-        ('{"kind": "profile", "schema": 1, "surprise": 1}', "without ['surprise']"),
-        ('{"kind": "profile", "schema": 1, "step_ms": 1' + "0" * 400 + "}", "is not a whole profile report"),
+        ('{"kind": "profile", "schema": 99}', "its schema must be 2, got 99"),
+        ('{"kind": "profile", "schema": 2, "steps": "many"}', "report.steps must be int, got 'many'"),
+        ('{"kind": "profile", "schema": 2, "findings": [{"cause": "x"}]}', "report.findings[0] is incomplete"),
+        ('{"kind": "profile", "schema": 2, "surprise": 1}', "without ['surprise']"),
+        ('{"kind": "profile", "schema": 2, "step_ms": 1' + "0" * 400 + "}", "is not a whole profile report"),
         ("[" * 100_000, "can't be read as a report"),
         ('{"kind": "weather", "schema": 1}', "is not a whole report"),
     ],
@@ -196,7 +196,7 @@ def test_profile_that_is_not_whole_is_one_line_with_a_remedy(tmp_path: Path, con
 def test_profile_with_endless_parts_is_unusable(tmp_path: Path) -> None:
     node = '{"name": "part", "ms": 1, "share": 1, "children": ['
     path = tmp_path / "a.json"
-    path.write_text(f'{{"kind": "profile", "schema": 1, "evidence": {node * 400}{"]}" * 400}}}', encoding="utf-8")
+    path.write_text(f'{{"kind": "profile", "schema": 2, "evidence": {node * 400}{"]}" * 400}}}', encoding="utf-8")
     result = _run("report", path)
     assert result.exit_code == 2
     assert "is not a whole profile report" in result.stderr

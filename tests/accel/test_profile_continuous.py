@@ -51,15 +51,15 @@ def train(loader: Any, epochs: int) -> None:
 @pytest.mark.parametrize("mode", ["inline", "threads", "fork"])
 def test_batches_epochs_and_workers_are_seen(recorder: Recorder, mode: Any) -> None:
     seen: list[Measurement] = []
-    recorder.on_step = seen.append
+    recorder.delivery.on_step = seen.append
     with ContinuousLoader(DataLoader(Slow(), 4), mode=mode, workers=2) as loader:
         train(loader, 3)
         pids, facts = recorder.worker_pids(), recorder.loader_facts()
 
-    assert recorder.steps == len(seen) == 30
+    assert recorder.delivery.steps == len(seen) == 30
     assert [m.first for m in seen] == [n % 10 == 0 for n in range(30)]
     assert {m.samples for m in seen} == {4}
-    assert recorder.loader is loader
+    assert recorder.loaders.loader is loader
     assert len(pids) == facts.workers == (2 if mode == "fork" else 0)
     assert facts.persistent
     waited = sum(m.phases["data"] for m in seen) / len(seen)
@@ -71,8 +71,8 @@ def test_with_an_elastic_sampler_too(recorder: Recorder) -> None:
     with ContinuousLoader(DataLoader(Slow(), batch_sampler=sampler), mode="inline") as loader:
         train(loader, 2)
 
-    assert recorder.steps == 20
-    assert recorder.loader is loader
+    assert recorder.delivery.steps == 20
+    assert recorder.loaders.loader is loader
 
 
 def test_a_loader_that_is_passed_through_is_seen_as_what_it_wraps(recorder: Recorder) -> None:
@@ -83,7 +83,7 @@ def test_a_loader_that_is_passed_through_is_seen_as_what_it_wraps(recorder: Reco
     with ContinuousLoader(DataLoader(Stream(), 4)) as loader:
         train(loader, 2)
 
-    assert recorder.steps == 6
+    assert recorder.delivery.steps == 6
 
 
 def test_everything_is_put_back() -> None:

@@ -36,5 +36,5 @@ def recorder(clock: PlayedClock) -> Iterator[Recorder]:
 @pytest.fixture
 def seen(recorder: Recorder) -> list[Measurement]:
     steps: list[Measurement] = []
-    recorder.on_step = steps.append
+    recorder.delivery.on_step = steps.append
     return steps

@@ -6,7 +6,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accel.profiler.loop.clock import MAX_TAPE, MAYBE_DATA, MAYBE_FORWARD, MAYBE_HOST, StepClock
+from accel.profiler.loop.clock import (
+    CUT,
+    MAX_TAPE,
+    MAYBE_DATA,
+    MAYBE_FORWARD,
+    MAYBE_HOST,
+    RESUME,
+    SETTLED,
+    WAS,
+    StepClock,
+    settled,
+)
 from accel.profiler.phases import PHASES, Measurement
 
 
@@ -22,20 +33,27 @@ class FakeClock:
         return self
 
 
-MARKS = ["request", "batch", "call", "returned", "backward", "backwarded", "update", "updated"]
+MARKS = ["data", "batch", "forward", "returned", "backward", "backwarded", "update", "updated"]
+
+
+def mark(clock: StepClock, name: str) -> None:
+    if name == "batch":
+        clock.batch(1, None)
+    else:
+        clock.enter(name) if name in PHASES else getattr(clock, name)()
 
 
 def step(fake: FakeClock, clock: StepClock) -> Measurement:
     clock.backward_is_seen = True
-    clock.request()
+    clock.enter("data")
     fake.after(3)
     clock.batch(32, "shape")
     fake.after(1)
-    clock.call()
+    clock.enter("forward")
     fake.after(5)
     clock.returned()
     fake.after(1)
-    clock.backward()
+    clock.enter("backward")
     fake.after(6)
     clock.backwarded()
     fake.after(2)
@@ -43,7 +61,7 @@ def step(fake: FakeClock, clock: StepClock) -> Measurement:
     fake.after(2)
     clock.updated()
     fake.after(4)
-    clock.request()
+    clock.enter("data")
     return clock.close(0)
 
 
@@ -77,9 +95,9 @@ def test_an_ordinary_step() -> None:
 def test_any_order_of_marks_books_every_moment(marks: list[tuple[str, float]]) -> None:
     fake = FakeClock()
     clock = StepClock(fake)
-    for mark, seconds in marks:
+    for name, seconds in marks:
         fake.after(seconds)
-        clock.batch(1, None) if mark == "batch" else getattr(clock, mark)()
+        mark(clock, name)
     measured = clock.close(0)
 
     assert measured.seconds == pytest.approx(fake.time - 100.0)
@@ -91,14 +109,14 @@ def test_any_order_of_marks_books_every_moment(marks: list[tuple[str, float]]) -
 def test_marks_that_ctrl_c_cut_in_half_are_left_out(marks: list[tuple[str, float, bool]]) -> None:
     fake = FakeClock()
     clock, whole = StepClock(fake), StepClock(fake)
-    for mark, seconds, torn in marks:
+    for name, seconds, torn in marks:
         fake.after(seconds)
         if torn:
             clock.tape.append("forward")
             continue
         for each in (clock, whole):
-            each.batch(1, None) if mark == "batch" else getattr(each, mark)()
-        assert clock.phase == whole.phase
+            mark(each, name)
+        assert clock.code == whole.code
 
     assert clock.close(0) == whole.close(0)
 
@@ -107,9 +125,9 @@ def test_several_batches_and_calls_make_one_step() -> None:
     fake = FakeClock()
     clock = StepClock(fake)
     for number in range(3):
-        clock.request()
+        clock.enter("data")
         clock.batch(8, number)
-        clock.call()
+        clock.enter("forward")
         clock.returned()
         fake.after(1)
     clock.update()
@@ -126,7 +144,7 @@ def test_restart_forgets() -> None:
     fake.after(50)
     clock.restart(first=True)
     fake.after(1)
-    clock.request()
+    clock.enter("data")
     measured = clock.close(0)
 
     assert (measured.seconds, measured.first) == (1, True)
@@ -135,7 +153,7 @@ def test_restart_forgets() -> None:
 def test_without_marks_of_the_backward_pass_the_loss_belongs_to_it() -> None:
     fake = FakeClock()
     clock = StepClock(fake)
-    clock.call()
+    clock.enter("forward")
     clock.returned()
     fake.after(3)
     clock.update()
@@ -148,10 +166,10 @@ def test_a_closure_belongs_to_the_update() -> None:
     clock = StepClock(fake)
     clock.backward_is_seen = True
     clock.update()
-    clock.call()
+    clock.enter("forward")
     fake.after(1)
     clock.returned()
-    clock.backward()
+    clock.enter("backward")
     fake.after(2)
     clock.backwarded()
     fake.after(4)
@@ -164,7 +182,7 @@ def test_a_closure_belongs_to_the_update() -> None:
 def test_skipped_time_is_in_no_step() -> None:
     fake = FakeClock()
     clock = StepClock(fake)
-    clock.request()
+    clock.enter("data")
     fake.after(9)
 
     clock.skip()
@@ -172,7 +190,7 @@ def test_skipped_time_is_in_no_step() -> None:
     clock.batch(1, None)
     measured = clock.close(0)
 
-    assert (measured.seconds, measured.phases["data"], clock.aside_s) == (1, 1, 9)
+    assert (measured.seconds, measured.phases["data"], clock.reader.aside_s) == (1, 1, 9)
 
 
 def test_a_tape_read_late_holds_the_same_steps() -> None:
@@ -180,12 +198,12 @@ def test_a_tape_read_late_holds_the_same_steps() -> None:
         fake, found = FakeClock(), []
         clock = StepClock(fake)
         for number in range(5):
-            for mark in ("request", "batch", "call", "returned", "update", "updated"):
+            for name in ("data", "batch", "forward", "returned", "update", "updated"):
                 fake.after(number + 1)
-                clock.batch(8, None) if mark == "batch" else getattr(clock, mark)()
-            clock.cut()
+                mark(clock, name)
+            clock.write(CUT)
             fake.after(3)
-            clock.resume()
+            clock.write((RESUME, clock.now()))
             found += [] if late else clock.read()
         return found + clock.read()
 
@@ -195,12 +213,12 @@ def test_a_tape_read_late_holds_the_same_steps() -> None:
 
 def test_the_open_phase_can_be_asked_at_any_time() -> None:
     clock = StepClock(FakeClock())
-    assert clock.phase == "outside"
-    clock.request()
+    assert clock.code == "outside"
+    clock.enter("data")
     clock.count(3)
-    assert clock.phase == "data"
+    assert clock.code == "data"
     clock.read()
-    assert clock.phase == "data"
+    assert clock.code == "data"
 
 
 def test_a_loop_whose_steps_never_end_keeps_no_long_tape() -> None:
@@ -209,7 +227,7 @@ def test_a_loop_whose_steps_never_end_keeps_no_long_tape() -> None:
     clock.restart()
     for _ in range(10 * MAX_TAPE):
         fake.after(1)
-        clock.call()
+        clock.enter("forward")
         fake.after(1)
         clock.returned()
 
@@ -223,10 +241,10 @@ def test_steps_in_a_tape_that_was_read_early_are_still_told() -> None:
     fake = FakeClock()
     clock = StepClock(fake)
     for _ in range(2 * MAX_TAPE):
-        clock.call()
+        clock.enter("forward")
         fake.after(1)
-        clock.request()
-        clock.cut()
+        clock.enter("data")
+        clock.write(CUT)
 
     assert len(clock.read()) == 2 * MAX_TAPE
 
@@ -236,9 +254,9 @@ def test_a_phase_can_be_renamed_while_it_is_open() -> None:
     clock = StepClock(fake)
     clock.enter("host")
     fake.after(3)
-    clock.rename("forward")
+    clock.write((WAS, "forward"))
     fake.after(2)
-    clock.backward()
+    clock.enter("backward")
     fake.after(1)
     clock.backwarded()
 
@@ -252,12 +270,12 @@ def test_what_is_provisional_is_booked_when_it_is_settled(within: bool | None) -
     clock = StepClock(fake)
     for code, seconds in ((MAYBE_DATA, 1), (MAYBE_HOST, 2), (MAYBE_FORWARD, 4), (MAYBE_HOST, 8)):
         clock.enter(code)
-        assert (clock.code, clock.phase) == (code, "evaluation")
+        assert (clock.code, settled(clock.code, within=False)) == (code, "evaluation")
         fake.after(seconds)
     if within is not None:
-        clock.settle(within=within)
+        clock.write((SETTLED, within))
     fake.after(16)  # the open phase is settled from its beginning, and goes on
-    clock.backward()
+    clock.enter("backward")
     measured = clock.close(0)
 
     booked = {phase: seconds for phase, seconds in measured.phases.items() if seconds}
@@ -272,8 +290,8 @@ def test_what_was_settled_once_stays_where_it_is() -> None:
     for within, seconds in ((False, 1), (True, 2)):
         clock.enter(MAYBE_DATA)
         fake.after(seconds)
-        clock.settle(within=within)
-    clock.request()
+        clock.write((SETTLED, within))
+    clock.enter("data")
     measured = clock.close(0)
 
     assert (measured.phases["evaluation"], measured.phases["data"]) == (1, 2)

@@ -132,9 +132,7 @@ def test_any_claim_of_any_cause_fits_the_phases_or_is_taken_back(
         share=share,
         predicted=saving,
     )
-    tried = Experiment(
-        name="x", what="y", before_ms=2, after_ms=1, saving=saving, pairs=6, verdict=outcome, changes_learning=False
-    )
+    tried = Experiment(name="x", what="y", before_ms=2, after_ms=1, saving=saving, pairs=6, verdict=outcome)
     found.findings, found.refused = [claim], ""
     judging.judge(found, {cause: tried}, [], lambda finding: "")
 
@@ -237,9 +235,7 @@ def test_what_an_experiment_saves_is_put_in_order_by_its_part_of_the_mean_step()
     seen = Evidence(steps=steps, loader=LoaderFacts(kind="DataLoader"))
     found = naming.diagnose(seen)
     saving = Saving(value=0.94, low=0.93, high=0.95)
-    tried = Experiment(
-        name="x", what="y", before_ms=18, after_ms=1, saving=saving, pairs=6, verdict="keep", changes_learning=False
-    )
+    tried = Experiment(name="x", what="y", before_ms=18, after_ms=1, saving=saving, pairs=6, verdict="keep")
     judging.judge(found, {"input.cpu": tried}, [], lambda finding: "")
 
     told = verdict.build_report(seen, found)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from accel.profiler.loop import device as device_events
-from accel.profiler.loop.clock import CUT, MAYBE_DATA, MAYBE_HOST, RESUME, SETTLED, SKIP, StepClock
+from accel.profiler.loop.clock import CUT, MAYBE_DATA, MAYBE_HOST, RESUME, SETTLED, SKIP, WAS, StepClock
 from accel.profiler.loop.device import MOST_PENDING, CudaEvent, DeviceEvents, events_on
 
 PHASES = ("data", "host", "forward", "loss", "backward", "optimizer", "outside")
@@ -170,10 +170,10 @@ def test_a_clock_s_marks_go_through_it(device: Device) -> None:
     clock.write = events.write  # type: ignore[assignment]
     events.start(device.event)
     for _ in range(10):
-        clock.request()
-        clock.call()
+        clock.enter("data")
+        clock.enter("forward")
         clock.updated()
-        clock.cut()
+        clock.write(CUT)
 
     assert len(clock.read()) == 10
     assert events.taken
@@ -191,7 +191,7 @@ def test_a_long_kernel_is_seen_in_its_phase() -> None:
         for _ in range(4):
             x @ x
         clock.enter("backward")
-        clock.cut()
+        clock.write(CUT)
     events.stop()
 
     took = events.taken[0]
@@ -206,9 +206,9 @@ def test_a_phase_that_was_another_is_told_as_that(device: Device) -> None:
     for _ in range(10):
         clock.enter("data")
         clock.enter("host")
-        clock.rename("forward")
+        clock.write((WAS, "forward"))
         clock.enter("backward")
-        clock.cut()
+        clock.write(CUT)
         loop.number += 1
 
     assert {name for took in loop.events.taken.values() for name in took} == {"data", "forward", "backward"}

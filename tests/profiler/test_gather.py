@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from datetime import timedelta
-from typing import Any
 
 import pytest
 from torch.distributed import TCPStore
@@ -30,10 +28,10 @@ def rank(number: int, monkeypatch: pytest.MonkeyPatch, timeout_s: float = 5.0) -
 def test_rank_0_collects_what_all_bring_however_late_it_comes(store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = rank(0, monkeypatch), rank(1, monkeypatch, timeout_s=0.01)
     assert first.launched
-    assert second.collect("seen", {"steps": 4}) == {}
+    assert second.collect({"steps": 4}) == {}
     time.sleep(0.1)
 
-    assert first.collect("seen", {"steps": 3}) == {0: {"steps": 3}, 1: {"steps": 4}}
+    assert first.collect({"steps": 3}) == {0: {"steps": 3}, 1: {"steps": 4}}
 
 
 @pytest.mark.parametrize(("timeout_s", "at_most_s"), [(0.3, None), (60.0, 0.3)])
@@ -42,31 +40,15 @@ def test_a_rank_that_does_not_come_is_left_out_in_time(
 ) -> None:
     began = time.monotonic()
 
-    assert rank(0, monkeypatch, timeout_s).collect("seen", 1, at_most_s) == {0: 1}
+    assert rank(0, monkeypatch, timeout_s).collect(1, at_most_s) == {0: 1}
     assert time.monotonic() - began < 10
 
 
-def test_one_rank_decides_for_all(store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    ranks = [rank(number, monkeypatch) for number in (0, 1)]
-    found: dict[int, Any] = {}
-
-    def decide(one: Exchange) -> None:
-        found[one.rank] = one.decide("tried", one.rank + 1, sum)
-
-    threads = [threading.Thread(target=decide, args=(one,)) for one in ranks]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert found == {0: 3, 1: 3}
-    assert rank(1, monkeypatch, timeout_s=0.2).decide("others", 1, list) == [None, 1]
-
-
 def test_a_restarted_run_reads_nothing_of_the_one_before(store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    rank(1, monkeypatch).collect("seen", 1)
+    rank(1, monkeypatch).collect(1)
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
 
-    assert rank(0, monkeypatch, timeout_s=0.2).collect("seen", 2) == {0: 2}
+    assert rank(0, monkeypatch, timeout_s=0.2).collect(2) == {0: 2}
 
 
 def test_without_a_store_there_is_one_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,7 +56,7 @@ def test_without_a_store_there_is_one_error(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("WORLD_SIZE", "2")
 
     with pytest.raises(OSError, match="the launcher's store can't be reached"):
-        rank(0, monkeypatch).collect("seen", 1)
+        rank(0, monkeypatch).collect(1)
 
 
 def test_one_process_needs_no_store(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from accel.profiler.diagnose.device_time import by_device, means
 from accel.profiler.evidence import Evidence, LoaderFacts, SyncPoint, ThreadShare, TraceSummary
-from accel.profiler.experiments.whatif import ALONE, FetchedAhead, Snapshot, Unchanged, experiment
+from accel.profiler.experiments.whatif import Counterfactual, experiment, fetched_ahead
 from accel.profiler.loop.clock import StepClock
 from accel.profiler.loop.device import Backlog
 from accel.profiler.loop.recorder import Recorder
@@ -136,9 +137,9 @@ class Loop:
         self.model = Network(4, 2)
         self.optimizer = Update(self.model.parameters(), lr=0.01)
         self.recorder = Recorder(StepClock(gpu.now))
-        self.recorder.drain = gpu.drain
+        self.recorder.loaders.drain = gpu.drain
         self.steps: list[Measurement] = []
-        self.recorder.on_step = self.steps.append
+        self.recorder.delivery.on_step = self.steps.append
 
     def part(self, share: float, pieces: int = 10) -> None:
         self.gpu.launch(share * self.launch, share * self.work, pieces)
@@ -172,7 +173,7 @@ class Loop:
             if len(self.steps) == WARM_UP + 1 + timed:
                 events.stop()
 
-        self.recorder.on_step = step
+        self.recorder.delivery.on_step = step
         self.recorder.start()
         try:
             for _ in self.run():
@@ -264,14 +265,9 @@ def test_what_holds_the_device_up_is_named(name: str, timed: int, monkeypatch: p
     assert found.refused == ""
 
 
-def tried(loop: Loop, switch: Any) -> Experiment:
-    course = experiment(
-        switch,
-        config=ALONE,
-        snapshot=lambda: Snapshot([], []),
-        pauses=loop.recorder.pauses,
-        backlog=Backlog(loop.gpu.now, loop.gpu.drain, loop.gpu.event),
-    )
+def tried(loop: Loop, switch: Counterfactual) -> Experiment:
+    backlog = Backlog(loop.gpu.now, loop.gpu.drain, loop.gpu.event)
+    course = experiment(switch, loop.recorder.delivery.pauses, backlog)
     ended: list[Experiment] = []
 
     def step(measured: Measurement) -> None:
@@ -284,7 +280,7 @@ def tried(loop: Loop, switch: Any) -> Experiment:
             except StopIteration as end:
                 ended.append(end.value)
 
-    loop.recorder.on_step = step
+    loop.recorder.delivery.on_step = step
     loop.recorder.start()
     try:
         for _ in loop.run():
@@ -300,28 +296,22 @@ def test_a_batch_fetched_ahead_saves_what_the_device_does_not_hide(
     fetch: float, saved: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loop = Loop(monkeypatch, work=12, launch=3, fetch=fetch)
-    found = tried(loop, FetchedAhead(loop.recorder))
+    found = tried(loop, fetched_ahead(loop.recorder))
     assert found.saving.value == pytest.approx(saved, abs=0.06)
     assert found.verdict == ("keep" if saved else "drop")
-
-
-class Unread(Unchanged):
-    """Nothing is read back."""
-
-    def __init__(self, loop: Loop) -> None:
-        self._loop = loop
-
-    def enable(self) -> None:
-        self._loop.read = ""
-
-    def disable(self) -> None:
-        self._loop.read = "step"
 
 
 def test_a_queue_that_fills_up_is_no_gain(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the reads the host runs ahead: four steps are launched in the time of one."""
     loop = Loop(monkeypatch, work=12, launch=3, read="step")
-    found = tried(loop, Unread(loop))
+
+    @contextmanager
+    def unread() -> Iterator[None]:
+        loop.read = ""
+        yield
+        loop.read = "step"
+
+    found = tried(loop, Counterfactual("nothing read", "", unread, lambda: True))
     assert found.saving.value == pytest.approx(0.0, abs=0.05)
 
 
@@ -332,6 +322,6 @@ def test_steps_that_are_launched_sooner_than_done_are_compared_by_their_sum(
 ) -> None:
     """Where each third loss is read, a step of 8 ms had less than nothing, and the watching ended with an error."""
     loop = Loop(monkeypatch, work=60, launch=8, read="step", every=every, room=room)
-    found = tried(loop, FetchedAhead(loop.recorder))
+    found = tried(loop, fetched_ahead(loop.recorder))
     assert found.saving.value == pytest.approx(0.0, abs=0.05)
     assert found.before_ms == pytest.approx(60, rel=0.05)

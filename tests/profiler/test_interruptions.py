@@ -18,8 +18,8 @@ def record(at: int | None, *, deferred: bool) -> tuple[Interrupter, Recorder, li
     """Record two epochs, interrupted once, and then two epochs more."""
     interrupter, seen = Interrupter("profiler/loop", at), []
     recorder = Recorder(StepClock(PlayedClock()))
-    recorder.on_step = seen.append
-    recorder.deferred = deferred
+    recorder.delivery.on_step = seen.append
+    recorder.delivery.deferred = deferred
     model, optimizer, loader = parts()
     recorder.start()
     try:
@@ -28,7 +28,7 @@ def record(at: int | None, *, deferred: bool) -> tuple[Interrupter, Recorder, li
                 train(model, optimizer, loader)
         for _ in range(2):
             train(model, optimizer, loader)
-        recorder.catch_up()
+        recorder.delivery.catch_up()
     finally:
         recorder.stop()
     return interrupter, recorder, seen
@@ -42,7 +42,7 @@ def test_steps_after_ctrl_c_are_recorded(deferred: bool, places: int) -> None:
 
     for at in range(0, lines * 9 // 10, lines // places):  # how many lines run differs a little from time to time
         interrupter, recorder, seen = record(at, deferred=deferred)
-        assert not recorder.failed, interrupter.place
+        assert not recorder.delivery.failed, interrupter.place
         assert interrupter.place, at
         assert len(seen) >= 15, interrupter.place
         for measured in seen[-15:]:

@@ -8,9 +8,8 @@ from accel.profiler import naming
 from accel.profiler.conclusion import verdict as verdicts
 from accel.profiler.conclusion.judging import judge
 from accel.profiler.diagnose.anatomy import Anatomy
-from accel.profiler.diagnose.causes import CAUSES, switched_with
+from accel.profiler.diagnose.causes import CAUSES
 from accel.profiler.evidence import Evidence, LoaderFacts, OptimizerFacts, ThreadShare
-from accel.profiler.experiments import suspects
 from accel.profiler.naming import Diagnosis
 from accel.profiler.phases import Measurement
 from accel.profiler.report import Experiment, Finding, ProfileReport, Saving
@@ -39,7 +38,6 @@ def tried(verdict: str, value: float, *, high: float | None = None) -> Experimen
         saving=saving,
         pairs=8,
         verdict=verdict,
-        changes_learning=False,
     )
 
 
@@ -199,10 +197,3 @@ def test_the_collector_s_share_of_the_whole_run_decides() -> None:
 
     assert found.findings == []
     assert "and not the run: it can take 2% of the mean step" in unseen[0]
-
-
-def test_causes_that_one_experiment_switches_off_are_those_that_share_a_switch() -> None:
-    assert set(switched_with("input.cpu")) == set(suspects._AHEAD)
-    assert switched_with("host.gc") == ("host.gc",)
-    optimizers = {name for name in CAUSES if name.startswith("optimizer.")}
-    assert all(set(switched_with(name)) == optimizers for name in optimizers)

@@ -10,11 +10,12 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
-from accel.profiler.nvml import Nvml, reasons, visible
+from accel.profiler.nvml import Nvml, reasons
 
 GIB = 1024**3
-UUIDS = [f"GPU-{i}a5d{i}e3c-0000-1111-2222-3333444455{i}{i}" for i in range(4)]
+UUID = "3a5d3e3c-0000-1111-2222-333344445533"
 
 
 class NVMLError(Exception):
@@ -24,23 +25,20 @@ class NVMLError(Exception):
 
 
 class FakePynvml(ModuleType):
-    """As much of pynvml as is used: four GPUs, and a code for each function that is to fail."""
+    """As much of pynvml as is used: one GPU, and a code for each function that is to fail."""
 
     NVMLError = NVMLError
 
-    def __init__(self, *, gpus: int = 4, fails: dict[str, int] | None = None, masks: list[int] | None = None) -> None:
+    def __init__(self, *, fails: dict[str, int] | None = None, masks: list[int] | None = None) -> None:
         super().__init__("pynvml")
-        self.gpus, self.fails = gpus, fails or {}
+        self.fails = fails or {}
         self.masks = iter(masks or [])
         self.calls: list[str] = []
         self.sampled = threading.Semaphore(0)
         answers: dict[str, Callable[..., Any]] = {
             "nvmlInit": lambda: None,
             "nvmlShutdown": lambda: None,
-            "nvmlDeviceGetCount": lambda: self.gpus,
-            "nvmlDeviceGetHandleByIndex": lambda index: index,
-            "nvmlDeviceGetUUID": lambda gpu: UUIDS[gpu],
-            "nvmlDeviceGetName": lambda gpu: b"NVIDIA H200" if gpu else "NVIDIA H100",
+            "nvmlDeviceGetHandleByUUID": {b"GPU-" + UUID.encode(): 0}.__getitem__,
             "nvmlDeviceGetUtilizationRates": lambda gpu: SimpleNamespace(gpu=80 + gpu, memory=5),
             "nvmlDeviceGetMemoryInfo": lambda gpu: SimpleNamespace(used=3 * GIB, total=80 * GIB),
             "nvmlDeviceGetPowerUsage": lambda gpu: 650_000,
@@ -66,44 +64,32 @@ class FakePynvml(ModuleType):
 
 
 @pytest.fixture(autouse=True)
-def _all_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+def _on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = SimpleNamespace(name="NVIDIA H100", uuid=UUID)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: known)
 
 
-def sampled(pynvml: FakePynvml, monkeypatch: pytest.MonkeyPatch, samples: int = 1, **options: Any) -> tuple[Nvml, Any]:
+DEVICE = torch.device("cuda", 2)
+
+
+def sampled(pynvml: FakePynvml, monkeypatch: pytest.MonkeyPatch, samples: int = 1) -> tuple[Nvml, Any]:
     monkeypatch.setitem(sys.modules, "pynvml", pynvml)
-    nvml = Nvml(interval_s=0.001, **options)
-    nvml.start()
+    nvml = Nvml(interval_s=0.001)
+    nvml.start(DEVICE)
     for _ in range(samples):
         assert pynvml.sampled.acquire(timeout=10)
     return nvml, nvml.stop()
 
 
 def test_medians_in_the_units_of_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
-    nvml, gpus = sampled(FakePynvml(gpus=1), monkeypatch, samples=3)
+    nvml, gpus = sampled(FakePynvml(), monkeypatch, samples=3)
 
     (gpu,) = gpus
-    assert (gpu.index, gpu.name, gpu.utilisation) == (0, "NVIDIA H100", 0.8)
+    assert (gpu.index, gpu.name, gpu.utilisation) == (2, "NVIDIA H100", 0.8)
     assert (gpu.memory_used_gib, gpu.memory_total_gib) == (3, 80)
     assert (gpu.power_w, gpu.power_limit_w, gpu.clock_mhz, gpu.clock_max_mhz) == (650, 700, 1755, 1980)
     assert (gpu.pcie_rx_mb_per_s, gpu.pcie_tx_mb_per_s) == (12, 2)
     assert (gpu.throttled, nvml.unseen) == ([], "")
-
-
-def test_every_gpu_is_numbered_as_cuda_numbers_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", f"3,{UUIDS[1]}")
-    _, gpus = sampled(FakePynvml(), monkeypatch, samples=2)
-
-    assert [(gpu.index, gpu.name, gpu.utilisation) for gpu in gpus] == [
-        (0, "NVIDIA H200", 0.83),
-        (1, "NVIDIA H200", 0.81),
-    ]
-
-
-def test_a_rank_samples_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    _, gpus = sampled(FakePynvml(), monkeypatch, devices=[2])
-
-    assert [(gpu.index, gpu.utilisation) for gpu in gpus] == [(2, 0.82)]
 
 
 def test_nvml_is_shut_down_and_the_thread_ends(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,7 +107,7 @@ def unseen(pynvml: Any, monkeypatch: pytest.MonkeyPatch) -> str:
     """Return why nothing is seen; `pynvml` is the module, or None for no such module."""
     monkeypatch.setitem(sys.modules, "pynvml", pynvml)
     nvml = Nvml()
-    nvml.start()
+    nvml.start(DEVICE)
     assert nvml.stop() == []
     return nvml.unseen
 
@@ -145,23 +131,15 @@ def test_without_a_driver_that_answers(code: int, why: str, monkeypatch: pytest.
 
 
 def test_a_driver_that_fails_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    pynvml = FakePynvml(fails={"nvmlDeviceGetCount": 4, "nvmlShutdown": 1})
+    pynvml = FakePynvml(fails={"nvmlDeviceGetHandleByUUID": 4, "nvmlShutdown": 1})
 
     assert unseen(pynvml, monkeypatch) == "GPU telemetry is missing: this user has no permission."
     assert pynvml.calls[-1] == "nvmlShutdown"
 
 
-def test_no_gpu_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "NVML shows none of this process's GPUs (CUDA_VISIBLE_DEVICES is not set)" in unseen(
-        FakePynvml(gpus=0), monkeypatch
-    )
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-6e2f")
-    assert "(CUDA_VISIBLE_DEVICES is 'MIG-6e2f')" in unseen(FakePynvml(), monkeypatch)
-
-
 def test_queries_that_are_refused_are_named_and_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     fails = {"nvmlDeviceGetPowerUsage": 3, "nvmlDeviceGetMemoryInfo": 3, "nvmlDeviceGetPcieThroughput": 4}
-    pynvml = FakePynvml(gpus=1, fails=fails)
+    pynvml = FakePynvml(fails=fails)
     nvml, gpus = sampled(pynvml, monkeypatch, samples=3)
 
     (gpu,) = gpus
@@ -174,7 +152,7 @@ def test_queries_that_are_refused_are_named_and_not_repeated(monkeypatch: pytest
 
 
 def test_a_query_that_fails_for_a_moment_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    pynvml = FakePynvml(gpus=1)
+    pynvml = FakePynvml()
     codes = iter([15, 999])
     answer = pynvml.nvmlDeviceGetPowerUsage
 
@@ -191,13 +169,13 @@ def test_a_query_that_fails_for_a_moment_is_asked_again(monkeypatch: pytest.Monk
 
 
 def test_a_driver_that_hangs_does_not_hang_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    pynvml = FakePynvml(gpus=1)
+    pynvml = FakePynvml()
     release = threading.Event()
     pynvml.nvmlInit = lambda: release.wait(30)
     monkeypatch.setitem(sys.modules, "pynvml", pynvml)
     monkeypatch.setattr("accel.profiler.nvml._JOIN_TIMEOUT_S", 0.05)
     nvml = Nvml()
-    nvml.start()
+    nvml.start(DEVICE)
     try:
         assert nvml.stop() == []
         assert re.search(r"did not answer within 0\.05 s", nvml.unseen)
@@ -205,39 +183,11 @@ def test_a_driver_that_hangs_does_not_hang_the_run(monkeypatch: pytest.MonkeyPat
         release.set()
 
 
-def test_a_sampler_starts_once_and_may_stop_unstarted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sampler_may_stop_unstarted() -> None:
     assert Nvml().stop() == []
-    monkeypatch.setitem(sys.modules, "pynvml", FakePynvml())
-    nvml = Nvml()
-    nvml.start()
-    with pytest.raises(RuntimeError, match="this sampler has been started"):
-        nvml.start()
-    nvml.stop()
 
 
 # -- pure parts --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("setting", "expected"),
-    [
-        pytest.param(None, [0, 1, 2, 3], id="not set: all"),
-        pytest.param("", [], id="empty: none"),
-        pytest.param("2,0", [2, 0], id="in the order given"),
-        pytest.param(" 1 , 3", [1, 3], id="blanks"),
-        pytest.param("1,-1,2", [1], id="the list ends at what is no GPU"),
-        pytest.param("0,7,1", [0], id="and at a number too high"),
-        pytest.param("1,1", [], id="a GPU named twice leaves none"),
-        pytest.param(UUIDS[2], [2], id="a UUID"),
-        pytest.param("gpu-1", [], id="no UUID by its first letters"),
-        pytest.param("GPU-3A5D", [3], id="the beginning of a UUID, in any case"),
-        pytest.param("GPU-", [], id="a beginning that several have"),
-        pytest.param("MIG-1234", [], id="a slice"),
-        pytest.param("NoDevFiles", [], id="what a container without GPUs sets"),
-    ],
-)
-def test_which_gpus_cuda_shows(setting: str | None, expected: list[int]) -> None:
-    assert visible(UUIDS, setting) == expected
 
 
 @pytest.mark.parametrize(
@@ -257,6 +207,6 @@ def test_reasons_for_throttling(masks: list[int], expected: list[str]) -> None:
 
 
 def test_throttling_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    _, gpus = sampled(FakePynvml(gpus=1, masks=[0x4] * 1000), monkeypatch, samples=3)
+    _, gpus = sampled(FakePynvml(masks=[0x4] * 1000), monkeypatch, samples=3)
 
     assert gpus[0].throttled == ["power limit"]

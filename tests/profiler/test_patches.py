@@ -216,7 +216,7 @@ def test_a_batch_that_is_copied_in_the_loop_is_marked_and_in_the_loader_is_not(m
 
     monkeypatch.setattr(Tensor, "to", to)
     recorder, seen = Recorder(StepClock(clock)), list[Measurement]()
-    recorder.on_step = seen.append
+    recorder.delivery.on_step = seen.append
     recorder.start()
     model = nn.Linear(4, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -42,16 +42,16 @@ def test_a_loop_with_a_loader(recorder: Recorder, seen: list[Measurement]) -> No
     for _ in range(3):
         train(model, optimizer, loader)
 
-    assert recorder.steps == len(seen) == 30  # the request that finds the epoch over ends its last step
+    assert recorder.delivery.steps == len(seen) == 30  # the request that finds the epoch over ends its last step
     assert [m.first for m in seen] == [n % 10 == 0 for n in range(30)]
     assert {m.samples for m in seen} == {4}
-    assert recorder.loader is loader
+    assert recorder.loaders.loader is loader
     assert recorder.roots.modules == [model]
     for measured in seen[3:]:
         for phase in ("data", "forward", "loss", "backward", "optimizer"):
             assert measured.phases[phase] > 0, phase
         assert sum(measured.phases.values()) == pytest.approx(measured.seconds)
-    assert recorder.unattributed() < 0.02
+    assert recorder.delivery.unattributed() < 0.02
 
 
 @pytest.mark.parametrize("collects", [True, False])
@@ -91,7 +91,7 @@ def test_a_plain_iterator(recorder: Recorder, seen: list[Measurement]) -> None:
     train(model, optimizer, [(torch.randn(4, 8), torch.zeros(4, dtype=torch.long))] * 20)
 
     # A step ends where the next forward pass begins, once the model is known.
-    assert recorder.steps == len(seen) >= 17
+    assert recorder.delivery.steps == len(seen) >= 17
     assert recorder.loader_facts().kind == "own iterator"
     assert all(m.phases["forward"] > 0 and m.phases["backward"] > 0 for m in seen[2:])
 
@@ -111,7 +111,7 @@ def test_evaluation_between_steps_is_its_own_phase(
     for _ in range(2):
         train(model, optimizer, loader, evaluate)
 
-    assert recorder.loader is loader
+    assert recorder.loaders.loader is loader
     assert {m.samples for m in seen[1:]} == {4}
     for measured in seen[3:]:
         assert measured.phases["evaluation"] > 0.004
@@ -122,16 +122,16 @@ def test_what_follows_the_last_step_is_in_no_account(
     recorder: Recorder, seen: list[Measurement], clock: PlayedClock
 ) -> None:
     model, optimizer, loader = parts()
-    recorder.deferred = True
+    recorder.delivery.deferred = True
     batches = iter(loader)
     for _ in range(8):
         train(model, optimizer, [next(batches)])
     clock.sleep(0.3)
     recorder.clock.enter("evaluation")
-    recorder.catch_up()
+    recorder.delivery.catch_up()
 
     assert len(seen) == 7
-    assert recorder.unattributed() < 0.02
+    assert recorder.delivery.unattributed() < 0.02
 
 
 def test_accumulation_is_one_step_of_several_batches(recorder: Recorder, seen: list[Measurement]) -> None:
@@ -155,7 +155,7 @@ def test_two_optimizers_are_one_step(recorder: Recorder, seen: list[Measurement]
             nn.functional.cross_entropy(model(x), y).backward()
             optimizer.step()
 
-    assert recorder.steps == 10
+    assert recorder.delivery.steps == 10
     assert len(recorder.roots.modules) == 2
 
 
@@ -194,9 +194,9 @@ def test_fetching_ahead_stands_outside_the_step(
 
     def switch(measured: Measurement) -> None:
         seen.append(measured)
-        recorder.ahead = len(seen) >= 5
+        recorder.loaders.ahead = len(seen) >= 5
 
-    recorder.on_step = switch
+    recorder.delivery.on_step = switch
     for x, y in loader:
         got.append(x.shape[0])
         nn.functional.cross_entropy(model(x), y).backward()
@@ -216,9 +216,9 @@ def test_another_thread_s_loader_and_backward_pass_are_not_the_loop_s(
     thread.start()
     thread.join()
 
-    assert (recorder.steps, recorder.fetched, recorder.backwards) == (0, 0, 0)
+    assert (recorder.delivery.steps, recorder.loaders.fetched, recorder.backwards) == (0, 0, 0)
     train(model, optimizer, loader)
-    assert recorder.steps == 10
+    assert recorder.delivery.steps == 10
 
 
 def test_a_raising_batch_passes_through(recorder: Recorder) -> None:
@@ -233,18 +233,18 @@ def test_a_raising_batch_passes_through(recorder: Recorder) -> None:
 
     with pytest.raises(KeyError, match="nine"):
         train(model, optimizer, loader)
-    assert recorder.clock.phase == "host"
+    assert recorder.clock.code == "host"
 
 
 def test_a_fault_of_its_own_does_not_reach_the_loop(recorder: Recorder) -> None:
     def broken(measured: Measurement) -> None:
         raise RuntimeError("mine")
 
-    recorder.on_step = broken
+    recorder.delivery.on_step = broken
     model, optimizer, loader = parts()
     train(model, optimizer, loader)
 
-    assert recorder.failed == "the recorder stopped at step 1: RuntimeError: mine"
+    assert recorder.delivery.failed == "the recorder stopped at step 1: RuntimeError: mine"
 
 
 def test_everything_is_put_back() -> None:
@@ -304,31 +304,31 @@ def test_training_is_bit_for_bit_the_same(recorder: Recorder) -> None:
 def test_steps_put_by_are_the_same_steps(recorder: Recorder, seen: list[Measurement]) -> None:
     model, optimizer, loader = parts()
     train(model, optimizer, loader)
-    recorder.deferred = True
+    recorder.delivery.deferred = True
     for _ in range(20):
         train(model, optimizer, loader)
-    assert recorder.steps < 210  # the last piece is still on the tape
-    recorder.catch_up()
+    assert recorder.delivery.steps < 210  # the last piece is still on the tape
+    recorder.delivery.catch_up()
 
     assert [m.step for m in seen] == list(range(210))
     assert [m.first for m in seen] == [n % 10 == 0 for n in range(210)]
     for measured in seen[3:]:
         assert sum(measured.phases.values()) == pytest.approx(measured.seconds)
         assert min(measured.phases[phase] for phase in ("data", "forward", "backward", "optimizer")) > 0
-    assert recorder.unattributed() < 0.02
+    assert recorder.delivery.unattributed() < 0.02
 
 
 def test_stored_segments_are_dropped_from_the_front(recorder: Recorder, seen: list[Measurement]) -> None:
-    recorder.keep_steps = 600
+    recorder.delivery.keep_steps = 600
     model, optimizer, loader = parts()
-    recorder.deferred = True
+    recorder.delivery.deferred = True
     for _ in range(200):
         train(model, optimizer, loader)
-    recorder.catch_up()
+    recorder.delivery.catch_up()
 
     assert 64 <= len(seen) <= 600 + 2 * 512  # whole pieces, and what is still on the tape
     assert [m.step for m in seen] == list(range(seen[0].step, seen[0].step + len(seen)))
-    assert recorder.unattributed() < 0.02
+    assert recorder.delivery.unattributed() < 0.02
     assert seen[0].seconds < sum(m.seconds for m in seen[1:]) / 2  # the dropped ones are not in it
     assert sum(m.phases["data"] for m in seen) < sum(m.seconds for m in seen) / 2
 

@@ -103,7 +103,7 @@ def test_to_look_for_a_new_model_is_in_no_step(recorder: Recorder, seen: list[Me
 
     assert len(looks) == 4
     assert max(measured.phases["outside"] for measured in seen) < 0.01
-    assert recorder.unattributed() < 0.02
+    assert recorder.delivery.unattributed() < 0.02
 
 
 def test_a_parameter_that_lies_where_another_one_lay_is_another_one(recorder: Recorder) -> None:
@@ -128,7 +128,7 @@ def test_the_model_of_an_optimizer_for_each_parameter_is_looked_for_once(
         for optimizer in optimizers:
             optimizer.step()
 
-    assert (len(looks), recorder.steps) == (1, 10)
+    assert (len(looks), recorder.delivery.steps) == (1, 10)
     assert recorder.roots.modules == [model]
 
 
@@ -140,7 +140,7 @@ def test_a_part_that_no_call_has_reached_has_no_elements_yet(recorder: Recorder)
     later = nn.LazyLinear(2)
     train(model, torch.optim.SGD([*model.parameters(), *later.parameters()], lr=0.1), loader)
 
-    assert (recorder.failed, recorder.steps) == ("", 10)
+    assert (recorder.delivery.failed, recorder.delivery.steps) == ("", 10)
     described = recorder.trained.optimizer
     assert (described.tensors, described.elements) == (6, sum(p.numel() for p in model.parameters()))
 
@@ -154,4 +154,4 @@ def test_an_optimizer_that_can_not_be_described_ends_the_recording_alone(
     monkeypatch.setattr(facts, "of_training", broken)
     train(*parts())
 
-    assert recorder.failed == "the recorder stopped at step 0: RuntimeError: mine"
+    assert recorder.delivery.failed == "the recorder stopped at step 0: RuntimeError: mine"

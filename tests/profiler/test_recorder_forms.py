@@ -113,7 +113,7 @@ def test_a_model_that_is_not_called_itself(
         optimizer.step()
 
     # Without a loader the last step is still open when the loop ends.
-    assert recorder.steps == len(seen) == (40 if batches is loader else 39)
+    assert recorder.delivery.steps == len(seen) == (40 if batches is loader else 39)
     assert recorder.updates >= 12
     check(recorder, seen)
 
@@ -127,7 +127,7 @@ def test_accumulation_in_a_model_that_is_not_called_itself(recorder: Recorder, s
             optimizer.step()
             optimizer.zero_grad()
 
-    assert recorder.steps == 39
+    assert recorder.delivery.steps == 39
     check(recorder, seen)
     assert min(m.phases["forward"] for m in seen[3:]) >= 2 * FORWARD_S
 
@@ -148,20 +148,20 @@ def test_a_model_that_is_evaluated_by_its_call_but_trained_by_a_method(
         with torch.no_grad():
             model(x)
 
-    assert recorder.steps == 40
+    assert recorder.delivery.steps == 40
     check(recorder, seen)
     assert all(m.phases["evaluation"] > 0 for m in seen[3:])
 
 
 def test_steps_put_by_tell_the_same(recorder: Recorder, seen: list[Measurement]) -> None:
-    recorder.deferred = True
+    recorder.delivery.deferred = True
     parameters, loss = by_method()
     optimizer = torch.optim.SGD(parameters, lr=0.01)
     for x in loader(150):
         optimizer.zero_grad()
         loss(x).backward()
         optimizer.step()
-    recorder.catch_up()
+    recorder.delivery.catch_up()
 
     assert len(seen) == 150
     check(recorder, seen)
@@ -172,7 +172,7 @@ def test_the_sampler_sees_the_forward_pass_as_such(recorder: Recorder) -> None:
     optimizer = torch.optim.SGD(parameters, lr=0.01)
     for batches in (own_batches(8), loader(8)):
         for x in batches:
-            phase = recorder.clock.phase
+            phase = recorder.clock.code
             loss(x).backward()
             optimizer.step()
         assert phase == "forward"
@@ -195,7 +195,7 @@ def test_two_optimizers_with_an_own_iterator(
             (-d(g(x)).mean()).backward()
             of_g.step()
 
-    assert recorder.steps == len(seen) == steps
+    assert recorder.delivery.steps == len(seen) == steps
     assert all(min(m.phases[p] for p in ("forward", "backward", "optimizer")) > 0 for m in seen[3:])
 
 
@@ -207,13 +207,13 @@ def test_optimizers_that_step_together_are_one_step(recorder: Recorder, seen: li
         for optimizer in optimizers:
             optimizer.step()
 
-    assert recorder.steps == 39
+    assert recorder.delivery.steps == 39
 
 
 @pytest.mark.parametrize("take", [list, lambda batches: [next(iter(batches))]], ids=["all", "one"])
 def test_a_loop_over_batches_taken_from_a_loader_before_has_steps_of_its_own(take: Callable[[Any], list[Any]]) -> None:
     recorder, seen = Recorder(), list[Measurement]()
-    recorder.on_step = seen.append
+    recorder.delivery.on_step = seen.append
     model = nn.Linear(8, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     recorder.start()
@@ -224,7 +224,7 @@ def test_a_loop_over_batches_taken_from_a_loader_before_has_steps_of_its_own(tak
             optimizer.step()
     finally:
         recorder.stop()
-    recorder.catch_up()
+    recorder.delivery.catch_up()
 
     assert len(seen) == pytest.approx(48, abs=2)
     assert recorder.loader_facts().kind == "own iterator"
@@ -234,7 +234,7 @@ def test_a_loop_over_batches_taken_from_a_loader_before_has_steps_of_its_own(tak
 def test_a_loader_that_goes_on_after_many_updates_still_ends_the_steps() -> None:
     """As in a loop that makes several updates with each batch."""
     recorder, seen = Recorder(), list[Measurement]()
-    recorder.on_step = seen.append
+    recorder.delivery.on_step = seen.append
     model = nn.Linear(8, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     recorder.start()
@@ -245,7 +245,7 @@ def test_a_loader_that_goes_on_after_many_updates_still_ends_the_steps() -> None
                 optimizer.step()
     finally:
         recorder.stop()
-    recorder.catch_up()
+    recorder.delivery.catch_up()
 
     assert len(seen) == 8
     assert recorder.loader_facts().kind == "DataLoader"

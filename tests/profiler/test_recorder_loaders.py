@@ -46,8 +46,8 @@ def test_a_loader_that_iterates_by_its_own_method(recorder: Recorder, seen: list
         for x, _ in anew(loader, OwnIter):  # with gradients on, and no loader known by its `__iter__`
             x.sum()
 
-    assert recorder.steps == 20
-    assert recorder.loader is own
+    assert recorder.delivery.steps == 20
+    assert recorder.loaders.loader is own
     assert [measured.step for measured in seen if measured.first] == [0, 10]
 
 
@@ -78,8 +78,8 @@ def test_an_iterator_made_in_another_thread(recorder: Recorder) -> None:
     thread.join()
     train(model, optimizer, made[0])
 
-    assert recorder.steps == 10
-    assert recorder.loader is loader
+    assert recorder.delivery.steps == 10
+    assert recorder.loaders.loader is loader
 
 
 def test_an_iterator_made_before_recording_began() -> None:
@@ -100,11 +100,11 @@ def test_work_between_two_epochs_is_outside_of_the_steps(
     recorder: Recorder, seen: list[Measurement], clock: PlayedClock, deferred: bool
 ) -> None:
     model, optimizer, loader = parts()
-    recorder.deferred = deferred
+    recorder.delivery.deferred = deferred
     for _ in range(9):
         train(model, optimizer, loader)
         clock.sleep(WORK_S)
-    recorder.catch_up()
+    recorder.delivery.catch_up()
 
     assert [m.step for m in seen if m.phases["outside"] > WORK_S] == list(range(10, 90, 10))
     assert spent(seen, "host") < WORK_S
@@ -144,7 +144,7 @@ def test_a_loader_made_anew_in_each_epoch_is_the_training_s(
         clock.sleep(WORK_S if late.pop() else 0.0)
         return torch.utils.data.default_collate(samples)
 
-    recorder.deferred = deferred
+    recorder.delivery.deferred = deferred
     for _ in range(10):
         late[:] = [False] * 9 + [True]  # the first of an epoch waits for the workers
         for number, (x, y) in enumerate(anew(loader, kind, collate_fn=collate)):
@@ -152,7 +152,7 @@ def test_a_loader_made_anew_in_each_epoch_is_the_training_s(
             optimizer.step()
             if number == batches - 1:
                 break
-    recorder.catch_up()
+    recorder.delivery.catch_up()
 
     firsts = range(0, len(seen), batches)
     assert len(seen) >= 10 * batches - 1
@@ -198,7 +198,7 @@ def test_an_evaluation_that_fetches_with_gradients_on_is_one(
 ) -> None:
     model, optimizer, loader = parts()
     validation = anew(loader)
-    recorder.deferred = deferred
+    recorder.delivery.deferred = deferred
 
     def validate() -> None:
         model.train(mode)
@@ -208,7 +208,7 @@ def test_an_evaluation_that_fetches_with_gradients_on_is_one(
     for _ in range(3):
         train(model, optimizer, loader, validate if every_step else lambda: None)
         validate()
-    recorder.catch_up()
+    recorder.delivery.catch_up()
 
     count = 3 * 10 + 3 if every_step else 3
     known = count - 1 - every_step  # the last one is in no step; the first came before the model was known
@@ -216,7 +216,7 @@ def test_an_evaluation_that_fetches_with_gradients_on_is_one(
     for phase in ("data", "host", "forward", "loss"):
         assert spent(seen, phase) < WORK_S, phase
     assert len(seen) == 30
-    assert recorder.loader is loader
+    assert recorder.loaders.loader is loader
 
 
 def test_a_loop_over_another_loader_without_gradients_is_an_evaluation_before_the_step_too(
@@ -289,7 +289,7 @@ def test_a_call_without_gradients_between_two_updates_of_a_batch_is_the_step_s(
             critic(samples).mean().backward()
             of_critic.step()
 
-    assert recorder.steps == 20
+    assert recorder.delivery.steps == 20
     assert all(m.phases["forward"] > WORK_S for m in seen[1:])
     assert spent(seen[1:], "evaluation") == 0.0
 
@@ -323,8 +323,8 @@ def test_an_iterator_is_not_kept_once_its_loop_was_left(recorder: Recorder) -> N
 
     train(model, optimizer, few())
 
-    assert recorder.loader is loader
-    assert recorder.iterator is None
+    assert recorder.loaders.loader is loader
+    assert recorder.loaders.iterator is None
 
 
 def test_loaders_are_known_as_long_as_they_live() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -15,11 +16,14 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
-def _measured_afresh_and_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(roofline, "_products", {})
-    monkeypatch.setattr(roofline, "_copies", {})
+def _measured_afresh_and_small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(roofline, "_CPU", replace(roofline._CPU, sides=(64, 128), copy_bytes=1 << 20))
     monkeypatch.setattr(roofline, "_GPU", replace(roofline._GPU, sides=(1024, 2048), copy_bytes=64 << 20))
+    for cached in (roofline._product, roofline._copy):
+        cached.cache_clear()
+    yield
+    for cached in (roofline._product, roofline._copy):
+        cached.cache_clear()
 
 
 def test_each_dtype_has_its_rate() -> None:

@@ -13,13 +13,18 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from accel.profiler.diagnose import device_time
-from accel.profiler.evidence import LoaderFacts, SyncPoint, TraceSummary
+from accel.profiler.evidence import Evidence, LoaderFacts, SyncPoint, TraceSummary
+from accel.profiler.experiments import whatif
 from accel.profiler.gather import Exchange
 from accel.profiler.loop.device import Backlog
 from accel.profiler.loop.facts import Trained
+from accel.profiler.loop.recorder import Recorder
+from accel.profiler.nvml import Nvml
 from accel.profiler.phases import Measurement
 from accel.profiler.session import WARM_UP, ProfileSession
+from accel.profiler.system import instruments
 from accel.profiler.system.sampler import _Sample
+from accel.profiler.trace import roofline, window
 
 
 def train(
@@ -70,6 +75,7 @@ def test_anomaly_mode_outside_of_the_steps_is_none_of_theirs() -> None:
 def test_what_was_trained_is_known_once_the_script_has_let_go_of_it() -> None:
     session = profiled(around=nullcontext)
     gc.collect()
+    assert session.evidence().model_name == "Linear"
 
     assert len(session.recorder.optimizers) == 0
     trained = session.evidence().optimizer
@@ -98,7 +104,7 @@ def begun(stage: str, monkeypatch: pytest.MonkeyPatch) -> ProfileSession:
     """Return a session that gets to this stage within a few steps."""
     if stage == "watching":
         monkeypatch.setattr(ProfileSession, "_observed_enough", lambda session, seconds: len(session.steps) >= 3)
-        monkeypatch.setattr(ProfileSession, "_traced", lambda session: iter(()))
+        monkeypatch.setattr(window, "traced", lambda *args, **options: iter(()))
     return ProfileSession(confirm=False, trace_file=None, exchange=Exchange())
 
 
@@ -108,12 +114,12 @@ def test_what_the_script_does_after_its_last_step_counts_nowhere(stage: str, mon
     before: list[float] = []
 
     def collect() -> None:
-        before.append(session._gc.share())
+        before.append(session.instruments.collections.share())
         for _ in range(5):
             gc.collect()
         now = session.recorder.clock.now()
-        with session._sampler._lock:
-            session._sampler._pending.append(_Sample(now, ("outside", "after.py", 1), 2.0, 1.0, set()))
+        with session.instruments.sampler._lock:
+            session.instruments.sampler._pending.append(_Sample(now, ("outside", "after.py", 1), 2.0, 1.0, set()))
 
     train(session, around=nullcontext, after=collect)
     seen = session.evidence()
@@ -138,19 +144,19 @@ def test_workers_count_in_the_steps_and_not_in_an_evaluation(stage: str, monkeyp
     try:
         for _ in range(3):
             for x in training:
-                counted["training"].append(session._workers._counts)
+                counted["training"].append(session.instruments.workers._counts)
                 model(x).square().sum().backward()
                 optimizer.step()
             with torch.no_grad():
                 for x in evaluation:
-                    counted["evaluation"].append(session._workers._counts)
+                    counted["evaluation"].append(session.instruments.workers._counts)
                     model(x)
     finally:
         session.stop()
 
     assert session.stage == stage
     assert all(counted["training"][12:]) and not any(counted["evaluation"])
-    assert not session._workers._meters  # all files are closed
+    assert not session.instruments.workers._meters  # all files are closed
 
 
 def test_a_step_that_was_slow_once_is_left_out_of_every_share() -> None:
@@ -159,7 +165,7 @@ def test_a_step_that_was_slow_once_is_left_out_of_every_share() -> None:
     session.steps.clear()
     for n, wait_s in waits.items():
         session.steps.append(Measurement(step=n, seconds=0.018 + wait_s, phases={"data": 0.018, "backward": wait_s}))
-        session._ddp_wait._seconds.append((n, wait_s))
+        session.instruments.ddp_wait._seconds.append((n, wait_s))
     seen = session.evidence()
 
     assert [m.step for m in seen.one_offs] == [20]
@@ -188,8 +194,7 @@ class Event:
 @pytest.mark.parametrize("enough", [True, False])
 def test_steps_have_a_gpu_s_times_if_enough_were_read(enough: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(ProfileSession, "_trained", lambda session: Trained(device=torch.device("cuda", 0)))
-    monkeypatch.setattr("accel.profiler.session.events_on", lambda device: Event)
+    on_cuda(monkeypatch)
     monkeypatch.setattr(device_time, "MIN_TIMED", 5 if enough else 50)
     seen = profiled(around=nullcontext).evidence()
 
@@ -202,13 +207,12 @@ def test_steps_have_a_gpu_s_times_if_enough_were_read(enough: bool, monkeypatch:
 
 
 def test_products_are_held_against_those_of_the_script_s_dtype() -> None:
-    session = profiled(around=nullcontext)
-    seen = session.evidence()
+    seen = profiled(around=nullcontext).evidence()
     seen.device, seen.dtype = "cuda", "float64"
     seen.trace = summary(dtypes={"float32": 0.2, "bfloat16": 0.8})
-    assert session._dtypes(seen) == [torch.float32, torch.float64, torch.bfloat16]
+    assert roofline.dtypes_of(seen) == [torch.float32, torch.float64, torch.bfloat16]
     seen.device = "cpu"
-    assert session._dtypes(seen) == [torch.float32, torch.float64]
+    assert roofline.dtypes_of(seen) == [torch.float32, torch.float64]
 
 
 def summary(**given: Any) -> TraceSummary:
@@ -216,44 +220,49 @@ def summary(**given: Any) -> TraceSummary:
     return TraceSummary(steps=2, ops=[], ops_per_step=1, **shares, **given)
 
 
-def on_cuda(monkeypatch: pytest.MonkeyPatch) -> ProfileSession:
-    monkeypatch.setattr(ProfileSession, "_trained", lambda session: Trained(device=torch.device("cuda", 0)))
-    monkeypatch.setattr("accel.profiler.session.events_on", lambda device: Event)
-    return ProfileSession(confirm=True, trace_file=None, exchange=Exchange())
+def on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Recorder, "trained", Trained(device=torch.device("cuda", 0)))
+    for place in (whatif, instruments):
+        monkeypatch.setattr(place, "events_on", lambda device: Event)
+    monkeypatch.setattr(Nvml, "start", lambda nvml, device: None)
 
 
 def test_the_window_with_stacks_tells_lines_and_no_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = SyncPoint(name="item", file="", line=0, calls=1, ms=4)
-    placed = SyncPoint(name="item", file="train.py", line=7, calls=1, ms=90)
+    class Played(window.Window):
+        def start(self) -> None:
+            pass
 
-    def window(session: ProfileSession, steps: int, file: Any, *, stacks: bool = False) -> Any:
-        yield from ()
-        return summary(syncs=[placed if stacks else plain])
+        def stop(self, steps: int, *, shared: bool = False) -> TraceSummary:
+            return summary(syncs=[SyncPoint(name="item", calls=1, **next(found))])
 
-    monkeypatch.setattr(ProfileSession, "_window", window)
-    session = on_cuda(monkeypatch)
-    list(session._traced())
+    found = iter([{"file": "", "line": 0, "ms": 4}, {"file": "train.py", "line": 7, "ms": 90}])
+    monkeypatch.setattr(window, "Window", Played)
+    course = window.traced(torch.device("cuda", 0), 2, None, [], shared=False)
+    assert [next(course) for _ in range(3)] == [None] * 3
+    with pytest.raises(StopIteration) as ended:
+        next(course)
 
-    assert session._trace is not None
-    assert [(sync.line, sync.ms) for sync in session._trace.syncs] == [(7, 4)]
+    assert [(sync.line, sync.ms) for sync in ended.value.value.syncs] == [(7, 4)]
 
 
-@pytest.mark.parametrize("cause", ["sync.read", "host.gc"])
-def test_an_experiment_counts_what_a_gpu_still_has_to_do(cause: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: dict[str, Any] = {}
+def test_an_experiment_counts_what_a_gpu_still_has_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Recorder, "trained", Trained())
+    assert whatif.backlog_of(Recorder()) is None
+    on_cuda(monkeypatch)
+    assert isinstance(whatif.backlog_of(Recorder()), Backlog)
 
-    def experiment(switch: Any, **options: Any) -> Any:
-        seen.update(options, calls=session.recorder.on_call)
-        yield from ()
 
-    monkeypatch.setattr("accel.profiler.session.experiment", experiment)
-    monkeypatch.setattr(ProfileSession, "_suspects", lambda session: [cause])
-    session = on_cuda(monkeypatch)
-    list(session._try())
+def test_on_several_ranks_nothing_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    session = ProfileSession(confirm=True, trace_file=None, exchange=Exchange())
+    monkeypatch.setattr(session, "_observed_enough", lambda seconds: len(session.steps) >= 3)
+    train(session, around=nullcontext)
+    loop_s = Measurement(step=0, seconds=0.01, phases={"data": 0.008, "forward": 0.002})
+    seen = Evidence(steps=[loop_s] * 30, loader=LoaderFacts(kind="DataLoader"))
 
-    assert isinstance(seen["backlog"], Backlog)
-    # What may get a loop stuck is what changes what the model learns.
-    assert (seen["calls"] == session.recorder.pauses.called) == (cause == "sync.read")
-    assert session.recorder.on_call is None
-    monkeypatch.setattr(ProfileSession, "_trained", lambda session: Trained())
-    assert session._backlog() is None
+    assert session.stage == "watching" and session.experiments == {}
+    found = session.diagnose(seen).findings[0]
+    assert (found.cause, found.experiment.split(";")[0]) == ("input.cpu", NOT_TRIED)
+
+
+NOT_TRIED = "not tried: several ranks train in step, and none is changed"

@@ -87,11 +87,8 @@ def test_waiting_for_the_slow_rank_is_not_the_exchange() -> None:
     assert "communication.exposed" not in [finding.cause for finding in told.findings]
 
 
-@pytest.mark.parametrize(
-    ("host", "words"), [("", "the 2 ranks are on one host"), ("b", "the 2 ranks are on 2 hosts, joined over eth7")]
-)
-def test_an_exchange_says_what_joins_the_ranks(host: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
+@pytest.mark.parametrize(("host", "words"), [("", "the 2 ranks are on one host"), ("b", "the 2 ranks are on 2 hosts")])
+def test_an_exchange_says_where_the_ranks_are(host: str, words: str) -> None:
     ranks = [rank(0, 50, 40), rank(1, 50, 40)]
     told = verdict.build_report(*ranks[0])
     posted: dict[int, Any] = {e.rank: verdict.rank_summary(e, d) for e, d in ranks}
