@@ -222,11 +222,6 @@ class LossScale:
     def in_use(self, value: bool) -> None:
         self._awaited = value and self._scaler is None
 
-    @property
-    def of_gradients(self) -> float:
-        """Return by what this step's gradients are too large."""
-        return 1.0 if self._scaler is None else self.value
-
     def take(self, scaler: Any, kind: str) -> None:
         """Take another scaler, or keep the one there is; raise ValueError if it was left behind in a `kind`."""
         if scaler is None and self._awaited:

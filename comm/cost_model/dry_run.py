@@ -14,9 +14,8 @@ from statistics import fmean, median
 import torch
 from torch import Tensor
 
-from accel.comm.catalogue import CATALOGUE, Scheme
+from accel.comm.catalogue import CATALOGUE, Scheme, catalogue_settings
 from accel.comm.cost_model.cost import CollectiveCall, Stages, StageSegment, between, scaled
-from accel.comm.engine.plan import catalogue_settings
 from accel.comm.engine.reduction import BucketJob, Reduction, pipeline_stages
 from accel.comm.engine.route import arranged
 from accel.comm.layout import Layout

@@ -39,8 +39,6 @@ class BucketJob:
     """(layout.numel,): each rank's gradients, at the end their mean."""
     slot: Slot
     future: torch.futures.Future[Tensor]
-    scale: float = 1.0
-    """By what the gradients are too large: that of the GradScaler in use."""
     piece: Piece | None = None
     cuts: list[int] = field(default_factory=list)
 

@@ -6,13 +6,14 @@ from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Variable
 from torch.distributed.distributed_c10d import PrefixStore
 
+from accel.comm.catalogue import SchemeSettings
 from accel.comm.engine.binding import Binding, check_same
 from accel.comm.engine.pipeline import Pipeline, PipelineStage
-from accel.comm.engine.plan import SchemeSettings
 from accel.comm.engine.reduction import BucketJob, Reduction, pipeline_stages
 from accel.comm.layout import Layout
 from accel.comm.memory import Memory
@@ -65,12 +66,8 @@ class Route:
         memory: Memory,
         timeout: timedelta,
     ) -> None:
-        self.settings, self._size = settings, binding.size
-        self.notes_finite = bool(settings.fields) or not settings.compressor.lossless
-        """Whether the stages note in the memory whether the mean is finite."""
+        self.settings, self._memory = settings, memory
         self._taken: set[Layout] = set()
-        self._waiting: list[BucketJob] = []
-        """Buckets of a step whose compressor must see all of them first."""
         rendezvous = binding.rendezvous(f"{number}/meeting", timeout.total_seconds())
         own = {name: repr(value) if name == "compressor" else value for name, value in settings._asdict().items()}
         binding.agree(rendezvous, own, lambda described: check_same(described, binding.kind))
@@ -81,14 +78,21 @@ class Route:
         failure = binding.rendezvous(f"{number}/failure", PATIENCE_S)
         self._pipeline = Pipeline(stages, failure, binding.device)
 
-    def has_taken(self, layout: Layout) -> bool:
-        """Return whether buckets of a layout have been taken before."""
-        return layout in self._taken
+    def job(self, bucket: dist.GradBucket, layout: Layout, step: int) -> BucketJob:  # type: ignore[name-defined]
+        """Return a bucket with the memory of its parameters and the future of its mean.
 
-    def take(self, layout: Layout) -> None:
-        """Take buckets of a layout from now on, or raise ValueError if the compressor can't handle them."""
-        self.settings.compressor.check(layout)
-        self._taken.add(layout)
+        Raises:
+            ValueError: if the compressor can't handle buckets of this layout.
+        """
+        buffer = bucket.buffer()
+        if layout not in self._taken:
+            if reason := unfit(bucket):
+                raise ValueError(reason.format(name=layout.names[0]))
+            assert layout.numel == buffer.numel(), "parameters don't lie end to end"
+            self.settings.compressor.check(layout)
+            self._taken.add(layout)
+        done: torch.futures.Future[Tensor] = torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else [])
+        return BucketJob(step, layout, buffer, self._memory.slot(layout), done)
 
     def average(self, job: BucketJob) -> torch.futures.Future[Tensor]:
         """Send a bucket through the stages during a backward pass; the future gets its mean."""
@@ -100,21 +104,8 @@ class Route:
         joined = torch._C._current_graph_task_id() == -1
         if not joined:
             engine.queue_callback(lambda: engine.queue_callback(wait))
-        for ready in self._ready(job):
-            self._pipeline.submit(ready)
+        self._pipeline.submit(job)
         return job.future if joined else job.future.then(lambda future: buffer if failed() else future.value())
-
-    def _ready(self, job: BucketJob) -> list[BucketJob]:
-        """Return the buckets to be sent now: this one, or all after the last where the compressor asks for it."""
-        compressor = self.settings.compressor
-        if not compressor.needs_whole_step:
-            return [job]
-        self._waiting = [job] if job.layout.index == 0 else [*self._waiting, job]
-        if not job.layout.is_last:
-            return []
-        complete, self._waiting = self._waiting, []
-        compressor.whole_step([bucket.buffer for bucket in complete], self._size, job.scale)
-        return complete
 
     def submit(self, job: BucketJob) -> None:
         """Send a bucket through the stages outside of a backward pass; its future gets the mean, or the error."""
@@ -145,3 +136,15 @@ def _stages(
 
     hierarchical, within, across, _ = arrangement
     return pipeline_stages(settings.compressor, reduction, hierarchical, within, across, channel)
+
+
+def unfit(bucket: dist.GradBucket) -> str:  # type: ignore[name-defined]
+    """Return why no scheme can take a bucket, with room for the {name} of a parameter; '' if one can."""
+    buffer = bucket.buffer()
+    if buffer.layout != torch.strided:
+        return "gradients must be dense, got a sparse one of {name!r}; use Embedding(sparse=False)"
+    # Since torch 2.13 complex gradients lie in a bucket of real ones, two for each element of their parameters.
+    dtypes = [buffer.dtype, *(parameter.dtype for parameter in bucket.parameters() if parameter.is_complex())]
+    if not all(dtype.is_floating_point for dtype in dtypes):
+        return f"gradients must be real floating point, got {dtypes[-1]} of {{name!r}}; use no hook"
+    return ""

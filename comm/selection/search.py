@@ -17,8 +17,6 @@ from accel.comm.selection.planner import Planner
 from accel.profiler.trial import Trial, TrialConfig, Verdict
 
 _TRIALS = 4
-_REBUILT = 4
-"""Steps until DDP has made buckets of another size, and memory for them has been touched."""
 _NEAR = 0.1
 """What a prediction, or a short measurement, may be wrong by."""
 _SURE = 1.5
@@ -34,7 +32,7 @@ class PlanSearch:
     """Tries the options of a choice, and leaves in it what they measured.
 
     Args:
-        planner: whose plan is changed; it records.
+        planner: whose scheme is changed; it records.
         choice: what is predicted.
         check: steps that an option is measured for.
     """
@@ -54,7 +52,7 @@ class PlanSearch:
                 break
             tried[option] = yield from self.measured(option, self.check)
             # Each scheme keeps one socket per peer open.
-            self.planner.release(min(tried, key=tried.__getitem__).plan)
+            self.planner.release(min(tried, key=tried.__getitem__).scheme)
         first, *others = sorted(tried, key=tried.__getitem__) or [choice.plain]
         if others and tried[others[0]] < tried[first] * (1 + _NEAR):
             yield from self.trial(first, others[0])
@@ -90,13 +88,13 @@ class PlanSearch:
     def measured(self, option: Option, steps: int) -> Generator[None, None, float]:
         """Run an option for some steps and return the step's length: that of the slowest rank."""
         planner, recorder = self.planner, self.planner.recorder
-        settle = _REBUILT if planner.switch_to(option) else 1
+        planner.use(option.scheme)
         recorder.on = True
-        for turn in range(settle + steps):
-            if turn == settle:
-                recorder.times.clear()
+        yield
+        recorder.clear()
+        for _ in range(steps):
             yield
-        observed = recorder.times.observed()
-        own_s = observed.step_s if any(option.plan) else observed.step_s - observed.extra_s
+        observed = recorder.observed()
+        own_s = observed.step_s if option.scheme is not None else observed.step_s - observed.extra_s
         step_s = self.choice.measured[option] = planner.objects.decide(own_s, max)
         return step_s

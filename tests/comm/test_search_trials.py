@@ -9,7 +9,6 @@ import pytest
 
 from accel.comm.catalogue import Scheme
 from accel.comm.cost_model.choice import Option, preferred
-from accel.comm.cost_model.cost import Network, Profile
 from accel.comm.engine.gradient_engine import GradientEngine
 from accel.comm.selection.planner import Planner
 from accel.comm.selection.search import PlanSearch
@@ -17,16 +16,15 @@ from accel.comm.selector import Choice
 
 T = TypeVar("T")
 
-HALF, INT8, ONE_BIT, POWER = (Option((Scheme(name),) * 2, 0.5, 0.0) for name in ("half", "int8", "1-bit", "powersgd 4"))
-PLAIN = Option((None, None), 1.0, 0.0)
+HALF, INT8, ONE_BIT, POWER = (Option(Scheme(name), 0.5, 0.0) for name in ("half", "int8", "1-bit", "powersgd 4"))
+PLAIN = Option(None, 1.0, 0.0)
 
 
 class Played(PlanSearch):
     """A search with given step times: the first value is that of the first trial, the second that of all others."""
 
     def __init__(self, options: list[Option], steps: dict[str, tuple[float, float]]) -> None:
-        profile, network = Profile((1, 1), (0.0, 1.0), 0.0), Network.__new__(Network)
-        choice = Choice([*options, PLAIN], [], profile, network, {PLAIN: 1.0})
+        choice = Choice([*options, PLAIN], {PLAIN: 1.0})
         planner = Planner.__new__(Planner)
         GradientEngine.__init__(planner)
         super().__init__(planner, choice, check=20)
@@ -90,14 +88,6 @@ def test_of_two_alike_the_one_nearer_to_exact_stays() -> None:
     played = Played([POWER, INT8], {"powersgd 4": (0.50, 0.50), "int8": (0.51, 0.51)})
     assert played.outcome() == "int8"
     assert preferred({POWER: 0.50, INT8: 0.52}) == POWER
-
-
-def test_buckets_of_another_size_are_tried_as_schemes_are_unless_ddp_can_not_have_them() -> None:
-    small = Option((None,), 0.5, 0.0, 5.0)
-    for can_resize in (True, False):
-        played = Played([], {str(small): (0.5, 0.5)})
-        played.choice.resized, played.choice.can_resize = [small], can_resize
-        assert played.outcome() == ("plain in buckets of 5 MB" if can_resize else "plain")
 
 
 def test_nothing_worthwhile_leaves_ddps_own() -> None:
