@@ -18,9 +18,9 @@ step that dense SGD would have taken arrives late, not twice (momentum correctio
   DDP would drop what is sent for a parameter that no rank used. By hosts, this goes for each slice of a parameter.
 
 Source: Lin et al. 2018, arxiv.org/abs/1712.01887. There, k is met roughly, by a sampled threshold; here exactly. Of the
-paper two things are not here: momentum factor masking, which cost accuracy wherever it was measured (a small convolution
-network lost 0.6 points with it, 0.2 without), and clipping on each rank, which needs the norm of all gradients before
-any is sent. Don't clip after backward either: that would clip what has gathered over many steps.
+paper two things are not here: momentum factor masking, which cost accuracy wherever it was measured (0.6 points of a
+small convolution network, which lost 0.2 without), and clipping on each rank, which needs the norm of all gradients
+before any is sent. Don't clip after backward either: that would clip what has gathered over many steps.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -286,6 +286,24 @@ class Scaler:
 
     def get_scale(self) -> float:
         return self.scale
+
+
+def apart(make: Callable[[Scaler | None], Training], rank: int) -> float:
+    """Compare steps with a loss scale that changes with steps without one: the largest difference of weights."""
+    scaler = Scaler()
+    run, without = make(scaler), make(None)
+    worst = 0.0
+    for step in range(6):
+        scaler.scale = 2.0 ** (3 * step)
+        run.sgd.zero_grad()
+        (scaler.scale * loss(run.ddp, rank, step)).backward()
+        for p in run.net.parameters():
+            p.grad.div_(scaler.scale)  # type: ignore[union-attr]
+        run.sgd.step()
+        worst = max(worst, (run.weights() - without.step(rank, step)).abs().max().item())
+    run.close()
+    without.close()
+    return worst
 
 
 def handed_over(rank: int, world: int) -> dict[str, Any]:

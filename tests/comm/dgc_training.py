@@ -79,9 +79,7 @@ class Training:
         self.ddp.register_comm_hook(self.state, hook)
         self.sgd = torch.optim.SGD(groups(self.net, sgd, second), lr=0.1)
         self.dtype = dtype
-        self.momentum: SGDMomentum | None = (
-            take_momentum(self.state, self.sgd, self.scaler, group) if self.take else None
-        )
+        self.momentum: SGDMomentum | None = take_momentum(self.state, self.sgd, self.scaler) if self.take else None
 
     def step(self, rank: int, number: int, extra: bool = True) -> Tensor:
         self.sgd.zero_grad()
