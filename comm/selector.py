@@ -8,13 +8,13 @@
    send. Buckets' ready times, and the work of a step, are those of steps that are DDP's own.
 3. A model predicts the step for each scheme; see `accel.comm.cost_model.cost`. Rank 0 decides, the others do as it
    says.
-4. The best are tried on real steps; see `accel.comm.selection.search`. The shortest stays, perhaps DDP's own; where
+4. The best are tried on real steps; see `accel.comm.selection.search`. What was shown to be fastest stays; where
    nothing is gained the hook comes off.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -29,8 +29,9 @@ from accel.comm.cost_model.prediction import Choice, choose, costs_of
 from accel.comm.cost_model.probe import probe
 from accel.comm.hooks import hook
 from accel.comm.selection.planner import Planner
-from accel.comm.selection.search import PlanSearch
+from accel.comm.selection.search import search
 from accel.profiler import stderr
+from accel.profiler.trial_driver import Block, Steps
 
 __all__ = ["AutoComm", "Choice", "choose", "hook"]
 
@@ -49,7 +50,7 @@ class AutoComm(Planner):
         allow: how far the numbers may move: "exact" (DDP's own all-reduce), "reordered" (sums by hosts first;
             default), "reduced" (16 bits on the wire), "lossy" (compressed, with error feedback).
         watch: steps that are measured under DDP's own all-reduce, default 5.
-        check: steps that a candidate is measured for, default 20.
+        check: steps that a candidate is tried for at least, in turns with the best so far; default 20.
         network: the network, if known; default: it is measured.
         verbose: print the outcome on rank 0, to stderr.
         timeout: for each collective, default 5 minutes.
@@ -146,8 +147,20 @@ class AutoComm(Planner):
         for _ in range(self.watch):
             yield
         self.choice = choose(self.recorder.observed(), self.facts, self.network, costs, self.objects)
-        self._best = yield from PlanSearch(self, self.choice, self.check).best()
+        self._best = yield from search(self.choice, self.check, self._block)
         yield from self._keep(self._best)
+
+    def _block(self, option: Option, block: Block) -> Generator[None, None, Steps]:
+        """Run a block of steps under an option; a step's length is that of the slowest rank."""
+        self.use(option.scheme)
+        for _ in range(block.settle):
+            yield
+        self.recorder.clear()
+        for _ in range(block.steps):
+            yield
+        observed = self.recorder.observed()
+        own_s = observed.step_s - (observed.extra_s if option.scheme is None else 0.0)
+        return Steps(seconds=[self.objects.decide(own_s, max)])
 
     def _keep(self, option: Option | None) -> Iterator[None]:
         self.chosen = None if option is None else option.scheme

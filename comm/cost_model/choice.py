@@ -132,17 +132,18 @@ def options(profile: Profile, network: Network, costs: Mapping[Scheme, Sequence[
     ranked = [predict(scheme, profile, network, costs) for scheme in (None, *costs)]
     ranked.sort(key=lambda option: option.step_s)
     alike = [option for option in ranked if option.step_s <= ranked[0].step_s * (1 + _ALIKE)]
-    return sorted(alike, key=_fidelity) + ranked[len(alike) :]
+    return sorted(alike, key=fidelity) + ranked[len(alike) :]
 
 
-def _fidelity(option: Option) -> int:
+def fidelity(option: Option) -> int:
+    """Return the place of an option in the order of the catalogue: the less, the more exact."""
     return -1 if option.scheme is None else list(CATALOGUE).index(option.scheme.compressor)
 
 
 def preferred(tried: Mapping[Option, float]) -> Option:
     """Return the option with the shortest step, or one about as short and more exact."""
     alike = [option for option, step_s in tried.items() if step_s <= min(tried.values()) * (1 + _ALIKE)]
-    return min(alike, key=lambda option: (_fidelity(option), tried[option]))
+    return min(alike, key=lambda option: (fidelity(option), tried[option]))
 
 
 def worthwhile(ranked: Sequence[Option]) -> list[Option]:
