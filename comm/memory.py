@@ -105,9 +105,10 @@ class Memory:
         """Return the slot of a bucket, a new and unfilled one where the bucket holds other parameters than before."""
         slot = self._slots.get(layout.index)
         if slot is None or slot.layout != layout:
-            # Earlier buckets of this step are as they were and share no parameter with later ones.
-            for index in [index for index in self._slots if index >= layout.index]:
-                self._loosen(self._slots.pop(index))
+            names = set(layout.names)
+            for index, other in list(self._slots.items()):
+                if index == layout.index or not names.isdisjoint(other.layout.names):
+                    self._loosen(self._slots.pop(index))
             slot = self._slots[layout.index] = Slot(layout, self._shared)
         return slot
 
@@ -237,7 +238,7 @@ class LossScale:
                 "decorated by accel.amp have no scale"
             )
 
-    def follow(self, *memories: Memory) -> None:
+    def follow(self, memory: Memory) -> None:
         """Multiply what was not sent yet by the change of the scale since the last call; between steps.
 
         A state that was saved with a scale may be loaded where there is none.
@@ -246,8 +247,7 @@ class LossScale:
             return
         scale = 1.0 if self._scaler is None else float(self._scaler.get_scale())
         if scale != self.value:
-            for memory in memories:
-                memory.multiply(RESIDUAL, scale / self.value)
+            memory.multiply(RESIDUAL, scale / self.value)
             self.value = scale
 
 
