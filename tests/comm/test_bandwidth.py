@@ -299,18 +299,6 @@ def test_settings_out_of_range_are_refused(name: str) -> None:
 # --- command ---------------------------------------------------------------------------------------------------------
 
 
-def command(*arguments: str, timeout: float = 120, **variables: str) -> subprocess.CompletedProcess[str]:
-    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    return subprocess.run(
-        [sys.executable, "-m", *arguments],
-        cwd=ROOT,
-        env={**environment, "COLUMNS": "80", "OMP_NUM_THREADS": "1", **variables},
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-    )
-
-
 def test_the_command_prints_a_table_of_eighty_columns_and_writes_it(tmp_path: Path) -> None:
     target = tmp_path / "speed.json"
     options = ["--max-size", "64K", "--iters", "3", "--dtype", "bfloat16", "--json", str(target)]
@@ -367,24 +355,6 @@ def test_one_rank_alone_says_what_needs_two() -> None:
     request = Request(("send_recv",), (4096,), (), "float32", "gloo", 2, 1, 0.1, 5.0, "", "")
     (printed,) = run_ranks(bandwidth_ranks.alone, 1, request, meet=False)  # the command ends the group itself
     assert "4K: not supported: it needs two ranks" in printed
-
-
-@pytest.mark.slow
-def test_the_command_starts_ranks_of_its_own() -> None:
-    done = command("accel", "bench", "comm", "--max", "64K", "-o", "all_reduce")
-    assert done.returncode == 0, done.stderr
-    assert done.stderr == ""
-    assert "all_reduce, intra: 2 ranks" in done.stdout
-    assert "every result exact" in done.stdout
-
-
-@pytest.mark.slow
-def test_the_command_measures_the_ranks_of_torchrun() -> None:
-    launch = ["torch.distributed.run", "--standalone", "--nproc-per-node", "3", "-m", "accel", "bench", "comm"]
-    done = command(*launch, "-o", "all_gather", "--max-size", "4K")
-    assert done.returncode == 0, done.stderr
-    assert "all_gather, intra: 3 ranks" in done.stdout
-    assert done.stdout.count("accel bench comm") == 1
 
 
 @pytest.mark.slow
@@ -481,33 +451,3 @@ def test_the_rate_of_a_shaped_link_and_the_bytes_on_it_are_found(tmp_path: Path)
     assert large["intra", "all_reduce"]["busbw"] > 2 * inter["busbw"]
     fits = {(fit["link"], fit["operation"]): fit for fit in written["fits"]}
     assert 1 / fits["inter", "broadcast"]["beta_s_per_byte"] == pytest.approx(11.9e6, rel=0.1)
-
-
-@pytest.mark.net
-@pytest.mark.slow
-def test_a_pulled_cable_ends_the_measurement(tmp_path: Path) -> None:
-    target = tmp_path / "speed.json"
-    with Lab(hosts=2, rate="100mbit") as lab:
-        options = [
-            "-o",
-            "all_reduce",
-            "--min-size",
-            "1M",
-            "--max-size",
-            "64M",
-            "--row-seconds",
-            "600",
-            "--timeout",
-            "5",
-        ]
-        line = ["-m", "accel", "bench", "comm", *options, "--iters", "1000", "--json", str(target)]
-        processes = lab.start(line, ranks=1, folder=tmp_path)
-        while "accel bench comm" not in (tmp_path / "0.log").read_text():  # the ranks have met
-            assert processes[0].poll() is None
-            time.sleep(0.5)
-        time.sleep(3)
-        lab.cut(1)
-        codes = [process.wait(60) for process in processes]
-    assert all(codes)
-    assert "all_reduce of" in json.loads(target.read_text())["problem"]
-    assert 'Traceback (most recent call last):\n  File "' + str(ROOT) not in (tmp_path / "0.log").read_text()
