@@ -28,7 +28,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import PrefixStore
 
 from accel.comm.compressor import RESIDUAL, Compressor, Exact, check_compressor
-from accel.comm.engine.reduction import BucketJob, Reduction
+from accel.comm.engine.pipeline import BucketJob
+from accel.comm.engine.reduction import Reduction
 from accel.comm.memory import LossScale, Memory
 from accel.comm.periodic.fsdp_groups import ShardGroup, check_mesh, contents, shard_groups
 from accel.comm.ranks.channel import Channel, ConnectionBroken, GlooChannel, NcclChannel

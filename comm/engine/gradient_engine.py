@@ -30,8 +30,8 @@ from torch import Tensor, nn
 
 from accel.comm.catalogue import Scheme, SchemeSettings, catalogue_settings
 from accel.comm.engine.binding import Binding
-from accel.comm.engine.reduction import is_finite
-from accel.comm.engine.route import Arrangement, Route, arranged, unfit
+from accel.comm.engine.reduction import Arrangement, arranged, is_finite
+from accel.comm.engine.route import Route, unfit
 from accel.comm.memory import LossScale, Memory
 from accel.comm.ranks.topology import Topology
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
 from datetime import timedelta
-from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -13,32 +13,12 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from accel.comm.catalogue import SchemeSettings
 from accel.comm.engine.binding import Binding, check_same
-from accel.comm.engine.pipeline import Pipeline, PipelineStage
-from accel.comm.engine.reduction import BucketJob, Reduction, pipeline_stages
+from accel.comm.engine.pipeline import BucketJob, Pipeline
+from accel.comm.engine.reduction import Arrangement, pipeline_stages
 from accel.comm.layout import Layout
 from accel.comm.memory import Memory
 from accel.comm.ranks.channel import Channel, GlooChannel, NcclChannel
 from accel.comm.ranks.failure import PATIENCE_S
-from accel.comm.ranks.topology import Topology
-
-
-class Arrangement(NamedTuple):
-    """Which ranks sum with which."""
-
-    hierarchical: bool
-    within: tuple[int, ...]
-    """Ranks of this host."""
-    across: tuple[int, ...]
-    """All ranks, or by hosts those with the same slice."""
-    ranks: int
-    """Ranks of which the mean is taken."""
-
-
-def arranged(topology: Topology, rank: int, hierarchical: bool) -> Arrangement:
-    """Return the arrangement of a mean over all ranks."""
-    everyone = tuple(range(topology.size))
-    across = topology.across(rank) if hierarchical else everyone
-    return Arrangement(hierarchical, topology.within(rank), across, topology.size)
 
 
 class Route:
@@ -72,11 +52,23 @@ class Route:
         own = {name: repr(value) if name == "compressor" else value for name, value in settings._asdict().items()}
         binding.agree(rendezvous, own, lambda described: check_same(described, binding.kind))
         store = PrefixStore(f"{number}", binding.store)
-        stages = _stages(settings, arrangement, binding, memory, timeout, store)
+        kind: type[GlooChannel] | type[NcclChannel] = NcclChannel if binding.device.type == "cuda" else GlooChannel
+
+        def channel(name: str, ranks: tuple[int, ...]) -> Channel:
+            return kind(PrefixStore(f"{name}/{ranks[0]}", store), ranks, binding.rank, timeout)
+
+        stages = pipeline_stages(settings, arrangement, memory, channel)
         # A rank that continued, and perhaps closed at once, would cut off those that are still connecting.
         binding.agree(rendezvous, None, lambda everyone: None)
         failure = binding.rendezvous(f"{number}/failure", PATIENCE_S)
         self._pipeline = Pipeline(stages, failure, binding.device)
+        # Also at the end of the interpreter, where a daemon thread inside of a library call would crash.
+        self.close = weakref.finalize(self, self._pipeline.close)
+        """End the threads and free the groups; what is under way breaks off."""
+        self.submit = self._pipeline.submit
+        """Send a bucket through the stages outside of a backward pass; its future gets the mean, or the error."""
+        self.wait = self._pipeline.wait
+        """Wait until all buckets are through; raise CommError if one failed."""
 
     def job(self, bucket: dist.GradBucket, layout: Layout, step: int) -> BucketJob:  # type: ignore[name-defined]
         """Return a bucket with the memory of its parameters and the future of its mean.
@@ -106,36 +98,6 @@ class Route:
             engine.queue_callback(lambda: engine.queue_callback(wait))
         self._pipeline.submit(job)
         return job.future if joined else job.future.then(lambda future: buffer if failed() else future.value())
-
-    def submit(self, job: BucketJob) -> None:
-        """Send a bucket through the stages outside of a backward pass; its future gets the mean, or the error."""
-        self._pipeline.submit(job)
-
-    def wait(self) -> None:
-        """Wait until all buckets are through; raise CommError if one failed."""
-        self._pipeline.wait()
-
-    def close(self) -> None:
-        """End the threads and free the groups; what is under way breaks off."""
-        self._pipeline.close()
-
-
-def _stages(
-    settings: SchemeSettings,
-    arrangement: Arrangement,
-    binding: Binding,
-    memory: Memory,
-    timeout: timedelta,
-    store: Any,
-) -> list[PipelineStage]:
-    reduction = Reduction(settings.compressor, settings.fields, memory, arrangement.ranks)
-    kind: type[GlooChannel] | type[NcclChannel] = NcclChannel if binding.device.type == "cuda" else GlooChannel
-
-    def channel(name: str, ranks: tuple[int, ...]) -> Channel:
-        return kind(PrefixStore(f"{name}/{ranks[0]}", store), ranks, binding.rank, timeout)
-
-    hierarchical, within, across, _ = arrangement
-    return pipeline_stages(settings.compressor, reduction, hierarchical, within, across, channel)
 
 
 def unfit(bucket: dist.GradBucket) -> str:  # type: ignore[name-defined]

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from accel.comm.catalogue import Scheme
 from accel.comm.compressor import Exact
-from accel.comm.engine.reduction import BucketJob
-from accel.comm.engine.route import Arrangement, arranged
+from accel.comm.engine.pipeline import BucketJob
+from accel.comm.engine.reduction import Arrangement, arranged
 from accel.comm.hooks import CommState
 from accel.comm.layout import Layout
 
