@@ -27,7 +27,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from accel.comm.catalogue import Scheme, allowed
-from accel.comm.cost_model.choice import describe
 from accel.comm.selection.planner import Planner
 from accel.comm.selector import AutoComm, hook
 from benchmarks.comm.gradient_profiles import PROFILES, Replayed
@@ -190,11 +189,10 @@ class Trainee:
             steps += 1
         choice = state.choice
         assert choice is not None
-        plans = {describe(option.plan): option.step_s for option in choice.options}
-        chosen = describe(state.chosen or (None,))
+        predicted = {str(option): option.step_s for option in choice.options}
         return {
-            "chosen": chosen,
-            "predicted": plans,
+            "chosen": str(state.chosen or "plain"),
+            "predicted": predicted,
             "steps": steps,
             "search_s": time.perf_counter() - self.began - steps * choice.plain_s,
             "table": state.explain(),
@@ -234,7 +232,7 @@ def turn(trainee: Trainee, scheme: Scheme | None) -> float:
     """
     if scheme is not None:
         assert trainee.state is not None
-        trainee.state.use((scheme,))
+        trainee.state.use(scheme)
     trainee.step()
     first = trainee.timed(1)
     steps = min(int(_ENOUGH_S / first), _MOST)

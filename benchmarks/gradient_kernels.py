@@ -175,7 +175,7 @@ def _largest(values: Tensor, share: float) -> Case:
 
     # Every value is read once, at least, and every position is written.
     cost = Cost(flops=len(values), bytes=4 * len(values) + 8 * count)
-    rivals: dict[str, Call] = {"plain": lambda: top_k._by_torch(values, count), "torch.topk": topk}
+    rivals: dict[str, Call] = {"plain": lambda: top_k._largest(values, count, by_kernels=False), "torch.topk": topk}
     return Case(f"largest {share:.2%}", lambda: top_k.largest(values, count), cost, right, rivals, waits=True)
 
 

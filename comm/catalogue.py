@@ -16,7 +16,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
-from accel.comm.compressor import Compressor, Exact
+from accel.comm.compressor import RESIDUAL, Compressor, Exact
 from accel.comm.dgc import DGC
 from accel.comm.half import Half
 from accel.comm.int8 import Int8
@@ -69,7 +69,7 @@ def register(name: str, make: Callable[[], Compressor], level: str, *, linear: b
         linear: True if bytes and work depend on the number of elements alone; one bucket then stands for all.
 
     Raises:
-        ValueError: if an argument is out of range, or the compressor must see a whole step at once.
+        ValueError: if an argument is out of range.
 
     Example:
         >>> register("int8 fine", lambda: Int8(block=64), "lossy", linear=True)
@@ -78,8 +78,6 @@ def register(name: str, make: Callable[[], Compressor], level: str, *, linear: b
         raise ValueError(f"level must be 'reduced' or 'lossy', got {level!r}; exact sums need no other compressor")
     if name in CATALOGUE or not name:
         raise ValueError(f"name must be new, got {name!r}, which is taken; known: {', '.join(CATALOGUE)}")
-    if make().needs_whole_step:
-        raise ValueError(f"{name!r} must see all buckets of a step, but each goes its own way; use it with CommState")
     CATALOGUE[name] = Entry(make, level, linear)
 
 
@@ -103,6 +101,27 @@ def allowed(allow: str, *, by_hosts: bool) -> list[Scheme]:
     return flat + [Scheme(name, hierarchical=True) for name in names if by_hosts]
 
 
-def error_feedback(compressor: Compressor, level: str) -> bool:
-    """Return whether a compressor of a level is used with error feedback."""
-    return compressor.takes_feedback and (level == "lossy" or compressor.feedback)
+class SchemeSettings(NamedTuple):
+    """How buckets of one scheme are averaged."""
+
+    compressor: Compressor
+    hierarchical: bool
+    error_feedback: bool
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """Return the own fields of the memory that the scheme uses."""
+        return ((RESIDUAL,) if self.error_feedback else ()) + self.compressor.fields
+
+
+def catalogue_settings(scheme: Scheme) -> SchemeSettings:
+    """Return the settings of a scheme of the catalogue, or raise ValueError if there is no such compressor.
+
+    Lossy compressors are used with error feedback where they take it.
+    """
+    entry = CATALOGUE.get(scheme.compressor)
+    if entry is None:
+        raise ValueError(f"schemes must be of the catalogue ({', '.join(CATALOGUE)}), got {scheme.compressor!r}")
+    compressor = entry.make()
+    feedback = compressor.takes_feedback and (entry.level == "lossy" or compressor.feedback)
+    return SchemeSettings(compressor, scheme.hierarchical, feedback)

@@ -51,20 +51,9 @@ class Compressor(ABC):
     lossless = False
     scales = False
     """Whether the compressor multiplies values by `piece.factor`; else they come multiplied, at a pass over memory."""
-    needs_whole_step = False
-    """Whether `whole_step` must see a step's gradients before any is sent; nothing then overlaps backward."""
 
     def begin_pass(self) -> None:  # noqa: B027  (most take all)
         """Raise ValueError if a backward pass can't be averaged yet; `CommState` calls it before the first bucket."""
-
-    def whole_step(self, buckets: Sequence[Tensor], ranks: int, scale: float) -> None:  # noqa: B027  (most need nothing)
-        """Change this rank's gradients of a step, all buckets of them.
-
-        Args:
-            buckets: (elements,) each, not divided by `ranks` yet.
-            ranks: of which the mean is taken.
-            scale: by what the gradients are too large, if a GradScaler was given to the state.
-        """
 
     @abstractmethod
     def stages(self) -> Sequence[Stage]:

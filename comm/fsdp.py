@@ -28,9 +28,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import PrefixStore
 
 from accel.comm.compressor import RESIDUAL, Compressor, Exact, check_compressor
-from accel.comm.engine.reduction import BucketJob, Reduction
-from accel.comm.memory import LossScale
-from accel.comm.periodic.fsdp_groups import ShardGroup, check_mesh, contents, join, part, shard_groups
+from accel.comm.engine.pipeline import BucketJob
+from accel.comm.engine.reduction import Reduction
+from accel.comm.memory import LossScale, Memory
+from accel.comm.periodic.fsdp_groups import ShardGroup, check_mesh, contents, shard_groups
 from accel.comm.ranks.channel import Channel, ConnectionBroken, GlooChannel, NcclChannel
 from accel.comm.ranks.failure import CommError
 from accel.comm.ranks.object_group import ObjectGroup
@@ -98,7 +99,8 @@ class FSDPComm:
         self._connect(mesh, self._device.type, timeout)
         self._check_same(model)
         fields = (RESIDUAL,) if self.error_feedback else ()
-        self._reductions = [Reduction(compressor, fields, group.memory, self._across.size) for group in self._groups]
+        self._memory = Memory()
+        self._reduction = Reduction(compressor, fields, self._memory, self._across.size)
         self._stages = list(compressor.stages())
         self._pass = -1
         self._seen: set[int] = set()
@@ -158,10 +160,9 @@ class FSDPComm:
         if layout not in group.checked:
             self.compressor.check(layout)
             group.checked.add(layout)
-        job = BucketJob(self.step, layout, shard, group.memory.slot(layout), torch.futures.Future())
-        reduction = self._reductions[layout.index]
+        job = BucketJob(self.step, layout, shard, self._memory.slot(layout), torch.futures.Future())
         try:
-            reduction.divide(job)
+            self._reduction.divide(job)
             assert job.piece is not None
             for stage in self._stages:
                 stage.run(job.piece, self._across)
@@ -170,7 +171,7 @@ class FSDPComm:
                 f"step {self.step}, {group.name}: replica {self._across.rank} could not average with the others: "
                 f"{error}; a rank has ended, or took other steps"
             ) from error
-        reduction.write_back(job)
+        self._reduction.write_back(job)
 
     def _begin(self, index: int) -> None:
         """Note that a pass has begun, or that a module is reduced twice in one, which makes two steps."""
@@ -183,7 +184,7 @@ class FSDPComm:
         else:
             if self._seen:  # a pass broke off: what it wrote must not hold
                 self._settle(finite=False)
-            self._loss_scale.follow(*(group.memory for group in self._groups))
+            self._loss_scale.follow(self._memory)
             engine = Variable._execution_engine
             # A callback of a callback comes after FSDP2's own, which may reduce the last modules.
             engine.queue_callback(lambda: engine.queue_callback(self._end))
@@ -195,20 +196,18 @@ class FSDPComm:
         if not self._seen:
             return
         self._seen = set()
-        finite = all(group.memory.finite() for group in self._groups)
+        finite = self._memory.finite()
         self._settle(self._within.all_true(finite) if self.error_feedback else finite)
 
     def _settle(self, finite: bool) -> None:
-        for group in self._groups:
-            group.memory.note(torch.tensor([finite], device=self._device))
-            group.memory.settle()
+        self._memory.note(torch.tensor([finite], device=self._device))
+        self._memory.settle()
 
     # -- saving and the end ------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's residuals by parameter, and the step; save it on each rank, between steps."""
-        own = join([group.memory.state_dict() for group in self._groups])
-        return {**own, "step": self.step, "scale": self._loss_scale.value}
+        return {**self._memory.state_dict(), "step": self.step, "scale": self._loss_scale.value}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on with a saved memory, on every rank.
@@ -216,8 +215,7 @@ class FSDPComm:
         Raises:
             ValueError: if it is of another version; at the next step, if it is of another model or mesh.
         """
-        for group in self._groups:
-            group.memory.load_state_dict(part(state, group.layout.names))
+        self._memory.load_state_dict(state)
         self.step, self._loss_scale.value = state["step"], state.get("scale", 1.0)
 
     def close(self) -> None:
@@ -234,8 +232,5 @@ class FSDPComm:
 
 def _check(compressor: Any, error_feedback: bool | None) -> None:
     check_compressor(compressor, error_feedback)
-    if compressor.fields or compressor.needs_whole_step:
-        raise ValueError(
-            f"{compressor!r} works on the whole gradient or takes the optimizer's momentum, which shards don't have; "
-            "with DGC, pass momentum=False and no clip_norm"
-        )
+    if compressor.fields:
+        raise ValueError(f"{compressor!r} takes the optimizer's momentum, which shards don't have; pass momentum=False")

@@ -16,11 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from accel.comm.catalogue import Scheme
+from accel.comm.catalogue import Scheme, SchemeSettings
 from accel.comm.compressor import Compressor, Exact, check_compressor
 from accel.comm.engine.gradient_engine import GradientEngine
-from accel.comm.engine.plan import SchemeSettings
-from accel.comm.memory import Memory
 
 
 def hook(state: GradientEngine, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
@@ -61,9 +59,8 @@ class CommState(GradientEngine):
             Two copies of the gradients (by hosts: of a slice), float32 or float64.
         process_group: the group that DDP reduces over; default that of the DDP module, or the world.
         timeout: for each collective, default 5 minutes. A fault elsewhere is an error here by then.
-        memory: where what was not sent is kept; states of one model whose buckets use different schemes share one.
         scaler: the GradScaler in use, so that what was not sent yet follows its scale.
-            Default None: at a change of the scale it counts by the old one, and norms are those of scaled gradients.
+            Default None: at a change of the scale it counts by the old one.
 
     Raises:
         ValueError: if arguments or models differ between ranks, or don't fit the model or the hosts.
@@ -88,14 +85,13 @@ class CommState(GradientEngine):
         error_feedback: bool | None = None,
         process_group: dist.ProcessGroup | None = None,
         timeout: timedelta = timedelta(minutes=5),
-        memory: Memory | None = None,
         scaler: Any = None,
     ) -> None:
         compressor = Exact() if compressor is None else compressor
         check_compressor(compressor, error_feedback)
         if timeout <= timedelta():
             raise ValueError(f"timeout must be positive, got {timeout}")
-        super().__init__(timeout=timeout, memory=memory)
+        super().__init__(timeout=timeout)
         self.compressor, self.hierarchical = compressor, hierarchical
         self.error_feedback = compressor.feedback if error_feedback is None else error_feedback
         self.bind(model, process_group, scaler=scaler)
@@ -116,7 +112,7 @@ class CommState(GradientEngine):
                 f"{self.compressor!r} takes the scaler from take_momentum; pass it there, not to CommState"
             )
         super().bind(model, process_group, scaler=scaler)
-        self.use((self.scheme,))
+        self.use(Scheme(type(self.compressor).__name__, self.hierarchical))
         self.apply()
 
     def begin_step(self) -> None:
@@ -124,19 +120,9 @@ class CommState(GradientEngine):
         self.compressor.begin_pass()
         super().begin_step()
 
-    @property
-    def scheme(self) -> Scheme:
-        """Return the one scheme of the plan."""
-        return Scheme(type(self.compressor).__name__, self.hierarchical)
-
     def settings_of(self, scheme: Scheme) -> SchemeSettings:
         """Return how all buckets are averaged."""
         return SchemeSettings(self.compressor, self.hierarchical, self.error_feedback)
-
-    @property
-    def fields(self) -> tuple[str, ...]:
-        """Return the own fields of the memory that this state uses."""
-        return self.settings_of(self.scheme).fields
 
     def __getstate__(self) -> dict[str, Any]:
         plain = ("compressor", "hierarchical", "timeout", "error_feedback")

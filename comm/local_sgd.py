@@ -7,19 +7,19 @@
 Between hosts a step then sends nothing, and an averaging what one step sent before. Gradients of the first phase go
 through any `CommState`, or as DDP sends them.
 
-A step is a step of the optimizer. In the local phase ranks may find infinities at different steps, so a step that
-GradScaler skips counts there: ranks that skipped it would come to the averaging later than the others, or never. In
-the dense phase all ranks skip together, and skipped steps don't count.
+A step is a step of the optimizer, and ranks must take as many. In the dense phase all skip together what GradScaler
+skips. In the local phase each finds infinities of its own: ranks that have skipped different steps are an error at the
+next averaging. A model that is decorated by `accel.amp` counts its skipped steps.
 
 Sources: Lin et al. 2020 (arxiv.org/abs/1808.07217), section 3.
 """
 
 # No `from __future__ import annotations`: DDP compares the hook's annotations with the classes themselves.
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from datetime import timedelta
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,16 +27,16 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from accel.comm.compression.momentum import MomentumCorrection
 from accel.comm.engine.binding import check_same, ignored_names
 from accel.comm.hooks import CommState
-from accel.comm.periodic.local_checks import check_arguments, check_parts, difference
 from accel.comm.periodic.local_mean import HostMean, Named, WeightMean, fingerprint
 from accel.comm.periodic.local_state import is_master, masters_of, round_off, same_state
 from accel.comm.selection.reducer import unhook
 
+T = TypeVar("T")
+
 _VERSION = 1
-_COUNT = "_growth_tracker"
-"""What a GradScaler counts on the way to its next change."""
 
 
 class LocalSGD:
@@ -63,8 +63,6 @@ class LocalSGD:
             until `close()`, which always averages it.
         dense: how gradients go in the first phase, and after `close()`; default as DDP sends them. It is a state of the
             same module that was not registered.
-        scaler: the GradScaler in use; without it, ranks that skip different
-            steps are an error at the next averaging.
         timeout: for each collective, default 5 minutes: the longest that ranks may be apart.
 
     Raises:
@@ -88,15 +86,14 @@ class LocalSGD:
         within: str = "host",
         average_momentum: bool = False,
         dense: CommState | None = None,
-        scaler: Any = None,
         timeout: timedelta = timedelta(minutes=5),
     ) -> None:
-        check_arguments(start_step, every, within)
-        check_parts(ddp, optimizer, dense, scaler)
+        _check_arguments(start_step, every, within)
+        _check_parts(ddp, optimizer, dense)
         self.start_step, self.every, self.within, self.average_momentum = start_step, every, within, average_momentum
         self.step = 0
         """Steps so far."""
-        self._ddp, self._optimizer, self._dense, self._scaler = ddp, optimizer, dense, scaler
+        self._ddp, self._optimizer, self._dense = ddp, optimizer, dense
         self._names = {id(parameter): name for name, parameter in ddp.module.named_parameters()}
         self._ignored = ignored_names(ddp)
         self._broadcast_buffers = ddp.broadcast_buffers
@@ -105,28 +102,20 @@ class LocalSGD:
         self._named({})
         self._group: Any = ddp.process_group
         self._weights = WeightMean(ddp, self._group, timeout)
-        self._check_same()
-        self._host = HostMean(ddp, self._group, timeout) if within == "host" else None
-        self._backwards = 0
-        self._calls = 0
-        self._apart = False
-        self._closed = False
-        self._step_hook = optimizer.register_step_post_hook(self._after_step)
-        if scaler is not None:
-            self._earlier_step, self._scaler_step = vars(scaler).get("step"), scaler.step
-            scaler.step = self._step_of_scaler
-        ddp.register_comm_hook(self, _hook)
-        self._enter_phase()
-
-    def _check_same(self) -> None:
         settings = {name: getattr(self, name) for name in ("start_step", "every", "within", "average_momentum")}
-        own = {**settings, "dense": repr(None if self._dense is None else self._dense.compressor)}
-        own["scaler"] = self._scaler is not None
+        settings["dense"] = repr(None if dense is None else dense.compressor)
         try:
-            check_same(self._weights.objects.gather(own), "LocalSGD")
+            check_same(self._weights.objects.gather(settings), "LocalSGD")
         except ValueError:
             self._weights.close()
             raise
+        self._host = HostMean(ddp, self._group, timeout) if within == "host" else None
+        self._backwards = 0
+        self._apart = False
+        self._closed = False
+        self._step_hook = optimizer.register_step_post_hook(self._after_step)
+        ddp.register_comm_hook(self, _hook)
+        self._enter_phase()
 
     @property
     def local(self) -> bool:
@@ -156,24 +145,13 @@ class LocalSGD:
     # -- steps -------------------------------------------------------------------------------------------------------
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._calls += 1
-        # Fused optimizers are called at skipped steps too, with found_inf set.
-        found_inf = None if self.local else getattr(optimizer, "found_inf", None)
-        if found_inf is None or not bool(found_inf):
-            self._stepped()
-
-    def _step_of_scaler(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """Stand in for GradScaler.step: notice steps that it skips, which count in the local phase."""
-        before = self._calls
-        result = self._scaler_step(optimizer, *args, **kwargs)
-        if optimizer is self._optimizer and self._calls == before and self.local:
-            self._stepped()
-        return result
-
-    def _stepped(self) -> None:
         if self.local:
             self._apart = True
-            self._moved |= self._movable()
+            # A step may move a frozen parameter too, while it has a gradient.
+            own = self._owned().items()
+            self._moved |= {name for name, one in own if one.requires_grad or one.grad is not None}
+        elif bool(getattr(optimizer, "found_inf", False)):
+            return  # fused optimizers are called at skipped steps too
         self.step += 1
         if self._apart and (self.step - self.start_step) % self.every == 0:
             self.average()
@@ -192,32 +170,27 @@ class LocalSGD:
         own = (self.step, self._backwards, fingerprint(named))
         for rank, theirs in enumerate(self._weights.objects.gather(own)):
             if theirs != own:
-                raise ValueError(difference(own, theirs, rank))
+                raise ValueError(_difference(own, theirs, rank))
         self._weights.average(named, self.step)
         round_off(masters)
         self._apart = False
         self._moved.clear()
 
     def _make_same(self) -> None:
-        """Leave the same weights, buffers, optimizer state and loss scale on all ranks: from here all step alike."""
+        """Leave the same weights, buffers and optimizer state on all ranks: from here all step alike."""
         self.average()
         same_state(
             self._optimizer,
-            dict(self._parameters()),
+            self._not_ignored(self._ddp.module.named_parameters()),
             self._weights.objects,
             lambda named: self._weights.average(named, self.step),
         )
         if self._broadcast_buffers:
-            self._weights.copy_first([buffer for _, buffer in self._buffers() if not buffer.is_floating_point()])
-        if self._scaler is not None:
-            self._same_scale()
+            buffers = self._not_ignored(self._ddp.module.named_buffers()).values()
+            self._weights.copy_first([buffer for buffer in buffers if not buffer.is_floating_point()])
 
-    def _parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        own = self._ddp.module.named_parameters()
-        return ((name, parameter) for name, parameter in own if name not in self._ignored)
-
-    def _buffers(self) -> Iterator[tuple[str, Tensor]]:
-        return ((name, buffer) for name, buffer in self._ddp.module.named_buffers() if name not in self._ignored)
+    def _not_ignored(self, named: Iterable[tuple[str, T]]) -> dict[str, T]:
+        return {name: tensor for name, tensor in named if name not in self._ignored}
 
     def _named(self, masters: Mapping[Tensor, Tensor]) -> Named:
         """Return what is averaged, in the order of the model; raise ValueError if something can't be.
@@ -225,17 +198,9 @@ class LocalSGD:
         Args:
             masters: tensors that are averaged in place of parameters.
         """
-        owned = set()
-        for group in self._optimizer.param_groups:
-            for parameter in group["params"]:
-                if id(parameter) not in self._names:
-                    raise ValueError(
-                        "the optimizer's parameters must all be of the DDP module, got one of shape "
-                        f"{tuple(parameter.shape)} that is not; give others an optimizer of their own"
-                    )
-                owned.add(self._names[id(parameter)])
+        owned = self._owned()
         named: list[tuple[str, Tensor]] = []
-        for name, parameter in self._parameters():
+        for name, parameter in self._not_ignored(self._ddp.module.named_parameters()).items():
             if parameter.requires_grad and name not in owned:
                 raise ValueError(
                     f"the optimizer must have all parameters that require gradients, got none of {name!r}; it would "
@@ -244,27 +209,27 @@ class LocalSGD:
             if parameter.requires_grad or name in self._moved:
                 named.append((name, masters.get(parameter, parameter.detach())))
                 if self.average_momentum:
-                    named += self._moments(name, parameter)
+                    named += _moments(name, parameter, self._optimizer.state.get(parameter, {}))
         if self._broadcast_buffers:
-            named += [(name, tensor) for name, tensor in self._buffers() if tensor.is_floating_point()]
+            buffers = self._not_ignored(self._ddp.module.named_buffers()).items()
+            named += [(name, tensor) for name, tensor in buffers if tensor.is_floating_point()]
         for name, tensor in named:
             if not tensor.is_floating_point() or tensor.layout != torch.strided:
                 raise ValueError(f"LocalSGD averages dense, real floating point, got {tensor.dtype} in {name!r}")
         return named
 
-    def _owned(self) -> Iterator[tuple[str, nn.Parameter]]:
-        own = (parameter for group in self._optimizer.param_groups for parameter in group["params"])
-        return ((self._names[id(parameter)], parameter) for parameter in own if id(parameter) in self._names)
-
-    def _movable(self) -> set[str]:
-        """Return the parameters that a step may move: a frozen one too, while it has a gradient."""
-        return {name for name, parameter in self._owned() if parameter.requires_grad or parameter.grad is not None}
-
-    def _moments(self, name: str, parameter: Tensor) -> list[tuple[str, Tensor]]:
-        state = self._optimizer.state.get(parameter, {})
-        others = [key for key in sorted(state) if key != "step" and not is_master(key, parameter)]
-        tensors = [(f"{name}/{key}", state[key]) for key in others if isinstance(state[key], Tensor)]
-        return [(place, tensor) for place, tensor in tensors if tensor.shape == parameter.shape]
+    def _owned(self) -> dict[str, nn.Parameter]:
+        """Return the optimizer's parameters by name, or raise ValueError if one is not of the module."""
+        owned: dict[str, nn.Parameter] = {}
+        for group in self._optimizer.param_groups:
+            for parameter in group["params"]:
+                if id(parameter) not in self._names:
+                    raise ValueError(
+                        "the optimizer's parameters must all be of the DDP module, got one of shape "
+                        f"{tuple(parameter.shape)} that is not; give others an optimizer of their own"
+                    )
+                owned[self._names[id(parameter)]] = parameter
+        return owned
 
     # -- saving and the end ------------------------------------------------------------------------------------------
 
@@ -281,15 +246,14 @@ class LocalSGD:
         if state.get("version") != _VERSION:
             raise ValueError(f"the state's version must be {_VERSION}, got {state.get('version')!r}")
         self.step, self._apart, self._backwards = state["step"], state["apart"], 0
-        owned = [name for name, parameter in self._owned() if parameter.is_floating_point() and self._apart]
-        self._moved = set(state.get("moved", owned))  # earlier versions did not save it
+        self._moved = set(state["moved"])
         self._enter_phase()
 
     def close(self, *, average: bool = True) -> None:
         """Make all ranks the same, then take all hooks off; gradients go over all ranks again. Every rank calls it.
 
         After local steps weights, buffers and the optimizer's moments are averaged, its counts of steps and buffers of
-        integers are the first rank's, and the loss scale is the smallest. Replicas then stay equal under DDP alone.
+        integers are the first rank's. Replicas then stay equal under DDP alone.
 
         Args:
             average: False leaves each rank what it has and sends nothing, as after an error: weights and optimizer
@@ -301,28 +265,12 @@ class LocalSGD:
             self._make_same()
         self._closed = True
         self._step_hook.remove()
-        if self._scaler is not None:
-            self._release_scaler()
         self._enter_phase()
         if self._dense is None:
             unhook(self._ddp)
         self._weights.close()
         if self._host is not None:
             self._host.close()
-
-    def _release_scaler(self) -> None:
-        if vars(self._scaler).get("step") != self._step_of_scaler:
-            return  # another LocalSGD with the same scaler came later, and calls this one's, which does nothing now
-        del self._scaler.step
-        if self._earlier_step is not None:
-            self._scaler.step = self._earlier_step
-
-    def _same_scale(self) -> None:
-        """Set the smallest loss scale of all ranks: gradients that are averaged must have one."""
-        states = self._weights.objects.gather(self._scaler.state_dict())
-        if all(states):  # a scaler that is switched off has none
-            least = min(states, key=lambda state: float(state["scale"]))
-            self._scaler.load_state_dict({**least, _COUNT: min(state[_COUNT] for state in states)})
 
     def __enter__(self) -> "LocalSGD":
         return self
@@ -335,3 +283,60 @@ class LocalSGD:
 
 def _hook(state: LocalSGD, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
     return state.reduce(bucket)
+
+
+def _moments(name: str, parameter: Tensor, state: Mapping[str, Any]) -> list[tuple[str, Tensor]]:
+    """Return the tensors of a parameter's state that have its shape, but for its master weights."""
+    others = [key for key in sorted(state) if key != "step" and not is_master(key, parameter)]
+    tensors = [(f"{name}/{key}", state[key]) for key in others if isinstance(state[key], Tensor)]
+    return [(place, tensor) for place, tensor in tensors if tensor.shape == parameter.shape]
+
+
+def _check_arguments(start_step: int, every: int, within: str) -> None:
+    """Raise ValueError unless the numbers are in range."""
+    if start_step < 0:
+        raise ValueError(f"start_step must be at least 0, got {start_step}")
+    if every < 1:
+        raise ValueError(f"every must be at least 1 step, got {every}")
+    if within not in ("host", "rank"):
+        raise ValueError(f'within must be "host" or "rank", got {within!r}')
+
+
+def _check_parts(ddp: Any, optimizer: Any, dense: Any) -> None:
+    """Raise ValueError unless module, optimizer and dense state can go together."""
+    if not isinstance(ddp, DistributedDataParallel):
+        raise ValueError(
+            f"LocalSGD needs a DistributedDataParallel module, got {type(ddp).__name__}; sharded weights "
+            "differ by rank and can't be averaged"
+        )
+    if ddp._comm_hooks:
+        raise ValueError("the module must have no communication hook yet; pass its CommState as dense= instead")
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ValueError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    if any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(optimizer).__mro__):
+        raise ValueError(
+            "ZeroRedundancyOptimizer can't take local steps: each rank steps its own part of the weights; use "
+            "the plain optimizer"
+        )
+    if dense is not None and not isinstance(dense, CommState):
+        raise ValueError(f"dense must be a CommState, got {type(dense).__name__}; AutoComm switches hooks by itself")
+    if dense is not None and isinstance(dense.compressor, MomentumCorrection) and dense.compressor.momentum:
+        name = type(dense.compressor).__name__
+        raise ValueError(
+            f"{name} with momentum takes it from the optimizer, which local steps need; pass "
+            f"{name}(..., momentum=False)"
+        )
+
+
+def _difference(own: tuple[int, int, int], theirs: tuple[int, int, int], rank: int) -> str:
+    """Return what to say where ranks differ in (steps, backward passes, fingerprint)."""
+    if theirs[:2] != own[:2]:
+        return (
+            f"ranks must come to an averaging after as many steps and backward passes, got {own[0]} and {own[1]} "
+            f"here and {theirs[0]} and {theirs[1]} on rank {rank}; where a GradScaler skips steps of single ranks, "
+            "train in bfloat16, or with accel.amp"
+        )
+    return (
+        f"ranks must have the same parameters and optimizer state at an averaging, got others on rank {rank} than "
+        "here; give every rank the same parameter groups, and load checkpoints on all ranks or on none"
+    )

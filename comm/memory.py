@@ -105,9 +105,10 @@ class Memory:
         """Return the slot of a bucket, a new and unfilled one where the bucket holds other parameters than before."""
         slot = self._slots.get(layout.index)
         if slot is None or slot.layout != layout:
-            # Earlier buckets of this step are as they were and share no parameter with later ones.
-            for index in [index for index in self._slots if index >= layout.index]:
-                self._loosen(self._slots.pop(index))
+            names = set(layout.names)
+            for index, other in list(self._slots.items()):
+                if index == layout.index or not names.isdisjoint(other.layout.names):
+                    self._loosen(self._slots.pop(index))
             slot = self._slots[layout.index] = Slot(layout, self._shared)
         return slot
 
@@ -195,10 +196,6 @@ class Memory:
             for field, tensors in state["shared"].items()
         }
 
-    def clear(self) -> None:
-        """Forget everything."""
-        self.__init__()  # type: ignore[misc]
-
 
 class LossScale:
     """The loss scale that residuals are stored at.
@@ -222,11 +219,6 @@ class LossScale:
     def in_use(self, value: bool) -> None:
         self._awaited = value and self._scaler is None
 
-    @property
-    def of_gradients(self) -> float:
-        """Return by what this step's gradients are too large."""
-        return 1.0 if self._scaler is None else self.value
-
     def take(self, scaler: Any, kind: str) -> None:
         """Take another scaler, or keep the one there is; raise ValueError if it was left behind in a `kind`."""
         if scaler is None and self._awaited:
@@ -246,7 +238,7 @@ class LossScale:
                 "decorated by accel.amp have no scale"
             )
 
-    def follow(self, *memories: Memory) -> None:
+    def follow(self, memory: Memory) -> None:
         """Multiply what was not sent yet by the change of the scale since the last call; between steps.
 
         A state that was saved with a scale may be loaded where there is none.
@@ -255,8 +247,7 @@ class LossScale:
             return
         scale = 1.0 if self._scaler is None else float(self._scaler.get_scale())
         if scale != self.value:
-            for memory in memories:
-                memory.multiply(RESIDUAL, scale / self.value)
+            memory.multiply(RESIDUAL, scale / self.value)
             self.value = scale
 
 
@@ -297,35 +288,24 @@ def reshard(
         The state of the new rank; without `rank` a list, by new rank.
 
     Raises:
-        ValueError: if numbers are out of range, or `rank` or `saved` is missing.
+        ValueError: if numbers are out of range, or `rank` or `saved` is missing beside a function.
 
     Example:
         >>> state.load_state_dict(reshard(lambda old: torch.load(f"comm-{old}.pt"), world_size=4, rank=rank, saved=8))
         >>> own = reshard([torch.load(f"comm-{r}.pt") for r in range(8)], world_size=4)[rank]  # reads all, everywhere
     """
-    if callable(states):
-        if rank is None or saved is None:
-            raise ValueError("a function that reads states needs rank= and saved=, the number of states; pass both")
-        load, count = states, saved
-    else:
-        if saved is not None:
-            raise ValueError(f"saved= goes with a function that reads states, got it with {len(states)} of them")
-        load, count = states.__getitem__, len(states)
+    load, count = (states, saved) if callable(states) else (states.__getitem__, len(states))
+    if count is None or (callable(states) and rank is None):
+        raise ValueError("a function that reads states needs rank= and saved=, the number of states; pass both")
     if world_size < 1 or count < 1:
         raise ValueError(f"there must be at least one state and one rank, got {count} and {world_size}")
+    if rank is not None and not 0 <= rank < world_size:
+        raise ValueError(f"rank must be from 0 to {world_size - 1}, got {rank}")
     if rank is not None:
-        if not 0 <= rank < world_size:
-            raise ValueError(f"rank must be from 0 to {world_size - 1}, got {rank}")
         return _dealt([load(old) for old in range(rank, count, world_size)] or [load(rank % count)], rank < count)
-    shared: dict[str, dict[str, Tensor]] = {}
-    for old in range(count):
-        for field, values in load(old)["shared"].items():
-            shared.setdefault(field, {}).update(values)
-    resharded = []
-    for new in range(world_size):
-        own = [load(old) for old in range(new, count, world_size)]
-        resharded.append({**_dealt(own or [load(0)], bool(own)), "shared": shared})
-    return resharded
+    resharded = [reshard(states, world_size, rank=new) for new in range(world_size)]
+    everything = _dealt([load(old) for old in range(count)], keeps=False)
+    return [{**state, "shared": everything["shared"]} for state in resharded]
 
 
 def _dealt(states: Sequence[Mapping[str, Any]], keeps: bool) -> dict[str, Any]:

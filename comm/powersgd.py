@@ -20,7 +20,7 @@ arxiv.org/abs/2306.08881).
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -41,7 +41,7 @@ from accel.comm.compressor import RESIDUAL, Compressor, Stage, add_residual, use
 from accel.comm.layout import Layout, Piece, between
 from accel.comm.ranks.channel import Channel
 
-Rank = int | Mapping[tuple[int, ...], int] | Callable[[torch.Size], int]
+Rank = int | Mapping[tuple[int, ...], int]
 
 
 class PowerSGD(Compressor):
@@ -54,8 +54,7 @@ class PowerSGD(Compressor):
     rank multiplies the factors on its own.
 
     Args:
-        rank: of the approximation, default 4; or by shape of the parameter, as a mapping, or as a function of
-            `torch.Size` at the top level of a module, the same on all ranks. 0, or no entry, sends a parameter as it
+        rank: of the approximation, default 4; or a mapping, by shape of the parameter. 0, or no entry, sends it as it
             is. No matrix gets more than its smaller side. Conv weights count as (out, in · height · width).
         alternate: ACP-SGD: send left and right factors at alternate steps: half the bytes and one all-reduce, at some
             loss of quality while gradients change fast. A matrix that gets all of its rank is sent as it is: its longer
@@ -66,8 +65,7 @@ class PowerSGD(Compressor):
         seed: of the first right factors, which are the same on all ranks.
 
     Raises:
-        ValueError: if an argument is out of range; from `loss.backward()`, if the function of ranks returns no
-            whole number ≥ 0.
+        ValueError: if an argument is out of range.
 
     Example:
         >>> state = CommState(ddp, PowerSGD(rank=4, start_step=100))
@@ -90,7 +88,7 @@ class PowerSGD(Compressor):
             rank = {tuple(shape): rank[shape] for shape in sorted(rank)}
             wrong = [value for value in rank.values() if not _whole(value, 0)]
         else:
-            wrong = [] if callable(rank) or _whole(rank, 1) else [rank]
+            wrong = [] if _whole(rank, 1) else [rank]
         if wrong:
             raise ValueError(
                 f"rank must be a whole number from 1, or by shape from 0, got {wrong[0]!r}; use Exact() to send "
@@ -105,26 +103,14 @@ class PowerSGD(Compressor):
         self.rank, self.alternate, self.start_step = rank, alternate, start_step
         self.min_compression, self.seed = min_compression, seed
 
-    def __repr__(self) -> str:
-        settings = vars(self).copy()
-        if not isinstance(self.rank, int | Mapping):
-            # The address of a function differs between ranks.
-            named = self.rank if hasattr(self.rank, "__qualname__") else type(self.rank)
-            settings["rank"] = f"{named.__module__}.{named.__qualname__}"
-        return f"PowerSGD({', '.join(f'{name}={value!r}' for name, value in sorted(settings.items()))})"
-
     def stages(self) -> Sequence[Stage]:
         decode = Stage("product of factors", self._decode)
         if self.alternate:
-            return [Stage("one factor", self._one_factor), decode]
-        return [Stage("left factors", self._left), Stage("right factors", self._right), decode]
+            return [Stage("one factor", self._begin), decode]
+        return [Stage("left factors", self._begin), Stage("right factors", self._right), decode]
 
     def boundaries(self, layout: Layout, parts: int) -> list[int]:
         return between(layout, parts)
-
-    def check(self, layout: Layout) -> None:
-        for shape in layout.shapes:
-            self.rank_of(shape)
 
     def bytes_per_element(self) -> float:
         """Return 4 · (elements sent) / (elements) of a layer of 1024 x 1024; see `sent` for given shapes."""
@@ -146,22 +132,13 @@ class PowerSGD(Compressor):
         if len(shape) < 2 or shape.numel() == 0:
             return 0
         rows, columns = matrix_of(shape)
-        if isinstance(self.rank, int):
-            wanted = self.rank
-        else:
-            wanted = self.rank.get(tuple(shape), 0) if isinstance(self.rank, Mapping) else self.rank(shape)
-            if not _whole(wanted, 0):
-                raise ValueError(f"the rank must be a whole number from 0, got {wanted!r} for the shape {tuple(shape)}")
+        wanted = self.rank if isinstance(self.rank, int) else self.rank.get(tuple(shape), 0)
         rank = min(wanted, rows, columns)
         complete = self.alternate and rank == min(rows, columns)
         saves = rows * columns >= self.min_compression * rank * (rows + columns)
         return rank if saves and not complete else 0
 
     # -- stages ------------------------------------------------------------------------------------------------------
-
-    def _left(self, piece: Piece, channel: Channel) -> None:
-        """Sum the left factors that this step's right ones, from the step before, project the gradients to."""
-        self._begin(piece, channel, "right")
 
     def _right(self, piece: Piece, channel: Channel) -> None:
         """Sum the right factors for an orthonormal basis of the left ones."""
@@ -175,15 +152,13 @@ class PowerSGD(Compressor):
         if plan.groups:
             channel.all_reduce(wire)
 
-    def _one_factor(self, piece: Piece, channel: Channel) -> None:
-        self._begin(piece, channel, self._known(piece))
-
     def _known(self, piece: Piece) -> Side:
-        """Return the side of the factor that all ranks have before they sum the other one."""
+        """Return the side of the factor that all ranks have before they sum the last one."""
         return "left" if not self.alternate or (piece.step - self.start_step) % 2 == 0 else "right"
 
-    def _begin(self, piece: Piece, channel: Channel, known: Side) -> None:
-        """Add the residual, and sum the factors that the basis of the previous step projects to."""
+    def _begin(self, piece: Piece, channel: Channel) -> None:
+        """Add the residual, and sum the factors that the known ones, of the step before, project the gradients to."""
+        known: Side = self._known(piece) if self.alternate else "right"
         feedback, values, slot = piece.slot.has(RESIDUAL), piece.values, piece.slot
         if channel.size == 1 or piece.step <= self.start_step:
             self._send_plain(piece, channel)

@@ -8,13 +8,13 @@
    send. Buckets' ready times, and the work of a step, are those of steps that are DDP's own.
 3. A model predicts the step for each scheme; see `accel.comm.cost_model.cost`. Rank 0 decides, the others do as it
    says.
-4. The best are tried on real steps; see `accel.comm.selection.search`. The shortest stays, perhaps DDP's own; where
+4. The best are tried on real steps; see `accel.comm.selection.search`. What was shown to be fastest stays; where
    nothing is gained the hook comes off.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -22,16 +22,16 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from accel.comm.catalogue import allowed, check_level
-from accel.comm.cost_model.choice import Option, describe
+from accel.comm.catalogue import Scheme, allowed, check_level
+from accel.comm.cost_model.choice import Option
 from accel.comm.cost_model.cost import Network
 from accel.comm.cost_model.prediction import Choice, choose, costs_of
 from accel.comm.cost_model.probe import probe
-from accel.comm.engine.plan import Plan
 from accel.comm.hooks import hook
 from accel.comm.selection.planner import Planner
-from accel.comm.selection.search import PlanSearch
+from accel.comm.selection.search import search
 from accel.profiler import stderr
+from accel.profiler.trial_driver import Block, Steps
 
 __all__ = ["AutoComm", "Choice", "choose", "hook"]
 
@@ -50,7 +50,7 @@ class AutoComm(Planner):
         allow: how far the numbers may move: "exact" (DDP's own all-reduce), "reordered" (sums by hosts first;
             default), "reduced" (16 bits on the wire), "lossy" (compressed, with error feedback).
         watch: steps that are measured under DDP's own all-reduce, default 5.
-        check: steps that a candidate is measured for, default 20.
+        check: steps that a candidate is tried for at least, in turns with the best so far; default 20.
         network: the network, if known; default: it is measured.
         verbose: print the outcome on rank 0, to stderr.
         timeout: for each collective, default 5 minutes.
@@ -104,8 +104,8 @@ class AutoComm(Planner):
         """
         super().bind(model, process_group, scaler=scaler)
         self.choice: Choice | None = None
-        self.chosen: Plan = ()
-        """What the search came to, () where gradients were left as they are."""
+        self.chosen: Scheme | None = None
+        """What the search came to, None where gradients were left as they are."""
         self._best: Option | None = None
         self.settled = self._broke_off = False
         self._steps = self._search()
@@ -120,7 +120,7 @@ class AutoComm(Planner):
                 f"the module's process group must have all {size} ranks for its links to be measured, got "
                 f"{self.topology.size}; pass network="
             )
-        return probe(self.topology, self.device)
+        return probe(self.topology, self.binding.device)
 
     def close(self) -> None:
         """End threads and groups, and with them the search; the hook is DDP's own all-reduce from then on."""
@@ -143,22 +143,33 @@ class AutoComm(Planner):
         # Before plain steps are watched: malloc keeps pages once buffers as large as a bucket have been freed, and the
         # backward pass, which then has no pages to fault in, took 70 ms of a core in place of 105.
         costs = costs_of(self._schemes, self.facts, self.objects)
-        self.recorder.times.clear()
+        self.recorder.clear()
         for _ in range(self.watch):
             yield
-        self.choice = choose(self.recorder.times.observed(), self.facts, self.network, costs, self.objects)
-        self._best = yield from PlanSearch(self, self.choice, self.check).best()
+        self.choice = choose(self.recorder.observed(), self.facts, self.network, costs, self.objects)
+        self._best = yield from search(self.choice, self.check, self._block)
         yield from self._keep(self._best)
 
+    def _block(self, option: Option, block: Block) -> Generator[None, None, Steps]:
+        """Run a block of steps under an option; a step's length is that of the slowest rank."""
+        self.use(option.scheme)
+        for _ in range(block.settle):
+            yield
+        self.recorder.clear()
+        for _ in range(block.steps):
+            yield
+        observed = self.recorder.observed()
+        own_s = observed.step_s - (observed.extra_s if option.scheme is None else 0.0)
+        return Steps(seconds=[self.objects.decide(own_s, max)])
+
     def _keep(self, option: Option | None) -> Iterator[None]:
-        if option is not None:
-            self.switch_to(option)
-        self.chosen = self.wanted
+        self.chosen = None if option is None else option.scheme
+        self.use(self.chosen)
         self.recorder.on = False
-        self.recorder.times.clear()
+        self.recorder.clear()
         self.release()
         self.settled = True
-        if not self.chosen:
+        if self.chosen is None:
             self.take_off_later()
         if self.verbose and self.objects.rank == 0:
             stderr.write(f"accel: {self.verdict()}")
@@ -177,8 +188,7 @@ class AutoComm(Planner):
         plain = f"{choice.plain_s * 1e3:.1f} ms"
         if best == choice.plain:
             return f"gradients: left as they are, nothing helps on this network: a step takes {plain}, {_tried(choice)}"
-        scheme = str(best) if any(best.plan) else str(best).replace(describe(best.plan), "DDP's own all-reduce", 1)
-        return f"gradients: {scheme}, a step takes {choice.measured[best] * 1e3:.1f} ms in place of {plain}"
+        return f"gradients: {best}, a step takes {choice.measured[best] * 1e3:.1f} ms in place of {plain}"
 
     def explain(self) -> str:
         """Return the outcome, each candidate's predicted step, and the measured ones."""
@@ -194,14 +204,11 @@ class AutoComm(Planner):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self.choice, self.chosen, self.settled, self._broke_off, self._best = None, (), False, False, None
+        self.choice, self.chosen, self.settled, self._broke_off, self._best = None, None, False, False, None
 
 
 def _tried(choice: Choice) -> str:
     tried = {option: step_s for option, step_s in choice.measured.items() if option != choice.plain}
     if tried:
         return ", ".join(f"{option} took {step_s * 1e3:.1f} ms" for option, step_s in tried.items())
-    best = next((option for option in choice.options if any(option.plan)), None)
-    if best is None:
-        return "no scheme fits these gradients"
-    return f"the best, {best}, is predicted to take {best.step_s * 1e3:.1f} ms"
+    return choice.best_predicted

@@ -34,12 +34,7 @@ from accel.comm.layout import as_laid_out
 BUFFER = "momentum_buffer"
 
 
-def take_momentum(
-    state: CommState,
-    optimizer: torch.optim.Optimizer,
-    scaler: Any = None,
-    process_group: dist.ProcessGroup | None = None,
-) -> SGDMomentum:
+def take_momentum(state: CommState, optimizer: torch.optim.Optimizer, scaler: Any = None) -> SGDMomentum:
     """Hand SGD's momentum over to the compressor of `state`, until `close()`.
 
     Call it on every rank, before the first step and after a pickled state was bound. Save the optimizer and the state;
@@ -50,7 +45,6 @@ def take_momentum(
         optimizer: torch.optim.SGD over parameters of the state's model; momentum, nesterov, weight_decay and lr are
             read from its groups at each step.
         scaler: the GradScaler in use, so that what is remembered does not depend on its scale; default None.
-        process_group: the group that `close` sums over; default that of the state.
 
     Returns:
         What gives the momentum back.
@@ -65,15 +59,13 @@ def take_momentum(
         >>> train(ddp, optimizer)
         >>> momentum.close()
     """
-    return SGDMomentum(state, optimizer, scaler, process_group)
+    return SGDMomentum(state, optimizer, scaler)
 
 
 class SGDMomentum:
     """A hand-over of momentum; `take_momentum` makes it."""
 
-    def __init__(
-        self, state: CommState, optimizer: torch.optim.Optimizer, scaler: Any, process_group: dist.ProcessGroup | None
-    ) -> None:
+    def __init__(self, state: CommState, optimizer: torch.optim.Optimizer, scaler: Any) -> None:
         compressor = state.compressor
         if not isinstance(compressor, MomentumCorrection) or not compressor.momentum:
             raise ValueError(
@@ -88,7 +80,7 @@ class SGDMomentum:
                 f"use {type(compressor).__name__}(momentum=False) with others"
             )
         self._optimizer, self._scaler = optimizer, scaler
-        self._given_group, self._group_at_first, self._state = process_group, state.binding.group, weakref.ref(state)
+        self._group_at_first, self._state = state.binding.group, weakref.ref(state)
         self._compressor, self._memory = compressor, state.memory  # not the state, which must be free to be dropped
         self._names = dict(state.binding.names)
         self._inside: list[tuple[dict[str, Any], dict[str, Any]]] = []
@@ -118,13 +110,6 @@ class SGDMomentum:
                         f"{tuple(parameter.shape)} that is not; give it an optimizer of its own"
                     )
                 self._group[self._names[id(parameter)]] = number
-
-    def _process_group(self) -> dist.ProcessGroup:
-        """Return over which ranks velocities add up: those of the state, which may have been bound again."""
-        if self._given_group is not None:
-            return self._given_group
-        state = self._state()
-        return self._group_at_first if state is None else state.binding.group
 
     def _shape_now(self) -> list[int]:
         return [len(group["params"]) for group in self._optimizer.param_groups]
@@ -255,8 +240,8 @@ class SGDMomentum:
         if not self._hooks:
             return
         self._restore()
-        saved = self._memory.state_dict()
-        kept, ranks = saved["own"].pop(VELOCITY, {}), self._process_group()
+        saved, state = self._memory.state_dict(), self._state()  # which may have been bound again
+        kept, ranks = saved["own"].pop(VELOCITY, {}), self._group_at_first if state is None else state.binding.group
         for group in self._optimizer.param_groups:
             for parameter in group["params"]:
                 if self._compressor.is_dense(parameter.shape):

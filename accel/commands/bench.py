@@ -53,7 +53,6 @@ def bench() -> None:
 @_size_option("--max", "--max-size", "largest", default="64M", help="Largest size.")
 @_option("--factor", type=click.IntRange(2, 1 << 20), default=4, help="From size to size.")
 @_option("--dtype", type=click.Choice(_DTYPES), default="float32")
-@_option("--redop", type=click.Choice(["sum", "min", "max"]), default="sum")
 @_choices("--link", "links", type=click.Choice(["intra", "inter", "world"]))
 @click.option("--backend", default="", help="Of torch.distributed; default nccl with a GPU for each rank, else gloo.")
 @click.option("--ranks", type=click.IntRange(1, 512), help="Processes to start here; default 2. Not under torchrun.")
@@ -199,7 +198,6 @@ def _measured(request: Request, rank: int, ranks: int, backend: str) -> int:
 
     settings = Settings(
         dtype=getattr(torch, request.dtype),
-        redop=request.redop,
         warmup=request.warmup,
         runs=request.iters,
         row_s=request.row_s,
@@ -213,7 +211,6 @@ def _measured(request: Request, rank: int, ranks: int, backend: str) -> int:
             links=request.links or None,
             backend=backend,
             by_size=False,
-            out_of_place_only=False,
             on_row=on_row,
             settings=settings,
         )

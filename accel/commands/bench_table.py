@@ -19,13 +19,13 @@ from accel.report.words import clean
 if TYPE_CHECKING:
     from accel.comm.bandwidth import Bandwidth, Fit, Row
 
-SCHEMA = 1
+SCHEMA = 2
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 _NO_LINE = 0.5
 """Worst relative error above which no line is printed: it would predict times unlike any that were measured."""
 _SHORT = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u"}
 _LEGEND = (
-    "Sizes in bytes (K = 1024), bandwidths in GB/s as nccl-tests defines them. to: in place or out of place; spread: "
+    "Sizes in bytes (K = 1024), bandwidths in GB/s as nccl-tests defines them. spread: "
     "p20 and p80 beside the median; sent/S: what the network interfaces counted."
 )
 
@@ -38,7 +38,6 @@ class Request:
     sizes: tuple[int, ...]
     links: tuple[str, ...]
     dtype: str
-    redop: str
     backend: str
     iters: int
     warmup: int
@@ -56,13 +55,11 @@ class Column(NamedTuple):
     text: Callable[[Any], str]
 
 
-# Together 79 columns of the terminal, with a space between them.
+# At most 79 columns of the terminal, with a space between them.
 _ROW_COLUMNS = (
     Column("size", 5, lambda row: size_text(row.size_bytes)),
     Column("count", 9, lambda row: str(row.count)),
     Column("type", 4, lambda row: re.sub(r"[a-z]+", lambda match: _SHORT[match[0]], row.dtype)),
-    Column("redop", 5, lambda row: row.redop or "-"),
-    Column("to", 3, lambda row: "in" if row.in_place else "out"),
     Column("time us", 8, lambda row: _us(row.time_s)),
     Column("spread", 9, lambda row: f"{_percent(row.time_p20_s, row)}/{_percent(row.time_p80_s, row)}%"),
     Column("algbw", 7, lambda row: _gb(row.algbw)),
@@ -204,13 +201,10 @@ def _gb(rate: float | None) -> str:
 def _fits(rows: list[Row]) -> list[_SeriesFit]:
     from accel.comm.bandwidth import fit_line
 
-    # One line per operation: the in-place form only where there is no other.
-    outside = {(row.operation, row.link) for row in rows if not row.in_place}
     series: dict[tuple[str, str], list[tuple[float, float]]] = {}
     for row in rows:
-        key = row.operation, row.link
-        if row.time_s and not (row.in_place and key in outside):
-            series.setdefault(key, []).append((row.size_bytes, row.time_s))
+        if row.time_s:
+            series.setdefault((row.operation, row.link), []).append((row.size_bytes, row.time_s))
     fitting = {key: points for key, points in series.items() if len({size for size, _ in points}) > 1}
     return [_SeriesFit(*key, fit_line(points)) for key, points in fitting.items()]
 

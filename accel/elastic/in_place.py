@@ -320,7 +320,7 @@ def has_joined() -> bool:
 def _reason_of(ddp: DistributedDataParallel) -> str:
     if ddp.process_group is not dist.group.WORLD:
         return "its DistributedDataParallel has a process group of its own"
-    if ddp._comm_hooks or not reducer.is_as_made(ddp):
+    if ddp._comm_hooks:
         return "its gradients are exchanged in another way, by a communication hook or a strategy that was kept"
     return (
         "" if reducer.is_renewable(ddp) else "its DistributedDataParallel can't be made anew (static_graph, join(), …)"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmarks.decisions.fault import Fault, ends_with, is_now, property_becomes, result_becomes, returns
+from accel.profiler.trial import TrialConfig
+from benchmarks.decisions.fault import Fault, is_now, property_becomes, result_becomes, returns
 
 _METER = ("tests/profiler/test_host.py",)
 _SHARED = ("tests/accel/test_shared_host.py",)
@@ -246,19 +247,11 @@ FAULTS = [
     ),
     # Gradients' scheme
     Fault(
-        "keeps_the_slower_scheme",
-        "scheme",
-        "keeps a scheme that is slower than DDP's own",
-        "accel.comm.selection.search:PlanSearch.pays",
-        ends_with(True),
-        (*_SCHEMES, "tests/comm/test_selector.py"),
-    ),
-    Fault(
         "small_gains_unproved",
         "scheme",
-        "keeps a small gain that no trial has shown",
-        "accel.comm.selection.search:PlanSearch.proves",
-        ends_with(True),
+        "keeps a gain that no trial has shown",
+        "accel.comm.selection.search:_TRIAL",
+        is_now(TrialConfig(looks=(2, 3), alpha=0.4, keep_gain=-0.9, drop_gain=-0.95)),
         _SCHEMES,
     ),
     Fault(
@@ -273,7 +266,7 @@ FAULTS = [
         "exactness_is_worth_nothing",
         "scheme",
         "of two alike takes the less exact one",
-        "accel.comm.cost_model.choice:_fidelity",
+        "accel.comm.cost_model.choice:fidelity",
         result_becomes(lambda fidelity: -fidelity),
         ("tests/comm/test_choice.py", *_SCHEMES),
     ),

@@ -4,18 +4,18 @@ S is the size of the table's row, as nccl-tests defines it, n the number of rank
 
     algbw = S / t        busbw = algbw · factor(n)
 
-| operation      | S is                           | factor     | on torch        |
-|----------------|--------------------------------|------------|-----------------|
-| all_reduce     | the buffer                     | 2(n−1)/n   | in place only   |
-| reduce_scatter | the input, n blocks            | (n−1)/n    | both            |
-| all_gather     | the output, n blocks           | (n−1)/n    | both            |
-| all_to_all     | the input, n blocks            | (n−1)/n    | out of place    |
-| broadcast      | the buffer                     | 1          | in place only   |
-| send_recv      | what goes to the next rank     | 1          | out of place    |
+| operation      | S is                           | factor     | measured      |
+|----------------|--------------------------------|------------|---------------|
+| all_reduce     | the buffer                     | 2(n−1)/n   | in place      |
+| reduce_scatter | the input, n blocks            | (n−1)/n    | out of place  |
+| all_gather     | the output, n blocks           | (n−1)/n    | out of place  |
+| all_to_all     | the input, n blocks            | (n−1)/n    | out of place  |
+| broadcast      | the buffer                     | 1          | in place      |
+| send_recv      | what goes to the next rank     | 1          | out of place  |
 
-Contents are small whole numbers, so that sums are exact in every type and the result can be compared to the last bit:
-element i of rank r holds (a(i) + r) mod m, a(i) spread over 0 … m−1. A reduced element depends on a(i) alone and is
-looked up in a table of m entries, whatever n is.
+Reductions are sums. Contents are small whole numbers, so that sums are exact in every type and the result can be
+compared to the last bit: element i of rank r holds (a(i) + r) mod m, a(i) spread over 0 … m−1. A reduced element
+depends on a(i) alone and is looked up in a table of m entries, whatever n is.
 
 Source: nccl-tests, doc/PERFORMANCE.md (github.com/NVIDIA/nccl-tests).
 """
@@ -33,7 +33,6 @@ from torch import Tensor
 _PRIME = 127  # fits int8, and neighbouring blocks never look alike
 _CHUNK = 1 << 22  # elements compared or made at once: 32 MiB of whole numbers beside a buffer of any size
 
-REDUCTIONS = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
 DTYPES = {
     "float32": torch.float32,
     "float64": torch.float64,
@@ -90,25 +89,20 @@ class Operation:
 
     name: str
     factor: Callable[[int], float]
-    make: Callable[[RankPlace, int, torch.dtype, str, bool], Case]
-    """(place, elements of S, type, reduction, in place) → buffers."""
-    places: tuple[bool, ...]
-    """In place (True), out of place (False), in the order they are measured."""
+    make: Callable[[RankPlace, int, torch.dtype], Case]
+    """(place, elements of S, type) → buffers."""
     blocks: bool = False
     """S is n equal blocks."""
-    reduces: bool = False
     alone: bool = True
     """Works with one rank."""
 
 
-def modulus(dtype: torch.dtype, ranks: int, summed: bool) -> int:
+def modulus(dtype: torch.dtype, ranks: int) -> int:
     """Return m, as large as the exact sum of `ranks` numbers below m allows, 127 at most.
 
     Raises:
         ValueError: if not even zeros and ones can be summed exactly.
     """
-    if not summed:
-        return _PRIME
     largest = torch.iinfo(dtype).max if not dtype.is_floating_point else int(2 / torch.finfo(dtype).eps)
     m = min(_PRIME, largest // ranks + 1)
     if m < 2:
@@ -129,130 +123,104 @@ def _values(start: int, stop: int, rank: int, m: int, dtype: torch.dtype) -> Ten
     return ((_spread(start, stop, m) + rank) % m).to(dtype)
 
 
-def _write(buffer: Tensor, rank: int, m: int, offset: int = 0) -> None:
-    """Fill `buffer` with the elements of `rank` from `offset` on."""
+def _write(buffer: Tensor, rank: int, m: int) -> None:
+    """Fill `buffer` with the elements of `rank`."""
     for start in range(0, buffer.numel(), _CHUNK):
         stop = min(start + _CHUNK, buffer.numel())
-        buffer[start:stop] = _values(offset + start, offset + stop, rank, m, buffer.dtype)
+        buffer[start:stop] = _values(start, stop, rank, m, buffer.dtype)
 
 
-def _reduced(m: int, ranks: int, reduction: str, dtype: torch.dtype) -> Tensor:
-    """Return the reduced value for each a in 0 … m−1."""
-    table = (torch.arange(m)[:, None] + torch.arange(ranks)[None, :]) % m
-    reduced = {"sum": table.sum(1), "min": table.amin(1), "max": table.amax(1)}[reduction]
-    return reduced.to(dtype)
+def _sums(m: int, ranks: int, dtype: torch.dtype) -> Tensor:
+    """Return the sum over the ranks for each a in 0 … m−1."""
+    return ((torch.arange(m)[:, None] + torch.arange(ranks)[None, :]) % m).sum(1).to(dtype)
 
 
-def _empty(place: RankPlace, count: int, dtype: torch.dtype) -> Tensor:
-    return torch.empty(count, dtype=dtype, device=place.device)
-
-
-def _all_reduce(place: RankPlace, count: int, dtype: torch.dtype, reduction: str, in_place: bool) -> Case:
-    m = modulus(dtype, place.size, reduction == "sum")
-    buffer, table = _empty(place, count, dtype), _reduced(m, place.size, reduction, dtype)
-    op = REDUCTIONS[reduction]
-    return Case(
-        run=lambda: _done(dist.all_reduce(buffer, op=op, group=place.group)),
-        fill=lambda: _write(buffer, place.index, m),
-        output=buffer,
-        expected=lambda start, stop: table[_spread(start, stop, m)],
-        repeatable=False,
-    )
-
-
-def _reduce_scatter(place: RankPlace, count: int, dtype: torch.dtype, reduction: str, in_place: bool) -> Case:
-    m, block = modulus(dtype, place.size, reduction == "sum"), count // place.size
-    source, table = _empty(place, count, dtype), _reduced(m, place.size, reduction, dtype)
-    first = place.index * block
-    output = source[first : first + block] if in_place else _empty(place, block, dtype)
-    op, scatter = REDUCTIONS[reduction], _collective("reduce_scatter_single", "reduce_scatter_tensor")
-
+def _case(
+    place: RankPlace,
+    source: Tensor,
+    output: Tensor,
+    run: Callable[[], None],
+    expected: Callable[[int, int], Tensor],
+    m: int = _PRIME,
+    *,
+    repeatable: bool = True,
+) -> Case:
     def fill() -> None:
-        output.fill_(m)
+        output.fill_(m)  # no right result
         _write(source, place.index, m)
 
-    return Case(
-        run=lambda: _done(scatter(output, source, op=op, group=place.group)),
-        fill=fill,
-        output=output,
-        expected=lambda start, stop: table[_spread(first + start, first + stop, m)],
-        repeatable=not in_place,
-    )
+    return Case(run, fill, output, expected, repeatable)
 
 
-def _all_gather(place: RankPlace, count: int, dtype: torch.dtype, reduction: str, in_place: bool) -> Case:
+def _buffers(place: RankPlace, dtype: torch.dtype, *counts: int) -> list[Tensor]:
+    return [torch.empty(count, dtype=dtype, device=place.device) for count in counts]
+
+
+def _all_reduce(place: RankPlace, count: int, dtype: torch.dtype) -> Case:
+    m = modulus(dtype, place.size)
+    (buffer,), sums = _buffers(place, dtype, count), _sums(m, place.size, dtype)
+
+    def run() -> None:
+        dist.all_reduce(buffer, group=place.group)
+
+    return _case(place, buffer, buffer, run, lambda start, stop: sums[_spread(start, stop, m)], m, repeatable=False)
+
+
+def _reduce_scatter(place: RankPlace, count: int, dtype: torch.dtype) -> Case:
+    m, block = modulus(dtype, place.size), count // place.size
+    (source, output), sums = _buffers(place, dtype, count, block), _sums(m, place.size, dtype)
+    first, scatter = place.index * block, _collective("reduce_scatter_single", "reduce_scatter_tensor")
+
+    def run() -> None:
+        scatter(output, source, group=place.group)
+
+    return _case(place, source, output, run, lambda start, stop: sums[_spread(first + start, first + stop, m)], m)
+
+
+def _all_gather(place: RankPlace, count: int, dtype: torch.dtype) -> Case:
     block = count // place.size
-    output = _empty(place, count, dtype)
+    source, output = _buffers(place, dtype, block, count)
     gather = _collective("all_gather_single", "all_gather_into_tensor")
-    first = place.index * block
-    source = output[first : first + block] if in_place else _empty(place, block, dtype)
 
-    def fill() -> None:
-        output.fill_(_PRIME)
-        _write(source, place.index, _PRIME)
+    def run() -> None:
+        gather(output, source, group=place.group)
 
-    def expected(start: int, stop: int) -> Tensor:
-        where = torch.arange(start, stop)
-        return ((_spread(0, block, _PRIME)[where % block] + where // block) % _PRIME).to(dtype)
-
-    return Case(
-        run=lambda: _done(gather(output, source, group=place.group)),
-        fill=fill,
-        output=output,
-        expected=expected,
-        repeatable=True,
-    )
+    return _case(place, source, output, run, _by_blocks(0, block, dtype))
 
 
-def _all_to_all(place: RankPlace, count: int, dtype: torch.dtype, reduction: str, in_place: bool) -> Case:
+def _all_to_all(place: RankPlace, count: int, dtype: torch.dtype) -> Case:
     block = count // place.size
-    source, output = _empty(place, count, dtype), _empty(place, count, dtype)
-    first = place.index * block
+    source, output = _buffers(place, dtype, count, count)
 
-    def fill() -> None:
-        output.fill_(_PRIME)
-        _write(source, place.index, _PRIME)
+    def run() -> None:
+        dist.all_to_all_single(output, source, group=place.group)
+
+    return _case(place, source, output, run, _by_blocks(place.index * block, block, dtype))
+
+
+def _by_blocks(first: int, block: int, dtype: torch.dtype) -> Callable[[int, int], Tensor]:
+    """Return what is expected of elements [first, first + block) of each rank, in rank order."""
 
     def expected(start: int, stop: int) -> Tensor:
         where = torch.arange(start, stop)
-        own = _spread(first, first + block, _PRIME)
-        return ((own[where % block] + where // block) % _PRIME).to(dtype)
+        return ((_spread(first, first + block, _PRIME)[where % block] + where // block) % _PRIME).to(dtype)
 
-    return Case(
-        run=lambda: _done(dist.all_to_all_single(output, source, group=place.group)),
-        fill=fill,
-        output=output,
-        expected=expected,
-        repeatable=True,
-    )
+    return expected
 
 
-def _broadcast(place: RankPlace, count: int, dtype: torch.dtype, reduction: str, in_place: bool) -> Case:
-    buffer = _empty(place, count, dtype)
+def _broadcast(place: RankPlace, count: int, dtype: torch.dtype) -> Case:
+    (buffer,) = _buffers(place, dtype, count)
 
-    def fill() -> None:
-        if place.index == 0:
-            _write(buffer, 0, _PRIME)
-        else:
-            buffer.fill_(_PRIME)
+    def run() -> None:
+        dist.broadcast(buffer, src=place.ranks[0], group=place.group)
 
-    return Case(
-        run=lambda: _done(dist.broadcast(buffer, src=place.ranks[0], group=place.group)),
-        fill=fill,
-        output=buffer,
-        expected=lambda start, stop: _values(start, stop, 0, _PRIME, dtype),
-        repeatable=True,
-    )
+    return _case(place, buffer, buffer, run, lambda start, stop: _values(start, stop, 0, _PRIME, dtype))
 
 
-def _send_recv(place: RankPlace, count: int, dtype: torch.dtype, reduction: str, in_place: bool) -> Case:
+def _send_recv(place: RankPlace, count: int, dtype: torch.dtype) -> Case:
     """Send to the next rank and receive from the one before, as nccl-tests does."""
-    source, output = _empty(place, count, dtype), _empty(place, count, dtype)
+    source, output = _buffers(place, dtype, count, count)
     after, before = (place.index + 1) % place.size, (place.index - 1) % place.size
-
-    def fill() -> None:
-        output.fill_(_PRIME)
-        _write(source, place.index, _PRIME)
 
     def run() -> None:
         works = dist.batch_isend_irecv(
@@ -264,17 +232,7 @@ def _send_recv(place: RankPlace, count: int, dtype: torch.dtype, reduction: str,
         for work in works:
             work.wait()
 
-    return Case(
-        run=run,
-        fill=fill,
-        output=output,
-        expected=lambda start, stop: _values(start, stop, before, _PRIME, dtype),
-        repeatable=True,
-    )
-
-
-def _done(work: object) -> None:
-    """Take what a synchronous collective returns, which is nothing."""
+    return _case(place, source, output, run, lambda start, stop: _values(start, stop, before, _PRIME, dtype))
 
 
 def _collective(name: str, older: str) -> Callable[..., Any]:
@@ -283,25 +241,13 @@ def _collective(name: str, older: str) -> Callable[..., Any]:
     return collective
 
 
-def _ring(n: int) -> float:
-    return 2 * (n - 1) / n
-
-
-def _half_ring(n: int) -> float:
-    return (n - 1) / n
-
-
-def _whole(n: int) -> float:
-    return 1.0
-
-
 _ROWS = (
-    Operation("all_reduce", _ring, _all_reduce, (True,), reduces=True),
-    Operation("reduce_scatter", _half_ring, _reduce_scatter, (False, True), blocks=True, reduces=True),
-    Operation("all_gather", _half_ring, _all_gather, (False, True), blocks=True),
-    Operation("all_to_all", _half_ring, _all_to_all, (False,), blocks=True),
-    Operation("broadcast", _whole, _broadcast, (True,)),
-    Operation("send_recv", _whole, _send_recv, (False,), alone=False),
+    Operation("all_reduce", lambda n: 2 * (n - 1) / n, _all_reduce),
+    Operation("reduce_scatter", lambda n: (n - 1) / n, _reduce_scatter, blocks=True),
+    Operation("all_gather", lambda n: (n - 1) / n, _all_gather, blocks=True),
+    Operation("all_to_all", lambda n: (n - 1) / n, _all_to_all, blocks=True),
+    Operation("broadcast", lambda n: 1.0, _broadcast),
+    Operation("send_recv", lambda n: 1.0, _send_recv, alone=False),
 )
 OPERATIONS = {operation.name: operation for operation in _ROWS}
 

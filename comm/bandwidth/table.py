@@ -19,7 +19,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
 from accel.comm.bandwidth import links as bandwidth_links
-from accel.comm.bandwidth.cases import OPERATIONS, REDUCTIONS, Case, Operation, RankPlace, elements
+from accel.comm.bandwidth.cases import OPERATIONS, Case, Operation, RankPlace, elements
 from accel.comm.bandwidth.fit import Fit, fit_line
 from accel.comm.bandwidth.links import LinkClass
 from accel.comm.ranks.channel import GlooChannel
@@ -61,9 +61,6 @@ class Row:
     count: int
     """Elements of S."""
     dtype: str
-    redop: str
-    """Reduction, '' for an operation without one."""
-    in_place: bool
     runs: int = 0
     time_s: float | None = None
     """Median over the runs of the slowest rank's time; None if there is none."""
@@ -132,7 +129,6 @@ class Settings:
     """How rows are measured."""
 
     dtype: torch.dtype = torch.float32
-    redop: str = "sum"
     warmup: int = 1
     """Runs before the timed ones, the one that sets their number included; at least 1."""
     runs: int = 10
@@ -149,8 +145,6 @@ class Settings:
             value = getattr(self, name)
             if not value >= least:
                 raise ValueError(f"{name} must be at least {least}, got {value}")
-        if self.redop not in REDUCTIONS:
-            raise ValueError(f"redop must be one of {', '.join(REDUCTIONS)}, got {self.redop!r}")
 
 
 def measure(
@@ -161,7 +155,6 @@ def measure(
     backend: str | None = None,
     device: torch.device | str | None = None,
     by_size: bool = True,
-    out_of_place_only: bool = True,
     on_row: Callable[[Row], None] | None = None,
     settings: Settings | None = None,
 ) -> Bandwidth:
@@ -178,7 +171,6 @@ def measure(
         device: where the buffers are; default the current CUDA device for NCCL, else the CPU.
         by_size: all operations at the smallest size first, so that time that runs out is missing at the largest;
             False finishes one operation before the next.
-        out_of_place_only: leave out the in-place form of operations that have both.
         on_row: called with each row as it is measured, on every rank.
         settings: how rows are measured.
 
@@ -206,7 +198,7 @@ def measure(
         name = backend or dist.get_backend()
         groups = bandwidth_links.groups_of(classes, name, timedelta(seconds=settings.timeout_s))
         sweep = _Sweep(objects, groups, nodes, _device(name, device), settings, began)
-        rows = sweep.all(_plan(classes, operations, sizes, by_size, out_of_place_only), on_row or _nothing)
+        rows = sweep.all(_plan(classes, operations, sizes, by_size), on_row or _nothing)
         seconds = objects.decide(time.perf_counter() - began, max)
         for group in filter(None, groups.values()):
             dist.destroy_process_group(group)
@@ -239,18 +231,12 @@ class _SweepStep(NamedTuple):
     link: LinkClass
     operation: Operation
     size_bytes: int
-    in_place: bool
 
 
 def _plan(
-    links: Sequence[LinkClass], operations: Sequence[str], sizes: Sequence[int], by_size: bool, out_of_place_only: bool
+    links: Sequence[LinkClass], operations: Sequence[str], sizes: Sequence[int], by_size: bool
 ) -> list[_SweepStep]:
-    steps = []
-    for link in links:
-        for name in operations:
-            operation = OPERATIONS[name]
-            places = operation.places[:1] if out_of_place_only else operation.places
-            steps += [_SweepStep(link, operation, size, place) for place in places for size in sizes]
+    steps = [_SweepStep(link, OPERATIONS[name], size) for link in links for name in operations for size in sizes]
     return sorted(steps, key=lambda step: step.size_bytes) if by_size else steps
 
 
@@ -286,9 +272,9 @@ class _Sweep:
 
     def all(self, steps: Iterable[_SweepStep], on_row: Callable[[Row], None]) -> list[Row]:
         rows: list[Row] = []
-        kept: dict[tuple[str, str, bool], list[Row]] = {}
+        kept: dict[tuple[str, str], list[Row]] = {}
         for step in steps:
-            before = kept.setdefault((step.link.name, step.operation.name, step.in_place), [])
+            before = kept.setdefault((step.link.name, step.operation.name), [])
             if before and before[-1].problem:
                 continue  # it will not work with larger buffers either
             if self._too_late(step, before):
@@ -322,8 +308,6 @@ class _Sweep:
             size_bytes=count * self.settings.dtype.itemsize,
             count=count,
             dtype=str(self.settings.dtype).removeprefix("torch."),
-            redop=self.settings.redop if step.operation.reduces else "",
-            in_place=step.in_place,
         )
         if step.link.size == 1 and not step.operation.alone:
             return _without(row, "not supported: it needs two ranks")
@@ -333,7 +317,7 @@ class _Sweep:
             # Nodes may have different numbers of ranks; blocks are those of each node's own.
             own = elements(step.operation, step.size_bytes, self.settings.dtype, place.size)
             try:
-                case = step.operation.make(place, own, self.settings.dtype, self.settings.redop, step.in_place)
+                case = step.operation.make(place, own, self.settings.dtype)
                 case.fill()
             except (RuntimeError, MemoryError) as error:
                 first = _Timed(f"buffers can't be made: {_brief(error)}")
@@ -417,7 +401,7 @@ def _problem(everyone: Sequence[_Timed]) -> str:
 
 
 def _without(row: Row, problem: str) -> Row:
-    return Row(**{**vars(row), "problem": problem})
+    return replace(row, problem=problem)
 
 
 def _merged(row: Row, everyone: Sequence[_Timed], nodes: Sequence[tuple[int, ...]]) -> Row:
@@ -425,16 +409,14 @@ def _merged(row: Row, everyone: Sequence[_Timed], nodes: Sequence[tuple[int, ...
     p20, median, p80 = np.quantile(slowest, [0.2, 0.5, 0.8])
     sent = [_of_node([everyone[rank] for rank in ranks], row.link) for ranks in nodes]
     counted = [nbytes for nbytes in sent if nbytes]
-    return Row(
-        **{
-            **vars(row),
-            "runs": len(slowest),
-            "time_s": float(median),
-            "time_p20_s": float(p20),
-            "time_p80_s": float(p80),
-            "wrong": sum(timed.wrong for timed in everyone),
-            "sent_bytes": max(counted) if counted else None,
-        }
+    return replace(
+        row,
+        runs=len(slowest),
+        time_s=float(median),
+        time_p20_s=float(p20),
+        time_p80_s=float(p80),
+        wrong=sum(timed.wrong for timed in everyone),
+        sent_bytes=max(counted) if counted else None,
     )
 
 

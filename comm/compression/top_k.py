@@ -19,7 +19,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from accel.kernels.threshold import Selected, at_least, block_maxima, takes
+from accel.kernels.threshold import at_least, block_maxima, takes
 
 _BLOCK = 64
 _FEW = 256  # by blocks up to a share of 1/256: a quarter of the elements is then looked at again
@@ -45,16 +45,40 @@ def largest(values: Tensor, count: int) -> Tensor:
     """
     if count < 1 or values.numel() == 0:
         return torch.empty(0, dtype=torch.int64, device=values.device)
-    return _by_kernels(values, count) if takes(values) else _by_torch(values, count)
+    return _largest(values, count, by_kernels=takes(values))
 
 
-def _by_torch(values: Tensor, count: int) -> Tensor:
-    magnitudes = values.abs()
-    few = count * _FEW <= values.numel()
-    positions = _by_blocks(magnitudes, count) if few else _by_sample(magnitudes, count)
+def _largest(values: Tensor, count: int, *, by_kernels: bool) -> Tensor:
+    positions = _candidates(values, count, by_kernels)
     if positions.numel() <= count:
         return positions
-    return positions[magnitudes[positions].topk(count, sorted=False).indices]
+    return positions[values[positions].abs().topk(count, sorted=False).indices]
+
+
+def _candidates(values: Tensor, count: int, by_kernels: bool) -> Tensor:
+    """Return where at least the `count` largest stand; waits for a GPU once for each threshold that is tried."""
+    # By kernels, magnitudes are never written down: one pass for the maxima of blocks, one over the blocks that matter.
+    magnitudes = None if by_kernels else values.abs()
+    numel, tiny = values.numel(), values.new_tensor(torch.finfo(values.dtype).tiny)
+    if count * _FEW <= numel and magnitudes is not None:
+        return _by_blocks(magnitudes, count)
+    if count * _FEW <= numel:
+        maxima = block_maxima(values)
+        least = _least(maxima.topk(count, sorted=False).values)
+        return at_least(values, torch.maximum(least, tiny), maxima=maxima).positions
+
+    def above(least: Tensor) -> Tensor:
+        return at_least(values, least).positions if magnitudes is None else _at_least(magnitudes, least)
+
+    sample = _sample(values).abs()
+    share = sample.numel() * count / numel
+    rank = int(share + 2 * share**0.5) + 1  # two standard deviations more than needed
+    while count < numel and rank < sample.numel():
+        positions = above(torch.maximum(_least(sample.topk(rank, sorted=False).values), tiny))
+        if positions.numel() >= count:
+            return positions
+        rank *= 2
+    return above(tiny)
 
 
 def _at_least(magnitudes: Tensor, least: Tensor) -> Tensor:
@@ -81,60 +105,11 @@ def _by_blocks(magnitudes: Tensor, count: int) -> Tensor:
     return torch.cat([positions, whole + _at_least(magnitudes[whole:], least)])
 
 
-def _by_sample(magnitudes: Tensor, count: int) -> Tensor:
-    """Return at least the `count` largest: what is above a threshold estimated from a sample."""
-    numel = magnitudes.numel()
-    if count >= numel:
-        return _at_least(magnitudes, magnitudes.new_zeros(()))
-    sample = _sample(magnitudes)
-    rank = _rank(sample.numel(), count, numel)
-    while rank < sample.numel():
-        positions = _at_least(magnitudes, _least(sample.topk(rank, sorted=False).values))
-        if positions.numel() >= count:
-            return positions
-        rank *= 2
-    return _at_least(magnitudes, magnitudes.new_zeros(()))
-
-
-def _rank(sampled: int, count: int, numel: int) -> int:
-    """Return which of a sample to begin with: two standard deviations more than needed."""
-    share = sampled * count / numel
-    return int(share + 2 * share**0.5) + 1
-
-
-def _sample(magnitudes: Tensor) -> Tensor:
+def _sample(values: Tensor) -> Tensor:
     """Return runs of neighbours, spread evenly; everything where that is not much more."""
-    runs = magnitudes.numel() // _RUN
+    runs = values.numel() // _RUN
     # An odd stride, so that rows of a matrix, which have even lengths, are met at all places.
-    stride = max(runs * _RUN // max(_ENOUGH, magnitudes.numel() // 50), 1) | 1
+    stride = max(runs * _RUN // max(_ENOUGH, values.numel() // 50), 1) | 1
     if stride <= 2:
-        return magnitudes
-    return magnitudes[: runs * _RUN].view(-1, _RUN)[::stride].reshape(-1)
-
-
-# On a GPU the magnitudes are never written down: one pass for the maxima of blocks, one over the blocks that matter.
-
-
-def _by_kernels(values: Tensor, count: int) -> Tensor:
-    """Return where the `count` largest stand; waits for the device once for each threshold that is tried."""
-    selected = _candidates(values, count)
-    if selected.positions.numel() <= count:
-        return selected.positions
-    return selected.positions[selected.values.abs().topk(count, sorted=False).indices]
-
-
-def _candidates(values: Tensor, count: int) -> Selected:
-    """Return at least the `count` largest."""
-    numel, tiny = values.numel(), values.new_tensor(torch.finfo(values.dtype).tiny)
-    if count * _FEW <= numel:
-        maxima = block_maxima(values)
-        least = _least(maxima.topk(count, sorted=False).values)
-        return at_least(values, torch.maximum(least, tiny), maxima=maxima)
-    sample = _sample(values).abs()
-    rank = _rank(sample.numel(), count, numel)
-    while count < numel and rank < sample.numel():
-        selected = at_least(values, torch.maximum(_least(sample.topk(rank, sorted=False).values), tiny))
-        if selected.positions.numel() >= count:
-            return selected
-        rank *= 2
-    return at_least(values, tiny)
+        return values
+    return values[: runs * _RUN].view(-1, _RUN)[::stride].reshape(-1)

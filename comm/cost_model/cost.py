@@ -30,6 +30,7 @@ Sources: α-β model (Hockney 1994); cost of all-reduce algorithms (Thakur et al
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -227,15 +228,13 @@ class Timeline(NamedTuple):
         return max(max(self.done_s) - self.ready_s[-1], 0.0)
 
 
-def simulate(profile: Profile, costs: Sequence[Stages], network: Network, lines: Sequence[object] = ()) -> Timeline:
+def simulate(profile: Profile, costs: Sequence[Stages], network: Network) -> Timeline:
     """Predict a step.
 
     Args:
         profile: of the backward pass.
         costs: of each bucket, in order.
         network: links and cores.
-        lines: which pipeline each bucket goes through; buckets of one pipeline wait for each other stage by stage.
-            Default: one for all.
 
     Returns:
         When buckets are ready and averaged, and the length of the step.
@@ -247,7 +246,7 @@ def simulate(profile: Profile, costs: Sequence[Stages], network: Network, lines:
         >>> round(simulate(profile, [plain(1000), plain(1000)], network).step_s, 6)
         0.012
     """
-    return _Fluid(profile, costs, network, list(lines) or [0] * len(costs)).run()
+    return _Fluid(profile, costs, network).run()
 
 
 class _Task:
@@ -292,16 +291,18 @@ def _needs(segments: Sequence[StageSegment], network: Network, threads: float, s
 class _Fluid:
     """Tasks that advance at the rates that links and cores leave them, from event to event."""
 
-    def __init__(self, profile: Profile, costs: Sequence[Stages], network: Network, lines: Sequence[object]) -> None:
-        self.profile, self.costs, self.network, self.lines = profile, costs, network, lines
+    def __init__(self, profile: Profile, costs: Sequence[Stages], network: Network) -> None:
+        self.profile, self.costs, self.network = profile, costs, network
         self.threads = min(profile.threads, max(network.cores, 1e-6))
         # What backward takes was seen among the other ranks. What one thread encodes is known as if it had a core.
         self.coding = self.threads if profile.threads > 1 else 1.0
         self.ready = [0.0] * len(costs)
         self.done = [0.0] * len(costs)
         self.active: list[_Task] = []
-        self.waiting: dict[tuple[object, int], list[int]] = {}
-        self.taken: set[tuple[object, int]] = set()
+        self.waiting: defaultdict[int, deque[int]] = defaultdict(deque)
+        """Stage → buckets that wait for it."""
+        self.taken: set[int] = set()
+        """Stages that a bucket is in."""
         outer = ("inter", network.inter) if network.hosts > 1 else ("intra", network.intra)
         self.saved = {outer[0]: network.burst_bytes * outer[1].byte_s}
 
@@ -342,29 +343,25 @@ class _Fluid:
         if stage == len(self.costs[bucket]):
             self.done[bucket] = now
             return
-        place = (self.lines[bucket], stage)
-        self.waiting.setdefault(place, []).append(bucket)
-        self._serve(place)
+        self.waiting[stage].append(bucket)
+        self._serve(stage)
 
-    def _serve(self, place: tuple[object, int]) -> None:
-        if place in self.taken or not self.waiting.get(place):
+    def _serve(self, stage: int) -> None:
+        if stage in self.taken or not self.waiting[stage]:
             return
-        self.taken.add(place)
-        bucket, stage = self.waiting[place].pop(0), place[1]
+        self.taken.add(stage)
+        bucket = self.waiting[stage].popleft()
         needs = _needs(self.costs[bucket][stage], self.network, self.coding, self.saved)
 
         def ended(now: float) -> None:
-            self.taken.discard(place)
+            self.taken.discard(stage)
             self._queue(bucket, stage + 1, now)
-            self._serve(place)
+            self._serve(stage)
 
         self.active.append(_Task(needs, ended))
 
     def _rates(self) -> list[float]:
-        sharing: dict[str, int] = {}
-        for task in self.active:
-            if task.need.link:
-                sharing[task.need.link] = sharing.get(task.need.link, 0) + 1
+        sharing = Counter(task.need.link for task in self.active)
         most = [1.0 / sharing[task.need.link] if task.need.link else 1.0 for task in self.active]
         wanted = [rate * task.need.cores for rate, task in zip(most, self.active, strict=True)]
         given = fair_shares(wanted, self.network.cores)

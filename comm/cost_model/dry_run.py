@@ -14,11 +14,10 @@ from statistics import fmean, median
 import torch
 from torch import Tensor
 
-from accel.comm.catalogue import CATALOGUE, Scheme
+from accel.comm.catalogue import CATALOGUE, Scheme, catalogue_settings
 from accel.comm.cost_model.cost import CollectiveCall, Stages, StageSegment, between, scaled
-from accel.comm.engine.plan import catalogue_settings
-from accel.comm.engine.reduction import BucketJob, Reduction, pipeline_stages
-from accel.comm.engine.route import arranged
+from accel.comm.engine.pipeline import BucketJob
+from accel.comm.engine.reduction import arranged, pipeline_stages
 from accel.comm.layout import Layout
 from accel.comm.memory import Memory
 from accel.comm.ranks import small_sums
@@ -108,16 +107,14 @@ def dry_run(scheme: Scheme, layout: Layout, topology: Topology, device: torch.de
         runs: timed runs, of which the fastest counts, segment by segment.
     """
     clock = _clock(device)
-    settings, memory = catalogue_settings(scheme), Memory()
-    reduction = Reduction(settings.compressor, settings.fields, memory, topology.size)
-    hierarchical, within, across, _ = arranged(topology, 0, scheme.hierarchical)
+    memory = Memory()
     channels: list[DryChannel] = []
 
     def channel(name: str, ranks: tuple[int, ...]) -> DryChannel:
         channels.append(DryChannel(ranks, topology, clock))
         return channels[-1]
 
-    stages = pipeline_stages(settings.compressor, reduction, hierarchical, within, across, channel)
+    stages = pipeline_stages(catalogue_settings(scheme), arranged(topology, 0, scheme.hierarchical), memory, channel)
     gradients = torch.randn(layout.numel, generator=torch.Generator().manual_seed(0)).to(device, layout.dtype)
     measured: list[Stages] = []
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Predicted step of every plan, once a few plain DDP steps were observed: the same on every rank.
+"""Predicted step of every scheme, once a few plain DDP steps were observed: the same on every rank.
 
 What buckets cost by a scheme is timed on all ranks at once, since they share memory, caches and cores in training too.
 Rank 0 predicts and broadcasts.
@@ -17,12 +17,11 @@ from accel.comm.cost_model.choice import (
     ObservedStep,
     Option,
     calibrated,
-    in_better_buckets,
     mean_of,
     options,
     worthwhile,
 )
-from accel.comm.cost_model.cost import Network, Profile, Stages
+from accel.comm.cost_model.cost import Network, Stages
 from accel.comm.cost_model.dry_run import copy_byte_s, costs, shared_out
 from accel.comm.layout import Layout
 from accel.comm.ranks.failure import CommError
@@ -41,10 +40,6 @@ class BucketFacts(NamedTuple):
     device: torch.device
     gradients_are_views: bool
     """Of the buckets, so that nothing is copied out of them."""
-    cap_mb: float
-    """As `bucket_cap_mb` of DDP."""
-    can_resize: bool
-    """Whether DDP can get buckets of another size."""
 
 
 @dataclass
@@ -52,20 +47,14 @@ class Choice:
     """The prediction for every candidate, and the measured step of those tried."""
 
     options: list[Option]
-    """In the buckets there are, best first: the shortest predicted step, or about as short and more exact."""
-    resized: list[Option]
-    """In buckets of another size that is predicted to be better for the scheme."""
-    profile: Profile
-    network: Network
+    """Best first: the shortest predicted step, or about as short and more exact."""
     measured: dict[Option, float]
     """Steps of the options that were tried; from the beginning that of DDP's own all-reduce."""
-    can_resize: bool = True
-    """Whether DDP can get buckets of another size."""
 
     @property
     def plain(self) -> Option:
-        """Return DDP's own all-reduce in the buckets there are."""
-        return next(option for option in self.options if not any(option.plan))
+        """Return DDP's own all-reduce."""
+        return next(option for option in self.options if option.scheme is None)
 
     @property
     def plain_s(self) -> float:
@@ -75,22 +64,26 @@ class Choice:
     @property
     def candidates(self) -> list[Option]:
         """Return what is predicted to beat DDP's own all-reduce, best first."""
-        resized = worthwhile([self.plain, *self.resized]) if self.can_resize else []
-        return sorted([*worthwhile(self.options), *resized], key=lambda option: option.step_s)
+        return worthwhile(self.options)
+
+    @property
+    def best_predicted(self) -> str:
+        """Return in words which scheme comes nearest to DDP's own step, or beats it."""
+        best = next((option for option in self.options if option.scheme is not None), None)
+        if best is None:
+            return "no scheme fits these gradients"
+        return f"the best, {best}, is predicted to take {best.step_s * 1e3:.1f} ms"
 
     def table(self, chosen: Option | None = None) -> str:
         """Return the candidates, one a line: predicted step, communication that backward does not hide, measured."""
-        listed = [*self.options, *self.resized]
-        width = max(len(str(option)) for option in listed)
+        width = max(len(str(option)) for option in self.options)
         lines = [f"{'way':{width}}  predicted     exposed    measured"]
-        for option in listed:
+        for option in self.options:
             step_s = self.measured.get(option)
             measured = f"{step_s * 1e3:8.1f} ms" if step_s is not None else " " * 11
             predicted = f"{option.step_s * 1e3:8.1f} ms {option.exposed_s * 1e3:8.1f} ms"
             mark = "  <- chosen" if option == chosen else ""
             lines.append(f"{option!s:{width}} {predicted} {measured}{mark}".rstrip())
-        if self.resized and not self.can_resize:
-            lines += ["", "buckets of another size must be asked for: DistributedDataParallel(bucket_cap_mb=...)"]
         return "\n".join(lines)
 
 
@@ -125,10 +118,7 @@ def choose(
     def decision(by_rank: list[tuple[ObservedStep, float]]) -> Choice:
         mean = mean_of([step for step, _ in by_rank])
         profile, fitted = calibrated(mean, network, by_rank[0][1], copying)
-        costs = shared_out(costs_by_rank)
-        better = [in_better_buckets(scheme, profile, fitted, costs, facts.cap_mb) for scheme in (None, *costs)]
-        predicted = options(profile, fitted, costs)
-        choice = Choice(predicted, [option for option in better if option], profile, fitted, {}, facts.can_resize)
+        choice = Choice(options(profile, fitted, shared_out(costs_by_rank)), {})
         choice.measured[choice.plain] = mean.step_s - mean.extra_s
         return choice
 

@@ -14,14 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 INFO, WARN, ERROR = "info", "warn", "error"
 LEVELS = (INFO, WARN, ERROR)
 
 
-@dataclass(frozen=True)
-class Hit:
+class Hit(NamedTuple):
     """What a check saw, before the words of its row are added."""
 
     evidence: str
@@ -49,8 +48,7 @@ class CheckFinding:
     """What to set."""
 
 
-@dataclass(frozen=True)
-class Check:
+class Check(NamedTuple):
     """One row of the tables of checks."""
 
     name: str

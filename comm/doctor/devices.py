@@ -22,8 +22,8 @@ _BRIDGE = "0x0604"
 
 def peer_memory(host: Host) -> Iterator[Hit]:
     """A GPU and an RDMA device, but neither a peer-memory module nor DMA-BUF."""
-    host.need_gpu()
-    adapters = host.need_adapter()
+    host.need("gpu")
+    adapters = host.need("adapter")
     if any(host.has(file) for file in PEER_MEMORY) or _dma_buf(host):
         return
     missing = f"{', '.join(PEER_MEMORY)}: none is there; no open NVIDIA kernel module (DMA-BUF)"
@@ -31,14 +31,14 @@ def peer_memory(host: Host) -> Iterator[Hit]:
 
 
 def _dma_buf(host: Host) -> bool:
-    release = re.match(r"(\d+)\.(\d+)", host.read_or("/proc/sys/kernel/osrelease"))
+    release = re.match(r"(\d+)\.(\d+)", host.read("/proc/sys/kernel/osrelease", ""))
     recent = release is not None and (int(release[1]), int(release[2])) >= (5, 12)
-    return recent and "Open Kernel Module" in host.read_or("/proc/driver/nvidia/version")
+    return recent and "Open Kernel Module" in host.read("/proc/driver/nvidia/version", "")
 
 
 def rdma_files(host: Host) -> Iterator[Hit]:
     """/sys/class/infiniband names devices, /dev/infiniband has no uverbs file."""
-    adapters = host.need_adapter()
+    adapters = host.need("adapter")
     files = host.entries("/dev/infiniband")
     if not any(name.startswith("uverbs") for name in files):
         yield Hit(f"/sys/class/infiniband: {', '.join(adapters)}; /dev/infiniband: {', '.join(files) or 'not there'}")
@@ -46,7 +46,7 @@ def rdma_files(host: Host) -> Iterator[Hit]:
 
 def memlock(host: Host) -> Iterator[Hit]:
     """ulimit -l is not unlimited, and there is an RDMA device."""
-    host.need_adapter()
+    host.need("adapter")
     limit = host.limits["memlock"]
     if limit != float("inf"):
         yield Hit(f"ulimit -l: {int(limit) // 1024} KiB")
@@ -54,11 +54,11 @@ def memlock(host: Host) -> Iterator[Hit]:
 
 def acs(host: Host) -> Iterator[Hit]:
     """An ACS control register of a bridge has a redirecting bit set."""
-    host.need_gpu()
+    host.need("gpu")
     bridges = [
         device
         for device in host.entries("/sys/bus/pci/devices")
-        if host.read_or(f"/sys/bus/pci/devices/{device}/class").startswith(_BRIDGE)
+        if host.read(f"/sys/bus/pci/devices/{device}/class", "").startswith(_BRIDGE)
     ]
     if not bridges:
         raise NotSeen("/sys/bus/pci/devices: no PCIe bridge, as in most virtual machines; ACS is set on their host")
@@ -96,7 +96,7 @@ def acs_bits(config: bytes) -> list[str]:
 
 def iommu(host: Host) -> Iterator[Hit]:
     """IOMMU units are there, GPUs too, and the kernel was not booted with iommu=pt or off."""
-    host.need_gpu()
+    host.need("gpu")
     units = host.entries("/sys/class/iommu")
     line = host.read("/proc/cmdline").split()
     passed = {"iommu=pt", "iommu=off", "intel_iommu=off", "amd_iommu=off", "iommu.passthrough=1"}
@@ -106,7 +106,7 @@ def iommu(host: Host) -> Iterator[Hit]:
 
 def numa(host: Host) -> Iterator[Hit]:
     """numa_node of the card differs from that of every GPU."""
-    gpus = {_node(host, f"/sys/bus/pci/devices/{gpu}") for gpu in host.need_gpu()} - {None}
+    gpus = {_node(host, f"/sys/bus/pci/devices/{gpu}") for gpu in host.need("gpu")} - {None}
     cards = {name: _node(host, f"/sys/class/net/{name}/device") for name in host.chosen()}
     cards |= {name: _node(host, f"/sys/class/infiniband/{name}/device") for name in host.adapters()}
     known = {name: node for name, node in cards.items() if node is not None}

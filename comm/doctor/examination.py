@@ -25,16 +25,13 @@ _FUNCTIONS: dict[str, Any] = {
 
 def _checks(rows: Mapping[str, Mapping[str, Any]]) -> tuple[Check, ...]:
     return tuple(
-        Check(
-            name,
-            row["level"],
-            row["title"],
-            row["costs"],
-            row["fix"],
-            settings.variables(row["variables"]) if "variables" in row else _FUNCTIONS[name],
-        )
+        Check(name, row["level"], row["title"], row["costs"], row["fix"], _when(name, row))
         for name, row in rows.items()
     )
+
+
+def _when(name: str, row: Mapping[str, Any]) -> Any:
+    return settings.variables(row["variables"]) if "variables" in row else _FUNCTIONS[name]
 
 
 _ROWS = json.loads((Path(__file__).parent / "checks.json").read_text(encoding="utf-8"))

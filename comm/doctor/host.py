@@ -83,23 +83,17 @@ class Host:
         """Return where the absolute path `name` is under the root."""
         return self.root / name.lstrip("/")
 
-    def name(self, path: Path) -> str:
-        """Return the absolute path that the machine itself has for a path under the root."""
-        return f"/{path.relative_to(self.root)}"
-
-    def read(self, name: str) -> str:
-        """Return a file's text without white space at its ends.
+    def read(self, name: str, default: str | None = None) -> str:
+        """Return a file's text without white space at its ends, or `default` where its absence says nothing.
 
         Raises:
-            NotSeen: if there is no such file or it can't be read.
+            NotSeen: if there is no such file or it can't be read, and no default.
         """
-        return self.data(name).decode(errors="replace").strip()
-
-    def read_or(self, name: str, default: str = "") -> str:
-        """Return a file's text, or `default` where its absence says nothing."""
         try:
-            return self.read(name)
+            return self.data(name).decode(errors="replace").strip()
         except NotSeen:
+            if default is None:
+                raise
             return default
 
     def number(self, name: str) -> int:
@@ -173,20 +167,10 @@ class Host:
         displays = [
             device
             for device in self.entries(bus)
-            if self.read_or(f"{bus}/{device}/class").startswith(("0x0300", "0x0302"))
+            if self.read(f"{bus}/{device}/class", "").startswith(("0x0300", "0x0302"))
         ]
-        gpus = [device for device in displays if self.read_or(f"{bus}/{device}/vendor") == "0x10de"]
+        gpus = [device for device in displays if self.read(f"{bus}/{device}/vendor", "") == "0x10de"]
         return gpus or self.entries("/proc/driver/nvidia/gpus")
-
-    def need_gpu(self) -> list[str]:
-        """Return the GPUs.
-
-        Raises:
-            NotSeen: if there is none.
-        """
-        if gpus := self.gpus():
-            return gpus
-        raise NotSeen("no NVIDIA GPU here (/sys/bus/pci/devices, /proc/driver/nvidia/gpus)")
 
     def adapters(self) -> list[str]:
         """Return the InfiniBand and RoCE devices that have an active port."""
@@ -194,29 +178,19 @@ class Host:
             name
             for name in self.entries("/sys/class/infiniband")
             if any(
-                "ACTIVE" in self.read_or(f"/sys/class/infiniband/{name}/ports/{port}/state")
+                "ACTIVE" in self.read(f"/sys/class/infiniband/{name}/ports/{port}/state", "")
                 for port in self.entries(f"/sys/class/infiniband/{name}/ports")
             )
         ]
 
-    def need_adapter(self) -> list[str]:
-        """Return the active RDMA devices.
-
-        Raises:
-            NotSeen: if there is none.
-        """
-        if adapters := self.adapters():
-            return adapters
-        raise NotSeen("no active InfiniBand or RoCE device here (/sys/class/infiniband)")
-
     def interfaces(self) -> list[str]:
         """Return the network interfaces that are up and, as far as the kernel reports, have an address."""
         every = [name for name in self.entries("/sys/class/net") if self.has(f"/sys/class/net/{name}/operstate")]
-        states = {name: self.read_or(f"/sys/class/net/{name}/operstate") for name in every}
+        states = {name: self.read(f"/sys/class/net/{name}/operstate", "") for name in every}
         up = [name for name in every if states[name] in ("up", "unknown")]
         # IPv4 routes begin with the interface, IPv6 addresses end with it.
-        rows = [(line.split(), 0) for line in self.read_or("/proc/net/route").splitlines()]
-        rows += [(line.split(), -1) for line in self.read_or("/proc/net/if_inet6").splitlines()]
+        rows = [(line.split(), 0) for line in self.read("/proc/net/route", "").splitlines()]
+        rows += [(line.split(), -1) for line in self.read("/proc/net/if_inet6", "").splitlines()]
         with_address = {words[place] for words, place in rows if words} | {"lo"}
         addressed = [name for name in up if name in with_address]
         return addressed if set(addressed) - {"lo"} else up
@@ -233,27 +207,20 @@ class Host:
         choices = (matching(up, pattern) for pattern in ("ib", "^docker,lo,virbr", "docker", "lo", "virbr"))
         return next(filter(None, choices), [])
 
-    def need_chosen(self) -> list[str]:
-        """Return the interfaces that NCCL takes, loopback left out.
+    def need(self, what: str) -> list[str]:
+        """Return what a check is about: a "gpu", an "adapter", or an "interface" that NCCL takes, beside loopback.
 
         Raises:
             NotSeen: if there is none.
         """
-        if names := [name for name in self.chosen() if name != "lo"]:
+        found, why = {
+            "gpu": (self.gpus, "no NVIDIA GPU here (/sys/bus/pci/devices, /proc/driver/nvidia/gpus)"),
+            "adapter": (self.adapters, "no active InfiniBand or RoCE device here (/sys/class/infiniband)"),
+            "interface": (self.chosen, "no network interface beside loopback is up (/sys/class/net)"),
+        }[what]
+        if names := [name for name in found() if name != "lo"]:
             return names
-        raise NotSeen("no network interface beside loopback is up (/sys/class/net)")
-
-    def physical(self, interface: str) -> bool:
-        """Return whether an interface belongs to a device rather than to a bridge, a tunnel or a pair."""
-        return self.has(f"/sys/class/net/{interface}/device")
-
-    def speed_mbit(self, interface: str) -> int | None:
-        """Return the link speed in Mbit/s, None where the driver reports none (virtio, bridges)."""
-        try:
-            speed = self.number(f"/sys/class/net/{interface}/speed")
-        except NotSeen:
-            return None
-        return speed if speed > 0 else None
+        raise NotSeen(why)
 
 
 def matching(names: Sequence[str], wanted: str) -> list[str]:

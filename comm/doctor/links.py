@@ -17,10 +17,14 @@ _DEFAULT_WINDOW = {"tcp_rmem": 6_291_456, "tcp_wmem": 4_194_304}
 
 def link_speed(host: Host) -> Iterator[Hit]:
     """The chosen interface's speed is below another's that is up, or below 1 Gbit/s."""
-    chosen = host.need_chosen()
-    speeds = {name: host.speed_mbit(name) for name in host.interfaces() if name != "lo" and host.physical(name)}
+    chosen = host.need("interface")
+    speeds = {
+        name: _speed_mbit(host, name)
+        for name in host.interfaces()
+        if name != "lo" and host.has(f"/sys/class/net/{name}/device")
+    }
     best = max(((speed, name) for name, speed in speeds.items() if speed), default=(0, ""))
-    used = {name: speed for name in chosen if (speed := host.speed_mbit(name))}
+    used = {name: speed for name in chosen if (speed := _speed_mbit(host, name))}
     for name, speed in used.items():
         evidence = f"/sys/class/net/{name}/speed: {speed} Mbit/s"
         if speed < best[0]:
@@ -31,13 +35,22 @@ def link_speed(host: Host) -> Iterator[Hit]:
         raise NotSeen(f"/sys/class/net/{chosen[0]}/speed: the driver tells none; accel bench comm measures it")
 
 
+def _speed_mbit(host: Host, interface: str) -> int | None:
+    """Return the link speed in Mbit/s, None where the driver reports none (virtio, bridges)."""
+    try:
+        speed = host.number(f"/sys/class/net/{interface}/speed")
+    except NotSeen:
+        return None
+    return speed if speed > 0 else None
+
+
 def pcie_link(host: Host) -> Iterator[Hit]:
     """current_link_speed or current_link_width of a network card below its max_."""
     compared = 0
     for name in host.interfaces():
         for what in ("link_speed", "link_width"):
             file = f"/sys/class/net/{name}/device/current_{what}"
-            now, most = host.read_or(file), host.read_or(file.replace("current", "max"))
+            now, most = host.read(file, ""), host.read(file.replace("current", "max"), "")
             if (current := _leading(now)) is not None and (largest := _leading(most)) is not None:
                 compared += 1
                 if current < largest:
@@ -55,15 +68,15 @@ def _leading(text: str) -> float | None:
 
 def mtu(host: Host) -> Iterator[Hit]:
     """MTU below 8000 on a link of 10 Gbit/s or more."""
-    for name in host.need_chosen():
-        speed, size = host.speed_mbit(name), host.number(f"/sys/class/net/{name}/mtu")
+    for name in host.need("interface"):
+        speed, size = _speed_mbit(host, name), host.number(f"/sys/class/net/{name}/mtu")
         if size < _LEAST_CLOUD_JUMBO and speed is not None and speed >= _FAST_MBIT:
             yield Hit(f"/sys/class/net/{name}/mtu: {size} at {speed} Mbit/s", name)
 
 
 def mtu_differs(host: Host) -> Iterator[Hit]:
     """The chosen interfaces, or an interface and its members, have different MTUs."""
-    chosen = host.need_chosen()
+    chosen = host.need("interface")
     members = [entry.removeprefix("lower_") for name in chosen for entry in _lower(host, name)]
     sizes = {name: host.number(f"/sys/class/net/{name}/mtu") for name in dict.fromkeys([*chosen, *members])}
     if len(set(sizes.values())) > 1:
@@ -76,7 +89,7 @@ def _lower(host: Host, name: str) -> list[str]:
 
 def link_errors(host: Host) -> Iterator[Hit]:
     """Errors and drops above one packet in ten thousand."""
-    for name in host.need_chosen():
+    for name in host.need("interface"):
         folder = f"/sys/class/net/{name}/statistics"
         for direction in ("rx", "tx"):
             packets = host.number(f"{folder}/{direction}_packets")
@@ -101,7 +114,7 @@ def tcp_retransmits(host: Host) -> Iterator[Hit]:
 
 def tcp_buffers(host: Host) -> Iterator[Hit]:
     """Largest window of tcp_rmem or tcp_wmem below link speed x 1 ms; below the kernel's own without a speed."""
-    speeds = [speed for name in host.chosen() if (speed := host.speed_mbit(name))]
+    speeds = [speed for name in host.chosen() if (speed := _speed_mbit(host, name))]
     for name, default in _DEFAULT_WINDOW.items():
         file = f"/proc/sys/net/ipv4/{name}"
         try:
@@ -113,7 +126,7 @@ def tcp_buffers(host: Host) -> Iterator[Hit]:
             why = f"{max(speeds)} Mbit/s x 1 ms round trip" if speeds else "the kernel's own maximum"
             values = f"{name}='4096 131072 {max(2 * needed, 16 << 20)}'"
             yield Hit(f"{file}: at most {largest} bytes; {needed} is {why}", values)
-    if host.read_or("/proc/sys/net/ipv4/tcp_moderate_rcvbuf") == "0":
+    if host.read("/proc/sys/net/ipv4/tcp_moderate_rcvbuf", "") == "0":
         yield Hit("/proc/sys/net/ipv4/tcp_moderate_rcvbuf: 0", "tcp_moderate_rcvbuf=1")
 
 
@@ -138,7 +151,7 @@ _POWERS = {"": 1.0, "K": 2.0**10, "M": 2.0**20, "G": 2.0**30}
 
 def shaped_link(host: Host) -> Iterator[Hit]:
     """`tc qdisc` shows tbf, htb, netem or cake; a warning if its bucket holds less than 1 ms."""
-    for name in host.need_chosen():
+    for name in host.need("interface"):
         for kind, rest in _QDISC.findall(host.run(["tc", "qdisc", "show", "dev", name])):
             evidence = f"tc qdisc show dev {name}: {kind} {rest.strip()[:70]}"
             rate = _RATE.search(rest)

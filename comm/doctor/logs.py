@@ -21,8 +21,9 @@ def log_tcp(log: NcclLog) -> Iterator[Hit]:
     """Connections via NET/Socket, or `Using network Socket` between several hosts."""
     count = log.transports["NET/Socket"]
     if count or (log.network == {"Socket"} and len(log.hosts) > 1):
-        adapter = "NET/IB : No device found" if log.no_ib_device else "no word of an InfiniBand device"
-        level = WARN if log.no_ib_device or "NCCL_IB_DISABLE" in log.settings else INFO
+        no_device = bool(log.troubles["no device"])
+        adapter = "NET/IB : No device found" if no_device else "no word of an InfiniBand device"
+        level = WARN if no_device or "NCCL_IB_DISABLE" in log.settings else INFO
         yield Hit(f"log: {count} connections via NET/Socket; {adapter}", level=level)
 
 
@@ -56,9 +57,10 @@ def log_interfaces_differ(log: NcclLog) -> Iterator[Hit]:
 def log_gdr(log: NcclLog) -> Iterator[Hit]:
     """`GPU Direct RDMA Disabled`, or connections via NET/IB without /GDRDMA."""
     far = "GPU and card are far apart: NCCL_NET_GDR_LEVEL=PHB or SYS allows it; measure, it may not be faster"
-    fix = far if log.distance else ""
-    if log.gdr_disabled and log.network != {"Socket"}:
-        yield Hit(_quoted(log.gdr_disabled.values()).evidence, fix=fix)
+    disabled = log.troubles["gdr"]
+    fix = far if any("distance" in line for line in disabled) else ""
+    if disabled and log.network != {"Socket"}:
+        yield Hit(_quoted(disabled).evidence, fix=fix)
     elif without := log.transports["NET/IB"]:
         with_gdr = log.transports["NET/IB/GDRDMA"]
         yield Hit(f"log: {without} connections via NET/IB without /GDRDMA, {with_gdr} with it", fix=fix)
@@ -66,8 +68,8 @@ def log_gdr(log: NcclLog) -> Iterator[Hit]:
 
 def log_p2p(log: NcclLog) -> Iterator[Hit]:
     """`P2P is disabled between`, or connections via SHM and none via P2P."""
-    if log.p2p_disabled:
-        yield _quoted(log.p2p_disabled)
+    if log.troubles["p2p"]:
+        yield _quoted(log.troubles["p2p"])
     elif log.transports["SHM"] and not log.transports["P2P"]:
         yield Hit(f"log: {log.transports['SHM']} connections via SHM, none via P2P")
 
@@ -80,29 +82,29 @@ def log_local_net(log: NcclLog) -> Iterator[Hit]:
 
 def log_shm(log: NcclLog) -> Iterator[Hit]:
     """A warning about /dev/shm."""
-    if log.shm_failed:
-        yield _quoted(log.shm_failed)
+    if log.troubles["shm"]:
+        yield _quoted(log.troubles["shm"])
 
 
 def log_acs(log: NcclLog) -> Iterator[Hit]:
     """`In many cases this error occurs when ACS is enabled`."""
-    if log.acs_hint:
+    if log.troubles["acs"]:
         yield Hit("log: HINT: ... when ACS is enabled")
 
 
 def log_versions(log: NcclLog) -> Iterator[Hit]:
     """Two versions in one log, or NCCL's own word of a mismatch."""
-    if log.mismatch:
-        yield _quoted(log.mismatch)
+    if log.troubles["mismatch"]:
+        yield _quoted(log.troubles["mismatch"])
     elif len(log.versions) > 1:
         yield Hit(f"log: NCCL {', '.join(sorted(log.versions))}")
 
 
 def log_plugin(log: NcclLog) -> Iterator[Hit]:
     """NET/Plugin says failed, and NCCL_NET_PLUGIN asked for one."""
-    if log.plugin_failed:
+    if log.troubles["plugin"]:
         asked = log.settings.keys() & {"NCCL_NET_PLUGIN", "NCCL_NET"}
-        yield Hit(_quoted(log.plugin_failed).evidence, level=WARN if asked else INFO)
+        yield Hit(_quoted(log.troubles["plugin"]).evidence, level=WARN if asked else INFO)
 
 
 def log_warnings(log: NcclLog) -> Iterator[Hit]:

@@ -10,7 +10,7 @@ NCCL 2.4 to 2.28: src/transport/{net,p2p,shm,net_socket}.cc, src/graph/{topo,pat
 from __future__ import annotations
 
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +26,16 @@ _RANK = re.compile(r"comm 0x[\da-f]+ rank (\d+) n[rR]anks (\d+)")
 _THREADS = re.compile(r"NET/Socket: Using (\d+) threads and (\d+) sockets per thread")
 _INTERFACES = re.compile(r"NET/Socket : Using ?(.*)")
 _NAME = re.compile(r"(?:\[\d+\])?([\w.@-]+):(?=\[?[\da-fA-F.:]+\]?<)")
+_TROUBLES = {
+    "gdr": re.compile(r"GPU Direct RDMA Disabled"),
+    "no device": re.compile(r"NET/IB : No device found"),
+    "p2p": re.compile(r"P2P is disabled between"),
+    "acs": re.compile(r"ACS is enabled"),
+    "shm": re.compile(r"^WARN .*shared memory|failed to extend /dev/shm", re.IGNORECASE),
+    "mismatch": re.compile(r"version mismatch|Mismatched NCCL version", re.IGNORECASE),
+    "plugin": re.compile(r"^\w+ NET/Plugin.*(failed|could not|cannot open|incompatible)", re.IGNORECASE),
+}
+"""What goes wrong → lines that say so, after INFO or WARN; the first that fits counts."""
 
 
 class NotALog(ValueError):
@@ -57,16 +67,8 @@ class NcclLog:
     """Connections between two ranks of one host that go through the network."""
     socket_threads: tuple[int, int] | None = None
     """Helper threads and sockets per thread, where NCCL says them."""
-    gdr_disabled: dict[str, str] = field(default_factory=dict)
-    """Network device → the log's line."""
-    distance: list[str] = field(default_factory=list)
-    """Lines in which the GPU is too far from its network card."""
-    no_ib_device: bool = False
-    p2p_disabled: list[str] = field(default_factory=list)
-    shm_failed: list[str] = field(default_factory=list)
-    acs_hint: bool = False
-    plugin_failed: list[str] = field(default_factory=list)
-    mismatch: list[str] = field(default_factory=list)
+    troubles: defaultdict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
+    """Of `_TROUBLES` → its lines."""
     warnings: Counter[str] = field(default_factory=Counter)
     """Other lines with WARN → how often."""
 
@@ -143,22 +145,9 @@ def _channel(log: NcclLog, channel: re.Match[str], nets: list[tuple[int, int]]) 
 
 
 def _trouble(log: NcclLog, kind: str, text: str) -> None:
-    if "GPU Direct RDMA Disabled" in text:
-        if "distance" in text:
-            log.distance.append(text)
-        named = re.search(r"HCA (\d+)(?: '([^']+)')?", text)
-        log.gdr_disabled.setdefault((named and (named[2] or named[1])) or "?", text)
-    elif "NET/IB : No device found" in text:
-        log.no_ib_device = True
-    elif "P2P is disabled between" in text:
-        log.p2p_disabled.append(text)
-    elif "ACS is enabled" in text:
-        log.acs_hint = True
-    elif ("shared memory" in text.lower() and kind == "WARN") or "failed to extend /dev/shm" in text:
-        log.shm_failed.append(text)
-    elif "version mismatch" in text.lower() or "Mismatched NCCL version" in text:
-        log.mismatch.append(text)
-    elif text.startswith("NET/Plugin") and re.search(r"failed|could not|cannot open|incompatible", text, re.IGNORECASE):
-        log.plugin_failed.append(text)
-    elif kind == "WARN":
+    for name, pattern in _TROUBLES.items():
+        if pattern.search(f"{kind} {text}"):
+            log.troubles[name].append(text)
+            return
+    if kind == "WARN":
         log.warnings[text] += 1

@@ -55,9 +55,9 @@ def socket_threads(host: Host) -> Iterator[Hit]:
         return
     if host.adapters() and not on(host, "NCCL_IB_DISABLE") and host.set("NCCL_NET").lower() != "socket":
         return
-    for interface in host.need_chosen():
+    for interface in host.need("interface"):
         file = f"/sys/class/net/{interface}/device/vendor"
-        vendor = host.read_or(file)
+        vendor = host.read(file, "")
         if vendor not in VENDOR_DEFAULTS:
             read = f"{vendor} ({VENDORS.get(vendor, 'other')})" if vendor else "not there"
             yield Hit(
@@ -84,7 +84,7 @@ def socket_unused(host: Host) -> Iterator[Hit]:
     threads = host.whole("NCCL_SOCKET_NTHREADS")
     if not host.whole("NCCL_NSOCKS_PERTHREAD") or threads:
         return
-    vendors = {host.read_or(f"/sys/class/net/{name}/device/vendor") for name in host.chosen()}
+    vendors = {host.read(f"/sys/class/net/{name}/device/vendor", "") for name in host.chosen()}
     if threads == 0 or not vendors & set(VENDOR_DEFAULTS):
         set_to = host.set("NCCL_SOCKET_NTHREADS") or "unset"
         yield Hit(f"{host.where('NCCL_NSOCKS_PERTHREAD')}; NCCL_SOCKET_NTHREADS: {set_to}")
@@ -138,7 +138,7 @@ def hostname_loopback(host: Host) -> Iterator[Hit]:
 
 def rdma_unused(host: Host) -> Iterator[Hit]:
     """NCCL_IB_DISABLE or NCCL_NET=Socket although a device has an active port."""
-    active = f"; active: {', '.join(host.need_adapter())}"
+    active = f"; active: {', '.join(host.need('adapter'))}"
     for hit in variables({"NCCL_IB_DISABLE": "on", "NCCL_NET": ["SOCKET"]})(host):
         yield Hit(hit.evidence + active, hit.about)
 

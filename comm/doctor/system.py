@@ -43,7 +43,7 @@ def _cores(host: Host) -> tuple[float, str]:
     """Return the cores of the container and where that was read."""
     if quotas := _of_groups(host, "cpu", cgroup.core_quota):
         cores, file = min(quotas)
-        return cores, f"{host.name(file)}: {cores:g} cores"
+        return cores, f"{_name(host, file)}: {cores:g} cores"
     for line in host.read("/proc/self/status").splitlines():
         if line.startswith("Cpus_allowed_list:"):
             listed = line.split(":", 1)[1].strip()
@@ -64,7 +64,7 @@ def cpu_throttled(host: Host) -> Iterator[Hit]:
         raise NotSeen("/sys/fs/cgroup/cpu.stat: no such file")
     worst = max(readings, key=lambda reading: reading.share)
     if worst.share > 0.05:
-        yield Hit(f"{host.name(worst.file)}: nr_throttled {worst.throttled} of nr_periods {worst.total}")
+        yield Hit(f"{_name(host, worst.file)}: nr_throttled {worst.throttled} of nr_periods {worst.total}")
 
 
 def memory_limit(host: Host) -> Iterator[Hit]:
@@ -73,7 +73,12 @@ def memory_limit(host: Host) -> Iterator[Hit]:
         raise NotSeen("/sys/fs/cgroup: no such file")
     for used, limit, file in _of_groups(host, "memory", cgroup.memory_use):
         if used > 0.9 * limit:
-            yield Hit(f"{host.name(file)}: {used // _MIB} of {limit // _MIB} MiB without page cache")
+            yield Hit(f"{_name(host, file)}: {used // _MIB} of {limit // _MIB} MiB without page cache")
+
+
+def _name(host: Host, path: Path) -> str:
+    """Return the absolute path that the machine itself has for a path under the root."""
+    return f"/{path.relative_to(host.root)}"
 
 
 def _of_groups(host: Host, controller: str, read: Callable[[Path], T | None]) -> list[T]:
@@ -81,7 +86,7 @@ def _of_groups(host: Host, controller: str, read: Callable[[Path], T | None]) ->
     try:
         readings = [read(folder) for folder in cgroup.groups(controller, host.root)]
     except OSError as error:
-        raise NotSeen(f"{host.name(Path(error.filename))}: {(error.strerror or str(error)).lower()}") from None
+        raise NotSeen(f"{_name(host, Path(error.filename))}: {(error.strerror or str(error)).lower()}") from None
     return [reading for reading in readings if reading is not None]
 
 

@@ -16,7 +16,9 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from accel.comm.layout import Layout
 from accel.comm.ranks import topology
+from accel.comm.ranks.channel import GlooChannel
 from accel.comm.ranks.failure import CommError
+from accel.comm.ranks.object_group import ObjectGroup
 from accel.comm.ranks.topology import Topology
 from accel.profiler.rendezvous import RanksDiverged, Rendezvous
 
@@ -44,7 +46,10 @@ class Binding:
         bare = model if ddp is None else ddp.module
         ignored = ignored_names(model)
         named = [(name, parameter) for name, parameter in bare.named_parameters() if name not in ignored]
-        self._ddp = None if ddp is None else weakref.ref(ddp)
+        self.ddp: Callable[[], nn.parallel.DistributedDataParallel | None] = (
+            (lambda: None) if ddp is None else weakref.ref(ddp)
+        )
+        """Return the DDP module, if it is one and still there."""
         self.kind = kind
         self.group = _group(process_group, ddp, kind)
         self.rank, self.size = self.group.rank(), self.group.size()
@@ -72,7 +77,7 @@ class Binding:
 
     def check_mean(self) -> None:
         """Raise ValueError if gradients are to be divided by another number than that of all ranks."""
-        ddp = None if self._ddp is None else self._ddp()
+        ddp = self.ddp()
         if ddp is not None and divides_by_active(ddp):
             raise ValueError(
                 "DDP hands gradients to a hook without the number of ranks that still have data; leave out "
@@ -97,6 +102,10 @@ class Binding:
         names = tuple(self.names[id(parameter)] for parameter in parameters)
         shapes = tuple(parameter.shape for parameter in parameters)
         return Layout(bucket.index(), names, shapes, bucket.buffer().dtype, bucket.is_last())
+
+    def objects(self, timeout: timedelta) -> ObjectGroup:
+        """Return a new group that exchanges objects between the ranks; every rank makes as many."""
+        return ObjectGroup(GlooChannel(PrefixStore("objects", self.store), range(self.size), self.rank, timeout))
 
     # -- meetings ----------------------------------------------------------------------------------------------------
 

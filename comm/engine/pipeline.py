@@ -15,31 +15,43 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
-import weakref
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from accel.comm.layout import Layout
+from accel.comm.layout import Layout, Piece
+from accel.comm.memory import Slot
 from accel.comm.ranks.channel import Channel, ConnectionBroken
 from accel.comm.ranks.failure import CommError, RankReport, explained
 from accel.profiler.rendezvous import Rendezvous
 from accel.profiler.torch_threads import compute_alone
 
 
-class PipelineJob(Protocol):
+@dataclass
+class BucketJob:
     """One bucket in the pipeline."""
 
     step: int
     layout: Layout
     buffer: Tensor
+    """(layout.numel,): each rank's gradients, at the end their mean."""
+    slot: Slot
     future: torch.futures.Future[Tensor]
+    piece: Piece | None = None
+    cuts: list[int] = field(default_factory=list)
 
     def tensors(self) -> list[Tensor]:
-        """Return the tensors that the next stage will use."""
+        """Return what later stages use."""
+        values: list[Any] = [self.buffer]
+        if self.piece is not None:
+            values.append(self.piece.values)
+            for carried in self.piece.carry.values():
+                values += carried if isinstance(carried, (list, tuple)) else [carried]
+        return [value for value in values if isinstance(value, Tensor)]
 
 
 class PipelineStage(NamedTuple):
@@ -58,6 +70,8 @@ def in_line(device: torch.device) -> bool:
 class Pipeline:
     """Threads that carry out jobs, or none on a GPU, where `submit` issues them.
 
+    The threads hold on to it, and so may callbacks of torch: its owner calls `close` when it is dropped itself.
+
     Args:
         stages: in order, each with a channel of its own.
         failure: where the ranks meet when a stage fails.
@@ -65,95 +79,89 @@ class Pipeline:
     """
 
     def __init__(self, stages: Sequence[PipelineStage], failure: Rendezvous, device: torch.device) -> None:
-        self._line = _Line(list(stages), failure, device)
-        self._in_line = in_line(device)
-        self._threads = [
-            threading.Thread(target=self._line.work, args=(number,), name=f"accel-comm-{number}", daemon=True)
-            for number in range(0 if self._in_line else len(stages))
-        ]
-        for thread in self._threads:
-            thread.start()
-        # Also at the end of the interpreter, where a daemon thread inside of a library call would crash.
-        self.close = weakref.finalize(self, _close, self._line, self._threads)
-        # What callbacks of torch hold on to, in place of the pipeline, which ends when its owner drops it.
-        self.wait: Callable[[], None] = self._line.wait
-        """Wait until all jobs have been issued and, on the CPU, are done; raise CommError if one failed."""
-        self.failed: Callable[[], bool] = self._line.failed
-        """Return whether a job has failed; then all others do."""
-
-    def submit(self, job: PipelineJob) -> None:
-        """Take a job on; its future gets the buffer, or the error."""
-        self._line.begin(job)
-        if self._in_line:
-            self._line.issue(job)
-        else:
-            self._line.queues[0].put(job)
-
-
-class _Line:
-    """What the threads share; they hold no reference to the pipeline, which ends when its owner drops it."""
-
-    def __init__(self, stages: list[PipelineStage], failure: Rendezvous, device: torch.device) -> None:
         self.stages, self.failure = stages, failure
-        self.queues: list[queue.SimpleQueue[PipelineJob | None]] = [queue.SimpleQueue() for _ in stages]
+        self.queues: list[queue.SimpleQueue[BucketJob | None]] = [queue.SimpleQueue() for _ in stages]
         self.error: CommError | None = None
         self.agreed: list[set[Layout]] = [set() for _ in stages]
-        self.under_way: dict[int, PipelineJob] = {}
+        self.under_way: dict[int, BucketJob] = {}
         self.idle = threading.Condition()
         self.failing = threading.Lock()
         self.closing = False
         cuda: Any = torch.cuda
         self.streams = [cuda.Stream(device) for _ in stages] if device.type == "cuda" else []
+        self.threads = [
+            threading.Thread(target=self._work, args=(number,), name=f"accel-comm-{number}", daemon=True)
+            for number in range(0 if in_line(device) else len(stages))
+        ]
+        for thread in self.threads:
+            thread.start()
 
-    def begin(self, job: PipelineJob) -> None:
+    def submit(self, job: BucketJob) -> None:
+        """Take a job on; its future gets the buffer, or the error."""
         with self.idle:
             self.under_way[id(job)] = job
         if self.streams:
             self.streams[0].wait_stream(torch.cuda.current_stream())
+        if self.threads:
+            self.queues[0].put(job)
+            return
+        with torch.no_grad():
+            for number in range(len(self.stages)):
+                self._carry_out(number, job)
+            self._finish(job)
 
     def failed(self) -> bool:
+        """Return whether a job has failed; then all others do."""
         return self.error is not None
 
     def wait(self) -> None:
+        """Wait until all jobs have been issued and, on the CPU, are done; raise CommError if one failed."""
         with self.idle:
             self.idle.wait_for(lambda: not self.under_way)
         if self.error is not None:
             raise self.error
 
-    def work(self, number: int) -> None:
+    def close(self) -> None:
+        """End the threads, whatever they are doing."""
+        if self.under_way:
+            self.closing = True
+            for stage in self.stages:
+                stage.channel.abort()
+        for jobs in self.queues:
+            jobs.put(None)
+        for thread in self.threads:
+            if thread is not threading.current_thread():
+                thread.join()
+        for stage in self.stages:
+            stage.channel.close()
+
+    def _work(self, number: int) -> None:
         """Carry out one stage of each job."""
         compute_alone()
         with torch.no_grad():
             while (job := self.queues[number].get()) is not None:
-                self.carry_out(number, job)
+                self._carry_out(number, job)
                 if number + 1 < len(self.stages):
                     self.queues[number + 1].put(job)
                 else:
-                    self.finish(job)
+                    self._finish(job)
                 del job  # while this thread waits for the next one, it must not keep the state alive
 
-    @torch.no_grad()
-    def issue(self, job: PipelineJob) -> None:
-        """Carry out all stages of a job."""
-        for number in range(len(self.stages)):
-            self.carry_out(number, job)
-        self.finish(job)
-
-    def carry_out(self, number: int, job: PipelineJob) -> None:
+    def _carry_out(self, number: int, job: BucketJob) -> None:
         if self.error is not None:
             return
         stage = self.stages[number]
         try:
-            with self.stream(number, job):
+            with self._stream(number, job):
                 if job.layout not in self.agreed[number]:
                     _agree(job, stage.channel)
                     self.agreed[number].add(job.layout)
                 stage.run(job, stage.channel)
         except Exception as error:
-            self.fail(stage, job, error)
+            self._fail(stage, job, error)
 
     @contextlib.contextmanager
-    def stream(self, number: int, job: PipelineJob) -> Iterator[None]:
+    def _stream(self, number: int, job: BucketJob) -> Iterator[None]:
         """Queue what follows on the stage's stream, after the stage before."""
         if not self.streams:
             yield
@@ -166,7 +174,7 @@ class _Line:
         with torch.cuda.stream(stream):
             yield
 
-    def finish(self, job: PipelineJob) -> None:
+    def _finish(self, job: BucketJob) -> None:
         with self.idle:
             if self.under_way.pop(id(job), None) is None:
                 return  # failed with all others
@@ -179,7 +187,7 @@ class _Line:
         else:
             job.future.set_result(job.buffer)
 
-    def fail_all(self, error: CommError) -> None:
+    def _fail_all(self, error: CommError) -> None:
         """End all jobs, also those that other threads are at: gloo lets go of these when their time is up."""
         with self.idle:
             self.error = error
@@ -189,7 +197,7 @@ class _Line:
         for job in jobs:
             job.future.set_exception(error)  # type: ignore[arg-type]
 
-    def fail(self, stage: PipelineStage, job: PipelineJob, error: Exception) -> None:
+    def _fail(self, stage: PipelineStage, job: BucketJob, error: Exception) -> None:
         with self.failing:
             if self.error is not None:
                 return
@@ -202,25 +210,10 @@ class _Line:
             here = f"rank {self.failure.rank} stopped at {place}: {own.cause}"
             failure = CommError(here if self.closing else explained(self.failure, own))
             failure.__cause__ = error
-            self.fail_all(failure)
+            self._fail_all(failure)
 
 
-def _close(line: _Line, threads: Sequence[threading.Thread]) -> None:
-    """End the threads, whatever they are doing."""
-    if line.under_way:
-        line.closing = True
-        for stage in line.stages:
-            stage.channel.abort()
-    for jobs in line.queues:
-        jobs.put(None)
-    for thread in threads:
-        if thread is not threading.current_thread():
-            thread.join()
-    for stage in line.stages:
-        stage.channel.close()
-
-
-def _agree(job: PipelineJob, channel: Channel) -> None:
+def _agree(job: BucketJob, channel: Channel) -> None:
     """Raise ValueError unless all ranks of the channel have the same bucket; done once for each layout."""
     layout = job.layout
     content = zlib.crc32(repr((layout.names, layout.shapes, str(layout.dtype))).encode())

@@ -15,43 +15,38 @@ together, where a flat ring sends 2 (NG − 1)/(NG) of it: (NG − 1)/(G (N − 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from accel.comm.catalogue import SchemeSettings
 from accel.comm.compressor import Compressor
-from accel.comm.engine.pipeline import PipelineStage
-from accel.comm.layout import Layout, Piece
-from accel.comm.memory import Memory, Slot
+from accel.comm.engine.pipeline import BucketJob, PipelineStage
+from accel.comm.layout import Piece
+from accel.comm.memory import Memory
 from accel.comm.ranks.channel import Channel
+from accel.comm.ranks.topology import Topology
 
 
-@dataclass
-class BucketJob:
-    """One bucket in the pipeline."""
+class Arrangement(NamedTuple):
+    """Which ranks sum with which."""
 
-    step: int
-    layout: Layout
-    buffer: Tensor
-    """(layout.numel,): each rank's gradients, at the end their mean."""
-    slot: Slot
-    future: torch.futures.Future[Tensor]
-    scale: float = 1.0
-    """By what the gradients are too large: that of the GradScaler in use."""
-    piece: Piece | None = None
-    cuts: list[int] = field(default_factory=list)
+    hierarchical: bool
+    within: tuple[int, ...]
+    """Ranks of this host."""
+    across: tuple[int, ...]
+    """All ranks, or by hosts those with the same slice."""
+    ranks: int
+    """Ranks of which the mean is taken."""
 
-    def tensors(self) -> list[Tensor]:
-        """Return what later stages use."""
-        values: list[Any] = [self.buffer]
-        if self.piece is not None:
-            values.append(self.piece.values)
-            for carried in self.piece.carry.values():
-                values += carried if isinstance(carried, (list, tuple)) else [carried]
-        return [value for value in values if isinstance(value, Tensor)]
+
+def arranged(topology: Topology, rank: int, hierarchical: bool) -> Arrangement:
+    """Return the arrangement of a mean over all ranks."""
+    everyone = tuple(range(topology.size))
+    across = topology.across(rank) if hierarchical else everyone
+    return Arrangement(hierarchical, topology.within(rank), across, topology.size)
 
 
 class Reduction:
@@ -127,25 +122,23 @@ class Reduction:
 
 
 def pipeline_stages(
-    compressor: Compressor,
-    reduction: Reduction,
-    hierarchical: bool,
-    within: tuple[int, ...],
-    across: tuple[int, ...],
+    settings: SchemeSettings,
+    arrangement: Arrangement,
+    memory: Memory,
     channel: Callable[[str, tuple[int, ...]], Channel],
 ) -> list[PipelineStage]:
     """Return the stages of a scheme.
 
     Args:
-        compressor: what is sent between the ranks `across`.
-        reduction: what happens around it.
-        hierarchical: sum over the ranks `within` a host first, and gather there in the end.
-        within: ranks of this host.
-        across: all ranks, or by hosts those with the same slice.
+        settings: of the scheme.
+        arrangement: which ranks sum with which.
+        memory: this rank's.
         channel: makes a channel, from a name and its ranks.
     """
+    hierarchical, within, across, ranks = arrangement
+    reduction = Reduction(settings.compressor, settings.fields, memory, ranks)
     stages: list[PipelineStage] = []
-    inner = compressor.stages()
+    inner = settings.compressor.stages()
     if hierarchical:
         stages.append(PipelineStage("sum within the host", reduction.sum_within, channel("sum", within)))
     for number, stage in enumerate(inner):

@@ -2,42 +2,23 @@
 
 from __future__ import annotations
 
+import weakref
 from datetime import timedelta
-from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Variable
 from torch.distributed.distributed_c10d import PrefixStore
 
+from accel.comm.catalogue import SchemeSettings
 from accel.comm.engine.binding import Binding, check_same
-from accel.comm.engine.pipeline import Pipeline, PipelineStage
-from accel.comm.engine.plan import SchemeSettings
-from accel.comm.engine.reduction import BucketJob, Reduction, pipeline_stages
+from accel.comm.engine.pipeline import BucketJob, Pipeline
+from accel.comm.engine.reduction import Arrangement, pipeline_stages
 from accel.comm.layout import Layout
 from accel.comm.memory import Memory
 from accel.comm.ranks.channel import Channel, GlooChannel, NcclChannel
 from accel.comm.ranks.failure import PATIENCE_S
-from accel.comm.ranks.topology import Topology
-
-
-class Arrangement(NamedTuple):
-    """Which ranks sum with which."""
-
-    hierarchical: bool
-    within: tuple[int, ...]
-    """Ranks of this host."""
-    across: tuple[int, ...]
-    """All ranks, or by hosts those with the same slice."""
-    ranks: int
-    """Ranks of which the mean is taken."""
-
-
-def arranged(topology: Topology, rank: int, hierarchical: bool) -> Arrangement:
-    """Return the arrangement of a mean over all ranks."""
-    everyone = tuple(range(topology.size))
-    across = topology.across(rank) if hierarchical else everyone
-    return Arrangement(hierarchical, topology.within(rank), across, topology.size)
 
 
 class Route:
@@ -65,30 +46,45 @@ class Route:
         memory: Memory,
         timeout: timedelta,
     ) -> None:
-        self.settings, self._size = settings, binding.size
-        self.notes_finite = bool(settings.fields) or not settings.compressor.lossless
-        """Whether the stages note in the memory whether the mean is finite."""
+        self.settings, self._memory = settings, memory
         self._taken: set[Layout] = set()
-        self._waiting: list[BucketJob] = []
-        """Buckets of a step whose compressor must see all of them first."""
         rendezvous = binding.rendezvous(f"{number}/meeting", timeout.total_seconds())
         own = {name: repr(value) if name == "compressor" else value for name, value in settings._asdict().items()}
         binding.agree(rendezvous, own, lambda described: check_same(described, binding.kind))
         store = PrefixStore(f"{number}", binding.store)
-        stages = _stages(settings, arrangement, binding, memory, timeout, store)
+        kind: type[GlooChannel] | type[NcclChannel] = NcclChannel if binding.device.type == "cuda" else GlooChannel
+
+        def channel(name: str, ranks: tuple[int, ...]) -> Channel:
+            return kind(PrefixStore(f"{name}/{ranks[0]}", store), ranks, binding.rank, timeout)
+
+        stages = pipeline_stages(settings, arrangement, memory, channel)
         # A rank that continued, and perhaps closed at once, would cut off those that are still connecting.
         binding.agree(rendezvous, None, lambda everyone: None)
         failure = binding.rendezvous(f"{number}/failure", PATIENCE_S)
         self._pipeline = Pipeline(stages, failure, binding.device)
+        # Also at the end of the interpreter, where a daemon thread inside of a library call would crash.
+        self.close = weakref.finalize(self, self._pipeline.close)
+        """End the threads and free the groups; what is under way breaks off."""
+        self.submit = self._pipeline.submit
+        """Send a bucket through the stages outside of a backward pass; its future gets the mean, or the error."""
+        self.wait = self._pipeline.wait
+        """Wait until all buckets are through; raise CommError if one failed."""
 
-    def has_taken(self, layout: Layout) -> bool:
-        """Return whether buckets of a layout have been taken before."""
-        return layout in self._taken
+    def job(self, bucket: dist.GradBucket, layout: Layout, step: int) -> BucketJob:  # type: ignore[name-defined]
+        """Return a bucket with the memory of its parameters and the future of its mean.
 
-    def take(self, layout: Layout) -> None:
-        """Take buckets of a layout from now on, or raise ValueError if the compressor can't handle them."""
-        self.settings.compressor.check(layout)
-        self._taken.add(layout)
+        Raises:
+            ValueError: if the compressor can't handle buckets of this layout.
+        """
+        buffer = bucket.buffer()
+        if layout not in self._taken:
+            if reason := unfit(bucket):
+                raise ValueError(reason.format(name=layout.names[0]))
+            assert layout.numel == buffer.numel(), "parameters don't lie end to end"
+            self.settings.compressor.check(layout)
+            self._taken.add(layout)
+        done: torch.futures.Future[Tensor] = torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else [])
+        return BucketJob(step, layout, buffer, self._memory.slot(layout), done)
 
     def average(self, job: BucketJob) -> torch.futures.Future[Tensor]:
         """Send a bucket through the stages during a backward pass; the future gets its mean."""
@@ -100,48 +96,17 @@ class Route:
         joined = torch._C._current_graph_task_id() == -1
         if not joined:
             engine.queue_callback(lambda: engine.queue_callback(wait))
-        for ready in self._ready(job):
-            self._pipeline.submit(ready)
+        self._pipeline.submit(job)
         return job.future if joined else job.future.then(lambda future: buffer if failed() else future.value())
 
-    def _ready(self, job: BucketJob) -> list[BucketJob]:
-        """Return the buckets to be sent now: this one, or all after the last where the compressor asks for it."""
-        compressor = self.settings.compressor
-        if not compressor.needs_whole_step:
-            return [job]
-        self._waiting = [job] if job.layout.index == 0 else [*self._waiting, job]
-        if not job.layout.is_last:
-            return []
-        complete, self._waiting = self._waiting, []
-        compressor.whole_step([bucket.buffer for bucket in complete], self._size, job.scale)
-        return complete
 
-    def submit(self, job: BucketJob) -> None:
-        """Send a bucket through the stages outside of a backward pass; its future gets the mean, or the error."""
-        self._pipeline.submit(job)
-
-    def wait(self) -> None:
-        """Wait until all buckets are through; raise CommError if one failed."""
-        self._pipeline.wait()
-
-    def close(self) -> None:
-        """End the threads and free the groups; what is under way breaks off."""
-        self._pipeline.close()
-
-
-def _stages(
-    settings: SchemeSettings,
-    arrangement: Arrangement,
-    binding: Binding,
-    memory: Memory,
-    timeout: timedelta,
-    store: Any,
-) -> list[PipelineStage]:
-    reduction = Reduction(settings.compressor, settings.fields, memory, arrangement.ranks)
-    kind: type[GlooChannel] | type[NcclChannel] = NcclChannel if binding.device.type == "cuda" else GlooChannel
-
-    def channel(name: str, ranks: tuple[int, ...]) -> Channel:
-        return kind(PrefixStore(f"{name}/{ranks[0]}", store), ranks, binding.rank, timeout)
-
-    hierarchical, within, across, _ = arrangement
-    return pipeline_stages(settings.compressor, reduction, hierarchical, within, across, channel)
+def unfit(bucket: dist.GradBucket) -> str:  # type: ignore[name-defined]
+    """Return why no scheme can take a bucket, with room for the {name} of a parameter; '' if one can."""
+    buffer = bucket.buffer()
+    if buffer.layout != torch.strided:
+        return "gradients must be dense, got a sparse one of {name!r}; use Embedding(sparse=False)"
+    # Since torch 2.13 complex gradients lie in a bucket of real ones, two for each element of their parameters.
+    dtypes = [buffer.dtype, *(parameter.dtype for parameter in bucket.parameters() if parameter.is_complex())]
+    if not all(dtype.is_floating_point for dtype in dtypes):
+        return f"gradients must be real floating point, got {dtypes[-1]} of {{name!r}}; use no hook"
+    return ""

@@ -6,7 +6,7 @@ Of PyTorch's internals this reads a module's groups of parameters and their padd
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,6 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from accel.comm.layout import Layout
-from accel.comm.memory import Memory
 
 
 @dataclass
@@ -27,8 +26,6 @@ class ShardGroup:
     name: str
     module: FSDPModule
     layout: Layout
-    memory: Memory = field(default_factory=Memory)
-    """Of its own: modules come in the order of backward, not of their numbers."""
     checked: set[Layout] = field(default_factory=set)
 
     @property
@@ -119,25 +116,3 @@ def contents(model: nn.Module) -> int:
             values = local.detach().contiguous().view(-1).view(torch.uint8)
             total = zlib.crc32(f"{name}{values.sum(dtype=torch.int64).item()}".encode(), total)
     return total
-
-
-def join(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the states of memories with different parameters as one."""
-    joined: dict[str, Any] = {**states[0], "own": {}, "shared": {}}
-    for state in states:
-        for kind in ("own", "shared"):
-            for name, values in state[kind].items():
-                joined[kind].setdefault(name, {}).update(values)
-    return joined
-
-
-def part(state: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    """Return a state with some parameters alone."""
-    selected = dict(state)
-    for kind in ("own", "shared"):
-        fields = state.get(kind, {})
-        selected[kind] = {
-            field_name: {name: fields[field_name][name] for name in names if name in fields[field_name]}
-            for field_name in fields
-        }
-    return selected

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from accel.comm.catalogue import Scheme
 from accel.comm.compressor import Exact
-from accel.comm.engine.reduction import BucketJob
-from accel.comm.engine.route import Arrangement, arranged
+from accel.comm.engine.pipeline import BucketJob
+from accel.comm.engine.reduction import Arrangement, arranged
 from accel.comm.hooks import CommState
 from accel.comm.layout import Layout
 
@@ -44,10 +44,15 @@ class HostMean(CommState):
 class WeightMean(CommState):
     """Replaces tensors by their means over all ranks, the same bits on each."""
 
-    exchanges_objects = True
-
     def __init__(self, model: nn.Module, process_group: dist.ProcessGroup | None, timeout: timedelta) -> None:
         super().__init__(model, Exact(), process_group=process_group, timeout=timeout)
+        self.objects = self.binding.objects(timeout)
+
+    def close(self) -> None:
+        """End threads and groups."""
+        if self.is_open:
+            self.objects.close()
+        super().close()
 
     def arrangement(self, scheme: Scheme) -> Arrangement:
         """Return all ranks, by hosts where that pays."""
@@ -67,7 +72,7 @@ class WeightMean(CommState):
             named: floating-point tensors of one device, by names; the same on every rank.
             step: for messages.
         """
-        route = self.route(self.scheme)
+        route = self.route()
         under_way: deque[tuple[_Bucket, BucketJob]] = deque()
         for bucket in _buckets(named):
             whole = torch.cat([tensor.reshape(-1) for tensor in bucket.tensors])

@@ -1,8 +1,8 @@
 """The optimizer under local SGD: its float32 master weights, and one state for all ranks at the end of local steps.
 
-Moments are averaged. Counts of steps, which differ where GradScaler skipped, have no mean that an optimizer could use:
-all get those of the first rank that has them. So it is with all of a parameter's state where that holds more than
-floating-point tensors and numbers: 8-bit codes mean nothing without the scales they were made with.
+Moments are averaged. Counts of steps have no mean that an optimizer could use: all get those of the first rank that has
+a state of the parameter. So it is with all of a parameter's state where that holds more than floating-point tensors and
+numbers: 8-bit codes mean nothing without the scales they were made with.
 
 Where the optimizer keeps masters of 16-bit parameters, these are averaged, and the parameters that they round to
 follow. Steps that 16 bits have no room for are in the masters alone: if the parameters were averaged, each rank's
@@ -20,9 +20,6 @@ from torch.utils._pytree import tree_map_only
 
 from accel.comm.periodic.local_mean import Named
 from accel.comm.ranks.object_group import ObjectGroup
-
-Key = tuple[str, str]
-"""Name of a parameter, and of a field of its state."""
 
 
 class _Mean(NamedTuple):
@@ -57,39 +54,40 @@ def same_state(
     Raises:
         ValueError: if ranks have tensors of different shapes or dtypes in one place.
     """
-    state = {name: optimizer.state[parameter] for name, parameter in parameters.items() if parameter in optimizer.state}
-    by_rank = objects.gather(
-        {key: content for name, fields in state.items() for key, content in _contents(name, fields, parameters)}
-    )
-    owners: dict[Key, int] = {}
+    state = optimizer.state
+    own = {name: _contents(state.get(one, {}), one) for name, one in parameters.items()}
+    by_rank = objects.gather({name: contents for name, contents in own.items() if contents})
+    owners: dict[str, int] = {}
     for rank, theirs in enumerate(by_rank):
-        for key in theirs:
-            owners.setdefault(key, rank)
-    order = {name: number for number, name in enumerate(parameters)}
-    keys = sorted(owners, key=lambda key: (order[key[0]], key[1]))
-    for name, _ in keys:
-        state.setdefault(name, optimizer.state[parameters[name]])
-    means = {key: _agreed(key, [theirs[key] for theirs in by_rank if key in theirs]) for key in keys}
-    for (name, field), mean in means.items():
-        if mean is not None and field not in state[name]:  # no step yet
-            state[name][field] = torch.zeros(mean.shape, dtype=mean.dtype, device=parameters[name].device)
-    average([(f"{name}/{field}", state[name][field]) for (name, field), mean in means.items() if mean is not None])
-    _adopt(state, {key: owners[key] for key, mean in means.items() if mean is None}, parameters, objects)
+        for name, fields in theirs.items():
+            _check_alike(name, by_rank[owners.setdefault(name, rank)][name], fields)
+    means: list[tuple[str, Tensor]] = []
+    sent: dict[str, dict[str, Any]] = {}
+    for name, parameter in parameters.items():
+        for field, mean in by_rank[owners[name]][name].items() if name in owners else ():
+            if mean is not None:
+                if field not in state[parameter]:  # no step yet
+                    state[parameter][field] = torch.zeros(mean.shape, dtype=mean.dtype, device=parameter.device)
+                means.append((f"{name}/{field}", state[parameter][field]))
+            elif owners[name] == objects.rank:
+                sent.setdefault(name, {})[field] = _packed(state[parameter][field])
+    average(means)
+    for rank, theirs in enumerate(objects.gather(sent)):
+        for name, fields in theirs.items() if rank != objects.rank else ():
+            for field, value in fields.items():
+                _adopt(state[parameters[name]], field, value, parameters[name].device)
     _adopt_options(optimizer, objects)
 
 
-def _contents(
-    name: str, state: Mapping[str, Any], parameters: Mapping[str, nn.Parameter]
-) -> list[tuple[Key, _Mean | None]]:
-    """Return what a parameter's state holds, None for what is not averaged."""
+def _contents(state: Mapping[str, Any], parameter: nn.Parameter) -> dict[str, _Mean | None]:
+    """Return what a parameter's state holds but for master weights, None for what is not averaged."""
     simple = all(_is_dense(value) or value is None or isinstance(value, int | float | str) for value in state.values())
-    dims = min(parameters[name].dim(), 1)  # of a scalar, moments are scalars too
-    contents: list[tuple[Key, _Mean | None]] = []
+    dims = min(parameter.dim(), 1)  # of a scalar, moments are scalars too
+    contents: dict[str, _Mean | None] = {}
     for field, value in state.items():
-        if is_master(field, parameters[name]):
-            continue  # averaged with the weights
         averaged = simple and _is_dense(value) and field != "step" and value.dim() >= dims
-        contents.append(((name, field), _Mean(tuple(value.shape), value.dtype) if averaged else None))
+        if not is_master(field, parameter):  # these are averaged with the weights
+            contents[field] = _Mean(tuple(value.shape), value.dtype) if averaged else None
     return contents
 
 
@@ -98,39 +96,27 @@ def _is_dense(value: Any) -> bool:
     return type(value) in (Tensor, nn.Parameter) and value.is_floating_point() and value.layout == torch.strided
 
 
-def _agreed(key: Key, contents: list[_Mean | None]) -> _Mean | None:
-    if len(set(contents)) > 1:
-        name, field = key
-        got = " and ".join(sorted(map(_described, set(contents))))
-        raise ValueError(
-            f"ranks must have the same optimizer state, got {got} as {field!r} of {name!r}; make the optimizer "
-            "alike on every rank, and load checkpoints on all or on none"
-        )
-    return contents[0]
+def _check_alike(name: str, first: Mapping[str, _Mean | None], other: Mapping[str, _Mean | None]) -> None:
+    for field in first.keys() | other.keys():
+        if first.get(field) != other.get(field):
+            got = " and ".join(sorted({_described(fields.get(field)) for fields in (first, other)}))
+            raise ValueError(
+                f"ranks must have the same optimizer state, got {got} as {field!r} of {name!r}; make the optimizer "
+                "alike on every rank, and load checkpoints on all or on none"
+            )
 
 
 def _described(mean: _Mean | None) -> str:
-    return "something that has no mean" if mean is None else f"{mean.dtype} of shape {mean.shape}"
+    return "nothing that has a mean" if mean is None else f"{mean.dtype} of shape {mean.shape}"
 
 
-def _adopt(
-    state: Mapping[str, dict[str, Any]],
-    owners: Mapping[Key, int],
-    parameters: Mapping[str, nn.Parameter],
-    objects: ObjectGroup,
-) -> None:
-    """Take each field over from its owner."""
-    by_rank = objects.gather(
-        {(name, field): _packed(state[name][field]) for (name, field), rank in owners.items() if rank == objects.rank}
-    )
-    for (name, field), rank in owners.items():
-        if rank == objects.rank:
-            continue
-        sent, own = by_rank[rank][name, field], state[name].get(field)
-        if isinstance(sent, _Sent) and type(own) is Tensor and own.shape == sent.values.shape:
-            own.copy_(sent.values)
-        else:
-            state[name][field] = _unpacked(sent, parameters[name].device)
+def _adopt(state: dict[str, Any], field: str, value: Any, device: torch.device) -> None:
+    """Take a field over from its owner."""
+    own = state.get(field)
+    if isinstance(value, _Sent) and type(own) is Tensor and own.shape == value.values.shape:
+        own.copy_(value.values)
+    else:
+        state[field] = _unpacked(value, device)
 
 
 def _adopt_options(optimizer: torch.optim.Optimizer, objects: ObjectGroup) -> None:

@@ -22,8 +22,7 @@ from accel.comm.cost_model.cost import Network
 from accel.comm.cost_model.prediction import Choice, choose, costs_of
 from accel.comm.cost_model.probe import probe
 from accel.comm.ranks.failure import CommError
-from accel.comm.selection.planner import Planner
-from accel.comm.selection.registration import why_not
+from accel.comm.selection.planner import Planner, why_not
 
 WATCH = 5
 """Plain steps that must have been recorded before anything is predicted."""
@@ -40,7 +39,7 @@ class NoOffer(Exception):
 
 
 class SchemeOffers(Planner):
-    """Offers of schemes for one DDP module: a plan is switched on and off from outside, at step boundaries.
+    """Offers of schemes for one DDP module: one is switched on and off from outside, at step boundaries.
 
     Args:
         ddp: the module, on every rank.
@@ -71,7 +70,7 @@ class SchemeOffers(Planner):
         self._on.pop(level, None)
         self._on[level] = number
         if self._network is None:
-            self._network = probe(self.topology, self.device)
+            self._network = probe(self.topology, self.binding.device)
         self.put_on()
         self.use_offer()
 
@@ -80,32 +79,26 @@ class SchemeOffers(Planner):
         self._on.pop(level, None)
         if self._on:
             self.use_offer()
-            return
-        self.registration.rebucket(self._cap_mb)
-        if self.choices:
+        elif self.choices:
             self.take_off()
         else:
-            self.use(())
+            self.use(None)
 
     def use_offer(self) -> None:
         """Use the offer of the last of the levels that are on; DDP's own until there is one."""
         level, number = list(self._on.items())[-1]
         if not self._is_predicted(level):
             self.recorder.on = True
-            self.use(())
+            self.use(None)
             return
-        options = self.choices[level].candidates
-        if not options:
-            raise NoOffer(_nothing(self.choices[level]))
-        self._use(options[min(number, len(options) - 1)])
-
-    def _use(self, option: Option) -> None:
-        self.switch_to(option)
-        self.release(option.plan)  # of schemes tried before
-        if any(option.plan):
-            self.put_on()
-        else:
-            self.take_off_later()
+        choice = self.choices[level]
+        if not choice.candidates:
+            raise NoOffer(
+                f"gradients are left as they are: a step takes {choice.plain_s * 1e3:.1f} ms, {choice.best_predicted}"
+            )
+        self.use(choice.candidates[min(number, len(choice.candidates) - 1)].scheme)
+        self.release()  # of schemes tried before
+        self.put_on()
 
     def free(self) -> None:
         """Give up what is not in use; everything, with the hook, where no level is on."""
@@ -122,23 +115,22 @@ class SchemeOffers(Planner):
         """Predict, if enough plain steps have been watched; they are the same on every rank."""
         if level in self.choices:
             return True
-        if len(self.recorder.times) < WATCH and not self.choices:
+        if len(self.recorder) < WATCH and not self.choices:
             return False
         assert self._network is not None
         schemes = allowed(level, by_hosts=self.topology.by_hosts_pays)
         costs = costs_of(schemes, self.facts, self.objects)
-        observed = self.recorder.times.observed()
-        self.choices[level] = choose(observed, self.facts, self._network, costs, self.objects)
+        self.choices[level] = choose(self.recorder.observed(), self.facts, self._network, costs, self.objects)
         self.recorder.on = False
         return True
 
     def between_steps(self) -> None:
         """Make up for a prediction that could not be made when a level was switched on."""
-        if self._on and not self.choices and len(self.recorder.times) >= WATCH:
+        if self._on and not self.choices and len(self.recorder) >= WATCH:
             try:
                 self.use_offer()
             except (NoOffer, CommError):  # raised on every rank; within backward it would end the training
-                self.use(())
+                self.use(None)
 
     def about_as_fast(self, level: str) -> list[Option]:
         """Return what the model can't distinguish from the best of a level; nothing until there is a prediction."""
@@ -153,14 +145,6 @@ class SchemeOffers(Planner):
         option = options[min(number, len(options) - 1)]
         plain_s = self.choices[level].plain_s
         return f"{option}, predicted {option.step_s * 1e3:.1f} ms in place of {plain_s * 1e3:.1f} ms"
-
-
-def _nothing(choice: Choice) -> str:
-    best = next((option for option in choice.options if any(option.plan)), None)
-    why = (
-        "no scheme is allowed" if best is None else f"the best, {best}, is predicted to take {best.step_s * 1e3:.1f} ms"
-    )
-    return f"gradients are left as they are: a step takes {choice.plain_s * 1e3:.1f} ms, {why}"
 
 
 _offers: weakref.WeakKeyDictionary[nn.Module, SchemeOffers] = weakref.WeakKeyDictionary()

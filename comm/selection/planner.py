@@ -1,11 +1,13 @@
-"""The hook of a policy: it looks at steps, and changes the plan of an engine between two of them.
+"""The hook of a policy: it looks at steps, and changes the scheme of an engine between two of them.
 
-Off, it does what DDP does without a hook, to the bit. DDP itself keeps a hook for good.
+Off, it does what DDP does without a hook, to the bit. DDP itself keeps a hook for good; see
+`accel.comm.selection.reducer`.
 """
 
 # No `from __future__ import annotations`: DDP compares the hook's annotations with the classes themselves.
 
 import weakref
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -14,18 +16,18 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from accel.comm.cost_model.choice import Option
 from accel.comm.cost_model.prediction import BucketFacts
+from accel.comm.engine.binding import divides_by_active, why_no_steps
 from accel.comm.engine.gradient_engine import Averaged, GradientEngine
 from accel.comm.hooks import hook
 from accel.comm.selection.recorder import StepRecorder
-from accel.comm.selection.registration import Registration, why_not
+from accel.comm.selection.reducer import unhook
 
 
 class Planner(GradientEngine):
-    """Base of policies: an engine that calls `between_steps` before each step, where its plan may change.
+    """Base of policies: an engine that calls `between_steps` before each step, where its scheme may change.
 
-    Every rank of DDP's process group makes one for the same module, and changes plans before the same steps.
+    Every rank of DDP's process group makes one for the same module, and changes schemes before the same steps.
 
     Args:
         ddp: the module.
@@ -40,7 +42,6 @@ class Planner(GradientEngine):
     """
 
     kind = "Planner"
-    exchanges_objects = True
 
     def __init__(
         self,
@@ -68,39 +69,28 @@ class Planner(GradientEngine):
             raise ValueError(reason)
         assert isinstance(model, DistributedDataParallel)
         self.close()
-        self.registration = Registration(model)
         super().bind(model, model.process_group, scaler=scaler)
-        self.recorder = StepRecorder(self.device)
-        self._cap_mb = self.registration.cap_mb
-
-    @property
-    def device(self) -> torch.device:
-        """Return the device of the gradients."""
-        return self.binding.device
+        self.objects = self.binding.objects(self.timeout)
+        self.recorder = StepRecorder(self.binding.device)
+        self._unhooked: Callable[[], Any] = lambda: None
+        """The reducer that the hook was taken off with."""
 
     @property
     def facts(self) -> BucketFacts:
         """Return what is known of the buckets of the last recorded step."""
-        module = self.registration
-        views, can_resize = module.gradients_are_views, module.can_rebucket
-        return BucketFacts(self.recorder.layouts, self.topology, self.device, views, module.cap_mb, can_resize)
+        ddp = self.binding.ddp()
+        views = ddp is not None and bool(ddp.gradient_as_bucket_view)
+        return BucketFacts(self.recorder.layouts, self.topology, self.binding.device, views)
 
     def close(self) -> None:
         """End threads and groups; the hook is DDP's own all-reduce from then on."""
-        self.use(())
+        self.use(None)
         if self.is_open:
             self.recorder.on = False
+            self.objects.close()
         super().close()
 
     # -- steps -------------------------------------------------------------------------------------------------------
-
-    def switch_to(self, option: Option) -> bool:
-        """Let gradients go by an option from the next step on; return whether buckets change for it."""
-        cap_mb = option.cap_mb or self._cap_mb
-        changes = cap_mb != self.registration.cap_mb
-        self.registration.rebucket(cap_mb)
-        self.use(option.plan)
-        return changes
 
     def between_steps(self) -> None:
         """Decide what comes next; called before the first bucket of each step, on every rank."""
@@ -116,29 +106,44 @@ class Planner(GradientEngine):
     # -- the hook ----------------------------------------------------------------------------------------------------
 
     def put_on(self) -> None:
-        """Register the hook, unless it is on; every rank before the same step."""
-        self.registration.put_on(self, hook)
+        """Register the hook, unless one is on; every rank before the same step."""
+        ddp = self.binding.ddp()
+        if ddp is None or ddp._comm_hooks:
+            return
+        if self._unhooked() is ddp.reducer:
+            # The guard restores module attributes, which can restore the reducer that still has the hook.
+            ddp._comm_hooks.append((hook, self))
+        else:
+            ddp.register_comm_hook(self, hook)
 
     def take_off(self) -> bool:
         """Leave the module as if it had never had a hook; on every rank, while no backward pass is under way.
 
         Returns:
-            False where DDP can't do without (see `accel.comm.selection.reducer`): the hook stays on as DDP's own
-            all-reduce.
+            False where the hook that is on is not this one's, and where DDP can't do without (see
+            `accel.comm.selection.reducer`): it then stays on as DDP's own all-reduce.
         """
-        self.use(())
-        return self.registration.take_off(self)
+        self.use(None)
+        ddp = self.binding.ddp()
+        if ddp is None or not ddp._comm_hooks or ddp._comm_hooks[0][1] is not self:
+            return False
+        self._unhooked = weakref.ref(ddp.reducer)
+        return unhook(ddp)
 
     def take_off_later(self) -> None:
-        """Take the hook off before the next forward pass, unless a scheme is wanted by then."""
-        self.use(())
-        own = weakref.ref(self)
+        """Take the hook off before the next forward pass of training, unless a scheme is wanted by then."""
+        self.use(None)
+        own, ddp = weakref.ref(self), self.binding.ddp()
+        assert ddp is not None, "its own hook outlives a module only within a step"
 
-        def begin() -> None:
-            if (state := own()) is not None and not state.wanted:
+        def about_to_begin(module: Any, inputs: Any) -> None:
+            if not (module.training and torch.is_grad_enabled()):
+                return
+            handle.remove()
+            if (state := own()) is not None and state.wanted is None:
                 state.take_off()
 
-        self.registration.before_forward(begin)
+        handle = ddp.register_forward_pre_hook(about_to_begin)
 
     # -- saving ------------------------------------------------------------------------------------------------------
 
@@ -151,3 +156,16 @@ class Planner(GradientEngine):
         self.load_state_dict(state.pop("saved"))
         self.loss_scale.in_use = state.pop("scaled", False)
         self.__dict__.update(state)
+
+
+def why_not(ddp: object, own: object = None) -> str:
+    """Return why a module can't have a hook, '' if it can, or has that of the state `own`."""
+    if not isinstance(ddp, DistributedDataParallel):
+        return f"the model must be a DistributedDataParallel module, got {type(ddp).__name__}; wrap it first"
+    if ddp._comm_hooks and (own is None or ddp._comm_hooks[0][1] is not own):
+        given = ddp._comm_hooks[0][0]
+        name = getattr(given, "__qualname__", type(given).__name__)
+        return f"the model must have no communication hook yet, got {name}; DDP keeps one for good: leave it out"
+    if divides_by_active(ddp):
+        return "gradients must be divided by the number of all ranks, got join(divide_by_initial_world_size=False)"
+    return why_no_steps(ddp)

@@ -1,24 +1,18 @@
-"""Give a DDP module a new reducer: without its communication hook, or with buckets of another size.
+"""Give a DDP module a new reducer: one without its communication hook.
 
-DDP has a call for neither, but makes a new reducer when it is unpickled. That takes 8 ms for 100 MB; buckets are made
-again over the next two steps. A hook that does what DDP does costs a pass over the gradients: without one, DDP divides
-while it copies them into buckets. So where nothing is to be changed the hook goes.
+DDP has no call for it, but makes a new reducer when it is unpickled. That takes 8 ms for 100 MB; buckets are made again
+over the next two steps. A hook that does what DDP does costs a pass over the gradients: without one, DDP divides while
+it copies them into buckets. So where nothing is to be changed the hook goes.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import weakref
 from typing import Any
 
 from torch.distributed.utils import _verify_param_shape_across_processes
 from torch.nn.parallel import DistributedDataParallel
 
-_PARTS = ("_ddp_init_helper", "_build_params_for_reducer", "_build_debug_param_to_name_mapping", "bucket_bytes_cap")
-_MB = 1 << 20
-_SIZES = ("_bucket_config", "bucket_bytes_cap", "bucket_bytes_cap_default")
-_made: weakref.WeakKeyDictionary[DistributedDataParallel, dict[str, Any]] = weakref.WeakKeyDictionary()
-"""What sizes modules were made with, of those that got others since."""
+_PARTS = ("_ddp_init_helper", "_build_params_for_reducer", "_build_debug_param_to_name_mapping")
 
 
 def is_renewable(ddp: DistributedDataParallel) -> bool:
@@ -38,12 +32,6 @@ def is_renewable(ddp: DistributedDataParallel) -> bool:
     return not holds_more and all(hasattr(ddp, part) for part in _PARTS)
 
 
-def is_as_made(ddp: DistributedDataParallel) -> bool:
-    """Return whether a module has the buckets that it was made with."""
-    made = _made.get(ddp)
-    return made is None or all(vars(ddp).get(name) == size for name, size in made.items())
-
-
 def go_over_to(ddp: DistributedDataParallel, group: Any) -> None:
     """Make a module as if it had been made with another process group; on every rank of that.
 
@@ -52,7 +40,7 @@ def go_over_to(ddp: DistributedDataParallel, group: Any) -> None:
     another: in the first step gradients are added up that are not of the same parameters (torch 2.13).
 
     Args:
-        ddp: a module that is renewable, without a hook, and as it was made.
+        ddp: a module that is renewable, and without a hook.
         group: the process group.
     """
     ddp.process_group = group
@@ -75,56 +63,6 @@ def unhook(ddp: DistributedDataParallel) -> bool:
     ddp._comm_hooks.clear()
     _renew(ddp)
     return True
-
-
-def cap_mb(ddp: DistributedDataParallel) -> float:
-    """Return the size of buckets, as `bucket_cap_mb` of DDP."""
-    return float(ddp.bucket_bytes_cap) / _MB
-
-
-def is_rebucketable(ddp: DistributedDataParallel) -> bool:
-    """Return whether a module can get buckets of another size: it is renewable, and all but the first have one size."""
-    config = getattr(ddp, "_bucket_config", None)  # since torch 2.13
-    return is_renewable(ddp) and not (config is not None and config.per_bucket_bytes_caps)
-
-
-def rebucket(ddp: DistributedDataParallel, bucket_cap_mb: float) -> bool:
-    """Make a module as if it had got another `bucket_cap_mb`; on every rank, while no backward pass is under way.
-
-    The first bucket is of 1 MB at most, as DDP makes it by itself; with the size that the module was made with, it is
-    what it was. A hook stays.
-
-    Args:
-        ddp: the module.
-        bucket_cap_mb: size of buckets, MiB, positive.
-
-    Returns:
-        False, and nothing has changed, unless it is rebucketable.
-
-    Raises:
-        ValueError: if the size is not positive.
-    """
-    if not bucket_cap_mb > 0:
-        raise ValueError(f"bucket_cap_mb must be positive, got {bucket_cap_mb}")
-    if not is_rebucketable(ddp):
-        return False
-    cap = round(bucket_cap_mb * _MB)
-    made = _made.setdefault(ddp, {name: vars(ddp)[name] for name in _SIZES if name in vars(ddp)})
-    vars(ddp).update(made if cap == made["bucket_bytes_cap"] else _sizes(made, cap))
-    hooks = list(ddp._comm_hooks)
-    ddp._comm_hooks.clear()
-    _renew(ddp)
-    for hook, state in hooks:
-        ddp.register_comm_hook(state, hook)
-    return True
-
-
-def _sizes(made: dict[str, Any], cap: int) -> dict[str, Any]:
-    sizes = {"bucket_bytes_cap": cap, "bucket_bytes_cap_default": cap > _MB}
-    if (config := made.get("_bucket_config")) is not None:
-        first = min(_MB, cap)
-        sizes["_bucket_config"] = dataclasses.replace(config, bucket_bytes_cap=cap, first_bucket_bytes_cap=first)
-    return sizes
 
 
 def _renew(ddp: DistributedDataParallel) -> None:

@@ -16,12 +16,10 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 import accel
 from accel import entry, strategies
 from accel.comm.catalogue import CATALOGUE, Entry
-from accel.comm.cost_model.choice import Option, describe
 from accel.comm.cost_model.prediction import Choice
 from accel.comm.selection import offers
 from accel.comm.selection.offers import known_offers
 from accel.comm.selection.planner import Planner
-from accel.comm.selection.reducer import cap_mb
 from accel.search import controller
 from accel.strategies.base import NothingHelps
 from accel.strategies.gradient_compression import GradientCompression
@@ -43,7 +41,7 @@ def _play(entries: dict[str, tuple[float, str]], slow: bool) -> None:
     if slow:
         _slow_plain()
         # Only the hook is slow here: without one, trials would compare with a fast network.
-        Planner.take_off = lambda self: bool(self.use(()))  # type: ignore[method-assign]
+        Planner.take_off = lambda self: bool(self.use(None))  # type: ignore[method-assign]
     byte_s = SLOW_S / 50_000 if slow else 1e-12
     offers.probe = lambda topology, device: played_network(topology.size, byte_s)  # type: ignore[assignment]
 
@@ -100,14 +98,14 @@ def optimized(rank: int, world: int, entries: dict[str, tuple[float, str]], slow
         steps = loop.train(MOST_STEPS, stop=True)
     report = accel.explain(loop.model)
     known = known_offers(loop.model)
-    plan = () if known is None else known.plan
+    scheme = None if known is None else known.scheme
     session = entry.MODELS[loop.model].session
     found = {
         "steps": steps,
         "rows": {row.name: (row.status, row.why, row.setting) for row in report.rows if row.name in mine},
         "plan": report.plan,
         "active": session.active,
-        "way": describe(plan or (None,)),
+        "way": str(scheme or "plain"),
         "same": same_everywhere(loop.weights()),
         "hooks": len(loop.model._comm_hooks),
         "printed": told.getvalue(),
@@ -116,7 +114,7 @@ def optimized(rank: int, world: int, entries: dict[str, tuple[float, str]], slow
     loop.train(3, stop=False)
     found["same after undo"] = same_everywhere(loop.weights())
     found["hooks after undo"] = len(loop.model._comm_hooks)
-    found["plan after undo"] = () if known is None else known.plan
+    found["plan after undo"] = None if known is None else known.scheme
     found["open after undo"] = known is not None and known.is_open
     return found
 
@@ -124,7 +122,7 @@ def optimized(rank: int, world: int, entries: dict[str, tuple[float, str]], slow
 def by_hand(rank: int, world: int) -> dict[str, Any]:
     """Switch two strategies on and off as trials do, with what the guard does in between, against a plain twin."""
     _play({"quick": (0.0, "reduced"), "small": (0.0, "lossy")}, slow=False)
-    Choice.candidates = property(lambda self: [one for one in self.options if any(one.plan)])  # type: ignore[assignment]
+    Choice.candidates = property(lambda self: [one for one in self.options if one.scheme is not None])  # type: ignore[assignment]
     loop, twin = Loop(rank), Loop(rank)
     run: Any = type("Run", (), {"model": loop.model, "world_size": world, "cuda": False})()
     half, lossy = GradientHalf(), GradientCompression()
@@ -134,7 +132,7 @@ def by_hand(rank: int, world: int) -> dict[str, Any]:
         for _ in range(count):
             loop.train(1, stop=False)
             known = known_offers(loop.model)
-            ways.append("none" if not loop.model._comm_hooks else describe((known and known.plan) or (None,)))
+            ways.append("none" if not loop.model._comm_hooks else str((known and known.scheme) or "plain"))
 
     found: dict[str, Any] = {"refused": [half.refusal(run), lossy.refusal(run)]}
     for _ in range(2):  # as the guard's two checks
@@ -173,36 +171,6 @@ def by_hand(rank: int, world: int) -> dict[str, Any]:
     found["again"] = ways[-1]
     half.disable(run)
     half.close(run)
-    return found
-
-
-def resized(rank: int, world: int) -> dict[str, Any]:
-    """Switch a strategy on and off whose best candidates are DDP's own all-reduce, and a way, in small buckets."""
-    _play({"quick": (0.0, "reduced")}, slow=False)
-    small = lambda one: Option(one.plan[:1], 0.0, 0.0, 0.01)  # noqa: E731
-    Choice.candidates = property(  # type: ignore[assignment]
-        lambda self: [small(one) for one in sorted(self.options, key=lambda one: any(one.plan))]
-    )
-    loop, twin = Loop(rank), Loop(rank)
-    run: Any = type("Run", (), {"model": loop.model, "world_size": world, "cuda": False})()
-    strategy = GradientHalf()
-    strategy.enable(run, 0)
-    loop.train(8, stop=False), twin.train(8, stop=False)
-    found: dict[str, Any] = {"described": strategy.describe(0)}
-    for number, name in enumerate(("plain", "quick")):
-        strategy.enable(run, number)
-        loop.train(5, stop=False)
-        known = known_offers(loop.model)
-        found[name] = (
-            round(cap_mb(loop.model), 6),
-            len(loop.model._comm_hooks),
-            describe(known.plan or (None,)),
-        )
-        strategy.disable(run)
-        loop.train(3, stop=False)
-        found[f"{name} off"] = (cap_mb(loop.model), len(loop.model._comm_hooks))
-    found["same"] = same_everywhere(loop.weights())
-    strategy.close(run)
     return found
 
 

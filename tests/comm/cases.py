@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import io
 import itertools
 import os
 import pickle
@@ -313,7 +314,9 @@ def resume(rank: int, world: int, names: Sequence[str]) -> dict[str, Any]:
         state.close()
         ddp, first = fresh()
         parts = [backward(ddp, gradients(rank, step)) for step in range(3)]
-        saved = pickle.loads(pickle.dumps(first.state_dict()))
+        file = io.BytesIO()
+        torch.save(first.state_dict(), file)
+        saved = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
         through_pickle = pickle.loads(pickle.dumps(first))
         saved_residual = residual(first)
         first.close()

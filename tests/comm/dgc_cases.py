@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -62,8 +61,6 @@ PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any] | None
     "decay": ({}, {"weight_decay": 0.02}, None),
     "nesterov": ({}, {"nesterov": True, "weight_decay": 0.02}, None),
     "groups": ({}, {"weight_decay": 0.02}, {"momentum": 0.5, "lr": 0.02}),
-    "no masking": ({"masking": False}, {}, None),
-    "clipped": ({"clip_norm": 0.016}, {}, None),
     "warm-up": ({"warmup_steps": 2, "warmup": (0.5, 0.25, 0.0625, 0.001)}, {}, None),
 }
 
@@ -97,30 +94,27 @@ def as_published(rank: int, world: int, names: Sequence[str]) -> dict[str, dict[
 LAWS: dict[str, dict[str, Any]] = {
     "flat": {},
     "hosts": {"hierarchical": True},
-    "no masking, rebuilt": {"masking": False, "find_unused_parameters": False},
-    "clipped, views": {"clip_norm": 0.0125, "gradient_as_bucket_view": True},
+    "rebuilt, views": {"find_unused_parameters": False, "gradient_as_bucket_view": True},
     "static": {"find_unused_parameters": False, "static_graph": True},
     "float32": {"dtype": torch.float32},
     "bfloat16": {"dtype": torch.bfloat16, "bucket_cap_mb": 0.001},
     "float16": {"dtype": torch.float16, "hierarchical": True, "bucket_cap_mb": 0.001},
 }
-"""Settings of DGC and options of DDP."""
+"""Options of DDP and of its state."""
 
 
 def law(rank: int, world: int, names: Sequence[str]) -> dict[str, dict[str, Any]]:
     """Add up what was decoded, what is left, and m u + g of every step."""
     found = {}
     for name in names:
-        options = dict(LAWS[name])
-        settings = {key: options.pop(key) for key in ("masking", "clip_norm") if key in options}
-        run = Training(DGC(0.01, dense_below=DENSE_BELOW, **settings), SGD, **options)
+        run = Training(DGC(0.01, dense_below=DENSE_BELOW), SGD, **LAWS[name])
         plain = Net(run.dtype)
         decoded = {n: torch.zeros(p.numel(), dtype=torch.float64) for n, p in run.net.named_parameters()}
         moved = {n: torch.zeros(p.numel(), dtype=torch.float64) for n, p in run.net.named_parameters()}
         same = True
         for step in range(4):
             run.sgd.zero_grad()
-            velocity, gradient = run.own("velocity"), clipped_gradient(plain, run, rank, step)
+            velocity, gradient = run.own("velocity"), own_gradient(plain, run, rank, step)
             loss(run.ddp, rank, step, True, run.dtype).backward()
             for n, p in run.net.named_parameters():
                 assert p.grad is not None
@@ -143,42 +137,12 @@ def law(rank: int, world: int, names: Sequence[str]) -> dict[str, dict[str, Any]
     return found
 
 
-def clipped_gradient(plain: Net, run: Training, rank: int, step: int) -> dict[str, Tensor]:
-    """Return this rank's gradients by name, clipped as documented, from a model outside of DDP."""
+def own_gradient(plain: Net, run: Training, rank: int, step: int) -> dict[str, Tensor]:
+    """Return this rank's gradients by name, from a model outside of DDP."""
     plain.load_state_dict(run.net.state_dict())
     plain.zero_grad()
     loss(plain, rank, step, True, run.dtype).backward()
-    found = {n: p.grad.double().view(-1) for n, p in plain.named_parameters() if p.grad is not None}
-    limit = run.state.compressor.clip_norm  # type: ignore[attr-defined]
-    if limit is None:
-        return found
-    norm = flat(list(found.values())).norm().item()
-    return {n: min(1.0, limit * dist.get_world_size() ** 0.5 / norm) * g for n, g in found.items()}
-
-
-def masked(rank: int, world: int) -> dict[str, Any]:
-    """Tell where a first step's largest were sent, and what is left of velocity and residual there."""
-    found = {}
-    for masking in (True, False):
-        run = Training(DGC(0.05, dense_below=DENSE_BELOW, masking=masking), SGD)
-        plain = Net()
-        loss(plain, rank, 0).backward()
-        run.step(rank, 0)
-        velocity, left = run.own("velocity"), run.own("residual")
-        cleared, kept, sent = True, True, 0
-        for name, p in plain.named_parameters():
-            if p.dim() < 2 or p.numel() < DENSE_BELOW:
-                continue
-            g = p.grad.view(-1) / world  # type: ignore[union-attr]
-            top = g.abs().topk(math.ceil(0.05 * g.numel())).indices
-            rest = torch.ones_like(g, dtype=torch.bool)
-            rest[top] = False
-            cleared &= not left[name][top].any() and bool(velocity[name][top].any()) != masking
-            kept &= torch.equal(left[name][rest], g[rest]) and torch.equal(velocity[name][rest], g[rest])
-            sent += len(top)
-        found[str(masking)] = {"cleared": cleared, "kept": kept, "sent": sent}
-        run.close()
-    return found
+    return {n: p.grad.double().view(-1) for n, p in plain.named_parameters() if p.grad is not None}
 
 
 def held(run: Training) -> Tensor:
@@ -211,7 +175,6 @@ VOID: dict[str, tuple[dict[str, float], bool]] = {
     "sparse, flat": ({}, False),
     "sparse, hosts": ({}, True),
     "dense, flat": ({"ratio": 1.0}, False),
-    "clipped, hosts": ({"clip_norm": 0.025}, True),
 }
 """Settings of DGC, and whether by hosts."""
 
@@ -341,12 +304,6 @@ def apart(make: Callable[[Scaler | None], Training], rank: int) -> float:
     run.close()
     without.close()
     return worst
-
-
-def clipped_and_scaled(rank: int, world: int) -> float:
-    """Compare clipped steps with and without a loss scale where the optimizer keeps its momentum."""
-    compressor = lambda: DGC(0.02, dense_below=DENSE_BELOW, clip_norm=0.05, momentum=False)  # noqa: E731
-    return apart(lambda given: Training(compressor(), SGD, take=False, scaler=given), rank)
 
 
 def handed_over(rank: int, world: int) -> dict[str, Any]:

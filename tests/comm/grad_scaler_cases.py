@@ -99,10 +99,10 @@ def as_if_it_had_not_been(rank: int, world: int, names: Sequence[str]) -> dict[s
 
 def _state(ddp: DistributedDataParallel, kind: str, hierarchical: bool, scaler: torch.amp.GradScaler) -> Any:
     """Return the state of a hook on `ddp`."""
-    if kind == "plan":
+    if kind == "of the catalogue":
         engine = GradientEngine(timeout=SECONDS, scaler=scaler)
         engine.bind(ddp)
-        engine.use((Scheme("int8"), Scheme("1-bit")))
+        engine.use(Scheme("1-bit"))
         ddp.register_comm_hook(engine, hook)
         return engine
     compressor = COMPRESSORS[kind]()
@@ -111,10 +111,10 @@ def _state(ddp: DistributedDataParallel, kind: str, hierarchical: bool, scaler: 
     return state
 
 
-LAWS = {f"{name}, flat": (name, False) for name in (*COMPRESSORS, "plan")} | {
+LAWS = {f"{name}, flat": (name, False) for name in (*COMPRESSORS, "of the catalogue")} | {
     f"{name}, hosts": (name, True) for name in ("int8", "PowerSGD")
 }
-"""A compressor, or a plan of two, and whether by hosts."""
+"""A compressor, or a scheme of the catalogue, and whether by hosts."""
 
 
 def law(rank: int, world: int, names: Sequence[str]) -> dict[str, dict[str, float]]:
@@ -157,7 +157,7 @@ def resumed(rank: int, world: int) -> dict[str, dict[str, Any]]:
             state: Any = CommState(ddp, Int8(64), error_feedback=True, timeout=SECONDS, scaler=scaler)
         else:
             state = Planner(ddp, timeout=SECONDS, scaler=scaler)
-            state.use((Scheme("int8"),))
+            state.use(Scheme("int8"))
         ddp.register_comm_hook(state, HOOKS[kind])
         applied, wanted = torch.zeros(()).double(), torch.zeros(()).double()
         for step in range(4):
@@ -168,7 +168,7 @@ def resumed(rank: int, world: int) -> dict[str, dict[str, Any]]:
                 forgotten = message(lambda: copy.bind(ddp))  # noqa: B023
                 copy.bind(ddp, scaler=scaler)
                 if kind == "planner":
-                    copy.use((Scheme("int8"),))
+                    copy.use(Scheme("int8"))
                 ddp.register_comm_hook(copy, HOOKS[kind])
                 state = copy
                 scaler.update(32.0)

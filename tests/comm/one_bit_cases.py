@@ -138,24 +138,6 @@ def scaled(rank: int, world: int) -> float:
     return max(apart(lambda given, way=way: train(way, scaler=given, start_step=1), rank) for way in WAYS)  # type: ignore[misc]
 
 
-def closed(rank: int, world: int) -> dict[str, Any]:
-    """Give the momentum back: SGD's buffer and the velocities are one sum."""
-    run = train("direct", start_step=1)
-    for step in range(3):
-        run.step(rank, step)
-    velocity = run.own("velocity")
-    assert run.momentum is not None
-    run.momentum.close()
-    worst = 0.0
-    for name, p in run.net.named_parameters():
-        if run.state.compressor.is_dense(p.shape):  # type: ignore[attr-defined]
-            continue
-        dist.all_reduce(velocity[name])
-        worst = max(worst, (run.sgd.state[p]["momentum_buffer"].view(-1) - velocity[name]).abs().max().item())
-    run.close()
-    return {"worst": worst}
-
-
 class Mixed(nn.Module):
     """A model in half precision but for one small parameter, whose bucket holds less than one block for each rank."""
 

@@ -15,16 +15,15 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from accel.comm.catalogue import CATALOGUE, Entry, Scheme, allowed, error_feedback
+from accel.comm.catalogue import CATALOGUE, Entry, Scheme, allowed, catalogue_settings
 from accel.comm.cost_model import probe as probing
-from accel.comm.cost_model.choice import describe
 from accel.comm.cost_model.cost import Link, Network
 from accel.comm.engine import gradient_engine
 from accel.comm.half import Half
 from accel.comm.hooks import CommState, hook
 from accel.comm.memory import reshard
 from accel.comm.selection.planner import Planner
-from accel.comm.selection.recorder import Times, work
+from accel.comm.selection.recorder import StepRecorder
 from accel.comm.selector import AutoComm
 from tests.comm.cases import (
     SECONDS,
@@ -67,7 +66,7 @@ def off_is_ddps_own(rank: int, world: int) -> dict[str, bool]:
         ddp, planner = planned(**options)
         same = []
         for step in range(6):
-            planner.use((Scheme("int8"),) if step in (2, 3) else ())
+            planner.use(Scheme("int8") if step in (2, 3) else None)
             got, want = backward(ddp, gradients(rank, step)), backward(bare, gradients(rank, step))
             same.append(torch.equal(got, want))
         found[name] = same == [True, True, False, False, True, True]
@@ -82,11 +81,9 @@ def every_way(rank: int, world: int) -> dict[str, dict[str, Any]]:
     for way in allowed("lossy", by_hosts=world > 2):
         ddp, planner = planned(find_unused_parameters=True)  # DDP keeps its first buckets
         other = module(find_unused_parameters=True)
-        compressor = CATALOGUE[way.compressor].make()
-        feedback = error_feedback(compressor, CATALOGUE[way.compressor].level)
-        state = CommState(other, compressor, hierarchical=way.hierarchical, error_feedback=feedback, timeout=SECONDS)
+        state = CommState(other, timeout=SECONDS, **catalogue_settings(way)._asdict())
         other.register_comm_hook(state, hook)
-        planner.use((way,))
+        planner.use(way)
         equal, same = True, True
         for step in range(3):
             got, want = backward(ddp, gradients(rank, step)), backward(other, gradients(rank, step))
@@ -99,20 +96,15 @@ def every_way(rank: int, world: int) -> dict[str, dict[str, Any]]:
 
 
 def back_and_forth(rank: int, world: int) -> dict[str, Any]:
-    """Change schemes between steps, bucket by bucket, and look at the law of error feedback and at the replicas."""
+    """Change schemes between steps, and look at the law of error feedback and at the replicas."""
     ddp, planner = planned()
-    plans: list[Any] = [
-        (),
-        (Scheme("int8"),),
-        (Scheme("1-bit"), None, Scheme("half")),
-        (Scheme("powersgd 16"), Scheme("int8")),
-    ]
+    ways: list[Scheme | None] = [None, *(Scheme(name) for name in ("int8", "1-bit", "powersgd 16", "half"))]
     if world > 2:
-        plans += [(Scheme("int8", True), Scheme("1-bit")), (Scheme("exact", True),)]
-    plans += [(), (Scheme("1-bit"),), (None, Scheme("int8"))]
+        ways += [Scheme("int8", True), Scheme("exact", True)]
+    ways += [None, Scheme("1-bit"), Scheme("int8")]
     applied, wanted, same = 0.0, 0.0, True
-    for step, plan in enumerate(plan for plan in plans for _ in range(2)):
-        planner.use(plan)
+    for step, way in enumerate(way for way in ways for _ in range(2)):
+        planner.use(way)
         got = backward(ddp, gradients(rank, step))
         same &= same_everywhere(got)
         applied, wanted = applied + got.double(), wanted + mean_gradient(world, step)
@@ -139,10 +131,10 @@ def follows(rank: int, world: int, names: Sequence[str], by_hosts: bool) -> dict
     out = (6, 8)  # one that is encoded, one that is sent as it is
     for name in names:
         ddp, planner = planned(find_unused_parameters=True)
-        planner.use((Scheme("int8"),))
+        planner.use(Scheme("int8"))
         applied = sum(backward(ddp, gradients(rank, step)).double() for step in range(2))
         before = residual(planner)  # type: ignore[arg-type]
-        planner.use((Scheme(name, by_hosts),))
+        planner.use(Scheme(name, by_hosts))
         given: list[Any] = gradients(rank, 2)
         for i in out:
             given[i] = None
@@ -173,7 +165,7 @@ def complex_beside_real(rank: int, world: int) -> dict[str, Any]:
     ddp.register_comm_hook(planner, hook)
     worst, same = 0.0, True
     for step in range(3):
-        planner.use((Scheme("int8", True),) if step == 2 else (Scheme("exact", True),))
+        planner.use(Scheme("int8" if step == 2 else "exact", True))
         for one in (ddp, bare):
             one.zero_grad()
             one(torch.arange(5.0) + rank + 3 * step).backward()
@@ -192,30 +184,11 @@ def complex_beside_real(rank: int, world: int) -> dict[str, Any]:
     return {"error": worst, "same": same, "kept": unchanged, "some": any(bool(values.any()) for _, values in before)}
 
 
-def void_under_a_mixture(rank: int, world: int) -> dict[str, bool]:
-    """Give a bucket that DDP itself reduces an infinity: the residuals of the others must not change."""
-    ddp, planner = planned(find_unused_parameters=True)
-    planner.use((Scheme("int8"), None, Scheme("int8")))
-    planner.recorder.on = True
-    for step in range(2):
-        backward(ddp, gradients(rank, step))
-    place = int(planner.recorder.layouts[1].names[0].removeprefix("p."))
-    before = residual(planner)  # type: ignore[arg-type]
-    sizes = [one.numel() for one in ddp.parameters()]
-    given = gradients(rank, 2)
-    given[place].view(-1)[0] = float("inf")
-    got = backward(ddp, given)
-    arrived = not torch.isfinite(got[sum(sizes[:place])]).item()
-    found = {"arrived": arrived, "untouched": torch.equal(before, residual(planner))}  # type: ignore[arg-type]
-    planner.close()
-    return found
-
-
 def saved_and_moved(rank: int, world: int) -> dict[str, Any]:
     """Save a planner, pickle it, and deal its memory out to two ranks."""
     options = {"find_unused_parameters": True}
     ddp, planner = planned(**options)
-    planner.use((Scheme("int8"),))
+    planner.use(Scheme("int8"))
     for step in range(3):
         backward(ddp, gradients(rank, step))
     saved, copy = planner.state_dict(), pickle.loads(pickle.dumps(planner))
@@ -223,13 +196,13 @@ def saved_and_moved(rank: int, world: int) -> dict[str, Any]:
     again = module(**options)
     copy.bind(again)
     again.register_comm_hook(copy, hook)
-    copy.use((Scheme("int8"),))
+    copy.use(Scheme("int8"))
     found = {"pickled": torch.equal(backward(again, gradients(rank, 3)), want), "steps": copy.step}
     states: list[Any] = [None] * world
     dist.all_gather_object(states, saved)
     ddp2, fresh = planned(**options)
     fresh.load_state_dict(reshard(states, world)[rank])
-    fresh.use((Scheme("int8"),))
+    fresh.use(Scheme("int8"))
     found["loaded"] = torch.equal(backward(ddp2, gradients(rank, 3)), want)
     for one in (planner, copy, fresh):
         one.close()
@@ -246,7 +219,7 @@ def taken_off(rank: int, world: int) -> dict[str, Any]:
     }.items():
         bare, (ddp, planner) = module(**options), planned(**options)
         for step in range(2):
-            planner.use((Scheme("int8"),))
+            planner.use(Scheme("int8"))
             backward(ddp, gradients(rank, step)), backward(bare, gradients(rank, step))
         before = residual(planner)  # type: ignore[arg-type]
         off = planner.take_off()
@@ -257,7 +230,7 @@ def taken_off(rank: int, world: int) -> dict[str, Any]:
         steps, hooks = planner.step, len(ddp._comm_hooks)
         planner.put_on()
         planner.put_on()
-        planner.use((Scheme("int8"),))
+        planner.use(Scheme("int8"))
         got = backward(ddp, gradients(rank, 6)).double()
         law = got + residual(planner) - before - mean_gradient(world, 6)  # type: ignore[arg-type]
         found[name] = {
@@ -278,9 +251,9 @@ def refusals(rank: int, world: int) -> dict[str, str]:
     ddp.register_comm_hook(None, lambda state, bucket: None)  # type: ignore[misc]
     found["hooked"] = message(lambda: Planner(ddp))
     ddp, planner = planned()
-    found["unknown way"] = message(lambda: planner.use((Scheme("int9"),)))
+    found["unknown way"] = message(lambda: planner.use(Scheme("int9")))
     planner.close()
-    found["closed"] = message(lambda: planner.use((Scheme("int8"),)))
+    found["closed"] = message(lambda: planner.use(Scheme("int8")))
     other = module()
     other.register_comm_hook(None, hook)
     found["no state"] = message(lambda: backward(other, gradients(rank, 0)))
@@ -326,7 +299,7 @@ def play_time(state: AutoComm) -> None:
     """Let the steps of a search last as long as what `spend` was asked for."""
     global _spend
     clock = PlayedTime()
-    _spend, state.recorder.times = clock.spend, Times(clock, work)
+    _spend, state.recorder = clock.spend, StepRecorder(torch.device("cpu"), clock)
 
 
 class Lying(Half):
@@ -403,7 +376,7 @@ def _search(rank: int, world: int, allow: str, slow: bool) -> dict[str, Any]:
         "plans": plans,
         "same": same,
         "steps": len(plans),
-        "plan": describe(state.plan or (None,)),
+        "plan": str(state.scheme or "plain"),
         "verdict": state.verdict(),
         "explained": state.explain(),
         "measured": {} if state.choice is None else {str(k): v for k, v in state.choice.measured.items()},
@@ -420,7 +393,7 @@ def searched(ddp: DistributedDataParallel, state: AutoComm, rank: int) -> tuple[
     same, plans = True, []
     while not state.settled and len(plans) < 3000:  # on a busy machine trials are longer
         same &= same_everywhere(backward(ddp, gradients(rank, len(plans))))
-        plans.append(describe(state.plan or (None,)))
+        plans.append(str(state.scheme or "plain"))
     for step in range(3):
         same &= same_everywhere(backward(ddp, gradients(rank, step)))
     return same, plans
@@ -432,15 +405,15 @@ def real_search(rank: int, world: int, allow: str) -> dict[str, Any]:
     state = AutoComm(ddp, allow, watch=2, check=3, verbose=False, timeout=SECONDS)
     ddp.register_comm_hook(state, hook)
     same, plans = searched(ddp, state, rank)
-    options = [] if state.choice is None else [one.plan for one in state.choice.options]
+    options = [] if state.choice is None else [one.scheme for one in state.choice.options]
     found = {
         "same": same,
         "settled": state.settled,
         "steps": len(plans),
-        "plan": state.plan,
+        "plan": state.scheme,
         "options": options,
         "verdict": state.verdict(),
-        "levels": sorted({CATALOGUE[way.compressor].level for plan in options for way in plan if way is not None}),
+        "levels": sorted({CATALOGUE[way.compressor].level for way in options if way is not None}),
     }
     state.close()
     return found

@@ -123,15 +123,6 @@ def test_stages_of_different_buckets_overlap() -> None:
     assert simulate(Profile((0,) * 3, (0.0,) * 3, 0.0), [stages] * 3, PAIR).step_s == pytest.approx(0.8)
 
 
-def test_two_pipelines_share_a_link() -> None:
-    # 0.4 s each; together 0.8 s, side by side where each has a pipeline of its own, in turn where they share one.
-    ways = [((wire(400_000),),)] * 2
-    apart = simulate(Profile((0, 0), (0.0, 0.0), 0.0), ways, PAIR, ["one", "other"])
-    in_turn = simulate(Profile((0, 0), (0.0, 0.0), 0.0), ways, PAIR)
-    assert apart.done_s == pytest.approx((0.8, 0.8))
-    assert in_turn.done_s == pytest.approx((0.4, 0.8))
-
-
 def test_work_of_a_compressor_takes_cores_from_backward_unless_one_is_free() -> None:
     profile, ways = Profile((0, 0), (0.0, 1.0), 0.0), [((StageSegment(0.5),),), ((StageSegment(0.0),),)]
     # One core: 0.5 s of encoding at half speed, so that backward takes 1.5 s.

@@ -15,8 +15,6 @@ from tests.comm import dgc_cases
 from tests.comm.few import few
 from tests.comm.ranks import run_ranks
 
-EVERY_WAY = {"sparse", "dense", "clipped"}
-
 
 @pytest.mark.slow
 def test_ratio_one_is_dense_sgd_with_momentum() -> None:
@@ -26,7 +24,7 @@ def test_ratio_one_is_dense_sgd_with_momentum() -> None:
         assert max(found.values()) < 1e-13, found
 
 
-@few(dgc_cases.PUBLISHED, ("nesterov", "clipped"))
+@few(dgc_cases.PUBLISHED, ("nesterov", "warm-up"))
 def test_small_ratios_are_the_published_algorithm(names: tuple[str, ...]) -> None:
     for found in run_ranks(dgc_cases.as_published, 3, names):
         assert tuple(found) == names
@@ -36,7 +34,7 @@ def test_small_ratios_are_the_published_algorithm(names: tuple[str, ...]) -> Non
             assert one["buckets"] >= 4
 
 
-@few(dgc_cases.LAWS, ("clipped, views", "float16"))
+@few(dgc_cases.LAWS, ("rebuilt, views", "float16"))
 def test_what_was_decoded_and_what_is_left_are_the_sum_of_velocities(names: tuple[str, ...]) -> None:
     # Halves round what is decoded, and their gradients differ more from each other.
     bounds = {"float32": 1e-6, "bfloat16": 2**-8, "float16": 2**-11}
@@ -50,15 +48,7 @@ def test_what_was_decoded_and_what_is_left_are_the_sum_of_velocities(names: tupl
             assert one["buckets"] >= 3, name
 
 
-def test_masking_clears_velocity_and_residual_where_sent() -> None:
-    for found in run_ranks(dgc_cases.masked, 3):
-        for one in found.values():
-            assert one["cleared"]
-            assert one["kept"]
-            assert one["sent"] > 100
-
-
-@few(dgc_cases.VOID, ("sparse, flat", "clipped, hosts"))
+@few(dgc_cases.VOID, ("sparse, flat", "sparse, hosts"))
 def test_a_void_step_arrives_and_leaves_velocity_and_residual_alone(names: tuple[str, ...]) -> None:
     for found in run_ranks(dgc_cases.void_step, 4, names, per_host=2):
         assert tuple(found) == names
@@ -70,10 +60,6 @@ def test_accumulated_passes_are_one_step() -> None:
     for found in run_ranks(dgc_cases.no_sync, 3):
         assert found["error"] < 1e-13
         assert found["same"]
-
-
-def test_clipping_does_not_depend_on_the_loss_scale() -> None:
-    assert max(run_ranks(dgc_cases.clipped_and_scaled, 2)) < 1e-15
 
 
 def test_momentum_is_applied_once_for_each_step() -> None:
@@ -135,7 +121,6 @@ def test_warm_up_goes_down_in_stages(step: int, ratio: float) -> None:
         ({"ratio": 1.5}, "got 1.5"),
         ({"ratio": float("nan")}, "got nan"),
         ({"warmup": (0.5, 2)}, "got 2"),
-        ({"clip_norm": 0}, "clip_norm must be positive, got 0"),
         ({"warmup_steps": -1}, "got -1 and 1024"),
     ],
 )
@@ -145,10 +130,9 @@ def test_bad_settings_are_refused(settings: dict[str, Any], text: str) -> None:
 
 
 def test_it_pickles_and_tells_its_settings() -> None:
-    one = DGC(0.01, clip_norm=2.0, warmup_steps=3)
+    one = DGC(0.01, warmup_steps=3)
     again = pickle.loads(pickle.dumps(one))
     assert repr(again) == repr(one)
-    assert again.needs_whole_step
     assert repr(DGC(0.01)) != repr(one)
     assert again.fields == ("velocity",)
     assert DGC(momentum=False).fields == ()
@@ -201,18 +185,3 @@ def test_packs_add_up_by_position(dtype: torch.dtype, dense: int) -> None:
     assert packs[0].gather(values, parts, peers).tolist() == [1, 0, 0]  # type: ignore[arg-type]
     assert torch.equal(values, want)
     assert peers.reduced == (dense == TINY_BYTES)
-
-
-def clipped(gradient: torch.Tensor, ranks: int) -> torch.Tensor:
-    """Return a rank's gradient, not divided yet, after clipping to the norm 1."""
-    DGC(momentum=False, clip_norm=1.0).whole_step([gradient], ranks, 1.0)
-    return gradient
-
-
-def test_the_mean_of_ranks_that_differ_by_noise_is_held_to_the_norm() -> None:
-    """Each was once held to the norm by √ranks before it was divided by the ranks, so the mean to a sixteenth."""
-    draw = torch.Generator().manual_seed(0)
-    gradients = [torch.randn(10_000, generator=draw) for _ in range(16)]
-    mean = torch.stack([clipped(one, 16) for one in gradients]).mean(0)
-    assert float(mean.norm()) == pytest.approx(1.0, rel=0.05)
-    assert torch.equal(clipped(torch.full((4,), 1.9), 16), torch.full((4,), 1.9))  # a norm of 3.8; √16 is the limit

@@ -59,7 +59,7 @@ REFUSED = {
     "no parameters": "the model must have FSDP2 modules with parameters to train, got none",
     "compressor": "compressor must be a Compressor, got 'int8'",
     "feedback": "error_feedback=True needs a compressor that uses it, got Exact()",
-    "DGC": "takes the optimizer's momentum, which shards don't have; with DGC, pass momentum=False",
+    "DGC": "takes the optimizer's momentum, which shards don't have; pass momentum=False",
     "timeout": "timeout must be positive, got 0:00:00",
     "settings differ": "all ranks must have the same compressor, got another on replica ",
     "weights differ": "all ranks must have the same weights, got another on replica ",

@@ -15,7 +15,7 @@ def test_a_void_step_is_as_if_it_had_not_been(names: tuple[str, ...]) -> None:
             assert one == {"weights": True, "residual": True}, name
 
 
-@few(cases.LAWS, ("PowerSGD, hosts", "plan, flat"))
+@few(cases.LAWS, ("PowerSGD, hosts", "of the catalogue, flat"))
 def test_residuals_follow_the_scale(names: tuple[str, ...]) -> None:
     for found in run_ranks(cases.law, 4, names, per_host=2):
         refused = found.pop("refused")

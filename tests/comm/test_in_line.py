@@ -17,14 +17,10 @@ def test_one_thread_issues_everything_in_the_order_of_buckets() -> None:
     first, second = run_ranks(cases.order, 2)
     assert first["threads"] == second["threads"] == 1
     assert first["order"] == second["order"]
-    # Int8 and half exchange twice before DDP goes on, so that its map of used parameters comes after them too.
-    assert first["order"][:9] == [
-        *("all-reduce", "bucket 0"),
-        *("exchange", "exchange", "bucket 1"),
-        *("all-reduce", "bucket 2"),
-        *("exchange", "exchange"),
-    ]
-    assert first["order"][-1].startswith("bucket")
+    # Both exchanges of a bucket come before DDP goes on, so that its map of used parameters comes after them too.
+    buckets = len(first["order"]) // 3
+    assert first["order"] == [one for i in range(buckets) for one in ("exchange", "exchange", f"bucket {i}")]
+    assert buckets > 3
     assert first["mean"].equal(second["mean"])
 
 

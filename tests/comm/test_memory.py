@@ -150,7 +150,6 @@ def test_resharding_refuses_what_it_can_not_do() -> None:
     for match, given_states, options in (
         ("needs rank= and saved=", states.__getitem__, {}),
         ("needs rank= and saved=", states.__getitem__, {"rank": 0}),
-        ("saved= goes with a function", states, {"rank": 0, "saved": 2}),
         ("rank must be from 0 to 2, got 3", states, {"rank": 3}),
         ("rank must be from 0 to 2, got -1", states, {"rank": -1}),
         ("at least one state and one rank, got 0 and 3", states.__getitem__, {"rank": 0, "saved": 0}),
@@ -166,7 +165,7 @@ def test_what_was_saved_with_a_scale_loses_it_where_there_is_none() -> None:
     for _ in range(2):
         scale.follow(memory)
         assert by_name(memory) == {"a": [0.25, 0.5, 1.0]}
-    assert (scale.value, scale.of_gradients) == (1.0, 1.0)
+    assert scale.value == 1.0
 
 
 def test_what_waits_for_its_scaler_is_left_alone() -> None:

@@ -10,9 +10,11 @@ import time
 import pytest
 import torch
 
-from accel.comm.compressor import RESIDUAL, Compressor
+from accel.comm.catalogue import SchemeSettings
+from accel.comm.compressor import Compressor
 from accel.comm.cost_model.dry_run import DryChannel
-from accel.comm.engine.reduction import BucketJob, Reduction, pipeline_stages
+from accel.comm.engine.pipeline import BucketJob
+from accel.comm.engine.reduction import arranged, pipeline_stages
 from accel.comm.half import Half
 from accel.comm.int8 import Int8
 from accel.comm.layout import Layout
@@ -27,9 +29,11 @@ PAIR = Topology(((0,), (1,)))
 def traffic(kind: Compressor, shapes: list[tuple[int, ...]], feedback: bool) -> tuple[float, Traffic]:
     """Return passes over a bucket of one rank of two at its third step, and what was counted."""
     memory = Memory()
-    reduction = Reduction(kind, (RESIDUAL,) if feedback else (), memory, PAIR.size)
     stages = pipeline_stages(
-        kind, reduction, False, (0,), (0, 1), lambda _, ranks: DryChannel(ranks, PAIR, time.perf_counter)
+        SchemeSettings(kind, False, feedback),
+        arranged(PAIR, 0, False),
+        memory,
+        lambda _, ranks: DryChannel(ranks, PAIR, time.perf_counter),
     )
     names = tuple(map(str, range(len(shapes))))
     layout = Layout(0, names, tuple(map(torch.Size, shapes)), torch.float32, is_last=True)

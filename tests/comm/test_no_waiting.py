@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 from accel.comm import dgc
-from accel.comm.compressor import RESIDUAL, Compressor
+from accel.comm.catalogue import SchemeSettings
+from accel.comm.compressor import Compressor
 from accel.comm.cost_model.dry_run import DryChannel
-from accel.comm.engine.reduction import BucketJob, Reduction, pipeline_stages
+from accel.comm.engine.pipeline import BucketJob
+from accel.comm.engine.reduction import arranged, pipeline_stages
 from accel.comm.layout import Layout
 from accel.comm.memory import Memory
 from accel.comm.ranks.topology import Topology
@@ -41,12 +43,11 @@ def test_nobody_asks_the_device_for_a_value(name: str, where: str, monkeypatch: 
     kind = _named(COMPRESSORS[name]())
     topology, hierarchical = TOPOLOGIES[where] or FOUR, where == "by hosts"
     memory = Memory()
-    fields = ((RESIDUAL,) if kind.takes_feedback else ()) + kind.fields
-    reduction = Reduction(kind, fields, memory, topology.size)
-    everyone, within = tuple(range(topology.size)), topology.within(0)
-    across = topology.across(0) if hierarchical else everyone
     stages = pipeline_stages(
-        kind, reduction, hierarchical, within, across, lambda _, ranks: DryChannel(ranks, topology, time.perf_counter)
+        SchemeSettings(kind, hierarchical, kind.takes_feedback),
+        arranged(topology, 0, hierarchical),
+        memory,
+        lambda _, ranks: DryChannel(ranks, topology, time.perf_counter),
     )
     layout = Layout(0, tuple(map(str, range(len(SHAPES)))), tuple(map(torch.Size, SHAPES)), torch.float32, is_last=True)
     with torch.no_grad():

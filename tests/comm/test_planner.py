@@ -55,11 +55,6 @@ def test_complex_gradients_are_ddps_own() -> None:
     assert any(found["some"] for found in ranks)
 
 
-def test_residuals_wait_while_a_plain_bucket_is_void() -> None:
-    for found in run_ranks(cases.void_under_a_mixture, 2):
-        assert found == {"arrived": True, "untouched": True}
-
-
 def test_a_planner_is_saved_and_pickled() -> None:
     for found in run_ranks(cases.saved_and_moved, 2):
         assert found == {"pickled": True, "loaded": True, "steps": 4}

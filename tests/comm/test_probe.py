@@ -26,8 +26,6 @@ def rows(link: str, ranks: int, alpha_s: float, beta_s: float, message_s: float)
                     size_bytes=size,
                     count=size // 4,
                     dtype="float32",
-                    redop="",
-                    in_place=True,
                     time_s=latency + beta_s * size,
                 )
             )

@@ -10,15 +10,18 @@ import pytest
 import torch
 from torch import Tensor
 
+from accel.comm.catalogue import SchemeSettings
 from accel.comm.compressor import RESIDUAL, Compressor, Exact
 from accel.comm.dgc import DGC
-from accel.comm.engine.reduction import BucketJob, Reduction, pipeline_stages
+from accel.comm.engine.pipeline import BucketJob
+from accel.comm.engine.reduction import Arrangement, arranged, pipeline_stages
 from accel.comm.half import Half
 from accel.comm.int8 import Int8
 from accel.comm.layout import Layout
 from accel.comm.memory import Memory
 from accel.comm.one_bit import OneBit
 from accel.comm.powersgd import PowerSGD
+from accel.comm.ranks.topology import Topology
 from tests.comm.cases import OneBitTwice
 from tests.comm.threaded_ranks import World
 
@@ -39,7 +42,7 @@ COMPRESSORS: dict[str, Callable[[], Compressor]] = {
     "acp-sgd": lambda: PowerSGD(1, min_compression=0, alternate=True),
     "dgc": lambda: DGC(0.1, momentum=False, dense_below=0),
     "dgc of none": lambda: DGC(0.1, momentum=False),
-    "dgc with momentum": lambda: DGC(0.1, masking=True, dense_below=4),
+    "dgc with momentum": lambda: DGC(0.1, dense_below=4),
     "dgc of all": lambda: DGC(1.0, dense_below=0),
 }
 # (hosts, ranks of each): even ones; one rank, one host, one rank a host, more ranks than a direct exchange takes.
@@ -109,15 +112,13 @@ def _train(
 ) -> dict[str, Any]:
     if getattr(compressor, "momentum", False):
         compressor._bind(Source())  # type: ignore[attr-defined]
-    host, place = divmod(rank, per_host)
-    everyone = tuple(range(world.size))
-    within = everyone[host * per_host : (host + 1) * per_host]
-    across = everyone[place::per_host] if hierarchical else everyone
+    topology = Topology(tuple(tuple(range(low, low + per_host)) for low in range(0, world.size, per_host)))
     memory = Memory()
-    fields = ((RESIDUAL,) if feedback else ()) + compressor.fields
-    reduction = Reduction(compressor, fields, memory, world.size)
     stages = pipeline_stages(
-        compressor, reduction, hierarchical, within, across, lambda name, ranks: world.channel(name, ranks, rank)
+        SchemeSettings(compressor, hierarchical, feedback),
+        arranged(topology, rank, hierarchical),
+        memory,
+        lambda name, ranks: world.channel(name, ranks, rank),
     )
     found: dict[str, Any] = {"means": [], "residual": None}
     for step in range(1, STEPS + 1):
@@ -157,10 +158,8 @@ def test_a_residual_of_what_is_sent_as_it_is_follows_gradients_with_a_loss_scale
         compressor._bind(Source(8.0))
         memory = Memory()
         memory.load_state_dict({"version": 1, "own": {RESIDUAL: {"a": [(0, torch.full((3,), 2.0))]}}, "shared": {}})
-        reduction = Reduction(compressor, (RESIDUAL, *compressor.fields), memory, world.size)
-        stages = pipeline_stages(
-            compressor, reduction, False, (rank,), (0, 1), lambda name, ranks: world.channel(name, ranks, rank)
-        )
+        settings, arrangement = SchemeSettings(compressor, False, True), Arrangement(False, (rank,), (0, 1), 2)
+        stages = pipeline_stages(settings, arrangement, memory, lambda name, ranks: world.channel(name, ranks, rank))
         buffer = torch.full((3,), 8.0 * used)
         job = BucketJob(1, layout, buffer, memory.slot(layout), torch.futures.Future())
         for stage in stages:

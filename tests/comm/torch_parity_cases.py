@@ -2,67 +2,19 @@
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
-from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.nn.parallel import DistributedDataParallel
 
-from accel.comm.compressor import Compressor, Exact
-from accel.comm.dgc import DGC
-from accel.comm.half import Half
-from accel.comm.hooks import CommState, hook
-from accel.comm.int8 import Int8
-from accel.comm.one_bit import OneBit
-from accel.comm.powersgd import PowerSGD
+from accel.comm.compressor import Exact
+from accel.comm.hooks import hook
 from accel.comm.ranks.channel import GlooChannel
 from accel.comm.selection.planner import Planner
-from tests.comm.cases import SECONDS, Given, backward, flat, gradients, make, message
-from tests.comm.local_sgd_training import Net, Run, loss
-
-COMPRESSORS: dict[str, Callable[[], Compressor]] = {
-    "exact": Exact,
-    "fp16": lambda: Half(torch.float16),
-    "bf16": Half,
-    "int8": lambda: Int8(64),
-    "1-bit": lambda: OneBit(64),
-    "PowerSGD": lambda: PowerSGD(2),
-    "top 5 %": lambda: DGC(0.05, momentum=False),
-}
-
-
-def checkpoints(rank: int, world: int, names: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Save to a file, load as tensors alone into new objects, go on: each compressor."""
-    found = {}
-    with tempfile.TemporaryDirectory() as folder:
-        for name in names:
-            whole, first, second = (_fresh(COMPRESSORS[name]()) for _ in range(3))
-            straight = [backward(whole[0], gradients(rank, step)) for step in range(5)]
-            parts = [backward(first[0], gradients(rank, step)) for step in range(3)]
-            path = Path(folder) / "comm.pt"
-            torch.save(first[1].state_dict(), path)
-            second[1].load_state_dict(torch.load(path, weights_only=True))
-            parts += [backward(second[0], gradients(rank, step)) for step in range(3, 5)]
-            found[name] = {
-                "same bits": all(torch.equal(a, b) for a, b in zip(straight, parts, strict=True)),
-                "steps": second[1].step,
-            }
-            for _, state in (whole, first, second):
-                state.close()
-    return found
-
-
-def _fresh(compressor: Compressor) -> tuple[DistributedDataParallel, CommState]:
-    # With find_unused_parameters DDP keeps its first buckets, so that both runs encode alike.
-    feedback = compressor.takes_feedback
-    return make(compressor, error_feedback=feedback, find_unused_parameters=True)
+from tests.comm.cases import COMPRESSORS, SECONDS, Given, backward, flat, gradients, make, message
 
 
 def uneven(rank: int, world: int) -> dict[str, dict[str, Any]]:
@@ -137,33 +89,3 @@ def channels(rank: int, world: int) -> dict[str, bool]:
 
 def _equal(got: list[Tensor], want: list[Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
-
-
-def post_local(rank: int, world: int, per_host: int) -> dict[str, float]:
-    """Compare post-local SGD with torch's own: hook, averager and optimizer."""
-    from torch.distributed.optim import (
-        PostLocalSGDOptimizer,
-    )  # warns, and warnings are errors where tests are collected
-
-    found = {}
-    for within in ("host", "rank"):
-        ours = Run(lambda model: torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), 3, 4, within=within)
-        host, _ = dist.new_subgroups(per_host)
-        ddp = DistributedDataParallel(Net(), bucket_cap_mb=0.002)
-        ddp.register_comm_hook(PostLocalSGDState(None, host, 3, within == "host"), post_localSGD_hook)
-        inner = torch.optim.SGD(ddp.parameters(), lr=0.05, momentum=0.9)
-        schedule = torch.optim.lr_scheduler.StepLR(inner, 3, 0.7)
-        # Torch's averager averages first at its warm-up's end, ours `every` steps after start_step.
-        theirs = PostLocalSGDOptimizer(inner, PeriodicModelAverager(period=4, warmup_steps=6))
-        worst = 0.0
-        for step in range(12):
-            ours.step(rank, step)
-            theirs.zero_grad()
-            loss(ddp, rank, step).backward()
-            theirs.step()
-            schedule.step()
-            got, want = (flat([p.detach() for p in one.parameters()]) for one in (ours.ddp, ddp))
-            worst = max(worst, ((got - want).abs().max() / want.abs().max()).item())
-        found[within] = worst
-        ours.local.close()
-    return found
