@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -185,6 +185,13 @@ def launches(numel: int, block: int) -> Iterator[Launch]:
         yield Launch(1, 1, False)
 
 
+def _plans(kernel: PlannedKernel, numel: int, block: int, *numbers: float, **form: Any) -> list[LaunchPlan]:
+    return [
+        kernel.plan((programs,), *numbers, WHOLE=whole, ROWS=rows, BLOCK=block, **form, **EXACT)
+        for programs, rows, whole in launches(numel, block)
+    ]
+
+
 def encode(
     bits: int, values: Tensor, encoded: Tensor, block: int, residual: Tensor | None, lost: Tensor | None, factor: float
 ) -> None:
@@ -197,13 +204,7 @@ def encode(
 @functools.lru_cache(PLANS)
 def _encode_plans(bits: int, numel: int, block: int, factor: float) -> list[LaunchPlan]:
     scaling = () if factor == 1.0 else (factor,)
-    blocks = -(-numel // block)
-    return [
-        _encode_kernel.plan(
-            (programs,), *scaling, numel, blocks, BITS=bits, WHOLE=whole, ROWS=rows, BLOCK=block, **EXACT
-        )
-        for programs, rows, whole in launches(numel, block)
-    ]
+    return _plans(_encode_kernel, numel, block, *scaling, numel, -(-numel // block), BITS=bits)
 
 
 def decode_sum(bits: int, encoded: Tensor, out: Tensor, block: int, add: bool) -> None:
@@ -214,9 +215,5 @@ def decode_sum(bits: int, encoded: Tensor, out: Tensor, block: int, add: bool) -
 
 @functools.lru_cache(PLANS)
 def _decode_sum_plans(bits: int, numel: int, block: int, ranks: int, stride: int, add: bool) -> list[LaunchPlan]:
-    form = {"ADD": add, "BITS": bits, "BLOCK": block, **EXACT}
-    blocks = -(-numel // block)
-    return [
-        _decode_sum_kernel.plan((programs,), numel, blocks, ranks, stride, WHOLE=whole, ROWS=rows, **form)
-        for programs, rows, whole in launches(numel, block)
-    ]
+    numbers = numel, -(-numel // block), ranks, stride
+    return _plans(_decode_sum_kernel, numel, block, *numbers, ADD=add, BITS=bits)

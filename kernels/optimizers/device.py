@@ -41,14 +41,7 @@ TENSORS = 128
 
 
 class Launcher:
-    """Updates the parameters of one optimizer, all on one device.
-
-    Args:
-        device: of the parameters.
-
-    Attributes:
-        device: the same.
-    """
+    """Updates the parameters of one optimizer, all on one device."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

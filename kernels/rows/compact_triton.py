@@ -110,7 +110,7 @@ def take(x_PC: Tensor, source_S: Tensor, pad: float) -> Tensor:
 
 @functools.lru_cache(PLANS)
 def _take_plan(total: int, size: int, columns: int) -> LaunchPlan:
-    grid, across, blocks = _blocks(size, columns)
+    grid, across, blocks = row_blocks(size, columns)
     return _take_kernel.plan(grid, total, size, columns, across, **blocks)
 
 
@@ -126,11 +126,11 @@ def put(rows_SC: Tensor, source_S: Tensor, total: int) -> Tensor:
 
 @functools.lru_cache(PLANS)
 def _put_plan(total: int, size: int, columns: int) -> LaunchPlan:
-    grid, across, blocks = _blocks(size, columns)
+    grid, across, blocks = row_blocks(size, columns)
     return _put_kernel.plan(grid, total, size, columns, across, **blocks)
 
 
-def _blocks(size: int, columns: int) -> tuple[tuple[int], int, dict[str, int]]:
+def row_blocks(size: int, columns: int) -> tuple[tuple[int], int, dict[str, int]]:
     """Return the grid, how many blocks lie side by side, and the rows and columns of one."""
     wide = min(next_power_of_2(columns), _ELEMENTS)
     tall, across = _ELEMENTS // wide, ceil_div(columns, wide)

@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from accel.kernels.launching import PLANS, LaunchPlan, PlannedKernel, ceil_div, next_power_of_2
+from accel.kernels.rows.compact_triton import row_blocks
 
 _ELEMENTS = 1024  # of a program's block
 
@@ -77,11 +78,8 @@ def gather(x_NGC: Tensor, index_N: Tensor) -> Tensor:
 
 @functools.lru_cache(PLANS)
 def _gather_plan(groups: int, rows: int, columns: int, *strides: int) -> LaunchPlan:
-    block_columns = min(next_power_of_2(columns), _ELEMENTS)
-    block_rows = _ELEMENTS // block_columns
-    across = ceil_div(columns, block_columns)
-    grid = (ceil_div(groups, block_rows) * across,)
-    return _gather_kernel.plan(grid, groups, rows, columns, *strides, across, ROWS=block_rows, COLUMNS=block_columns)
+    grid, across, blocks = row_blocks(groups, columns)
+    return _gather_kernel.plan(grid, groups, rows, columns, *strides, across, **blocks)
 
 
 def scatter(rows_NC: Tensor, index_N: Tensor, group: int) -> Tensor:

@@ -12,8 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
 
@@ -78,15 +76,6 @@ def test_an_image_with_few_boxes_takes_no_more_operators_than_the_published_loop
             assign()
         called.append(len(profile.events()))
     assert called[0] <= called[1], called
-
-
-@given(st.integers(0, 1000), st.integers(0, 6), st.sampled_from(["yolox", "yolox-2021", "yolov7", "mmdet"]))
-def test_images_one_at_a_time_and_all_at_once(seed: int, gts: int, variant: str) -> None:
-    batch = with_candidates(scene(seed, gts), variant)
-    one_at_a_time = batch.assign(variant)
-    with pytest.MonkeyPatch.context() as many:
-        many.setattr(simota, "_FEW", 0)
-        assert equal(batch.assign(variant), one_at_a_time)
 
 
 def test_a_thousand_boxes() -> None:

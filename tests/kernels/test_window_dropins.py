@@ -55,19 +55,22 @@ def test_a_fused_model_computes_the_same(name: str, case: str) -> None:
         assert float((found[tensor_name] - tensor).abs().max()) <= 1e-9 * scale, tensor_name
 
 
-@pytest.mark.sample(2, every_value=False)
-@pytest.mark.parametrize("name", MODELS)
-def test_the_fused_op_is_what_runs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All four attention layers call it, and none takes the library's own path."""
+def calls_of_the_op(module: nn.Module, monkeypatch: pytest.MonkeyPatch, *inputs: Tensor) -> int:
+    """Return how often a fused module calls the op, where it does not take the library's own path."""
     from accel.kernels.window_attention import attention as op
 
-    model = MODELS[name](64, 4).eval()
-    fuse_window_attention(model)
+    fuse_window_attention(module)
     calls = []
     original = op._attend
     monkeypatch.setattr(op, "_attend", lambda *args: calls.append(1) or original(*args))
-    model(torch.randn(1, 3, 64, 64))
-    assert len(calls) == 4
+    module(*inputs)
+    return len(calls)
+
+
+@pytest.mark.sample(2, every_value=False)
+@pytest.mark.parametrize("name", MODELS)
+def test_all_four_attention_layers_call_the_op(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert calls_of_the_op(MODELS[name](64, 4).eval(), monkeypatch, torch.randn(1, 3, 64, 64)) == 4
 
 
 @pytest.mark.sample(2, every_value=False)
@@ -152,15 +155,8 @@ def test_attention_on_windows_computes_the_same(name: str, window: tuple[int, in
 
 @pytest.mark.parametrize("name", MODULES)
 def test_attention_on_windows_runs_on_the_op(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from accel.kernels.window_attention import attention as op
-
     module = MODULES[name](32, (4, 4), 2)
-    fuse_window_attention(module)
-    calls = []
-    original = op._attend
-    monkeypatch.setattr(op, "_attend", lambda *args: calls.append(1) or original(*args))
-    module(torch.randn(2, 16, 32), shift_mask())
-    assert len(calls) == 1
+    assert calls_of_the_op(module, monkeypatch, torch.randn(2, 16, 32), shift_mask()) == 1
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -265,15 +261,3 @@ def test_hugging_face_gives_attentions_when_asked() -> None:
     found = model.model(images, output_attentions=True)
     assert len(found.attentions) == len(plain.attentions)
     torch.testing.assert_close(found.attentions[0], plain.attentions[0])
-
-
-@pytest.mark.slow  # by default test_window_modes.py compiles a fused model, and test_window_attention.py the operator
-@pytest.mark.filterwarnings("ignore")  # of the compiler's own
-def test_a_fused_model_compiles() -> None:
-    model = randomised(MODELS["timm v1"](64, 4)).eval()
-    images = torch.randn(1, 3, 64, 64)
-    plain = model(images)
-    fuse_window_attention(model)
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    with torch.no_grad():
-        torch.testing.assert_close(compiled(images), plain, rtol=1e-4, atol=1e-4)

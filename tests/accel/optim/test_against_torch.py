@@ -102,7 +102,7 @@ def _by_kernels() -> Iterator[Any]:
                 yield pytest.param(info, options, dtype, 2, id=f"{name} 2")
 
 
-@pytest.mark.parametrize(("info", "options", "dtype", "steps"), _by_kernels())
+@pytest.mark.parametrize(("info", "options", "dtype", "steps"), list(_by_kernels()))
 def test_weights_are_torchs_by_kernels(
     info: Any, options: dict[str, Any], dtype: torch.dtype, steps: int, interpreted: None
 ) -> None:
