@@ -9,6 +9,7 @@ again (93 CPU-µs an image in `default_collate`) is avoided.
 
 from __future__ import annotations
 
+import copy
 import functools
 import os
 from collections import deque
@@ -126,6 +127,12 @@ class ImageDataset(Dataset[tuple[Tensor, int]]):
     def set_epoch(self, epoch: int) -> None:
         """Draw other crops from the next sample on, in this process and in workers that run already."""
         self._epoch.set(epoch)
+
+    def at_epoch(self, epoch: int) -> ImageDataset:
+        """Return this dataset as it is in an epoch, so that its batches can be made before that has begun."""
+        other = copy.copy(self)
+        other._epoch = self._epoch.at(epoch)
+        return other
 
     def __len__(self) -> int:
         return len(self.samples)

@@ -3,8 +3,11 @@
 Those of objects that it holds count too, `dataset.transform.strength`, three levels deep. A number
 that moved by the same step at two epochs running, as an epoch counter does, is expected to move so
 again: batches are then made ahead under the expected numbers, and thrown away if it comes out
-otherwise. Threads read the loop's own dataset, which is still in the epoch before: they make
-nothing ahead then.
+otherwise.
+
+Threads read the loop's own dataset, which is still in the epoch before. So a dataset may offer
+`epoch`, a number, and `at_epoch(epoch)`, which returns what reads the same samples as the dataset
+itself after `set_epoch(epoch)`, and leaves the dataset as it is.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from torch import Tensor
 from torch.utils.data import Subset
 
 from accel.dataio.dataset.reach import is_code, native, own_attributes
+from accel.dataio.fetching.fetch import Fetch
 from accel.profiler.interruptions import ours
 
 Numbers = dict[tuple[str, ...], Any]
@@ -95,10 +99,16 @@ def _same(old: Any, new: Any) -> bool:
 
 
 class Forecast:
-    """Expect a dataset's next numbers from how they moved between the last epochs."""
+    """Expect a dataset's next numbers from how they moved between the last epochs.
 
-    def __init__(self) -> None:
+    Args:
+        fetch: of a dataset whose epoch is expected to increase by one at first, if it has `at_epoch`.
+    """
+
+    def __init__(self, fetch: Fetch) -> None:
         self._steps: dict[tuple[str, ...], int] = {}
+        if (epoch := dataset_epoch(fetch.dataset)) is not None:
+            self.saw(numbers_of(fetch.dataset), numbers_of(at_epoch(fetch.dataset, epoch + 1)))
 
     def saw(self, old: Numbers, new: Numbers) -> None:
         """Record how the numbers changed from one epoch's beginning to the next one's."""
@@ -109,6 +119,25 @@ class Forecast:
         """Return the numbers that are expected when the next epoch begins."""
         return {**now, **{path: now[path] + step for path, step in self._steps.items() if path in now}}
 
+    def view(self, dataset: Any, expected: Numbers) -> Any:
+        """Return the dataset as it is expected to be, and leave itself alone; None if that can't be had."""
+        epoch = dataset_epoch(dataset)
+        if epoch is None:
+            return None
+        # Its epoch is one of the numbers that moved; by how much, the comparison shows.
+        views = (at_epoch(dataset, epoch + step) for step in set(self._steps.values()))
+        return next((view for view in views if numbers_of(view) == expected), None)
+
+
+# -- the epoch ---------------------------------------------------------------------------------------------------------
+
+
+def dataset_epoch(dataset: Any) -> int | None:
+    """Return the epoch of a dataset that can be had as in another one; None for any other dataset."""
+    inner = _inner(dataset)
+    epoch = declared(inner, "epoch")
+    return epoch if type(epoch) is int and callable(declared(inner, "at_epoch")) else None
+
 
 def declared(dataset: Any, name: str) -> Any:
     """Return an attribute of a dataset, None if there is none, whatever its `__getattr__` or a property raises."""
@@ -116,6 +145,13 @@ def declared(dataset: Any, name: str) -> Any:
         return getattr(dataset, name)
     except ours():
         return None
+
+
+def at_epoch(dataset: Any, epoch: int) -> Any:
+    """Return a dataset as it will be in `epoch`, with the `Subset`s around it."""
+    if type(dataset) is Subset:
+        return Subset(at_epoch(dataset.dataset, epoch), dataset.indices)
+    return dataset.at_epoch(epoch)
 
 
 def _inner(dataset: Any) -> Any:

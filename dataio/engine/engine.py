@@ -24,7 +24,14 @@ from accel.dataio.dataset.numbers import Numbers
 from accel.dataio.dataset.watch import DatasetWatch
 from accel.dataio.engine.thread_pool import ThreadModes, ThreadPool
 from accel.dataio.fetching.fetch import blame, fetch_of
-from accel.dataio.fetching.randomness import Stream, others_could_draw, random_state, seed_everything, streams
+from accel.dataio.fetching.randomness import (
+    Stream,
+    others_could_draw,
+    random_state,
+    seed_everything,
+    states_of_their_own,
+    streams,
+)
 from accel.profiler.interruptions import ours
 from accel.profiler.trees import tensors
 
@@ -60,6 +67,7 @@ class BatchJob(NamedTuple):
         indices: what the batch sampler yielded.
         seed: of the random numbers that fetching may draw; None to leave them alone.
         after: states of the loader's own generators once `indices` were drawn.
+        dataset: to read in place of the loader's own, by engines without copies; None for the loader's own.
         epoch: which of the epochs that were drawn it belongs to.
         number: of the batch in its epoch.
         watch: for threads, which read the loop's own dataset: what it must be as; None for anything.
@@ -69,6 +77,7 @@ class BatchJob(NamedTuple):
     indices: Any
     seed: int | None
     after: list[torch.Tensor] = []  # noqa: RUF012  (never changed)
+    dataset: Any = None
     epoch: int = 0
     number: int = 0
     watch: DatasetWatch | None = None
@@ -246,7 +255,7 @@ class ThreadEngine:
 
     The dataset is read by several threads at once if `workers` is more than 1: it must be made for that. And it may
     not draw random numbers, since all threads draw from the same: the first batch, and the first after a change of the
-    dataset, is made while the loop and the other threads wait, and `ThreadsDraw` raised if it drew.
+    dataset, is made in the loop's own thread while the others wait, and `ThreadsDraw` raised if it drew.
 
     Args:
         loader: map-style loader.
@@ -268,18 +277,16 @@ class ThreadEngine:
         self._timeout_s = loader.timeout or None
         self._pool: ThreadPool | None = None
         self._futures: deque[tuple[BatchJob, Future[Any]]] = deque()
-        # Until a batch was seen not to draw, jobs are held back. It is made once all before it are there, while the
-        # loop waits for it: what others draw meanwhile would be taken for its own, and be undone.
+        # Until a batch was seen not to draw, jobs are held back: the oldest is made in the loop's own thread.
         self._quiet = False
         self._held_back: deque[BatchJob] = deque()
-        self._check: _DrawCheck | None = None
         self._modes: ThreadModes | None = None  # of the loop, under which the threads make what they have
         self._owner = os.getpid()
 
     def start(self) -> None:
         """Make the pool; its threads start with the first jobs."""
         if os.getpid() != self._owner:  # in a forked process, where no thread came along
-            self._owner, self._check = os.getpid(), None
+            self._owner = os.getpid()
             self.reset()
         if self._pool is None:
             self._pool = ThreadPool(self.workers, "accel-loader")
@@ -289,8 +296,7 @@ class ThreadEngine:
         self.start()
         self._follow_modes()
         self._held_back.append(job)
-        if self._quiet:
-            self._hand_out()
+        self._hand_out()
 
     def _follow_modes(self) -> None:
         """Have batches made anew that were begun under modes of torch in which the loop does not ask for them.
@@ -301,7 +307,6 @@ class ThreadEngine:
         if now == self._modes:
             return
         self._modes = now
-        self._abandon_check()
         for _, future in self._futures:
             future.cancel()
         self._held_back.extendleft(job for job, _ in reversed(self._futures))
@@ -309,33 +314,23 @@ class ThreadEngine:
 
     def _hand_out(self) -> None:
         assert self._pool is not None
-        assert self._modes is not None
-        while self._held_back:
+        while self._quiet and self._held_back:
             job = self._held_back.popleft()
-            self._check = check = None if self._quiet else _DrawCheck()
-            future = self._pool.submit(self._made_under, self._modes, job, check)
-            self._futures.append((job, future))
-            if check is not None:
-                check.future = future
-                return
+            self._futures.append((job, self._pool.submit(self._made_in_thread, self._modes, job)))
 
     def collect(self) -> Any:
         """Return the batch of the oldest job; raises what fetching it raised."""
         self.start()
         self._follow_modes()
-        try:
-            if self._quiet or not self._futures:
-                self._hand_out()
-            batch, future = _take_oldest(self._futures, self._awaited)
-        except BaseException:
-            self._abandon_check()
-            raise
-        if self._check is not None and future is self._check.future:
-            self._quiet, self._check = True, None
-            self._hand_out()
+        self._hand_out()
+        if self._futures or self._quiet:
+            return _take_oldest(self._futures, self._awaited)
+        batch = _take_oldest(self._held_back, self._made_by_loop)
+        self._quiet = True
+        self._hand_out()
         return batch
 
-    def _awaited(self, under_way: tuple[BatchJob, Future[Any]]) -> tuple[Any, Future[Any]]:
+    def _awaited(self, under_way: tuple[BatchJob, Future[Any]]) -> Any:
         job, future = under_way
         wait([future], self._timeout_s)
         if not future.done():
@@ -343,32 +338,40 @@ class ThreadEngine:
                 f"a thread has been fetching {blame(RuntimeError(), job.indices)} for {self._timeout_s:g} s "
                 f"(timeout={self._timeout_s:g})"
             )
-        return future.result(), future
+        return future.result()
 
-    def _abandon_check(self) -> None:
-        if self._check is not None:
-            self._check.abandon()
-            self._check = None
+    def _made_by_loop(self, job: BatchJob) -> Any:
+        """Make a batch in the loop's own thread; raises `ThreadsDraw` if random numbers were drawn meanwhile."""
+        with states_of_their_own():
+            before = random_state()
+            try:
+                batch = self._made(job)
+            except ours() as error:
+                _tell(error, "the loop's own thread", job)
+                raise
+            if random_state() == before:
+                return batch
+        by = ", by it or by another thread" if others_could_draw() else ""
+        raise ThreadsDraw(f"fetching a sample draws random numbers{by}, which threads can't keep apart")
 
-    def _made_under(self, modes: ThreadModes, job: BatchJob, check: _DrawCheck | None) -> Any:
-        with modes.entered():
-            return self._make(job, check)
-
-    def _make(self, job: BatchJob, check: _DrawCheck | None) -> Any:
-        """Make a batch, in a thread; `check` whether it draws, while the loop waits for it."""
+    def _made_in_thread(self, modes: ThreadModes, job: BatchJob) -> Any:
         thread = f"thread {threading.current_thread().name.rpartition('_')[2]}"
         try:
-            _refuse_changed(job)
-            batch = self._fetch(job.indices) if check is None else check.make(self._fetch, job.indices)
-            _refuse_graph(batch)
-            _refuse_changed(job)  # the loop may put back what it has changed
-            return batch
+            with modes.entered():
+                return self._made(job)
         except ours() as error:
             _tell(error, thread, job)
             raise
         except BaseException as error:  # sys.exit() in a dataset: it is the loop that decides
             at = f"{thread} while fetching {blame(error, job.indices)}"
             raise RuntimeError(f"{type(error).__name__} was raised in {at}: {error}") from error
+
+    def _made(self, job: BatchJob) -> Any:
+        _refuse_changed(job)
+        batch = (self._fetch if job.dataset is None else self._fetch.of(job.dataset))(job.indices)
+        _refuse_graph(batch)
+        _refuse_changed(job)  # the loop may put back what it has changed
+        return batch
 
     def discard(self) -> None:
         """Forget all jobs; those not begun are never made."""
@@ -379,7 +382,6 @@ class ThreadEngine:
 
     def update(self, numbers: Numbers) -> None:
         """Look again whether fetching draws random numbers: the dataset, the loop's own, has changed."""
-        self._abandon_check()
         self._quiet = False
 
     def restart(self) -> None:
@@ -390,7 +392,6 @@ class ThreadEngine:
 
     def reset(self) -> None:
         """Forget all jobs and leave the threads to end on their own; the next job starts others."""
-        self._abandon_check()
         for _, future in self._futures:
             future.cancel()
         if self._pool is not None:
@@ -404,7 +405,7 @@ class ThreadEngine:
 
 
 def _refuse_changed(job: BatchJob) -> None:
-    if job.watch is not None and job.watch.changed(job.indices):
+    if job.watch is not None and job.dataset is None and job.watch.changed(job.indices):
         raise NotAhead(f"the loop changes {job.watch.change} within an epoch")
 
 
@@ -415,47 +416,6 @@ def _refuse_graph(batch: Any) -> None:
             "batches hang on a graph, and those that threads make ahead would be computed with old weights. Found: "
             f"grad_fn={hanging.grad_fn!r}; compute it in the loop, or use mode='inline'"
         )
-
-
-class _DrawCheck:
-    """Whether fetching draws random numbers, seen at one batch while the loop waits for it.
-
-    Once the loop waits no more, after Ctrl-C say, what it draws would be taken for the batch's and be undone: then
-    the thread leaves the generators alone.
-    """
-
-    def __init__(self) -> None:
-        self.future: Future[Any] | None = None
-        self._waiting = threading.get_ident()
-        # The thread that pops it decides whether states are written. No lock: Ctrl-C could leave it locked.
-        self._decision = [True]
-
-    def make(self, fetch: Callable[[Any], Any], indices: Any) -> Any:
-        """Return the batch; raises `ThreadsDraw` if it drew."""
-        before = [(stream, stream.read()) for stream in streams()]
-        moved: list[tuple[Stream, Any]] = []
-        try:
-            batch = fetch(indices)
-        finally:
-            moved = [(stream, state) for stream, state in before if stream.read() != state]
-            if self._decides():
-                for stream, state in moved:
-                    stream.write(state)
-        if moved:
-            by = ", by it or by another thread" if others_could_draw([self._waiting]) else ""
-            raise ThreadsDraw(f"fetching a sample draws random numbers{by}, which threads can't keep apart")
-        return batch
-
-    def abandon(self) -> None:
-        """Have the thread write no states from now on."""
-        if not self._decides() and self.future is not None:
-            wait([self.future], timeout=1.0)  # it is writing them, or has done so: a moment
-
-    def _decides(self) -> bool:
-        try:
-            return self._decision.pop()
-        except IndexError:
-            return False
 
 
 def as_raised(pickled: bytes | None, text: str, where: str) -> BaseException:

@@ -31,6 +31,7 @@ from accel.profiler.interruptions import ours
 log = logging.getLogger("accel.dataio")
 
 _MOST_TRIES = 2
+_WARN_S = 60.0
 STALL_S = 30.0
 # A fork waits so long for the threads of other engines to finish the batch in hand.
 _REST_S = 5.0
@@ -239,15 +240,12 @@ class ProcessEngine:
 
     def _end_workers(self) -> None:
         """End the workers; their jobs wait for others."""
-        self._take_back(self._handles)
+        for handle in self._handles:
+            self._waiting |= handle.jobs
+            handle.jobs = {}
         end_all(self._handles, self._owner)
         self._selector.close()
         self._selector = selectors.PollSelector()
-
-    def _take_back(self, handles: list[WorkerHandle]) -> None:
-        for handle in handles:
-            self._waiting |= handle.jobs
-            handle.jobs = {}
 
     # -- receiving ---------------------------------------------------------------------------------------------------
 
@@ -255,7 +253,7 @@ class ProcessEngine:
         if serial in self._results:
             return
         self.start()
-        began = time.monotonic()
+        began = warned = time.monotonic()
         patience = min(1.0, self._timeout_s or 1.0)
         while serial not in self._results:
             for key, _ in self._selector.select(patience / 2):
@@ -269,6 +267,9 @@ class ProcessEngine:
                 self._give_up(holder)
             elif self._timeout_s and waited > self._timeout_s:
                 raise FetchTimeout(self._late(serial, waited))
+            elif time.monotonic() - warned > _WARN_S and holder is not None:
+                warned = time.monotonic()
+                holder.send("where", None)
 
     def _hear(self, handle: WorkerHandle) -> None:
         messages = handle.receive()
@@ -285,6 +286,13 @@ class ProcessEngine:
     def _take(self, handle: WorkerHandle, message: Any) -> None:
         if isinstance(message, worker.Ready):
             handle.ready, self._failed_starts = True, 0
+        elif isinstance(message, worker.Where):
+            log.warning(
+                "worker process %d has been at one batch for over %.0f s; it is here:\n%s",
+                handle.number,
+                _WARN_S,
+                message.stack,
+            )
         elif isinstance(message, worker.Failed) and message.serial is None:
             self._end_workers()
             raise as_raised(message.error, message.text, f"worker process {handle.number} in {message.at}")

@@ -1,7 +1,6 @@
 """Shared memory that a batch travels in: written once by a worker process, read in place, used again when dropped.
 
-A slot is an anonymous file in memory (`memfd_create`), mapped by the worker that fills it and by the loop's process,
-which opens it by its name in /proc.
+A slot is an anonymous file in memory (`memfd_create`), mapped by the worker that fills it and by the loop's process.
 The loop's tensors lie in the slot itself. When the last of them is gone the worker is notified and reuses the slot.
 So a batch costs one message and no fresh page: the pages of a slot are touched once, not once per batch, and nothing
 lies in /dev/shm, whose size a container limits. The file has no name and goes with the last process that maps it.
@@ -23,7 +22,7 @@ _PAGE = 4096
 
 def supported() -> bool:
     """Return whether this system has anonymous files in memory."""
-    return hasattr(os, "memfd_create") and os.path.exists("/proc/self/fd")
+    return hasattr(os, "memfd_create") and hasattr(os, "posix_fallocate")
 
 
 def map_memory(file: int, size: int) -> memoryview:
@@ -61,7 +60,7 @@ class SharedSlot:
             raise
 
     def close_file(self) -> None:
-        """Close the file; the mapping stays."""
+        """Close the file once the other process has it; the mapping stays."""
         if self.file is not None:
             os.close(self.file)
             self.file = None
@@ -102,7 +101,6 @@ class SlotWriter:
         slot = self._in_use.pop(number, None)
         if slot is None:
             return
-        slot.close_file()  # the loop has opened it
         if not again:
             self._drop(slot)
             return
@@ -126,9 +124,8 @@ class SlotReader:
         self._forked: set[int] = set()
         _READERS.add(self)
 
-    def add(self, number: int, process: int, descriptor: int) -> None:
-        """Map a slot that a worker process has made; raises OSError when that is gone."""
-        file = os.open(f"/proc/{process}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
+    def add(self, number: int, file: int) -> None:
+        """Map a slot that the worker made; closes the file."""
         try:
             self._memory[number] = map_memory(file, os.fstat(file).st_size)
         finally:

@@ -1,6 +1,6 @@
 """What runs in a worker process: take a list of indices, make the batch, write it into shared memory, say so.
 
-A thread of its own receives, so that a new order (give up what is stale, the loop is gone) is received
+A thread of its own receives, so that a new order (give up what is stale, where are you, the loop is gone) is received
 while a sample is being fetched, and so that neither side ever waits for the other to read. The main thread fetches and
 sends.
 
@@ -27,6 +27,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from socket import AF_UNIX, SOCK_STREAM, send_fds, socket
 from typing import Any, NamedTuple
 
 import torch
@@ -75,8 +76,7 @@ class Done(NamedTuple):
     payload: bytes
     sizes: list[int]
     slot: int | None
-    file: int | None
-    """The worker's descriptor of the slot, if the slot is new."""
+    new_file: bool
     dropped: list[int]
     data: bytearray | None
 
@@ -98,6 +98,23 @@ class Ready(NamedTuple):
 
 class Drew(RuntimeError):
     """Fetching has drawn random numbers, which are to be drawn in the loop's own process."""
+
+
+class Where(NamedTuple):
+    """The Python stack of the worker's main thread."""
+
+    stack: str
+
+
+def channel_of(connection: Connection) -> socket:
+    """Return the connection as a socket, for files; made once, while nothing else reads or writes.
+
+    A new socket object takes on `socket.setdefaulttimeout` of the process: with that set, the connection itself would
+    no longer wait.
+    """
+    channel = socket(AF_UNIX, SOCK_STREAM, fileno=os.dup(connection.fileno()))
+    channel.setblocking(True)
+    return channel
 
 
 def run(connection: Connection, task: Task) -> None:
@@ -126,10 +143,13 @@ def _stack(stack: Callable[..., Any], batch: Any, **options: Any) -> Any:
 class _Worker:
     def __init__(self, connection: Connection, task: Task) -> None:
         self._connection, self._task, self._fetch = connection, task, task.fetch
+        self._channel = channel_of(connection)
         self._orders: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._stale_below = 0
-        self._slots = slots.SlotWriter(task.most_free) if slots.supported() else None
+        self._sending = threading.Lock()
+        self._main_thread = threading.get_ident()
         self._numbers: Numbers = {}
+        self._slots = slots.SlotWriter(task.most_free) if slots.supported() else None
 
     # -- receiving ---------------------------------------------------------------------------------------------------
 
@@ -146,13 +166,20 @@ class _Worker:
                 os._exit(1)
             if kind == "stale":
                 self._stale_below = content
+            elif kind == "where":
+                frame = sys._current_frames().get(self._main_thread)
+                self._send(Where("".join(traceback.format_stack(frame)) if frame else ""))
             else:
                 self._orders.put(content)
 
     # -- sending -----------------------------------------------------------------------------------------------------
 
-    def _send(self, message: Any) -> None:
-        self._connection.send_bytes(pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL))
+    def _send(self, message: Any, file: int | None = None) -> None:
+        data = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
+        with self._sending:
+            self._connection.send_bytes(data)
+            if file is not None:
+                send_fds(self._channel, [b"f"], [file])
 
     # -- work --------------------------------------------------------------------------------------------------------
 
@@ -248,7 +275,9 @@ class _Worker:
         if self._slots is not None:
             dropped, self._slots.dropped = self._slots.dropped, []
         number, file = (None, None) if slot is None else (slot.number, slot.file)
-        self._send(Done(serial, packed.payload, packed.sizes, number, file, dropped, data))
+        self._send(Done(serial, packed.payload, packed.sizes, number, file is not None, dropped, data), file)
+        if slot is not None:
+            slot.close_file()
 
 
 def _pickled(error: BaseException) -> bytes | None:

@@ -12,6 +12,7 @@ import time
 import weakref
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
+from socket import recv_fds, socket
 from typing import Any
 
 from accel.dataio.engine import worker
@@ -20,7 +21,7 @@ from accel.dataio.engine.slots import SlotReader
 
 # The loop's ends of all connections: a process forked later must not keep them open, or a worker would not see that
 # the loop is gone.
-_ENDS: weakref.WeakSet[Connection] = weakref.WeakSet()
+_ENDS: weakref.WeakSet[Connection | socket] = weakref.WeakSet()
 _PROCESSES: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
@@ -54,6 +55,7 @@ class WorkerHandle:
         self.jobs: dict[int, BatchJob] = {}
         self.process: Any = None
         self.connection: Connection | None = None
+        self._channel: socket | None = None
         self._begin()
 
     def _begin(self) -> None:
@@ -77,6 +79,8 @@ class WorkerHandle:
             raise
         finally:
             theirs.close()
+        self._channel = worker.channel_of(ours)
+        _ENDS.add(self._channel)
         _PROCESSES.add(process)
 
     # -- messages ----------------------------------------------------------------------------------------------------
@@ -104,16 +108,21 @@ class WorkerHandle:
             if isinstance(message, worker.Done):
                 for number in message.dropped:
                     self.slots.drop(number)
-                if message.slot is not None and message.file is not None:
-                    self.slots.add(message.slot, self.process.pid, message.file)
+                if message.slot is not None and message.new_file:  # it comes after the message, with a byte of its own
+                    assert self._channel is not None
+                    files = recv_fds(self._channel, 1, 1)[1]
+                    if not files:
+                        raise EOFError
+                    self.slots.add(message.slot, files[0])
             yield message
 
     # -- the end -----------------------------------------------------------------------------------------------------
 
     def hang_up(self) -> None:
         """Close the connection: the worker then ends on its own, if it can."""
-        if self.connection is not None:
-            self.connection.close()
+        for end in (self.connection, self._channel):
+            if end is not None:
+                end.close()
 
     def bury(self) -> str:
         """Clear away a worker that is gone; return which process it was and how it ended."""

@@ -14,13 +14,18 @@ from torch import Tensor
 
 
 class Epoch:
-    """Number of an epoch."""
+    """Number of an epoch.
+
+    Args:
+        number: to begin with.
+        changes: how often it has changed before.
+    """
 
     accel_hides: ClassVar[frozenset[str]] = frozenset({"_shared"})  # what lies there reaches worker processes by itself
 
-    def __init__(self) -> None:
-        self._number = self._changes = 0
-        self._shared: Tensor = torch.tensor([0, 0], device="cpu").share_memory_()  # type: ignore[no-untyped-call]
+    def __init__(self, number: int = 0, changes: int = 0) -> None:
+        self._number, self._changes = number, changes
+        self._shared: Tensor = torch.tensor([number, changes], device="cpu").share_memory_()  # type: ignore[no-untyped-call]
 
     @property
     def number(self) -> int:
@@ -37,6 +42,10 @@ class Epoch:
         self._number, self._changes = int(number), max(self._changes, int(shared[1])) + 1
         shared[0] = self._number
         shared[1] = self._changes
+
+    def at(self, number: int) -> Epoch:
+        """Return one that has memory of its own, as this one will be once it is set to `number`."""
+        return Epoch(number, self._changes + (number != self.number))
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

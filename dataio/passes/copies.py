@@ -38,7 +38,7 @@ class DatasetCopies:
         self._loader, self._fetch = loader, fetch_of(loader)
         self.watch, self._version = DatasetWatch(self._fetch), 0
         self._began: Numbers | None = None
-        self._forecast = Forecast()
+        self._forecast = Forecast(self._fetch)
         self._of: weakref.WeakKeyDictionary[Engine, _Copies] = weakref.WeakKeyDictionary()
 
     def look(self) -> None:
@@ -85,16 +85,23 @@ class DatasetCopies:
         same_numbers = differing(copies.numbers, numbers_of(self._fetch.dataset)) == {}
         return same_numbers and not self.watch.changed(thoroughly=True, numbers=False)
 
-    def expected(self, engine: Engine) -> Numbers | None:
-        """Return the numbers that will differ when the next epoch begins; None if its batches can't be made now.
+    def expected(self, engine: Engine) -> tuple[Numbers, Any] | None:
+        """Return what an engine is to make the next epoch's batches from, before that begins.
 
-        They can't where the dataset could change without being seen, or where threads would read it as it is.
+        Returns:
+            The numbers that differ by then, and the dataset to read in place of the loop's own, None for that; None if
+            it can't be had, or could change without being seen.
         """
         if self.watch.unseen_at_all:
             return None
         numbers = self._of[engine].numbers
-        changed = differing(numbers, self._forecast.next(numbers)) or {}
-        return None if changed and not engine.copies else changed
+        following = self._forecast.next(numbers)
+        changed, view = differing(numbers, following), None
+        if changed and not engine.copies:
+            view = self._forecast.view(self._fetch.dataset, following)
+            if view is None:
+                return None  # made now, the batches would be those of this epoch's dataset
+        return changed or {}, view
 
     def expect(self, engine: Engine, changed: Numbers) -> None:
         """Have an engine's copies be as they are expected to be in the next epoch."""

@@ -40,11 +40,12 @@ class IndexLists:
 
     Attributes:
         exhausted: no more can be drawn.
-        is_drawing: a list is on its way to whoever draws it; after an interruption it is lost.
     """
 
     def __init__(self, loader: DataLoader[Any], draws: Draws) -> None:
-        self.draws, self.exhausted, self.is_drawing = draws, False, False
+        self.draws, self.exhausted = draws, False
+        self._is_drawing = False  # a list is on its way to whoever draws it; after an interruption it is lost
+        self.number(0, None)
         self._back: deque[BatchJob] = deque()
         self._states: tuple[States, States] | None = None
         self._error: Exception | None = None
@@ -125,6 +126,42 @@ class IndexLists:
             self.draws.draw_again(at, state)
         self._states = state, last
 
+    # -- as jobs -------------------------------------------------------------------------------------------------------
+
+    def number(self, epoch: int, base_seed: int | None, first: int = 0, dataset: Any = None) -> None:
+        """Make jobs of the lists from now on.
+
+        Args:
+            epoch: its number among the epochs drawn so far.
+            base_seed: of the epoch's random numbers; None to leave them alone.
+            first: number of the next list in its epoch.
+            dataset: to fetch from, see `BatchJob`.
+        """
+        self._epoch, self._base_seed, self._number, self._dataset = epoch, base_seed, first, dataset
+
+    def next_job(self, take: Callable[[BatchJob], Any]) -> bool:
+        """Hand the next list to `take`, as a job, and return whether there was one.
+
+        Raises:
+            ListLost: if one was lost before.
+        """
+        if self._is_drawing:
+            raise ListLost
+        self._is_drawing = True
+        try:
+            indices, number = next(self), self._number
+            seed = None if self._base_seed is None else derived_seed(self._base_seed, number)
+            take(BatchJob(indices, seed, self.draws.generators(), self._dataset, self._epoch, number))
+            self._number = number + 1
+        except StopIteration:
+            self._is_drawing = False
+            return False
+        except ours():
+            self._is_drawing = False
+            raise
+        self._is_drawing = False
+        return True
+
     # -- what the loop sets --------------------------------------------------------------------------------------------
 
     @property
@@ -139,47 +176,6 @@ class IndexLists:
         if isinstance(now, Tensor) and isinstance(self._chosen, Tensor):
             return not torch.equal(now, self._chosen)
         return not np.array_equal(now, self._chosen) if isinstance(now, np.ndarray) else bool(now != self._chosen)
-
-
-class Jobs:
-    """Yields a job for each index list of an epoch; an iterator, since an interruption would end a generator.
-
-    Args:
-        lists: the index lists.
-        base_seed: of the epoch's random numbers; None to leave them alone.
-        epoch: its number among the epochs drawn so far.
-        first: number of the first list in its epoch.
-    """
-
-    def __init__(self, lists: IndexLists, base_seed: int | None, epoch: int, first: int = 0) -> None:
-        self.lists, self._number = lists, first
-        self._base_seed, self._epoch = base_seed, epoch
-
-    def __iter__(self) -> Iterator[BatchJob]:
-        return self
-
-    def into(self, take: Callable[[BatchJob], Any]) -> bool:
-        """Hand the next job to `take`, and return whether there was one; raises `ListLost` if one was lost before."""
-        if self.lists.is_drawing:
-            raise ListLost
-        self.lists.is_drawing = True
-        try:
-            take(next(self))
-        except StopIteration:
-            self.lists.is_drawing = False
-            return False
-        except ours():
-            self.lists.is_drawing = False
-            raise
-        self.lists.is_drawing = False
-        return True
-
-    def __next__(self) -> BatchJob:
-        indices, number = next(self.lists), self._number
-        self._number += 1
-        seed = None if self._base_seed is None else derived_seed(self._base_seed, number)
-        states = self.lists.draws.generators()
-        return BatchJob(indices, seed, states, self._epoch, number)
 
 
 def _copied(indices: Any) -> Any:

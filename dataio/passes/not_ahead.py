@@ -1,10 +1,9 @@
 """What keeps batches from being made ahead: a sampler or a dataset that the loop may set, and batches that differ.
 
 Where nobody asked for batches made ahead, the first reason ends it for good, and the loop makes
-the very batch itself. Some are made by the loop too and compared bit by bit: the first one after
-each switch, and then as many as take one in two hundred of the loop's time. Where somebody asked
-for them, what the loop sets within an epoch counts from the next one on, as with a `DataLoader`
-that has workers.
+the very batch itself. Where somebody did, they are made anew after a change, a few times. Some are
+made by the loop too and compared bit by bit: the first one after each switch, and then as many as
+take one in two hundred of the loop's time.
 """
 
 from __future__ import annotations
@@ -22,6 +21,8 @@ from accel.dataio.fetching.fetch import fetch_of
 from accel.dataio.fetching.randomness import random_state, seed_everything, states_of_their_own
 from accel.dataio.passes.movable import not_read_ahead
 
+# Times that batches made ahead are thrown away because the loop has changed the dataset meanwhile.
+_MOST_RENEWALS = 3
 # Of the loop's time, for comparing.
 _SHARE = 0.005
 
@@ -53,13 +54,13 @@ class AheadCheck:
         self._loader, self.strict, self._whole, self._seeded, self._clock = loader, strict, whole, seeded, clock
         self.watch: DatasetWatch | None = None
         self._sampler_finding = ""
-        self.seen = self.compared = 0
+        self._renewals = self.seen = self.compared = 0
         self._is_due = False
         self._began, self._spent_s, self._last_s = clock(), 0.0, 0.0
 
     def look(self, watch: DatasetWatch | None) -> None:
         """Watch from now on what the loop changes of what fetching reads; None for nothing."""
-        self.watch = watch if self.strict else None
+        self.watch = watch if self._renewals <= _MOST_RENEWALS else None
         self._sampler_finding = not_read_ahead(self._loader) if self.strict else ""
 
     def refuse(self, *, drawn_since: bool) -> None:
@@ -68,7 +69,7 @@ class AheadCheck:
         Args:
             drawn_since: somebody else has drawn from the sampler's generator.
         """
-        if self.watch is None:
+        if not self.strict or self.watch is None:
             return
         if self._sampler_finding:
             raise NotAhead(self._sampler_finding)
@@ -79,10 +80,18 @@ class AheadCheck:
         if self._whole and self.watch.unseen:
             raise NotAhead(f"the loop could change {self.watch.unseen}, within an epoch without being seen")
 
-    def refuse_changed(self, indices: Any) -> None:
-        """Raise `NotAhead` if the loop has changed what fetching the batch of `indices` reads."""
-        if self.watch is not None and self.watch.changed(indices):
+    def is_stale(self, indices: Any) -> bool:
+        """Return whether batches are to be made anew: the loop has changed what fetching reads.
+
+        Args:
+            indices: of the batch that is about to be used.
+        """
+        if self.watch is None or not self.watch.changed(indices):
+            return False
+        if self.strict:
             raise NotAhead(f"the loop changes {self.watch.change} within an epoch")
+        self._renewals += 1
+        return self._renewals <= _MOST_RENEWALS
 
     def switched(self) -> None:
         """Compare the next batch: it is the first one after a switch."""
@@ -90,7 +99,7 @@ class AheadCheck:
 
     def compare(self, job: BatchJob, batch: Any) -> None:
         """Raise `NotAhead` if a batch is not the loop's own; now and then it is looked at."""
-        if self.watch is None:
+        if not self.strict or self.watch is None:
             return
         self.seen += 1
         now = self._clock()

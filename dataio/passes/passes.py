@@ -201,14 +201,14 @@ class InlineRest:
     """
 
     def __init__(self, running: EpochIterator, continuous: PrefetchAcrossEpochs) -> None:
-        self._engine, self._left = InlineEngine(continuous.loader), continuous.jobs_left()
+        self._engine, self._left = InlineEngine(continuous.loader), continuous.left()
 
     def __iter__(self) -> Iterator[Any]:
         return self
 
     def __next__(self) -> Any:
         # A job whose batch was interrupted is the engine's still.
-        if not self._engine.jobs and not self._left.into(self._engine.submit):
+        if not self._engine.jobs and not self._left.next_job(self._engine.submit):
             raise StopIteration
         try:
             return self._engine.collect()

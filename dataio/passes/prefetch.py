@@ -19,7 +19,6 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Iterator
-from contextlib import suppress
 from itertools import islice
 from typing import Any
 
@@ -29,7 +28,7 @@ from accel.dataio.engine.engine import BatchJob, Engine, InlineEngine
 from accel.dataio.passes import epochs
 from accel.dataio.passes.copies import DatasetCopies
 from accel.dataio.passes.epochs import Ahead, Draws, States, capture, draw_ahead, epoch_of, same, same_draws
-from accel.dataio.passes.index_lists import IndexLists, Jobs
+from accel.dataio.passes.index_lists import IndexLists
 from accel.dataio.passes.not_ahead import AheadCheck
 from accel.profiler.interruptions import ours
 
@@ -58,7 +57,7 @@ class PrefetchAcrossEpochs:
         self.failed_guesses = self._wrong = 0
         self._seeded = loader.worker_init_fn is None
         self._ended = self.feeding = False
-        self._source = Jobs(IndexLists(loader, Draws(loader, iter(()))), None, 0)
+        self._lists = IndexLists(loader, Draws(loader, iter(())))
         # Jobs of the running epoch, then of the next one. The first have been collected, the engine has those after.
         self._record: deque[BatchJob] = deque()
         self._collected = self._given = 0
@@ -67,7 +66,7 @@ class PrefetchAcrossEpochs:
         self.sampler_error: Exception | None = None
         self._epoch = self.served = self.handed = self.base_seed = 0
         self._may_look_ahead = True
-        self._ahead: tuple[Ahead, Jobs] | None = None
+        self._ahead: tuple[Ahead, IndexLists] | None = None
         self._resumed: Ahead | None = None
         # States of the loader's own generators: after all that was drawn in this epoch, after what was drawn for the
         # batches collected, and for those handed over.
@@ -101,15 +100,12 @@ class PrefetchAcrossEpochs:
         self._epoch += 1
         if not isinstance(indices, IndexLists):
             indices = IndexLists(self.loader, Draws(self.loader, indices))
-        self.base_seed = self.engine.base_seed = base_seed
-        self._source = self._jobs(indices, base_seed, self._epoch, self.served)
+        self._lists, self.base_seed = indices, base_seed
+        self.engine.base_seed = base_seed
+        self._number_lists()
         self._ahead, self._resumed, self._collected, self.handed = None, None, 0, self.served
         self._drawn = self._after = self._after_handed = self._lists.draws.generators()
         self._ended, self.feeding = False, True
-
-    @property
-    def _lists(self) -> IndexLists:
-        return self._source.lists
 
     def prime(self) -> None:
         """Draw the first index lists and hand them to the engine, as a loader with workers does when a pass begins."""
@@ -136,7 +132,8 @@ class PrefetchAcrossEpochs:
         if job is None or job.epoch != self._epoch:
             self._ended = True
             raise StopIteration
-        self.check.refuse_changed(job.indices)
+        if self.check.is_stale(job.indices):
+            self._renew()
         try:
             batch = self.engine.collect()
         except ours():
@@ -162,6 +159,13 @@ class PrefetchAcrossEpochs:
         while self._collected and self._record[0].number < self.handed:
             self._after_handed = self._record.popleft().after
             self._collected -= 1
+
+    def _renew(self) -> None:
+        """Make anew what was made ahead: the loop has changed the dataset within the epoch."""
+        self._take_back()
+        self._look()
+        self._copies.refresh(self.engine, self._epoch)
+        self._give()
 
     def skip_failed(self) -> None:
         """Pass over the batch that could not be made, if there is one."""
@@ -198,11 +202,6 @@ class PrefetchAcrossEpochs:
         self.close_feed()
         return self._lists
 
-    def jobs_left(self) -> Jobs:
-        """Return `left` with the seeds."""
-        lists = self.left()
-        return Jobs(lists, self.base_seed if self._seeded else None, self._epoch, self.served)
-
     def _give_lists_back(self) -> None:
         """Have the lists under way be drawn again, and the generators be as if they had not been drawn."""
         pending, before, after = self._under_way(), self._after, self._drawn
@@ -211,7 +210,7 @@ class PrefetchAcrossEpochs:
         self._lists.give_back(pending, before if open_end else None, after)
         self._drawn = self._after  # what is not put back counts as drawn
         self._record = deque(islice(self._record, self._collected))
-        self._source = self._jobs(self._lists, self.base_seed, self._epoch, self.served)
+        self._number_lists()
 
     def leave(self) -> None:
         """Have generators be as the batches that were served had left them: the loop has left the epoch."""
@@ -279,7 +278,7 @@ class PrefetchAcrossEpochs:
             # Nothing drawn ahead, or the loop left the epoch before its last batch; or with it, but without asking for
             # one more, which is when the sampler would have drawn once more.
             return False
-        ahead, source = self._ahead
+        ahead, lists = self._ahead
         undisturbed = same_draws(self.loader, ahead)
         if not (undisturbed and ahead.holds(self.loader)) or not self._copies.are_right(self.engine):
             self.failed_guesses += 1
@@ -291,15 +290,15 @@ class PrefetchAcrossEpochs:
         self._copies.refresh(self.engine, self._epoch + 1)
         epochs.begin_ahead(self.loader, ahead)
         ahead.peeked.begin()
-        self._begin(ahead, source)
+        self._begin(ahead, lists)
         return True
 
-    def _begin(self, ahead: Ahead, source: Jobs) -> None:
+    def _begin(self, ahead: Ahead, lists: IndexLists) -> None:
         """Make the epoch drawn ahead the running one; its lists count once the first batch is asked for."""
         self._record = deque(job for job in self._record if job.epoch != self._epoch)
         self._epoch += 1
         self._collected = 0
-        self._ahead, self._resumed, self._source = None, ahead, source
+        self._ahead, self._resumed, self._lists = None, ahead, lists
         self.base_seed = self.engine.base_seed = ahead.base_seed
         self._ended, self.served, self.handed = False, 0, 0
         self._drawn, self._after = ahead.draws.generators(), ahead.began[1:]
@@ -346,23 +345,25 @@ class PrefetchAcrossEpochs:
                 return
 
     def _fill_early(self) -> None:
-        with suppress(ours()):  # raised again at the next batch, and not in place of the one in hand
+        try:
             self._fill()
+        except ours():
+            return  # it is raised again when the next batch is asked for, and not in place of the one in hand
 
     def _give(self) -> None:
         most = min(len(self._record) - self._collected, self.engine.capacity)
         while self._given < most:
             job = self._record[self._collected + self._given]
-            self.engine.submit(job._replace(watch=self.check.watch))
+            self.engine.submit(job._replace(watch=self.check.watch) if self.check.strict else job)
             self._given += 1
 
     def _draw(self) -> bool:
         """Take the next index list into the record; return whether there was one."""
-        source = self._source if self._ahead is None else self._ahead[1]
-        if source.lists.exhausted:
+        lists = self._lists if self._ahead is None else self._ahead[1]
+        if lists.exhausted:
             return False
         try:
-            drawn = source.into(self._record.append)
+            drawn = lists.next_job(self._record.append)
         except ours() as error:
             self.sampler_error = error
             raise
@@ -375,20 +376,22 @@ class PrefetchAcrossEpochs:
         if self._ahead is not None or not self._may_look_ahead or self.engine.capacity < 2:
             return False  # one epoch ahead is enough: the look-ahead is bounded in batches
         self._may_look_ahead = False  # once in an epoch
-        changed = self._copies.expected(self.engine)
-        if changed is None:
+        expected = self._copies.expected(self.engine)
+        if expected is None:
             return False
+        changed, view = expected
         seeded = self.base_seed if epochs.persistent(self.loader) else None
         ahead = draw_ahead(self.loader, step=self._epoch_step, seeded=seeded)
         if ahead is None:
             return False
         self._copies.expect(self.engine, changed)
         lists = IndexLists(self.loader, ahead.draws)
-        self._ahead = ahead, self._jobs(lists, ahead.base_seed, self._epoch + 1)
+        lists.number(self._epoch + 1, ahead.base_seed if self._seeded else None, dataset=view)
+        self._ahead = ahead, lists
         return True
 
-    def _jobs(self, lists: IndexLists, base_seed: int, epoch: int, first: int = 0) -> Jobs:
-        return Jobs(lists, base_seed if self._seeded else None, epoch, first)
+    def _number_lists(self) -> None:
+        self._lists.number(self._epoch, self.base_seed if self._seeded else None, self.served)
 
     def _note_epoch(self, first: int) -> None:
         """Learn how the sampler's epoch and the dataset move from one epoch to the next."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -14,8 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from accel.dataio.engine import engine as engine_module
-from accel.dataio.engine.engine import BatchJob, FetchTimeout, InlineEngine, ThreadEngine, ThreadsDraw
+from accel.dataio.engine.engine import InlineEngine, ThreadEngine, ThreadsDraw
 from accel.dataio.fetching.randomness import others_could_draw, random_state, seed_everything, streams
 from tests.dataio.engines import in_child, loader_of, run
 
@@ -133,40 +131,6 @@ def test_only_this_packages_threads_and_waiting_ones_could_not_draw() -> None:
 
     # In a forked process, where no thread of another test is.
     assert in_child(work) == b"(False, [(False, False), (True, False)])"
-
-
-@pytest.mark.parametrize("kind", ["interrupt", "timeout"])
-def test_what_the_loop_draws_is_not_undone_by_a_thread_that_it_waits_for_no_more(
-    kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    began, goes_on = threading.Event(), threading.Event()
-
-    class Waits(Quiet):
-        def __getitem__(self, index: int) -> Tensor:
-            began.set()
-            goes_on.wait(60)
-            return torch.tensor(index)
-
-    def interrupted(*_: Any) -> None:
-        began.wait(60)
-        if kind == "interrupt":
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(engine_module, "wait", interrupted)
-    engine = ThreadEngine(loader_of(Waits(), timeout=1, num_workers=1), 1)
-    engine.submit(BatchJob([1], None))
-    with pytest.raises(KeyboardInterrupt if kind == "interrupt" else FetchTimeout):
-        engine.collect()
-    seed_everything(3)
-    for draw in DRAWS.values():
-        draw()
-    state = random_state()
-    goes_on.set()
-    assert engine._pool is not None
-    engine._pool.shutdown()
-    engine._pool.join(time.monotonic() + 60)
-
-    assert random_state() == state
 
 
 @pytest.mark.parametrize("kind", [np.random.MT19937, np.random.PCG64, np.random.Philox])

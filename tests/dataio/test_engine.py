@@ -148,6 +148,7 @@ def test_an_interrupt_takes_no_job(make: Any, monkeypatch: pytest.MonkeyPatch) -
     def interrupt(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
+    run(engine, [[0]])  # threads leave the first batch to the loop
     engine.submit(BatchJob([1], None))
     with monkeypatch.context() as patch:
         if isinstance(engine, ProcessEngine):

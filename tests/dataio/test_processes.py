@@ -6,6 +6,7 @@ import ctypes
 import gc
 import multiprocessing
 import os
+import socket
 import subprocess
 import threading
 import time
@@ -288,6 +289,27 @@ def test_orders_longer_than_a_sockets_buffer() -> None:
     many = list(range(200_000))
     with engine_of(loader=loader, workers=1, prefetch=4) as engine:
         assert all(made == str(sum(many)) * 100_000 for made in run(engine, [many] * 8))
+
+
+@pytest.mark.parametrize("side", ["loop", "dataset"])
+def test_a_default_timeout_of_sockets_does_not_reach_the_workers(side: str) -> None:
+    class Waits(Squares):
+        def __getitem__(self, index: int) -> torch.Tensor:
+            if side == "dataset":
+                socket.setdefaulttimeout(0.05)
+            time.sleep(0.1 if index == 0 else 0)
+            return super().__getitem__(index)
+
+    if side == "loop":
+        socket.setdefaulttimeout(0.05)
+    try:
+        with engine_of(Waits(), workers=1) as engine:
+            assert_made(
+                run(engine, [[0], [1], [0], list(range(40))]), expected(indices=[[0], [1], [0], list(range(40))])
+            )
+            assert not engine.deaths
+    finally:
+        socket.setdefaulttimeout(None)
 
 
 def test_a_dataset_that_prints(capfd: pytest.CaptureFixture[str]) -> None:

@@ -31,7 +31,8 @@ class Link:
         slot = self.writer.acquire(packed.size)
         wire.write(packed, slot.memory)
         if slot.file is not None:
-            self.reader.add(slot.number, os.getpid(), slot.file)
+            self.reader.add(slot.number, os.dup(slot.file))
+            slot.close_file()
         self.tell_dropped()
         return wire.load(packed.payload, packed.sizes, self.reader.view(slot.number))
 

@@ -348,7 +348,7 @@ def test_the_cost_is_bounded() -> None:
 
 def test_an_epoch_counter_is_expected() -> None:
     dataset = Holder(epoch=0, name="a", inner=Holder(step=10), flag=True, span=(0, 5))
-    forecast, first = Forecast(), numbers_of(dataset)
+    forecast, first = Forecast(Fetch(dataset, list, batched=True)), numbers_of(dataset)
     dataset.epoch, dataset.inner.step, dataset.flag = 1, 7, False
     second = numbers_of(dataset)
     forecast.saw(first, second)
