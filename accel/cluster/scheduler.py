@@ -18,7 +18,7 @@ from accel.cluster.actuators import Actuator
 from accel.cluster.job_table import ENDED, JobRow, JobTable
 from accel.cluster.jobs import JobView
 from accel.cluster.policy import PolicyOptions, allocate
-from accel.elastic.run import PROFILE
+from accel.elastic.batch_size.report import PROFILE
 from accel.errors import InvalidArgument
 from accel.goodput.job import EXPLORED, JobProfile
 

@@ -20,8 +20,8 @@ from accel.cluster.actuators import LocalActuator, processes_of
 from accel.cluster.job_table import ENDED, FILE, JobRow, JobSpec, JobTable, claimed
 from accel.cluster.jobs import ClusterNode
 from accel.cluster.scheduler import Scheduler
+from accel.elastic.batch_size.report import PROFILE
 from accel.elastic.local_job import LocalJob
-from accel.elastic.run import PROFILE
 from accel.errors import InvalidArgument
 from tests.accel.cluster.cluster_cases import profile
 
