@@ -98,8 +98,14 @@ class LearningRateScaler:
         """Set the batch of the steps to come.
 
         Raises:
-            InvalidArgument: if the rule returns what is no positive number; nothing has been changed then.
+            InvalidArgument: if it is no `BatchScale`, or the rule returns what is no positive number; nothing has been
+                changed then.
         """
+        if not isinstance(batch, BatchScale):
+            raise InvalidArgument(
+                f"the batch must be one BatchScale for all parameter groups, got a {type(batch).__name__}; give "
+                "optimizers of their own to parameters whose noise differs"
+            )
         self._restore()
         multipliers = _multipliers(self.rule, batch)
         self.multipliers = _ONE if multipliers == _ONE else multipliers
@@ -125,14 +131,17 @@ class LearningRateScaler:
         """Go on from a state.
 
         Raises:
-            InvalidArgument: if it is not a state of this class.
+            InvalidArgument: if it is not a state of this class, or has a batch for each parameter group.
         """
         if state.get("version") != _VERSION:
             raise InvalidArgument(
                 f"the state of a LearningRateScaler must have version {_VERSION}, got {state.get('version')!r}"
             )
+        batches = state["batches"]
+        if len(batches) > 1:
+            raise InvalidArgument(f"a state must have one batch for all parameter groups, got {len(batches)}")
         self._batch, self.multipliers, self.gain = None, _ONE, 1.0
-        for batch in state["batches"]:
+        for batch in batches:
             bounds = batch["noise_bounds"]
             self.update(BatchScale(**{**batch, "noise_bounds": None if bounds is None else tuple(bounds)}))
         self.progress, self.steps = float(state["progress"]), int(state["steps"])

@@ -393,6 +393,17 @@ def test_state_goes_on(batch: Any) -> None:
         other.load_state_dict({})
 
 
+def test_a_batch_for_each_group_is_refused_and_changes_nothing() -> None:
+    scaler = LearningRateScaler(torch.optim.SGD(parameters(), 0.1), Linear())
+    scaler.update(BatchScale(128, 64))
+    with pytest.raises(InvalidArgument, match="one BatchScale for all parameter groups, got a list; give optimizers"):
+        scaler.update([BatchScale(256, 64)] * 2)  # type: ignore[arg-type]
+    state = scaler.state_dict()
+    with pytest.raises(InvalidArgument, match="must have one batch for all parameter groups, got 2"):
+        scaler.load_state_dict({**state, "batches": state["batches"] * 2})
+    assert scaler.state_dict() == state and scaler.multipliers == Multipliers(2.0)
+
+
 def test_no_scaling_is_the_default_for_the_unknown() -> None:
     scaler = LearningRateScaler(torch.optim.Adagrad(parameters()))
     assert isinstance(scaler.rule, NoScaling) and "Adagrad" in scaler.rule.reason
