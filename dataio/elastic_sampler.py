@@ -63,6 +63,7 @@ class ElasticSampler(Sampler[list[int]]):
         next_begins_at: where a pass begins that begins now, but for where the sampler is; default None.
         turns: how often the loop has been through what it calls an epoch, which may be less than the data; a state has
             it where it is known. Default None.
+        turn, is_turn_trained: the one that it is in, None outside of them; and whether a batch is trained on in it.
         total_epochs: of the whole training, where the loop declares them. Default None.
 
     Example:
@@ -117,6 +118,8 @@ class ElasticSampler(Sampler[list[int]]):
         self.next_begins_at: SamplerPlace | None = None
         self.holds_batches = False
         self.turns: int | None = None
+        self.turn: int | None = None
+        self.is_turn_trained = False
         self.total_epochs: int | None = None
 
     def consumed(self, batches: Iterable[T]) -> Iterator[T]:

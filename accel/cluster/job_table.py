@@ -20,7 +20,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from accel.elastic.run import PROFILE
+from accel.elastic.batch_size.report import PROFILE
 from accel.errors import InvalidArgument
 from accel.goodput.job import JobProfile
 

@@ -3,8 +3,15 @@
     folder/00000012-step-3400/state.pt          tensors and plain values, by torch.save
     folder/00000012-step-3400/manifest.json     size and SHA-256 of it, step, ranks, version
 
-A checkpoint is written under a hidden name, flushed to disk, and renamed; only when the name is durable too are old
-ones removed. So a process that is killed, or a machine that loses power, leaves the previous ones as they were.
+The states of one, by the name of its folder:
+
+    .saving-…  ──both files flushed──▶ 00000012-step-3400 ──more than `keep` newer ones──▶ .removing-…  ──▶ gone
+        │                                    │
+        └─ killed, or the disk is full       ├─ size, SHA-256 and contents are right, and it fits ──▶ loaded
+           ──▶ cleared by the next save      └─ else refused, with a sentence: the one before it is judged
+
+A new name is flushed, too, before old checkpoints are removed. So a process that is killed, or a machine that loses
+power, leaves the previous ones as they were.
 Nothing in a checkpoint is ever executed: it is read by `torch.load(weights_only=True)`.
 """
 
@@ -17,6 +24,7 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from io import BufferedReader
 from pathlib import Path
 from threading import Lock
 from typing import Any, BinaryIO
@@ -24,7 +32,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from accel.elastic.saving.disk import Claim, Disk
+from accel.elastic.saving.disk import Disk, FolderLock
 from accel.elastic.saving.plain_values import check_plain
 from accel.errors import CheckpointError, InvalidArgument, OtherVersion
 from accel.profiler.interruptions import ours
@@ -32,7 +40,6 @@ from accel.profiler.interruptions import ours
 _NAME = re.compile(r"(\d{8,})-step-(\d+)")
 _STATE, _MANIFEST = "state.pt", "manifest.json"
 _SAVING, _REMOVING = ".saving-", ".removing-"
-_BLOCK = 1 << 20
 VERSION = 1
 _LONGEST = 65536
 """Bytes of a manifest; ours have 200."""
@@ -121,9 +128,9 @@ class Checkpoints:
         self._bad: set[int] = set()
         self._disk = disk or Disk()
         self._alone = alone
-        self._claim: Claim | None = None
+        self._lock: FolderLock | None = None
         if alone:
-            self._note_owner()
+            _keep(self)
 
     def save(self, state: Mapping[str, Any]) -> Path:
         """Write a checkpoint and return its folder, when it is durable and old ones are removed.
@@ -214,9 +221,9 @@ class Checkpoints:
     def release(self) -> None:
         """Let others save here."""
         _OWNERS.pop(self, None)
-        if self._claim is not None:
-            self._claim.close()
-            self._claim = None
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
 
     def are_in(self, folder: str | os.PathLike[str]) -> bool:
         """Return whether a folder is the one of these, by whatever path."""
@@ -230,71 +237,40 @@ class Checkpoints:
         """The folder of the newest checkpoint, by its name and size alone; None if there is none."""
         return next((path for number, path in self._listed() if self._looks_whole(number, path)), None)
 
-    def _note_owner(self) -> None:
-        """Keep the folder from others of this process, which would begin with what is saved here."""
-        with _NOTING:
-            others = [each for each, process in _OWNERS.items() if process == os.getpid()]
-            if any(other.are_in(self.folder) for other in others):
-                raise InvalidArgument(
-                    f"each model must have a folder of its own for its checkpoints, got {self.folder}, where another "
-                    "model of this process saves; give it one, or to go on from there call accel.undo with that model "
-                    "first"
-                )
-            _OWNERS[self] = os.getpid()
-
     # Writing
 
     def _save(self, state: dict[str, Any], step: int, world_size: int) -> Path:
-        self._make_root()
-        if self._alone and self._claim is None:
-            self._claim = self._disk.claim(self.folder)
-        with self._disk.only_writer(self.folder) as alone:
-            if alone:
-                self._clear()
-            temporary = self.folder / f"{_SAVING}{os.getpid()}-{os.urandom(4).hex()}"
-            try:
-                self._disk.make_folder(temporary)
-                size, digest = self._write_state(temporary / _STATE, state)
-                manifest = Manifest(size, digest, step, world_size).to_json()
-                with self._disk.open(temporary / _MANIFEST) as file:
-                    self._disk.write(file, manifest.encode())
-                    self._disk.sync(file)
-                self._disk.sync_folder(temporary)
-                number = max((number for number, _ in self._listed()), default=0) + 1
-                path = self.folder / f"{number:08d}-step-{step}"
-                self._disk.rename(temporary, path)
-            except BaseException:
-                self._disk.remove(temporary)
-                raise
-            self._disk.sync_folder(self.folder)
-            self._remove_old()
+        _make_durably(self._disk, self.folder.absolute())
+        lock = self._lock or self._disk.lock(self.folder)
+        try:
+            if lock is not None:  # else others may be writing what looks left over
+                _clear(self._disk, self.folder)
+            return self._write(state, step, world_size)
+        finally:
+            if self._alone:
+                self._lock = lock
+            elif lock is not None:
+                lock.close()
+
+    def _write(self, state: dict[str, Any], step: int, world_size: int) -> Path:
+        temporary = self.folder / f"{_SAVING}{os.getpid()}-{os.urandom(4).hex()}"
+        try:
+            self._disk.make_folder(temporary)
+            size, digest = _write_state(self._disk, temporary / _STATE, state)
+            manifest = Manifest(size, digest, step, world_size).to_json()
+            with self._disk.open(temporary / _MANIFEST) as file:
+                self._disk.write(file, manifest.encode())
+                self._disk.sync(file)
+            self._disk.sync_folder(temporary)
+            number = max((number for number, _ in self._listed()), default=0) + 1
+            path = self.folder / f"{number:08d}-step-{step}"
+            self._disk.rename(temporary, path)
+        except BaseException:
+            self._disk.remove(temporary)
+            raise
+        self._disk.sync_folder(self.folder)
+        self._remove_old()
         return path
-
-    def _make_root(self) -> None:
-        """Make the folder and those above it, durably."""
-        missing = []
-        folder = self.folder.absolute()
-        while not folder.exists():
-            missing.append(folder)
-            folder = folder.parent
-        for each in reversed(missing):
-            with contextlib.suppress(FileExistsError):  # another rank was faster
-                self._disk.make_folder(each)
-            self._disk.sync_folder(each.parent)
-
-    def _write_state(self, path: Path, state: dict[str, Any]) -> tuple[int, str]:
-        with self._disk.open(path) as file:
-            writer = _Writer(self._disk, file)
-            torch.save(state, writer)  # type: ignore[arg-type]  # all that it asks of a file
-            writer.check()
-            self._disk.sync(file)
-        return writer.size, writer.sha256.hexdigest()
-
-    def _clear(self) -> None:
-        """Remove what processes have left that were killed while they saved: we alone write here now."""
-        for path in self.folder.iterdir():
-            if path.name.startswith((_SAVING, _REMOVING)):
-                self._disk.remove(path)
 
     def _remove_old(self) -> None:
         listed = self._listed()
@@ -360,6 +336,19 @@ _OWNERS: WeakKeyDictionary[Checkpoints, int] = WeakKeyDictionary()
 _NOTING = Lock()
 
 
+def _keep(checkpoints: Checkpoints) -> None:
+    """Keep the folder from others of this process, which would begin with what is saved there."""
+    with _NOTING:
+        others = [each for each, process in _OWNERS.items() if process == os.getpid()]
+        if any(other.are_in(checkpoints.folder) for other in others):
+            raise InvalidArgument(
+                f"each model must have a folder of its own for its checkpoints, got {checkpoints.folder}, where "
+                "another model of this process saves; give it one, or to go on from there call accel.undo with that "
+                "model first"
+            )
+        _OWNERS[checkpoints] = os.getpid()
+
+
 class _Refused(Exception):
     """Why a checkpoint is not loaded."""
 
@@ -391,6 +380,33 @@ class _Writer:
     def check(self) -> None:
         if self._error is not None:
             raise self._error
+
+
+def _make_durably(disk: Disk, folder: Path) -> None:
+    """Make a folder and those above it that are missing."""
+    if folder.exists():
+        return
+    _make_durably(disk, folder.parent)
+    with contextlib.suppress(FileExistsError):  # another rank was faster
+        disk.make_folder(folder)
+    disk.sync_folder(folder.parent)
+
+
+def _clear(disk: Disk, folder: Path) -> None:
+    """Remove the remains of processes that were killed while they saved: we alone write there now."""
+    for path in folder.iterdir():
+        if path.name.startswith((_SAVING, _REMOVING)):
+            disk.remove(path)
+
+
+def _write_state(disk: Disk, path: Path, state: dict[str, Any]) -> tuple[int, str]:
+    """Write a state durably, and return its size and its SHA-256."""
+    with disk.open(path) as file:
+        writer = _Writer(disk, file)
+        torch.save(state, writer)  # type: ignore[arg-type]  # all that it asks of a file
+        writer.check()
+        disk.sync(file)
+    return writer.size, writer.sha256.hexdigest()
 
 
 def _manifest(path: Path) -> Manifest:
@@ -428,14 +444,11 @@ def _read(path: Path) -> dict[str, Any]:
     return state
 
 
-def _verify(file: BinaryIO, manifest: Manifest) -> None:
+def _verify(file: BufferedReader, manifest: Manifest) -> None:
     size = os.fstat(file.fileno()).st_size
     if size != manifest.size_bytes:
         raise _Refused(f"its {_STATE} has {size} bytes, and {manifest.size_bytes} by its manifest")
-    digest = hashlib.sha256()
-    while block := file.read(_BLOCK):
-        digest.update(block)
-    if digest.hexdigest() != manifest.sha256:
+    if hashlib.file_digest(file, "sha256").hexdigest() != manifest.sha256:
         raise _Refused(f"its {_STATE} has another SHA-256 than by its manifest")
 
 

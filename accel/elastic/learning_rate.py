@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -47,6 +47,10 @@ class LearningRateScaler:
         optimizer: any but LBFGS, which searches along a line and takes several batches' worth of calls in a step.
         rule: how rates follow the batch; default `rule_for(optimizer)`.
 
+    Attributes:
+        progress, steps: counts of the optimizer's steps so far.
+        multipliers, gain: of the next step: by which its values are multiplied, and what it counts as progress.
+
     Raises:
         InvalidArgument: if `optimizer` is none, or LBFGS.
 
@@ -77,9 +81,8 @@ class LearningRateScaler:
         self.rule = rule_for(optimizer) if rule is None else rule
         self.progress = 0.0
         self.steps = 0
-        self._batches: tuple[BatchScale, ...] = ()
-        self._multipliers: tuple[Multipliers, ...] = (_ONE,)
-        self._gain, self._scales = 1.0, False
+        self._batch: BatchScale | None = None
+        self.multipliers, self.gain = _ONE, 1.0
         self._optimizer = optimizer
         self._base_values: list[tuple[dict[str, Any], dict[str, Any]]] = []
         """During a step: each scaled group, and the user's values in it."""
@@ -91,35 +94,22 @@ class LearningRateScaler:
         ]
         _warn_of_inner(optimizer)
 
-    def update(self, batch: BatchScale | Sequence[BatchScale]) -> None:
+    def update(self, batch: BatchScale) -> None:
         """Set the batch of the steps to come.
 
-        Args:
-            batch: for all parameter groups, or one for each of them, where their noise differs; progress then counts
-                the mean of their gains.
-
         Raises:
-            InvalidArgument: if there are not as many as groups, or the rule returns what is no positive number.
+            InvalidArgument: if it is no `BatchScale`, or the rule returns what is no positive number; nothing has been
+                changed then.
         """
-        batches = (batch,) if isinstance(batch, BatchScale) else tuple(batch)
         if not isinstance(batch, BatchScale):
-            _check_count(len(batches), len(self._optimizer.param_groups))
+            raise InvalidArgument(
+                f"the batch must be one BatchScale for all parameter groups, got a {type(batch).__name__}; give "
+                "optimizers of their own to parameters whose noise differs"
+            )
         self._restore()
-        # Both are computed before either is set: a rule that raises changes nothing.
-        multipliers = tuple(_multipliers(self.rule, one) for one in batches)
-        gain = math.fsum(one.bounded_gain for one in batches) / len(batches)
-        self._batches, self._multipliers, self._gain = batches, multipliers, gain
-        self._scales = any(one != _ONE for one in multipliers)
-
-    @property
-    def multipliers(self) -> tuple[Multipliers, ...]:
-        """Those of the next step, one for each parameter group."""
-        return tuple(self._of_each_group())
-
-    @property
-    def gain(self) -> float:
-        """What the next step counts as progress."""
-        return self._gain
+        multipliers = _multipliers(self.rule, batch)
+        self.multipliers = _ONE if multipliers == _ONE else multipliers
+        self._batch, self.gain = batch, batch.bounded_gain
 
     def close(self, *, counts: bool = False) -> None:
         """Leave the optimizer as it was; the count stays.
@@ -128,51 +118,46 @@ class LearningRateScaler:
             counts: its steps are still counted, each as one of the base batch.
         """
         self._restore()
-        self._gain, self._scales, self._is_closed = 1.0, False, True
+        self.multipliers, self.gain, self._is_closed = _ONE, 1.0, True
         for handle in self._handles[counts:]:
             handle.remove()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the count and the batch, as plain numbers."""
-        batches = [asdict(batch) for batch in self._batches]
+        batches = [] if self._batch is None else [asdict(self._batch)]
         return {"version": _VERSION, "progress": self.progress, "steps": self.steps, "batches": batches}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a state.
 
         Raises:
-            InvalidArgument: if it is not a state of this class, or of an optimizer with other groups.
+            InvalidArgument: if it is not a state of this class, or has a batch for each parameter group.
         """
         if state.get("version") != _VERSION:
             raise InvalidArgument(
                 f"the state of a LearningRateScaler must have version {_VERSION}, got {state.get('version')!r}"
             )
-        batches = [BatchScale(**{**batch, "noise_bounds": _pair(batch["noise_bounds"])}) for batch in state["batches"]]
-        if batches:
-            self.update(batches[0] if len(batches) == 1 else batches)
-        else:
-            self._batches, self._multipliers, self._gain, self._scales = (), (_ONE,), 1.0, False
+        batches = state["batches"]
+        if len(batches) > 1:
+            raise InvalidArgument(f"a state must have one batch for all parameter groups, got {len(batches)}")
+        self._batch, self.multipliers, self.gain = None, _ONE, 1.0
+        for batch in batches:
+            bounds = batch["noise_bounds"]
+            self.update(BatchScale(**{**batch, "noise_bounds": None if bounds is None else tuple(bounds)}))
         self.progress, self.steps = float(state["progress"]), int(state["steps"])
-
-    def _of_each_group(self) -> Sequence[Multipliers]:
-        count = len(self._optimizer.param_groups)
-        if len(self._multipliers) == 1:
-            return self._multipliers * count
-        _check_count(len(self._multipliers), count)
-        return self._multipliers
 
     def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
         self._restore()  # where the step before has raised, or this is that of a base class within it
         self._is_stepping = True
-        if not self._scales:
+        if self.multipliers is _ONE:
             return
         if _is_capturing():
             raise RuntimeError(
                 "a step at a scaled learning rate can't be captured as a CUDA graph or compiled, which would keep that "
                 "rate; capture it at the base batch size, or step outside of it"
             )
-        for group, by in zip(self._optimizer.param_groups, self._of_each_group(), strict=True):
-            scaled = scaled_values(self._optimizer, group, by)
+        for group in self._optimizer.param_groups:
+            scaled = scaled_values(self._optimizer, group, self.multipliers)
             self._base_values.append((group, {name: group[name] for name in scaled}))
             group.update(scaled)
 
@@ -182,7 +167,7 @@ class LearningRateScaler:
         self._restore()
         self._is_stepping = False
         self.steps += 1
-        self.progress += self._gain
+        self.progress += self.gain
 
     def _restore(self, *_: Any) -> None:
         """Put the user's values back."""
@@ -332,12 +317,3 @@ def _multipliers(rule: Rule, batch: BatchScale) -> Multipliers:
             f"a learning-rate rule must return positive numbers, got {by} from {rule!r} at scale {batch.scale:g}"
         )
     return by
-
-
-def _check_count(got: int, groups: int) -> None:
-    if got != groups:
-        raise InvalidArgument(f"there must be one batch for all parameter groups or {groups}, one for each, got {got}")
-
-
-def _pair(bounds: Any) -> tuple[float, float] | None:
-    return None if bounds is None else (bounds[0], bounds[1])

@@ -27,8 +27,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from accel.elastic.batch_size.report import PROFILE
 from accel.elastic.in_place import ORDERS, RANK, SEEN, open_store, value_of
-from accel.elastic.run import PROFILE
 from accel.elastic.saving.torchrun_nodes import VARIABLE
 from accel.errors import InvalidArgument
 from accel.goodput.job import JobProfile

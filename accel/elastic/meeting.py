@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from accel.dataio.elastic_sampler import ElasticSampler
 from accel.errors import InvalidArgument
 from accel.run.ranks import Ranks
 
+if TYPE_CHECKING:
+    from accel.settings import OptimizeSettings
+
 T = TypeVar("T")
 
+_DEALT_BY = "shuffle", "seed", "order", "drop_last", "tail"
+"""Attributes by which a sampler deals, beside the batch size."""
 _START_S = 30.0
 """By which ranks may come to `accel.optimize` at different times: twice as much is waited for."""
 
@@ -41,16 +48,25 @@ def met(ranks: Ranks, what: str, mine: Any, answer: Callable[[list[Any]], T]) ->
     return ranks.decide((what, mine), checked, f"did not come to {what}")
 
 
-def alike(ranks: Ranks, mine: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return by what all ranks deal their samples: where that differs some come twice, and others never.
+def deal_alike(sampler: ElasticSampler, settings: OptimizeSettings, *, is_new: bool) -> None:
+    """Have all ranks deal samples in the same form: where that differs some come twice, and others never.
 
     Args:
-        ranks: that have just come to `accel.optimize`.
-        mine: by what this one does, by name; None if it has joined the others, and does as they do.
+        sampler: of this rank, which has just come to `accel.optimize`.
+        settings: that it was passed there.
+        is_new: this process has joined the others, and deals as they do.
 
     Raises:
-        InvalidArgument: on all ranks, for the first name by which two of them differ.
+        InvalidArgument: on all ranks, for the first setting by which two of them differ.
     """
+    sizes, rule = sampler.batch_sizes, settings.scaling_rule
+    mine = {name: getattr(sampler, name) for name in _DEALT_BY} | {
+        "samples": sampler.length,
+        "batch_size": sizes[sampler.rank] if len(set(sizes)) == 1 else sizes,
+        "max_batch_size": settings.max_batch_size,
+        "scaling_rule": getattr(rule, "__qualname__", rule and type(rule).__qualname__),
+        "checkpoint": settings.checkpoint is not None,
+    }
 
     def answer(brought: list[Any]) -> tuple[str, dict[str, Any]]:
         for (name, first), (rank, each) in itertools.product(brought[0].items(), enumerate(brought)):
@@ -58,10 +74,14 @@ def alike(ranks: Ranks, mine: Mapping[str, Any] | None) -> dict[str, Any]:
                 return f"got {name} {first} on rank 0 and {each[name]} on rank {rank}", brought[0]
         return "", brought[0]
 
-    problem, first = ranks.decide(mine, answer, "did not come to accel.optimize", _START_S)
+    ranks = Ranks()
+    ranks.join(since=time.time())
+    problem, first = ranks.decide(None if is_new else mine, answer, "did not come to accel.optimize", _START_S)
     if problem:
         raise InvalidArgument(
             f"loader and settings must be the same on all ranks, {problem}; if batches are to have several sizes, give "
             "every rank batch_sampler=accel.dataio.elastic_sampler.ElasticSampler(..., batch_size=[one for each rank])"
         )
-    return first
+    if is_new:
+        vars(sampler).update({name: first[name] for name in _DEALT_BY})
+        sampler.share_among(sampler.num_replicas, sampler.rank, first["batch_size"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import time
 import weakref
@@ -13,32 +12,20 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch.optim import Optimizer
 
-from accel.dataio.elastic_sampler import ElasticSampler
 from accel.dataio.passes.proxy import LoaderProxy
 from accel.elastic.batch_size.driver import BatchRun
 from accel.elastic.batch_size.loader import elastic_loader
+from accel.elastic.batch_size.report import ProfileFile
 from accel.elastic.checkpointing import Checkpointing
 from accel.elastic.in_place import InPlace, Restart, has_joined, orders_of_job
-from accel.elastic.meeting import alike
+from accel.elastic.meeting import deal_alike
 from accel.elastic.sample_position import SamplePosition
 from accel.elastic.saving.run import CheckpointRun
-from accel.elastic.saving.torchrun_nodes import remedy
-from accel.goodput.job import JobProfile
 from accel.profiler.loop.observers import follow, is_followed, leave, observers_of
-from accel.profiler.stderr import warn
-from accel.run.ranks import Ranks
 from accel.session.session import Session
 
 if TYPE_CHECKING:
     from accel.settings import OptimizeSettings
-
-
-PROFILE = "job.json"
-"""The job's profile, in the folder of its checkpoints."""
-_DEALT_BY = "shuffle", "seed", "order", "drop_last", "tail"
-"""By what a sampler deals, beside the batch size."""
-_NOTEWORTHY = 0.1
-"""Change of the noise scale that a scheduler should hear of."""
 
 
 class ElasticRun:
@@ -77,10 +64,9 @@ class ElasticRun:
         self._in_place: InPlace | None = None
         wanted = settings.checkpoint
         how = wanted if wanted is None or isinstance(wanted, Checkpointing) else Checkpointing(folder=wanted)
-        self._deal_alike(sampler, is_new=has_joined())
+        deal_alike(sampler, settings, is_new=has_joined())
         self._position = SamplePosition(sampler)
-        self._written = 0, 0.0, 0.0
-        """Batch, noise scale and progress of the profile that was written last."""
+        self._profile_file = None if how is None else ProfileFile(how.folder)
         if settings.max_batch_size is not None:
             session.events.rule.needs_requests = True  # a step here ends with a request
             self.batch = BatchRun(
@@ -91,13 +77,12 @@ class ElasticRun:
                 rule=settings.scaling_rule,
                 scaler=None if how is None else how.scaler,
                 say=say,
-                decided=self._write_profile,
+                save_s=self._save_s,
+                decided=self._decided,
             )
         try:
             if how is not None:
                 assert optimizer is not None
-                if advice := remedy():
-                    say(advice)
                 model = session.run.model
                 if (orders := orders_of_job()) is not None:
                     self._in_place = InPlace(orders, model, optimizer, sampler, restart, is_alone, say)
@@ -106,7 +91,7 @@ class ElasticRun:
                 )
                 if self._in_place is not None and self._in_place.is_added:
                     self._in_place.wait()
-                    self.checkpoint.restore_position()
+                    self.checkpoint.training.restore_position()
                 elif not self._goes_on(previous):
                     self.checkpoint.restore()
             if self.batch is not None:
@@ -115,23 +100,6 @@ class ElasticRun:
             self.close()
             raise
         RUNS[session.run.model] = self
-
-    def _deal_alike(self, sampler: ElasticSampler, *, is_new: bool) -> None:
-        """Have all ranks deal samples in the same way; a process that has joined them does so as they do."""
-        settings, sizes, rule = self._settings, sampler.batch_sizes, self._settings.scaling_rule
-        mine = {name: getattr(sampler, name) for name in _DEALT_BY} | {
-            "samples": sampler.length,
-            "batch_size": sizes[sampler.rank] if len(set(sizes)) == 1 else sizes,
-            "max_batch_size": settings.max_batch_size,
-            "scaling_rule": getattr(rule, "__qualname__", rule and type(rule).__qualname__),
-            "checkpoint": settings.checkpoint is not None,
-        }
-        ranks = Ranks()
-        ranks.join(since=time.time())
-        first = alike(ranks, None if is_new else mine)
-        if is_new:
-            vars(sampler).update({name: first[name] for name in _DEALT_BY})
-            sampler.share_among(sampler.num_replicas, sampler.rank, first["batch_size"])
 
     def _goes_on(self, previous: ElasticRun | None) -> bool:
         """Return whether the training goes on in this process, past what is saved; take over what was learnt."""
@@ -146,7 +114,7 @@ class ElasticRun:
 
     def saves_in(self, folder: str | os.PathLike[str]) -> bool:
         """Return whether its checkpoints are in a folder."""
-        return self.checkpoint is not None and self.checkpoint.checkpoints.are_in(folder)
+        return self.checkpoint is not None and self.checkpoint.training.checkpoints.are_in(folder)
 
     def settings_for(self, proxy: LoaderProxy, settings: OptimizeSettings) -> OptimizeSettings:
         """Return the settings of a further call with the model: for another loader it goes on under those of this run.
@@ -163,26 +131,16 @@ class ElasticRun:
             self._say("another loader of the model: it is followed under the settings of the training loader")
         return own
 
-    def profile(self) -> JobProfile | None:
-        """Return what a scheduler needs to know of the job; None while it is not known, and on other ranks than 0."""
-        if self.batch is None:
-            return None
-        return self.batch.profile(save_s=0.0 if self.checkpoint is None else self.checkpoint.save_s)
+    def _save_s(self) -> float:
+        """Return what the last checkpoint took, s; 0.0 before the first."""
+        policy = None if self.checkpoint is None else self.checkpoint.policy
+        return 0.0 if policy is None else policy.save_s
 
-    def _write_profile(self) -> None:
-        """Write the profile beside the checkpoints where the batch, or noise or progress by a tenth, has changed."""
-        if self.checkpoint is None or self.batch is None or (profile := self.profile()) is None:
-            return
-        assert self.batch.controller is not None
-        now = self.batch.controller.batch, profile.noise.phi, profile.progress
-        is_close = (math.isclose(new, old, rel_tol=_NOTEWORTHY) for new, old in zip(now, self._written, strict=True))
-        if now[0] == self._written[0] and all(is_close):
-            return
-        self._written = now
-        try:
-            profile.save(self.checkpoint.checkpoints.folder / PROFILE)
-        except OSError as error:
-            warn(f"the job's profile can't be written: {error}", stacklevel=6)
+    def _decided(self) -> None:
+        """Write the profile beside the checkpoints."""
+        if self._profile_file is not None and self.batch is not None and (profile := self.batch.profile()) is not None:
+            assert self.batch.controller is not None
+            self._profile_file.write(profile, self.batch.controller.batch)
 
     def follow(self, proxy: LoaderProxy, session: Any) -> None:
         """Follow the loader, around the session that follows it: samples are counted and clocks stopped before it."""

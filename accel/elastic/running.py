@@ -93,10 +93,7 @@ def job_profile(model: nn.Module) -> JobProfile:
 
     Source: Qiao et al. 2021, https://www.usenix.org/conference/osdi21/presentation/qiao, section 4.2.
     """
-    _batch(model, "job_profile")
-    run = RUNS.get(model)
-    assert run is not None
-    if (profile := run.profile()) is None:
+    if (profile := _batch(model, "job_profile").profile()) is None:
         raise InvalidArgument(
             "a job's profile needs step times and a noise scale. Found: not known yet on this rank; ask on rank 0, "
             "after the first decision about the batch (some hundreds of steps)"

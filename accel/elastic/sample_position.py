@@ -8,7 +8,8 @@ nothing is trained counts nothing.
 The order of an epoch is fixed, so that each batch of any pass has its place in it, and to count one means that the
 epoch is consumed up to its end. A look at some batches or an evaluation within an epoch takes nothing from it, and a
 pass that is left by a `break` is continued by the next one. A loop that fetches batches ahead of the one that it trains
-on is known by its first two steps: from then on those that it holds are left out.
+on is known by its first two steps: from then on those that it holds are left out. What it still holds when a pass has
+ended is counted as it is trained on, and the epoch ends with the last of it.
 
 It follows the loader for good: also after `accel.undo` each epoch must have each sample once.
 """
@@ -16,11 +17,10 @@ It follows the loader for good: also after `accel.undo` each epoch must have eac
 from __future__ import annotations
 
 import functools
-import warnings
 import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol, overload
+from typing import Any, overload
 from weakref import WeakKeyDictionary
 
 import torch
@@ -35,58 +35,47 @@ from accel.profiler.loop import backward
 from accel.profiler.loop.observers import LoopObserver
 
 MOST_HELD = 9
-"""Batches that a loop may fetch ahead, and that can be left out of what is counted."""
+"""Batches that a loop may fetch ahead of the one that it trains on, and that can be left out of what is counted."""
 
-
-class UpdateListener(Protocol):
-    """Called after each update."""
-
-    def updated(self) -> None:
-        """An optimizer has stepped."""
-
-
-class AllUpdates:
-    """Tell listeners, which are not kept alive, of the steps of all optimizers of the process."""
-
-    def __init__(self) -> None:
-        self._listeners: tuple[weakref.ref[UpdateListener], ...] = ()  # a WeakSet takes 3 µs to be gone through
-        register_optimizer_step_post_hook(self._stepped)
-
-    def listen(self, one: UpdateListener) -> None:
-        """Tell it of each update from now on."""
-        self.forget(one)
-        self._listeners = (*self._listeners, weakref.ref(one, self._drop))
-
-    def forget(self, one: UpdateListener) -> None:
-        """Tell it no more."""
-        self._listeners = tuple(each for each in self._listeners if each() is not one)
-
-    def _drop(self, reference: weakref.ref[UpdateListener]) -> None:
-        self._listeners = tuple(each for each in self._listeners if each is not reference)
-
-    def _stepped(self, *_: Any) -> None:
-        for reference in self._listeners:
-            if (one := reference()) is not None:
-                one.updated()
+_update_listeners: tuple[weakref.ref[Any], ...] = ()  # a WeakSet takes 3 µs to be gone through
 
 
 @functools.cache
-def all_updates() -> AllUpdates:
-    """Return what hears of them, from the first call on."""
-    return AllUpdates()
+def _hear_updates() -> None:
+    register_optimizer_step_post_hook(_notify_of_update)
+
+
+def _notify_of_update(*_: Any) -> None:
+    for reference in _update_listeners:
+        if (listener := reference()) is not None:
+            listener.updated()
+
+
+def listen_to_updates(listener: Any) -> None:
+    """Call `updated` of a listener, which is not kept alive, after each step of any optimizer of the process."""
+    global _update_listeners
+    _hear_updates()
+    ignore_updates(listener)
+    _update_listeners = (*_update_listeners, weakref.ref(listener))
+
+
+def ignore_updates(listener: Any) -> None:
+    """Call it no more."""
+    global _update_listeners
+    _update_listeners = tuple(each for each in _update_listeners if each() not in (None, listener))
 
 
 class _Pass:
     """One pass over the loader.
 
     Args:
-        dealt: what the sampler calls it.
+        dealt: the sampler's name for it.
     """
 
     def __init__(self, dealt: deque[DealtStep]) -> None:
         self.dealt = dealt
-        self.delivered: deque[DealtStep] = deque(maxlen=MOST_HELD + 1)
-        """Its last batches."""
+        self.delivered: deque[DealtStep] = deque()
+        """Its batches; once one is trained on, the last of them."""
         self.batches = self.trained = self.held_at_first = 0
         """Batches, backward passes, and how many batches were held in the first of these."""
 
@@ -107,7 +96,7 @@ class SamplePosition(LoopObserver):
         """The pass whose batch was delivered last, and the loop's iterator over it."""
         self._underway = PassesUnderWay()
         self._fresh: list[_Pass] = []
-        """Passes that a batch of was delivered since the last backward pass, which says that it is trained on."""
+        """Passes of which a batch was delivered since the last backward pass: that trains on it."""
         self._ahead = 0
         """Batches that the loop holds while it trains on one before them."""
         self._ending: _Pass | None = None
@@ -116,12 +105,11 @@ class SamplePosition(LoopObserver):
         """How many it holds."""
         self._empty_at: SamplerPlace | None = None
         """The end of an epoch, where a pass without a batch has begun."""
-        self._is_uncounted = self._has_warned = False
+        self._is_uncounted = False
         """`sampler.trained` waits for an update."""
-        self._turns = turns_of(sampler)
-        all_updates().listen(self)
+        listen_to_updates(self)
 
-    # -- the loader (listeners.Follower) -------------------------------------------------------------------------------
+    # -- the loader (observers.LoopObserver) ---------------------------------------------------------------------------
 
     def epoch_begins(self, proxy: LoaderProxy) -> None:
         """Let the pass begin behind what the loop has trained on; an evaluation within an epoch has all samples."""
@@ -138,7 +126,7 @@ class SamplePosition(LoopObserver):
             # it is over, and the loop has counted it.
             if sampler.place in (self._empty_at, None if sampler.trained is None else sampler.trained.place):
                 sampler.set_epoch(sampler.epoch + 1)
-                self._turns.pass_is_over()
+                _end_turn(sampler)
             self._empty_at = sampler.place
         if outer is not None and not torch.is_grad_enabled():
             sampler.next_begins_at = sampler.place._replace(position=0, taken_before=sampler.place.taken)
@@ -183,7 +171,7 @@ class SamplePosition(LoopObserver):
             # Nothing was trained in it: it was for a look, unless the loop trains on its batches before the next one.
             self._ending, self._left = ended, len(ended.delivered)
 
-    # -- training (backward.BeginListener, UpdateListener) -------------------------------------------------------------
+    # -- training (backward listener, update listener) -----------------------------------------------------------------
 
     def backward_begins(self, roots: list[Tensor]) -> None:
         """Know which batch is trained on."""
@@ -192,8 +180,6 @@ class SamplePosition(LoopObserver):
                 return  # a further pass of its last batch
             self._left -= 1
             self._ending.trained += 1
-            if self._ending.trained == 1 and self._ending.batches > self._left + 1:
-                self._warn_of_kept()
             self._train(self._ending, self._left)
         elif self._fresh:
             for each in self._fresh:  # in all but odd loops it is one
@@ -212,9 +198,9 @@ class SamplePosition(LoopObserver):
 
     def _train(self, one: _Pass, held: int) -> None:
         self.sampler.trained, self._is_uncounted = one.delivered[-1 - held], True
-        self._turns.trained()
+        self.sampler.turns, self.sampler.is_turn_trained = self.sampler.turn, True
         if self._iterator is not None and self._iterator() is None and self._underway.oldest is None:
-            self._turns.pass_is_over()  # the loop has left the pass, and trains on what it holds of it
+            _end_turn(self.sampler)  # the loop has left the pass, and trains on what it holds of it
             backward.forget(self)
 
     def _see_what_is_held(self, one: _Pass) -> None:
@@ -222,10 +208,12 @@ class SamplePosition(LoopObserver):
 
         A loop that takes two batches for a step has one more each time, and holds none.
         """
+        if one.trained > 2:
+            return
         held = one.batches - one.trained
         if one.trained == 1:
-            one.held_at_first = held
-        elif one.trained == 2:
+            one.held_at_first, one.delivered = held, deque(one.delivered, MOST_HELD + 1)
+        else:
             self._ahead = held if held == one.held_at_first and held < MOST_HELD else 0
             self.sampler.holds_batches = self._ahead > 0
 
@@ -247,16 +235,7 @@ class SamplePosition(LoopObserver):
             self.sampler.set_epoch(end.place.epoch + 1)
         if not self._fresh:
             backward.forget(self)
-        self._turns.pass_is_over()
-
-    def _warn_of_kept(self) -> None:
-        if not self._has_warned:
-            self._has_warned = True
-            warnings.warn(
-                f"the loop keeps more than {MOST_HELD} of the loader's batches and trains on them after their pass: a "
-                "checkpoint that is saved meanwhile goes on with the last of them",
-                stacklevel=4,
-            )
+        _end_turn(self.sampler)
 
     def _freed(self, one: weakref.ref[Any]) -> None:
         """The loop has left a pass, or come to its end."""
@@ -264,12 +243,12 @@ class SamplePosition(LoopObserver):
             if self._ending is not None and self._ending.trained:
                 self._finish(self._ending)
             elif self._pass.trained:
-                self._turns.pass_is_over()
+                _end_turn(self.sampler)
                 if not self._fresh:
                     backward.forget(self)
 
     def _note(self, proxy: LoaderProxy) -> None:
-        """Note what the sampler calls the pass begun last: nothing else has begun since then."""
+        """Note the sampler's name for the pass begun last: nothing else has begun since then."""
         self.sampler.next_begins_at = None
         newest = proxy._accel_fetching.underway.newest
         if newest is not None and newest not in self._passes:
@@ -279,8 +258,16 @@ class SamplePosition(LoopObserver):
 # -- epochs ------------------------------------------------------------------------------------------------------------
 
 
-class LoopTurns:
-    """Keep `sampler.turns` while a loop goes through `remaining_epochs`: an epoch may be a part of the data there.
+def _end_turn(sampler: ElasticSampler) -> None:
+    """A trained pass is over, and so is the turn that it was in, unless that goes on with another one."""
+    if sampler.turn is not None and sampler.is_turn_trained:
+        sampler.turns = sampler.turn + 1
+
+
+class RemainingEpochs(Sequence[int]):
+    """Numbers of epochs, as a range of them; going through them tells the loader which are over.
+
+    An epoch may be a part of the data there:
 
         for epoch in remaining_epochs(loader, 90):          a turn
             for step, batch in enumerate(loader):           a pass, which continues the one before
@@ -291,47 +278,6 @@ class LoopTurns:
 
     Args:
         sampler: of the loader.
-    """
-
-    def __init__(self, sampler: ElasticSampler) -> None:
-        self._sampler = weakref.ref(sampler)  # which this belongs to
-        self.number: int | None = None
-        """Turns before the present one; None outside of such a loop."""
-        self.has_trained = self._is_trained_in = False
-        """In the loop, and in the present turn."""
-
-    def begin(self, number: int | None) -> None:
-        """Begin a turn, or None of them."""
-        self.number, self._is_trained_in = number, False
-
-    def trained(self) -> None:
-        """A batch is trained on: of the present turn."""
-        self.has_trained = self._is_trained_in = True
-        self._set(self.number)
-
-    def pass_is_over(self) -> None:
-        """The pass of the present turn is over, and so is the turn, unless it goes on with another one."""
-        if self.number is not None and self._is_trained_in:
-            self._set(self.number + 1)
-
-    def _set(self, number: int | None) -> None:
-        if (sampler := self._sampler()) is not None:
-            sampler.turns = number
-
-
-_TURNS: WeakKeyDictionary[ElasticSampler, LoopTurns] = WeakKeyDictionary()
-
-
-def turns_of(sampler: ElasticSampler) -> LoopTurns:
-    """Return what keeps the turns of the loop that takes a sampler's batches."""
-    return _TURNS.setdefault(sampler, LoopTurns(sampler))
-
-
-class RemainingEpochs(Sequence[int]):
-    """Numbers of epochs, as a range of them; going through them tells the loader which are over.
-
-    Args:
-        sampler: of the loader.
         numbers: that are left.
     """
 
@@ -339,18 +285,21 @@ class RemainingEpochs(Sequence[int]):
         self._sampler, self._numbers = sampler, numbers
 
     def __iter__(self) -> Iterator[int]:
-        turns = turns_of(self._sampler)
-        turns.has_trained = False
+        sampler = self._sampler
+        sampler.is_turn_trained = False
         try:
             for number in self._numbers:
-                if turns.has_trained:
-                    self._sampler.turns = number
-                turns.begin(number)
+                self._begin_turn(number)
                 yield number
-            if turns.has_trained:
-                self._sampler.turns = self._numbers.stop
+            self._begin_turn(self._numbers.stop)
         finally:  # also where the loop is left
-            turns.begin(None)
+            sampler.turn = None
+
+    def _begin_turn(self, number: int) -> None:
+        sampler = self._sampler
+        if sampler.is_turn_trained:
+            sampler.turns = number
+        sampler.turn, sampler.is_turn_trained = number, False
 
     @overload
     def __getitem__(self, index: int) -> int: ...

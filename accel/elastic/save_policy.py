@@ -54,6 +54,7 @@ class SavePolicy:
     Attributes:
         stop: True on all ranks once one of them was sent SIGTERM, from the step on that is to be saved.
         order: the newest order that rank 0 knew when ranks met last.
+        save_s: seconds that the last save took; 0.0 before the first.
         is_wanted: what is due was asked for, by a request or SIGTERM, and not by the interval; the same on all ranks.
 
     Raises:
@@ -92,7 +93,7 @@ class SavePolicy:
         self.order = ResizeOrder()
         self._termination = Termination() if sigterm else None
         self._last_save = self._last_meeting = clock()
-        self._save_s = 0.0
+        self.save_s = 0.0
         self._asked = self._answered = False
         self._steps = self._to_next = 0
         """Steps since the last meeting, and how many there are to be until the next."""
@@ -117,11 +118,6 @@ class SavePolicy:
         """True once this process was sent SIGTERM, whether the other ranks know it or not."""
         return self._termination is not None and self._termination.requested
 
-    @property
-    def save_s(self) -> float:
-        """What the last save took, s; 0.0 before the first."""
-        return self._save_s
-
     def request(self) -> None:
         """Save after the next step; with several ranks one of them is enough, and it waits for their meeting."""
         self._asked = True
@@ -143,7 +139,7 @@ class SavePolicy:
             yield
         finally:
             self._last_save = self._clock()
-            self._save_s = self._last_save - begin
+            self.save_s = self._last_save - begin
             self._asked = self._asked and keeps_request
             self._answered = self.stop
 
@@ -158,19 +154,10 @@ class SavePolicy:
         if self._termination is not None:
             self._termination.requested = False
 
-    def leave_signal(self) -> None:
-        """Put back the handler of SIGTERM that was there, until `take_signal`: `due` is not asked for a while."""
-        if self._termination is not None:
-            self._termination.close()
-
-    def take_signal(self) -> None:
-        """Note SIGTERM again; one that has come before counts."""
-        if self._termination is not None:
-            self._termination.open()
-
     def close(self) -> None:
         """Put back the handler of SIGTERM that was there."""
-        self.leave_signal()
+        if self._termination is not None:
+            self._termination.close()
 
     def __enter__(self) -> SavePolicy:
         return self
@@ -183,7 +170,7 @@ class SavePolicy:
         step_s = max(now - self._last_meeting, 1e-9) / max(self._steps, 1)
         # At most twice as many as before: steps that were quick at first are no measure.
         to_next = max(1, min(int(self._meeting_s / step_s), 2 * max(self._steps, 1)))
-        return _RankReport(now - self._last_save, self._save_s, self._asked, self.terminated, to_next, self._look())
+        return _RankReport(now - self._last_save, self.save_s, self._asked, self.terminated, to_next, self._look())
 
     def _decide(self, reports: list[_RankReport]) -> bool:
         """Return whether to save: the same on all ranks, since the reports are."""

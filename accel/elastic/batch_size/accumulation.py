@@ -12,6 +12,16 @@ it has.
 That is right of loops that take one batch, one backward pass and one step in turn; others are refused, by what is seen
 of them. Batches are counted by what all ranks do alike: a rank may leave a `step` out by itself.
 
+    at work ◀──wake: several batches are to be a step──┐
+      │  └──rest: after some steps of one batch──▶ at rest: the loop has its own `step`
+      │
+      ├──the loop does something else──▶ refused: one rank leaves at the step's end, several once they have agreed
+      └──close──▶ closed: a step under way is dropped
+
+    a step:  begun ──batch, backward, step left out──▶ … ──last batch, backward──▶ the optimizer's own step ──▶ begun
+               ▲                                      └──the loop leaves the pass, or a step that is not its own──┐
+               └────────────────────────────────────────────────dropped──────────────────────────────────────────┘
+
 PyTorch leaves all this to the loop (`no_sync`, and a step every n batches). AdaptDL takes the place of `zero_grad` and
 `step` too, and a loop that clips its gradients clips partial sums there.
 """

@@ -4,6 +4,11 @@
        ▲                                      │ time, gradient noise
        └── policy, on rank 0, between two steps ◀──┘
 
+    first steps ──the policy is made──▶ measures ──a decision is due──▶ ranks meet ──the same batch──▶ measures
+                                            ▲                               ├──one that was taken before──▶ taken
+                                            └──────taken, or refused────────┴──a larger one──▶ rehearsed
+    measures, rehearsed ──an error──▶ ended: one rank has its own batch and rates again, several keep theirs
+
 It follows the training loader beside the session that searches for strategies. That begins once a batch stands; from
 then on the noise is measured, and the batch changes, only in steps in which no candidate is on.
 """
@@ -23,12 +28,12 @@ from torch import Tensor
 from accel.dataio.elastic_sampler import ElasticSampler
 from accel.dataio.passes.proxy import LoaderProxy
 from accel.device_memory import total_memory
-from accel.elastic.batch_size.choice import LEAST_STEPS, check_largest, interval_of, most_tried, resumed_shares
-from accel.elastic.batch_size.loss_trend import LossTrend, loss_of
+from accel.elastic.batch_size.choice import LEAST_STEPS, check_largest, most_tried, resumed_shares
 from accel.elastic.batch_size.policy import TIMED, AgreedBatch, BatchDecision, BatchPolicy
 from accel.elastic.batch_size.rehearsal import BatchRehearsal
 from accel.elastic.batch_size.report import profile_of, rows_of
-from accel.elastic.batch_size.steps import StepBatches, StepEnd, exchange_of, meter_of
+from accel.elastic.batch_size.run_noise import RunNoise
+from accel.elastic.batch_size.steps import StepBatches, StepEnd, batches_of_a_step
 from accel.elastic.learning_rate import StepRates
 from accel.elastic.meeting import first_of, met
 from accel.elastic.scaling_rules import Rule
@@ -36,8 +41,8 @@ from accel.errors import InvalidArgument
 from accel.goodput.efficiency import NoiseInterval
 from accel.goodput.fit import solver
 from accel.goodput.job import JobProfile
-from accel.goodput.noise_meter import NoiseMeter
 from accel.goodput.observations import WINDOW
+from accel.profiler.bottleneck import Bottleneck
 from accel.profiler.host import seconds_since_start
 from accel.profiler.interruptions import ours
 from accel.profiler.loop import backward
@@ -74,6 +79,7 @@ class BatchRun(LoopObserver):
         rule: how the learning rate follows; None for that of each optimizer.
         scaler: of the loop, if it has one and it is known: its scale is divided out of the gradients' noise.
         say: prints one line for the user.
+        save_s: returns what a checkpoint takes, s, which a change of the placement costs beside the start of a process.
         decided: called after each decision.
         clock: seconds, monotonic.
     """
@@ -88,6 +94,7 @@ class BatchRun(LoopObserver):
         rule: Rule | None = None,
         scaler: torch.amp.GradScaler | None = None,
         say: Callable[[str], None] = lambda line: None,
+        save_s: Callable[[], float] = lambda: 0.0,
         decided: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -102,7 +109,7 @@ class BatchRun(LoopObserver):
         """Why the batch size is not changed, or no more."""
         self._session, self._run, self._sampler, self._scaler = session, run, sampler, scaler
         self._optimizers = cast("Optimizers", run.optimizers)
-        self._say, self._clock, self.decided = say, clock, decided
+        self._say, self._clock, self._save_s, self.decided = say, clock, save_s, decided
         self._ranks: Ranks | None = None
         self._called_at = time.time()
         self.local_base = sampler.batch_sizes[sampler.rank]
@@ -111,21 +118,19 @@ class BatchRun(LoopObserver):
         self._fits = self.local_base
         """The largest batch of this rank that fits into memory, as far as is known."""
         self._step = StepBatches(sampler)
-        self._exchange = ""
+        self._first_steps: list[tuple[int, bool]] = []
+        """Batches of each of the first steps, and whether it was an epoch's last."""
+        self._exchange: list[str] = []
+        """Strategies that are on and treat the exchange of gradients."""
         self._rehearsal = BatchRehearsal(run.model, lambda *args, **kwargs: run.gate.plain(*args, **kwargs), run.device)
         self._planned: BatchDecision | None = None
         """A larger batch than any before, until it has been rehearsed."""
         self._rates = StepRates(rule, say)
-        self._trend = LossTrend()
-        self._meter: NoiseMeter | None = None
+        self.noise = RunNoise(session, run, scaler, clock)
         self._restored: dict[str, Any] = {}
         """The state of the run that was saved; empty if none was."""
         self._base: int | None = None
         """Samples of a step as the user wrote it, over the ranks that the training began on; None until known."""
-        self._is_metered = self._is_measured = False
-        """Whether the noise meter follows this step, and whether it measures it."""
-        self._known_noise: NoiseInterval | None = None
-        """Rank 0's last one that says something; the batch stays while none does, and so do its rates."""
         self._decision_due = _WARM_UP
         self._steps = self._steps_before = 0
         """Steps of this process, and of earlier ones of this training."""
@@ -173,7 +178,7 @@ class BatchRun(LoopObserver):
 
     def epoch_ended(self, proxy: LoaderProxy) -> None:
         """Note that the pass was not left before its end."""
-        self._step.end_pass()
+        self._step.has_ended = True
 
     def batch_requested(self) -> None:
         """End the step, if an optimizer has stepped since the last one."""
@@ -204,8 +209,7 @@ class BatchRun(LoopObserver):
         if self._base is None:
             return
         samples = self._step.begin_batch()
-        if self._alive and self._is_metered and self._meter is not None:
-            self._meter.begin_batch(self._sampler.fresh, self._step.accumulated)
+        self.noise.begin_batch(self._sampler.fresh, self._step.accumulated)
         if not self._sampler.holds_batches and (
             samples != self._followed or (self._rates.by_epoch and self._step.hundredths != self._followed_at)
         ):
@@ -216,24 +220,23 @@ class BatchRun(LoopObserver):
         self._followed, self._followed_at = samples, self._step.hundredths
         try:
             if self._base is not None:
-                self._rates.follow(samples, self._base, self._known_noise, self._step.hundredths / 100)
+                self._rates.follow(samples, self._base, self.noise.known, self._step.hundredths / 100)
         except ours() as error:  # of a rule of the user's, say
             self._fail(error)
 
     # -- the backward pass (backward.EndListener) ----------------------------------------------------------------------
 
     def backward_ended(self, roots: list[Tensor]) -> None:
-        """Take the loss, without the factor of a GradScaler."""
+        """Take the loss, and count the batch."""
         try:
-            if self._scaler is not None and self._scaler.is_enabled():
-                roots = [root.detach() / self._scaler.scale(torch.ones_like(root)) for root in roots[:1]]
             trained = self._sampler.trained
             if trained is None or trained is self._heard:
                 return  # of another model, before the loop begins, or a further pass of a batch
             self._heard = trained
-            self._step.trained(trained)
-            if trained.fresh and (loss := loss_of(roots)) is not None:
-                self._trend.add(loss)
+            self._step.batches += 1
+            self._step.samples += trained.fresh_of_all
+            if trained.fresh:
+                self.noise.take_loss(roots)
             samples = trained.fresh_of_all * self._step.by_loop
             if samples not in (0, self._followed) and self._step.accumulated == 1:  # the loop fetches ahead
                 self._follow(samples)
@@ -243,16 +246,7 @@ class BatchRun(LoopObserver):
     # -- a step --------------------------------------------------------------------------------------------------------
 
     def _begin_step(self) -> None:
-        # A candidate that is on would disturb the noise's measurement, and that the time of the steps without it. And
-        # a session that has ended may have on this rank alone: nothing changes then.
-        meter = self._meter
-        self._is_metered = self._alive and meter is not None and meter.wants_step and not self._session.is_busy
-        was_measured = self._is_measured
-        self._is_measured = meter is not None and self._is_metered and meter.begin_step()
-        if self._is_measured or was_measured:
-            self._session.events.measure_noise(self._is_measured)
-        if self._is_measured:
-            self._session.leave_out_step()
+        self.noise.begin_step()
         self._began = self._clock()
 
     def _step_ended(self) -> None:
@@ -260,14 +254,11 @@ class BatchRun(LoopObserver):
             TURNS.step(self)
         self.start_s = self.start_s or seconds_since_start()
         is_busy = self._session.is_busy
-        is_usual, self._is_first = not (self._is_first or is_busy or self._is_measured), False
-        if self._is_metered and self._meter is not None:
-            self._meter.end_step()
-        elif self._meter is not None:
-            self._meter.skip_step(self._step.samples // self._sampler.num_replicas)
+        is_usual, self._is_first = not (self._is_first or is_busy or self.noise.is_measured), False
+        self.noise.end_step(self._step.samples // self._sampler.num_replicas)
         is_judged = self._decision_due - self._steps < _JUDGED or self._sampler.num_replicas > 1
         if self.controller is None:
-            self._step.end(ends_epoch=self._sampler.steps_left == 0)
+            self._first_steps.append((self._step.batches, self._sampler.steps_left == 0))
         elif is_usual and is_judged and not self._exchange_changed(self.controller):
             batches = self._step.batches // self._step.by_loop
             self.controller.timed(self._step.samples, self.end.at - self._began, batches)
@@ -275,11 +266,13 @@ class BatchRun(LoopObserver):
             self._decide() if self._planned is None else self._rehearse(self._planned)
 
     def _exchange_changed(self, controller: BatchPolicy) -> bool:
-        """Notice that gradients are exchanged in another way, the same on all ranks, and decide soon."""
-        before, self._exchange = self._exchange, exchange_of(self._session)
+        """Notice that gradients are exchanged in another form, the same on all ranks, and time all batches anew."""
+        before, active = self._exchange, self._session.switchboard.active  # nearly always none
+        treats = Bottleneck.COMMUNICATION
+        self._exchange = [name for name in active if treats in self._session.strategies[name].treats] if active else []
         if self._exchange == before:
             return False
-        controller.exchanged_by(self._exchange)
+        controller.time_anew()
         self._decision_due = min(self._decision_due, self._steps + TIMED + 1)
         return True
 
@@ -288,12 +281,10 @@ class BatchRun(LoopObserver):
             self._begin()
         if self._steps > _FIRST_STEPS:
             TURNS.leave(self)  # the session, alone from now on, need not ask whose turn it is
-        assert self._ranks is not None and self._meter is not None
-        if self._meter.refusal:
-            raise InvalidArgument(f"the gradient noise can't be measured: {self._meter.refusal}")
+        self.noise.check()
         mine = self._sampler.dealt_ahead, self._step.refusal
         agreed = self._met("decide on the batch size", mine, self._decision)
-        self._is_settled, self._known_noise, self._followed = agreed.is_settled, agreed.noise, 0
+        self._is_settled, self.noise.known, self._followed = agreed.is_settled, agreed.noise, 0
         self._decision_due = self._steps + agreed.decision.steps
         self._take(agreed.decision, agreed.most_ahead)
         self.decided()
@@ -322,18 +313,18 @@ class BatchRun(LoopObserver):
         if problem:
             if planned.accumulated > 1 and self._local(planned) <= self._fits:
                 why = f"gradients are not accumulated: {problem}"
-                decision = self.controller.accumulate_no_more(self._steps, self._known_noise, why)
+                decision = self.controller.accumulate_no_more(self._steps, self.noise.known, why)
             else:
                 at_once = planned.batch // planned.accumulated
                 why = f"{at_once} samples are too many: {problem}"
-                decision = self.controller.refuse(at_once, self._steps, self._known_noise, why)
+                decision = self.controller.refuse(at_once, self._steps, self.noise.known, why)
         return decision, max(ahead for _, ahead in brought)
 
     def _begin(self) -> None:
         """Make the controller, with the batch that the loop has without it."""
         self._ranks = Ranks()
         self._ranks.join(since=self._called_at)
-        self._step.judge(before=self._restored.get("micro_batches"))
+        self._step.by_loop = batches_of_a_step(self._first_steps, self._restored.get("micro_batches"))
         replicas = self._sampler.num_replicas
         if self._base is None or self._step.by_loop != self._restored["micro_batches"]:
             self._base = self.local_base * replicas * self._step.by_loop
@@ -347,21 +338,14 @@ class BatchRun(LoopObserver):
         self._step.watch(self._run.model, self._run.optimizers, self._scaler)
         self.controller.accumulates = not self._step.refusal
         gather = partial(self._met, "measure the gradient noise", answer=list) if replicas > 1 else None
-        self._meter = meter_of(self._run, replicas, gather, self._scaler, self._clock)
-        self._session.events.noise = self._meter
+        self.noise.begin(replicas, gather, self._restored.get("noise"))
         self.controller.steps_before = self._steps_before
         if self._restored.get("controller") is not None:
             self.controller.load_state_dict(self._restored["controller"])
-        if self._restored.get("noise") is not None:
-            self._meter.noise.load_state_dict(self._restored["noise"])
 
     def _decision(self, brought: list[tuple[int, str]]) -> AgreedBatch:
-        assert self.controller is not None and self._meter is not None
-        # The losses are each rank's own: by them the noise might be known on one rank and not on another.
-        noise = interval_of(self._meter.noise.estimate(learns=self._trend.falls()))
-        if noise is None or not noise.is_known:
-            # Few measurements may hide the signal for a while. What was known before holds: φ grows in most trainings.
-            noise = self._known_noise
+        assert self.controller is not None
+        noise = self.noise.estimate()
         refusal = first_of([refusal for _, refusal in brought])
         if self.controller.accumulates and refusal:
             why = f"the loop's gradients can't be accumulated: {refusal}"
@@ -397,13 +381,9 @@ class BatchRun(LoopObserver):
 
     # -- what a scheduler needs to know ------------------------------------------------------------------------------
 
-    def profile(self, save_s: float = 0.0) -> JobProfile | None:
-        """Return the job's profile; None while step times or noise are not known, and on ranks that don't decide.
-
-        Args:
-            save_s: what a checkpoint takes, which a change of the placement costs beside the start of a process.
-        """
-        controller, noise = self.controller, self._known_noise
+    def profile(self) -> JobProfile | None:
+        """Return the job's profile; None while step times or noise are not known, and on ranks that don't decide."""
+        controller, noise = self.controller, self.noise.known
         if controller is None or noise is None or self._ranks is None or not self._ranks.leads:
             return None
         return profile_of(
@@ -411,7 +391,7 @@ class BatchRun(LoopObserver):
             noise,
             max_batch_size=most_tried(controller.base_batch, self.max_batch_size, self._sampler.length),
             most_replicas=self._most_replicas,
-            restart_s=self.start_s + save_s,
+            restart_s=self.start_s + self._save_s(),
             progress=self.progress,
             epochs=self._sampler.total_epochs,
             samples=self._sampler.length,
@@ -423,8 +403,8 @@ class BatchRun(LoopObserver):
         """Return what has been learnt, measured and decided, as plain values."""
         return {
             "controller": self._restored.get("controller") if self.controller is None else self.controller.state_dict(),
-            "noise": self._restored.get("noise") if self._meter is None else self._meter.noise.state_dict(),
-            "known_noise": None if self._known_noise is None else list(astuple(self._known_noise)),
+            "noise": self._restored.get("noise") if self.noise.meter is None else self.noise.meter.noise.state_dict(),
+            "known_noise": None if self.noise.known is None else list(astuple(self.noise.known)),
             "progress": self.progress,
             "most_replicas": self._most_replicas,
             "loader_batch": self.local_base,
@@ -444,7 +424,7 @@ class BatchRun(LoopObserver):
         self._rates.progress_before = float(state["progress"])
         self._most_replicas = max(self._sampler.num_replicas, int(state.get("most_replicas", 1)))
         known, controller = state.get("known_noise"), state.get("controller") or {}
-        self._known_noise = None if known is None else NoiseInterval(*known)
+        self.noise.known = None if known is None else NoiseInterval(*known)
         self._base = controller.get("base") if state.get("loader_batch") == self.local_base else None
         self._step.by_loop = int(state.get("micro_batches", 1))
         self._steps_before = int(state.get("steps", 0))
@@ -477,12 +457,7 @@ class BatchRun(LoopObserver):
         self._alive = False
         TURNS.leave(self)
         backward.forget(self)
-        if self._meter is not None:
-            self._session.events.noise = None
-            if self._session.alive:
-                self._session.events.measure_noise(False)
-                self._session.events.hear(None)
-            self._meter.close()
+        self.noise.close()
         # Ranks may end at different steps: with batches or learning rates of their own they would be no replicas.
         if self._sampler.num_replicas == 1:
             self._step.close()
@@ -498,4 +473,4 @@ class BatchRun(LoopObserver):
         elif self._base is not None:
             self._step.close()  # with the rates of what a step is from now on: the last one may have been short
             samples = self._step.local * self._sampler.num_replicas * self._step.by_loop
-            self._rates.follow(samples, self._base, self._known_noise, self._step.hundredths / 100)
+            self._rates.follow(samples, self._base, self.noise.known, self._step.hundredths / 100)

@@ -1,27 +1,31 @@
-"""Whether the loss falls: the slope of its last values, against their scatter.
+"""Whether the loss falls: its slope over the second half of the run, against its scatter.
 
-    t = slope / deviation of the slope, by least squares over the last values
+    t = slope / deviation of the slope, by least squares
 
 The gradient of a small batch is mostly noise: its mean may be far too short to be told from 0 within hundreds of
 measurements, and then nothing in the gradients tells a job that learns from one whose labels are random. The loss does,
 as soon as it falls. The value that each backward pass begins at is taken for the loss.
+
+The first half is left out: at first any model loses what its initial weights were wrong by. Later a fall is slow: a
+loss that goes from 0.5 to 0.4 in 1,000 steps, with a scatter of 0.12, shows it in 512 with a t of 2.7 and in 1,000 with
+one of 7.6.
 """
 
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Iterable
 
 import numpy as np
 import torch
 from torch import Tensor
 
-_SHORT, _LONG = 128, 512
-"""Losses that are looked at: for a steep fall, and for a slow one."""
+_WAITING = 512
+"""Losses that may wait to be read from a GPU."""
+_BLOCKS = 256
+"""Means of losses that are kept, at first of a single one: beyond, two become one."""
 _LEAST = 24
-_BLOCK, _BLOCKS = 32, 128
-"""Losses of which the mean is kept, at first, and means kept: beyond, two become one."""
+"""Means in the second half of the run, from which on its slope is looked at."""
 _STEEP = 4.0
 """t of a fall: it is asked for at each decision, hundreds of times in a run."""
 
@@ -38,13 +42,12 @@ class LossTrend:
     """
 
     def __init__(self) -> None:
-        self._losses: deque[float] = deque(maxlen=_LONG)
         self._waiting: list[Tensor] = []
         self._seen = 0
         self._means: list[float] = []
         """Of blocks of losses, over the whole run."""
         self._block: list[float] = []
-        self._length = _BLOCK
+        self._length = 1
         self._fell_at = 0
         """Losses seen when the fall was last sure."""
 
@@ -56,40 +59,29 @@ class LossTrend:
         """
         self._waiting.append(loss)
         self._seen += 1
-        if len(self._waiting) > _LONG:
+        if len(self._waiting) > _WAITING:
             self._read()
 
     def _read(self) -> None:
         """Read the losses, which waits for a GPU."""
         values = torch.stack([loss.reshape(()).float() for loss in self._waiting]).tolist() if self._waiting else []
-        finite = [value for value in values if math.isfinite(value)]
-        self._losses.extend(finite)
-        self._keep_means(finite)
         self._waiting = []
-
-    def _keep_means(self, losses: list[float]) -> None:
-        for loss in losses:
+        for loss in filter(math.isfinite, values):
             self._block.append(loss)
             if len(self._block) == self._length:
                 self._means.append(math.fsum(self._block) / self._length)
                 self._block = []
-                if len(self._means) == _BLOCKS:
-                    self._means = [(a + b) / 2 for a, b in zip(self._means[::2], self._means[1::2], strict=True)]
-                    self._length *= 2
+            if len(self._means) == _BLOCKS:
+                self._means = [(a + b) / 2 for a, b in zip(self._means[::2], self._means[1::2], strict=True)]
+                self._length *= 2
 
     def falls(self) -> bool:
-        """Return whether the loss surely falls, over the last 128 passes, the last 512, or the second half of the run.
+        """Return whether the loss surely falls.
 
-        Once it was sure, it holds until as many passes again have shown no further fall. The first 128 are left out of
-        the look at 512: at first any model loses what its initial weights were wrong by. Later a fall is slow: a loss
-        that goes from 0.5 to 0.4 in 1,000 steps, with a scatter of 0.12, shows it in 512 with a t of 2.7 and in 1,000
-        with one of 7.6.
+        Once it was sure, it holds until as many passes again have shown no further fall.
         """
         self._read()
-        losses = list(self._losses)
-        is_long = self._seen >= _SHORT + _LONG
-        looks = [losses[-_SHORT:], losses if is_long else [], self._means[len(self._means) // 2 :]]
-        if any(_t(look) < -_STEEP for look in looks):
+        if _t(self._means[len(self._means) // 2 :]) < -_STEEP:
             self._fell_at = self._seen
         return self._seen <= 2 * self._fell_at and self._seen > 0
 

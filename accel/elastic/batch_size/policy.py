@@ -13,8 +13,8 @@ a few steps.
 
 A larger batch must win by a margin even if the noise scale is at its lower end, a smaller one even if it is at its
 upper end: while the truth may lie on either side, the batch stays. A batch whose share does not fit into a rank's
-memory, or failed on several ranks, may still be one whose gradients are accumulated over several of the loop's steps:
-it competes with the others by its goodput, and is tried as they are.
+memory may still be one whose gradients are accumulated over several of the loop's steps: it competes with the others by
+its goodput, and is tried as they are.
 
 It knows numbers only: no model, no clock, no process group. `accel.elastic.batch_size.driver` connects it with a loop.
 """
@@ -22,7 +22,6 @@ It knows numbers only: no model, no clock, no process group. `accel.elastic.batc
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
@@ -139,11 +138,6 @@ class BatchPolicy:
         """Timed in an earlier process only, perhaps on another machine."""
         self._present: tuple[int, Configuration] | None = None
         """How the present batch is dealt: in how many steps of the loop, and the configuration; None until needed."""
-        self._exchange = ""
-        self._scales = {"": 1.0}
-        """What shortens the exchange of gradients → its time, in those of the plain exchange."""
-        self._unscaled: list[float] = []
-        """Times of steps since the exchange has become another one whose scale is not known yet, s."""
 
     @property
     def batch(self) -> int:
@@ -165,7 +159,7 @@ class BatchPolicy:
     @property
     def fits(self) -> int | None:
         """The largest batch that is known to be small enough for memory; None while all of them were."""
-        return None if math.isinf(self._largest) else max(self._whole(self._largest))
+        return None if math.isinf(self._largest) else max(self._whole())
 
     def shares(self, batch: int) -> Shares:
         """Return how a batch is dealt: at once, or what doesn't go so in as few equal pieces as possible."""
@@ -191,30 +185,18 @@ class BatchPolicy:
         steps, configuration = self._present
         if batch != self._now or accumulated != steps or not seconds > 0:
             return
-        if self._exchange not in self._scales:
-            self._unscaled.append(seconds)
-            return
         if configuration in self._earlier:
             self._earlier.remove(configuration)
             self.times.forget(configuration)
         self.times.add(configuration, seconds)
 
-    def exchanged_by(self, name: str) -> None:
-        """Take in that gradients are exchanged in another way from now on.
-
-        How much shorter it makes the exchange is seen by the present batch, and then reckoned with at all others.
-
-        Args:
-            name: of what shortens the exchange; "" for the plain one.
-        """
-        if name == self._exchange:
-            return
-        self._exchange, self._unscaled, self._patience, self._present = name, [], _PATIENCE[0], None
+    def time_anew(self) -> None:
+        """Forget all times: steps take others from now on, as where gradients are exchanged in another form."""
+        self.times, self._failed, self._earlier = Observations(), {}, set()
+        self._patience, self._present, self._has_news = _PATIENCE[0], None, False
 
     def steps_missing(self) -> int:
         """Return how many steps of the present batch have still to be timed before the next decision."""
-        if self._exchange not in self._scales:
-            return max(0, TIMED - len(self._unscaled))
         return max(0, TIMED - self.times.count(self._configuration(self._now)))
 
     def refuse(self, batch: int, step: int, noise: NoiseInterval | None, why: str) -> BatchDecision:
@@ -259,8 +241,6 @@ class BatchPolicy:
             step: steps that have ended.
             noise: the noise scale; None while it is not known, and then nothing grows.
         """
-        if self._exchange not in self._scales and len(self._unscaled) >= TIMED:
-            self._learn_scale()
         if missing := self.steps_missing():
             return self._decided(step, noise, "the steps of this batch are still being timed", missing)
         self._complete_last(noise)
@@ -271,9 +251,7 @@ class BatchPolicy:
         before = self._now
         self._end_trial(step, noise)
         self._forget_old_failures(step)
-        if (
-            step >= self._fits_again and self.shares(self._settled).steps == 1
-        ):  # else it would be taken at once from now on
+        if step >= self._fits_again and self.shares(self._settled).steps == 1:  # else it would be taken at once now
             self._largest = self._fits_again = math.inf
         others = [size for size in self._reachable() if size != before]
         choice = better(self._settled, others, self.base_batch, noise, self._seconds)
@@ -291,31 +269,12 @@ class BatchPolicy:
                 self._failed[self._configuration(tried)] = self.steps_before + step
             return
         self._settled = tried
-        if self.shares(tried).steps == 1:  # what failed limits no batch that stands
-            self._failed = {each: at for each, at in self._failed.items() if self._samples(each) > tried}
-
-    def _learn_scale(self) -> None:
-        """Find the scale of the present exchange by the time of the present batch with it and without."""
-        plainly = self._configuration(self._now)._replace(communication_scale=1.0)
-        known = [each for each in self._timed() if each.communication_scale == 1.0]
-        scale = 1.0  # without a plain step to compare with, this exchange is the plain one
-        if known:
-            model = self.model or fit(self.times)
-            nearest = min(known, key=lambda each: abs(self._samples(each) - self._now))
-            ratio = float(model.step_s(*plainly)) / float(model.step_s(*nearest))
-            plain_s = self.times.median(nearest) * ratio
-            scale = model.communication_scale(*plainly[:4], statistics.median(self._unscaled) / plain_s)
-        self._scales[self._exchange], self._present = round(scale, 3), None
-        for seconds in self._unscaled:
-            self.timed(self._now, seconds, self.shares(self._now).steps)
 
     def _forget_old_failures(self, step: int) -> None:
         """Let a batch that failed be tried again later."""
         (least, times), now = _TRIED_AGAIN, self.steps_before + step
-        accumulates = self.shares(self._settled).steps > 1
         for failed, at in list(self._failed.items()):
-            # Without the limit of one that failed at once, the batch that stands would be taken at once.
-            if now >= max(at + least, times * at) and not (accumulates and self._is_whole(failed)):
+            if now >= max(at + least, times * at):
                 self.times.forget(failed)
                 del self._failed[failed]
 
@@ -332,16 +291,9 @@ class BatchPolicy:
             return whole
         return [*whole, *(whole[-1] * steps for steps in candidates(1, self._most // whole[-1])[1:])]
 
-    def _whole(self, limit: float | None = None) -> list[int]:
-        """Return those that every rank takes at once, below what does not fit or has failed; at least the smallest."""
-        below = self._limit() if limit is None else limit
-        return [size for size in self.sizes if size < below] or self.sizes[:1]
-
-    def _limit(self) -> float:
-        if not self.accumulates or self.replicas == 1:
-            return self._largest  # one rank gains nothing by taking in several pieces what fits
-        failed = [each for each in self._failed if self._is_whole(each) and each.replicas == self.replicas]
-        return min([self._largest, *map(self._samples, failed)])
+    def _whole(self) -> list[int]:
+        """Return those that every rank takes at once, below what does not fit; at least the smallest."""
+        return [size for size in self.sizes if size < self._largest] or self.sizes[:1]
 
     def _is_whole(self, configuration: Configuration) -> bool:
         """Return whether every rank takes its share at once."""
@@ -362,8 +314,7 @@ class BatchPolicy:
 
     def _configuration(self, batch: int) -> Configuration:
         local, steps = self.shares(batch)
-        scale = self._scales.get(self._exchange, 1.0)
-        return Configuration(self.nodes, self.replicas, local, self.micro_batches * steps - 1, scale)
+        return Configuration(self.nodes, self.replicas, local, self.micro_batches * steps - 1)
 
     def _seconds(self, batch: int) -> float:
         """Return the time of a step: measured; of a batch that was never timed, predicted.
@@ -377,8 +328,7 @@ class BatchPolicy:
             return self.times.median(own) * (1.0 if batch in (self._now, self._settled) else MARGIN)
         if not self._is_whole(own) and self.replicas > 1 and all(map(self._is_whole, timed)):
             return self._hoped_s(batch)
-        scale = own.communication_scale
-        nearest = min(timed, key=lambda t: (t.communication_scale != scale, abs(self._samples(t) - batch)))
+        nearest = min(timed, key=lambda each: abs(self._samples(each) - batch))
         known_s, known = self.times.median(nearest), self._samples(nearest)
         if len(timed) == 1:
             steps = (own.accumulation + 1) / (nearest.accumulation + 1)
@@ -395,8 +345,7 @@ class BatchPolicy:
         """
         steps = self.shares(batch).steps
         piece, timed = batch // steps, self._timed()
-        alike = [each for each in timed if each.communication_scale == self._scales.get(self._exchange, 1.0)]
-        times = {self._samples(each): self.times.median(each) for each in alike or timed}
+        times = {self._samples(each): self.times.median(each) for each in timed}
         least, most = min(times), max(times)
         sample_s = max(0.0, (times[most] - times[least]) / (most - least)) if most > least else 0.0
         return self._seconds(piece) + (steps - 1) * piece * sample_s
@@ -414,8 +363,6 @@ class BatchPolicy:
         noise = "pure noise" if choice.noise == float("inf") else f"a noise scale of {choice.noise:.3g}"
         local, steps = self.shares(self._now)
         how = f", accumulated over {steps} steps of {local} samples a rank" if steps > 1 else ""
-        if self._exchange:
-            how += f"; by {self._exchange} the exchange takes {self._scales[self._exchange]:.2f} of the plain one"
         return (
             f"{choice.ratio:.2f}x the goodput of {self._settled}: {choice.speed:.2f}x the samples per second, "
             f"each worth {choice.worth:.2f} at {noise}{how}"
@@ -455,7 +402,6 @@ class BatchPolicy:
             "times": self.times.state_dict(),
             "base": self.base_batch,
             "batch": self._settled,
-            "scales": dict(self._scales),
             "in_vain": [[*failed, at] for failed, at in self._failed.items()],
             "largest_local": None if math.isinf(self._largest) else self._largest / self._shares,
             "decisions": [asdict(decision) for decision in self.decisions],
@@ -468,7 +414,6 @@ class BatchPolicy:
         """
         self.times.load_state_dict(state["times"])
         self.decisions = [BatchDecision(**each) for each in state["decisions"]]
-        self._scales |= state.get("scales", {})
         in_vain = {Configuration(*failed): at for *failed, at in state.get("in_vain", [])}
         self._failed = {failed: at for failed, at in in_vain.items() if self.times.count(failed)}
         largest = state.get("largest_local")

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import math
+import os
 from collections.abc import Iterable
+from pathlib import Path
 
 from accel.elastic.batch_size.policy import BatchDecision, BatchPolicy
 from accel.goodput.efficiency import NoiseInterval
 from accel.goodput.goodput import BatchLimits
 from accel.goodput.job import JobProfile
+from accel.profiler.stderr import warn
 from accel.report.model import BatchRow
 from accel.report.words import finite
+
+PROFILE = "job.json"
+"""The job's profile, in the folder of its checkpoints."""
+_NOTEWORTHY = 0.1
+"""Change of the noise scale or of the progress that a scheduler should hear of."""
 
 
 def rows_of(decisions: Iterable[BatchDecision]) -> list[BatchRow]:
@@ -70,3 +79,28 @@ def profile_of(
         progress=progress,
         total=None if not epochs else float(epochs * -(-samples // controller.base_batch)),
     )
+
+
+class ProfileFile:
+    """The job's profile beside its checkpoints, for a scheduler.
+
+    Args:
+        folder: of the checkpoints.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self._path = Path(folder) / PROFILE
+        self._written = 0, 0.0, 0.0
+        """Batch, noise scale and progress of the profile that was written last."""
+
+    def write(self, profile: JobProfile, batch: int) -> None:
+        """Write it where the batch, or noise or progress by a tenth, has changed; a failure is a warning."""
+        now = batch, profile.noise.phi, profile.progress
+        is_close = (math.isclose(new, old, rel_tol=_NOTEWORTHY) for new, old in zip(now, self._written, strict=True))
+        if batch == self._written[0] and all(is_close):
+            return
+        self._written = now
+        try:
+            profile.save(self._path)
+        except OSError as error:
+            warn(f"the job's profile can't be written: {error}", stacklevel=7)

@@ -1,4 +1,4 @@
-"""The steps of a loop: which of the loader's batches make one, when it ends, and how it exchanges gradients."""
+"""The steps of a loop: which of the loader's batches make one, and when it ends."""
 
 from __future__ import annotations
 
@@ -10,23 +10,25 @@ from torch import nn
 from torch.optim import Optimizer
 
 from accel.dataio.elastic_sampler import ElasticSampler
-from accel.dataio.sampling.places import DealtStep
 from accel.elastic.batch_size.accumulation import GradientAccumulation
-from accel.goodput.noise_gradients import Gather
-from accel.goodput.noise_meter import NoiseMeter
-from accel.goodput.noise_scale import NoiseScale
-from accel.profiler.bottleneck import Bottleneck
 from accel.profiler.loop.observers import LoopObserver
-from accel.run.context import Run
-from accel.session.session import Session
 
 _CERTAIN = 3
 """Of the first steps, that have another number of batches than the run before, from which on the loop has changed."""
 
 
-_CONFIDENCE = 0.3
-"""Of the noise scale's interval, by whose ends decisions are made: each end is right in 65 % of cases. A batch of
-half the best size costs as much as one of twice that, so that being surer than that costs more than it saves."""
+def batches_of_a_step(first: Sequence[tuple[int, bool]], before: int | None) -> int:
+    """Return how many batches a loop accumulates by itself: as many as most of its first steps had.
+
+    Args:
+        first: batches of each of them, and whether no batch of the epoch was left: such a step may have fewer.
+        before: what the loop accumulated in the run that this one goes on from, if there was one.
+    """
+    counts = [batches for batches, ends_epoch in first if not ends_epoch] or [batches for batches, _ in first] or [1]
+    most = max(map(counts.count, counts))
+    if before is not None and most < _CERTAIN:
+        return before
+    return max(1, min(number for number in counts if counts.count(number) == most))
 
 
 class StepEnd(LoopObserver):
@@ -57,6 +59,7 @@ class StepBatches:
         has_room: memory for accumulated gradients has been rehearsed.
         batches, samples: of the present step that were trained on.
         has_batch: a batch was delivered for the present step.
+        has_ended: the pass over the data has no more batches.
     """
 
     def __init__(self, sampler: ElasticSampler) -> None:
@@ -69,10 +72,7 @@ class StepBatches:
         self._is_accumulated = False
         """Something has been decided for which gradients must be accumulated, if only in the run before."""
         self._pass: weakref.ref[object] | None = None
-        self._has_ended = False
-        self._full: list[int] = []
-        self._last: list[int] = []
-        """Batches of the first steps: of full ones, and of those that an epoch ends with, which may have fewer."""
+        self.has_ended = False
         self._steps_of: dict[int, int] = {}
         """Steps of the loop that are one of the optimizer, by the rank's batch; one where none are named."""
 
@@ -86,30 +86,6 @@ class StepBatches:
         # Several ranks agree on a refusal at decisions only. A loop that holds batches is seen to at its epoch's end.
         if self._sampler.num_replicas == 1 and not self._sampler.holds_batches:
             accumulation.rest()
-
-    def trained(self, step: DealtStep) -> None:
-        """A batch of the step is trained on."""
-        self.batches += 1
-        self.samples += step.fresh_of_all
-
-    def end(self, *, ends_epoch: bool) -> None:
-        """One of the loop's first steps has ended.
-
-        Args:
-            ends_epoch: no batch of the epoch is left.
-        """
-        (self._last if ends_epoch else self._full).append(self.batches)
-
-    def judge(self, before: int | None) -> None:
-        """Take the loop to accumulate as many batches as most of its first steps had.
-
-        Args:
-            before: what it accumulated in the run that this one goes on from, if there was one.
-        """
-        counts = self._full or self._last or [1]
-        most = max(map(counts.count, counts))
-        if before is None or most >= _CERTAIN:
-            self.by_loop = max(1, min(number for number in counts if counts.count(number) == most))
 
     def watch(
         self, model: nn.Module, optimizers: Sequence[Optimizer], scaler: torch.amp.GradScaler | None = None
@@ -189,40 +165,18 @@ class StepBatches:
             return False
         begins_anew = self.has_batch
         self.begin()
-        if self._pass is not None and not self._has_ended and self._accumulation is not None:
+        if self._pass is not None and not self.has_ended and self._accumulation is not None:
             self._accumulation.drop()
-        self._has_ended = False
+        self.has_ended = False
         # On several ranks iterators may be freed at different times, and all must drop it at the same batch.
         self._pass = weakref.ref(one, self._left if self._sampler.num_replicas == 1 else None)
         return begins_anew
 
-    def end_pass(self) -> None:
-        """The pass has no more batches."""
-        self._has_ended = True
-
     def _left(self, one: weakref.ref[object]) -> None:
-        if one is self._pass and not self._has_ended and self._accumulation is not None:
+        if one is self._pass and not self.has_ended and self._accumulation is not None:
             self._accumulation.drop()
 
     def close(self) -> None:
         """Accumulate no more."""
         if self._accumulation is not None:
             self._accumulation.close()
-
-
-def exchange_of(session: Session) -> str:
-    """Return the names of the strategies that are on and treat the exchange of gradients; "" for the plain one."""
-    if not (active := session.switchboard.active):  # at nearly every step
-        return ""
-    strategies = session.strategies
-    return " and ".join(name for name in active if Bottleneck.COMMUNICATION in strategies[name].treats)
-
-
-def meter_of(
-    run: Run, replicas: int, gather: Gather | None, scaler: torch.amp.GradScaler | None, clock: Callable[[], float]
-) -> NoiseMeter:
-    """Return what measures a loop's noise, see `NoiseMeter`."""
-    noise = NoiseScale(confidence=_CONFIDENCE)
-    return NoiseMeter(
-        run.model, run.optimizers, noise=noise, replicas=replicas, gather=gather, scaler=scaler, clock=clock
-    )

@@ -5,14 +5,12 @@ Tests let each of them fail, or stop the process there, in turn.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import fcntl
 import functools
 import os
 import shutil
 import weakref
-from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -56,36 +54,13 @@ class Disk:
         """Remove a folder and what is in it, as far as that is allowed."""
         shutil.rmtree(path, ignore_errors=True)
 
-    @contextlib.contextmanager
-    def only_writer(self, folder: Path) -> Iterator[bool]:
-        """Keep other processes from writing into a folder; yields False where the file system has no locks.
+    def lock(self, folder: Path) -> FolderLock | None:
+        """Keep others from saving into a folder; return None where the file system has no locks.
 
         Raises:
-            OSError: if another process has it.
+            OSError: if another one has it.
         """
-        with (folder / ".lock").open("ab") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise OSError(errno.EBUSY, "another process is writing a checkpoint there") from None
-            except OSError:
-                locked = False
-            else:
-                locked = True
-            try:
-                yield locked
-            finally:
-                if locked:
-                    # Said, not left to the close: a worker process that was forked meanwhile has the file open too.
-                    fcntl.flock(file, fcntl.LOCK_UN)
-
-    def claim(self, folder: Path) -> Claim | None:
-        """Keep a folder for who asks, between its saves too; return None where the file system has no locks.
-
-        Raises:
-            OSError: if another training has it.
-        """
-        handle = os.open(folder / ".owner", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        handle = os.open(folder / ".lock", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -93,10 +68,10 @@ class Disk:
             if isinstance(error, BlockingIOError):
                 raise OSError(errno.EBUSY, "another training is saved there: give each a folder") from None
             return None
-        return Claim(handle)
+        return FolderLock(handle)
 
 
-class Claim:
+class FolderLock:
     """The lock of a folder, as long as this lives.
 
     It is of this open file: others in this process don't get it, nor end it with files of their own. A process that is
@@ -108,7 +83,7 @@ class Claim:
 
     def __init__(self, handle: int) -> None:
         self._handle = handle
-        _claims.add(self)
+        _locks.add(self)
         _keep_from_forks()
 
     def close(self) -> None:
@@ -120,14 +95,14 @@ class Claim:
     __del__ = close
 
 
-_claims: weakref.WeakSet[Claim] = weakref.WeakSet()
+_locks: weakref.WeakSet[FolderLock] = weakref.WeakSet()
 
 
 @functools.cache
 def _keep_from_forks() -> None:
-    os.register_at_fork(after_in_child=_close_claims)
+    os.register_at_fork(after_in_child=_close_locks)
 
 
-def _close_claims() -> None:
-    for claim in _claims:
-        claim.close()
+def _close_locks() -> None:
+    for lock in _locks:
+        lock.close()

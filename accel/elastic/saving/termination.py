@@ -15,14 +15,11 @@ from accel.profiler.script import UnwindOnTermination
 
 
 class Termination:
-    """Notes a signal in place of ending the process.
+    """Notes SIGTERM in place of ending the process.
 
     The handler that was there is called, too, if it is a function; one that exits does so before anything is saved.
     Python allows handlers in the main thread only: elsewhere, nothing is installed. Processes forked
     meanwhile end by the signal, as they would without it.
-
-    Args:
-        number: of the signal; default SIGTERM.
 
     Attributes:
         requested: True once the signal has come.
@@ -35,11 +32,12 @@ class Termination:
         True
     """
 
-    def __init__(self, number: int = signal.SIGTERM) -> None:
-        self._number, self._process = number, os.getpid()
+    def __init__(self) -> None:
+        self._process = os.getpid()
         self._previous: Any = None
-        self.requested = self.installed = False
-        self.open()
+        self.requested = self.installed = self._closed = False
+        if threading.current_thread() is threading.main_thread():
+            self._previous, self.installed = signal.signal(signal.SIGTERM, self._note), True
 
     @property
     def is_survived(self) -> bool:
@@ -49,20 +47,14 @@ class Termination:
             return other.is_survived
         return earlier == signal.SIG_IGN or (callable(earlier) and not self._is_default())
 
-    def open(self) -> None:
-        """Note the signal, also after `close`."""
-        self._closed = False
-        if not self.installed and threading.current_thread() is threading.main_thread():
-            self._previous, self.installed = signal.signal(self._number, self._note), True
-
     def close(self) -> None:
         """Put back the handler that was there, unless somebody has set another one since; that one may call ours."""
         self._closed = True
         # A bound method is made anew each time, so == and not `is`.
         in_main = threading.current_thread() is threading.main_thread()
-        if self.installed and in_main and signal.getsignal(self._number) == self._note:
+        if self.installed and in_main and signal.getsignal(signal.SIGTERM) == self._note:
             earlier = self._earlier
-            signal.signal(self._number, signal.SIG_DFL if earlier is None else earlier)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL if earlier is None else earlier)
             self.installed = False
 
     def __enter__(self) -> Termination:

@@ -1,4 +1,4 @@
-"""What a job under torchrun would end by, once nodes join or workers are started again: one variable avoids it.
+"""A fault of torch that may end a job under torchrun once nodes join or workers are started again, and the remedy.
 
 Since torch shares one TCP store between the rendezvous and the workers, two things go wrong (torch 2.13):
 
@@ -15,47 +15,26 @@ TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in torchrun's environment makes each round 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping
 
 VARIABLE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 
 
-def remedy(environment: Mapping[str, str] = os.environ, command: Sequence[str] | None = None) -> str:
-    """Return what to do so that nodes may join this job, and its workers be started again; '' if none may, or all can.
+def remedy(environment: Mapping[str, str] = os.environ) -> str:
+    """Return the advice to set the variable; '' if it is set, or no worker of this job may be started again.
 
     Args:
-        environment: of this worker; torchrun passes its own on.
-        command: of the torchrun that has started it; None reads it from the system.
+        environment: of this worker; torchrun adds to it how often workers may be started again.
 
     Example:
-        >>> remedy({"TORCHELASTIC_USE_AGENT_STORE": "True"}, ["torchrun", "--nnodes=1:4", "train.py"])[:31]
+        >>> remedy({"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_MAX_RESTARTS": "3"})[:31]
         'a node that joins this job late'
     """
-    if environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+    nodes = environment.get("PET_NNODES", "1").split(":")
+    is_elastic = nodes[0] != nodes[-1] or environment.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+    if environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or not is_elastic:
         return ""
-    command = _command_of_parent() if command is None else command
-    how = f"by a fault of torch; set {VARIABLE}=1 where torchrun is started"
-    nodes = _option(command, ("--nnodes", "--nnode"), environment.get("PET_NNODES", "1"))
-    least, ranges, most = nodes.partition(":")
-    if ranges and least != most:
-        return f"a node that joins this job later would end it, {how}"
-    starts = _option(command, ("--max-restarts", "--max_restarts"), environment.get("PET_MAX_RESTARTS", "0"))
-    return "" if starts.strip() == "0" else f"workers of this job that are started again may not find each other, {how}"
-
-
-def _option(command: Sequence[str], names: Sequence[str], given: str) -> str:
-    """Return the value of an option of a command line, or what was given otherwise."""
-    for position, word in enumerate(command):
-        name, is_set, value = word.partition("=")
-        if name in names:
-            return value if is_set else next(iter(command[position + 1 :]), given)
-    return given
-
-
-def _command_of_parent() -> list[str]:
-    try:
-        words = Path(f"/proc/{os.getppid()}/cmdline").read_bytes().split(b"\0")
-    except OSError:  # no such system, or the parent has gone
-        return []
-    return [word.decode(errors="replace") for word in words]
+    return (
+        "a node that joins this job later would end it, and workers that are started again may not find each other, by "
+        f"a fault of torch; set {VARIABLE}=1 where torchrun is started"
+    )

@@ -14,7 +14,7 @@ from accel.cluster.actuators import ClusterUnreachable
 from accel.cluster.job_table import JobRow, JobSpec, JobTable
 from accel.cluster.kubernetes_actuator import KubernetesActuator, PodTemplate, label, manifests, object_name
 from accel.cluster.scheduler import Scheduler
-from accel.elastic.run import PROFILE
+from accel.elastic.batch_size.report import PROFILE
 from accel.errors import InvalidArgument
 from tests.accel.cluster.cluster_cases import profile
 from tests.accel.cluster.played_kubernetes import PlayedKubernetes, served

@@ -28,7 +28,7 @@ from accel.cluster.metrics import JobCollector
 from accel.cluster.scheduler import Scheduler
 from accel.cluster.status import job_status, to_html, to_json
 from accel.commands.cli import main
-from accel.elastic.run import PROFILE
+from accel.elastic.batch_size.report import PROFILE
 from accel.errors import InvalidArgument
 from tests.accel.cluster.cluster_cases import profile
 

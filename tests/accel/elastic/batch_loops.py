@@ -51,10 +51,8 @@ class Clock:
         return self.now
 
 
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+def time_by(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     """Time the batch run's steps by a clock of the test's own, and skip the search for strategies."""
-    clock = Clock()
     plain = BatchRun.__init__
 
     def init(self: BatchRun, *args: Any, **kwargs: Any) -> None:
@@ -62,6 +60,12 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
     monkeypatch.setattr(BatchRun, "__init__", init)
     monkeypatch.setattr("accel.session.session.Session.searching", property(lambda self: False))
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    time_by(clock, monkeypatch)
     return clock
 
 
@@ -76,7 +80,7 @@ def as_rank(rank: int, ranks: int) -> Iterator[None]:
 
 def known_noise(monkeypatch: pytest.MonkeyPatch, phi: float) -> None:
     noise = NoiseInterval(phi, 0.8 * phi, 1.2 * phi)
-    monkeypatch.setattr("accel.elastic.batch_size.driver.interval_of", lambda estimate: noise)
+    monkeypatch.setattr("accel.elastic.batch_size.run_noise.interval_of", lambda estimate: noise)
 
 
 def batch_run(model: nn.Module) -> BatchRun:

@@ -21,7 +21,7 @@ import accel
 from accel import entry
 from accel.dataio.elastic_sampler import ElasticSampler
 from accel.elastic import in_place
-from accel.elastic.batch_size import driver, rehearsal
+from accel.elastic.batch_size import rehearsal, run_noise
 from accel.elastic.batch_size.accumulation import GradientAccumulation
 from accel.elastic.checkpoint import Checkpoints
 from accel.elastic.run import ElasticRun
@@ -127,7 +127,7 @@ def optimized(rank: int, world: int, folder: Path, signal_at: int) -> dict[str, 
     """
     phi = 5000.0 * (1 + rank)  # each rank's own: all must scale their rates by rank 0's
     noise = NoiseInterval(phi, 0.8 * phi, 1.2 * phi)
-    driver.interval_of = lambda estimate: noise  # type: ignore[assignment]
+    run_noise.interval_of = lambda estimate: noise  # type: ignore[assignment]
     model, optimizer = made(rank)
     x = torch.randn(SAMPLES, 3, generator=torch.Generator().manual_seed(0))
     data = TensorDataset(x, torch.arange(SAMPLES))
@@ -159,14 +159,6 @@ def optimized(rank: int, world: int, folder: Path, signal_at: int) -> dict[str, 
     return {"taken": taken, "weights": weights, "batches": [d.batch for d in decisions], "note": note, "base": base}
 
 
-def optimized_until_terminated(rank: int, world: int, folder: Path) -> dict[str, Any]:
-    return optimized(rank, world, folder, signal_at=60)
-
-
-def optimized_to_the_end(rank: int, world: int, folder: Path) -> dict[str, Any]:
-    return optimized(rank, world, folder, signal_at=-1)
-
-
 class _Bounded(nn.Module):
     """Runs out of memory with more than `most` samples."""
 
@@ -181,7 +173,7 @@ class _Bounded(nn.Module):
         return y
 
 
-def one_rank_has_less_memory(rank: int, world: int, *, is_asked: bool = False) -> dict[str, Any]:
+def one_rank_has_less_memory(rank: int, world: int, is_asked: bool) -> dict[str, Any]:
     """Train under a growing batch of which rank 1 takes at most 4 samples, the others any; return each step's.
 
     Where it is asked, it knows before it makes a call.
@@ -189,7 +181,7 @@ def one_rank_has_less_memory(rank: int, world: int, *, is_asked: bool = False) -
     if is_asked and rank == 1:
         rehearsal.BatchRehearsal._exhausted = lambda self, samples, held: "too much"  # type: ignore[method-assign]
     noise = NoiseInterval(5000.0, 4000.0, 6000.0)
-    driver.interval_of = lambda estimate: noise  # type: ignore[assignment]
+    run_noise.interval_of = lambda estimate: noise  # type: ignore[assignment]
     model = DistributedDataParallel(_Bounded(4 if rank == 1 else 10**6))
     data = TensorDataset(torch.randn(SAMPLES, 3))
     loader: Any = DataLoader(data, batch_size=4, sampler=DistributedSampler(data))
@@ -209,10 +201,6 @@ def one_rank_has_less_memory(rank: int, world: int, *, is_asked: bool = False) -
     why = [row.why for row in run.elastic.batch.rows()]
     accel.undo(model)
     return {"taken": taken, "weights": weights, "note": note, "why": why}
-
-
-def one_rank_knows_that_it_has_less_memory(rank: int, world: int) -> dict[str, Any]:
-    return one_rank_has_less_memory(rank, world, is_asked=True)
 
 
 def accumulates_as_one_batch(rank: int, world: int) -> dict[str, Any]:
@@ -274,7 +262,7 @@ def one_rank_leaves_steps_out(rank: int, world: int, same: bool) -> dict[str, An
 def optimized_accumulates(rank: int, world: int) -> dict[str, Any]:
     """Train under `max_batch_size` where no more than 8 samples fit at once and the exchange takes long."""
     noise = NoiseInterval(50000.0, 40000.0, 60000.0)
-    driver.interval_of = lambda estimate: noise  # type: ignore[assignment]
+    run_noise.interval_of = lambda estimate: noise  # type: ignore[assignment]
     torch.manual_seed(0)
     model: Any = DistributedDataParallel(_Bounded(8))
 
@@ -344,22 +332,14 @@ def late(rank: int, world: int, folder: Path, late_rank: int) -> dict[str, Any]:
             model(batch).sum().backward()
             optimizer.step()
             if rank == late_rank and step == PAUSE_AT:
-                time.sleep(2.0)
+                time.sleep(1.2)
             if rank == 1 and step == ASK_AT:
                 run.elastic.checkpoint.request()
             seconds.append(time.monotonic() - began)
-    saved = run.elastic.checkpoint.checkpoints.load_latest()
+    saved = run.elastic.checkpoint.training.checkpoints.load_latest()
     texts = [str(each.message) for each in caught if "checkpoint" in str(each.message)]
     accel.undo(model)
     return {"said": said, "warned": texts, "saved": saved and saved["step"], "steps": len(seconds)}
-
-
-def late_leader(rank: int, world: int, folder: Path) -> dict[str, Any]:
-    return late(rank, world, folder, late_rank=0)
-
-
-def late_follower(rank: int, world: int, folder: Path) -> dict[str, Any]:
-    return late(rank, world, folder, late_rank=1)
 
 
 def one_has_left(rank: int, world: int, folder: Path, leaving: int) -> list[str]:
@@ -382,15 +362,7 @@ def one_has_left(rank: int, world: int, folder: Path, leaving: int) -> list[str]
     return [str(each.message) for each in caught]
 
 
-def follower_has_left(rank: int, world: int, folder: Path) -> list[str]:
-    return one_has_left(rank, world, folder, leaving=1)
-
-
-def leader_has_left(rank: int, world: int, folder: Path) -> list[str]:
-    return one_has_left(rank, world, folder, leaving=0)
-
-
-WRITING_S = 1.0
+WRITING_S = 0.5
 
 
 def rank_0_writes_slowly(rank: int, world: int, folder: Path) -> dict[str, Any]:
@@ -423,7 +395,7 @@ def rank_0_writes_slowly(rank: int, world: int, folder: Path) -> dict[str, Any]:
     raise AssertionError("it was not ended")
 
 
-ODD_STEPS, ODD_PATIENCE_S, PAUSE_S = 120, 0.5, 4.0
+ODD_STEPS, ODD_PATIENCE_S, PAUSE_S = 120, 0.5, 2.0
 
 
 def odd(rank: int, world: int, kind: str) -> dict[str, Any]:
@@ -432,7 +404,7 @@ def odd(rank: int, world: int, kind: str) -> dict[str, Any]:
     Return the samples taken, how long the longest step took, and what was warned and noted.
     """
     accel_ranks.PATIENCE_S = ODD_PATIENCE_S
-    driver.interval_of = lambda estimate: NoiseInterval(5000.0, 4000.0, 6000.0)  # type: ignore[assignment]
+    run_noise.interval_of = lambda estimate: NoiseInterval(5000.0, 4000.0, 6000.0)  # type: ignore[assignment]
     model, optimizer = made(0)
     data = TensorDataset(torch.randn(4 * world * ODD_STEPS, 3), torch.arange(4 * world * ODD_STEPS))
     loader: Any = DataLoader(data, batch_size=4, sampler=DistributedSampler(data))

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
 import accel
-from accel.elastic.batch_size import driver
+from accel.elastic.batch_size import run_noise
 from accel.elastic.checkpointing import Checkpointing
 from accel.elastic.sample_position import remaining_epochs
 from accel.elastic.save_policy import SavePolicy
@@ -38,7 +38,7 @@ def main(folder: Path, kind: str) -> None:
     """Train in a folder; `kind` is of the job."""
     torch.set_num_threads(1)
     checkpoint_run.SavePolicy = Hasty  # type: ignore[misc]
-    driver.interval_of = lambda estimate: NoiseInterval(5000.0, 4000.0, 6000.0)
+    run_noise.interval_of = lambda estimate: NoiseInterval(5000.0, 4000.0, 6000.0)
     dist.init_process_group("gloo")
     own = [os.getpid()]
     dist.broadcast_object_list(own)  # of a newcomer, its own

@@ -25,7 +25,7 @@ from torch.utils.data.distributed import DistributedSampler
 import accel
 from accel.dataio.elastic_sampler import ElasticSampler
 from accel.elastic import checkpoint, training_state
-from accel.elastic.batch_size import driver
+from accel.elastic.batch_size import run_noise
 from accel.elastic.checkpointing import Checkpointing
 from accel.elastic.sample_position import remaining_epochs
 from accel.elastic.save_policy import SavePolicy
@@ -158,7 +158,7 @@ def train(run: Run, rank: int, folder: Path, log: Log, pace: Callable[[], None] 
 def _in_a_hurry(interrupted: Interrupted) -> None:
     """Save and meet every few steps, and let the noise be such that batches grow."""
     noise = NoiseInterval(5000.0, 4000.0, 6000.0)
-    patched: Any = (driver, checkpoint, checkpoint_run)
+    patched: Any = (run_noise, checkpoint, checkpoint_run)
     patched[0].interval_of = lambda estimate: noise
     patched[1].Disk = partial(InterruptedDisk, interrupted)
     patched[2].SavePolicy = partial(SavePolicy, share=0.5, meeting_s=0.01)
@@ -203,21 +203,12 @@ def forked(run: Run, rank: int, port: int, folder: Path, log: Path, fault: str) 
 # Faults that a test puts in to see that they are found.
 
 
-def _one_batch_back() -> None:
+def _shifted(batches: int) -> None:
     load = ElasticSampler.load_state_dict
 
     def shifted(self: ElasticSampler, state: Any) -> None:
-        load(self, {**state, "position": max(0, state["position"] - sum(self.batch_sizes))})
-
-    vars_of: Any = ElasticSampler
-    vars_of.load_state_dict = shifted
-
-
-def _one_batch_on() -> None:
-    load = ElasticSampler.load_state_dict
-
-    def shifted(self: ElasticSampler, state: Any) -> None:
-        load(self, {**state, "position": min(self.length, state["position"] + sum(self.batch_sizes))})
+        position = state["position"] + batches * sum(self.batch_sizes)
+        load(self, {**state, "position": min(self.length, max(0, position))})
 
     vars_of: Any = ElasticSampler
     vars_of.load_state_dict = shifted
@@ -240,8 +231,8 @@ def _nothing() -> None:
 
 FAULTS = {
     "nothing is restored": _nothing,
-    "one batch is taken twice": _one_batch_back,
-    "one batch is left out": _one_batch_on,
+    "one batch is taken twice": partial(_shifted, -1),
+    "one batch is left out": partial(_shifted, 1),
     "random states are not restored": _no_random_state,
     "the optimizer is not restored": _no_moments,
 }

@@ -18,12 +18,9 @@ class Exchanging(Job):
     """Ranks that exchange gradients for `sync_s` once a step, each with memory for so many samples at once."""
 
     sync_s, memory = 0.0, math.inf
-    slow_above = math.inf
-    """Samples of a rank at once above which each takes three times as long, as where caches are too small."""
 
     def step_s(self, local: int, steps: int) -> float:
-        pace = 3.0 if local > self.slow_above else 1.0
-        return steps * (self.fixed + self.sample * local * pace) + self.sync_s
+        return steps * (self.fixed + self.sample * local) + self.sync_s
 
     def train(self, controller: BatchPolicy, steps: int) -> list[BatchDecision]:
         """Run, and refuse what does not fit before it is taken, as a rehearsal does."""
@@ -89,14 +86,6 @@ def test_one_rank_accumulates_nothing_since_that_is_no_faster() -> None:
     assert {controller.shares(size).steps for size in set(job.batches)} == {1}
 
 
-def test_a_share_that_is_slow_at_once_is_taken_in_pieces() -> None:
-    job, controller = exchanging(sync_s=0.02), controller_of()
-    job.slow_above = 64
-    job.train(controller, 3000)
-    local, steps = controller.shares(controller.batch)
-    assert local <= 64 and steps > 1
-
-
 def test_a_cheap_exchange_is_worth_no_accumulation() -> None:
     job, controller = exchanging(memory=100, sync_s=1e-4, noise=2000.0), controller_of()
     job.train(controller, 1500)
@@ -132,28 +121,17 @@ def test_it_goes_on_from_its_state() -> None:
     assert [each.accumulated for each in again.decisions] == [each.accumulated for each in controller.decisions]
 
 
-def test_a_shorter_exchange_is_seen_by_one_batch_and_reckoned_with_at_all() -> None:
+def test_steps_that_take_another_time_from_now_on_are_timed_anew() -> None:
+    """As where gradients are compressed, and no longer."""
     job, controller = exchanging(sync_s=0.4), controller_of(most=4096)
-    job.train(controller, 1500)
-    large = controller.batch
-    assert large > 2048
-    job.sync_s = 0.01  # compressed
-    controller.exchanged_by("gradient_compression")
-    assert controller.steps_missing() == 12
-    job.due = job.step + 13
-    decisions = job.train(controller, 14)
-    assert controller.state_dict()["scales"]["gradient_compression"] < 0.3
-    assert decisions[-1].batch == large or "by gradient_compression the exchange takes 0." in decisions[-1].why
-    job.train(controller, 3000)
-    best = max(job.goodput_of(size // 4, 1, 4, 128) for size in controller.sizes)
-    local, steps = controller.shares(controller.batch)
-    assert job.goodput_of(local, steps, 4, 128) > best / (MARGIN * 1.3 * 1.1)
-
-    # Plain again: what was measured before holds.
-    job.sync_s = 0.4
-    controller.exchanged_by("")
-    job.train(controller, 3000)
-    assert controller.batch > 2048
+    for sync_s in (0.4, 0.01, 0.4):
+        job.sync_s = sync_s
+        controller.time_anew()
+        assert controller.steps_missing() == 12
+        job.due = job.step + 13
+        job.train(controller, 3000)
+        best = max(job.goodput_of(size // 4, 1, 4, 128) for size in controller.sizes)
+        assert job.goodput_of(*controller.shares(controller.batch), 4, 128) > best / (MARGIN * 1.3 * 1.1)
 
 
 @settings(max_examples=20)  # each is some ten fits
@@ -165,7 +143,6 @@ def test_a_shorter_exchange_is_seen_by_one_batch_and_reckoned_with_at_all() -> N
     memory=st.integers(32, 400),
     replicas=st.integers(1, 8),
     growth=st.floats(1.0, 100.0),
-    slow_above=st.integers(16, 400),
     seed=st.integers(0, 2**16),
 )
 def test_it_stays_within_bounds_and_memory_and_comes_to_rest(
@@ -176,11 +153,10 @@ def test_it_stays_within_bounds_and_memory_and_comes_to_rest(
     memory: int,
     replicas: int,
     growth: float,
-    slow_above: int,
     seed: int,
 ) -> None:
     job = Exchanging(fixed, sample, interval(noise), seed=seed, spread=0.03)
-    job.sync_s, job.memory, job.slow_above = sync_s, memory, slow_above
+    job.sync_s, job.memory = sync_s, memory
     base = 32 * replicas
     most = int(base * growth)
     controller = controller_of(replicas, most)

@@ -12,9 +12,8 @@ import torch
 from torch import nn
 
 import accel
-from accel.dataio.elastic_sampler import ElasticSampler
 from accel.elastic.batch_size.policy import BatchDecision, BatchPolicy
-from accel.elastic.batch_size.steps import StepBatches
+from accel.elastic.batch_size.steps import batches_of_a_step
 from accel.elastic.scaling_rules import NoScaling
 from accel.goodput.efficiency import NoiseInterval
 from tests.accel.elastic.batch_loops import PLAIN, Clock, batch_run, clock, job, known_noise
@@ -161,12 +160,7 @@ def test_what_a_loop_accumulates_is_what_most_of_its_first_steps_do(
     counts: list[tuple[int, bool]], before: int | None, expected: int
 ) -> None:
     """It was what the fourth one did, also where that was an epoch's last, or came after a look."""
-    step = StepBatches(ElasticSampler(100, batch_size=4))
-    step.by_loop = before or 1
-    for step.batches, ends_epoch in counts:
-        step.end(ends_epoch=ends_epoch)
-    step.judge(before)
-    assert step.by_loop == expected
+    assert batches_of_a_step(counts, before) == expected
 
 
 def test_a_look_before_the_fourth_step_is_no_accumulation(

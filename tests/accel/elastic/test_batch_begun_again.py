@@ -79,7 +79,7 @@ def test_on_another_number_of_ranks_the_users_batch_stays(replicas: int, most: i
     run.load_state_dict(_saved(128, 32))
     run.check()  # 64 ranks of 2 x 8 would be 1,024
     assert run._sampler.batch_sizes == (local,) * replicas
-    assert (run._base, run._known_noise, run.progress) == (32, NoiseInterval(5000.0, 4000.0, math.inf, 64.0, 0.5), 3.5)
+    assert (run._base, run.noise.known, run.progress) == (32, NoiseInterval(5000.0, 4000.0, math.inf, 64.0, 0.5), 3.5)
     again = batch_run_of(replicas, 8, most)
     again.load_state_dict(run.state_dict())
     assert again.state_dict() == run.state_dict()

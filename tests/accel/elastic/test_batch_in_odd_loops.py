@@ -30,7 +30,7 @@ from tests.accel.elastic.batch_loops import (
     nothing,
     train,
 )
-from tests.accel.elastic.test_odd_passes import fetched_ahead
+from tests.accel.elastic.numbered_loop import fetched_ahead
 
 __all__ = ["clock", "job"]
 
@@ -85,7 +85,7 @@ def test_another_model_that_is_trained_before_the_loop_tells_nothing_of_its_loss
         teacher(torch.randn(8, 8)).square().mean().backward()
         teaching.step()
     run = batch_run(model)
-    assert not run._trend.falls()
+    assert not run.noise.trend.falls()
     train(model, loader, optimizer, clock, nothing)
     assert run.note == "" and run.controller is not None and run.controller.batch == 64
 
@@ -119,7 +119,7 @@ def test_a_loss_scale_that_halves_is_no_fall_of_the_loss(job: Any, clock: Clock)
         clock.now += 1e-3
         if step == 200:
             break
-    assert not batch_run(model)._trend.falls()
+    assert not batch_run(model).noise.trend.falls()
 
 
 def test_ranks_of_unequal_batches_are_refused(job: Any) -> None:
@@ -193,7 +193,7 @@ def test_the_rate_is_that_of_the_batch_that_is_trained_on(
     in_training: list[int] = []
     rates: list[tuple[int, float]] = []
     optimizer.register_step_pre_hook(
-        lambda *_: rates.append((in_training[-1], batch_run(model)._rates._scalers[0][1].multipliers[0].lr))
+        lambda *_: rates.append((in_training[-1], batch_run(model)._rates._scalers[0][1].multipliers.lr))
     )
     for _ in range(2):
         for x, y, _ in fetched_ahead(loader, ahead):

@@ -56,11 +56,11 @@ def test_rates_are_those_of_the_last_known_noise_when_it_is_not_known_any_more(
     assert len(loader) == -(-3000 // 64)
 
     unknown = NoiseInterval(math.inf, 0.0, math.inf)  # the loss falls too slowly to show it
-    monkeypatch.setattr("accel.elastic.batch_size.driver.interval_of", lambda estimate: unknown)
+    monkeypatch.setattr("accel.elastic.batch_size.run_noise.interval_of", lambda estimate: unknown)
     (_, scaler), *_ = batch_run(model)._rates._scalers
     rates: list[float] = []
     for _ in range(8):
-        taken = train(model, loader, optimizer, clock, lambda step: rates.append(scaler.multipliers[0].lr))
+        taken = train(model, loader, optimizer, clock, lambda step: rates.append(scaler.multipliers.lr))
         assert {len(batch) for batch in taken[:-1]} == {64}
         rates.pop()  # the last step of an epoch has fewer samples
     assert rates == pytest.approx([factor] * len(rates), rel=1e-3)
@@ -122,12 +122,12 @@ def test_rates_stay_those_of_the_batch_where_the_session_hears_of_no_steps(
     with accel.disabled():
         taken = train(model, loader, optimizer, clock, nothing)
         assert len(taken[0]) == 64
-        assert scaler.multipliers[0].lr == max(1.0, len(taken[-1]) / 8)
+        assert scaler.multipliers.lr == max(1.0, len(taken[-1]) / 8)
     optimized = entry.optimized(model)
     assert optimized is not None
     optimized.session.close()  # as where the search itself fails
     taken = train(model, loader, optimizer, clock, nothing)
-    assert scaler.multipliers[0].lr == max(1.0, len(taken[-1]) / 8)
+    assert scaler.multipliers.lr == max(1.0, len(taken[-1]) / 8)
 
 
 def test_a_rule_by_the_epoch_is_asked_all_along_also_where_the_session_hears_of_no_steps(
@@ -139,11 +139,11 @@ def test_a_rule_by_the_epoch_is_asked_all_along_also_where_the_session_hears_of_
     train(model, loader, optimizer, clock, nothing)
     (_, scaler), *_ = batch_run(model)._rates._scalers
     epochs: list[float] = []
-    train(model, loader, optimizer, clock, lambda step: epochs.append(scaler.multipliers[0].lr - 1))
+    train(model, loader, optimizer, clock, lambda step: epochs.append(scaler.multipliers.lr - 1))
     optimized = entry.optimized(model)
     assert optimized is not None
     optimized.session.close()
-    train(model, loader, optimizer, clock, lambda step: epochs.append(scaler.multipliers[0].lr - 1))
+    train(model, loader, optimizer, clock, lambda step: epochs.append(scaler.multipliers.lr - 1))
     steps = math.ceil(3000 / 64)
     expected = [epoch + 64 * step / 3000 for epoch in (1, 2) for step in range(steps)]
     assert epochs == pytest.approx(expected, abs=0.0101)

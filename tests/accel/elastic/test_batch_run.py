@@ -58,7 +58,7 @@ def test_the_batch_is_decided_by_the_last_known_noise_while_it_is_hidden(
 ) -> None:
     known, hidden = NoiseInterval(5000.0, 4000.0, 6000.0), NoiseInterval(math.inf, 0.0, math.inf)
     noises = itertools.chain([known], itertools.repeat(hidden))
-    monkeypatch.setattr("accel.elastic.batch_size.driver.interval_of", lambda estimate: next(noises))
+    monkeypatch.setattr("accel.elastic.batch_size.run_noise.interval_of", lambda estimate: next(noises))
     model, loader, optimizer = accel.optimize(*job, max_batch_size=64, **PLAIN)
     train(model, loader, optimizer, clock, nothing)
     assert loader.batch_sampler.batch_sizes == (64,)
@@ -68,7 +68,7 @@ def test_a_noise_scale_without_an_upper_end_is_none_in_the_report(
     job: Any, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pure = NoiseInterval(math.inf, 4000.0, math.inf)
-    monkeypatch.setattr("accel.elastic.batch_size.driver.interval_of", lambda estimate: pure)
+    monkeypatch.setattr("accel.elastic.batch_size.run_noise.interval_of", lambda estimate: pure)
     model, loader, optimizer = accel.optimize(*job, max_batch_size=64, **PLAIN)
     train(model, loader, optimizer, clock, nothing)
     controller = batch_run(model).controller
@@ -120,7 +120,7 @@ def test_the_batch_is_decided_during_a_search_in_steps_without_a_candidate(
     def each(step: int) -> None:
         nonlocal steps
         run = batch_run(model)
-        if run._meter is not None and run._meter.is_measuring:
+        if run.noise.meter is not None and run.noise.meter.is_measuring:
             measured.append(steps)
         steps = step + 1
         if run.controller is not None and len(run.controller.decisions) > len(changed) + 1:
@@ -141,14 +141,14 @@ def test_calls_are_looked_at_only_in_steps_that_need_it(job: Any) -> None:
     run = batch_run(model)
     passed: dict[bool, list[bool]] = {True: [], False: []}
     for x, y, _ in itertools.chain(loader, loader, loader):
-        if run._meter is not None:
-            passed[run._meter.is_measuring].append(run._run.gate.passes)
+        if run.noise.meter is not None:
+            passed[run.noise.meter.is_measuring].append(run._run.gate.passes)
         optimizer.zero_grad()
         nn.functional.mse_loss(model(x), y).backward()
         optimizer.step()
     assert passed[True] and not any(passed[True])
     assert sum(passed[False]) > 0.5 * len(passed[False])
-    assert run._meter is not None and run._meter.noise.measured > 3
+    assert run.noise.meter is not None and run.noise.meter.noise.measured > 3
 
 
 def test_a_session_leaves_out_a_step_and_begins_again(job: Any) -> None:
@@ -224,6 +224,6 @@ def test_a_profile_is_rank_0s() -> None:
     """Each rank wrote one, those that don't decide with a model of the times that they never fitted."""
     run = batch_run_of(2, 8, 256)
     run.controller = create_autospec(BatchPolicy, instance=True, base_batch=16, replicas=2, micro_batches=1)
-    run._known_noise = NoiseInterval(5000.0, 4000.0, 6000.0)
+    run.noise.known = NoiseInterval(5000.0, 4000.0, 6000.0)
     run._ranks = create_autospec(Ranks, instance=True, leads=False)
     assert run.profile() is None

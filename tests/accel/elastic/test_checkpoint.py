@@ -405,7 +405,7 @@ def locked(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_two_do_not_write_at_once(locked: Path) -> None:
-    with pytest.raises(CheckpointError, match="another process is writing a checkpoint there"):
+    with pytest.raises(CheckpointError, match="another training is saved there"):
         Checkpoints(locked).save(state_of(1))
     assert names(locked) == []
 

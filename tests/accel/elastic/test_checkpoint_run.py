@@ -6,7 +6,6 @@ import os
 import queue
 import signal
 import threading
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +87,22 @@ def same(a: Any, b: Any) -> bool:
     return bool(a == b)
 
 
+def signal_in_steps(training: Training, *steps: int) -> None:
+    """Have SIGTERM sent within the forward passes of steps, from 0."""
+    plain = training.model.forward
+
+    def interrupted(x: Tensor) -> Tensor:
+        if training.model.training and len(training.seen) in [step * BATCH for step in steps]:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return plain(x)
+
+    training.model.forward = interrupted
+
+
+def stop() -> None:
+    raise Stopped
+
+
 @pytest.fixture
 def uninterrupted(tmp_path: Path) -> tuple[dict[str, Any], list[int]]:
     training = Training(tmp_path / "whole")
@@ -121,14 +136,7 @@ def test_sigterm_saves_the_step_under_way_and_then_ends_the_process(tmp_path: Pa
 
     before = signal.getsignal(signal.SIGTERM)
     training.checkpoint._terminate = terminate
-    plain = training.model.forward
-
-    def interrupted(x: Tensor) -> Tensor:
-        if len(training.seen) == 3 * BATCH:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return plain(x)
-
-    training.model.forward = interrupted
+    signal_in_steps(training, 3)
     with pytest.raises(Stopped):
         training.run()
 
@@ -142,20 +150,10 @@ def test_sigterm_ends_the_process_also_where_nothing_can_be_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     training = Training(tmp_path)
-    monkeypatch.setattr(training.checkpoint.checkpoints, "save", lambda state: 1 / 0)
+    monkeypatch.setattr(training.checkpoint.training.checkpoints, "save", lambda state: 1 / 0)
 
-    def terminate() -> None:
-        raise Stopped
-
-    training.checkpoint._terminate = terminate
-    plain = training.model.forward
-
-    def interrupted(x: Tensor) -> Tensor:
-        if len(training.seen) == 3 * BATCH:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return plain(x)
-
-    training.model.forward = interrupted
+    training.checkpoint._terminate = stop
+    signal_in_steps(training, 3)
     with pytest.raises(Stopped), pytest.warns(RuntimeWarning, match="no checkpoints are saved from step 4 on: ZeroDiv"):
         training.run()
     assert len(training.seen) == 4 * BATCH
@@ -177,22 +175,6 @@ def test_it_goes_on_with_the_batch_size_and_what_was_learnt_of_it(tmp_path: Path
     assert batch.progress > state["progress"]
 
 
-@pytest.mark.parametrize(
-    "wrong", [{}, {"step": 7}, {"version": "1"}, {"version": 1, "step": 9, "kinds": {}, "parts": []}]
-)
-def test_what_is_whole_and_no_state_is_refused_and_the_one_before_is_used(
-    tmp_path: Path, wrong: dict[str, Any], capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Its checksum is right, as of what another program has saved there, or somebody who wishes ill."""
-    Training(tmp_path).run(save_at=2)
-    (good,) = (path.name for path in tmp_path.iterdir() if path.is_dir())
-    Checkpoints(tmp_path).save(wrong)
-
-    assert Training(tmp_path).checkpoint.step == 2
-    (line,) = [line for line in capsys.readouterr().err.splitlines() if "was refused" in line]
-    assert "is not one of this training: its " in line and good not in line
-
-
 def test_ranks_go_on_by_the_memory_of_the_one_that_has_least(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each by its own, they would begin with batches of different sizes."""
 
@@ -202,8 +184,8 @@ def test_ranks_go_on_by_the_memory_of_the_one_that_has_least(tmp_path: Path, mon
         def join(self, since: float) -> None:
             pass
 
-        def decide(self, mine: int, answer: Any, missed: str, step_s: float) -> Any:
-            return answer([mine, min(mine, 40)])
+        def decide(self, mine: int, decision: Any, missed: str, step_s: float) -> Any:
+            return decision([mine, min(mine, 40)])
 
     class Batch:
         memory = 80
@@ -214,7 +196,7 @@ def test_ranks_go_on_by_the_memory_of_the_one_that_has_least(tmp_path: Path, mon
         def load_state_dict(self, state: Any) -> None:
             pass
 
-    monkeypatch.setattr("accel.elastic.saving.run.Ranks", TwoRanks)
+    monkeypatch.setattr("accel.elastic.saving.training.Ranks", TwoRanks)
     model, batch = nn.Linear(2, 1), Batch()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     run = CheckpointRun(model, optimizer, ElasticSampler(8, batch_size=2), Checkpointing(folder=tmp_path), batch=batch)
@@ -242,7 +224,7 @@ def test_a_disk_that_is_full_ends_no_training(tmp_path: Path, monkeypatch: pytes
     def full(state: Any) -> None:
         raise CheckpointError("no space left on device")
 
-    monkeypatch.setattr(training.checkpoint.checkpoints, "save", full)
+    monkeypatch.setattr(training.checkpoint.training.checkpoints, "save", full)
     with pytest.warns(RuntimeWarning, match="no checkpoint was saved at step 2: no space left"):
         training.run(save_at=2)
     assert len(training.seen) == EPOCHS * SAMPLES
@@ -311,21 +293,6 @@ def test_a_state_that_no_checkpoint_can_hold_is_refused_at_once(tmp_path: Path) 
         accel.optimize(model, loader, torch.optim.SGD(model.parameters(), 0.1), checkpoint=checkpoint, **PLAIN)
 
 
-def test_a_checkpoint_that_is_asked_for_in_the_loop_counts_the_step_just_made(tmp_path: Path) -> None:
-    training = Training(tmp_path)
-    for step, (x, y, _) in enumerate(training.loader, 1):
-        training.optimizer.zero_grad()
-        nn.functional.mse_loss(training.model(x), y).backward()
-        training.optimizer.step()
-        if step == 3:
-            save_checkpoint(training.model)
-            break
-    assert training.checkpoint.checkpoints.latest is not None
-    assert training.checkpoint.checkpoints.latest.name == "00000001-step-3"
-    accel.undo(training.model)
-    assert Training(tmp_path).checkpoint.step == 3
-
-
 def test_a_baseline_without_accel_leaves_no_trace(tmp_path: Path) -> None:
     """A script that compares both in one process: the second call was answered as the first."""
     model = nn.Linear(5, 1)
@@ -344,28 +311,30 @@ def test_batches_that_another_thread_takes_end_no_step(tmp_path: Path) -> None:
     queued: queue.Queue[Any] = queue.Queue(2)
 
     def fetch() -> None:
-        for batch in training.loader:
-            queued.put(batch)
+        for _ in range(16):
+            for batch in training.loader:
+                queued.put(batch)
         queued.put(None)
 
-    fetching = threading.Thread(target=fetch)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        fetching.start()
+    def train() -> None:
         while (batch := queued.get()) is not None:
             training.optimizer.zero_grad()
             nn.functional.mse_loss(training.model(batch[0]), batch[1]).backward()
             training.optimizer.step()
             training.checkpoint.request()
-        fetching.join()
-    assert sum("another thread" in str(each.message) for each in caught) == 1
+
+    fetching = threading.Thread(target=fetch)
+    fetching.start()
+    with pytest.warns(RuntimeWarning, match="or another thread does; call .*save_checkpoint") as caught:
+        train()
+    fetching.join()
+    assert len(caught) == 1
     assert not list(tmp_path.glob("*-step-*"))
-    assert training.checkpoint.step == 7
-    handler = signal.getsignal(signal.SIGTERM)
+    steps = training.checkpoint.step
+    assert steps == len(training.loader) * 16
     save_checkpoint(training.model)
-    assert signal.getsignal(signal.SIGTERM) is handler  # nothing would ever act on it
     accel.undo(training.model)
-    assert Training(tmp_path).checkpoint.step == 7
+    assert Training(tmp_path).checkpoint.step == steps
 
 
 class Augmented(Dataset[Tensor]):
@@ -490,14 +459,7 @@ def test_where_the_script_decides_on_its_end_each_signal_is_answered_by_a_checkp
     training, noted = Training(tmp_path), []
     own: Any = (lambda number, frame: noted.append(number)) if handler == "the script's" else signal.SIG_IGN
     before = signal.signal(signal.SIGTERM, own)
-    plain = training.model.forward
-
-    def interrupted(x: Tensor) -> Tensor:
-        if training.model.training and len(training.seen) in (2 * BATCH, 5 * BATCH):
-            os.kill(os.getpid(), signal.SIGTERM)
-        return plain(x)
-
-    training.model.forward = interrupted
+    signal_in_steps(training, 2, 5)
     try:
         training.run()
     finally:
@@ -516,23 +478,19 @@ def trained_elsewhere(training: Training, updates: int) -> None:
         training.optimizer.step()
 
 
-def test_a_loop_that_goes_on_with_another_loader_is_not_deaf_to_sigterm(tmp_path: Path) -> None:
-    """The signal was noted, and nobody asked for it any more."""
-    before = signal.getsignal(signal.SIGTERM)
+def test_a_loop_that_goes_on_with_another_loader_is_warned_once(tmp_path: Path) -> None:
     training = Training(tmp_path)
-    for x, y, _ in training.loader:
-        nn.functional.mse_loss(training.model(x), y).backward()
-        training.optimizer.step()
-    noting = signal.getsignal(signal.SIGTERM)
-    assert noting != before
+
+    def epoch() -> None:
+        for x, y, _ in training.loader:
+            nn.functional.mse_loss(training.model(x), y).backward()
+            training.optimizer.step()
+
+    epoch()
     with pytest.warns(RuntimeWarning, match="from step 107 on: the loop asks for no more batches of the loader"):
         trained_elsewhere(training, 100)
-    assert signal.getsignal(signal.SIGTERM) == before
-    for x, y, _ in training.loader:  # it comes back
-        nn.functional.mse_loss(training.model(x), y).backward()
-        training.optimizer.step()
-        assert signal.getsignal(signal.SIGTERM) == noting
-    trained_elsewhere(training, 100)  # said once
+    epoch()  # it comes back
+    trained_elsewhere(training, 100)
     accel.undo(training.model)
 
 
@@ -542,6 +500,7 @@ def test_many_updates_with_each_batch_are_no_other_loader(tmp_path: Path) -> Non
     for x, y, _ in training.loader:  # as in reinforcement learning: another loop over what a batch has brought
         noting = signal.getsignal(signal.SIGTERM)
         for _ in range(150):
+            assert not training.checkpoint._has_warned
             nn.functional.mse_loss(training.model(x), y).backward()
             training.optimizer.step()
         assert signal.getsignal(signal.SIGTERM) == noting
@@ -549,28 +508,31 @@ def test_many_updates_with_each_batch_are_no_other_loader(tmp_path: Path) -> Non
     accel.undo(training.model)
 
 
-def test_sigterm_that_came_before_the_loop_went_on_elsewhere_ends_the_process(tmp_path: Path) -> None:
+@pytest.mark.parametrize("after", [0, 150])
+def test_sigterm_ends_a_loop_that_has_gone_on_elsewhere(tmp_path: Path, after: int) -> None:
+    """The signal was noted, and nobody asked for it any more."""
+    before = signal.getsignal(signal.SIGTERM)
     training = Training(tmp_path)
 
-    def terminate() -> None:
-        raise Stopped
-
-    training.checkpoint._terminate = terminate
+    training.checkpoint._terminate = stop
     for x, y, _ in training.loader:
         nn.functional.mse_loss(training.model(x), y).backward()
         training.optimizer.step()
-    os.kill(os.getpid(), signal.SIGTERM)
-    with pytest.warns(RuntimeWarning, match="asks for no more batches"), pytest.raises(Stopped):
+
+    def terminated_elsewhere() -> None:
+        trained_elsewhere(training, after)
+        os.kill(os.getpid(), signal.SIGTERM)
         trained_elsewhere(training, 100)
+
+    with pytest.warns(RuntimeWarning, match="asks for no more batches"), pytest.raises(Stopped):
+        terminated_elsewhere()
+    assert signal.getsignal(signal.SIGTERM) == before
     accel.undo(training.model)
 
 
 def test_a_rank_that_fails_to_save_ends_with_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where another one was sent SIGTERM, it trained on alone, and waited in the next collective for ever."""
     training = Training(tmp_path)
-
-    def terminate() -> None:
-        raise Stopped
 
     def told_by_another_rank(policy: Any) -> bool:
         policy.stop = policy.is_wanted = len(training.seen) == 3 * BATCH
@@ -579,9 +541,9 @@ def test_a_rank_that_fails_to_save_ends_with_the_others(tmp_path: Path, monkeypa
     def no_memory(state: Any) -> None:
         raise MemoryError
 
-    training.checkpoint._terminate = terminate
+    training.checkpoint._terminate = stop
     monkeypatch.setattr("accel.elastic.save_policy.SavePolicy.due", told_by_another_rank)
-    monkeypatch.setattr(training.checkpoint.checkpoints, "save", no_memory)
+    monkeypatch.setattr(training.checkpoint.training.checkpoints, "save", no_memory)
     with pytest.raises(Stopped), pytest.warns(RuntimeWarning, match="no checkpoints are saved from step 3 on: Memory"):
         training.run()
     assert len(training.seen) == 3 * BATCH

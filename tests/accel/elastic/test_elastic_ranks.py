@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -29,8 +28,8 @@ def test_two_ranks_stop_together_and_three_go_on(tmp_path: Path) -> None:
 
 
 def test_a_growing_batch_on_two_ranks_and_then_on_three_has_each_sample_once_an_epoch(tmp_path: Path) -> None:
-    first = run_ranks(elastic_ranks.optimized_until_terminated, 2, tmp_path, timeout_s=120)
-    second = run_ranks(elastic_ranks.optimized_to_the_end, 3, tmp_path, timeout_s=120)
+    first = run_ranks(elastic_ranks.optimized, 2, tmp_path, 60, timeout_s=120)
+    second = run_ranks(elastic_ranks.optimized, 3, tmp_path, -1, timeout_s=120)
 
     for run in (first, second):
         assert all(rank["weights"] == run[0]["weights"] for rank in run)
@@ -47,15 +46,10 @@ def test_a_growing_batch_on_two_ranks_and_then_on_three_has_each_sample_once_an_
 
 
 @pytest.mark.parametrize(
-    ("case", "why"),
-    [
-        (elastic_ranks.one_rank_has_less_memory, "they do not fit into memory"),
-        (elastic_ranks.one_rank_knows_that_it_has_less_memory, "too much"),
-    ],
-    ids=["in a call", "before"],
+    ("is_asked", "why"), [(False, "they do not fit into memory"), (True, "too much")], ids=["in a call", "before"]
 )
-def test_no_rank_takes_a_batch_that_one_of_them_has_no_memory_for(case: Any, why: str) -> None:
-    ranks = run_ranks(case, 2, timeout_s=120)
+def test_no_rank_takes_a_batch_that_one_of_them_has_no_memory_for(is_asked: bool, why: str) -> None:
+    ranks = run_ranks(elastic_ranks.one_rank_has_less_memory, 2, is_asked, timeout_s=120)
     assert [rank["note"] for rank in ranks] == ["", ""]
     assert ranks[0]["weights"] == ranks[1]["weights"]
     assert [max(rank["taken"]) for rank in ranks] == [4, 4]
@@ -85,9 +79,9 @@ def test_where_the_exchange_takes_long_what_does_not_fit_is_accumulated() -> Non
     assert ranks[0]["steps"] == ranks[1]["steps"] < 200  # 250 of 16 samples would be as many as fit at once
 
 
-@pytest.mark.parametrize("case", [elastic_ranks.late_leader, elastic_ranks.late_follower], ids=["rank 0", "rank 1"])
-def test_a_rank_that_is_late_once_does_not_end_checkpoints(tmp_path: Path, case: Any) -> None:
-    for rank in run_ranks(case, 2, tmp_path, timeout_s=120):
+@pytest.mark.parametrize("late_rank", [0, 1])
+def test_a_rank_that_is_late_once_does_not_end_checkpoints(tmp_path: Path, late_rank: int) -> None:
+    for rank in run_ranks(elastic_ranks.late, 2, tmp_path, late_rank, timeout_s=120):
         assert rank["steps"] == elastic_ranks.LATE_STEPS
         (warned,) = rank["warned"]
         assert f"at step {elastic_ranks.PAUSE_AT + 1} rank " in warned
@@ -167,7 +161,7 @@ def test_batches_of_a_size_for_each_rank_have_each_sample_once_after_a_resume(tm
 
 def test_a_checkpoint_at_the_end_of_a_script_ends_no_rank_where_another_has_left(tmp_path: Path) -> None:
     """It raised on the rank that was left, at the end of a training that was good."""
-    leading, _ = run_ranks(elastic_ranks.follower_has_left, 2, tmp_path / "one", timeout_s=120)
+    leading, _ = run_ranks(elastic_ranks.one_has_left, 2, tmp_path / "one", 1, timeout_s=120)
     (line,) = leading
     assert line.startswith("no checkpoint was saved at step 4: rank 0 waits for rank 1")
-    assert run_ranks(elastic_ranks.leader_has_left, 2, tmp_path / "other", timeout_s=120) == [[], []]
+    assert run_ranks(elastic_ranks.one_has_left, 2, tmp_path / "other", 0, timeout_s=120) == [[], []]

@@ -168,9 +168,9 @@ def test_whatever_others_do_a_folder_is_its_owner_s(events: list[tuple[str, int]
 
 def is_locked(folder: Path) -> bool:
     """Return whether others would be kept out."""
-    if not (folder / ".owner").exists():
+    if not (folder / ".lock").exists():
         return False
-    with (folder / ".owner").open("ab") as file:
+    with (folder / ".lock").open("ab") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

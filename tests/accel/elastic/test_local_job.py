@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from accel.elastic.batch_size.report import PROFILE
 from accel.elastic.local_job import LocalJob
-from accel.elastic.run import PROFILE
 from accel.errors import InvalidArgument
 from accel.goodput.efficiency import NoiseInterval
 from accel.goodput.goodput import BatchLimits

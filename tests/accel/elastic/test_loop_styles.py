@@ -6,7 +6,7 @@ import itertools
 import os
 import signal
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,26 +15,17 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 
-import accel
-from accel import entry
-from accel.elastic.checkpointing import Checkpointing
 from accel.elastic.running import request_checkpoint, save_checkpoint
 from accel.elastic.sample_position import remaining_epochs
-from accel.elastic.saving.run import CheckpointRun
-from tests.accel.elastic.batch_loops import PLAIN
+from tests.accel.elastic.numbered_loop import Ended, NumberedLoop, fetched_ahead
 from tests.sampling import examples
 
 EPOCHS, BATCH = 3, 2
 
 
-class Stopped(Exception):
-    """In place of a kill, or of the process's end by SIGTERM."""
-
-
-class Training:
-    """A loop over numbered samples, which is stopped once a checkpoint is there that was asked for after some step.
+class Training(NumberedLoop):
+    """A loop which is stopped once a checkpoint is there that was asked for after some step.
 
     Args:
         folder: of the checkpoints.
@@ -46,40 +37,14 @@ class Training:
     def __init__(
         self, folder: Path, steps: int, ask: Callable[[nn.Module], None] = request_checkpoint, asked_at: int = 0
     ) -> None:
-        torch.manual_seed(3)
-        model: nn.Module = nn.Linear(1, 1)
-        optimizer: Any = torch.optim.SGD(model.parameters(), 1e-4)
-        data = TensorDataset(torch.arange(float(BATCH * steps))[:, None])
-        loader = DataLoader(data, batch_size=BATCH, shuffle=True)
-        checkpoint = Checkpointing(folder=folder, interval_s=1e6)
-        self.model, self.loader, self.optimizer = accel.optimize(
-            model, loader, optimizer, checkpoint=checkpoint, **PLAIN
-        )
+        super().__init__(folder, BATCH * steps, BATCH)
         self.steps, self._folder, self._ask, self._asked_at = steps, folder, ask, asked_at
-        self.taken: list[list[int]] = []
-        """Samples of each update."""
-        self.checkpoint._terminate = self._stop
         self.began_at = self.checkpoint.step
 
-    @property
-    def checkpoint(self) -> CheckpointRun:
-        optimized = entry.optimized(self.model)
-        assert optimized is not None and optimized.elastic is not None and optimized.elastic.checkpoint is not None
-        return optimized.elastic.checkpoint
-
-    def _stop(self) -> None:
-        raise Stopped
-
     def take(self, batch: Any, between: Callable[[], None] = lambda: None) -> None:
-        """Make a step; what is given is called between its backward pass and its update."""
         if self._asked_at and list(self._folder.glob("*-step-*")):
-            raise Stopped
-        (x,) = batch
-        self.optimizer.zero_grad()
-        self.model(x).square().mean().backward()
-        between()
-        self.optimizer.step()
-        self.taken.append(x.flatten().int().tolist())
+            raise Ended
+        super().take(batch, between)
         if len(self.taken) == self._asked_at:
             self._ask(self.model)
 
@@ -87,10 +52,10 @@ class Training:
         """Train until the loop ends, or is stopped."""
         try:
             loop(self)
-        except Stopped:
+        except Ended:
             pass
         finally:
-            accel.undo(self.model)
+            self.end()
 
 
 def terminate(model: nn.Module) -> None:
@@ -135,16 +100,9 @@ def between_backward_and_step(training: Training) -> None:
 def ahead(batches: int) -> Callable[[Training], None]:
     """By a generator that holds so many of them, as scripts do to copy the next to the GPU meanwhile."""
 
-    def fetched(loader: Any) -> Iterator[Any]:
-        own = iter(loader)
-        queue = list(itertools.islice(own, batches))
-        while queue:
-            queue += itertools.islice(own, 1)
-            yield queue.pop(0)
-
     def loop(training: Training) -> None:
         for _ in remaining_epochs(training.loader, EPOCHS):
-            for batch in fetched(training.loader):
+            for batch in fetched_ahead(training.loader, batches):
                 training.take(batch)
 
     return loop
@@ -243,10 +201,10 @@ def check_epochs(seen: list[int], length: int) -> None:
         assert len(set(epoch)) == len(epoch), f"epoch {at // length} has a sample twice: {epoch}"
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("ask", ASKS)
 @pytest.mark.parametrize("loop", [*WHOLE, *IN_PARTS])
-@settings(max_examples=examples(20), deadline=None)
+@settings(max_examples=examples(12), deadline=None)
 @given(st.integers(1, 7), st.integers(0, 19))
 @example(1, 0)
 @example(7, 4)

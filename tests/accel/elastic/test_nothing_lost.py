@@ -76,7 +76,9 @@ def test_nothing_is_lost_by_a_random_schedule(seed: int, tmp_path: Path, once: O
 STOPPED = Schedule((Run(1, 4, ends=one(0, 10, "backward", TERM)), Run(1, 4)))
 
 
-@pytest.mark.parametrize("fault", ["one batch is taken twice", "one batch is left out"])
+@pytest.mark.parametrize(
+    "fault", [pytest.param("one batch is taken twice", marks=pytest.mark.slow), "one batch is left out"]
+)
 def test_samples_that_are_lost_or_doubled_would_be_found(fault: str, tmp_path: Path) -> None:
     training = Training(tmp_path, fault)
     training.follow(STOPPED)
@@ -84,7 +86,10 @@ def test_samples_that_are_lost_or_doubled_would_be_found(fault: str, tmp_path: P
         check_samples(training.runs)
 
 
-@pytest.mark.parametrize("fault", ["random states are not restored", "the optimizer is not restored"])
+@pytest.mark.parametrize(
+    "fault",
+    [pytest.param("random states are not restored", marks=pytest.mark.slow), "the optimizer is not restored"],
+)
 def test_weights_that_differ_would_be_found(fault: str, tmp_path: Path, once: Once) -> None:
     training = Training(tmp_path / "stopped", fault)
     end = training.follow(STOPPED)

@@ -273,7 +273,7 @@ def test_what_did_not_fit_is_tried_again_ever_less_often() -> None:
     job = Job(0.01, 1e-6, interval(1e6))
     controller = BatchPolicy(32, 4096)
     asked: list[int] = []
-    for _ in range(40_000):
+    for _ in range(20_000):
         job.run(controller, 1)
         if controller.batch >= 512:
             asked.append(job.step)

@@ -187,16 +187,26 @@ def test_a_call_without_gradients_is_not_rehearsed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("available", "reason"),
-    [(3 * GIB, ""), (GIB, "they may take 2,048 MB more of memory, of which 1,024 MB are available")],
+    ("used", "now", "ranks", "available", "samples", "reason"),
+    [
+        # One GiB before, two while training on 8 samples: 4 GiB with 24, of which 2 are there.
+        (1, 2, 1, 3, 24, ""),
+        (1, 2, 1, 1, 24, "they may take 2,048 MB more of memory, of which 1,024 MB are available"),
+        # 6 GiB while the script loaded its data say nothing of a step, which takes one with 8 samples.
+        (6, 6, 1, 3, 16, ""),
+        # The ranks of a host share its memory.
+        (1, 2, 4, 2, 16, "they may take 1,024 MB more of memory, of which 512 MB are available"),
+    ],
 )
-def test_a_cpu_is_asked_for_its_memory_first(monkeypatch: pytest.MonkeyPatch, available: int, reason: str) -> None:
-    """One GiB before, two while training on 8 samples: 4 GiB with 24, of which 2 are there."""
-    readings = iter([ResidentMemory(GIB, GIB), ResidentMemory(2 * GIB, 2 * GIB)])
+def test_a_cpu_is_asked_for_its_memory_first(
+    monkeypatch: pytest.MonkeyPatch, used: int, now: int, ranks: int, available: int, samples: int, reason: str
+) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+    readings = iter([ResidentMemory(GIB, used * GIB), ResidentMemory(2 * GIB, now * GIB)])
     monkeypatch.setattr("accel.elastic.batch_size.rehearsal.resident_memory", lambda: next(readings))
-    monkeypatch.setattr("accel.elastic.batch_size.rehearsal.available_memory", lambda: available)
+    monkeypatch.setattr("accel.elastic.batch_size.rehearsal.available_memory", lambda: available * GIB)
     CALLS.clear()
-    assert rehearsal(Bounded(100), 8, torch.randn(8, 8)).problem(24) == reason
+    assert rehearsal(Bounded(100), 8, torch.randn(8, 8)).problem(samples) == reason
     assert len(CALLS) == (not reason)
 
 
@@ -221,22 +231,6 @@ def test_resident_memory_grows_with_what_is_used(tmp_path: Path) -> None:
     assert after.most >= after.now
     block.close()
     assert resident_memory(tmp_path) is None
-
-
-def test_what_a_script_took_before_it_trained_says_nothing_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It had 6 GiB while it loaded its data; a step of 8 samples takes one."""
-    readings = iter([ResidentMemory(GIB, 6 * GIB), ResidentMemory(2 * GIB, 6 * GIB)])
-    monkeypatch.setattr("accel.elastic.batch_size.rehearsal.resident_memory", lambda: next(readings))
-    monkeypatch.setattr("accel.elastic.batch_size.rehearsal.available_memory", lambda: 3 * GIB)
-    assert rehearsal(Bounded(100), 8, torch.randn(8, 8)).problem(16) == ""
-
-
-def test_the_ranks_of_a_host_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    readings = iter([ResidentMemory(GIB, GIB), ResidentMemory(2 * GIB, 2 * GIB)])
-    monkeypatch.setattr("accel.elastic.batch_size.rehearsal.resident_memory", lambda: next(readings))
-    monkeypatch.setattr("accel.elastic.batch_size.rehearsal.available_memory", lambda: 2 * GIB)
-    assert "1,024 MB more of memory, of which 512 MB" in rehearsal(Bounded(100), 8, torch.randn(8, 8)).problem(16)
 
 
 class Checkpointed(nn.Module):

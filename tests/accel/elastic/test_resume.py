@@ -95,17 +95,3 @@ def test_stopped_after_any_step(whole: tuple[str, Path], stop: int, tmp_path: Pa
     assert training.step == stop
     training.run(STEPS)
     assert training.end() == end
-
-
-def test_stopped_after_every_step(whole: tuple[str, Path], tmp_path: Path) -> None:
-    for stop in range(1, STEPS + 1):
-        training = Training(seed=stop)
-        checkpoints = Checkpoints(tmp_path, keep=1)
-        state = checkpoints.load_latest()
-        if state is None:
-            training = Training(seed=0)
-        else:
-            restore_state(state, training.model, training.optimizer, training.schedule, **training.more())
-            training.step = state["step"]
-        training.run(stop, checkpoints)
-    assert training.end() == whole[0]

@@ -16,21 +16,15 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import accel
 from accel import entry
+from accel.elastic.batch_size.report import PROFILE
 from accel.elastic.checkpointing import Checkpointing
 from accel.elastic.progress import ProgressSchedule
-from accel.elastic.run import PROFILE
 from accel.elastic.running import job_profile, progress_of, request_checkpoint, save_checkpoint
 from accel.elastic.sample_position import remaining_epochs
+from accel.elastic.saving.run import CheckpointRun
 from accel.errors import InvalidArgument
-from accel.goodput.efficiency import NoiseInterval
 from accel.goodput.job import JobProfile
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
+from tests.accel.elastic.batch_loops import Clock, batch_run, known_noise, time_by
 
 
 class Training:
@@ -38,10 +32,8 @@ class Training:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, phi: float = 1e6, **arguments: Any) -> None:
         self.clock = Clock()
-        monkeypatch.setattr("accel.elastic.batch_size.driver.BatchRun.__init__", _timed_by(self.clock))
-        monkeypatch.setattr("accel.session.session.Session.searching", property(lambda session: False))
-        noise = NoiseInterval(phi, 0.9 * phi, 1.1 * phi)
-        monkeypatch.setattr("accel.elastic.batch_size.driver.interval_of", lambda estimate: noise)
+        time_by(self.clock, monkeypatch)
+        known_noise(monkeypatch, phi)
         torch.manual_seed(0)
         self.model: nn.Module = nn.Linear(4, 1)
         self.optimizer: Any = torch.optim.SGD(self.model.parameters(), 0.01)
@@ -49,6 +41,12 @@ class Training:
         options = {"cache": False, "budget": "0.001s", "allow": "exact", **arguments}
         self.model, self.loader, self.optimizer = accel.optimize(self.model, loader, self.optimizer, **options)
         self._batches = itertools.chain.from_iterable(itertools.repeat(self.loader))
+
+    @property
+    def checkpoint(self) -> CheckpointRun:
+        run = entry.optimized(self.model)
+        assert run is not None and run.elastic is not None and run.elastic.checkpoint is not None
+        return run.elastic.checkpoint
 
     def steps(self, count: int) -> None:
         for x, y in itertools.islice(self._batches, count):
@@ -58,26 +56,13 @@ class Training:
             self.clock.now += 1e-3
 
 
-def _timed_by(clock: Clock) -> Any:
-    from accel.elastic.batch_size.driver import BatchRun
-
-    plain = BatchRun.__init__
-
-    def init(run: BatchRun, *args: Any, **kwargs: Any) -> None:
-        plain(run, *args, **{**kwargs, "clock": clock})
-
-    return init
-
-
 def test_a_checkpoint_is_saved_when_it_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     training = Training(monkeypatch, checkpoint=tmp_path)
     training.steps(3)
     assert not list(tmp_path.iterdir())
     request_checkpoint(training.model)
     training.steps(2)
-    run = entry.optimized(training.model)
-    assert run is not None and run.elastic is not None and run.elastic.checkpoint is not None
-    saved = run.elastic.checkpoint.checkpoints.load_latest()
+    saved = training.checkpoint.training.checkpoints.load_latest()
     assert saved is not None and saved["step"] == 3  # which is under way until the next batch is asked for
     accel.undo(training.model)
 
@@ -102,10 +87,8 @@ def test_progress_goes_on_step_by_step_where_the_controller_has_failed(monkeypat
     training = Training(monkeypatch, max_batch_size=64)
     training.steps(300)
     progress = progress_of(training.model)
-    run = entry.optimized(training.model)
-    assert run is not None and run.elastic is not None and run.elastic.batch is not None
     with pytest.warns(RuntimeWarning, match="the batch size is the loop's own from step"):
-        run.elastic.batch._fail(RuntimeError("played"))
+        batch_run(training.model)._fail(RuntimeError("played"))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         before = progress.progress
@@ -143,9 +126,7 @@ def test_a_scheduler_reads_the_profile(tmp_path: Path, monkeypatch: pytest.Monke
 def test_a_checkpoint_is_saved_at_once_between_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     training = Training(monkeypatch, checkpoint=tmp_path)
     save_checkpoint(training.model)
-    run = entry.optimized(training.model)
-    assert run is not None and run.elastic is not None and run.elastic.checkpoint is not None
-    saved = run.elastic.checkpoint.checkpoints.load_latest()
+    saved = training.checkpoint.training.checkpoints.load_latest()
     assert saved is not None and saved["step"] == 0
     accel.undo(training.model)
 
@@ -168,9 +149,7 @@ def test_a_grad_scaler_that_is_saved_is_divided_out_of_the_noise(
     checkpoint = Checkpointing(folder=tmp_path, more={"scaler": scaler})
     training = Training(monkeypatch, max_batch_size=64, checkpoint=checkpoint)
     training.steps(20)
-    run = entry.optimized(training.model)
-    assert run is not None and run.elastic is not None and run.elastic.batch is not None
-    meter = run.elastic.batch._meter
+    meter = batch_run(training.model).noise.meter
     assert meter is not None and meter._loss_scale() == 2.0**12
     accel.undo(training.model)
     assert Checkpointing(folder=tmp_path).scaler is None
@@ -203,23 +182,13 @@ def test_where_accel_is_switched_off_the_script_runs_all_the_same(
     assert not list(tmp_path.iterdir())
 
 
-def test_a_checkpoint_may_be_asked_for_before_the_first_step_has_ended(tmp_path: Path) -> None:
+def test_a_checkpoint_may_be_asked_for_before_the_first_step_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """On one of several ranks, say: the others begin when their first step ends."""
-    model, data = nn.Linear(4, 1), TensorDataset(torch.randn(12, 4), torch.randn(12, 1))
-    model, loader, optimizer = accel.optimize(
-        model,
-        DataLoader(data, batch_size=4),
-        torch.optim.SGD(model.parameters(), 0.1),
-        checkpoint=tmp_path,
-        cache=False,
-    )
-    request_checkpoint(model)
-    run = entry.optimized(model)
-    assert run is not None and run.elastic is not None and run.elastic.checkpoint is not None
-    assert run.elastic.checkpoint._ranks is None
-    for x, y in loader:
-        optimizer.zero_grad()
-        nn.functional.mse_loss(model(x), y).backward()
-        optimizer.step()
-    assert run.elastic.checkpoint.checkpoints.latest is not None
-    accel.undo(model)
+    training = Training(monkeypatch, checkpoint=tmp_path)
+    request_checkpoint(training.model)
+    assert training.checkpoint.policy is None
+    training.steps(2)
+    assert training.checkpoint.training.checkpoints.latest is not None
+    accel.undo(training.model)

@@ -210,6 +210,7 @@ class _NoLength(Dataset[int]):
         return index
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("drop_last", [False, True])
 @pytest.mark.parametrize(
     "order",
@@ -281,6 +282,7 @@ def test_a_growing_batch_leaves_out_what_the_loaders_own_would(
         assert min(map(len, taken)) >= 8
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("options", [{"max_batch_size": 128}, {}], ids=["growing", "fixed"])
 @pytest.mark.parametrize("kind", ["a plain loader", "a BatchSampler", "over a DistributedSampler", "an ElasticSampler"])
 def test_so_it_does_in_an_epoch_that_is_resumed(

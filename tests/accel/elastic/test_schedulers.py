@@ -27,6 +27,8 @@ SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
     "ConstantLR": lambda o: lr_scheduler.ConstantLR(o),
     "LinearLR": lambda o: lr_scheduler.LinearLR(o, total_iters=8),
     "ExponentialLR": lambda o: lr_scheduler.ExponentialLR(o, 0.9),
+    "MultiplicativeLR": lambda o: lr_scheduler.MultiplicativeLR(o, lambda step: 0.9),
+    "ReduceLROnPlateau": lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=1),
     "PolynomialLR": lambda o: lr_scheduler.PolynomialLR(o, total_iters=10),
     "CosineAnnealingLR": lambda o: lr_scheduler.CosineAnnealingLR(o, 7),
     "CosineAnnealingWarmRestarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 3),
@@ -51,7 +53,7 @@ def rates(optimizer: torch.optim.Optimizer, schedule: Any, steps: int) -> list[f
     found = []
     for _ in range(steps):
         optimizer.step()
-        schedule.step()
+        schedule.step(*([1.0] if isinstance(schedule, lr_scheduler.ReduceLROnPlateau) else []))
         found.append(optimizer.param_groups[0]["lr"])
     return found
 

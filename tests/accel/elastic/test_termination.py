@@ -153,16 +153,3 @@ def test_one_that_was_closed_below_another_ends_nothing() -> None:
         os._exit(0 if noted and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL else 3)
     _, status = os.waitpid(pid, 0)
     assert status == 0
-
-
-def test_opened_again_it_notes_the_signal() -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    termination = Termination()
-    termination.close()
-    send()
-    assert not termination.requested
-    termination.open()
-    send()
-    assert termination.requested
-    termination.close()
-    assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -30,7 +27,8 @@ def test_torch_s_own_way_ends_the_job_when_a_node_joins_and_it_is_said_before(tm
         ended = first.wait(TIMEOUT_S)
     assert ended.returncode != 0
     assert len(nodes.runs()) == 1, "the workers met again"
-    assert f"a node that joins this job later would end it, by a fault of torch; set {VARIABLE}=1" in ended.stderr
+    assert "a node that joins this job later would end it" in ended.stderr
+    assert f"by a fault of torch; set {VARIABLE}=1" in ended.stderr
 
 
 MISSED = """
@@ -62,40 +60,19 @@ def test_torch_s_own_way_lets_workers_that_are_started_again_miss_each_other(sha
     assert ended.stdout.count("met again") == (0 if shares else 2)
 
 
-SHARED = {"TORCHELASTIC_USE_AGENT_STORE": "True"}
-SLEEPS = "import time; time.sleep(60)"
+SHARED = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_MAX_RESTARTS": "0"}
 
 
 @pytest.mark.parametrize(
-    ("environment", "command", "said"),
+    ("environment", "advised"),
     [
-        (SHARED, ["torchrun", "--nnodes=1:3", "train.py"], True),
-        (SHARED, ["torchrun", "--nnodes", "2:4", "train.py"], True),
-        ({**SHARED, "PET_NNODES": "1:2"}, ["torchrun", "train.py"], True),
-        (SHARED, ["torchrun", "--nnodes=2", "train.py", "--ratio=1:3"], False),
-        (SHARED, ["torchrun", "--nnodes=2:2", "train.py"], False),
-        (SHARED, ["torchrun", "--standalone", "--nproc-per-node=2", "train.py"], False),
-        (SHARED, ["torchrun", "--standalone", "--max-restarts=3", "train.py"], True),
-        (SHARED, ["torchrun", "--standalone", "--max_restarts", "3", "train.py"], True),
-        (SHARED, ["torchrun", "--standalone", "--max-restarts=0", "train.py"], False),
-        ({**SHARED, "PET_MAX_RESTARTS": "2"}, ["torchrun", "train.py"], True),
-        ({"TORCHELASTIC_USE_AGENT_STORE": "False"}, ["torchrun", "--nnodes=1:3", "train.py"], False),
-        ({}, ["python", "train.py", "--nnodes=1:3"], False),
+        ({**SHARED, "PET_NNODES": "1:2"}, True),
+        ({**SHARED, "PET_NNODES": "2:2"}, False),
+        ({**SHARED, "TORCHELASTIC_MAX_RESTARTS": "3"}, True),
+        (SHARED, False),
+        ({**SHARED, "PET_NNODES": "1:2", "TORCHELASTIC_USE_AGENT_STORE": "False"}, False),
+        ({}, False),
     ],
 )
-def test_the_advice_is_given_where_nodes_may_join(environment: dict[str, str], command: list[str], said: bool) -> None:
-    assert bool(remedy(environment, command)) == said
-
-
-def test_the_command_is_that_of_the_parent(monkeypatch: pytest.MonkeyPatch) -> None:
-    with subprocess.Popen([sys.executable, "-c", SLEEPS, "--nnodes=1:3"], stdin=subprocess.PIPE) as torchrun:
-        monkeypatch.setattr("os.getppid", lambda: torchrun.pid)
-        try:
-            deadline = time.monotonic() + 30
-            while not remedy(SHARED) and time.monotonic() < deadline:
-                time.sleep(0.01)  # until it has its own command line
-            assert remedy(SHARED)
-        finally:
-            torchrun.kill()
-    monkeypatch.setattr("os.getppid", lambda: 2**30)
-    assert not remedy(SHARED)
+def test_the_advice_is_given_where_nodes_may_join(environment: dict[str, str], advised: bool) -> None:
+    assert bool(remedy(environment)) == advised

@@ -6,8 +6,6 @@ import functools
 import os
 import pickle
 import signal
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,19 +18,13 @@ from accel.elastic.batch_size.loader import elastic_loader
 from accel.elastic.worker_signals import outliving
 from tests.accel.elastic import worker_loop
 from tests.accel.elastic.schedules import newest_step
+from tests.accel.elastic.test_local_job import wait_for
 from tests.forks import ForkServer
 
 
 @functools.cache
 def _server() -> ForkServer:
     return ForkServer("ranks", ("tests.comm.rank_server",))
-
-
-def wait_for(condition: Callable[[], bool], limit_s: float = 60.0) -> None:
-    deadline = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def is_running(process: int | None) -> bool:
