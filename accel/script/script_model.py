@@ -94,6 +94,6 @@ class ScriptModel:
             leave(proxy, session.events)  # a pass that goes on would count these steps as ones of the trial
         session.events.rule.needs_requests = True  # so would a loop of another kind
         session.events.observe(False)
-        session.guard.expect(None)
+        session.events.calls.check.expect(None)
         kept = record.journal.kept
         session.switchboard.switch(kept if together else {**kept, **session.switchboard.collective()})

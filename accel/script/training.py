@@ -30,7 +30,7 @@ from accel.run import ranks
 from accel.script.loaders import ScriptLoaders
 from accel.script.optimizer_steps import GONE_AFTER, Learners, OptimizerSteps, parameters_of
 from accel.script.script_model import ScriptModel
-from accel.session.report_places import numbered
+from accel.session.journal import numbered
 
 _AT_ONCE = 8
 """Models that are optimized at a time."""

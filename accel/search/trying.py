@@ -9,8 +9,8 @@ from typing import Any
 from accel.profiler.trial import TrialConfig, Verdict
 from accel.profiler.trial_driver import TrialResult
 from accel.search import costs, priority, verdicts
-from accel.search.actions import Action, Result
-from accel.search.experiment import Decisions, act, charged_to, check, has_news, look, trial
+from accel.search.actions import Action, Decisions, Result
+from accel.search.experiment import act, charged_to, check, has_news, look, trial
 from accel.search.plan import Choices
 from accel.search.state import Candidate, CandidateStage, SearchState
 
@@ -75,8 +75,6 @@ def try_settings(
     """Try each setting of a candidate against the plan so far; a setting that wins becomes part of the plan.
 
     Args:
-        state: of the search.
-        candidate: to be tried.
         config: the statistics of its trials.
         is_limited: a trial is cut short, and its setting left for later, once it has cost what is left of the budget.
     """
@@ -180,7 +178,6 @@ def try_at_once(state: SearchState, follow: Callable[[SearchState], Decisions]) 
     Only a keep counts: a gain that the noise may have hidden is tried again later.
 
     Args:
-        state: of the search.
         follow: tries what its own watch of the host wants out of its turn, before each candidate.
     """
     queued = sorted(state.pending(), key=lambda candidate: candidate.comparison.order)

@@ -250,7 +250,7 @@ class BatchRun(LoopObserver):
         was_measured = self._is_measured
         self._is_measured = meter is not None and self._is_metered and meter.begin_step()
         if self._is_measured or was_measured:
-            self._session.events.measure_noise(self._is_measured)
+            self._session.events.calls.measure_noise(self._is_measured)
         if self._is_measured:
             self._session.leave_out_step()
         self._began = self._clock()
@@ -301,7 +301,7 @@ class BatchRun(LoopObserver):
     def _rehearse(self, planned: BatchDecision) -> None:
         """Take a larger batch if all ranks have the memory for it."""
         self._planned = None
-        self._session.events.hear(None)
+        self._session.events.calls.hear(None)
         self._session.leave_out_step()
         local, agree = self._local(planned), partial(self._met, "compare the memory they have", answer=first_of)
         problem = self._rehearsal.problem(local, keeps_gradients=planned.accumulated > 1, agree=agree)
@@ -348,7 +348,7 @@ class BatchRun(LoopObserver):
         self.controller.accumulates = not self._step.refusal
         gather = partial(self._met, "measure the gradient noise", answer=list) if replicas > 1 else None
         self._meter = meter_of(self._run, replicas, gather, self._scaler, self._clock)
-        self._session.events.noise = self._meter
+        self._session.events.calls.noise = self._meter
         self.controller.steps_before = self._steps_before
         if self._restored.get("controller") is not None:
             self.controller.load_state_dict(self._restored["controller"])
@@ -382,7 +382,7 @@ class BatchRun(LoopObserver):
         if local > self._fits or (decision.accumulated > 1 and not self._step.has_room):
             self._planned, self._decision_due = decision, self._steps + _HEARD
             self._rehearsal.prepare(now)
-            self._session.events.hear(self._rehearsal.hear)
+            self._session.events.calls.hear(self._rehearsal.hear)
             return
         self._step.decide(local, decision.accumulated)
         if local != now:
@@ -478,10 +478,10 @@ class BatchRun(LoopObserver):
         TURNS.leave(self)
         backward.forget(self)
         if self._meter is not None:
-            self._session.events.noise = None
+            self._session.events.calls.noise = None
             if self._session.alive:
-                self._session.events.measure_noise(False)
-                self._session.events.hear(None)
+                self._session.events.calls.measure_noise(False)
+                self._session.events.calls.hear(None)
             self._meter.close()
         # Ranks may end at different steps: with batches or learning rates of their own they would be no replicas.
         if self._sampler.num_replicas == 1:
