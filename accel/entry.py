@@ -24,7 +24,6 @@ from accel.cache.conditions import conditions
 from accel.cache.remembered_plans import RememberedPlans
 from accel.dataio.passes.proxy import LoaderProxy, is_proxy
 from accel.errors import InvalidArgument
-from accel.guard.alone import is_sharded
 from accel.optimized import MODELS, Optimized
 from accel.profiler import stderr
 from accel.profiler.interruptions import ours
@@ -34,9 +33,7 @@ from accel.run.gate import Gate
 from accel.search.controller import decisions
 from accel.search.plan import Plan
 from accel.search.state import Candidate, SearchState
-from accel.session.announcer import Announcer
-from accel.session.journal import Journal
-from accel.session.report_places import own_place
+from accel.session.journal import Announcer, Journal, own_place
 from accel.session.session import Session
 from accel.session.training_loader import free_fetching
 from accel.settings import OptimizeSettings, check_objects, check_settings
@@ -280,7 +277,6 @@ def _start(
                 order=order,
                 ruled_out=_ruled_out(strategy, settings, fetching_in_use),
                 is_insisted=strategy.name in settings.enable,
-                why_not=partial(_refusal, run),
             )
             for order, strategy in enumerate(chosen.values())
         ],
@@ -349,17 +345,6 @@ def _memory(run: Run, settings: OptimizeSettings, fetching_in_use: bool) -> Reme
         return None
     options = {**settings.conditions, "loader_is_shared": fetching_in_use}
     return RememberedPlans(lambda: conditions(run, options))
-
-
-def _refusal(run: Run, strategy: Strategy) -> str:
-    """Return why a strategy does not apply to a run, by its own word and for what holds for all of its kind."""
-    if "model" in strategy.touches and run.observed.uncalled:
-        return run.observed.uncalled
-    if why := strategy.refusal(run):
-        return why
-    if "model" in strategy.touches and is_sharded(run.model):  # after it: that looks at all modules
-        return "the model is sharded (FSDP, tensor parallel), which replays can't compare"
-    return run.refused_elsewhere.get(strategy.name, "")
 
 
 def _ruled_out(strategy: Strategy, settings: OptimizeSettings, fetching_in_use: bool) -> tuple[str, str] | None:

@@ -10,8 +10,7 @@ from torch import nn
 
 from accel.dataio.passes.proxy import LoaderProxy
 from accel.profiler.loop.observers import follow, leave
-from accel.session.announcer import Announcer
-from accel.session.journal import Journal
+from accel.session.journal import Announcer, Journal
 from accel.session.session import Session
 from accel.settings import OptimizeSettings
 

@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+
+if TYPE_CHECKING:
+    from accel.run import Run
 
 Precision = Literal["ieee", "tf32"]
 
@@ -60,6 +63,21 @@ class fp32_precision:  # noqa: N801  it is called as torch.set_grad_enabled is
         for restore in self._restore:
             restore()
         self._restore.clear()
+
+
+def why_no_bfloat16(run: Run) -> str:
+    """Say why the model's calls should not be made in bfloat16; '' if nothing speaks against it.
+
+    Args:
+        run: of a model whose weights stay in float32.
+    """
+    if run.observed.autocast:
+        return "the loop runs the model under an autocast of its own"
+    if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in run.optimizers):
+        return "LBFGS builds its curvature from differences of gradients, which bfloat16 rounds away"
+    if run.cuda and not torch.cuda.is_bf16_supported(including_emulation=False):
+        return "the GPU has no bfloat16 arithmetic (compute capability 8.0 or newer has)"
+    return ""
 
 
 def allows_tf32() -> bool:

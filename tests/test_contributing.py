@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.source_tree import ROOT, own_files
+from benchmarks import structure
+from benchmarks.source_tree import ROOT, library, own_files
 from tests.test_rooms import ROOMS
 
 GUIDE = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
@@ -51,6 +52,20 @@ def test_a_path_is_some_files_that_exist(path: str) -> None:
     assert 5 <= len(files) <= 18
     assert len(files) == len(re.findall(r"^\d+\. ", PATHS[path], re.MULTILINE))
     assert not [file for file in files if not (ROOT / file).is_file()]
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_the_files_of_a_path_lead_to_each_other(path: str) -> None:
+    """One can go from the first to every other one by imports between them, of whichever direction."""
+    modules = {path.resolve(): module for module, path in library().items()}
+    named = {modules[(ROOT / file).resolve()] for file in re.findall(r"`([\w/]+/\w+\.py)`", PATHS[path])}
+    imports = structure.graph(at_import=False)
+    reached, waiting = set[str](), [min(named)]
+    while waiting:
+        module = waiting.pop()
+        reached.add(module)
+        waiting += [other for other in named - reached if other in imports[module] or module in imports[other]]
+    assert reached == named
 
 
 def test_every_file_that_the_guide_names_exists() -> None:

@@ -28,7 +28,6 @@ def cast_weights(weights: Sequence[Tensor], dtypes: Sequence[torch.dtype], scale
     """Return weights in other dtypes, all at once; gradients come back in their own dtype and unscaled.
 
     Args:
-        weights: any number of tensors, on any devices.
         dtypes: of what is returned, for each.
         scale: of the gradients within the model, one element; None for none.
     """

@@ -25,7 +25,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from accel.amp import bypass, skipped_steps
+from accel.amp import skipped_steps
 from accel.amp.casts import cast_weights, enter, leave
 from accel.amp.loss_scale import DynamicLossScale
 from accel.errors import InvalidArgument
@@ -38,6 +38,11 @@ _CASTABLE = (torch.float64, torch.float32, *_HALF)
 # Its operators take 16-bit images beside float32 weights and statistics.
 _NORMS = nn.modules.batchnorm._BatchNorm
 _OF_NORMS = frozenset({"weight", "bias", "running_mean", "running_var"})
+
+_FIRST, _EVERY = 2, 64
+"""Calls of a model whose backward pass is looked at: so many at first, and then one of so many. It takes 2 µs for each
+node of the graph."""
+_OR = "or take bfloat16, or torch.amp.GradScaler and loss_scale=None."
 
 _disable: Any = torch.compiler.disable
 
@@ -127,10 +132,7 @@ class MixedCall:
         """Make a call.
 
         Args:
-            model: whose weights are cast.
-            call: the model's own.
             *args: floating-point tensors in them are cast, in structures too.
-            **kwargs: likewise.
 
         Raises:
             InvalidArgument: if another thread is within a call, or a weight that is trained is not float32.
@@ -208,7 +210,7 @@ class MixedCall:
         self._model = weakref.ref(model)
         skipped_steps.watch(self)
         self._calls += 1
-        bypass.expect(self._calls)
+        _BYPASSES.expect(self._calls)
         return self.scale.of_call()
 
     @contextlib.contextmanager
@@ -225,8 +227,6 @@ class MixedCall:
             # Within autocast(enabled=False) of the loop's own torch keeps casts of weights past the next update.
             torch.clear_autocast_cache()
             torch.set_autocast_enabled(device, before)  # what interrupts its beginning or end leaves it as it is
-
-    # -- weights -------------------------------------------------------------------------------------------------------
 
     def _put_in(self, model: nn.Module, places: list[Swap], scale: Tensor | None, *, one_by_one: bool = False) -> None:
         """Put casts in the places of weights and buffers, and note each place."""
@@ -386,3 +386,54 @@ def _left(output: Any, scale: Tensor | None) -> Any:
 
 def _mapped(function: Callable[[Tensor], Tensor], value: Any) -> Any:
     return map_tensors(lambda x: function(x) if x.is_floating_point() else x, value)
+
+
+class _BypassWatch:
+    """Find gradients that get into a model, or out of it, past the border where the loss scale is put in and taken out.
+
+    A loss that reads a layer's activation by a hook, or a loss that the model leaves in an attribute: weights would
+    divide such gradients by a scale that they never had. A weight that the model finds elsewhere than in its modules:
+    it would keep the scale.
+    """
+
+    def expect(self, call: int) -> None:
+        """Look at the next backward pass, if it is the turn of this call, counted from 1, of a model with a scale."""
+        if call <= _FIRST or call % _EVERY == 0:
+            backward.listen(self)
+
+    def backward_begins(self, roots: list[Tensor]) -> None:
+        """Raise InvalidArgument if a weight would get a gradient that is not scaled."""
+        backward.forget(self)
+        waiting = [(node, False) for root in roots if (node := getattr(root, "grad_fn", None)) is not None]
+        seen = set(waiting)
+        while waiting:
+            node, is_scaled = waiting.pop()
+            name = node.name()
+            if getattr(node, "inverse", None) is not None and not is_scaled and name == "_WeightsBackward":
+                raise InvalidArgument(
+                    "gradients must get into a decorated model by its output, where the loss scale is applied. Found: "
+                    "a loss of something else that the model has computed, in a hook or in an attribute. Return it "
+                    f"with the output, {_OR}"
+                )
+            if is_scaled and (name == "_LeaveBackward" or isinstance(getattr(node, "variable", None), nn.Parameter)):
+                raise InvalidArgument(
+                    "gradients must leave a decorated model by its weights and inputs, where the loss scale is taken "
+                    "out. Found: a tensor that it uses and that is neither: a weight in a list, or of a module "
+                    f"that is no part of it. Make it one, {_OR}"
+                )
+            is_scaled = _after(node, is_scaled)
+            for following, _ in node.next_functions:
+                if following is not None and (following, is_scaled) not in seen:
+                    seen.add((following, is_scaled))
+                    waiting.append((following, is_scaled))
+
+
+def _after(node: Any, is_scaled: bool) -> bool:
+    """Return whether gradients are scaled behind a node."""
+    name = node.name()
+    if name == "_CrossingBackward":
+        return bool(node.goes_in)
+    return name == "_LeaveBackward" or (is_scaled and name not in ("_EnterBackward", "_WeightsBackward"))
+
+
+_BYPASSES = _BypassWatch()

@@ -41,11 +41,9 @@ class CompiledCalls:
     """Run a model's calls compiled: the whole model, or the blocks that it repeats.
 
     Args:
-        model: whose calls these are.
         groups: blocks that share a graph; [] compiles the whole model.
         usual: shapes of the tensors in the usual call; None if they vary.
         compiler: compiles a captured graph; a backend for `torch.compile`.
-        clock: seconds, monotonic.
     """
 
     def __init__(
@@ -85,14 +83,8 @@ class CompiledCalls:
         self._block_calls: list[Call] = []
         self._slots: list[tuple[nn.Module, dict[str, Any]]] = []
 
-    # -- on and off ----------------------------------------------------------------------------------------------------
-
     def wrap(self, call: Call) -> Call:
-        """Return the model's call with the compiled parts in it.
-
-        Args:
-            call: the plain call.
-        """
+        """Return the model's call with the compiled parts in it."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
             return self._run(call, args, kwargs)
@@ -129,8 +121,6 @@ class CompiledCalls:
         for frame in self._frames:
             torch._dynamo.reset_code(frame.__code__)  # type: ignore[attr-defined]
         self._frames, self._whole, self._block_calls = [], None, []
-
-    # -- calls ---------------------------------------------------------------------------------------------------------
 
     def _run(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         kind = self._kind(args, kwargs)
@@ -171,8 +161,6 @@ class CompiledCalls:
             self.stopped = (
                 f"it was compiled {self.compilations} times, and again for other {what}: from then on it ran plainly"
             )
-
-    # -- compiling -----------------------------------------------------------------------------------------------------
 
     def _counted(self, graph: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
         self._graphs += 1

@@ -29,7 +29,7 @@ from accel.goodput.noise_scale import NoiseScale, NoiseSums
 from accel.goodput.noise_schedule import NoiseSchedule
 from accel.guard import guard
 from accel.guard.guard import Recording
-from accel.guard.written_parameters import without_gradient
+from accel.guard.snapshot import without_gradient
 from accel.profiler.interruptions import ours
 
 _FRUITLESS = 3

@@ -10,9 +10,11 @@ Sources: https://pytorch.org/docs/stable/notes/cuda.html#cuda-graphs; traps: pyt
 
 from __future__ import annotations
 
+import functools
+import types
 import warnings
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar, overload
 
@@ -31,8 +33,7 @@ from accel.graphs.checks import (
     unwritten,
     without_draws,
 )
-from accel.graphs.found import found
-from accel.graphs.inputs import described, difference, rebuilt
+from accel.graphs.inputs import described, rebuilt
 from accel.graphs.model_calls import MANY, MANY_KINDS, CaptureError, ModelCalls
 from accel.graphs.models import capture_model
 from accel.graphs.modes import modes, without_cached_casts
@@ -44,9 +45,6 @@ _MOST_COUNTED = 1024
 """Kinds of calls whose number is kept until they are captured."""
 _FIRST_STEPS = 2
 """Eager calls of a kind, beside `warmup`, in which optimizers may make their state."""
-_MANY_NUMBERS = 16
-"""Numbers of an optimizer with the same inputs after which a warning says that each takes a graph of its own."""
-
 
 _Model = TypeVar("_Model", bound=nn.Module)
 
@@ -62,7 +60,6 @@ def capture(
     modules: Iterable[nn.Module] | None = ...,
     optimizers: Iterable[Optimizer] | None = ...,
     strict: bool = ...,
-    fixed: bool = ...,
 ) -> CapturedStep: ...
 def capture(
     step: Any,
@@ -72,7 +69,6 @@ def capture(
     modules: Iterable[nn.Module] | None = None,
     optimizers: Iterable[Optimizer] | None = None,
     strict: bool = False,
-    fixed: bool = False,
 ) -> Any:
     """Return a training step, or a model, whose calls are captured as CUDA graphs and replayed.
 
@@ -93,12 +89,9 @@ def capture(
             on the device, or that of an optimizer of `accel.optim`, follows its scheduler; any other that is a number
             takes a graph for each value.
         strict: raise CaptureError where a step can't be captured. By default it goes on eagerly, with a warning.
-        fixed: for a step, raise ValueError where arguments are not of the form of the first call's. By default another
-            form takes a graph of its own.
 
     Raises:
-        ValueError: if `warmup` or `most` is out of range, or `modules`, `optimizers` or `fixed` are given for a model;
-            in a call of a step, with `fixed`.
+        ValueError: if `warmup` or `most` is out of range, or `modules` or `optimizers` are given for a model.
         TypeError: if `step` is neither, or the model is wrapped for data parallelism; in a call of a step, if an
             argument or a result is of another kind, or an input requires gradients.
         CaptureError: in a call, with `strict`.
@@ -114,12 +107,12 @@ def capture(
     if warmup < 0 or most < 1:
         raise ValueError(f"capture: warmup must be 0 or more and most 1 or more. Found: {warmup} and {most}")
     if isinstance(step, nn.Module):
-        if modules is not None or optimizers is not None or fixed:
-            raise ValueError("capture: modules, optimizers and fixed are for a step. Found: a model")
+        if modules is not None or optimizers is not None:
+            raise ValueError("capture: modules and optimizers are for a step. Found: a model")
         return capture_model(step, ModelCalls(step, warmup=warmup, most=most, strict=strict))
     by_itself = found(step)
     owners = Owners(by_itself[0] if modules is None else modules, by_itself[1] if optimizers is None else optimizers)
-    captured = CapturedStep(step, owners, warmup=warmup, most=most, strict=strict, fixed=fixed)
+    captured = CapturedStep(step, owners, warmup=warmup, most=most, strict=strict)
     captured.has_no_owners = modules is None and optimizers is None and not any(by_itself)
     return captured
 
@@ -179,9 +172,7 @@ class CapturedStep:
 
     has_no_owners = False
 
-    def __init__(
-        self, step: Callable[..., Any], owners: Owners, *, warmup: int, most: int, strict: bool, fixed: bool = False
-    ) -> None:
+    def __init__(self, step: Callable[..., Any], owners: Owners, *, warmup: int, most: int, strict: bool) -> None:
         self.captures = self.replays = 0
         self.why_eager: list[str] = []
         self._step, self._owners = step, owners
@@ -189,12 +180,6 @@ class CapturedStep:
         self._graphs: OrderedDict[Hashable, _Captured] = OrderedDict()
         self._calls: Counter[Hashable] = Counter()
         self._eager: set[Hashable] = set()
-        self._fixed = fixed
-        self._first: Hashable = None
-        """Form of the first call's arguments, which `fixed` holds all others to."""
-        self._numbers: dict[Hashable, set[Hashable]] = {}
-        """Arguments → numbers of optimizers that calls with such have met."""
-        self._has_said_numbers = False
         self._leaving: Counter[Hashable] = Counter()
         """Arguments → eager calls with such that have left something in a module."""
         self._kinds: dict[_Kind, _Kind] = {}
@@ -204,11 +189,6 @@ class CapturedStep:
         """Do a step: eagerly, or by a graph."""
         inputs: list[Tensor] = []
         description = described((args, kwargs), inputs, "arguments")
-        if self._first is None:
-            self._first = description
-        elif self._fixed and description != self._first:
-            other = _difference(self._first, description)
-            raise ValueError(f"capture: arguments must be of the form of the first call's. Found at {other}")
         recorder = self._recorder or self._made(inputs)
         if recorder is None:
             return _detached(self._step(*args, **kwargs))
@@ -237,7 +217,7 @@ class CapturedStep:
     def _key(self, description: Hashable, recorder: GraphRecorder) -> tuple[Hashable, ...]:
         """Return what a graph is captured for: what decides how the code goes, and where it reads and writes."""
         device = recorder.device.type
-        kind = _Kind((description, self._owners.state(device), modes(device)))
+        kind = _Kind((description, self._owners.form(), self._owners.numbers(device), modes(device)))
         if len(self._kinds) >= _MOST_COUNTED:
             self._kinds.clear()
         kind = self._kinds.setdefault(kind, kind)
@@ -266,11 +246,10 @@ class CapturedStep:
     def _warm(self, recorder: GraphRecorder, key: tuple[Any, ...], args: Any, kwargs: Any) -> Any:
         if len(self._calls) >= _MOST_COUNTED:
             self._calls.clear()
-        if len(self._calls) == MANY and not self.captures:
+        if len(self._calls) == MANY:
             self._say(MANY_KINDS)
         description = key[0].of[0]
-        self._count(description, recorder)
-        before, contents = self._owners.gradients(), Contents(self._owners.modules_within())
+        before, contents = self._owners.gradients(), Contents(self._owners.every)
         result = recorder.aside(lambda: self._step(*args, **kwargs))
         self._owners.learn(before, key[0])
         self._calls[(key[0], *self._memory(key[0], before))] += 1  # with what it has made, and replaces
@@ -297,7 +276,7 @@ class CapturedStep:
         recording, is_first, is_out_of_memory = None, False, False
         try:
             with (
-                nothing_left(self._owners.modules_within()),
+                nothing_left(self._owners.every),
                 state_in_place(self._owners.optimizers, recorder.device),
                 unwritten(own),
                 without_draws(recorder.device),
@@ -330,8 +309,7 @@ class CapturedStep:
         self._owners.learn(before, kind)
         key = (kind, *self._memory(kind, before))  # gradients that it has replaced are of no account
         owned = self._owners.made(before), self._owners.entries()
-        self._keep(key, description, _Captured(graph, own, shape, outputs, *owned))
-        self._count(description, recorder)
+        self._keep(key, _Captured(graph, own, shape, outputs, *owned))
         return self._graphs[key].replay(inputs)
 
     def _refuse(self, key: Hashable, error: Exception) -> None:
@@ -347,7 +325,7 @@ class CapturedStep:
         else:
             self._say(f"it could not be captured: {reason}; accel.graphs.why_not_capturable names the line")
 
-    def _keep(self, key: Hashable, description: Hashable, captured: _Captured) -> None:
+    def _keep(self, key: Hashable, captured: _Captured) -> None:
         if len(self._graphs) >= self._most:
             _, oldest = self._graphs.popitem(last=False)
             oldest.graph.reset()
@@ -360,25 +338,9 @@ class CapturedStep:
                 "numbers and places; name them (modules=, optimizers=), modules=[] if there is none"
             )
         if self.captures == 4 * self._most:
-            other = _difference(self._first, description)
             self._warn(
-                f"{self.captures} graphs were captured, and {self._most} are kept: inputs differ too much for that"
-                f"{other and f', as at {other}'}. Pad them to few sizes (accel.graphs.Buckets), or raise most="
-            )
-
-    def _count(self, description: Any, recorder: GraphRecorder) -> None:
-        """Say once if there are many numbers of optimizers for the same arguments."""
-        if self._has_said_numbers:
-            return
-        if len(self._numbers) >= _MOST_COUNTED:
-            self._numbers.clear()
-        numbers = self._numbers.setdefault(description, set())
-        numbers.add(self._owners.numbers(recorder.device.type))
-        if len(numbers) == _MANY_NUMBERS:
-            self._has_said_numbers = True
-            self._warn(
-                "a number of an optimizer changes from step to step, and each value takes a graph of its own; give it "
-                "as a tensor on the device, lr=torch.tensor(0.1, device='cuda'), or take an optimizer of accel.optim"
+                f"{self.captures} graphs were captured, and {self._most} are kept: inputs differ too much for that. "
+                "Pad them to few sizes (accel.graphs.Buckets), or raise most="
             )
 
     def _say(self, reason: str) -> None:
@@ -396,12 +358,6 @@ def _object_of(step: Callable[..., Any]) -> dict[str, Any]:
     return {} if isinstance(owner, nn.Module) else getattr(owner, "__dict__", {})
 
 
-def _difference(known: Any, new: Any) -> str:
-    """Say where the arguments of two calls differ first, such as `args[0]: float32 [8] on cpu → float32 [4] on cpu`."""
-    (args, kwargs), (new_args, new_kwargs) = known.items, new.items
-    return difference(args, new_args, "args") or difference(kwargs, new_kwargs, "kwargs")
-
-
 def _detached(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.detach()
@@ -411,3 +367,87 @@ def _detached(value: Any) -> Any:
     if isinstance(value, dict):
         return type(value)((key, _detached(item)) for key, item in value.items())
     return value
+
+
+# -- the models and optimizers that a step refers to -------------------------------------------------------------------
+
+
+def found(function: Callable[..., Any]) -> tuple[list[nn.Module], list[Optimizer]]:
+    """Return the modules and optimizers that a function refers to: closure, globals, its object, bound arguments.
+
+    Decorators are looked through, and lists, tuples and dicts are looked into. Functions that it calls are not read,
+    but for those in its closure.
+
+    Args:
+        function: a function, a method, a partial or another object that can be called.
+    """
+    modules: dict[int, nn.Module] = {}
+    optimizers: dict[int, Optimizer] = {}
+    for value in _referred(function, set()):
+        for item in (value, *_items(value)):
+            if isinstance(item, nn.Module):
+                modules[id(item)] = item
+            elif isinstance(item, Optimizer):
+                optimizers[id(item)] = item
+    return list(modules.values()), list(optimizers.values())
+
+
+def _referred(function: Any, seen: set[int]) -> Iterator[Any]:
+    """Yield what a function refers to; `seen` are those that were read before, as they may refer to each other."""
+    if id(function) in seen:
+        return
+    seen.add(id(function))
+    if isinstance(function, functools.partial):
+        yield from (*function.args, *function.keywords.values())
+        yield from _referred(function.func, seen)
+    elif isinstance(function, types.MethodType):
+        yield from _of_object(function.__self__, seen)
+        yield from _referred(function.__func__, seen)
+    elif isinstance(function, types.FunctionType):
+        yield from _of_function(function, seen)
+    else:
+        yield from _of_object(function, seen)
+        call = getattr(type(function), "__call__", None)  # noqa: B004  (an object's call has globals of its own)
+        if isinstance(call, types.FunctionType) and not isinstance(function, nn.Module):
+            yield from _referred(call, seen)
+
+
+def _of_function(function: types.FunctionType, seen: set[int]) -> Iterator[Any]:
+    if (wrapped := getattr(function, "__wrapped__", None)) is not None:
+        yield from _referred(wrapped, seen)
+    for cell in function.__closure__ or ():
+        value = _content(cell)
+        yield value
+        if isinstance(value, types.FunctionType | types.MethodType | functools.partial):  # what a decorator has wrapped
+            yield from _referred(value, seen)
+    yield from (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
+    for name in _names(function.__code__):
+        if name in function.__globals__:
+            yield function.__globals__[name]
+
+
+def _of_object(value: Any, seen: set[int]) -> Iterator[Any]:
+    yield value
+    if not isinstance(value, nn.Module | Tensor):
+        yield from getattr(value, "__dict__", {}).values()
+        if (wrapped := getattr(value, "__wrapped__", None)) is not None:
+            yield from _referred(wrapped, seen)
+
+
+def _names(code: types.CodeType) -> Iterator[str]:
+    """Yield the names in a code, and in those of comprehensions, lambdas and functions inside of it."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _names(constant)
+
+
+def _content(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not bound yet
+        return None
+
+
+def _items(value: Any) -> Iterable[Any]:
+    return value if isinstance(value, list | tuple) else value.values() if isinstance(value, dict) else ()

@@ -98,11 +98,7 @@ def left_in(name: str) -> str:
 
 
 class Contents:
-    """The attributes, parameters and buffers of modules as they were when this was made.
-
-    Args:
-        modules: with all inside of them.
-    """
+    """The attributes, parameters and buffers of modules as they were when this was made."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         dicts: list[dict[str, Any]] = [d for each in modules for d in (vars(each), each._parameters, each._buffers)]

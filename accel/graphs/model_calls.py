@@ -34,6 +34,7 @@ _DIFFERS = (
     "where parameters or buffers lie differs each time; a buffer must be written to, and not replaced. Or a number of "
     "a module does: keep what each call changes in a buffer"
 )
+_TWICE = "its gradients are differentiated again (create_graph=True)"
 _AROUNDS = 2
 """Wrappings of the call whose graphs are kept: a trial of what lies between model and graphs has two in turns, with it
 and without. Each has a set of activations, and at another time only one is in use."""
@@ -51,11 +52,72 @@ class CaptureError(AccelError):
     """A step or a model could not be captured; `why_not_capturable` names the line."""
 
 
+class EagerCalls:
+    """What eager calls have shown: which outputs get gradients, and what was around the model in them."""
+
+    def __init__(self, warmup: int) -> None:
+        self._warmup = warmup
+        self.uses: dict[Hashable, Counter[frozenset[int]]] = {}
+        """Arguments, and whether with gradients → which outputs got one in eager calls, and how often."""
+        self._prepared: OrderedDict[Hashable, set[Hashable]] = OrderedDict()
+        """`around` → kinds that were called so eagerly, with their backward pass: what compiles has done so then."""
+
+    def clear(self) -> None:
+        """Forget them."""
+        self.uses.clear()
+        self._prepared.clear()
+
+    def are_enough(self, kind: Hashable) -> bool:
+        """Return whether enough calls of a kind were seen."""
+        return self._warmup == 0 or self.uses.get(kind, Counter()).total() >= self._warmup
+
+    @property
+    def is_warm(self) -> bool:
+        """True once enough calls of a kind were seen, whatever was around the model in them."""
+        return any(map(self.are_enough, self.uses))
+
+    def have_prepared(self, around: Hashable, kind: Hashable) -> bool:
+        """Return whether all that is around the model has had an eager call: a compiler must not begin in a capture."""
+        return self._warmup == 0 or kind in self._prepared.get(around, ())
+
+    def note(self, around: Hashable, kind: Hashable, outputs: list[Tensor], twice: Callable[[Hashable], None]) -> None:
+        """Count a call once gradients have come to its outputs; at once where none can come.
+
+        Args:
+            around: what is around the model in it.
+            kind: of the call.
+            outputs: that it has returned.
+            twice: is called with the kind if its gradients are differentiated again.
+        """
+        if len(self.uses) >= _MOST_COUNTED:
+            self.clear()
+        uses, prepared = self.uses.setdefault(kind, Counter()), self._prepared.setdefault(around, set())
+        self._prepared.move_to_end(around)
+        while len(self._prepared) > _AROUNDS:  # it keeps alive what is around, such as a compiled model
+            self._prepared.popitem(last=False)
+        known = frozenset[int]()
+        differentiable = [number for number, output in enumerate(outputs) if output.requires_grad]
+        if not differentiable:
+            uses[known] += 1
+            prepared.add(kind)
+
+        def arrive(number: int) -> None:
+            nonlocal known
+            if torch.is_grad_enabled():
+                twice(kind)
+            uses[known] -= bool(known)
+            known |= {number}
+            uses[known] += 1
+            prepared.add(kind)
+
+        for number in differentiable:
+            outputs[number].register_hook(lambda _, number=number: arrive(number))  # type: ignore[no-untyped-call]
+
+
 class ModelCalls:
     """Run a model's calls by graphs.
 
     Args:
-        model: whose calls these are.
         warmup: calls of each kind that run eagerly first, with their backward pass.
         most: kinds that have graphs; of more, the one that was replayed longest ago loses its own.
         strict: raise CaptureError where calls can't be captured, but for a model that is not on a CUDA device.
@@ -87,13 +149,11 @@ class ModelCalls:
         self._model, self._owners = model, Owners([model], [])
         self._hooks = hooks_of(model)
         self._warmup, self._most, self._strict = warmup, most, strict
-        self._has_stopped = False
+        self.has_stopped = False
+        """All calls run eagerly from now on."""
         self._say_once, self._recorder = say or _warn, recorder
         self._graphs: OrderedDict[_Key, ModelGraph] = OrderedDict()
-        self._uses: dict[Hashable, Counter[frozenset[int]]] = {}
-        """Arguments, and whether with gradients → which outputs got one in eager calls, and how often."""
-        self._prepared: OrderedDict[Hashable, set[Hashable]] = OrderedDict()
-        """`around` → kinds that were called so eagerly, with their backward pass: what compiles has done so then."""
+        self.seen = EagerCalls(warmup)
         self._unused: Counter[Hashable] = Counter()
         self._eager: set[Hashable] = set()
         """What is not captured."""
@@ -102,7 +162,6 @@ class ModelCalls:
         """Return the model's call, by graphs.
 
         Args:
-            call: the eager call.
             around: tells this call from others that were wrapped; each has graphs of its own. They are kept for the
                 last two, and a call that is new runs eagerly once: what is around the model may set itself up.
         """
@@ -115,8 +174,7 @@ class ModelCalls:
     def reset(self) -> None:
         """Drop all graphs and what is known of calls; the next ones are eager again."""
         self.drop_graphs()
-        self._uses.clear()
-        self._prepared.clear()
+        self.seen.clear()
         self._eager.clear()
 
     @property
@@ -136,12 +194,8 @@ class ModelCalls:
         for key in keys:
             self._graphs.pop(key).reset()
 
-    def stop(self) -> None:
-        """Run all calls eagerly from now on."""
-        self._has_stopped = True
-
     def _run(self, call: Call, around: Hashable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._has_stopped or _is_traced():
+        if self.has_stopped or _is_traced():
             return call(*args, **kwargs)
         if any(map(len, self._hooks)) and not _are_capturable(self._hooks):
             self._say("the model or a part of it has hooks, which a graph would not call")
@@ -156,12 +210,13 @@ class ModelCalls:
         graph = self._graphs.get(key)
         if graph is None:
             kind = description, torch.is_grad_enabled()
-            is_ready = self.may_capture and self._has_seen_enough(kind) and self._is_prepared(around, kind)
+            is_ready = self.may_capture and self.seen.are_enough(kind) and self.seen.have_prepared(around, kind)
             if key in self._eager or kind in self._eager or not is_ready:
                 return self._watched(around, kind, call, args, kwargs)
             self._owners.refresh()  # parameters that have come or gone are part of the key
             self._hooks = hooks_of(self._model)
-            if self._owners.has_hooks():  # one that comes after the capture is called by `.grad` alone
+            # One that comes after the capture is called by `.grad` alone.
+            if any(tensor._backward_hooks for tensor in self._owners.tensors()):
                 self._say("a parameter has hooks, which a graph would call once more")
                 return call(*args, **kwargs)
             graph = self._capture(around, call, description, inputs) if self._has_room() else None
@@ -178,79 +233,32 @@ class ModelCalls:
         kind = next((tensor.device.type for tensor in inputs), "cuda")
         return around, description, self._owners.form(), modes(kind)
 
-    # -- eager calls before --------------------------------------------------------------------------------------------
-
-    @property
-    def is_warm(self) -> bool:
-        """True once enough calls of a kind were watched, whatever was around the model in them."""
-        return any(map(self._has_seen_enough, self._uses))
-
-    def _has_seen_enough(self, kind: Hashable) -> bool:
-        return self._warmup == 0 or self._uses.get(kind, Counter()).total() >= self._warmup
-
-    def _is_prepared(self, around: Hashable, kind: Hashable) -> bool:
-        """Return whether all that is around the model has had an eager call: a compiler must not begin in a capture."""
-        return self._warmup == 0 or kind in self._prepared.get(around, ())
-
-    def _prepared_with(self, around: Hashable) -> set[Hashable]:
-        """Return the kinds that were called with this around the model; more may be added."""
-        kinds = self._prepared.setdefault(around, set())
-        self._prepared.move_to_end(around)
-        while len(self._prepared) > _AROUNDS:  # it keeps alive what is around, such as a compiled model
-            self._prepared.popitem(last=False)
-        return kinds
-
     def _watched(
         self, around: Hashable, kind: Hashable, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Call eagerly, and note which outputs get a gradient: at the end of the backward pass, or at once without."""
+        """Call eagerly, and note which outputs get a gradient."""
         result = call(*args, **kwargs)
         if kind in self._eager:
             return result
-        if len(self._uses) >= _MOST_COUNTED:
-            self._uses.clear()
-            self._prepared.clear()
-        if len(self._uses) == MANY and not self.captures:
+        if len(self.seen.uses) == MANY and not self.captures:
             self._say(MANY_KINDS)
-        uses = self._uses.setdefault(kind, Counter())
         outputs: list[Tensor] = []
         try:
             described_outputs(result, outputs)
         except TypeError as error:
             self._refuse(kind, str(error).removeprefix("capture: "))
             return result
-        differentiable = [number for number, output in enumerate(outputs) if output.requires_grad]
-        if not differentiable:
-            uses[frozenset()] += 1
-            self._prepared_with(around).add(kind)
-            return result
-        self._watch(around, kind, outputs, differentiable)
+        self.seen.note(around, kind, outputs, lambda kind: self._refuse(kind, _TWICE))
         return result
-
-    def _watch(self, around: Hashable, kind: Hashable, outputs: list[Tensor], numbers: list[int]) -> None:
-        """Count a use once gradients have come to these outputs."""
-        uses, known, prepared = self._uses[kind], frozenset[int](), self._prepared_with(around)
-
-        def note(number: int) -> None:
-            nonlocal known
-            if torch.is_grad_enabled():
-                self._refuse(kind, "its gradients are differentiated again (create_graph=True)")
-            uses[known] -= bool(known)
-            known |= {number}
-            uses[known] += 1
-            prepared.add(kind)
-
-        for number in numbers:
-            outputs[number].register_hook(lambda _, number=number: note(number))  # type: ignore[no-untyped-call]
-
-    # -- capture -------------------------------------------------------------------------------------------------------
 
     def _capture(self, around: Hashable, call: Call, description: Any, inputs: list[Tensor]) -> ModelGraph | None:
         key = self._key(around, description, inputs)
-        recorder = self._recorder_for([*inputs, *self._owners.tensors()])
-        if recorder is None:
-            self._leave_eager(key)
+        devices = sorted({tensor.device for tensor in (*inputs, *self._owners.tensors())}, key=str)
+        if len(devices) != 1 or (self._recorder is None and devices[0].type != "cuda"):
+            where = ", ".join(map(str, devices)) or "no tensor"
+            self._refuse(key, f"its tensors must be on one CUDA device. Found: {where}", strict=False)
             return None
+        recorder = CudaRecorder(devices[0]) if self._recorder is None else self._recorder(devices[0])
         self._make_room_for(around)
         recorder.waits()
         graph, is_out_of_memory = None, False
@@ -274,11 +282,11 @@ class ModelCalls:
         return graph
 
     def _recorded(self, recorder: GraphRecorder, call: Call, description: Any, inputs: list[Tensor]) -> ModelGraph:
-        uses = self._uses.get((description, torch.is_grad_enabled()), Counter())
+        uses = self.seen.uses.get((description, torch.is_grad_enabled()), Counter())
         seen = [use for use in uses if uses[use]]
         # Each once: autograd adds up what comes for a weight that stands in two places.
         trained = {id(tensor): tensor for tensor in self._owners.tensors() if tensor.requires_grad}
-        modules = self._owners.modules_within()
+        modules = self._owners.every
         with nothing_left(modules), without_draws(recorder.device):
             return ModelGraph(recorder, call, description, inputs, list(trained.values()), seen, modules)
 
@@ -296,24 +304,11 @@ class ModelCalls:
         kept = list(lately)[:_AROUNDS]
         self._drop([key for key, graph in self._graphs.items() if key[0] not in kept and not graph.is_awaited])
 
-    def _recorder_for(self, tensors: list[Tensor]) -> GraphRecorder | None:
-        devices = sorted({tensor.device for tensor in tensors}, key=str)
-        if len(devices) == 1 and self._recorder is not None:
-            return self._recorder(devices[0])
-        if len(devices) == 1 and devices[0].type == "cuda":
-            return CudaRecorder(devices[0])
-        where = ", ".join(map(str, devices)) or "no tensor"
-        self._say(f"its tensors must be on one CUDA device. Found: {where}", strict=False)
-        return None
-
-    def _refuse(self, key: Hashable, reason: str) -> None:
-        self._leave_eager(key)
-        self._say(reason)
-
-    def _leave_eager(self, key: Hashable) -> None:
+    def _refuse(self, key: Hashable, reason: str, *, strict: bool = True) -> None:
         if len(self._eager) >= _MOST_COUNTED:
             self._eager.clear()
         self._eager.add(key)
+        self._say(reason, strict=strict)
 
     def _say(self, reason: str, *, strict: bool = True) -> None:
         if reason not in self.why_eager:

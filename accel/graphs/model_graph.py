@@ -40,13 +40,7 @@ class ModelGraph:
     """One kind of call: a forward graph, and backward graphs for outputs that get gradients.
 
     Args:
-        recorder: records them.
-        call: the eager call.
-        description: of its arguments.
-        inputs: the tensors in them.
-        parameters: that are trained.
         uses: which outputs were seen to get gradients, in different calls.
-        modules: that hold the parameters.
 
     Raises:
         NotCapturable: if the call does what no replay would do.
@@ -159,8 +153,6 @@ class BackwardGraph:
     backward pass that writes to its activations refuses that, as it does in eager calls, and is recorded without.
 
     Args:
-        recorder: records it.
-        outputs: of the forward pass.
         numbers: those of the outputs that get gradients.
         needing: the tensors that get theirs by it.
         is_only: no other is recorded after it, so that activations need not stay.

@@ -13,13 +13,7 @@ _NAME = "_accel_captured"
 
 
 class _Captured:
-    """What was captured of a model; it is kept in the model, and goes with it. A copy of the model has None.
-
-    Args:
-        calls: the captured ones.
-        call: what stands in the model's slot.
-        before: what stood there.
-    """
+    """What was captured of a model; it is kept in the model, and goes with it. A copy of the model has None."""
 
     def __init__(self, calls: ModelCalls, call: Any, before: dict[str, Any]) -> None:
         self.calls, self.call, self.before = calls, call, before
@@ -80,4 +74,4 @@ def release(model: nn.Module) -> None:
     if callslot.contents(model).get(callslot.NAME) is captured.call:
         callslot.restore(model, captured.before)
     else:  # someone has wrapped it since
-        captured.calls.stop()
+        captured.calls.has_stopped = True

@@ -54,11 +54,7 @@ def _function_modes() -> list[Any]:
 
 
 def outside_autocast(kind: str) -> AbstractContextManager[Any]:
-    """Return no autocast, for a backward pass: it belongs outside, and is captured within a call that may be under it.
-
-    Args:
-        kind: of the device.
-    """
+    """Return no autocast, for a backward pass that is captured within a call under autocast: it belongs outside."""
     return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else contextlib.nullcontext()
 
 

@@ -32,13 +32,7 @@ class SendsNumbers(Protocol):
 
 
 class Owners:
-    """Modules and optimizers whose state decides what a step computes.
-
-    Args:
-        modules: whose mode, parameters and buffers count.
-        optimizers: whose numbers and parameters count.
-
-    """
+    """Modules and optimizers whose state decides what a step computes."""
 
     def __init__(self, modules: Iterable[nn.Module], optimizers: Iterable[Optimizer]) -> None:
         self.modules, self.optimizers = list(modules), list(optimizers)
@@ -49,18 +43,19 @@ class Owners:
         self._settings: list[tuple[dict[str, Any], str]] = []
         """Where a module has a plain value or a tensor of its own: a rate of dropout, a mask."""
         self._stepped: list[Tensor] = []
-        self._every: list[nn.Module] = []
+        self.every: list[nn.Module] = []
+        """The modules with all those inside of them."""
         self._inner: list[nn.Module] = []
         self.refresh()
 
     def refresh(self) -> None:
         """List the parameters and buffers again: some may have come or gone."""
         every = {id(each): each for module in self.modules for each in module.modules()}
-        self._every = list(every.values())
-        self._inner = [each for each in self._every if all(each is not module for module in self.modules)]
-        dicts: list[dict[str, Any]] = [d for each in self._every for d in (each._parameters, each._buffers)]
+        self.every = list(every.values())
+        self._inner = [each for each in self.every if all(each is not module for module in self.modules)]
+        dicts: list[dict[str, Any]] = [d for each in self.every for d in (each._parameters, each._buffers)]
         self._slots = [(d, name) for d in dicts for name in d]
-        self._contents = [vars(each) for each in self._every]
+        self._contents = [vars(each) for each in self.every]
         self._settings = [(d, name) for d in self._contents for name in d if _is_setting(name, d[name])]
         owned = {id(d[name]) for d, name in self._slots}
         stepped = [p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]]
@@ -75,14 +70,6 @@ class Owners:
         held: list[Tensor | None] = [d.get(name) for d, name in self._slots]
         return held + self._stepped
 
-    def state(self, kind: str) -> Hashable:
-        """Return what a step's graph has frozen beside gradients: that of a model's, and numbers of optimizers.
-
-        Args:
-            kind: of the device that the graph runs on.
-        """
-        return self.form(), self.numbers(kind)
-
     def places(self, gradients: list[Tensor | None], kind: Hashable) -> Hashable:
         """Return where the gradients lie with which a step of a kind begins, but for those that it replaces."""
         replaced: AbstractSet[int] = self._replaced.get(kind, frozenset())
@@ -92,7 +79,7 @@ class Owners:
     def form(self) -> Hashable:
         """Return what a model's graph has frozen: modes, code, numbers of modules, where tensors lie, which train."""
         places = tuple([(t.data_ptr(), t.requires_grad) for t in self.tensors()])
-        return tuple([module.training for module in self._every]), self._code(), self._values(), places
+        return tuple([module.training for module in self.every]), self._code(), self._values(), places
 
     def _values(self) -> Hashable:
         """Return the values and tensors of modules, and how much each module holds: a value may have come."""
@@ -102,20 +89,12 @@ class Owners:
             values = list(map(_frozen, values))
         return tuple(values), kinds, tuple(map(len, self._contents))
 
-    def modules_within(self) -> list[nn.Module]:
-        """Return the modules with all those inside of them."""
-        return self._every
-
-    def has_hooks(self) -> bool:
-        """Return whether a parameter has hooks: a backward pass that is captured would have them in it."""
-        return any([tensor._backward_hooks for tensor in self.tensors()])
-
     def _code(self) -> Hashable:
         """Return what runs in calls of the modules: someone may have put another class, forward or call in its place.
 
         A model's own slot is left out: the captured call stands there.
         """
-        own = [(module.__class__, _same(module.__dict__.get("forward"))) for module in self._every]
+        own = [(module.__class__, _same(module.__dict__.get("forward"))) for module in self.every]
         return tuple(own), tuple([_same(module.__dict__.get(callslot.NAME)) for module in self._inner])
 
     def entries(self) -> list[Any]:

@@ -58,11 +58,7 @@ class _CudaGraph:
 
 
 class CudaRecorder:
-    """Records CUDA graphs that share a pool of memory: they never run at the same time.
-
-    Args:
-        device: of all tensors.
-    """
+    """Records CUDA graphs that share a pool of memory: they never run at the same time."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

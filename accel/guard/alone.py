@@ -54,11 +54,7 @@ def without_forward(module: Any) -> Iterator[None]:
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Return whether a model, or a part of it, is sharded (FSDP), or has parameters spread by tensor parallelism.
-
-    Args:
-        model: a module of any kind.
-    """
+    """Return whether a model, or a part of it, is sharded (FSDP), or has parameters spread by tensor parallelism."""
     if not (dist.is_available() and dist.is_initialized()):  # asked at each look: all of 1,000 modules take some ms
         return False
     wrappers = _loaded("torch.distributed.fsdp", "FullyShardedDataParallel", "FSDPModule")
@@ -69,11 +65,7 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 def talks_within_calls(model: nn.Module) -> bool:
-    """Return whether ranks exchange activations or weights within a call: synchronised norms, FSDP, tensor parallel.
-
-    Args:
-        model: a module of any kind.
-    """
+    """Return whether ranks exchange activations or weights within a call: synchronised norms, FSDP, tensor parallel."""
     if not ranks.are_several():
         return False
     return is_sharded(model) or any(isinstance(module, nn.SyncBatchNorm) for module in model.modules())

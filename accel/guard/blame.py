@@ -56,6 +56,8 @@ class _Random:
 
     def __init__(self) -> None:
         self._state = torch.get_rng_state()
+        self.restore = self.restore_generators
+        """Puts back what replays of the call change, too, once that is kept."""
 
     def restore_generators(self) -> None:
         torch.set_rng_state(self._state)
@@ -65,7 +67,6 @@ class Blame:
     """Keep the calls of a step on the CPU, and decide whether strategies are to blame for a bad gradient.
 
     Args:
-        model: the model that is called.
         note: is given the gradients that arrive at its outputs, in the backward pass.
     """
 

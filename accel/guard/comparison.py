@@ -35,10 +35,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from accel.exactness import Exactness
 from accel.guard.draws import Draw, by_other_kernels, difference, leave_out_alike
 from accel.guard.rounding import FINEST, MOST_REORDERED, coarser, eps_of
 from accel.run.layouts import is_kept
-from accel.strategies.base import Exactness
 
 _REDUCED_EPS = 2.0**-8
 """bfloat16, the coarsest format a `reduced` strategy may use."""

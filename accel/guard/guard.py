@@ -45,9 +45,6 @@ class CallFlags:
 
     A GAN's loop freezes the discriminator for the generator's step, and one that reports accuracy in each batch leaves
     the model in evaluation mode: at the step boundary, where calls are replayed, the flags are not those of the call.
-
-    Args:
-        model: whose flags these are.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -136,10 +133,6 @@ def record(
     """Record a call that is about to be made; its inputs are copied, since a forward may change them in place.
 
     Args:
-        model: what is called.
-        device: where it lives.
-        args: of the call.
-        kwargs: likewise.
         written: the parameters that the call itself writes to.
 
     Raises:
@@ -164,9 +157,6 @@ def untouched(model: nn.Module, device: torch.device, *given: Any, written: Iter
     """Restore, at the end, whatever the block changes in random states, buffers and module attributes.
 
     Args:
-        model: what is called.
-        device: where it lives.
-        given: the arguments of the call.
         written: the parameters that its own call writes to.
     """
     before = ModelSnapshot(model, devices_of(model, device, *given), given, written)
@@ -185,7 +175,6 @@ def replay(model: nn.Module, call: Any, recording: Recording, draws: ReplayedDra
     Args:
         model: its parameters' gradients are returned.
         call: the plain call, or a candidate's.
-        recording: what was recorded.
         draws: notes the random draws; None notes none.
     """
     recording.before.restore_generators()

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
+from accel.exactness import Exactness
 from accel.precision import convolutions_use_tf32, fp32_precision, products_use_tf32
-from accel.strategies.base import Exactness
 
 FINEST = torch.float64
 MOST_REORDERED = 0.4
@@ -62,9 +62,6 @@ def rounding_of(
     parts that are compiled, or that run without gradients.
 
     Args:
-        model: that was called.
-        autocast: whether it was called under autocast, and of which dtype.
-        outputs: what it has returned.
         before: nodes of the graph that its inputs come from, such as those of another model: they are not its own.
     """
     enabled, dtype = autocast
@@ -98,8 +95,6 @@ def without_tf32(
 
     Args:
         rounding: of the call that is compared; None if it is not known.
-        device: of the model.
-        exactness: of the plan.
         compiles: a compiled call is compared.
     """
     if device.type != "cuda" or exactness != Exactness.REORDERED or (compiles and products_use_tf32()):

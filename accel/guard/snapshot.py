@@ -46,6 +46,7 @@ _OF_TENSORS = ("_buffers", "_parameters")
 """Dicts of a module in which its tensors stand."""
 _CONTAINERS = (list, dict, set, deque)
 _PLAIN = (Tensor, nn.Parameter)
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _WITHOUT_STATE = {"cpu", "meta"}
 """The CPU's generator is among the host's; a meta tensor draws nothing."""
 
@@ -71,9 +72,7 @@ class ModelSnapshot:
     """The state that a call of a model finds.
 
     Args:
-        model: that is called.
         devices: on which it may draw random numbers, beside the host.
-        given: the arguments of the call.
         written: the parameters that its own call writes to.
 
     Attributes:
@@ -142,8 +141,6 @@ class Changes:
 
     Args:
         attributes: dictionaries of modules, each with a name in it.
-        written: tensors.
-        generators: that may be drawn from.
     """
 
     def __init__(
@@ -184,11 +181,7 @@ class Changes:
 
 
 class _Copies:
-    """Copies of tensors that are taken before each call: what that needs is made once.
-
-    Args:
-        tensors: of any dtypes and devices.
-    """
+    """Copies of tensors that are taken before each call: what that needs is made once."""
 
     def __init__(self, tensors: list[Tensor]) -> None:
         self._places = _places(tensors)
@@ -249,7 +242,6 @@ def within(values: Iterable[Any], most: int | None = None) -> tuple[Contents, li
     """Return the containers within values with their entries, the tensors, and whether these are all.
 
     Args:
-        values: of any kind.
         most: entries that are looked at; default `MOST_ENTRIES`.
     """
     left = MOST_ENTRIES if most is None else most
@@ -355,13 +347,7 @@ def restore_generators(states: Iterable[tuple[Source, Any]]) -> None:
 
 
 def devices_of(model: nn.Module, device: torch.device, *given: Any) -> list[torch.device]:
-    """Return the devices that a call may draw on: those of parameters, buffers and the tensors that it is given.
-
-    Args:
-        model: what is called.
-        device: where it is said to live.
-        given: the arguments of the call.
-    """
+    """Return the devices that a call may draw on: those of parameters, buffers and the tensors that it is given."""
     places = [device, *(tensor.device for tensor in (*model.parameters(), *model.buffers(), *tensors(given)))]
     return list(dict.fromkeys(place for place in places if place.type not in _WITHOUT_STATE))
 
@@ -408,3 +394,60 @@ def _source(generator: Any) -> Source:
         bits = generator.bit_generator
         return Source(name, lambda: bits.state, partial(setattr, bits, "state"))
     return Source(name, partial(generator.get_state, legacy=False), generator.set_state)
+
+
+# -- parameters that calls write to ------------------------------------------------------------------------------------
+
+
+def without_gradient(model: nn.Module) -> list[Tensor]:
+    """Return the parameters that no gradient has come to, as none does to a codebook that calls write to.
+
+    The smallest first, and as many as copies are made of: most of them may be a frozen model.
+
+    Args:
+        model: after a backward pass, before its gradients are cleared.
+    """
+    small, bytes_left = list[Tensor](), MOST_BYTES
+    plain = (p for p in model.parameters() if p.grad is None and has_plain_memory(p))
+    for parameter in sorted(plain, key=lambda each: each.nbytes):
+        bytes_left -= parameter.nbytes
+        if bytes_left < 0:
+            break
+        small.append(parameter)
+    return small
+
+
+class WrittenParameters:
+    """Finds the parameters that a call of the model writes to, as a codebook that is a moving average is written.
+
+    By a sum over the bits: `.data` is written past the version counter.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._parameters = list(model.parameters())
+        self._before = self._sums()
+
+    def found(self) -> list[Tensor]:
+        """Return those that have been written to since this was made."""
+        pairs = zip(self._parameters, self._before, self._sums(), strict=True)
+        return [parameter for parameter, before, now in pairs if before != now]
+
+    def _sums(self) -> list[int]:
+        """Read all sums at once: on a GPU the host waits once."""
+        sums = [_sum_of_bits(parameter) for parameter in self._parameters]
+        by_device: dict[torch.device, list[Tensor]] = {}
+        for each in sums:
+            by_device.setdefault(each.device, []).append(each)
+        values = {device: iter(torch.stack(group).tolist()) for device, group in by_device.items()}
+        return [next(values[each.device]) for each in sums]
+
+
+def _sum_of_bits(parameter: Tensor) -> Tensor:
+    """Return the sum of a parameter's elements, taken as integers; 0 of one whose memory is not plain."""
+    if not has_plain_memory(parameter):
+        return torch.zeros((), dtype=torch.int64)
+    data = torch.view_as_real(parameter.detach()) if parameter.is_complex() else parameter.detach()
+    aligned = data.nbytes % 8 == 0 and data.storage_offset() * data.element_size() % 8 == 0
+    if aligned and data.is_contiguous():
+        return data.view(-1).view(torch.int64).sum()  # other integers would be copied to these first
+    return data.view(_INTEGERS[data.element_size()]).sum(dtype=torch.int64)

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from accel.exactness import Exactness
 from accel.guard.comparison import Comparison, Tolerance, as_real, noise_like
-from accel.strategies.base import Exactness
 
 # The first parameters up to this many elements, over all groups: enough to show a wrong formula, and cheap to copy.
 _ELEMENTS = 1_000_000

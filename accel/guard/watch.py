@@ -231,7 +231,6 @@ class _Before:
     """What a call finds: the state of the model, random numbers, and its arguments as far as they are kept.
 
     Args:
-        given: the arguments.
         restore: puts the state of the model and random numbers back.
         snapshot: of all that state, where it is not known what calls change.
         keeps_inputs: the model writes to the tensors that it is given.

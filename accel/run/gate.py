@@ -8,7 +8,7 @@ them. When nothing needs the gate, the slot is empty again and a call costs what
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import nn
 
@@ -31,6 +31,12 @@ class Watcher(Protocol):
         """Make the call and do the checks around it."""
 
 
+class _Wrapper(NamedTuple):
+    wrap: Wrap
+    before_plain: Callable[[], None] | None
+    compiles: bool
+
+
 class Gate:
     """Wrap the calls of `model`.
 
@@ -42,10 +48,7 @@ class Gate:
     def __init__(self, model: nn.Module, order: list[str]) -> None:
         self.model = model
         self._order = order
-        self._wraps: dict[str, Wrap] = {}
-        self._before_plain: dict[str, Callable[[], None]] = {}
-        self._compiling: set[str] = set()
-        """Wrappers that make a compiled call."""
+        self._wrappers: dict[str, _Wrapper] = {}
         in_slot: Call | None = model._compiled_call_impl
         # A call that only counts, of the profiler's or of `accel run`'s, is not a compiled one.
         self._user_compiled = None if isinstance(in_slot, callslot.SlotCall) else in_slot
@@ -65,26 +68,30 @@ class Gate:
     @property
     def plain(self) -> Call:
         """The call as it would be without the gate."""
-        return self._call_plainly if self._before_plain else self._innermost
+        prepares = [each.before_plain for each in self._wrappers.values() if each.before_plain is not None]
+        if not prepares:
+            return self._innermost
+
+        def call_plainly(*args: Any, **kwargs: Any) -> Any:
+            for prepare in prepares:
+                prepare()
+            return self._innermost(*args, **kwargs)
+
+        return call_plainly
 
     @property
     def _innermost(self) -> Call:
         return self._user_compiled if self._user_compiled is not None else self.model._call_impl
 
-    def _call_plainly(self, *args: Any, **kwargs: Any) -> Any:
-        for prepare in self._before_plain.values():
-            prepare()
-        return self._innermost(*args, **kwargs)
-
     @property
     def wrapped(self) -> bool:
         """True while a wrapper is on."""
-        return bool(self._wraps)
+        return bool(self._wrappers)
 
     @property
     def compiles(self) -> bool:
         """True while a wrapper makes a compiled call, into which modes of torch don't see."""
-        return bool(self._compiling)
+        return any(wrapper.compiles for wrapper in self._wrappers.values())
 
     def add(
         self, name: str, wrap: Wrap, before_plain: Callable[[], None] | None = None, *, compiles: bool = False
@@ -97,12 +104,8 @@ class Gate:
             before_plain: called before a call along the plain path, for a wrapper that acts inside the model too.
             compiles: what it wraps runs compiled.
         """
-        self._wraps[name] = wrap
-        (self._compiling.add if compiles else self._compiling.discard)(name)
-        self._before_plain.pop(name, None)
-        if before_plain is not None:
-            self._before_plain[name] = before_plain
-        self._rebuild()
+        self._wrappers[name] = _Wrapper(wrap, before_plain, compiles)
+        self._install(is_changed=True)
 
     def within(self, name: str) -> Hashable:
         """Return what tells the call that a wrapper is given from others: what is inside it, in order.
@@ -110,21 +113,19 @@ class Gate:
         A wrapper that acts inside the model too is known by what it has called before a plain call. That belongs to
         what acts there, such as one compiled model, for which the wrapper itself may be made anew at each switch.
         """
-        inner = [other for other in self._order[: self._order.index(name)] if other in self._wraps]
-        return self._user_compiled, *((other, self._before_plain.get(other, self._wraps[other])) for other in inner)
+        inner = [other for other in self._order[: self._order.index(name)] if other in self._wrappers]
+        wrappers = [(other, self._wrappers[other]) for other in inner]
+        return self._user_compiled, *((other, each.before_plain or each.wrap) for other, each in wrappers)
 
     def remove(self, name: str) -> None:
         """Remove a wrapper; unknown names are ignored."""
-        self._wraps.pop(name, None)
-        self._before_plain.pop(name, None)
-        self._compiling.discard(name)
-        self._rebuild()
+        self._wrappers.pop(name, None)
+        self._install(is_changed=True)
 
     def watch(self, watcher: Watcher | None) -> None:
         """Pass each call to `watcher`; None ends that."""
         self.watcher = watcher
-        self._adopt()
-        self._install()
+        self._install(is_changed=False)
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model through the wrappers that are on, unwatched."""
@@ -134,41 +135,26 @@ class Gate:
         """Make a call that was being watched as it would be made now."""
         return self.call(*args, **kwargs) if self.watcher is None else self._watched(*args, **kwargs)
 
-    def _rebuild(self) -> None:
-        self._adopt()
-        self._chain = self._wrapped()
-        self._install()
+    def _install(self, *, is_changed: bool) -> None:
+        """Put the call as it is now into the model's slot, or leave that empty.
 
-    def _wrapped(self) -> Call:
-        call = self._innermost
-        for name in sorted(self._wraps, key=self._order.index):
-            call = self._wraps[name](call)
-        return call
-
-    def _adopt(self) -> None:
-        """If the loop has called `model.compile()` since, make the compiled call the plain path from now on."""
+        If the loop has called `model.compile()` since, the compiled call is the plain path from now on.
+        """
         call = vars(self.model).get(callslot.NAME)
-        if call is None or call is self._installed or isinstance(call, callslot.SlotCall):
-            return  # the profiler's wrapper is not a compiled call
-        self._user_compiled = self._installed = call
-        self._original_slot = callslot.contents(self.model)
-        self._chain = self._wrapped()
-
-    def _install(self) -> None:
-        if self.watcher is not None:
-            self._fill(self._watched_call)
-        elif self._wraps:
-            self._fill(callslot.SlotCall(self._chain))
-        else:
-            self._empty()
-
-    def _fill(self, call: Call) -> None:
-        self._installed = call
-        callslot.fill(self.model, call)
-
-    def _empty(self) -> None:
-        callslot.restore(self.model, self._original_slot)
-        self._installed = self._user_compiled
+        # The profiler's wrapper is not a compiled call.
+        if call is not None and call is not self._installed and not isinstance(call, callslot.SlotCall):
+            self._user_compiled, is_changed = call, True
+            self._original_slot = callslot.contents(self.model)
+        if is_changed:
+            self._chain = self._innermost
+            for name in sorted(self._wrappers, key=self._order.index):
+                self._chain = self._wrappers[name].wrap(self._chain)
+        if self.watcher is None and not self._wrappers:
+            callslot.restore(self.model, self._original_slot)
+            self._installed = self._user_compiled
+            return
+        self._installed = self._watched_call if self.watcher is not None else callslot.SlotCall(self._chain)
+        callslot.fill(self.model, self._installed)
 
     def _watched(self, *args: Any, **kwargs: Any) -> Any:
         watcher = self.watcher
@@ -179,7 +165,5 @@ class Gate:
     def close(self) -> None:
         """Restore the model as it was before the gate."""
         self.watcher, self.passes = None, False
-        self._wraps.clear()
-        self._before_plain.clear()
-        self._compiling.clear()
-        self._rebuild()
+        self._wrappers.clear()
+        self._install(is_changed=True)

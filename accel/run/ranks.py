@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import NamedTuple, TypeVar
 
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.distributed_c10d import PrefixStore
 
 from accel.profiler.rendezvous import RankLeft, RanksDiverged, Rendezvous
@@ -116,8 +117,6 @@ class Ranks:
         """Return on every rank what rank 0 decides from what each rank passed, by rank.
 
         Args:
-            mine: what this rank contributes.
-            decision: called on rank 0.
             missed: what a missing rank has failed to do, to follow "which" in the error message.
             step_s: seconds of the last step, including everything done after it.
 
@@ -130,19 +129,25 @@ class Ranks:
         self._meeting.patience_s = max(PATIENCE_S, min(math.ceil(2 * step_s), _MOST_S))
         return self._meeting.meet(mine, decision, missed)
 
-    def failure(self, error: Exception) -> Failure:
+    def failure(self, error: Exception, model: nn.Module) -> Failure:
         """Classify `error`: when the ranks have come apart, all of them stop at this very step.
 
-        The others learn of any other failure of this rank at the next meeting, and stop there.
+        The others learn of any other failure of this rank at the next meeting, and stop there. Within DDP's `join()`
+        they may have ended their steps before this one.
         """
         text = f"{type(error).__name__}: {error}"
         if not self.distributed:
             return Failure(text, everywhere=True)
         if not isinstance(error, RanksDiverged):
             return Failure(text, everywhere=False)
-        if isinstance(error, RankLeft):
-            return Failure(str(error), everywhere=False)
-        return Failure(str(error), everywhere=True, reported=error.by not in (None, self.rank))
+        join = getattr(model, "_join_config", None)
+        is_within_join = join is not None and bool(join.enable)
+        are_apart = not isinstance(error, RankLeft)
+        return Failure(
+            str(error),
+            everywhere=are_apart and not is_within_join,
+            reported=are_apart and error.by not in (None, self.rank),
+        )
 
     def is_late(self, error: Exception) -> bool:
         """Return whether ranks have come apart although none has left: a missing one may still come."""

@@ -17,7 +17,7 @@ from accel.profiler import stderr
 from accel.profiler.loop.observers import leave
 from accel.run import ranks
 from accel.script.optimizer_steps import parameters_of
-from accel.session.report_places import numbered
+from accel.session.journal import numbered
 from accel.session.session import Session
 
 AT_ONCE = 8
@@ -98,7 +98,7 @@ class ScriptModel:
             leave(proxy, session.events)  # a pass that goes on would count these steps as ones of the trial
         session.events.rule.needs_requests = True  # so would a loop of another kind
         session.events.observe(False)
-        session.guard.expect(None)
+        session.events.calls.check.expect(None)
         kept = record.journal.kept
         session.switchboard.switch(kept if together else {**kept, **session.switchboard.collective()})
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Generator, Hashable, Mapping
 from dataclasses import dataclass, field, replace
 
-from accel.guard.guard import Comparison
+from accel.guard.comparison import Comparison
 from accel.profiler import naming
 from accel.profiler.evidence import Evidence
 from accel.profiler.phases import Measurement
@@ -94,11 +94,7 @@ class Result:
             times.clear()
 
     def take_times(self, seconds: Mapping[int, float]) -> None:
-        """Let steps have a device's times; those that were observed have them already, by phases.
-
-        Args:
-            seconds: by the number of the step.
-        """
+        """Let steps have a device's times; those that were observed have them already, by phases."""
         for measured in self.measurements if self.evidence is None else ():
             if took := seconds.get(measured.step):
                 _scale(measured, took)
@@ -139,6 +135,10 @@ class Result:
             if other.finding is not None:
                 merged.finding = other.finding if merged.finding is None else merged.finding.merge(other.finding)
         return merged
+
+
+Decisions = Generator[Action, Result, None]
+"""What the search consists of: it yields actions, and is sent their results."""
 
 
 def _scale(measured: Measurement, seconds: float) -> None:

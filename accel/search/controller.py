@@ -8,20 +8,15 @@ from __future__ import annotations
 
 import math
 
-from accel.profiler.diagnose import causes
 from accel.run.host_load import SHORTEST_LOOK_S
-from accel.search import costs, priority
-from accel.search.actions import Action
-from accel.search.closing import close
-from accel.search.experiment import Decisions, Interrupted, act, has_news, look, watching
-from accel.search.holding import hold
-from accel.search.out_of_turn import follow
+from accel.search import costs, outlook, priority, verdicts
+from accel.search.actions import Action, Decisions
+from accel.search.experiment import Interrupted, act, close, has_news, look, watching
+from accel.search.holding import follow, hold
 from accel.search.state import BatchGrowth, CandidateStage, SearchState
-from accel.search.takeover import recall, remember, take_over
+from accel.search.takeover import recall, take_over
 from accel.search.trying import consider, say_what_does_not_apply_anyway, try_at_once
 
-_SILENT_S = 60.0
-"""How long a run may be too young for a first trial without a word of that, s."""
 _GLANCE = 2
 """Steps after which the host is looked at for the first time, if they take long enough."""
 
@@ -55,8 +50,8 @@ def _decide(state: SearchState) -> Decisions:
             candidate.passed = None  # what is tried much later is compared again
     state.searching = False
     state.searched_until = state.steps
-    remember(state)
-    yield from hold(state, follow, remember)
+    verdicts.remember(state)
+    yield from hold(state)
     state.searching = True
 
 
@@ -77,7 +72,7 @@ def _observe(state: SearchState) -> Decisions:
         if not waits and not state.plan:
             yield from _begin_affordably(state)
             yield from follow(state)
-        if not _is_crowded(state) or _only_losers_are_left(state):
+        if not outlook.is_crowded(state) or _only_losers_are_left(state):
             break
         if waits == state.pace.crowded_looks:
             state.note("the machine is crowded: the search begins anyway")
@@ -130,12 +125,6 @@ def _only_losers_are_left(state: SearchState) -> bool:
     return not any(not candidate.refusal() for candidate in able)
 
 
-def _is_crowded(state: SearchState) -> bool:
-    """Tell whether other processes keep the machine busy."""
-    crowd = state.diagnosis.crowd
-    return crowd is not None and crowd.cause == causes.OVERSUBSCRIBED
-
-
 # -- search ------------------------------------------------------------------------------------------------------------
 
 
@@ -164,7 +153,7 @@ def _reopen(state: SearchState) -> None:
     if state.announced:
         state.say("the loader, the batch shape or the thread count changed: the search begins anew")
     state.reopened += 1
-    remember(state)  # what was found under the earlier conditions
+    verdicts.remember(state)  # what was found under the earlier conditions
     state.searching, state.is_out_of_turn = True, False
     state.plan, state.growth, state.announced = {}, BatchGrowth(), {}
     state.closing, state.closed_plan, state.last_trial = None, {}, None
@@ -175,44 +164,3 @@ def _reopen(state: SearchState) -> None:
         if (watch := candidate.comparison.watch) is not None:
             watch.is_used = False
             watch.begin_again()
-
-
-# -- for the report ----------------------------------------------------------------------------------------------------
-
-
-def is_too_early(state: SearchState) -> bool:
-    """Tell whether nothing has been tried in the first minute, and something may be tried later in this run."""
-    if state.replay is not None or state.elapsed_s > _SILENT_S or state.has_tried:
-        return False
-    waiting = [each for each in state.pending() if not state.recollection.postponed(each.name, state.elapsed_s)]
-    expected = (costs.expected_s(state, candidate) for candidate in waiting)
-    return not all(state.budget.exhausted(state.cost_s, seconds) for seconds in expected)
-
-
-def why_open(state: SearchState) -> tuple[str, str]:
-    """Say why there is no verdict yet, and what would bring it sooner; '' twice if nothing is left to decide."""
-    if not state.plain_ms:
-        return "too few steps to time the plain loop", "it takes a longer run"
-    if state.recollection.is_checking:
-        return "the remembered plan was still being checked", "the next run checks it again"
-    if _is_crowded(state):
-        return "other processes kept the machine busy, and trials waited", "it takes a quieter machine"
-    left = [
-        costs.expected_s(state, candidate)
-        for candidate in state.candidates.values()
-        if candidate.row.status == "not tried"
-        and not state.recollection.postponed(candidate.name, state.elapsed_s)
-        and not candidate.refusal()
-        and not priority.too_little(state, candidate)
-    ]
-    expected_s, longer = min(left, default=0.0), "a longer run decides"
-    if state.budget.share < 1:
-        enough = f"{max(30, math.ceil(state.cost_s + 2 * expected_s))}s"
-        longer = f'to decide sooner: budget="{enough}" (accel run --budget {enough}), or a longer run'
-    if not left:
-        is_closing = state.plan and state.searching
-        return ("the trial of the whole plan had not ended", longer) if is_closing else ("", "")
-    from_s = state.budget.allowed_from(spent=state.cost_s, expected=expected_s, saved=state.saved_s)
-    if state.lasted_s < from_s < math.inf:
-        return f"the budget of {state.budget.text} allows the next trial {from_s:.0f} s into the run", longer
-    return "trials were under way", longer

@@ -1,23 +1,25 @@
-"""Experiments on the run: an action, a look at the step, a check by the guard, a trial; and what each has cost."""
+"""Experiments on the run: an action, a look, a check by the guard, a trial, the closing trial; and what each costs."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import replace
 
 from accel.profiler.diagnose import anatomy
 from accel.profiler.diagnose.communication_wait import wait_as_communication
-from accel.profiler.trial import TrialConfig, Verdict
-from accel.profiler.trial_driver import Block, Steps, TrialResult, drive
+from accel.profiler.trial import Outcome, TrialConfig, Verdict
+from accel.profiler.trial_driver import Block, Steps, TrialResult, drive, together
 from accel.search import costs, verdicts
-from accel.search.actions import Action, Result
+from accel.search.actions import Action, Decisions, Result
 from accel.search.plan import Choices
 from accel.search.state import Candidate, CandidateStage, SearchState
 from accel.strategies.trial_design import Terms, TrialDesign
 
-Decisions = Generator[Action, Result, None]
+_PAIRS = 6
+"""Pairs of blocks that a closing trial has at the least, and so a trial that stands for it."""
 
 
 class Interrupted(Exception):
@@ -32,8 +34,6 @@ def act(state: SearchState, action: Action, *, may_grow: bool = False) -> Genera
     """Run an action, and book what it has cost.
 
     Args:
-        state: of the search.
-        action: to run.
         may_grow: the batch controller may change the batch, if what is on will do for such a batch as well.
 
     Raises:
@@ -181,17 +181,12 @@ def trial(
     if_much_slower: Verdict | None = None,
     limit_s: Callable[[], float] = lambda: math.inf,
 ) -> Generator[Action, Result, TrialResult | None]:
-    """Compare two plans; None if a strategy tripped meanwhile.
+    """Compare plan `b` with plan `a`; None if a strategy tripped meanwhile.
 
     Args:
-        state: of the search.
-        comparison: how.
-        a: the plan to compare with.
-        b: the plan that is judged.
         settle: steps to leave out after each switch.
         config: the statistics, if not those of the search.
         if_much_slower: the verdict where the first steps of `b` are much slower.
-        limit_s: what it may cost before it is cut short.
     """
     terms = Terms(
         config=(config or state.config).for_steps_of(state.plain_s),
@@ -218,3 +213,56 @@ def trial(
     if result.outcome is not None and not comparison.stands and (state.searching or state.is_out_of_turn):
         state.last_trial = dict(a), dict(b), result.outcome
     return result
+
+
+def close(state: SearchState, what: str = "the plan as a whole") -> Decisions:
+    """Try the whole plan against the plain loop, and undo what is shown not to be faster.
+
+    Each strategy of it has had its own trial, in this run or an earlier one. So where noise leaves this one open, and
+    the plan looks faster, it stays.
+
+    Args:
+        what: the plan, in the reason for undoing it.
+    """
+    while state.plan:
+        plan, standing = dict(state.plan), state.standing_plan()
+        outcome = _known_outcome(state, plan, standing)
+        if outcome is None and plan != standing:
+            settle = max(state.candidates[name].comparison.settling(setting) for name, setting in plan.items())
+            with charged_to(state):
+                result = yield from trial(state, TrialDesign(), standing, plan, settle=settle)
+            if result is None:
+                continue  # a strategy tripped and is gone: close with the rest
+            outcome = result.outcome
+        # What stands has been measured by itself: the rest of the plan was tried on top of it.
+        own = [state.candidates[name].standing for name in standing]
+        outcomes = [each for each in (*own, outcome) if each is not None]
+        state.closing, state.closed_plan = functools.reduce(together, outcomes), plan
+        if outcome is None or outcome.verdict == "keep" or (outcome.verdict == "refused" and outcome.gain > 1):
+            yield from look(state)
+            return
+        for name in _first_undone(state, plan):
+            why = f"{what} was not shown to be faster than plain in the closing trial"
+            verdicts.remove(state, name, why, is_slower=True)
+
+
+def _known_outcome(state: SearchState, plan: Choices, standing: Choices) -> Outcome | None:
+    """Return the outcome of a plan against the plain loop, if the very last trial was of just that.
+
+    Only the last one counts: of several candidates, the luckiest would be kept without a second trial.
+    """
+    last = state.last_trial
+    if last is None or last[:2] != (standing, plan):
+        return None
+    return last[2] if last[2].verdict == "keep" and last[2].pairs >= _PAIRS else None
+
+
+def _first_undone(state: SearchState, plan: Iterable[str]) -> list[str]:
+    """Return what is undone of a plan that is not faster; the rest is tried once more without it.
+
+    First what depends on the host (threads, workers): when other processes come or go it can lose more than all else
+    gives. What stands by its own trial stays.
+    """
+    others = [name for name in plan if state.candidates[name].standing is None]
+    loose = [name for name in others if state.candidates[name].comparison.depends_on_host]
+    return loose if loose and len(loose) < len(others) else others

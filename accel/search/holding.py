@@ -1,18 +1,26 @@
-"""A finished plan: kept on and looked at now and then, until there is a reason to search again."""
+"""A finished plan: kept on and looked at now and then, until there is a reason to search again.
+
+And what a strategy's own watch of the host wants: tried when other processes come, done without when they leave.
+Neither the budget nor an earlier verdict holds that up: the one is for gains that may not come, the other was found
+under another load. Only making once more what is made for calls as they are, such as a compiled graph, must be
+affordable.
+"""
 
 from __future__ import annotations
 
 import statistics
 from collections import deque
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Generator, Iterable
+from dataclasses import replace
 
 from accel.profiler.trial import Verdict
+from accel.run.host_load import HostLoad
 from accel.search import costs, priority, verdicts
-from accel.search.actions import Action, Result
-from accel.search.closing import close
-from accel.search.experiment import Decisions, act, trial, watching
+from accel.search.actions import Action, Decisions, Result
+from accel.search.experiment import act, close, trial, watching
 from accel.search.plan import Choices
 from accel.search.state import Candidate, CandidateStage, SearchState
+from accel.search.trying import try_settings
 from accel.strategies.trial_design import TrialDesign
 
 _WINDOW = 3
@@ -62,46 +70,26 @@ class StepLevel:
         self._medians_ms.clear()
 
 
-class _Checks:
-    """When the guard looks at the plan again: at ever larger gaps."""
-
-    def __init__(self, state: SearchState) -> None:
-        self._gap = state.pace.recheck
-        self.next = state.steps + self._gap
-
-    def is_due(self, state: SearchState) -> bool:
-        return bool(state.plan) and state.steps >= self.next
-
-    def made(self, state: SearchState) -> None:
-        self._gap *= 2
-        self.next = state.steps + self._gap
-
-
-def hold(
-    state: SearchState, follow: Callable[[SearchState], Decisions], remember: Callable[[SearchState], None]
-) -> Decisions:
-    """Keep the plan on, checking it, until something can be tried that had to wait.
-
-    Args:
-        state: of the search.
-        follow: tries what its own watch of the host wants out of its turn.
-        remember: keeps what is known for the next run.
-    """
+def hold(state: SearchState) -> Decisions:
+    """Keep the plan on, checking it, until something can be tried that had to wait."""
     state.last_trial = None
-    level, checks, step_s, seconds = StepLevel(state.pace.slower), _Checks(state), state.plain_s, list[float]()
+    level, step_s, seconds = StepLevel(state.pace.slower), state.plain_s, list[float]()
+    gap = state.pace.recheck  # from one later check by the guard to the next: ever larger
+    next_check = state.steps + gap
     while True:
-        if checks.is_due(state):
+        if state.plan and state.steps >= next_check:
             yield from _check_again(state)
-            checks.made(state)
+            gap *= 2
+            next_check = state.steps + gap
             level.forget()
             continue
         times = state.growth.times
         is_preparing = any(candidate.comparison.is_preparing for candidate in state.pending())
-        action = _next_look(state, level, checks.next, step_s)
+        action = _next_look(state, level, next_check, step_s)
         result = yield from act(state, action, may_grow=True)
         step_s = statistics.median(result.seconds or [step_s])
         if state.growth.times != times:  # the plan is tried again soon
-            checks.next = min(checks.next, state.steps + state.pace.recheck)
+            next_check = min(next_check, state.steps + state.pace.recheck)
             level.begin_again()
             seconds.clear()
             continue
@@ -124,7 +112,7 @@ def hold(
         if state.replay is None and state.is_unclosed:
             yield from close(state)  # the closing trial was of a larger plan
             level.forget()
-        remember(state)
+        verdicts.remember(state)
 
 
 def _next_look(state: SearchState, level: StepLevel, next_check: int, step_s: float) -> Action:
@@ -196,8 +184,6 @@ def retry(
     """Try the plan without a strategy, undo that if it no longer pays, and return the verdict, if there is one.
 
     Args:
-        state: of the search.
-        candidate: of the plan.
         if_much_slower: the verdict where its first steps are much slower than those without it.
     """
     name, plan = candidate.name, dict(state.plan)
@@ -217,3 +203,73 @@ def retry(
         why = f"it no longer pays: {result.outcome.gain:.2f}x when tried again at step {state.steps}"
         verdicts.remove(state, name, why, is_slower=True)
     return result.outcome.verdict
+
+
+# -- out of turn -------------------------------------------------------------------------------------------------------
+
+
+def follow(state: SearchState) -> Decisions:
+    """Try what a watch of the host wants tried, or done without, now."""
+    for candidate in watching(state):
+        watch = candidate.comparison.watch
+        assert watch is not None
+        load, watch.news = watch.news, None
+        if load is None:
+            continue
+        state.is_out_of_turn = True
+        try:
+            if load.is_quiet:
+                yield from _without(state, candidate)
+            else:
+                yield from _beside(state, candidate, load)
+        finally:
+            state.is_out_of_turn = False
+        if state.lasting_plan():
+            state.last_trial = None  # it says nothing of these
+
+
+def _beside(state: SearchState, candidate: Candidate, load: HostLoad) -> Decisions:
+    """Try a strategy at length, for it is noisy here; only a keep counts.
+
+    Its trial begins with it: plain steps are slow here, and in a run that ends soon there is time for nothing else.
+    """
+    name, watch = candidate.name, candidate.comparison.watch
+    assert watch is not None
+    if name in state.plan or candidate.has_failed():
+        return
+    candidate.settings_left = None  # the settings to be tried have changed with the load
+    again_s = costs.work_s(state, candidate)
+    if again_s and not costs.affordable(state, again_s):
+        watch.not_kept()
+        return
+    before = candidate.row, candidate.stage
+    candidate.before, watch.is_used = before, True
+    candidate.withdraw()
+    yield from try_settings(state, candidate, replace(state.config.early(), first="B"))
+    candidate.settings_left = None
+    if name in state.plan:
+        candidate.row.why += f", beside {load.text}"
+        state.note(f"{name} {candidate.row.setting} is kept for as long as there are {load.text}")
+        state.say(f"other processes keep the machine busy: {name} {candidate.row.setting} until they leave")
+        candidate.stage = CandidateStage.DECIDED
+        verdicts.settle(state, candidate)
+    else:
+        verdicts.leave_out_of_turn(candidate)
+        if not candidate.has_failed():
+            verdicts.restore(candidate, before)
+        else:
+            verdicts.settle(state, candidate)
+
+
+def _without(state: SearchState, candidate: Candidate) -> Decisions:
+    """Try the plan without what was kept beside others."""
+    state.note("the other processes have left: the plan is tried without what was kept beside them")
+    verdict = yield from retry(state, candidate, if_much_slower="drop")
+    watch = candidate.comparison.watch
+    if candidate.name not in state.plan or watch is None:
+        return
+    if verdict == "keep":
+        candidate.before, watch.is_used = None, False
+        candidate.row.why += "; faster without them too"
+    else:
+        watch.left_open()

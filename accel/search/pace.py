@@ -58,7 +58,6 @@ class Pace:
         """Return the steps to measure, and those of the rest before them, so that the next look is in time.
 
         Args:
-            step_s: what a step takes, s.
             steps: to measure otherwise.
         """
         most = math.ceil(self.look_s / max(step_s, 1e-6))

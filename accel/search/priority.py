@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from accel.profiler.bottleneck import Bottleneck
 from accel.search import costs
 from accel.search.state import Candidate, CandidateStage, SearchState
@@ -75,14 +73,3 @@ def shows_when_crowded(state: SearchState, candidate: Candidate) -> bool:
     comparison = candidate.comparison
     is_free = not comparison.depends_on_host and not costs.is_dear(candidate) and comparison.order <= 0
     return is_free and not too_little(state, candidate)
-
-
-def first_undone(state: SearchState, plan: Iterable[str]) -> list[str]:
-    """Return what is undone of a plan that is not faster; the rest is tried once more without it.
-
-    First what depends on the host (threads, workers): when other processes come or go it can lose more than all else
-    gives. What stands by its own trial stays.
-    """
-    others = [name for name in plan if state.candidates[name].standing is None]
-    loose = [name for name in others if state.candidates[name].comparison.depends_on_host]
-    return loose if loose and len(loose) < len(others) else others

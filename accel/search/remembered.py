@@ -80,7 +80,6 @@ class RememberedPlan:
 
     Args:
         memory: keeps it from run to run; None remembers nothing.
-        now: seconds since 1970.
     """
 
     def __init__(self, memory: PlanMemory | None, now: Callable[[], float] = time.time) -> None:
@@ -207,7 +206,6 @@ class RememberedPlan:
         """Remember what is known by now.
 
         Args:
-            plan: what is on.
             lost: strategies that gave nothing in this run → what was measured.
             undone: these, and all others that have been undone in this run.
             speedup: of the plan, if its closing trial has been made.

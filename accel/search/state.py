@@ -38,7 +38,7 @@ from accel.search.budget import Budget
 from accel.search.pace import Pace
 from accel.search.plan import Choices
 from accel.search.remembered import PlanMemory, RememberedPlan
-from accel.strategies.base import Strategy, asked, designed
+from accel.strategies.base import Strategy, designed, why_not
 from accel.strategies.trial_design import TrialDesign
 
 _ALIKE = 3.0
@@ -68,8 +68,6 @@ class Candidate:
     """Report status and reason, if the user's arguments leave it out."""
     is_insisted: bool = False
     """The user has named it in `enable=`: its one-off work does not wait for the budget."""
-    why_not: Callable[[Strategy], str] | None = None
-    """Tells why it does not apply, in place of its own `refusal`."""
 
     stage: CandidateStage = CandidateStage.QUEUED
     row: StrategyRow = field(init=False)
@@ -120,9 +118,7 @@ class Candidate:
 
     def refusal(self) -> str:
         """Return why it does not apply; '' if it does."""
-        if self.why_not is not None:
-            return asked(lambda: self.why_not(self.strategy))  # type: ignore[misc]
-        return asked(lambda: self.strategy.refusal(self.run))
+        return why_not(self.strategy, self.run)
 
     def waits(self) -> str:
         """Return what it waits for in the loop, '' if it can be tried; begins what that takes."""

@@ -1,11 +1,11 @@
-"""Plans from outside: one that is replayed, what an earlier run has found, and what this one leaves to the next."""
+"""Plans from outside: one that is replayed, and what an earlier run has found."""
 
 from __future__ import annotations
 
 from accel.profiler.trial_driver import TrialResult
 from accel.search import costs, verdicts
-from accel.search.closing import close
-from accel.search.experiment import Decisions, charged_to, check, check_whole, has_news, look
+from accel.search.actions import Decisions
+from accel.search.experiment import charged_to, check, check_whole, close, has_news, look
 from accel.search.plan import Choices
 from accel.search.state import CandidateStage, SearchState
 from accel.search.trying import consider
@@ -98,23 +98,4 @@ def _confirm(state: SearchState, plan: Choices) -> None:
             verdicts.judge(state, candidate, plan[name], TrialResult(state.closing))
         why = verdicts.with_draws(candidate, state.recollection.reason())
         verdicts.decide(state, candidate, "kept", why)
-    remember(state)
-
-
-def remember(state: SearchState, *, ended: bool = False) -> None:
-    """Keep what is known by now for the next run.
-
-    Args:
-        state: of the search.
-        ended: the run is over.
-    """
-    plan = state.lasting_plan()
-    undone = [each.row for each in state.candidates.values() if each.row.status == "undone" and not each.is_pending]
-    lost = {
-        row.name: ", ".join(filter(None, ("" if row.gain is None else f"{row.gain:.2f}x", row.why[:200])))
-        for row in undone
-        if not verdicts.is_open(state, state.candidates[row.name])
-    }
-    speedup = state.closing.gain if state.closing is not None and plan == state.closed_plan else None
-    names = {row.name for row in undone}
-    state.recollection.store(plan, lost, names, speedup, state.elapsed_s, ended=ended)
+    verdicts.remember(state)

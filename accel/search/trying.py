@@ -9,8 +9,8 @@ from typing import Any
 from accel.profiler.trial import TrialConfig, Verdict
 from accel.profiler.trial_driver import TrialResult
 from accel.search import costs, priority, verdicts
-from accel.search.actions import Action, Result
-from accel.search.experiment import Decisions, act, charged_to, check, has_news, look, trial
+from accel.search.actions import Action, Decisions, Result
+from accel.search.experiment import act, charged_to, check, has_news, look, trial
 from accel.search.plan import Choices
 from accel.search.state import Candidate, CandidateStage, SearchState
 
@@ -75,8 +75,6 @@ def try_settings(
     """Try each setting of a candidate against the plan so far; a setting that wins becomes part of the plan.
 
     Args:
-        state: of the search.
-        candidate: to be tried.
         config: the statistics of its trials.
         is_limited: a trial is cut short, and its setting left for later, once it has cost what is left of the budget.
     """
@@ -84,7 +82,7 @@ def try_settings(
     candidate.settings_left = None
     state.recollection.tried.add(candidate.name)
     for number, setting in enumerate(settings):
-        if number and _has_to_wait(state, candidate, setting):
+        if number and not costs.affordable(state, _expected_s(state, candidate, setting)):
             candidate.settings_left = settings[number:]  # the verdict so far stands
             return
         candidate.row.setting = candidate.row.setting or candidate.describe(setting)
@@ -146,12 +144,9 @@ def _check(state: SearchState, candidate: Candidate, setting: Any) -> Generator[
             return trial_plan, has_passed
 
 
-def _has_to_wait(state: SearchState, candidate: Candidate, setting: Any) -> bool:
-    """Tell whether a further setting has to wait for the budget, or for the loop if it has work of its own."""
-    work_s = costs.work_of(state, candidate, setting)
-    if not costs.affordable(state, work_s + costs.check_s(state, candidate)):
-        return True
-    return bool(work_s and costs.declared_s(candidate, setting) and candidate.waits())
+def _expected_s(state: SearchState, candidate: Candidate, setting: Any) -> float:
+    """Return what the one-off work and the comparison of a further setting will take."""
+    return costs.work_of(state, candidate, setting) + costs.check_s(state, candidate)
 
 
 def _limit(state: SearchState) -> Callable[[], float]:
@@ -183,7 +178,6 @@ def try_at_once(state: SearchState, follow: Callable[[SearchState], Decisions]) 
     Only a keep counts: a gain that the noise may have hidden is tried again later.
 
     Args:
-        state: of the search.
         follow: tries what its own watch of the host wants out of its turn, before each candidate.
     """
     queued = sorted(state.pending(), key=lambda candidate: candidate.comparison.order)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from accel.guard.guard import Comparison as Finding
+from accel.guard.comparison import Comparison as Finding
 from accel.profiler.trial import Outcome
 from accel.profiler.trial_driver import TrialResult
 from accel.report import Status, StrategyRow
@@ -34,9 +34,6 @@ def remove(state: SearchState, name: str, why: str, *, is_slower: bool = False) 
     """Undo a strategy of the plan.
 
     Args:
-        state: of the search.
-        name: of the strategy.
-        why: for the report.
         is_slower: it does not pay as things are; what was kept out of its turn has that on a quiet host.
     """
     candidate = state.candidates[name]
@@ -110,6 +107,24 @@ def announce(state: SearchState, candidate: Candidate) -> None:
     if state.announced.get(candidate.name) != news:
         state.announced[candidate.name] = news
         state.announce(row)
+
+
+def remember(state: SearchState, *, ended: bool = False) -> None:
+    """Keep what is known by now for the next run.
+
+    Args:
+        ended: the run is over.
+    """
+    plan = state.lasting_plan()
+    undone = [each.row for each in state.candidates.values() if each.row.status == "undone" and not each.is_pending]
+    lost = {
+        row.name: ", ".join(filter(None, ("" if row.gain is None else f"{row.gain:.2f}x", row.why[:200])))
+        for row in undone
+        if not is_open(state, state.candidates[row.name])
+    }
+    speedup = state.closing.gain if state.closing is not None and plan == state.closed_plan else None
+    names = {row.name for row in undone}
+    state.recollection.store(plan, lost, names, speedup, state.elapsed_s, ended=ended)
 
 
 def _join(row: StrategyRow, outcome: Outcome) -> None:

@@ -1,14 +1,16 @@
-"""The journal: builds the report from the controller's state, prints it and writes the files."""
+"""The report of a run: built from the search's state, printed and written to files; and lines while the run goes on."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
+import logging
 import os
 import platform
 import shlex
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Container, Iterable
 from datetime import datetime
 from importlib import import_module
 from pathlib import Path
@@ -19,19 +21,18 @@ from torch.nn.parameter import is_lazy
 
 import accel
 from accel.profiler import stderr
-from accel.profiler.diagnose.consistency import PhaseShares
 from accel.profiler.interruptions import ours
-from accel.profiler.naming import PHASES_OF
 from accel.profiler.report import utf8
 from accel.report import NOTHING_REMEMBERED, BatchRow, Machine, Report, State, StrategyRow
-from accel.run import Run
+from accel.run import Run, ranks
 from accel.run.machine import machine_name
-from accel.search import controller as search
+from accel.search import outlook
 from accel.search.plan import Choices, Plan, fingerprint
 from accel.search.state import SearchState
-from accel.search.takeover import remember
-from accel.session.announcer import Announcer
+from accel.search.verdicts import remember
 from accel.session.session import Session
+
+log = logging.getLogger("accel")
 
 _ANATOMIES = ("anatomy_before", "anatomy_after")
 _MEASURED = (
@@ -40,15 +41,6 @@ _MEASURED = (
     *_ANATOMIES,
 )
 """Fields of a report that hold what was measured of a finished plan."""
-_LIMITS = {
-    "host.oversubscribed": "crowded cores",
-    "host.own_processes": "crowded cores",
-    "host.gc": "garbage collection",
-    "outside.periodic": "stalls",
-    "outside.checkpoint": "checkpoints",
-    "outside.evaluation": "evaluations",
-}
-"""Cause → its name in the report, where the bottleneck's name would be mistaken for a phase of the step."""
 
 
 class BatchHistory(Protocol):
@@ -70,16 +62,51 @@ class BatchHistory(Protocol):
         """Changes of the batch size, the user's own first."""
 
 
+class Announcer:
+    """Print messages for the user; decisions of the first search are logged, and their outcome is the report's."""
+
+    def __init__(self) -> None:
+        self._printed: set[str] = set()
+        self._kept: set[str] = set()
+        self._prints_decisions = False
+
+    @property
+    def has_printed(self) -> bool:
+        """True if a line was printed."""
+        return bool(self._printed)
+
+    def say(self, line: str) -> None:
+        """Print one line, once, on the rank that prints."""
+        if line not in self._printed and ranks.leads():
+            self._printed.add(line)
+            stderr.write(f"accel: {line}")
+
+    def search_has_ended(self) -> None:
+        """The report has been printed: from now on, print what changes the plan."""
+        self._prints_decisions = True
+
+    def announce(self, row: StrategyRow) -> None:
+        """Log a decision; print it if it changes the plan that was reported."""
+        changes_plan = row.status == "kept" or row.name in self._kept
+        if row.status == "kept":
+            self._kept.add(row.name)
+        else:
+            self._kept.discard(row.name)
+        prints = self._prints_decisions and changes_plan
+        if not prints and not log.isEnabledFor(logging.DEBUG):
+            return
+        from accel.report.optimize_document import decision_line  # brings rich: only where there is something to print
+
+        line = decision_line(row)
+        log.debug(line)
+        if prints:
+            stderr.write(line)
+
+
 class Journal:
     """Keep the report of one run.
 
     Args:
-        run: the run.
-        session: its steps, and the strategies that are on.
-        controller: the decisions, and their reasons.
-        announcer: prints lines for the user.
-        allow: the exactness asked for.
-        budget: the budget, as text.
         report: a `.json` or `.html` file, a folder, or None for the terminal alone.
         replayed: the plan that is replayed, None if one is searched for.
     """
@@ -140,7 +167,7 @@ class Journal:
         """
         report = self.report()  # whose conclusions stand while another search runs
         tried = self._controller.has_tried
-        if self._reported is None and search.is_too_early(self._controller):
+        if self._reported is None and outlook.is_too_early(self._controller):
             return False
         if self._reported is None or (tried and self._reported == "nothing tried"):
             from accel.report.summary import summary  # brings rich: only where there is something to print
@@ -153,7 +180,7 @@ class Journal:
 
     def finish(self) -> None:
         """The run is over, or accel was undone: write the files with the last numbers."""
-        if self._finished or not self._leads():
+        if self._finished or self._session.rank:
             return
         self._finished = True
         if self._session.failed:
@@ -165,46 +192,38 @@ class Journal:
     def say_how_it_ended(self) -> None:
         """The process ends: print a line if no outcome of the search has been printed."""
         report = self.report()
-        if self._leads() and (what := self._ending(report)):
+        if not self._session.rank and (what := self._ending(report)):
             self._announcer.say(what)
 
     def _ending(self, report: Report) -> str:
         if report.state == "done" and self._reported is None:
             untried = ", ".join(row.name for row in report.rows if row.status == "not tried")
             what = f"{report.model} {report.verdict()}" + (f"; not tried yet: {untried}" if untried else "")
-            why, remedy = search.why_open(self._controller)
+            why, remedy = outlook.why_open(self._controller)
             return f"{what}: {why}; {remedy}" if untried and why else what
         if report.state != "interrupted":
             return ""
         if report.steps == 0:
             what = f"no training step of {report.model} was seen"
             return "" if self._announcer.has_printed else what
-        why, remedy = search.why_open(self._controller)
+        why, remedy = outlook.why_open(self._controller)
         what = f"the run ended after {report.steps} steps, before the search for {report.model} had a verdict"
         kept = report.kept_text() or ", ".join(report.plan)
         stored = None if report.cache.startswith(NOTHING_REMEMBERED) else self._controller.recollection.stored
         begins = f"; the next run begins with {', '.join(stored.plan)}" if kept and stored and stored.plan else ""
         return f"{what} ({why}); kept so far: {kept or 'nothing'}{begins}; {remedy}"
 
-    def _leads(self) -> bool:
-        return self._session.rank == 0
-
     def _write(self, report: Report) -> None:
-        if self.target is None:
-            return
         try:
-            self._save(report, self.target)
+            if self.target is not None and self.target.suffix in (".json", ".html"):
+                report.save(self.target)
+            elif self.target is not None:
+                report.save(self.target / "report.json")
+                report.save(self.target / "report.html")
+                self.plan(report).save(self.target / "plan.json")
         # A full disk, or a setting that JSON does not know, must neither end the plan nor raise from `undo`.
         except ours(OSError, TypeError, ValueError) as error:
             stderr.write(f"accel: the report could not be written: {error}")
-
-    def _save(self, report: Report, target: Path) -> None:
-        if target.suffix in (".json", ".html"):
-            report.save(target)
-            return
-        report.save(target / "report.json")
-        report.save(target / "report.html")
-        self.plan(report).save(target / "plan.json")
 
     @property
     def kept(self) -> Choices:
@@ -242,9 +261,9 @@ class Journal:
         report.remembered, report.cache = controller.recollection.text, controller.recollection.note
         report.samples_per_step = session.samples_per_step or None
         report.break_even_step = controller.break_even_step()
-        self._speed(report, controller)
+        _speed(report, controller)
         _anatomy(report, controller)
-        _limit(report, controller)
+        outlook.limit(report, controller)
         report.training_same = _training_same(report)
         if self.batch is not None:
             report.max_batch_size, report.progress = self.batch.max_batch_size, self.batch.progress
@@ -256,7 +275,7 @@ class Journal:
         return report
 
     def _with_note(self, row: StrategyRow) -> StrategyRow:
-        note = self._session.switchboard.note(row.name) if row.status == "kept" else ""
+        note = self._controller.candidates[row.name].comparison.note if row.status == "kept" else ""
         return dataclasses.replace(row, why=f"{row.why}; {note}") if note else row
 
     def _stand_by(self, report: Report, controller: SearchState) -> None:
@@ -291,16 +310,6 @@ class Journal:
             return "searching"
         return "done" if self._replayed is None else "replayed"
 
-    def _speed(self, report: Report, controller: SearchState) -> None:
-        closing = controller.closed
-        report.plain_ms = report.accel_ms = report.speedup = report.speedup_low = report.speedup_high = None
-        if closing is not None:
-            report.plain_ms, report.accel_ms = closing.before_ms, closing.after_ms
-            report.speedup, report.speedup_low, report.speedup_high = closing.gain, closing.low, closing.high
-        elif not controller.searching and not controller.plan and controller.plain_ms:
-            report.plain_ms = report.accel_ms = controller.plain_ms
-            report.speedup = 1.0
-
     def _unseen(self, session: Session) -> list[str]:
         unseen = ["the loss: outputs, gradients and updates were compared instead"]
         if not self._is_on_gpu:
@@ -326,6 +335,18 @@ def _latest(concluded: StrategyRow, present: StrategyRow) -> StrategyRow:
     return present if is_decided else copy.deepcopy(concluded)
 
 
+def _speed(report: Report, controller: SearchState) -> None:
+    """Set the step times before and after, and the speed-up, as the closing trial has shown them."""
+    closing = controller.closed
+    report.plain_ms = report.accel_ms = report.speedup = report.speedup_low = report.speedup_high = None
+    if closing is not None:
+        report.plain_ms, report.accel_ms = closing.before_ms, closing.after_ms
+        report.speedup, report.speedup_low, report.speedup_high = closing.gain, closing.low, closing.high
+    elif not controller.searching and not controller.plan and controller.plain_ms:
+        report.plain_ms = report.accel_ms = controller.plain_ms
+        report.speedup = 1.0
+
+
 def _anatomy(report: Report, controller: SearchState) -> None:
     """Set both anatomies, scaled to the reported step times: they were measured outside the closing trial."""
     parts = [controller.anatomy_before, controller.anatomy_after]
@@ -337,24 +358,29 @@ def _anatomy(report: Report, controller: SearchState) -> None:
         setattr(report, name, {phase: seconds * factor for phase, seconds in part.items()})
 
 
-def _limit(report: Report, controller: SearchState) -> None:
-    """Set what limits the run, with a share that agrees with the anatomy."""
-    diagnosis = controller.diagnosis if controller.plan or controller.searching else controller.plain_diagnosis
-    total = sum(report.anatomy_after.values())
-    shares = {phase: ms / total for phase, ms in report.anatomy_after.items()} if total > 0 else {}
-    report.bottleneck, report.bottleneck_share, report.bottleneck_advice = "", None, ""
-    if diagnosis.findings:
-        finding = diagnosis.findings[0]
-        report.bottleneck = _LIMITS.get(finding.cause, finding.bottleneck)
-        report.bottleneck_share = finding.share
-        if finding.cause not in _LIMITS:
-            report.bottleneck_share = min(finding.share, PhaseShares(shares=shares).room(finding.cause))
-        report.bottleneck_advice = f"{finding.title}: {finding.remedy}"
-    elif shares:
-        parts = {part: sum(shares.get(phase, 0.0) for phase in phases) for part, phases in PHASES_OF.items()}
-        largest = max(parts, key=lambda part: parts[part])
-        report.bottleneck, report.bottleneck_share = largest.value, parts[largest]
-        report.bottleneck_advice = "the largest part; nothing else stands out"
+def numbered(report: Path, model: int) -> Path:
+    """Return where the report of the n-th model goes: a file or a folder beside that of the first."""
+    if model == 1:
+        return report
+    if report.suffix in (".json", ".html"):
+        return report.with_name(f"{report.stem}-{model}{report.suffix}")
+    return report.with_name(f"{report.name}-{model}")  # a folder, such as lr0.001
+
+
+def own_place(report: str | None, taken: Container[Path | None], model: str, say: Callable[[str], None]) -> Path | None:
+    """Return where the report of a model goes: beside those of others that were to go to the same place.
+
+    Args:
+        report: the place that was asked for, None for the terminal alone.
+        taken: where the reports of other models go.
+    """
+    if report is None:
+        return None
+    places = (numbered(Path(report), number) for number in itertools.count(1))
+    place = next(place for place in places if place not in taken)
+    if place != Path(report):
+        say(f"{report} has the report of another model; that of {model} goes to {place}")
+    return place
 
 
 def _whole_text(target: Path | None) -> str:

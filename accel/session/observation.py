@@ -28,7 +28,6 @@ class Observation:
 
     Args:
         clock: receives the times of the backward pass.
-        run: the user's objects.
         number: tells the number of the step that ends.
         counts: returns whether the loop's own step is under way, and neither a rest nor a block that is not measured.
     """

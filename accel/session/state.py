@@ -35,6 +35,8 @@ class RunState:
 
     def __init__(self) -> None:
         self.mode = Mode.MEASURING
+        self.is_alone = True
+        """No other rank takes the same steps: with several, all of them end a rest together."""
         self._rest_left = 0
 
     def rest(self, steps: int) -> None:
@@ -50,8 +52,9 @@ class RunState:
         return self._rest_left == 0
 
     def wake(self) -> None:
-        """Let the next step of rest be the last one."""
-        self._rest_left = min(self._rest_left, 1)
+        """Let the next step of rest be the last one, on a rank that is alone: the controller has news."""
+        if self.is_alone:
+            self._rest_left = min(self._rest_left, 1)
 
     @contextlib.contextmanager
     def suspended(self) -> Iterator[None]:

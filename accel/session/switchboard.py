@@ -11,7 +11,6 @@ from accel.run.context import Run
 from accel.run.ranks import Ranks
 from accel.search.plan import Choices
 from accel.strategies.base import Exactness, NothingHelps, Strategy, designed, is_collective
-from accel.strategies.trial_design import FurtherCheck
 
 log = logging.getLogger("accel")
 
@@ -38,14 +37,12 @@ class Switchboard:
         tripped: Callable[[], None],
     ) -> None:
         self._run = run
-        self._strategies = strategies
+        self.strategies = strategies
         self._suspected, self._tripped = suspected, tripped
         self.active: Choices = {}
         """What is on now."""
         self.trips: dict[str, str] = {}
         """Strategy → why it was switched off, since the last action began."""
-
-    # -- plans ---------------------------------------------------------------------------------------------------------
 
     def switch(self, plan: Choices) -> None:
         """Switch strategies off and on until `plan` is what is on."""
@@ -57,7 +54,7 @@ class Switchboard:
 
     def switch_together(self, plan: Choices, ranks: Ranks) -> None:
         """Switch; a strategy that all ranks must switch together goes off again if it failed on one of them."""
-        new = [n for n in plan if is_collective(self._strategies[n]) and self.active.get(n, self) != plan[n]]
+        new = [n for n in plan if is_collective(self.strategies[n]) and self.active.get(n, self) != plan[n]]
         self.switch(plan)
         if not new:
             return
@@ -71,34 +68,28 @@ class Switchboard:
     def _on(self, name: str, setting: Any) -> None:
         self.active[name] = setting  # first: what Ctrl-C leaves half on is switched off like what is on
         try:
-            self._strategies[name].enable(self._run, setting)
+            self.strategies[name].enable(self._run, setting)
         except ours() as error:
             self.active.pop(name, None)
             failed = f"it could not be switched on: {type(error).__name__}: {error}"
             self.trips[name] = str(error) if isinstance(error, NothingHelps) else failed
             with Tolerated(f"{name} could not be switched off"):
-                self._strategies[name].disable(self._run)
+                self.strategies[name].disable(self._run)
             return
-        if self._strategies[name].touches & _SUSPECT:
+        if self.strategies[name].touches & _SUSPECT:
             self._suspected()
 
     def _off(self, name: str) -> None:
         try:
-            self._strategies[name].disable(self._run)
+            self.strategies[name].disable(self._run)
         except ours() as error:
             self.trips[name] = f"it could not be switched off: {type(error).__name__}: {error}"
         self.active.pop(name, None)  # last, for the same reason
 
-    def note(self, name: str) -> str:
-        """Return what a strategy adds to why it was kept."""
-        return designed(self._strategies[name], self._run).note
-
-    # -- trips ---------------------------------------------------------------------------------------------------------
-
     def take_trips(self) -> dict[str, str]:
         """Return the trips, and clear them; a strategy that has stopped acting by itself has tripped, too."""
         for name in list(self.active):
-            if why := self._strategies[name].failure(self._run):
+            if why := self.strategies[name].failure(self._run):
                 self._off(name)
                 self.trips[name] = why
         trips, self.trips = self.trips, {}
@@ -116,74 +107,45 @@ class Switchboard:
             self.trips[name] = why
         log.warning("accel: %s was switched off: %s", ", ".join(newest), why)
 
-    def drop_fetching(self, why: str) -> None:
-        """Switch off what acts on the loader."""
-        for name in [n for n in self.active if self._strategies[n].touches == {"input"}]:
+    def drop_fetching(self, why: str, *, for_good: bool = False) -> None:
+        """Switch off what acts on the loader; `for_good` to release what it has made, too."""
+        on_fetching = [name for name, strategy in self.strategies.items() if strategy.touches == {"input"}]
+        for name in [name for name in self.active if name in on_fetching]:
             self._off(name)
             self.trips[name] = why
         self._tripped()
-
-    # -- what strategies declare ---------------------------------------------------------------------------------------
+        self.close(on_fetching if for_good else ())
 
     def suspects(self) -> list[str]:
         """Return the strategies that are on and could make an output or a gradient wrong."""
-        return [name for name in self.active if self._strategies[name].touches & _SUSPECT]
-
-    @property
-    def needs_calls(self) -> bool:
-        """Whether the model's calls must be watched: something wraps them, or could make an output wrong."""
-        return self._run.gate.wrapped or bool(self.suspects())
+        return [name for name in self.active if self.strategies[name].touches & _SUSPECT]
 
     def new_in(self, plan: Choices) -> list[str]:
         """Return the strategies of a plan that are not on with its settings; all of them if the whole plan is on."""
         return [n for n, setting in plan.items() if n not in self.active or self.active[n] != setting] or list(plan)
 
-    def touched_by(self, names: Iterable[str]) -> set[str]:
-        """Return what these strategies touch."""
-        return set().union(*(self._strategies[name].touches for name in names))
-
     def acting_on(self, what: str, plan: Choices) -> Choices:
         """Return the part of a plan that touches `model`, `optimizer` or `input`."""
-        return {name: setting for name, setting in plan.items() if what in self._strategies[name].touches}
+        return {name: setting for name, setting in plan.items() if what in self.strategies[name].touches}
 
     def exactness(self, plan: Iterable[str]) -> Exactness:
         """Return how far a plan may move the numbers."""
-        return max((self._strategies[name].exactness for name in plan), default=Exactness.EXACT)
-
-    def further_checks(self, plan: Iterable[str]) -> dict[str, FurtherCheck]:
-        """Return the checks that strategies of a plan have beside the guard's."""
-        checks = {name: designed(self._strategies[name], self._run).further_check for name in plan}
-        return {name: check for name, check in checks.items() if check is not None}
-
-    def close_strategies(self, names: Iterable[str]) -> None:
-        """Release what these strategies, which are off, have made."""
-        for name in names:
-            self._strategies[name].close(self._run)
+        return max((self.strategies[name].exactness for name in plan), default=Exactness.EXACT)
 
     def collective(self) -> Choices:
         """Return what is on and must be switched by all ranks at the same step."""
-        return {name: setting for name, setting in self.active.items() if is_collective(self._strategies[name])}
+        return {name: setting for name, setting in self.active.items() if is_collective(self.strategies[name])}
 
-    # -- resources of strategies ---------------------------------------------------------------------------------------
+    def idle(self) -> list[str]:
+        """Return the strategies that are off, and prepare nothing."""
+        off = [name for name in self.strategies if name not in self.active]
+        return [name for name in off if not designed(self.strategies[name], self._run).is_preparing]
 
-    def close_idle(self) -> None:
-        """Release the resources of strategies that are off."""
-        for name, strategy in self._strategies.items():
-            if name not in self.active and not designed(strategy, self._run).is_preparing:
-                strategy.close(self._run)
-
-    def close_fetching(self) -> None:
-        """Release the resources of strategies that act on the loader."""
-        for strategy in self._strategies.values():
-            if strategy.touches == {"input"}:
-                strategy.close(self._run)
-
-    def close(self, keep: Choices) -> None:
-        """Release the resources of all strategies but those that stay on."""
-        for name, strategy in self._strategies.items():
-            if name not in keep:
-                with Tolerated(f"{name} could not be closed"):
-                    strategy.close(self._run)
+    def close(self, names: Iterable[str]) -> None:
+        """Release what these strategies, which are off, have made."""
+        for name in names:
+            with Tolerated(f"{name} could not be closed"):
+                self.strategies[name].close(self._run)
 
 
 def _failed_somewhere(trips_by_rank: list[dict[str, str]]) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""What is usual in a loop: the steps that are measured are those that are like most others.
+"""Which steps are measured: those that are like most others, or, in an action that counts one, those of an epoch.
 
 An epoch's first step includes starting the loader, and its last may have fewer samples. Where every epoch has one
 batch, or batches differ in size, as those of a token budget do, nothing can be told apart, and every step counts.
@@ -10,6 +10,7 @@ from collections import Counter, deque
 from collections.abc import Collection, Hashable, Iterable
 
 from accel.profiler.phases import Measurement
+from accel.search.actions import Action, Result
 
 _LOOKED_AT, _FEW = 64, 8
 """Steps by which the usual one is known; of fewer, an epoch's first is always odd."""
@@ -19,6 +20,8 @@ _JUDGED_BY = 5
 """Steps by whose batches the usual shape is judged, at the least."""
 _USUAL_SHAPE = 0.8
 """Share of them that has it: one odd batch in four is not a variation."""
+_REPEATED = 50
+"""Steps that count as an epoch where the loop repeats batches, and no epoch begins any more."""
 
 
 class UsualSteps:
@@ -93,3 +96,83 @@ class UsualBatch:
             return 1.0
         self._grown, growth, self._growth = self.shape, self._growth, 1.0
         return growth
+
+
+class WholeEpoch:
+    """Book each step of the first epoch that begins within an action.
+
+    Args:
+        begun: epochs that had begun when the action began.
+    """
+
+    def __init__(self, begun: int = 0) -> None:
+        self._before, self._counted = begun, 0
+
+    def book(self, measured: Measurement, result: Result, begun: int, are_repeated: bool) -> bool:
+        """Book a step if it is one of that epoch; return whether the epoch has ended before this step.
+
+        Args:
+            are_repeated: the loop repeats batches that it has kept.
+        """
+        if are_repeated:
+            result.measurements.append(measured)
+            return len(result.measurements) >= _REPEATED
+        is_counting = bool(result.measurements)
+        if measured.first and begun > (self._counted if is_counting else self._before):
+            if is_counting:
+                return True  # the loop has left the epoch before its end
+            self._counted, is_counting = begun, True
+        if is_counting:
+            result.measurements.append(measured)
+        return False
+
+
+class ActionSteps:
+    """The steps of the action under way: which are measured, and what they took."""
+
+    def __init__(self) -> None:
+        self.action: Action | None = None
+        """What is under way; None before the first boundary."""
+        self.result = Result()
+        self.usual, self.batch = UsualSteps(), UsualBatch()
+        self.is_left_out = False
+        """The present step's time is not that of others."""
+        self._whole_epoch = WholeEpoch()
+
+    @property
+    def usual_batch(self) -> tuple[int, Hashable]:
+        """Samples of most steps, 0 if unknown, and the shape of most batches."""
+        return self.usual.size, self.batch.shape
+
+    def begin(self, action: Action, epochs: int) -> None:
+        """Begin an action, after so many epochs have begun."""
+        self.action, self.result, self._whole_epoch = action, Result(), WholeEpoch(epochs)
+
+    def forget(self, growth: float) -> None:
+        """Forget the times of the action so far; batches are so many times as large now."""
+        self.result.forget_steps()
+        self.batch.resize(growth)
+
+    def add(self, measured: Measurement, epochs: int, *, are_repeated: bool) -> bool:
+        """Take in a step that has ended; return whether it was the action's last.
+
+        Args:
+            are_repeated: the loop repeats batches that it has kept.
+        """
+        action, result = self.action, self.result
+        assert action is not None
+        result.steps += 1
+        result.elapsed_s += measured.seconds
+        is_left_out, self.is_left_out = self.is_left_out, False
+        if not is_left_out:
+            self.usual.add(measured)
+        if action.whole_epoch:
+            is_counted = not (are_repeated and is_left_out)
+            return is_counted and self._whole_epoch.book(measured, result, epochs, are_repeated)
+        if not is_left_out and not self.usual.is_odd(measured):
+            if len(result.settling) < action.settle:
+                result.settling.append(measured.seconds)
+                result.settling_steps.append(measured.step)
+            else:
+                result.measurements.append(measured)
+        return len(result.measurements) >= action.steps

@@ -14,64 +14,20 @@ import platform
 import statistics
 from collections.abc import Generator
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from accel.profiler.bottleneck import Bottleneck
 from accel.profiler.trial import Arm, TrialConfig, Verdict
 from accel.profiler.trial_driver import Block, Comparing, Steps, TrialResult, before_and_after, drive
 from accel.run import Run
-from accel.strategies.base import Exactness, Strategy
-from accel.strategies.process_setting import ProcessSetting
+from accel.strategies.base import Exactness
+from accel.strategies.process_setting import ProcessSetting, ProcessSwitch
 from accel.strategies.trial_design import Terms, TrialDesign
 
 try:
     from resource import RUSAGE_SELF, getrusage
 except ImportError:  # Windows
     getrusage = None  # type: ignore[assignment]
-
-
-class Allocator(Strategy):
-    """Raise glibc's thresholds by `mallopt`: no `mmap` for single requests, no trimming of the heap.
-
-    The numbers are the same bits. The process keeps its largest memory use instead of returning it between steps.
-
-    Source: `mallopt(3)`; glibc manual, section Malloc Tunable Parameters.
-    """
-
-    name = "allocator"
-    summary = "freed memory stays with the process (mallopt)"
-    treats = frozenset({Bottleneck.MEMORY, Bottleneck.COMPUTE, Bottleneck.OPTIMIZER})
-    exactness = Exactness.EXACT
-    touches = frozenset()
-
-    def __init__(self) -> None:
-        self._has_been_on = False
-
-    def refusal(self, run: Run) -> str:
-        """Say why it does not apply: a GPU, on already, another allocator, or thresholds that the user has set."""
-        if run.device.type != "cpu":
-            return f"the model's memory is not the CPU's but that of {run.device.type}"
-        if _KEEPING.is_used_beside(self):
-            return "it is on already, for another model of this process"
-        return _refusal()
-
-    def comparison(self, run: Run) -> TrialDesign:
-        """Judge it by page faults, too; the heap grows to what a step needs while it settles."""
-        return ByPageFaults(settle_steps=2)
-
-    def enable(self, run: Run, setting: Any) -> None:
-        """Raise the thresholds."""
-        self._has_been_on = True
-        _KEEPING.use(self, True)
-
-    def disable(self, run: Run) -> None:
-        """Set the thresholds as they were, unless another model wants them so; glibc no longer moves them."""
-        _KEEPING.leave(self)
-
-    def close(self, run: Run) -> None:
-        """Return what lies free, unless it is on."""
-        if self._has_been_on and not _KEEPING.is_used():
-            _libc().malloc_trim(0)
 
 
 # Parameters of mallopt and glibc's own limits, from malloc.h and malloc/malloc.c.
@@ -159,7 +115,37 @@ def _keep_freed(keep: bool) -> None:
         _set(_MMAP_MAX, _DEFAULT_MMAP_MAX)
 
 
-_KEEPING = ProcessSetting(lambda: False, _keep_freed)
+class Allocator(ProcessSwitch):
+    """Raise glibc's thresholds by `mallopt`: no `mmap` for single requests, no trimming of the heap.
+
+    The numbers are the same bits. The process keeps its largest memory use instead of returning it between steps.
+
+    Source: `mallopt(3)`; glibc manual, section Malloc Tunable Parameters.
+    """
+
+    name = "allocator"
+    summary = "freed memory stays with the process (mallopt)"
+    treats = frozenset({Bottleneck.MEMORY, Bottleneck.COMPUTE, Bottleneck.OPTIMIZER})
+    exactness = Exactness.EXACT
+    touches = frozenset()
+    switch = ProcessSetting(lambda: False, _keep_freed)
+
+    def refusal(self, run: Run) -> str:
+        """Say why it does not apply: a GPU, on already, another allocator, or thresholds that the user has set."""
+        if run.device.type != "cpu":
+            return f"the model's memory is not the CPU's but that of {run.device.type}"
+        if self.switch.is_used_beside(self):
+            return "it is on already, for another model of this process"
+        return _refusal()
+
+    def comparison(self, run: Run) -> TrialDesign:
+        """Judge it by page faults, too; the heap grows to what a step needs while it settles."""
+        return ByPageFaults(settle_steps=2)
+
+    def close(self, run: Run) -> None:
+        """Return what lies free, unless it is on."""
+        if _thresholds and not self.switch.is_used():
+            _libc().malloc_trim(0)
 
 
 # -- how it is judged --------------------------------------------------------------------------------------------------
@@ -243,10 +229,8 @@ def _judged(result: TrialResult, share: float, saved: float, config: TrialConfig
     peak anyway. If it saves none, that it gives nothing is no verdict on it.
 
     Args:
-        result: of the comparison before and after.
         share: of the plain step that page faults take at most.
         saved: page faults of a step that it saves.
-        config: the statistics.
     """
     outcome = result.outcome
     assert outcome is not None

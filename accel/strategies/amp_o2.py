@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from accel.precision import why_no_bfloat16
 from accel.profiler.bottleneck import Bottleneck
 from accel.run import Run
 from accel.run.gate import Call
@@ -35,12 +36,10 @@ class AmpO2(Strategy):
 
     def refusal(self, run: Run) -> str:
         """Say why it does not apply: an autocast of the loop's own, weights that aren't fp32, a device that can't."""
-        if run.observed.autocast:
-            return "the loop runs the model under an autocast of its own"
+        if why := why_no_bfloat16(run):
+            return why
         if "_accel_mixed_call" in vars(getattr(run.model, "module", run.model)):
             return "the model is decorated by accel.amp already"
-        if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in run.optimizers):
-            return "LBFGS builds its curvature from differences of gradients, which bfloat16 rounds away"
         dtypes = {p.dtype for p in run.model.parameters() if p.is_floating_point()}
         if dtypes != {torch.float32}:
             return f"the model's weights are not all fp32 ({', '.join(sorted(map(str, dtypes))) or 'no parameters'})"
@@ -48,8 +47,6 @@ class AmpO2(Strategy):
             return "the model's weights are sharded; fully_shard has a MixedPrecisionPolicy"
         if getattr(run.model, "broadcast_buffers", False) and any(_are_cast(run.model)):
             return "DistributedDataParallel broadcasts buffers of the model, which each call casts"
-        if run.cuda and not torch.cuda.is_bf16_supported(including_emulation=False):
-            return "the GPU has no bfloat16 arithmetic (compute capability 8.0 or newer has)"
         return ""
 
     def enable(self, run: Run, setting: Any) -> None:

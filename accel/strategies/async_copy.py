@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from accel.profiler.bottleneck import Bottleneck
 from accel.run import Run
-from accel.strategies.base import Exactness, Strategy
+from accel.strategies.base import Exactness, Strategy, needs_cuda
 
 if TYPE_CHECKING:
     from accel.dataio.engine.transfer import AheadCopier
@@ -32,8 +32,8 @@ class AsyncCopy(Strategy):
 
     def refusal(self, run: Run) -> str:
         """Say why it does not apply: no CUDA, or nobody has asked for it."""
-        if not run.cuda:
-            return "it needs a CUDA device; the model is on the " + run.device.type.upper()
+        if why := needs_cuda(run):
+            return why
         return "" if self.name in run.enabled else f"{_SEEN}; enable=({self.name!r},) tries it"
 
     def enable(self, run: Run, setting: Any) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from accel.precision import why_no_bfloat16
 from accel.profiler.bottleneck import Bottleneck
 from accel.profiler.trees import map_tensors
 from accel.run import Run
@@ -34,15 +35,11 @@ class AutocastBf16(Strategy):
 
     def refusal(self, run: Run) -> str:
         """Say why it does not apply: the loop has its own autocast, the weights aren't fp32, or the device can't."""
-        if run.observed.autocast:
-            return "the loop runs the model under an autocast of its own"
-        if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in run.optimizers):
-            return "LBFGS builds its curvature from differences of gradients, which bfloat16 rounds away"
+        if why := why_no_bfloat16(run):
+            return why
         dtypes = {p.dtype for p in run.model.parameters()}
         if torch.float32 not in dtypes:
             return f"the model has no fp32 parameter ({', '.join(sorted(map(str, dtypes))) or 'no parameters'})"
-        if run.cuda and not torch.cuda.is_bf16_supported(including_emulation=False):
-            return "the GPU has no bfloat16 arithmetic (compute capability 8.0 or newer has)"
         if run.device.type not in ("cpu", "cuda"):
             return f"it is written for CPU and CUDA, the model is on {run.device.type}"
         return ""

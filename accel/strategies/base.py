@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from enum import IntEnum
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from accel.exactness import Exactness as Exactness
+from accel.guard.alone import is_sharded
 from accel.profiler.bottleneck import Bottleneck
 from accel.profiler.interruptions import ours
 from accel.strategies.trial_design import TrialDesign
@@ -17,24 +18,6 @@ if TYPE_CHECKING:
 
 class NothingHelps(Exception):
     """What `Strategy.enable` raises to decline: it looked, and its message says with numbers why nothing would help."""
-
-
-class Exactness(IntEnum):
-    """How far the numbers may move; a higher value moves them further."""
-
-    EXACT = 0
-    """The same bits."""
-    REORDERED = 1
-    """The same precision, another order of summation."""
-    REDUCED = 2
-    """Fewer bits somewhere: TF32, bfloat16, fp16 with master weights."""
-    LOSSY = 3
-    """Information is left out and fed back later: gradient compression."""
-
-    @property
-    def word(self) -> str:
-        """The name users write in `allow=`."""
-        return self.name.lower()
 
 
 class Strategy(ABC):
@@ -115,12 +98,29 @@ def asked(refusal: Callable[[], str]) -> str:
         return f"its check of the run failed: {type(error).__name__}: {error}"
 
 
+def why_not(strategy: Strategy, run: Run) -> str:
+    """Return why a strategy does not apply to a run, by its own word and for what holds for all of its kind."""
+    acts_on_model = "model" in strategy.touches
+    if acts_on_model and run.observed.uncalled:
+        return run.observed.uncalled
+    if why := asked(lambda: strategy.refusal(run)):
+        return why
+    if acts_on_model and is_sharded(run.model):  # after it: that looks at all modules
+        return "the model is sharded (FSDP, tensor parallel), which replays can't compare"
+    return run.refused_elsewhere.get(strategy.name, "")
+
+
 def designed(strategy: Strategy, run: Run) -> TrialDesign:
     """Ask how a strategy is judged; one that can't say of this run is judged by blocks, if it applies at all."""
     try:
         return strategy.comparison(run)
     except ours():
         return TrialDesign()
+
+
+def needs_cuda(run: Run) -> str:
+    """Say that a strategy needs a CUDA device; '' where the model is on one."""
+    return "" if run.cuda else f"it needs a CUDA device; the model is on the {run.device.type.upper()}"
 
 
 def is_collective(strategy: Strategy) -> bool:

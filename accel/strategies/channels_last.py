@@ -114,7 +114,6 @@ class ChannelsLast(Strategy):
 
         Args:
             own: the loop's tensors, by the ids of what the call has got for them.
-            outputs: of the call.
         """
         returned = tensors(outputs)
         orders = self._observed.orders_of(returned)

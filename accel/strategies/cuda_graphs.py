@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,7 @@ from accel.profiler.bottleneck import Bottleneck
 from accel.run import Run
 from accel.run.context import Shapes, shapes_of
 from accel.run.gate import Call
-from accel.strategies.base import Exactness, NothingHelps, Strategy
+from accel.strategies.base import Exactness, NothingHelps, Strategy, needs_cuda
 from accel.strategies.trial_design import Replay, TrialDesign
 
 if TYPE_CHECKING:
@@ -19,6 +20,10 @@ if TYPE_CHECKING:
     from accel.guard.guard import Comparison as Finding
     from accel.guard.guard import Recording
 
+_SETS = 2
+"""Of activations: the graph's own, which stay as long as it is kept, and those of an eager call beside it. The loop
+makes such calls in the blocks of a trial without graphs, and whenever inputs are of another kind."""
+_GIB = 2**30
 _WATCHED = 3
 """Calls that are watched before a capture: which outputs get gradients, and whether those are differentiated again."""
 
@@ -57,8 +62,8 @@ class CudaGraphs(Strategy):
 
     def refusal(self, run: Run) -> str:
         """Say why it does not apply: no CUDA, several ranks, graphs of the loop's own, inputs of many shapes."""
-        if not run.cuda:
-            return "it needs a CUDA device; the model is on the " + run.device.type.upper()
+        if why := needs_cuda(run):
+            return why
         if run.world_size > 1:
             return "capture the model before wrapping it in DistributedDataParallel (accel.graphs.capture)"
         if self._is_captured(run):
@@ -80,7 +85,7 @@ class CudaGraphs(Strategy):
         calls = self._calls_of(run)
         if run.cuda:
             self._measure_step(run)
-        if calls.why_eager or calls.is_warm:
+        if calls.why_eager or calls.seen.is_warm:
             return ""
         calls.may_capture = False
         self._wrap(run)
@@ -117,14 +122,10 @@ class CudaGraphs(Strategy):
 
     def _no_room(self, run: Run) -> str:
         """Say why there is no room for a capture."""
-        from accel.graphs.room import memory_of, why_no_room
-
         return why_no_room(memory_of(run.device), self._measure_step(run))
 
     def _measure_step(self, run: Run) -> int:
         """Return the bytes that a step needs at most, as was seen at boundaries: in the guard's, copies are beside."""
-        from accel.graphs.room import memory_of
-
         shapes = run.observed.usual_shapes
         if self._step is None or self._step[0] != shapes:
             self._step = shapes, memory_of(run.device).of_a_step
@@ -136,8 +137,6 @@ class CudaGraphs(Strategy):
         """Return whether an eager step may not have room beside the graphs."""
         if not run.cuda or self._step is None or self._calls is None or not self._calls.has_graphs:
             return False
-        from accel.graphs.room import memory_of
-
         return memory_of(run.device).available < self._step[1]
 
     def _calls_of(self, run: Run) -> ModelCalls:
@@ -162,7 +161,7 @@ class CudaGraphs(Strategy):
             by_graphs = calls.wrap(call, run.gate.within(self.name))
 
             def run_call(*args: Any, **kwargs: Any) -> Any:
-                if not calls.may_capture and (calls.is_warm or calls.why_eager):
+                if not calls.may_capture and (calls.seen.is_warm or calls.why_eager):
                     run.gate.remove(self.name)
                 is_usual = torch.is_grad_enabled() and shapes_of(args, kwargs) == usual
                 return by_graphs(*args, **kwargs) if is_usual else call(*args, **kwargs)
@@ -170,3 +169,45 @@ class CudaGraphs(Strategy):
             return run_call
 
         run.gate.add(self.name, wrap)
+
+
+@dataclass(frozen=True)
+class DeviceMemory:
+    """Memory of a device, bytes."""
+
+    free: int
+    """What no process has."""
+    reserved: int
+    """What the caching allocator of this process has."""
+    allocated: int
+    """What tensors have of that."""
+    peak: int
+    """The most that tensors have had since the process began, or since the user has reset it."""
+
+    @property
+    def available(self) -> int:
+        """What tensors can still get."""
+        return self.free + self.reserved - self.allocated
+
+    @property
+    def of_a_step(self) -> int:
+        """At a step boundary: what a step needs at most above what is always there."""
+        return max(0, self.peak - self.allocated)
+
+
+def memory_of(device: torch.device) -> DeviceMemory:
+    """Return what a CUDA device has now; the user's peak statistics are read, and not reset."""
+    free, _ = torch.cuda.mem_get_info(device)
+    peak = torch.cuda.memory_stats(device).get("allocated_bytes.all.peak", 0)
+    return DeviceMemory(free, torch.cuda.memory_reserved(device), torch.cuda.memory_allocated(device), peak)
+
+
+def why_no_room(memory: DeviceMemory, step: int) -> str:
+    """Say why graphs of a step that needs so many bytes should not be captured; '' if there is room for them."""
+    needed = _SETS * step
+    if memory.available >= needed:
+        return ""
+    return (
+        "there is no room for graphs beside a step of the loop's own: both need up to "
+        f"{needed / _GIB:.1f} GiB, and {memory.available / _GIB:.1f} GiB are left"
+    )

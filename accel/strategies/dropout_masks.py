@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import itertools
 import sys
-import threading
 import warnings
 from typing import Any
 
@@ -19,7 +18,8 @@ from torch import Generator, Tensor, nn
 
 from accel.profiler.bottleneck import Bottleneck
 from accel.run import Run
-from accel.strategies.base import Exactness, NothingHelps, Strategy
+from accel.strategies.base import Exactness, NothingHelps
+from accel.strategies.process_setting import ProcessSetting, ProcessSwitch
 from accel.strategies.trial_design import TrialDesign
 
 _COMPARED_EVERY = 512
@@ -28,91 +28,26 @@ _COMPILING_S = 0.3
 """The C compiler's 0.2 s, and the comparison."""
 
 
-class DropoutMasks(Strategy):
-    """Give `aten::bernoulli_` on the CPU a kernel that draws the same numbers in a tenth of the time.
-
-    Before it is on, draws of all dtypes are compared with torch's, bit by bit, and the generators' states as well; then
-    one in 512.
-
-    Source: `accel.kernels.bernoulli`.
-    """
-
-    name = "dropout_masks"
-    summary = "dropout's masks drawn by vector instructions"
-    treats = frozenset({Bottleneck.COMPUTE})
-    exactness = Exactness.EXACT
-    touches = frozenset()  # it compares its numbers itself, in all steps
-
-    def refusal(self, run: Run) -> str:
-        """Say why it does not apply: another device, no dropout, no C compiler."""
-        if run.device.type != "cpu":
-            return f"masks are drawn on {run.device.type}, not on the CPU"
-        if not any(map(drops, run.model.modules())):
-            return "the model has no dropout"
-        from accel.kernels.bernoulli import compiler
-
-        return "" if compiler() else "there is no C compiler: neither CC nor cc, gcc or clang"
-
-    def comparison(self, run: Run) -> TrialDesign:
-        """Reckon with what compiling takes, 0 once that has been done in this process."""
-        bernoulli = sys.modules.get("accel.kernels.bernoulli")  # imported where a model drops out
-        is_compiled = bernoulli is not None and bernoulli.why_not.cache_info().currsize
-        return TrialDesign(cost_s=0.0 if is_compiled else _COMPILING_S)
-
-    def enable(self, run: Run, setting: Any) -> None:
-        """Compile the kernel, the first time, and register it."""
-        from accel.kernels.bernoulli import why_not
-
-        if reason := why_not():
-            raise NothingHelps(reason)
-        _KERNEL.use(self)
-
-    def disable(self, run: Run) -> None:
-        """Take the kernel away."""
-        _KERNEL.leave(self)
-
-    def failure(self, run: Run) -> str:
-        """Say that a draw was not torch's."""
-        return _KERNEL.wrong
-
-
-def drops(module: nn.Module) -> bool:
-    """Return whether a module drops something in training: one of torch's, or one that keeps a probability for it."""
-    if isinstance(module, nn.modules.dropout._DropoutNd):
-        return 0 < module.p < 1
-    values = (value for name, value in vars(module).items() if "drop" in name.lower())
-    return any(isinstance(value, float) and 0 < value < 1 for value in values)
-
-
 class _Kernel:
     """The kernel in the place of torch's, while a run uses it; one for the process."""
 
     def __init__(self) -> None:
         self.wrong = ""
         """What was wrong with a draw that was compared."""
-        self._users: set[DropoutMasks] = set()
         self._library: Any = None
         self._count = itertools.count(1)
-        self._lock = threading.Lock()
 
-    def use(self, user: DropoutMasks) -> None:
-        """Register it, unless another run has done so."""
-        with self._lock:
-            self._users.add(user)
-            if self._library is None:
-                library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
-                with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")  # torch warns of each kernel that is replaced
-                    library.impl("bernoulli_.float", self.draw, "CPU")
-                self._library = library
-
-    def leave(self, user: DropoutMasks) -> None:
-        """Take it away, if no other run uses it."""
-        with self._lock:
-            self._users.discard(user)
-            if not self._users and self._library is not None:
-                self._library._destroy()
-                self._library = None
+    def register(self, wanted: bool) -> None:
+        """Put it in the place of torch's, or take it away."""
+        if wanted and self._library is None:
+            library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # torch warns of each kernel that is replaced
+                library.impl("bernoulli_.float", self.draw, "CPU")
+            self._library = library
+        elif not wanted and self._library is not None:
+            self._library._destroy()
+            self._library = None
 
     def draw(self, tensor: Tensor, p: float = 0.5, generator: Generator | None = None) -> Tensor:
         """Be the kernel."""
@@ -137,3 +72,56 @@ class _Kernel:
 
 
 _KERNEL = _Kernel()
+
+
+class DropoutMasks(ProcessSwitch):
+    """Give `aten::bernoulli_` on the CPU a kernel that draws the same numbers in a tenth of the time.
+
+    Before it is on, draws of all dtypes are compared with torch's, bit by bit, and the generators' states as well; then
+    one in 512.
+
+    Source: `accel.kernels.bernoulli`.
+    """
+
+    name = "dropout_masks"
+    summary = "dropout's masks drawn by vector instructions"
+    treats = frozenset({Bottleneck.COMPUTE})
+    exactness = Exactness.EXACT
+    touches = frozenset()  # it compares its numbers itself, in all steps
+    switch = ProcessSetting(lambda: False, _KERNEL.register)
+
+    def refusal(self, run: Run) -> str:
+        """Say why it does not apply: another device, no dropout, no C compiler."""
+        if run.device.type != "cpu":
+            return f"masks are drawn on {run.device.type}, not on the CPU"
+        if not any(map(drops, run.model.modules())):
+            return "the model has no dropout"
+        from accel.kernels.bernoulli import compiler
+
+        return "" if compiler() else "there is no C compiler: neither CC nor cc, gcc or clang"
+
+    def comparison(self, run: Run) -> TrialDesign:
+        """Reckon with what compiling takes, 0 once that has been done in this process."""
+        bernoulli = sys.modules.get("accel.kernels.bernoulli")  # imported where a model drops out
+        is_compiled = bernoulli is not None and bernoulli.why_not.cache_info().currsize
+        return TrialDesign(cost_s=0.0 if is_compiled else _COMPILING_S)
+
+    def enable(self, run: Run, setting: Any) -> None:
+        """Compile the kernel, the first time, and register it."""
+        from accel.kernels.bernoulli import why_not
+
+        if reason := why_not():
+            raise NothingHelps(reason)
+        super().enable(run, setting)
+
+    def failure(self, run: Run) -> str:
+        """Say that a draw was not torch's."""
+        return _KERNEL.wrong
+
+
+def drops(module: nn.Module) -> bool:
+    """Return whether a module drops something in training: one of torch's, or one that keeps a probability for it."""
+    if isinstance(module, nn.modules.dropout._DropoutNd):
+        return 0 < module.p < 1
+    values = (value for name, value in vars(module).items() if "drop" in name.lower())
+    return any(isinstance(value, float) and 0 < value < 1 for value in values)

@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader
 
 from accel.profiler.bottleneck import Bottleneck
 from accel.run import Run
-from accel.strategies.base import Exactness, Strategy
+from accel.strategies.base import Exactness, Strategy, needs_cuda
 
 
 class PinMemory(Strategy):
@@ -22,8 +22,8 @@ class PinMemory(Strategy):
 
     def refusal(self, run: Run) -> str:
         """Say why it does not apply: no CUDA, or pinned already."""
-        if not run.cuda:
-            return "it needs a CUDA device; the model is on the " + run.device.type.upper()
+        if why := needs_cuda(run):
+            return why
         if isinstance(run.loader, DataLoader) and run.loader.pin_memory:
             return "the loader pins its batches already"
         return ""

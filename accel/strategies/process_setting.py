@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
+
+from accel.run import Run
+from accel.strategies.base import Strategy
 
 T = TypeVar("T")
 
@@ -89,3 +92,18 @@ class ProcessSetting(Generic[T]):
     def is_used_beside(self, user: object) -> bool:
         """Return whether another one uses it."""
         return any(other is not user for other in self._wanted)
+
+
+class ProcessSwitch(Strategy):
+    """A strategy that switches one setting of the whole process on."""
+
+    switch: ClassVar[ProcessSetting[bool]]
+    """The setting, True while it is on."""
+
+    def enable(self, run: Run, setting: Any) -> None:
+        """Switch it on."""
+        self.switch.use(self, True)
+
+    def disable(self, run: Run) -> None:
+        """Switch it off again, unless another model wants it."""
+        self.switch.leave(self)

@@ -2,44 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from accel.precision import allows_tf32, fp32_precision
 from accel.profiler.bottleneck import Bottleneck
 from accel.run import Run
-from accel.strategies.base import Exactness, Strategy
-from accel.strategies.process_setting import ProcessSetting
-
-
-class TF32(Strategy):
-    """Let CUDA's matrix products, convolutions and recurrent layers use TF32 (`accel.precision`).
-
-    Source: NVIDIA A100 architecture white paper; PyTorch notes, "TensorFloat-32 on Ampere".
-    """
-
-    name = "tf32"
-    summary = "fp32 products on TF32 tensor cores"
-    treats = frozenset({Bottleneck.COMPUTE})
-    exactness = Exactness.REDUCED
-
-    def refusal(self, run: Run) -> str:
-        """Say why it does not apply: no CUDA, too old a GPU, or on already."""
-        if not run.cuda:
-            return "it needs a CUDA device; the model is on the " + run.device.type.upper()
-        if torch.cuda.get_device_capability(run.device)[0] < 8:
-            return "the GPU has no TF32 (compute capability 8.0 or newer has)"
-        return "TF32 is on already" if allows_tf32() else ""
-
-    def enable(self, run: Run, setting: Any) -> None:
-        """Allow TF32; what was set is remembered."""
-        _TF32.use(self, True)
-
-    def disable(self, run: Run) -> None:
-        """Set the precision that was set before, unless another model wants TF32."""
-        _TF32.leave(self)
-
+from accel.strategies.base import Exactness, needs_cuda
+from accel.strategies.process_setting import ProcessSetting, ProcessSwitch
 
 _set: list[fp32_precision] = []
 """What puts the precision back; empty while TF32 is not allowed."""
@@ -52,4 +21,22 @@ def _allow(tf32: bool) -> None:
         _set.pop().restore()
 
 
-_TF32 = ProcessSetting(lambda: False, _allow)
+class TF32(ProcessSwitch):
+    """Let CUDA's matrix products, convolutions and recurrent layers use TF32 (`accel.precision`).
+
+    Source: NVIDIA A100 architecture white paper; PyTorch notes, "TensorFloat-32 on Ampere".
+    """
+
+    name = "tf32"
+    summary = "fp32 products on TF32 tensor cores"
+    treats = frozenset({Bottleneck.COMPUTE})
+    exactness = Exactness.REDUCED
+    switch = ProcessSetting(lambda: False, _allow)
+
+    def refusal(self, run: Run) -> str:
+        """Say why it does not apply: no CUDA, too old a GPU, or on already."""
+        if why := needs_cuda(run):
+            return why
+        if torch.cuda.get_device_capability(run.device)[0] < 8:
+            return "the GPU has no TF32 (compute capability 8.0 or newer has)"
+        return "TF32 is on already" if allows_tf32() else ""

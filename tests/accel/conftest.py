@@ -9,7 +9,7 @@ import torch
 
 import accel
 from accel import entry, startup, strategies
-from accel.search import controller
+from accel.search import outlook
 from accel.search.remembered import RememberedPlan
 from tests.accel import loops
 from tests.accel.loops import Quick
@@ -43,7 +43,7 @@ def _young_process(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def _quiet_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let no search wait for what else runs beside the tests; the controller's own tests see to that."""
-    monkeypatch.setattr(controller, "_is_crowded", lambda diagnosis: False)
+    monkeypatch.setattr(outlook, "is_crowded", lambda diagnosis: False)
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from accel.comm.cost_model.prediction import Choice
 from accel.comm.selection import offers
 from accel.comm.selection.offers import known_offers
 from accel.comm.selection.planner import Planner
-from accel.search import controller
+from accel.search import outlook
 from accel.strategies.base import NothingHelps
 from accel.strategies.gradient_compression import GradientCompression
 from accel.strategies.gradient_half import GradientHalf
@@ -33,7 +33,7 @@ MOST_STEPS = 600
 
 def _play(entries: dict[str, tuple[float, str]], slow: bool) -> None:
     """Let there be these compressors, and, if `slow`, a network that DDP's own all-reduce is slow on."""
-    controller._is_crowded = lambda diagnosis: False  # type: ignore[assignment]
+    outlook.is_crowded = lambda diagnosis: False  # type: ignore[assignment]
     GradientStrategy.measuring_s = 0.0  # a run this short would not pay for it
     CATALOGUE.clear()
     for name, (seconds, level) in entries.items():

@@ -17,7 +17,7 @@ import accel
 import accel.run.ranks
 from accel import entry, strategies
 from accel.profiler.bottleneck import Bottleneck
-from accel.search import controller
+from accel.search import outlook
 from tests.accel import loops
 from tests.accel.loops import Net, Quick, loss_of
 
@@ -66,7 +66,7 @@ def _noted() -> Iterator[dict[str, Any]]:
 
 
 def _prepare(patience_s: float = PATIENCE_S) -> None:
-    controller._is_crowded = lambda diagnosis: False  # type: ignore[assignment]
+    outlook.is_crowded = lambda diagnosis: False  # type: ignore[assignment]
     accel.run.ranks.PATIENCE_S = patience_s
     strategies.REGISTRY[:] = [Quick]
     loops.WAIT_S = 0.001
@@ -172,7 +172,7 @@ def leaves(rank: int, world: int, how: str) -> dict[str, Any]:
                 accel.undo(model)
             if how == "fail":
                 session = entry.MODELS[model].session
-                session._close_step = lambda *_: 1 / 0  # type: ignore[assignment, return-value]
+                session.runner._close_step = lambda *_: 1 / 0  # type: ignore[assignment, return-value]
 
     with _noted() as found, contextlib.suppress(_Stop):
         _train(rank, [40] * world, act, True, epochs=1, ddp=False, join=False)
@@ -224,7 +224,7 @@ def keeps(rank: int, world: int) -> dict[str, Any]:
             done.append(step)
             if rank == 1:
                 (model,) = entry.MODELS
-                entry.MODELS[model].session._close_step = lambda *_: 1 / 0  # type: ignore[assignment, return-value]
+                entry.MODELS[model].session.runner._close_step = lambda *_: 1 / 0  # type: ignore[assignment, return-value]
 
     with _noted() as found:
         model, _ = _train(rank, [80] * world, act, True, epochs=1, ddp=False, join=False)

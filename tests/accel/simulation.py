@@ -6,6 +6,7 @@ import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 from accel.guard.guard import Comparison as Finding
@@ -25,6 +26,8 @@ PLAIN_S = 0.020
 INPUT = frozenset({Bottleneck.INPUT})
 CROWDED, QUIET = ThreadShare(run=0.5, wait=0.45, blocked=0.05), ThreadShare(run=0.98, wait=0.01, blocked=0.01)
 _EPOCH = 10
+RUN: Any = SimpleNamespace(observed=SimpleNamespace(uncalled=""), refused_elsewhere={}, model=None)
+"""Of a loop that calls its model, on one rank."""
 
 
 @dataclass
@@ -127,7 +130,7 @@ def candidate(name: str, *, ruled_out: tuple[str, str] | None = None, **options:
         "kind": TrialDesign,
         "is_preparing": lambda: False,
     }
-    return Candidate(strategy=Offered({"name": name, **defaults, **options}), run=None, ruled_out=ruled_out)
+    return Candidate(strategy=Offered({"name": name, **defaults, **options}), run=RUN, ruled_out=ruled_out)
 
 
 def simulate(

@@ -29,12 +29,11 @@ from accel.profiler.trial import Trial
 from accel.report import Report, StrategyRow
 from accel.report.words import limit_text
 from accel.run import Run
+from accel.search import outlook
 from accel.search.budget import Budget
 from accel.search.controller import decisions
 from accel.search.state import SearchState
-from accel.session import journal as journals
-from accel.session.announcer import Announcer
-from accel.session.journal import Journal
+from accel.session.journal import Announcer, Journal
 from tests.accel import profile_reports, run_reports, test_report
 from tests.accel.agreement import of_profile, of_report, roofs
 from tests.accel.loops import advance, advance_until, make, settled, training
@@ -356,7 +355,7 @@ def test_crowded_cores_are_no_phase() -> None:
     controller.diagnosis = naming.diagnose(crowded)
     report = Report(anatomy_after={"host": 0.4, "forward": 9.6})
 
-    journals._limit(report, controller)
+    outlook.limit(report, controller)
 
     assert limit_text(report).startswith("crowded cores, 60 % of the step")
     assert of_report(report) == []

@@ -129,7 +129,7 @@ def checked(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     model: Any = Attention()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     model, loader, optimizer = accel.optimize(model, loader, optimizer, budget=60, cache=False, allow="reduced")
-    guard = entry.MODELS[model].session.guard
+    guard = entry.MODELS[model].session.events.calls.check
 
     def check() -> Comparison:
         guard.expect({"reduced": None})

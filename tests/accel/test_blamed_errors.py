@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from accel.guard.faults import may_be_of_strategies
 from accel.run.gate import Call
-from accel.session.guard_runner import _failure
+from accel.session.plan_check import _failure
 from tests.accel.test_watch_outputs import broken
 
 

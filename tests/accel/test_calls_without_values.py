@@ -71,7 +71,7 @@ def test_a_call_whose_tensors_have_no_values_is_made_as_it_is(call: Callable[[nn
     model, loader, optimizer = make(kind=Unhurried)
     model, loader, optimizer = accel.optimize(model, loader, optimizer, allow="exact", budget=60)
     session = entry.MODELS[model].session
-    session._next_action = lambda first=False: None  # type: ignore[method-assign]
+    session.runner._next_action = lambda first=False: None  # type: ignore[method-assign]
     found: Any = None
     for number, (x, target) in enumerate(loader):
         if number == 4 and not plain:

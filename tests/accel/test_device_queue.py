@@ -369,7 +369,7 @@ def test_in_a_whole_epoch_every_step_counts_and_nothing_twice(monkeypatch: pytes
     model, loader, optimizer = accel.optimize(
         model, DataLoader(data, batch_size=4), optimizer, disable=strategies.names(), budget=60, cache=False
     )
-    entry.MODELS[model].session._make_decisions = decisions
+    entry.MODELS[model].session.runner.make_decisions = decisions
     for _ in range(6):
         for x, target in loader:
             optimizer.zero_grad()

@@ -10,7 +10,7 @@ import accel
 from accel import entry
 from accel.profiler import naming
 from accel.profiler.evidence import Evidence
-from accel.search import controller as search
+from accel.search import outlook as search
 from accel.search.state import Candidate
 from tests.accel.loops import advance, make, training
 from tests.accel.run_reports import full, row
@@ -54,7 +54,7 @@ def test_a_budget_in_seconds_is_not_blamed() -> None:
 
 
 def test_a_busy_machine_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(search, "_is_crowded", lambda diagnosis: True)
+    monkeypatch.setattr(search, "is_crowded", lambda diagnosis: True)
     machine = Machine(thread=lambda step: CROWDED)
     assert ended([candidate("free", treats=INPUT)], machine, 60)[0].startswith("other processes kept the machine busy")
 
@@ -96,7 +96,7 @@ def test_what_was_kept_is_named_with_its_gain() -> None:
 def test_a_run_that_was_too_short_for_a_trial_says_what_would_bring_one(
     only_quick: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(search, "_is_crowded", lambda diagnosis: False)
+    monkeypatch.setattr(search, "is_crowded", lambda diagnosis: False)
     model, loader, optimizer = accel.optimize(*make(), budget="3%", cache=False)
     advance(training(model, loader, optimizer), 30)
     entry.MODELS[model].journal._controller.diagnosis = naming.diagnose(Evidence())  # of a quiet machine

@@ -18,7 +18,7 @@ from accel.guard.guard import Comparison, Replayed
 from accel.run import Run
 from accel.run.gate import Call
 from accel.search.actions import Action, Result
-from accel.session.guard_runner import GuardRunner
+from accel.session.plan_check import PlanCheck
 from accel.strategies.base import Exactness, Strategy
 from accel.strategies.cuda_graphs import compared_with_eager
 from accel.strategies.trial_design import TrialDesign as Judged
@@ -67,8 +67,8 @@ class Loop:
         self.model, self.loader, self.optimizer = accel.optimize(model, loader, optimizer, budget=60, cache=False)
 
     @property
-    def guard(self) -> GuardRunner:
-        return entry.MODELS[self.model].session.guard
+    def guard(self) -> PlanCheck:
+        return entry.MODELS[self.model].session.events.calls.check
 
     def record(self) -> None:
         self.guard.expect(PLAN)

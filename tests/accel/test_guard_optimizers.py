@@ -18,7 +18,9 @@ from accel.guard import update_guard
 from accel.guard.watch import Watch
 from accel.run.context import Observed
 from accel.run.gate import Gate
-from accel.session.guard_runner import GuardRunner
+from accel.session.plan_check import PlanCheck
+from accel.session.replays import Replays
+from accel.session.step_watch import StepWatch
 from accel.strategies.fused_optimizer import FusedOptimizer
 
 
@@ -32,7 +34,7 @@ def test_updates_within_the_backward_pass_are_not_held_up(monkeypatch: pytest.Mo
         model=model, device=torch.device("cpu"), gate=gate, optimizers=optimizers, observed=Observed()
     )
     switchboard = SimpleNamespace(suspects=lambda: ["one"], active={}, trip=lambda why: pytest.fail(why))
-    runner: Any = GuardRunner(run, switchboard, SimpleNamespace())  # type: ignore[arg-type]
+    runner: Any = StepWatch(Replays(run, switchboard, SimpleNamespace()))  # type: ignore[arg-type]
     looked_at: list[Optimizer] = []
     monkeypatch.setattr(Watch, "gradients_are_finite", lambda self, optimizer: not looked_at.append(optimizer))
     for optimizer, parameter in zip(optimizers, model.parameters(), strict=True):
@@ -94,7 +96,7 @@ def test_an_optimizer_that_a_plan_leaves_alone_is_not_stepped(monkeypatch: pytes
 def test_a_comparison_tells_what_its_last_step_took(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first has work in it that is done once."""
     monkeypatch.setattr(strategies, "REGISTRY", [FusedOptimizer])
-    real_update, real_finding = update_guard.updated, GuardRunner.take_finding
+    real_update, real_finding = update_guard.updated, PlanCheck.take_finding
     updates: list[float] = []
     findings: list[Any] = []
 
@@ -103,13 +105,13 @@ def test_a_comparison_tells_what_its_last_step_took(monkeypatch: pytest.MonkeyPa
         updates.append(time.perf_counter())
         return real_update(optimizer)
 
-    def take_finding(runner: GuardRunner) -> Any:
+    def take_finding(runner: PlanCheck) -> Any:
         finding = real_finding(runner)
         findings.extend([] if finding is None else [finding])
         return finding
 
     monkeypatch.setattr(update_guard, "updated", updated)
-    monkeypatch.setattr(GuardRunner, "take_finding", take_finding)
+    monkeypatch.setattr(PlanCheck, "take_finding", take_finding)
     loader: Any = DataLoader(TensorDataset(torch.randn(128, 3), torch.randn(128, 2)), batch_size=4)
     model = nn.Linear(3, 2)
     optimizer: Any = torch.optim.AdamW(model.parameters())

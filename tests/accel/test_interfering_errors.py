@@ -144,9 +144,9 @@ def trained(name: str, planned: dict[int, tuple[str, str, bool]]) -> tuple[Any, 
         while number < STEPS:
             at.number = number
             if number == 3 and session is not None:
-                session._next_action = lambda first=False: None
+                session.runner._next_action = lambda first=False: None
                 session.switchboard.switch({name: _setting(session, name)})
-                session.run.gate.watch(session.events)
+                session.run.gate.watch(session.events.calls)
                 at.log.append("on") if name not in session.active else None
             at.place, at.kind, at.by_signal = planned.get(number, ("", "own", False))
             number += 1

@@ -12,7 +12,7 @@ from torch import nn
 
 import accel
 from accel.profiler.phases import Measurement
-from accel.session.session import Session
+from accel.session.usual import ActionSteps
 from tests.accel import loops
 from tests.accel.loops import WAIT_S, Quick, advance, advance_until, loss_of, make, settled
 
@@ -25,15 +25,16 @@ BETWEEN_S = 0.5
 def measured(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, Measurement]]:
     """Return the steps that are measured, each with whether it is one without a wait."""
     steps: list[tuple[bool, Measurement]] = []
-    book = Session._book
+    add = ActionSteps.add
 
-    def booked(self: Session, step: Measurement, action: Any, result: Any) -> None:
-        before = len(result.measurements)
-        book(self, step, action, result)
-        if len(result.measurements) > before:
+    def added(self: ActionSteps, step: Measurement, epochs: int, *, are_repeated: bool) -> bool:
+        before = len(self.result.measurements)
+        has_ended = add(self, step, epochs, are_repeated=are_repeated)
+        if len(self.result.measurements) > before:
             steps.append((Quick.on, step))
+        return has_ended
 
-    monkeypatch.setattr(Session, "_book", booked)
+    monkeypatch.setattr(ActionSteps, "add", added)
     return steps
 
 

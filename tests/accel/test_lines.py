@@ -9,7 +9,7 @@ import torch
 
 import accel
 from accel import entry
-from accel.search import controller
+from accel.search import outlook
 from tests.accel.loops import Quick, advance, advance_until, make, settled, training
 
 
@@ -54,7 +54,7 @@ def test_a_run_whose_search_has_ended_has_nothing_more_to_say(
 def test_a_crowded_machine_is_named_as_soon_as_the_search_waits(
     only_quick: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(controller, "_is_crowded", lambda diagnosis: True)
+    monkeypatch.setattr(outlook, "is_crowded", lambda diagnosis: True)
     Quick.on = True  # nothing waits
     model, loader, optimizer = accel.optimize(*make(), budget=60)
     advance(training(model, loader, optimizer), 60)

@@ -214,7 +214,7 @@ def test_a_validation_on_another_optimized_loader_is_no_request(only_quick: None
                 with torch.no_grad():
                     model(x)
     session = accel.entry.MODELS[model].session
-    assert session.steps > 500 and session._loader.moves == 0
+    assert session.steps > 500 and session.events.loader.moves == 0
     assert accel.explain(model).plan == {"quick": None}
 
 
@@ -304,7 +304,7 @@ def test_batches_that_are_taken_without_gradients_are_requests(only_quick: None)
                 step(model, optimizer, x, target)
                 step(model, optimizer, x, target)
     session = accel.entry.MODELS[model].session
-    assert session.events.rule.is_fed and session._loader.moves >= 4
+    assert session.events.rule.is_fed and session.events.loader.moves >= 4
     assert session.steps <= 6 * 4 * 13
 
 

@@ -129,9 +129,9 @@ def run(faults: dict[int, str], way: str, begin: Callable[[Any], None] | None, s
 def keep_on(model: nn.Module) -> None:
     """Keep `quick` on from here, as a finished search would."""
     session = entry.MODELS[model].session
-    session._next_action = lambda first=False: None  # type: ignore[method-assign]
+    session.runner._next_action = lambda first=False: None  # type: ignore[method-assign]
     session.switchboard.switch({"quick": None})
-    session.run.gate.watch(session.events)
+    session.run.gate.watch(session.events.calls)
 
 
 WAYS = ("plain", "clipped", "accumulated", "zeroed in place", "zeroed late", "bad ones left out")
@@ -221,7 +221,7 @@ def test_a_run_that_stays_bad_is_looked_at_less_and_less(no_waiting: None) -> No
     # Each call that is looked at is made again; the count of the model's own calls is put back each time.
     assert model.calls == done
     session = entry.MODELS[model].session
-    assert session.guard._watch._excuse._length == 64
+    assert session.events.calls.watch.calls._excuse._length == 64
 
 
 def test_updates_and_outputs_that_are_not_finite_prove_nothing_against_a_candidate() -> None:
@@ -312,9 +312,9 @@ def test_a_loss_that_is_not_finite_is_no_fault_of_what_draws_in_another_order() 
     session = entry.MODELS[model].session
     for done, (x,) in enumerate(loader):
         if done == 4:
-            session._next_action = lambda first=False: None  # as a finished search would
+            session.runner._next_action = lambda first=False: None  # as a finished search would
             session.switchboard.switch({"channels_last": None})
-            session.run.gate.watch(session.events)
+            session.run.gate.watch(session.events.calls)
         optimizer.zero_grad()
         (model(x).square().mean() * (math.nan if done == 8 else 1.0)).backward()
         if done != 8:

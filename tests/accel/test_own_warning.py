@@ -23,7 +23,7 @@ def test_a_failure_of_accel_s_own_ends_no_loop_whose_warnings_are_errors(
     model, loader, optimizer = accel.optimize(*make())
     session = entry.MODELS[model].session
     failing: Callable[[], None] = fail
-    monkeypatch.setattr(session, "_boundary", failing)
+    monkeypatch.setattr(session.runner, "_boundary", failing)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for x, target in loader:

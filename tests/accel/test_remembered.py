@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from accel.search import controller as module
+from accel.search import outlook
 from accel.search.actions import Action, Result
 from accel.search.controller import decisions
 from accel.search.remembered import MOST_DAYS, RememberedSearch
 from accel.search.state import Candidate, SearchState
-from accel.search.takeover import remember
+from accel.search.verdicts import remember
 from accel.strategies import Exactness
 from accel.strategies.trial_design import EpochDesign
 from tests.accel.memory import FakeMemory, day, remembered
@@ -377,7 +377,7 @@ def test_the_length_of_a_run_is_remembered_at_its_end() -> None:
 def test_on_a_crowded_machine_a_remembered_plan_does_not_wait(
     lost: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_is_crowded", lambda diagnosis: True)
+    monkeypatch.setattr(outlook, "is_crowded", lambda diagnosis: True)
     memory = FakeMemory(remembered(plan={"good": None}, lost=lost, run_s=60.0))
     again = machine(thread=lambda step: CROWDED)
     simulate([candidate("good"), candidate("threads", depends_on_host=True)], again, memory=memory, pace=FAST)

@@ -11,7 +11,7 @@ import pytest
 import accel
 from accel import entry
 from accel.script.training import ScriptTraining
-from accel.session.report_places import numbered
+from accel.session.journal import numbered
 from tests.accel.loops import make
 from tests.accel.script_followed import OPTIONS, epochs, training
 

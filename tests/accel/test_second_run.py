@@ -214,11 +214,11 @@ import sys, torch
 from torch.utils.data import DataLoader, TensorDataset
 import accel
 from accel import strategies
-from accel.search import controller
+from accel.search import outlook
 from tests.accel import loops
 from tests.accel.loops import Quick
 
-controller._is_crowded = lambda diagnosis: False
+outlook.is_crowded = lambda diagnosis: False
 strategies.REGISTRY[:] = [Quick]
 loops.play_clock()
 model, loader, optimizer = accel.optimize(*loops.make(), allow="exact")

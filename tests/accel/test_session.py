@@ -314,12 +314,12 @@ def test_a_right_and_faster_strategy_is_kept_and_changes_nothing(registry: Any) 
 
 
 def test_when_accel_itself_fails_the_loop_goes_on_plainly(registry: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from accel.session.session import Session
+    from accel.session.action_runner import ActionRunner
 
     def broken(self: Any) -> Any:
         raise ZeroDivisionError("a bug")
 
-    monkeypatch.setattr(Session, "_regime", broken)
+    monkeypatch.setattr(ActionRunner, "_finish_action", broken)
     plain_weights, plain_losses = plain()
     weights, losses, report = train(registry, Faster)
 

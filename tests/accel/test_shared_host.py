@@ -16,14 +16,13 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import accel
+from accel.run import host_load
 from accel.run.context import Observed
-from accel.run.host_load import HostLoad
+from accel.run.host_load import HostLoad, HostMeter
 from accel.search.actions import Action, Result
 from accel.search.pace import Pace
 from accel.search.state import Candidate
-from accel.search.takeover import remember
-from accel.session import host_meter
-from accel.session.host_meter import HostMeter
+from accel.search.verdicts import remember
 from accel.strategies.intraop_threads import OtherProcesses
 from tests.accel.memory import FakeMemory
 from tests.accel.simulation import PLAIN_S, Machine, candidate, simulate
@@ -362,8 +361,8 @@ class Meter:
 @pytest.fixture
 def host_of() -> Iterator[Callable[..., HostMeter]]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(host_meter, "CrowdMeter", Meter)
-        patch.setattr(host_meter.time, "monotonic", lambda: Meter.now_s)
+        patch.setattr(host_load, "CrowdMeter", Meter)
+        patch.setattr(host_load.time, "monotonic", lambda: Meter.now_s)
         patch.setenv("LOCAL_WORLD_SIZE", "3")
         yield lambda **run: HostMeter(cast(Any, SimpleNamespace(observed=Observed(), **run)))
 
@@ -399,8 +398,8 @@ def test_the_threads_of_all_ranks_on_the_host_count(host_of: Callable[..., HostM
 
 
 def test_a_search_on_a_real_loop_looks_at_its_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_meter, "CrowdMeter", lambda **options: SimpleNamespace(cores=lambda: 8.0))
-    monkeypatch.setattr(host_meter, "SHORTEST_LOOK_S", 0.0)
+    monkeypatch.setattr(host_load, "CrowdMeter", lambda **options: SimpleNamespace(cores=lambda: 8.0))
+    monkeypatch.setattr(host_load, "SHORTEST_LOOK_S", 0.0)
     torch.set_num_threads(2)
     seen = list[HostLoad | None]()
     see = OtherProcesses.see

@@ -9,8 +9,7 @@ import pytest
 
 from accel.report import Report
 from accel.report.summary import summary
-from accel.session.announcer import Announcer
-from accel.session.journal import _whole_text
+from accel.session.journal import Announcer, _whole_text
 from tests.accel.run_reports import full, row
 
 WHOLE = "print(accel.explain(model))"

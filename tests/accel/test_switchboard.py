@@ -101,7 +101,6 @@ def test_of_a_plan_only_what_is_not_on_yet_is_new() -> None:
     assert board.new_in({"a": 1, "b": None}) == ["b"]
     assert board.new_in({"a": 2}) == ["a"]
     assert board.new_in({"a": 1}) == ["a"]
-    assert board.touched_by(["a", "b"]) == {"model", "optimizer"}
     assert board.acting_on("model", {"a": 1, "b": None}) == {"a": 1}
 
 
@@ -119,15 +118,13 @@ def test_what_prepares_itself_is_not_closed_while_it_is_off() -> None:
         strategy.close = lambda run, name=name: log.append(f"closed {name}")
     strategies["preparing"].comparison = lambda run: TrialDesign(is_preparing=True)
     board.switch({"active": None})
-    board.close_idle()
+    board.close(board.idle())
     assert log == ["+active", "closed idle"]
-    board.close({"active": None})
-    assert log[2:] == ["closed idle", "closed preparing"]
 
 
 def test_what_a_comparison_alone_has_made_is_released() -> None:
     board, strategies, log = make(graphs="model", other="model")
     for strategy in strategies.values():
         strategy.close = lambda run, name=strategy.name: log.append(f"closed {name}")
-    board.close_strategies(["graphs"])
+    board.close(["graphs"])
     assert log == ["closed graphs"]

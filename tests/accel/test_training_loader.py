@@ -118,7 +118,7 @@ def test_a_rest_is_not_watched() -> None:
         while True:
             yield Action(plan={}, rest=50, steps=1, settled=True)
 
-    session._make_decisions = decisions
+    session.runner.make_decisions = decisions
     for x, target in loader:
         nn.functional.mse_loss(model(x), target).backward()
         optimizer.step()

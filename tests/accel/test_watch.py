@@ -38,9 +38,9 @@ def watched(model: nn.Module) -> tuple[Gate, Watch, list[str]]:
 def keep_quick_on(model: nn.Module) -> Any:
     """Keep `quick` on from here, as a finished search would."""
     session = entry.MODELS[model].session
-    session._next_action = lambda first=False: None  # type: ignore[method-assign]
+    session.runner._next_action = lambda first=False: None  # type: ignore[method-assign]
     session.switchboard.switch({"quick": None})
-    session.run.gate.watch(session.events)
+    session.run.gate.watch(session.events.calls)
     return session
 
 
@@ -183,7 +183,7 @@ def test_a_recorded_call_shows_that_inputs_are_written(only_quick: None) -> None
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         model, loader, optimizer = accel.optimize(model, make_loader(), optimizer, allow="exact", budget=60)
         session = entry.MODELS[model].session
-        session.guard.expect({"quick": None})
-        session.guard.recorded((next(iter(loader))[0],), {})
-        assert session.guard._watch._keeps_inputs == (kind is Shifts)
+        session.events.calls.check.expect({"quick": None})
+        session.events.calls.check.recorded((next(iter(loader))[0],), {})
+        assert session.events.calls.watch.calls._keeps_inputs == (kind is Shifts)
         accel.undo(model)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import time
 from collections import deque
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -17,7 +18,9 @@ from torch import Tensor, nn
 from accel.guard import watch as watching
 from accel.run.context import Observed
 from accel.run.gate import Call
-from accel.session.guard_runner import GuardRunner
+from accel.session.plan_check import PlanCheck
+from accel.session.replays import Replays
+from accel.session.step_watch import StepWatch
 from tests.accel.test_watch_outputs import broken
 
 
@@ -134,12 +137,14 @@ class Gathers(nn.Module):
 
 
 def runner_of(gate: Any, watch: watching.Watch) -> Any:
-    """A guard of a model, with this watch, that has recorded a plain call of it."""
+    """What checks the steps of a model, with this watch, once a plain call of it has been recorded."""
     run = SimpleNamespace(model=gate.model, device=torch.device("cpu"), gate=gate, optimizers=[], observed=Observed())
-    runner: Any = GuardRunner(run, SimpleNamespace(active={}, trip=print), SimpleNamespace())  # type: ignore[arg-type]
-    runner._watch = watch
-    runner.recorded((torch.ones(1, 2),), {})
-    runner.close()
+    replays = Replays(run, SimpleNamespace(active={}, trip=print), SimpleNamespace())  # type: ignore[arg-type]
+    runner = StepWatch(replays)
+    runner.calls = watch
+    check = PlanCheck(replays, runner, time.perf_counter)
+    check.recorded((torch.ones(1, 2),), {})
+    check.close()
     return runner
 
 
@@ -227,8 +232,9 @@ def test_arguments_that_cannot_be_looked_through_are_passed_on() -> None:
     gate, watch, _ = broken(Roots(2, 2), lambda call: lambda node: call(node))
     runner = runner_of(broken(nn.Linear(2, 2), gives_nan)[0], watch)
     runner._run.gate = gate
-    assert runner.recorded((node,), {}).shape == (1, 2)
-    assert runner.take_finding() is not None
+    check = PlanCheck(runner._replays, runner, time.perf_counter)
+    assert check.recorded((node,), {}).shape == (1, 2)
+    assert check.take_finding() is not None
     assert runner.learn((node,), {}, torch.ones(1))
     assert watch.call(gate.call, (node,), {}).shape == (1, 2)
 
@@ -236,14 +242,15 @@ def test_arguments_that_cannot_be_looked_through_are_passed_on() -> None:
 def test_a_model_on_the_meta_device_is_called_as_ever() -> None:
     gate, _, _ = broken(nn.Linear(2, 2, device="meta"), gives_nan)
     run = SimpleNamespace(model=gate.model, device=torch.device("meta"), gate=gate, observed=Observed())
-    runner: Any = GuardRunner(run, SimpleNamespace(active={}, trip=print), SimpleNamespace())  # type: ignore[arg-type]
+    replays = Replays(run, SimpleNamespace(active={}, trip=print), SimpleNamespace())  # type: ignore[arg-type]
+    runner: Any = StepWatch(replays)
     x = torch.ones(1, 2, device="meta")
     assert runner.learn((x,), {}, gate.plain(x))
     assert run.observed.input_dtypes == {"torch.float32"} and not run.observed.autocast
     run.device = torch.device("cpu")  # its weights have been filled
     gate.model.to_empty(device="cpu")
-    runner.expect({"one": None})
-    assert runner._watch._device.type == "cpu"
+    PlanCheck(replays, runner, time.perf_counter).expect({"one": None})
+    assert runner.calls._device.type == "cpu"
     assert runner.call(lambda x: x, (torch.ones(1, 2),), {}).tolist() == [[1.0, 1.0]]
 
 

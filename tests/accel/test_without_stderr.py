@@ -12,7 +12,7 @@ import pytest
 
 from accel.commands.script_job import say
 from accel.profiler import stderr
-from accel.session.announcer import Announcer
+from accel.session.journal import Announcer
 
 
 class Gone(io.StringIO):

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from accel.elastic.batch_size.rehearsal import BatchRehearsal
-from accel.guard import written_parameters
-from accel.guard.written_parameters import WrittenParameters, without_gradient
+from accel.guard import snapshot
+from accel.guard.snapshot import WrittenParameters, without_gradient
 from tests.accel.goodput.noise_loops import finish, meter_for, train
 from tests.accel.loops import Net, loss_of
 from tests.accel.test_own_state import Codebook, Replaced
@@ -80,7 +80,7 @@ def test_of_a_large_frozen_model_no_copy_is_made(monkeypatch: pytest.MonkeyPatch
     model["trained"] = nn.Linear(1, 1)
     for parameter in model["trained"].parameters():
         parameter.grad = torch.zeros_like(parameter)
-    monkeypatch.setattr(written_parameters, "MOST_BYTES", 100)
+    monkeypatch.setattr(snapshot, "MOST_BYTES", 100)
     found = without_gradient(model)
     assert list(map(id, found)) == [id(model["code"].weight), id(model["frozen"].bias)]
 

@@ -292,7 +292,7 @@ class BatchRun(LoopObserver):
     def _rehearse(self, planned: BatchDecision) -> None:
         """Take a larger batch if all ranks have the memory for it."""
         self._planned = None
-        self._session.events.hear(None)
+        self._session.events.calls.hear(None)
         self._session.leave_out_step()
         local, agree = self._local(planned), partial(self._met, "compare the memory they have", answer=first_of)
         problem = self._rehearsal.problem(local, keeps_gradients=planned.accumulated > 1, agree=agree)
@@ -366,7 +366,7 @@ class BatchRun(LoopObserver):
         if local > self._fits or (decision.accumulated > 1 and not self._step.has_room):
             self._planned, self._decision_due = decision, self._steps + _HEARD
             self._rehearsal.prepare(now)
-            self._session.events.hear(self._rehearsal.hear)
+            self._session.events.calls.hear(self._rehearsal.hear)
             return
         self._step.decide(local, decision.accumulated)
         if local != now:

@@ -25,7 +25,7 @@ from accel.device_memory import give_memory_back
 from accel.guard import guard
 from accel.guard.alone import talks_within_calls
 from accel.guard.guard import Recording
-from accel.guard.written_parameters import without_gradient
+from accel.guard.snapshot import without_gradient
 from accel.profiler.host import available_memory, resident_memory
 from accel.profiler.interruptions import Tolerated, ours
 from accel.profiler.trees import map_tensors, tensors

@@ -67,7 +67,7 @@ class RunNoise:
             scaler=self._scaler,
             clock=self._clock,
         )
-        self._session.events.noise = self.meter
+        self._session.events.calls.noise = self.meter
         if state is not None:
             self.meter.noise.load_state_dict(state)
 
@@ -83,7 +83,7 @@ class RunNoise:
         self._is_metered = meter is not None and meter.wants_step and not self._session.is_busy
         self.is_measured = meter is not None and self._is_metered and meter.begin_step()
         if self.is_measured or was_measured:
-            self._session.events.measure_noise(self.is_measured)
+            self._session.events.calls.measure_noise(self.is_measured)
         if self.is_measured:
             self._session.leave_out_step()
 
@@ -120,8 +120,8 @@ class RunNoise:
         """Measure no more."""
         self._is_metered, self.is_measured, self._is_closed = False, False, True
         if self.meter is not None:
-            self._session.events.noise = None
+            self._session.events.calls.noise = None
             if self._session.alive:
-                self._session.events.measure_noise(False)
-                self._session.events.hear(None)
+                self._session.events.calls.measure_noise(False)
+                self._session.events.calls.hear(None)
             self.meter.close()

@@ -156,7 +156,7 @@ def test_a_session_leaves_out_a_step_and_begins_again(job: Any) -> None:
     session = entry.optimized(model).session  # type: ignore[union-attr]
     booked = []
     for step, (x, y, _) in enumerate(loader):
-        booked.append(len(session._result.measurements) + len(session._result.settling))
+        booked.append(len(session.events.measured.result.measurements) + len(session.events.measured.result.settling))
         if step == 8:
             session.leave_out_step()
         if step == 10:

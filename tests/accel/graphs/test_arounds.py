@@ -56,7 +56,7 @@ def test_a_call_that_is_new_compiles_before_its_capture() -> None:
     train(compiled, 3)
     assert calls.why_eager == []
     assert (calls.captures, calls.replays) == (2, 5)
-    assert calls.is_warm
+    assert calls.seen.is_warm
 
 
 def test_graphs_of_two_wrappings_are_kept() -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from accel.graphs import capture
-from accel.graphs.found import found
+from accel.graphs.capture import found
 from tests.accel.graphs.tape import TapeRecorder
 
 MODEL = nn.Linear(4, 2)

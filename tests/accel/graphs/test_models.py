@@ -62,12 +62,12 @@ def test_release_under_a_later_wrapper() -> None:
     release(model)
     assert calls is not None
     model(batch(8, 0))
-    assert not calls._uses
+    assert not calls.seen.uses
 
 
 def test_bad_arguments() -> None:
     model = network()
-    with pytest.raises(ValueError, match=r"modules, optimizers and fixed are for a step. Found: a model"):
+    with pytest.raises(ValueError, match=r"modules and optimizers are for a step. Found: a model"):
         capture(model, modules=[model])  # type: ignore[call-overload]
     with pytest.raises(TypeError, match=r"captured inside of what distributes it. Found: DataParallel"):
         capture(nn.DataParallel(model))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from accel.graphs.room import DeviceMemory, memory_of, why_no_room
+from accel.strategies.cuda_graphs import DeviceMemory, memory_of, why_no_room
 
 GIB = 2**30
 

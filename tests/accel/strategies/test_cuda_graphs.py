@@ -14,7 +14,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import accel
 from accel.graphs import ModelCalls, capture, model_graph, release, room
-from accel.graphs.room import DeviceMemory
 from accel.guard import rounding
 from accel.run import Run
 from accel.run.gate import Gate
@@ -22,7 +21,7 @@ from accel.search.actions import Action, Result
 from accel.strategies import REGISTRY
 from accel.strategies.autocast_bf16 import AutocastBf16
 from accel.strategies.base import NothingHelps
-from accel.strategies.cuda_graphs import CudaGraphs
+from accel.strategies.cuda_graphs import CudaGraphs, DeviceMemory
 from accel.strategies.torch_compile import TorchCompile
 from tests.accel import loops
 from tests.accel.graphs.tape import TapeRecorder

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from accel.strategies import cudnn_benchmark, intraop_threads, tf32
+from accel.strategies import intraop_threads
 from accel.strategies.base import Strategy
 from accel.strategies.cudnn_benchmark import CudnnBenchmark
 from accel.strategies.intraop_threads import IntraopThreads
@@ -99,7 +99,7 @@ def test_a_switch_stays_on_for_the_model_that_keeps_it(
     finally:
         stays.disable(run)
     assert is_on() == before
-    assert not any(setting.is_used() for setting in (cudnn_benchmark._BENCHMARK, tf32._TF32, intraop_threads._THREADS))
+    assert not any(setting.is_used() for setting in (CudnnBenchmark.switch, TF32.switch, intraop_threads._THREADS))
 
 
 @pytest.mark.usefixtures("four_threads")

@@ -1,0 +1,88 @@
+"""What a report says of a search: what limits the run, and whether there is a verdict yet."""
+
+from __future__ import annotations
+
+import math
+
+from accel.profiler.diagnose import causes
+from accel.profiler.diagnose.consistency import PhaseShares
+from accel.profiler.naming import PHASES_OF
+from accel.report import Report
+from accel.search import costs, priority
+from accel.search.state import SearchState
+
+_SILENT_S = 60.0
+"""How long a run may be too young for a first trial without a word of that, s."""
+_LIMITS = {
+    "host.oversubscribed": "crowded cores",
+    "host.own_processes": "crowded cores",
+    "host.gc": "garbage collection",
+    "outside.periodic": "stalls",
+    "outside.checkpoint": "checkpoints",
+    "outside.evaluation": "evaluations",
+}
+"""Cause → its name in the report, where the bottleneck's name would be mistaken for a phase of the step."""
+
+
+def is_crowded(state: SearchState) -> bool:
+    """Tell whether other processes keep the machine busy."""
+    crowd = state.diagnosis.crowd
+    return crowd is not None and crowd.cause == causes.OVERSUBSCRIBED
+
+
+def is_too_early(state: SearchState) -> bool:
+    """Tell whether nothing has been tried in the first minute, and something may be tried later in this run."""
+    if state.replay is not None or state.elapsed_s > _SILENT_S or state.has_tried:
+        return False
+    waiting = [each for each in state.pending() if not state.recollection.postponed(each.name, state.elapsed_s)]
+    expected = (costs.expected_s(state, candidate) for candidate in waiting)
+    return not all(state.budget.exhausted(state.cost_s, seconds) for seconds in expected)
+
+
+def why_open(state: SearchState) -> tuple[str, str]:
+    """Say why there is no verdict yet, and what would bring it sooner; '' twice if nothing is left to decide."""
+    if not state.plain_ms:
+        return "too few steps to time the plain loop", "it takes a longer run"
+    if state.recollection.is_checking:
+        return "the remembered plan was still being checked", "the next run checks it again"
+    if is_crowded(state):
+        return "other processes kept the machine busy, and trials waited", "it takes a quieter machine"
+    left = [
+        costs.expected_s(state, candidate)
+        for candidate in state.candidates.values()
+        if candidate.row.status == "not tried"
+        and not state.recollection.postponed(candidate.name, state.elapsed_s)
+        and not candidate.refusal()
+        and not priority.too_little(state, candidate)
+    ]
+    expected_s, longer = min(left, default=0.0), "a longer run decides"
+    if state.budget.share < 1:
+        enough = f"{max(30, math.ceil(state.cost_s + 2 * expected_s))}s"
+        longer = f'to decide sooner: budget="{enough}" (accel run --budget {enough}), or a longer run'
+    if not left:
+        is_closing = state.plan and state.searching
+        return ("the trial of the whole plan had not ended", longer) if is_closing else ("", "")
+    from_s = state.budget.allowed_from(spent=state.cost_s, expected=expected_s, saved=state.saved_s)
+    if state.lasted_s < from_s < math.inf:
+        return f"the budget of {state.budget.text} allows the next trial {from_s:.0f} s into the run", longer
+    return "trials were under way", longer
+
+
+def limit(report: Report, state: SearchState) -> None:
+    """Set what limits the run, with a share that agrees with the anatomy."""
+    diagnosis = state.diagnosis if state.plan or state.searching else state.plain_diagnosis
+    total = sum(report.anatomy_after.values())
+    shares = {phase: ms / total for phase, ms in report.anatomy_after.items()} if total > 0 else {}
+    report.bottleneck, report.bottleneck_share, report.bottleneck_advice = "", None, ""
+    if diagnosis.findings:
+        finding = diagnosis.findings[0]
+        report.bottleneck = _LIMITS.get(finding.cause, finding.bottleneck)
+        report.bottleneck_share = finding.share
+        if finding.cause not in _LIMITS:
+            report.bottleneck_share = min(finding.share, PhaseShares(shares=shares).room(finding.cause))
+        report.bottleneck_advice = f"{finding.title}: {finding.remedy}"
+    elif shares:
+        parts = {part: sum(shares.get(phase, 0.0) for phase in phases) for part, phases in PHASES_OF.items()}
+        largest = max(parts, key=lambda part: parts[part])
+        report.bottleneck, report.bottleneck_share = largest.value, parts[largest]
+        report.bottleneck_advice = "the largest part; nothing else stands out"
