@@ -191,8 +191,8 @@ class ScriptTraining:
         if any(entry.optimized(root) for root in steps.roots) or not steps.roots:
             steps.release()  # its model's session meets it too; parameters of no module are nobody's
             return
-        # A loop may make an optimizer, or copy its model, for each step: they must not all stay in memory. Two that train
-        # the same parameters may: one that is made anew for each task, and that of the loop around the tasks.
+        # A loop may make an optimizer, or copy its model, for each step: they must not all stay in memory. Two that
+        # train the same parameters may: one that is made anew for each task, and that of the loop around the tasks.
         for earlier in self._learning_the_same(steps)[:-1]:
             self._give_up(earlier)
         self._learning[id(optimizer)] = steps
