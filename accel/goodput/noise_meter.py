@@ -128,8 +128,12 @@ class NoiseMeter:
         if self._is_timed:
             self._began_s = self._clock()
             if self._schedule.is_due() and not self.refusal:
+
+                def loss_scale() -> float:  # averaged with those of other steps, gradients must not have a factor
+                    return _scale_of(self._scaler) * self._accumulated
+
                 try:
-                    self._measured = _MeasuredStep(self._model, self._optimizers, self._loss_scale, self._sketch)
+                    self._measured = _MeasuredStep(self._model, self._optimizers, loss_scale, self._sketch)
                 except Unmeasurable as refusal:
                     self.refusal = self.reason = str(refusal)
                 self._own_s = self._clock() - self._began_s
@@ -231,11 +235,6 @@ class NoiseMeter:
         yield
         self._own_s += self._clock() - began
 
-    def _loss_scale(self) -> float:
-        """Return the factor on the gradients: averaged with those of other steps they must not have one."""
-        is_scaled = self._scaler is not None and self._scaler.is_enabled()
-        return (float(self._scaler.get_scale()) if is_scaled and self._scaler is not None else 1.0) * self._accumulated
-
     def _end_measuring(self) -> None:
         """Take in what the measured step says, and wait for as many steps as pay for it."""
         step, began = self._measured, self._clock()
@@ -271,6 +270,10 @@ class NoiseMeter:
         self._was_preconditioned = preconditioned
         self.noise.update(sums, self._samples_passed * self._replicas)
         self._samples_passed, self._fruitless, self.reason = 0.0, 0, ""
+
+
+def _scale_of(scaler: torch.amp.GradScaler | None) -> float:
+    return float(scaler.get_scale()) if scaler is not None and scaler.is_enabled() else 1.0
 
 
 class _MeasuredStep:

@@ -70,11 +70,8 @@ class Observations:
     """Aggregate measured step times by configuration.
 
     Of each configuration the last 31 times stand for all: their median is not moved by a few steps that waited for a
-    disk, and a change of the machine is forgotten. Beyond `limit` configurations the one that was not seen for longest
+    disk, and a change of the machine is forgotten. Beyond `LIMIT` configurations the one that was not seen for longest
     is dropped.
-
-    Args:
-        limit: configurations kept, ≥ 1.
 
     Example:
         >>> observations = Observations()
@@ -84,10 +81,7 @@ class Observations:
         0.11
     """
 
-    def __init__(self, limit: int = LIMIT) -> None:
-        if limit < 1:
-            raise InvalidArgument(f"limit must be at least 1. Found: {limit}")
-        self._limit = limit
+    def __init__(self) -> None:
         self._entries: OrderedDict[Configuration, _Entry] = OrderedDict()
 
     def __len__(self) -> int:
@@ -131,7 +125,7 @@ class Observations:
         if entry is None:
             configuration = _checked(configuration)
             entry = self._entries[configuration] = _Entry()
-            if len(self._entries) > self._limit:
+            if len(self._entries) > LIMIT:
                 self._entries.popitem(last=False)
         self._entries.move_to_end(configuration)
         entry.add(float(seconds))
@@ -160,7 +154,7 @@ class Observations:
         Raises:
             InvalidArgument: if it is none; what is there then stays.
         """
-        fresh = Observations(self._limit)
+        fresh = Observations()
         try:
             for each in state["configurations"]:
                 values = dict(each)

@@ -68,13 +68,13 @@ class TrainingCallback:
                 del _under_way[thread]
         if self._training is not None:
             self._training.stop()
-            self._training.end_trials(together)
+            self._training.models.end_trials(together)
 
     def _release(self) -> None:
         """Restore torch and the models, and forget the training."""
         self._end()
         if self._training is not None:
-            self._training.undo()
+            self._training.models.undo()
             self._earlier += self._training.models.count
             self._training = None
 

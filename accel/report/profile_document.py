@@ -43,7 +43,14 @@ TIMELINE_HEIGHT = 180
 TALL = 4.0
 """A step longer than this many medians is cut off, so that the others can be distinguished."""
 
-_OUTCOME_TONES = {"keep": "good", "drop": "bad", "void": "idle"}
+_OUTCOMES = {
+    "keep": ("helps", "good"),
+    "drop": ("does not help", "bad"),
+    "refused": ("too noisy to tell", "warn"),
+    "void": ("could not be tried", "idle"),
+}
+"""Verdict of an experiment → its text and tone."""
+_RESTORED = "these steps did not train as usual; the state from before them was restored"
 
 
 def document(report: ProfileReport) -> Document:
@@ -167,13 +174,14 @@ def _experiments(experiments: Sequence[Experiment]) -> Iterator[Section]:
     columns = blocks.columns("experiment<26", "ms per step, A → B>20", "saves>18", "pairs>5", "outcome<19")
     rows = []
     for row in experiments:
-        what, tone = row.what, _OUTCOME_TONES.get(row.verdict, "warn")
+        what = row.what
+        outcome, tone = _OUTCOMES.get(row.verdict, (row.verdict, "warn"))
         cells = blocks.cells(
             TableCell(text=row.name, tone="strong", small=[what] if what else []),
             f"{ms_text(row.before_ms)} → {ms_text(row.after_ms)}",
-            words.gave_text(row),
+            words.saving_text(None if row.verdict == "void" else row.saving),
             str(row.pairs),
-            TableCell(text=words.outcome_text(row), tone=tone, sign=blocks.SIGNS[tone]),
+            TableCell(text=outcome, tone=tone, sign=blocks.SIGNS[tone]),
         )
         rows.append(TableRow(cells=cells, below=what))
     table = Table(columns=columns, rows=rows, caption="Real steps with (B) and without (A) something, interleaved")
@@ -214,7 +222,7 @@ def _ranks(ranks: Sequence[RankRow], names: list[str]) -> Iterator[Section]:
             TableCell(text="", bar=segments(parts, names, axis)),
             *(ms_text(row.phases_ms.get(name)) for name in phases),
             ms_text(rest),
-            words.short_thread_text(row.thread),
+            "-" if row.thread is None else "/".join(map(words.number_text, vars(row.thread).values())),
             str(row.steps),
             tone=tone,
         )

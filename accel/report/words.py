@@ -9,11 +9,8 @@ from dataclasses import dataclass
 
 from accel.profiler.evidence import GpuShare, OpTime, Roofline, ThreadShare
 from accel.profiler.phases import PHASES
-from accel.profiler.report import Experiment, Finding, HostFacts, MachineFacts, Node, ProfileReport, Saving
+from accel.profiler.report import Finding, HostFacts, MachineFacts, Node, ProfileReport, Saving
 from accel.report.model import RunReport, StrategyRow
-
-OUTCOMES = {"keep": "helps", "drop": "does not help", "refused": "too noisy to tell", "void": "could not be tried"}
-"""Verdict of an experiment → its text."""
 
 _AT_ROOF = 1.05
 """Share of a roof up to which an operator counts as at it: both are measured."""
@@ -348,16 +345,6 @@ def experiment_text(finding: Finding) -> str:
     return f"{'experiment' if finding.measured else 'no experiment'}: {finding.experiment}"
 
 
-def outcome_text(experiment: Experiment) -> str:
-    """Format an experiment's verdict, e.g. `helps`."""
-    return OUTCOMES.get(experiment.verdict, experiment.verdict)
-
-
-def gave_text(experiment: Experiment) -> str:
-    """Return what an experiment saved, `-` where it switched nothing off."""
-    return saving_text(None if experiment.verdict == "void" else experiment.saving)
-
-
 # --- evidence --------------------------------------------------------------------------------------------------------
 
 
@@ -482,19 +469,15 @@ def thread_text(share: ThreadShare | None) -> str:
     return ", ".join(f"{percent_text(value)} {word}" for value, word in parts)
 
 
-def short_thread_text(share: ThreadShare | None) -> str:
-    """Format the same in a few characters: run/wait/asleep in percent, e.g. `31/2/67`."""
-    return "-" if share is None else "/".join(map(number_text, (share.run, share.wait, share.blocked)))
-
-
 def gpu_text(gpu: GpuShare) -> list[tuple[str, str]]:
     """List what was seen of a GPU as (quantity, value)."""
+    rates = (gpu.pcie_rx_mb_per_s, gpu.pcie_tx_mb_per_s)
     return [
         ("busy", percent_text(gpu.utilisation)),
         ("memory", f"{ms_text(gpu.memory_used_gib)} of {ms_text(gpu.memory_total_gib)} GiB"),
         ("power", _of(gpu.power_w, gpu.power_limit_w, "W")),
         ("clock", _of(gpu.clock_mhz, gpu.clock_max_mhz, "MHz")),
-        ("PCIe in/out", _in_out(gpu)),
+        ("PCIe in/out", "-" if rates == (None, None) else f"{'/'.join(map(ms_text, rates))} MB/s"),
         ("throttled", ", ".join(gpu.throttled) or "no"),
     ]
 
@@ -503,12 +486,6 @@ def _of(value: float | None, limit: float | None, unit: str) -> str:
     if value is None:
         return "-"
     return f"{ms_text(value)} of {ms_text(limit)} {unit}" if limit is not None else f"{ms_text(value)} {unit}"
-
-
-def _in_out(gpu: GpuShare) -> str:
-    if gpu.pcie_rx_mb_per_s is None and gpu.pcie_tx_mb_per_s is None:
-        return "-"
-    return f"{ms_text(gpu.pcie_rx_mb_per_s)}/{ms_text(gpu.pcie_tx_mb_per_s)} MB/s"
 
 
 def host_texts(host: HostFacts) -> list[tuple[str, str]]:

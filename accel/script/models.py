@@ -90,7 +90,7 @@ class ScriptModel:
             entry.undo(self.module)
 
     def end_trial(self, together: bool) -> None:
-        """Let nothing be on that has not been kept, if the search has not ended; see `ScriptTraining.end_trials`."""
+        """Let nothing be on that has not been kept, if the search has not ended; see `ScriptModels.end_trials`."""
         record, session = self.record, self._session
         if record is None or not session.searching:
             return
@@ -130,30 +130,38 @@ class ScriptModels:
         """The models that are optimized, the first one first."""
         return [model.module for model in self._models.values() if model.record is not None]
 
-    @property
-    def have_room(self) -> bool:
-        """Whether one more may be optimized."""
-        return len(self._models) < AT_ONCE
-
-    def tell_limit(self) -> None:
-        """Say, once, that there are too many models."""
+    def have_room(self, beside: int = 0) -> bool:
+        """Return whether one more may be optimized, beside so many that are about to be; say so, once, if not."""
+        if len(self._models) + beside < AT_ONCE:
+            return True
         if not self._has_told_limit:
             self._has_told_limit = True
             say(f"{AT_ONCE} models are optimized at a time; others are left alone until one of these has ended")
+        return False
 
     def cover(self, optimizer: Optimizer) -> bool:
         """Return whether all that an optimizer trains is optimized, which is found sooner than its modules."""
         optimized = (parameter for model in self.modules for parameter in model.parameters())
         return bool(self._models) and parameters_of(optimizer) <= set(map(id, optimized))
 
-    def begin(self, model: nn.Module, loader: LoaderProxy | None, optimizer: Optimizer, updates: int) -> Any:
-        """Optimize a model; return what `entry` holds of it, None if accel was switched off meanwhile.
+    def begin(
+        self,
+        model: nn.Module,
+        loader: LoaderProxy | None,
+        optimizer: Optimizer,
+        proxies: Sequence[LoaderProxy],
+        updates: int,
+        called: Callable[[], None],
+    ) -> None:
+        """Optimize a model, unless accel was switched off meanwhile.
 
         Args:
             model: the model.
             loader: feeds it; None if the loop makes its own batches.
             optimizer: trains it.
+            proxies: of all loaders of the script.
             updates: made by all optimizers so far.
+            called: is called between two steps of a loop that makes its own batches.
         """
         self.count += 1
         report, whole = self._place_of_report(self._earlier + self.count)
@@ -161,12 +169,17 @@ class ScriptModels:
         entry.optimize(model, batches, optimizer, **{**self._options, "report": report})
         record = entry.optimized(model)
         if record is None:
-            return None
+            return
         if report is None:
             record.journal.whole = whole
         follow = (lambda proxy: None) if loader is None else record.follow
         self._models[id(model)] = ScriptModel(model, record.session, follow, updates)
-        return record
+        for proxy in proxies:
+            follow(proxy)
+        if loader is None:
+            record.session.events.makes_batches(called)
+        else:
+            record.session.events.epoch_begins(loader)  # it has, and the session did not hear of it
 
     def _place_of_report(self, model: int) -> tuple[Path | None, str]:
         """Return where the report of the n-th model goes, and how to see the whole if it goes nowhere."""
@@ -220,7 +233,11 @@ class ScriptModels:
         return [mine for mine in own if not any(mine is optimizer for optimizer in others)]
 
     def end_trials(self, together: bool) -> None:
-        """Switch off what is on trial; see `ScriptTraining.end_trials`."""
+        """Switch off what is on trial, since no step will end its trial; what has been kept so far stays on.
+
+        Args:
+            together: all ranks do so after the same step.
+        """
         for model in self._models.values():
             model.end_trial(together)
 

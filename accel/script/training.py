@@ -10,11 +10,11 @@ Everything is decided by counting steps, so the ranks of a launch do the same at
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 from threading import get_ident
 from typing import Any
 
 import torch
-from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from accel import entry, startup
@@ -112,25 +112,13 @@ class ScriptTraining:
         self._due.clear()
         return [steps.optimizer for steps in followed]
 
-    def end_trials(self, together: bool) -> None:
-        """Switch off what is on trial, since no step will end its trial; what has been kept so far stays on.
-
-        Args:
-            together: all ranks do so after the same step.
-        """
-        self.models.end_trials(together)
-
-    def undo(self) -> None:
-        """Restore the models that have been optimized, and let go of them."""
-        self.models.undo()
-
     def _stand_back(self) -> None:
         """Leave all to a follower that begins later; what steps again after its end is looked at again.
 
         No step of a loop that another one follows would end a trial, and what is optimized here would be no longer its.
         """
         try:
-            self._look_again_at([*self._release(), *self.models.let_go_of_all()])
+            self._known.difference_update([*self._release(), *self.models.let_go_of_all()])
         except ours() as error:
             self._fail(error)
 
@@ -183,26 +171,22 @@ class ScriptTraining:
         self._known.add(optimizer)
         if self.models.cover(optimizer):
             return
-        if not self.models.have_room:
-            self._wait(optimizer)
+        if not self.models.have_room():
+            self._waiting.add(optimizer)
             return
         self._looks += 1
         steps = OptimizerSteps(optimizer, self.loaders.delivered, self._called, self._registered.seen)
         if any(entry.optimized(root) for root in steps.roots) or not steps.roots:
             steps.release()  # its model's session meets it too; parameters of no module are nobody's
             return
-        # A loop may make an optimizer, or copy its model, for each step: they must not all stay in memory. Two that train
-        # the same parameters may: one that is made anew for each task, and that of the loop around the tasks.
-        for earlier in self._learning_the_same(steps)[:-1]:
+        # A loop may make an optimizer, or copy its model, for each step: they must not all stay in memory. Two that
+        # train the same parameters may: one that is made anew for each task, and that of the loop around the tasks.
+        for earlier in _of_the_same(steps, self._learning.values())[:-1]:
             self._give_up(earlier)
         self._learning[id(optimizer)] = steps
         while len({frozenset(map(id, each.roots)) for each in self._learning.values()}) > AT_ONCE:
-            self.models.tell_limit()
+            self.models.have_room(AT_ONCE)
             self._give_up(next(iter(self._learning.values())))
-
-    def _learning_the_same(self, steps: OptimizerSteps) -> list[OptimizerSteps]:
-        """Return those that train some of the same parameters, the latest last."""
-        return [other for other in self._learning.values() if not other.parameters.isdisjoint(steps.parameters)]
 
     def _stepped(self, steps: OptimizerSteps) -> None:
         """Count a step of an optimizer; once what it trains is known, that is due."""
@@ -210,7 +194,7 @@ class ScriptTraining:
         if not steps.learned(self.loaders.delivered):
             return
         del self._learning[id(steps.optimizer)]
-        for other in self._learning_the_same(steps):
+        for other in _of_the_same(steps, self._learning.values()):
             self._give_up(other)
         if steps.from_loader or steps.is_called:
             self._due.append(steps)
@@ -223,13 +207,6 @@ class ScriptTraining:
         del self._learning[id(steps.optimizer)]
         steps.release()
         self._waiting.add(steps.optimizer)
-
-    def _wait(self, optimizer: Optimizer) -> None:
-        self.models.tell_limit()
-        self._waiting.add(optimizer)
-
-    def _look_again_at(self, optimizers: list[Optimizer]) -> None:
-        self._known.difference_update(optimizers)
 
     def _called(self) -> None:
         """A module that may be a model is called with gradients: a step has ended, if one has since the last call."""
@@ -253,7 +230,7 @@ class ScriptTraining:
     def _let_go_of_ended(self, at_once: bool) -> None:
         self._is_check_due = False
         if freed := self.models.let_go_of_ended(self.updates, at_once=at_once):
-            self._look_again_at([*freed, *self._waiting])
+            self._known.difference_update([*freed, *self._waiting])
             self._waiting.clear()
 
     def _fail(self, error: Exception) -> None:
@@ -269,19 +246,13 @@ class ScriptTraining:
         for model in models:
             if entry.optimized(model) is not None:
                 continue
-            if not self.models.have_room:
-                self._wait(steps.optimizer)
+            if not self.models.have_room():
+                self._waiting.add(steps.optimizer)
                 break
-            self._begin(model, steps)
+            loader = self.loaders.latest if steps.from_loader else None
+            self.models.begin(model, loader, steps.optimizer, self.loaders.proxies, self.updates, self._between_steps)
 
-    def _begin(self, model: nn.Module, steps: OptimizerSteps) -> None:
-        loader = self.loaders.latest if steps.from_loader else None
-        record = self.models.begin(model, loader, steps.optimizer, self.updates)
-        if record is None:
-            return
-        for proxy in self.loaders.proxies:
-            self.models.follow(proxy)
-        if loader is None:
-            record.session.events.makes_batches(self._between_steps)
-        else:
-            record.session.events.epoch_begins(loader)  # it has, and the session did not hear of it
+
+def _of_the_same(steps: OptimizerSteps, others: Iterable[OptimizerSteps]) -> list[OptimizerSteps]:
+    """Return those of the others that train some of the same parameters, the latest last."""
+    return [other for other in others if not other.parameters.isdisjoint(steps.parameters)]

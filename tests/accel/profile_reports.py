@@ -8,6 +8,7 @@ from typing import Any
 from accel.profiler.evidence import GpuShare, LineTime, OpTime, Roofline, SyncPoint, ThreadShare
 from accel.profiler.phases import PHASES
 from accel.profiler.report import Experiment, Finding, HostFacts, Node, ProfileReport, RankRow, Saving, StepRow
+from tests.accel.hostile import filled
 
 PHASES_MS = {
     "data": 143.2,
@@ -287,109 +288,9 @@ def refused(**fields: Any) -> ProfileReport:
     return ProfileReport(**{**base, **fields})
 
 
-def hostile(text: str = "<script>alert(1)</script>", number: float = 1.0) -> ProfileReport:
-    """Make a report whose every text is `text` and whose every number is `number`."""
-    saving = Saving(value=number, low=number, high=number)
-    share = ThreadShare(run=number, wait=number, blocked=number)
-    part = Node(name=text, ms=number, share=number, note=text)
-    phases = {text: number, "data": number}
-    return ProfileReport(
-        verdict=text,
-        bottleneck=text,
-        findings=[
-            Finding(
-                cause=text,
-                bottleneck=text,
-                title=text,
-                why=[text],
-                remedy=text,
-                strategy=text,
-                share=number,
-                predicted=saving,
-                measured=saving,
-                experiment=text,
-            )
-        ],
-        next=[text],
-        evidence=Node(name=text, ms=number, share=number, note=text, children=[part, part]),
-        unattributed=number,
-        steps=3,
-        step_ms=number,
-        samples_per_s=number,
-        wall_s=number,
-        experiments=[
-            Experiment(
-                name=text,
-                what=text,
-                before_ms=number,
-                after_ms=number,
-                saving=saving,
-                pairs=3,
-                verdict=text,
-            )
-        ],
-        ranks=[
-            RankRow(rank=n, host=text, steps=3, step_ms=number, phases_ms=phases, thread=share, straggler=n == 1)
-            for n in range(2)
-        ],
-        timeline=[StepRow(step=n, ms=number, phases_ms=phases) for n in range(3)],
-        lines=[
-            LineTime(
-                phase=text, file=text, line=1, source=text, seconds=number, share=number, blocked=number, tags=[text]
-            )
-        ],
-        ops=[
-            OpTime(
-                name=text,
-                calls=number,
-                ms=number,
-                share=number,
-                kind=text,
-                small=True,
-                gflops=number,
-                gb_per_s=number,
-                intensity=number,
-            )
-        ],
-        syncs=[SyncPoint(name=text, file=text, line=1, calls=number, ms=number)],
-        roofline=Roofline(gflops={text: number}, gb_per_s=number),
-        gpus=[
-            GpuShare(
-                index=0,
-                name=text,
-                utilisation=number,
-                memory_used_gib=number,
-                memory_total_gib=number,
-                power_w=number,
-                power_limit_w=number,
-                clock_mhz=number,
-                clock_max_mhz=number,
-                pcie_rx_mb_per_s=number,
-                pcie_tx_mb_per_s=number,
-                throttled=[text],
-            )
-        ],
-        host=HostFacts(
-            cores=1,
-            threads=1,
-            device=text,
-            platform=text,
-            python=text,
-            torch=text,
-            accel=text,
-            foreign_cores=number,
-            thread=share,
-            workers=[share],
-            loader=text,
-            optimizer=text,
-            model=text,
-        ),
-        trace_file=text,
-        unseen=[text],
-        command=text,
-        started=text,
-        ended=text,
-    )
+def hostile(*text_and_number: Any) -> ProfileReport:
+    """Make a report that means harm; see `filled`."""
+    return filled(ProfileReport, *text_and_number)
 
 
 def wide(ranks: int = 64, steps: int = 120) -> ProfileReport:

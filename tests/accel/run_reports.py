@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from accel.report import Event, Machine, Report, StrategyRow
+from accel.report import Report, StrategyRow
+from tests.accel.hostile import filled
 
 
 def row(**fields: Any) -> StrategyRow:
@@ -61,19 +62,6 @@ def full(**fields: Any) -> Report:
     return Report(**{**base, **fields})
 
 
-def hostile(text: str = "<script>alert(1)</script>", value: float | None = 1.0) -> Report:
-    """Make a report whose every text is `text`, and whose numbers that are drawn are `value`."""
-    fates = {"summary": text, "treats": [text], "status": text, "why": text, "exactness": text, "setting": text}
-    numbers = dict.fromkeys(("gain", "gain_low", "output_error", "spread_ms", "before_ms"), value)
-    words = ("model", "started", "command", "fingerprint", "training_same", "state", "bottleneck", "bottleneck_advice")
-    return full(
-        **dict.fromkeys(words, text),
-        plain_ms=value,
-        anatomy_before={text: 0.0 if value is None else value},
-        anatomy_after={"other": 1.0, text: 0.0 if value is None else value},
-        rows=[row(name=text, **fates, **numbers, cost_s=value or 0.0)],
-        events=[Event(step=1, text=text)],
-        unseen=[text],
-        machine=Machine(device=text, platform=text, torch=text),
-        plan={text: text},
-    )
+def hostile(*text_and_number: Any) -> Report:
+    """Make a report that means harm; see `filled`."""
+    return filled(Report, *text_and_number)

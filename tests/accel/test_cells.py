@@ -17,7 +17,7 @@ from accel.report.terminal import Page
 from accel.report.words import gain_text, ms_text, numerics_text, seconds_text, step_text
 from tests.sampling import examples
 
-WIDTHS = (80, 100, 120)
+WIDTHS = (80, 100)
 positive = st.floats(1e-9, 1e12) | st.sampled_from([0.000395, 0.0003, 99.95, 9999.5, 1e4, 1e7])
 names = st.sampled_from(strategies.names()) | st.from_regex(r"\A[a-z]{1,12}(_[a-z]{1,8}){0,2}\Z")
 values = st.none() | positive | st.just(math.inf)

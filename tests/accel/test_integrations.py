@@ -6,7 +6,6 @@ import copy
 import gc
 import math
 import textwrap
-import threading
 import weakref
 from dataclasses import replace
 from pathlib import Path
@@ -28,9 +27,12 @@ from accel.script.training import ScriptTraining
 from tests import warm
 from tests.accel.frameworks import LET_TORCHVISION_IMPORT, need
 from tests.accel.loops import Quick, advance, advance_until, in_trial, make, training
-from tests.accel.script_followed import OPTIONS as SCRIPT_OPTIONS
+from tests.accel.script_followed import training as followed
+
+__all__ = ["followed"]
 
 OPTIONS: dict[str, Any] = {"allow": "exact", "budget": 60, "enable": (), "disable": (), "report": None, "cache": True}
+UNREMEMBERED = {**OPTIONS, "cache": False}
 
 
 def report() -> Report:
@@ -180,7 +182,7 @@ def fit(callback: TrainingCallback, job: tuple[Any, Any, Any], steps: int) -> Re
 
 
 def test_a_second_training_of_a_model_is_followed_like_the_first(only_quick: None, tmp_path: Path) -> None:
-    callback = TrainingCallback(**{**OPTIONS, "cache": False, "report": tmp_path / "fit.json"})
+    callback = TrainingCallback(**{**UNREMEMBERED, "report": tmp_path / "fit.json"})
     job = make()
     first, second = fit(callback, job, 240), fit(callback, job, 230)
     for found, steps in ((first, 240), (second, 230)):
@@ -194,7 +196,7 @@ def test_a_second_training_of_a_model_is_followed_like_the_first(only_quick: Non
 
 
 def test_the_model_of_an_earlier_training_is_let_go(only_quick: None) -> None:
-    callback = TrainingCallback(**{**OPTIONS, "cache": False})
+    callback = TrainingCallback(**UNREMEMBERED)
     fold = make()
     fit(callback, fold, 26)
     seen = weakref.ref(fold[0])
@@ -205,7 +207,7 @@ def test_the_model_of_an_earlier_training_is_let_go(only_quick: None) -> None:
 
 
 def test_a_model_that_the_script_optimizes_itself_meanwhile_is_left_to_it(only_quick: None) -> None:
-    callback = TrainingCallback(**{**OPTIONS, "cache": False})
+    callback = TrainingCallback(**UNREMEMBERED)
     model, loader, optimizer = make()
     fit(callback, (model, loader, optimizer), 26)
     accel.undo(model)
@@ -217,7 +219,7 @@ def test_a_model_that_the_script_optimizes_itself_meanwhile_is_left_to_it(only_q
 
 @pytest.mark.parametrize("together", [True, False])
 def test_what_is_on_trial_when_a_training_ends_is_switched_off(only_quick: None, together: bool) -> None:
-    callback = TrainingCallback(**{**OPTIONS, "cache": False})
+    callback = TrainingCallback(**UNREMEMBERED)
     model, loader, optimizer = make()
     callback._begin()
     loop = training(model, loader, optimizer)
@@ -235,7 +237,7 @@ def test_a_training_that_another_callback_was_not_told_the_end_of_is_let_go_of(o
     """A notebook's cell with a Trainer, interrupted and run again: its loop recursed without end."""
     replaced = DataLoader.__iter__
     job = make()
-    first, second = (TrainingCallback(**{**OPTIONS, "cache": False}) for _ in range(2))
+    first, second = (TrainingCallback(**UNREMEMBERED) for _ in range(2))
     first._begin()
     loop = training(*job)
     advance_until(loop, in_trial)
@@ -246,63 +248,46 @@ def test_a_training_that_another_callback_was_not_told_the_end_of_is_let_go_of(o
     first._end()
 
 
-def test_a_callback_in_a_script_that_is_followed_comes_first(
-    only_quick: None, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_callback_in_a_script_that_is_followed_comes_first(followed: ScriptTraining) -> None:
     """Under `accel run`; what the script trains after the Trainer is followed as before."""
-    script = ScriptTraining(dict(SCRIPT_OPTIONS), threading.get_ident(), whole="", from_start=True)
-    script.start()
-    try:
-        callback = TrainingCallback(**{**OPTIONS, "cache": False})
-        found = fit(callback, make(), 240)
-        assert found.plan == {"quick": None} and found.steps > 200
-        assert (script.models.count, script.why_nothing()) == (0, "")
-        other = make(1)
-        advance(training(*other), 26)
-        assert script.models.modules == [other[0]]
-    finally:
-        script.stop()
+    callback = TrainingCallback(**UNREMEMBERED)
+    found = fit(callback, make(), 240)
+    assert found.plan == {"quick": None} and found.steps > 200
+    assert (followed.models.count, followed.why_nothing()) == (0, "")
+    other = make(1)
+    advance(training(*other), 26)
+    assert followed.models.modules == [other[0]]
 
 
 @pytest.mark.parametrize("scheduled", [True, False])
-@pytest.mark.parametrize("steps", [1, 4, 30, 60, 240])
+@pytest.mark.parametrize("steps", [1, 4, 240])
 def test_a_callback_takes_over_what_the_script_has_trained_before(
-    only_quick: None, steps: int, scheduled: bool, capsys: pytest.CaptureFixture[str]
+    followed: ScriptTraining, steps: int, scheduled: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """It did nothing where `accel run` had the model, and had no say where that followed the optimizer."""
-    script = ScriptTraining(dict(SCRIPT_OPTIONS), threading.get_ident(), whole="", from_start=True)
-    script.start()
-    try:
-        job = make()
-        advance(training(*job), steps)
-        if scheduled:
-            torch.optim.lr_scheduler.ExponentialLR(job[2], 0.9)  # wraps the step that it comes to
-        callback = TrainingCallback(**{**OPTIONS, "cache": False, "budget": 50})
-        found = fit(callback, job, 240)
-        assert found.plan == {"quick": None} and found.steps > 200
-        record = entry.optimized(job[0])
-        assert record is not None and record.settings.budget.text == "50s"
-        assert script.models.modules == []
-        callback._release()
-        advance(training(*job), 26)
-        assert script.models.modules == [job[0]]
-    finally:
-        script.stop()
+    job = make()
+    advance(training(*job), steps)
+    if scheduled:
+        torch.optim.lr_scheduler.ExponentialLR(job[2], 0.9)  # wraps the step that it comes to
+    callback = TrainingCallback(**{**UNREMEMBERED, "budget": 50})
+    found = fit(callback, job, 240)
+    assert found.plan == {"quick": None} and found.steps > 200
+    record = entry.optimized(job[0])
+    assert record is not None and record.settings.budget.text == "50s"
+    assert followed.models.modules == []
+    callback._release()
+    advance(training(*job), 26)
+    assert followed.models.modules == [job[0]]
     assert "goes on without accel" not in capsys.readouterr().err
 
 
-def test_what_is_on_trial_is_off_when_a_callback_begins(only_quick: None) -> None:
+def test_what_is_on_trial_is_off_when_a_callback_begins(followed: ScriptTraining) -> None:
     """It stayed on for the whole training, where no step ended its trial."""
-    script = ScriptTraining(dict(SCRIPT_OPTIONS), threading.get_ident(), whole="", from_start=True)
-    script.start()
-    try:
-        advance_until(training(*make()), in_trial)
-        callback = TrainingCallback(**{**OPTIONS, "cache": False})
-        callback._begin()
-        assert not Quick.on
-        callback._end()
-    finally:
-        script.stop()
+    advance_until(training(*make()), in_trial)
+    callback = TrainingCallback(**UNREMEMBERED)
+    callback._begin()
+    assert not Quick.on
+    callback._end()
 
 
 def test_several_ranks_keep_what_is_on_unless_it_is_on_trial(only_quick: None) -> None:

@@ -5,9 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
-import textwrap
 from pathlib import Path
 
 import pytest
@@ -17,7 +14,6 @@ from accel.commands.cli import main
 from accel.report.rendering import as_verdict
 from tests import warm
 from tests.accel.profiled import (
-    ENVIRONMENT,
     ONE_THREAD,
     accel_profile,
     causes,
@@ -67,7 +63,7 @@ def test_a_slow_loader_is_named_tried_and_written_down(tmp_path: Path) -> None:
 
 
 def test_a_step_that_is_slow_once_hides_no_cause(tmp_path: Path) -> None:
-    """As one that loads a library: 3 s beside 120 steps of 10 ms."""
+    """As one that loads a library: 1 s beside 120 steps of 10 ms."""
     script(
         tmp_path,
         """
@@ -79,7 +75,7 @@ def test_a_step_that_is_slow_once_hides_no_cause(tmp_path: Path) -> None:
         for epoch in range(4):
             for number, (x, y) in enumerate(loader):
                 if epoch == 0 and number == 20:
-                    time.sleep(3)
+                    time.sleep(1)
                 step(x, y)
         """,
     )
@@ -90,7 +86,7 @@ def test_a_step_that_is_slow_once_hides_no_cause(tmp_path: Path) -> None:
     assert causes(found)[:1] == ["input.collate"], found.verdict
     assert found.findings[0].share > 0.7
     assert any("of them in host" in sentence and sentence.endswith("is left out") for sentence in found.unseen)
-    assert max(step.ms for step in found.timeline) >= 3000
+    assert max(step.ms for step in found.timeline) >= 1000
     assert found.samples_per_s is not None
     assert found.samples_per_s * found.step_ms / 1e3 == pytest.approx(8)  # the batch
 
@@ -131,11 +127,15 @@ def test_reports_that_can_not_be_written_are_refused_first(
     assert (tmp_path / "pipe").is_fifo()
 
 
-def test_a_syntax_error_is_shown_alone(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [(["wrong.py"], "SyntaxError"), (["-m", "not_there"], "no module named 'not_there'")],
+)
+def test_an_error_before_the_script_runs_is_shown_alone(tmp_path: Path, arguments: list[str], message: str) -> None:
     (tmp_path / "wrong.py").write_text("def f(:\n")
-    done = accel_profile(tmp_path, "wrong.py")
+    done = accel_profile(tmp_path, *arguments)
     assert done.returncode == 1
-    assert "SyntaxError" in done.stderr and "profiler/script.py" not in done.stderr
+    assert message in done.stderr and "profiler/script.py" not in done.stderr
 
 
 def test_work_between_two_epochs_is_named_as_such(tmp_path: Path) -> None:
@@ -199,14 +199,6 @@ def test_few_frames_lie_below_a_profiled_script(tmp_path: Path, module: bool) ->
     (outside, within), (bare_outside, bare_within) = (map(int, text.split()) for text in (done.stdout, plain.stdout))
     assert outside - bare_outside <= 3
     assert within - bare_within <= 3
-
-
-def test_a_module_that_is_not_there_is_named(tmp_path: Path) -> None:
-    done = accel_profile(tmp_path, "-m", "not_there")
-
-    assert done.returncode == 1
-    assert "no module named 'not_there'" in done.stderr
-    assert "profiler/script.py" not in done.stderr
 
 
 def test_a_package_runs_its_main_module(tmp_path: Path) -> None:
@@ -276,55 +268,19 @@ while True:
 """
 
 
-def check_interrupted(folder: Path, ended: str) -> None:
-    assert report(folder).ended == ended
-    assert report(folder).steps > 50
-
-
-@pytest.mark.parametrize(
-    ("number", "status", "ended"),
-    [
-        (signal.SIGINT, -signal.SIGINT, "interrupted"),
-        pytest.param(
-            signal.SIGTERM, 143, "terminated", marks=pytest.mark.slow
-        ),  # by default in test_profile_endings.py
-    ],
-)
-def test_an_interrupted_script_leaves_a_report(tmp_path: Path, number: int, status: int, ended: str) -> None:
+def test_an_interrupted_script_leaves_a_report(tmp_path: Path) -> None:
     script(tmp_path, UNTIL_STOPPED)
     running = warm.Running(["-m", "accel", "profile", "train.py"], cwd=tmp_path, environment=ONE_THREAD)
     try:
         warm.wait_for(tmp_path / "ready")
-        os.kill(running.pid, number)
+        os.kill(running.pid, signal.SIGINT)
         done = running.wait()
     finally:
         running.kill()
 
-    assert done.returncode == status, done.stderr
-    check_interrupted(tmp_path, ended)
-
-
-@pytest.mark.slow
-def test_ctrl_c_in_an_interpreter_of_its_own(tmp_path: Path) -> None:
-    script(tmp_path, UNTIL_STOPPED)
-    running = subprocess.Popen(
-        [sys.executable, "-m", "accel", "profile", "train.py"],
-        cwd=tmp_path,
-        env=ENVIRONMENT,
-        stderr=subprocess.PIPE,
-        text=True,
-        # A shell's background jobs ignore Ctrl-C, and their children inherit that.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
-    try:
-        warm.wait_for(tmp_path / "ready")
-        running.send_signal(signal.SIGINT)
-        _, errors = running.communicate(timeout=120)
-    finally:
-        running.kill()
-
-    assert running.returncode == -signal.SIGINT, errors
-    check_interrupted(tmp_path, "interrupted")
+    assert done.returncode == -signal.SIGINT, done.stderr
+    assert report(tmp_path).ended == "interrupted"
+    assert report(tmp_path).steps > 50
 
 
 def test_a_script_without_a_training_step(tmp_path: Path) -> None:
@@ -370,7 +326,7 @@ def test_a_module_and_a_plain_iterator(tmp_path: Path) -> None:
         tmp_path,
         """
         def batches():
-            for number in range(200):
+            for number in range(100):
                 time.sleep(0.01)
                 yield torch.randn(8, 64), torch.zeros(8, dtype=torch.long)
 
@@ -384,41 +340,6 @@ def test_a_module_and_a_plain_iterator(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert causes(found)[0] == "input.iterator"
     assert any("train.py:" in sentence for sentence in found.findings[0].why)
-
-
-@pytest.mark.slow  # by default as under `accel run`, which makes __main__ the same way: tests/accel/test_run_command.py
-def test_classes_of_the_script_pickle_for_spawned_workers(tmp_path: Path) -> None:
-    target = tmp_path / "train.py"
-    target.write_text(
-        textwrap.dedent(
-            """
-            import torch
-            from torch import nn
-            from torch.utils.data import DataLoader, Dataset
-
-            class Mine(Dataset):
-                def __len__(self):
-                    return 64
-                def __getitem__(self, index):
-                    return torch.randn(4), index % 2
-
-            if __name__ == "__main__":
-                model = nn.Linear(4, 2)
-                optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-                loader = DataLoader(Mine(), batch_size=4, num_workers=1, multiprocessing_context="spawn",
-                                    persistent_workers=True)
-                for epoch in range(2):
-                    for x, y in loader:
-                        nn.functional.cross_entropy(model(x), y).backward()
-                        optimizer.step()
-                print("ended")
-            """
-        )
-    )
-    done = accel_profile(tmp_path, "train.py")
-
-    assert done.stdout == "ended\n", done.stderr
-    assert report(tmp_path).host.loader == "DataLoader, 1 workers"
 
 
 @pytest.mark.slow

@@ -4,27 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests import warm
 from tests.accel.profiled import ONE_THREAD, accel_profile, report, script
 
 
-def test_no_confirm_changes_nothing(tmp_path: Path) -> None:
-    """The same weights as without the profiler, to the bit."""
-    body = """
-    for epoch in range(4):
-        for x, y in DataLoader(data, batch_size=8, shuffle=True):
-            step(x, y)
-    print(sum(p.double().sum().item() for p in model.parameters()), torch.rand(1).item())
-    """
-    script(tmp_path, body)
-    done = accel_profile(tmp_path, "--no-confirm", "train.py")
-    plain = warm.run(["train.py"], cwd=tmp_path, environment=ONE_THREAD)
-
-    assert done.stdout == plain.stdout
-    assert report(tmp_path).experiments == []
-
-
-def test_experiments_leave_the_training_as_it_was_too(tmp_path: Path) -> None:
+@pytest.mark.parametrize("options", [["--no-confirm"], []], ids=["without experiments", "with some"])
+def test_the_training_is_that_of_the_plain_script_to_the_bit(tmp_path: Path, options: list[str]) -> None:
     """Fetching ahead and the like change nothing the model learns."""
     body = """
     def slow(samples):
@@ -37,10 +24,11 @@ def test_experiments_leave_the_training_as_it_was_too(tmp_path: Path) -> None:
     print(sum(p.double().sum().item() for p in model.parameters()), torch.rand(1).item())
     """
     script(tmp_path, body)
-    done = accel_profile(tmp_path, "train.py")
+    done = accel_profile(tmp_path, *options, "train.py")
     plain = warm.run(["train.py"], cwd=tmp_path, environment=ONE_THREAD)
 
     assert done.stdout == plain.stdout
+    assert bool(report(tmp_path).experiments) != bool(options)
 
 
 def test_experiments_stay_within_the_steps(tmp_path: Path) -> None:

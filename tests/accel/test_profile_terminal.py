@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import unicodedata
 from dataclasses import replace
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from rich.cells import cell_len
 
 from accel.profiler.evidence import OpTime, Roofline
 from accel.profiler.report import Node, ProfileReport, Saving, from_json
@@ -17,7 +15,6 @@ from accel.report import words
 from accel.report.rendering import as_page
 from accel.report.rendering import as_text as render
 from tests.accel import profile_reports
-from tests.accel.test_terminal import HOSTILE
 
 
 def _lines(report: ProfileReport, width: int = 100) -> list[str]:
@@ -176,28 +173,6 @@ def test_kernel_name_of_a_whole_template_is_cut() -> None:
     op = replace(profile_reports.ops()[0], name="void at::native::vectorized_elementwise_kernel<4, at::native::" * 20)
     line = next(line for line in _lines(profile_reports.full(ops=[op])) if line.startswith("void at::"))
     assert line.split("  ")[0].endswith("…")
-
-
-def test_markup_is_shown_literally_and_escapes_are_stripped() -> None:
-    text = render(profile_reports.hostile("[red]x[/]\x1b[31m"), width=100, color=False)
-    assert text.startswith("accel profile: [red]x[/][31m\n")
-
-
-@settings(deadline=None)  # the machine may be busy
-@given(
-    text=st.one_of(st.sampled_from(HOSTILE), st.text(st.characters(), max_size=80)),
-    number=st.floats(),
-    width=st.integers(20, 300),
-)
-@example(text="x", number=1e308, width=100)
-@example(text="x", number=-0.0, width=60)
-def test_no_text_and_no_number_breaks_the_width(text: str, number: float, width: int) -> None:
-    page = render(profile_reports.hostile(text, number), width=width, color=False)
-    assert "\x1b" not in page
-    page.encode("utf-8")
-    for line in page.split("\n"):
-        assert cell_len(line) <= min(width, 100)
-        assert not {unicodedata.category(char) for char in line} & {"Cc", "Cf", "Cs", "Zl", "Zp"}
 
 
 @pytest.mark.parametrize("make", ["full", "refused", "hostile", "wide"])

@@ -60,7 +60,7 @@ def test_ever_new_models_are_looked_at_a_bounded_number_of_times(
         assert len(looks) == 17
     finally:
         training.stop()
-        training.undo()
+        training.models.undo()
 
 
 def test_why_an_optimizer_for_each_step_gains_nothing_is_told(training: ScriptTraining) -> None:

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import zipapp
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from subprocess import CompletedProcess
@@ -147,52 +147,49 @@ def test_closed_under_a_later_handler_the_end_of_the_script_is_not_lost() -> Non
     assert own.ending.text == "terminated"
 
 
+def ended_by_sigterm(act: Callable[[], Any]) -> bool:
+    """Return whether a forked child that does this is ended by the signal."""
+    child = os.fork()
+    if child == 0:
+        try:
+            act()
+        finally:
+            os._exit(3)
+    _, status = os.waitpid(child, 0)
+    return os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGTERM
+
+
 @pytest.mark.usefixtures("default_handler")
 @pytest.mark.parametrize("noted", [False, True])
 def test_a_forked_child_ends_by_the_signal(noted: bool) -> None:
     with Script("none.py", []):
         termination = Termination() if noted else None
-        child = os.fork()
-        if child == 0:
-            try:
-                send()
-            finally:
-                os._exit(3)
-        _, status = os.waitpid(child, 0)
+        assert ended_by_sigterm(send)
         if termination is not None:
             termination.close()
-    assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGTERM
 
 
 @pytest.mark.usefixtures("default_handler")
 def test_a_handler_that_is_put_back_after_the_script_ends_the_process() -> None:
     with Script("none.py", []):
         kept = signal.getsignal(signal.SIGTERM)
-    child = os.fork()
-    if child == 0:
-        try:
-            signal.signal(signal.SIGTERM, kept)
-            send()
-        finally:
-            os._exit(3)
-    _, status = os.waitpid(child, 0)
-    assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGTERM
+
+    def put_back() -> None:
+        signal.signal(signal.SIGTERM, kept)
+        send()
+
+    assert ended_by_sigterm(put_back)
 
 
 @pytest.mark.usefixtures("default_handler")
 def test_a_script_that_catches_what_is_to_end_it_ends_by_the_signal() -> None:
     """As plain Python does at once; it went on, and its status was 0."""
-    child = os.fork()
-    if child == 0:
-        try:
-            with Script("none.py", []):
-                with suppress(BaseException):
-                    send()
-                os._exit(3)
-        finally:
-            os._exit(4)
-    _, status = os.waitpid(child, 0)
-    assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGTERM
+
+    def catch() -> None:
+        with Script("none.py", []), suppress(BaseException):
+            send()
+
+    assert ended_by_sigterm(catch)
 
 
 @pytest.mark.usefixtures("default_handler")

@@ -55,6 +55,6 @@ def test_reports_are_written_of_so_many_models_only(
             epochs(model, loader, optimizer, 1)
     finally:
         training.stop()
-        training.undo()
+        training.models.undo()
     assert places == [tmp_path / "out-31", tmp_path / "out-32", None, None]
     assert capsys.readouterr().err.count("no more reports are written") == 1

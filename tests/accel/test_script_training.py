@@ -178,7 +178,7 @@ def test_a_call_that_is_compiled_while_the_model_is_learned_stays(training: Scri
         if number == 1:
             model._compiled_call_impl = compiled
         step(model, optimizer, x, target)
-    training.undo()
+    training.models.undo()
     assert model._compiled_call_impl is compiled
 
 
@@ -439,7 +439,7 @@ def test_ranks_that_the_script_starts_itself_are_without_accel(
     for name, value in meanwhile.items():
         monkeypatch.setenv(name, value)
     begun: list[nn.Module] = []
-    monkeypatch.setattr(training, "_begin", lambda model, steps: begun.append(model))
+    monkeypatch.setattr(training.models, "begin", lambda model, *others: begun.append(model))
     monkeypatch.setattr(ranks, "are_several", lambda: True)
     try:
         epochs(*make(), 1)

@@ -40,7 +40,7 @@ def run() -> Report:
         ],
         events=[Event(step=step, text="validation began") for step in (120, 240)],
         unseen=["time in workers"],
-        cache="/home/me/.cache/accel/plans/Net-0123.json",
+        cache="plans/Net-0123.json",
         remembered="an earlier run kept channels_last; it was kept again",
         max_batch_size=256,
         batch_rows=[

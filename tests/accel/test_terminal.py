@@ -5,20 +5,22 @@ from __future__ import annotations
 import io
 import sys
 import unicodedata
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from rich.cells import cell_len
 
 from accel.commands import profile
-from accel.report import Event, Machine, Report
+from accel.report import Event, Report
 from accel.report.optimize_document import decision_line
 from accel.report.rendering import as_text as render
 from accel.report.summary import summary
 from accel.report.words import clean, ms_text
-from tests.accel import profile_reports
+from tests.accel import profile_reports, run_reports
 from tests.accel.run_reports import full, row
 
 # Markup, cursor movement, right-to-left override, line separators, wide and unpaired characters.
@@ -33,7 +35,6 @@ HOSTILE = [
     "x" * 300,
 ]
 texts = st.one_of(st.sampled_from(HOSTILE), st.text(st.characters(), max_size=150))
-numbers = st.one_of(st.none(), st.floats())
 
 
 def _lines(report: Report, width: int = 100) -> list[str]:
@@ -170,21 +171,16 @@ def test_stream_without_unicode_gets_ascii(monkeypatch: pytest.MonkeyPatch) -> N
     assert "26 -> 16 ms per step" in text
 
 
+@pytest.mark.parametrize("make", [run_reports.hostile, profile_reports.hostile], ids=["run", "profile"])
 @settings(deadline=None)  # the machine may be busy
-@given(text=texts, number=numbers, width=st.integers(20, 300))
-def test_no_text_breaks_the_width(text: str, number: float | None, width: int) -> None:
-    kept = row(name=text, setting=text, why=text, before_ms=number, gain=number, gain_low=number, cost_s=number or 0.0)
-    report = full(
-        training_same=text,
-        command=text,
-        bottleneck=text,
-        rows=[kept],
-        events=[Event(step=1, text=text)],
-        unseen=[text],
-        anatomy_before={text: number or 0.0},
-        machine=Machine(device=text),
-    )
-    page = render(report, width=width, color=False)
+@given(text=texts, number=st.floats(), width=st.integers(20, 300))
+@example(text="x", number=1e308, width=100)
+@example(text="x", number=-0.0, width=60)
+@example(text="[red]x[/]", number=1.0, width=100)
+def test_no_text_and_no_number_breaks_the_width(
+    make: Callable[[str, float], Any], text: str, number: float, width: int
+) -> None:
+    page = render(make(text, number), width=width, color=False)
     assert "\x1b" not in page
     page.encode("utf-8")
     for line in page.split("\n"):

@@ -64,9 +64,9 @@ from torch.utils.data import DataLoader, TensorDataset
 model = torch.nn.Linear(4, 1)
 loader = DataLoader(TensorDataset(torch.randn(64, 4)), batch_size=2)
 optimizer = torch.optim.SGD(model.parameters(), 0.01)
-model, loader, optimizer = accel.optimize(model, loader, optimizer, cache=False, report={report!r}, budget="0.5s")
+model, loader, optimizer = accel.optimize(model, loader, optimizer, cache=False, report={report!r}, budget="0.2s")
 steps = 0
-while steps < 600:
+while steps < 200:
     for (x,) in loader:
         optimizer.zero_grad()
         model(x).sum().backward()

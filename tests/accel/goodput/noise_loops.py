@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -69,21 +70,36 @@ def train(
     steps: int,
     accumulation: int = 1,
     between: Callable[[], None] = lambda: None,
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    backward: Callable[[Tensor], Any] = Tensor.backward,
+    update: Callable[[], Any] | None = None,
 ) -> Iterator[int]:
-    """Train, and yield after each step; `between` runs between backward and update."""
+    """Train, and yield after each step.
+
+    Args:
+        between: runs between backward and update.
+        around: is entered for the model's call.
+        backward: takes the loss.
+        update: in place of the optimizer's step; it passes the meter each optimizer that is about to step.
+    """
+
+    def plain_update() -> None:
+        meter.before_update(optimizer)
+        optimizer.step()
+
     for step in range(steps):
         meter.begin_step()
         optimizer.zero_grad()
         for micro in range(accumulation):
             x, y = batches(step * accumulation + micro)
             meter.begin_batch(len(x))
-            output = meter.call(model, (x,), {}) if meter.wants_call else model(x)
-            (loss(output, y) / accumulation).backward()
+            with around():
+                output = meter.call(model, (x,), {}) if meter.wants_call else model(x)
+            backward(loss(output, y) / accumulation)
         between()
         if isinstance(meter._clock, StepClock):
             meter._clock.now += 1
-        meter.before_update(optimizer)
-        optimizer.step()
+        (update or plain_update)()
         meter.end_step()
         yield step
 

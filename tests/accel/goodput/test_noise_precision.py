@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -121,24 +123,20 @@ def test_grad_scaler_is_taken_out(unscales: bool, accumulation: int) -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
     noise = Kept()
     meter = meter_for(model, optimizer, noise=noise, scaler=scaler)
-    batch = batches()
-    for step in range(20):
-        meter.begin_step()
-        optimizer.zero_grad()
-        for micro in range(accumulation):
-            x, y = batch(step * accumulation + micro)
-            meter.begin_batch(16)
-            output = meter.call(model, (x,), {}) if meter.wants_call else model(x)
-            scaler.scale(F.cross_entropy(output, y) / accumulation).backward()
+    optimizer.register_step_pre_hook(lambda own, args, kwargs: meter.before_update(own))
+
+    def update() -> None:
         if unscales:
             scaler.unscale_(optimizer)
             nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
-        meter._clock.now += 1  # type: ignore[attr-defined]
-        handle = optimizer.register_step_pre_hook(lambda own, args, kwargs: meter.before_update(own))
         scaler.step(optimizer)
-        handle.remove()
         scaler.update()
-        meter.end_step()
+
+    def backward(loss: Tensor) -> None:
+        scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+
+    how: dict[str, Any] = {"accumulation": accumulation, "backward": backward, "update": update}
+    for _ in train(meter, model, optimizer, batches(), F.cross_entropy, steps=20, **how):
         assert not meter.reason
     assert scaler.get_scale() > 2.0**14
     agree(noise.all, plain_sums(20, accumulation), rel=1e-4)
@@ -151,53 +149,33 @@ def test_step_that_a_grad_scaler_leaves_out_says_nothing() -> None:
     noise = Kept()
     meter = meter_for(model, optimizer, noise=noise, scaler=scaler)
     optimizer.register_step_pre_hook(lambda own, args, kwargs: meter.before_update(own))
-    batch = batches()
-    for step in range(60):
-        meter.begin_step()
-        optimizer.zero_grad()
-        x, y = batch(step)
-        meter.begin_batch(16)
-        output = meter.call(model, (x,), {}) if meter.wants_call else model(x)
-        scaler.scale(F.cross_entropy(output, y) * (math.inf if 8 < step < 30 else 1)).backward()
-        meter._clock.now += 1  # type: ignore[attr-defined]
+    made = itertools.count()
+
+    def backward(loss: Tensor) -> None:
+        scaler.scale(loss * (math.inf if 8 < next(made) < 30 else 1)).backward()  # type: ignore[no-untyped-call]
+
+    def update() -> None:
         scaler.step(optimizer)
         scaler.update()
-        meter.end_step()
+
+    how: dict[str, Any] = {"backward": backward, "update": update}
+    for _ in train(meter, model, optimizer, batches(), F.cross_entropy, steps=60, **how):
         assert not any(p._backward_hooks for p in model.parameters())
     assert not meter.refusal
     assert noise.measured > 5
 
 
 def test_autocast_of_the_loop_is_replayed() -> None:
-    class Autocast(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = net()
-
-        def forward(self, x: Tensor) -> Tensor:
-            out: Tensor = self.inner(x)
-            self.dtype = out.dtype
-            return out
-
-    model = Autocast()
+    model = net()
     optimizer = torch.optim.SGD(model.parameters(), 0.0)
     noise = Kept()
     meter = meter_for(model, optimizer, noise=noise)
-    batch = batches()
     dtypes = []
     model.register_forward_hook(lambda module, args, output: dtypes.append(output.dtype))
-    for step in range(20):
-        meter.begin_step()
-        optimizer.zero_grad()
-        x, y = batch(step)
-        meter.begin_batch(16)
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            output = meter.call(model, (x,), {}) if meter.wants_call else model(x)
-        F.cross_entropy(output.float(), y).backward()
-        meter._clock.now += 1  # type: ignore[attr-defined]
-        meter.before_update(optimizer)
-        optimizer.step()
-        meter.end_step()
+    around = partial(torch.autocast, "cpu", dtype=torch.bfloat16)
+    for _ in train(
+        meter, model, optimizer, batches(), lambda out, y: F.cross_entropy(out.float(), y), steps=20, around=around
+    ):
         assert not meter.reason
     assert set(dtypes) == {torch.bfloat16}
     assert len(dtypes) > 20

@@ -280,29 +280,14 @@ def test_what_has_no_parts_is_refused_with_its_reason(name: str) -> None:
 
 
 def test_a_model_that_is_called_twice_in_a_step_is_refused() -> None:
-    class Siamese(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = net()
-
-        def forward(self, x: Tensor) -> Tensor:
-            out: Tensor = self.inner(x)
-            return out
-
-    model = Siamese()
+    model, other = net(), torch.randn(16, 12)
     optimizer = torch.optim.SGD(model.parameters(), 0.0)
     meter = meter_for(model, optimizer)
-    for _ in range(20):
-        meter.begin_step()
-        meter.begin_batch(16)
-        x = torch.randn(16, 12)
-        one, other = (meter.call(model, (each,), {}) if meter.wants_call else model(each) for each in (x, -x))
-        optimizer.zero_grad()
-        (one * other).sum().backward()
-        meter._clock.now += 1  # type: ignore[attr-defined]
-        meter.before_update(optimizer)
-        optimizer.step()
-        meter.end_step()
+
+    def loss(output: Tensor, y: Tensor) -> Tensor:
+        return (output * (meter.call(model, (other,), {}) if meter.wants_call else model(other))).sum()
+
+    finish(train(meter, model, optimizer, lambda _: (-other, other), loss, steps=20))
     assert "the model was called 2 times in one step" in meter.refusal
 
 
@@ -310,18 +295,16 @@ def test_gradients_after_an_update_are_refused() -> None:
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), 0.0)
     meter = meter_for(model, optimizer)
-    for _ in range(20):
-        meter.begin_step()
-        meter.begin_batch(16)
-        x, y = torch.randn(16, 12), torch.randint(0, 5, (16,))
+    x, y = torch.randn(16, 12), torch.randint(0, 5, (16,))
+
+    def update() -> None:
         for _ in range(2):
-            output = meter.call(model, (x,), {}) if meter.wants_call else model(x)
-            optimizer.zero_grad()
-            F.cross_entropy(output, y).backward()
-            meter._clock.now += 1  # type: ignore[attr-defined]
             meter.before_update(optimizer)
             optimizer.step()
-        meter.end_step()
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+
+    finish(train(meter, model, optimizer, lambda _: (x, y), F.cross_entropy, steps=20, update=update))
     assert "gradients arrived after an optimizer had stepped" in meter.refusal
 
 
