@@ -228,7 +228,10 @@ class Floor:
     def iterating(self, original: Function) -> Function:
         return original
 
-    communicating = copying = making = iterating
+    communicating = making = iterating
+
+    def copying(self) -> None:
+        """Mark no copies."""
 
     @property
     def loaders(self) -> Floor:

@@ -194,7 +194,6 @@ class Evidence:
     world_size: int = 1
     local_world_size: int = 1
     """Ranks on this host."""
-    host: str = ""
     thread: ThreadShare | None = None
     """The training thread."""
     data_thread: ThreadShare | None = None

@@ -64,7 +64,7 @@ def profile(
     from accel.profiler.script import Script
 
     exchange = Exchange()
-    if confirm and exchange.rank == 0:
+    if confirm and not exchange.launched:
         click.echo(_DIAGNOSING, err=True)
     line = shlex.join(["accel", "profile", *(["-m"] if module else []), script, *script_arguments])
     ProfileJob(Script(script, script_arguments, module=module), exchange, target, line, confirm).begin(context)

@@ -44,7 +44,8 @@ def judge(
     for finding in [*diagnosis.findings, *earlier]:
         experiment = _experiment_of(finding.cause, experiments)
         if experiment is None:
-            kept.append(dataclasses.replace(finding, experiment=why_untried(finding)))
+            why = "" if finding.cause in CROWDS else why_untried(finding)
+            kept.append(dataclasses.replace(finding, experiment=why))
         elif experiment.verdict == "drop" and experiment.saving.high < WORTH:
             dropped.append(_not_a_cause(finding, experiment))
         else:

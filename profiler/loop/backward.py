@@ -96,6 +96,12 @@ def is_running() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def replace_passes(patches: Any, make: Callable[[Any], Any]) -> None:
+    """Replace the functions that make backward passes by what `make` returns for each, until `patches` are removed."""
+    for name in ("backward", "grad"):
+        patches.replace(torch.autograd, name, make)
+
+
 listen = _MARK.add
 """Add a listener, behind the others or before them."""
 forget = _MARK.remove

@@ -16,6 +16,7 @@ from __future__ import annotations
 import functools
 import gc
 import itertools
+import os
 import sys
 import time
 from collections import deque
@@ -25,12 +26,16 @@ from types import FrameType
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
+from torch.overrides import handle_torch_function, has_torch_function_unary
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+from accel.profiler.loop import backward
 
 _COLLECTIVES = (
     *("all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "all_to_all", "all_to_all_single"),
@@ -39,6 +44,7 @@ _COLLECTIVES = (
 )
 
 Function = Callable[..., Any]
+Copying = Callable[[], "Callable[[], None] | None"]
 Loaders = Sequence[tuple[type, type]]
 
 
@@ -76,6 +82,56 @@ class Patches:
                 setattr(owner, name, original)
             else:
                 delattr(owner, name)
+
+
+def _call_copy(original: Function, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Call a method of torch.Tensor that has been replaced, for a tensor of any class.
+
+    A subclass is told which method of torch's is called, and compares that with those it knows: torchvision's boxes
+    become plain tensors, and a lazy parameter raises, if they are told of the replacement, which torch would find.
+    """
+    if has_torch_function_unary(tensor):
+        return handle_torch_function(original, (tensor,), tensor, *args, **kwargs)
+    return original(tensor, *args, **kwargs)
+
+
+def replace_copies(patches: Patches, copying: Copying, thread: int) -> None:
+    """Mark the methods of a tensor that may copy it to a GPU.
+
+    Args:
+        patches: remove the marks.
+        copying: called before a copy to a GPU; returns what to call after it, None if this one does not count.
+        thread: of which calls count, by Python's id.
+    """
+    for name in ("to", "cuda"):
+        patches.replace(Tensor, name, functools.partial(_marked_copy, copying, thread))
+
+
+def _marked_copy(copying: Copying, thread: int, original: Function) -> Function:
+    is_cuda, process = getattr(original, "__name__", "") == "cuda", os.getpid()
+
+    @functools.wraps(original)
+    def choosing(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        # A process that was forked meanwhile, such as a loader's worker, has a main thread of the same id.
+        is_other = get_ident() != thread or os.getpid() != process or tensor.is_cuda
+        if is_other or not (is_cuda or _is_gpu(*args[:1], **kwargs)) or (copied := copying()) is None:
+            return _call_copy(original, tensor, *args, **kwargs)
+        try:
+            return _call_copy(original, tensor, *args, **kwargs)
+        finally:
+            copied()
+
+    return choosing
+
+
+def _is_gpu(target: Any = None, /, *, device: Any = None, other: Any = None, **more: Any) -> bool:
+    """Return whether `Tensor.to` with these arguments copies to a GPU; a number is the index of one."""
+    target = next((given for given in (target, device, other) if given is not None), None)
+    if isinstance(target, Tensor):
+        return target.is_cuda
+    if isinstance(target, torch.device):
+        return target.type == "cuda"
+    return isinstance(target, int) or (isinstance(target, str) and target.startswith("cuda"))
 
 
 class LoaderSource(Protocol):
@@ -205,8 +261,7 @@ class Probes:
             replace(loader, "__iter__", marker.loaders.iterating)
             replace(iterator, "__next__", marker.loaders.fetching)
         replace(_BaseDataLoaderIter, "__init__", marker.loaders.making)
-        for name in ("backward", "grad"):
-            replace(torch.autograd, name, marker.differentiating)
+        backward.replace_passes(self._patches, marker.differentiating)
         before, after = marker.updating()
         self._hooks = [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]
         if torch.distributed.is_available():
@@ -214,8 +269,7 @@ class Probes:
                 if hasattr(torch.distributed, name):
                     replace(torch.distributed, name, marker.communicating)
         if has_gpu():
-            for name in ("to", "cuda"):
-                replace(torch.Tensor, name, marker.copying)
+            replace_copies(self._patches, marker.copying, marker.thread)
         self.collector.install()
 
     def remove(self) -> None:

@@ -23,7 +23,7 @@ from accel.profiler.loop.called_modules import CalledModules, RegisteredModules
 from accel.profiler.loop.calls import CallMarks
 from accel.profiler.loop.clock import MAYBE_HOST, PROVISIONAL, WAS, StepClock
 from accel.profiler.loop.delivery import Delivery
-from accel.profiler.loop.device import DeviceEvents, drained_s, marked_copy
+from accel.profiler.loop.device import DeviceEvents, drained_s
 from accel.profiler.loop.optimizers import Optimizers
 from accel.profiler.loop.patches import Function, Loaders, Probes, has_gpu
 from accel.profiler.loop.steps import LOST
@@ -214,17 +214,13 @@ class Recorder:
 
         return marked
 
-    def copying(self, original: Function) -> Function:
+    def copying(self) -> Callable[[], None] | None:
         """Mark a copy to the device, unless it is part of an evaluation."""
-
-        def copying() -> Callable[[], None] | None:
-            before = self.clock.code
-            if self.thread == _NO_THREAD or before == "evaluation" or before in PROVISIONAL:
-                return None
-            self.clock.enter("copy")
-            return functools.partial(self.clock.enter, before)
-
-        return marked_copy(original, copying, self.thread)
+        before = self.clock.code
+        if self.thread == _NO_THREAD or before == "evaluation" or before in PROVISIONAL:
+            return None
+        self.clock.enter("copy")
+        return functools.partial(self.clock.enter, before)
 
     # -- what was recorded ---------------------------------------------------------------------------------------------
 

@@ -51,13 +51,11 @@ class Instruments:
 
     def start(self) -> None:
         """Start; nothing counts yet."""
-        self.settings.start()
         self.sampler.start()
 
     def stop(self) -> None:
         """Stop for good; what was measured stays."""
         self._recorder.delivery.pauses.unwatch()
-        self.settings.stop()
         self.sampler.stop()
         self.sampler.count(self._recorder.delivery.last_boundary)
         if self._is_on:
@@ -117,6 +115,7 @@ class Instruments:
 
         def called() -> None:
             self._model_lines.update(users_frames(sys._getframe(1)))
+            self.settings.look()
 
         def updated(optimizer: Any) -> None:
             self._recorder.on_update(None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import torch
 from torch import nn
@@ -14,7 +14,6 @@ from accel.profiler.cgroup import Throttle
 from accel.profiler.diagnose.findings import are_shared
 from accel.profiler.evidence import WorkerShare
 from accel.profiler.host import CrowdMeter, ThreadMeter, ThreadTime, usable_cores
-from accel.profiler.loop.patches import Patches
 
 _DDP_TIMES_EVERY = 100
 """Steps between two that DDP times; torch's default."""
@@ -215,22 +214,16 @@ class TorchSettings:
     def __init__(self) -> None:
         self._samples = self._with_anomaly = 0
         self._threads = 0
-        self._was_on = False
-        self._patches = Patches()
+        self._in_call = False
 
-    def start(self) -> None:
-        """Start noticing a mode that is on within steps only."""
-        self._patches.replace(torch, "set_anomaly_enabled", self._noticing)
-
-    def stop(self) -> None:
-        """Stop noticing."""
-        self._patches.remove()
+    def look(self) -> None:
+        """Look within a step, where a mode may be on that is off between two steps."""
+        self._in_call = torch.is_anomaly_enabled()
 
     def sample(self) -> None:
         """Read the settings, between two steps."""
         self._samples += 1
-        self._with_anomaly += self._was_on or torch.is_anomaly_enabled()
-        self._was_on = False
+        self._with_anomaly += self._in_call or torch.is_anomaly_enabled()
         self._threads = torch.get_num_threads()
 
     @property
@@ -242,10 +235,3 @@ class TorchSettings:
     def threads(self) -> int:
         """Threads at the last sample."""
         return self._threads or torch.get_num_threads()
-
-    def _noticing(self, original: Callable[..., None]) -> Callable[..., None]:
-        def set_anomaly_enabled(mode: bool, check_nan: bool = True) -> None:
-            self._was_on = self._was_on or mode
-            original(mode, check_nan)
-
-        return set_anomaly_enabled

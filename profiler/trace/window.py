@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch.autograd import profiler as _autograd_profiler
@@ -71,7 +71,7 @@ class Window:
         self._cuda = _traceable(torch.device(device))
         self._blind = torch.device(device).type != "cpu" and self._cuda is None
         self._stacks = stacks and self._cuda is not None and sys.getprofile() is None
-        self._state: Literal["new", "open", "lost", "closed", "exported"] = "new"
+        self._is_open = False
         self._profile: Any
         self._unhook: Callable[[], None]
         self._began_ns = 0
@@ -81,10 +81,7 @@ class Window:
 
         Raises:
             WindowTaken: if the script has a profiler, recording or waiting for its turn in its schedule.
-            RuntimeError: if the window has been started before.
         """
-        if self._state != "new":
-            raise RuntimeError("a window opens once; make another one")
         if _is_taken():
             raise WindowTaken(_TAKEN)
         with _quiet():
@@ -101,7 +98,7 @@ class Window:
             except RuntimeError as error:  # a C++ tool that the checks above don't detect
                 profiler._run_on_profiler_stop()
                 raise WindowTaken(f"no trace: torch's profiler does not start ({error})") from error
-        self._state = "open"
+        self._is_open = True
         self._unhook = _before_another(self._give_way)
         self._began_ns = time.time_ns()
 
@@ -114,18 +111,15 @@ class Window:
 
         Raises:
             WindowTaken: if the script has started a profiler meanwhile.
-            RuntimeError: if the window is not open.
         """
-        if self._state == "lost":
+        if not self._is_open:
             raise WindowTaken(_TAKEN)
-        if self._state != "open":
-            raise RuntimeError("only an open window stops; this one was not started, or has been stopped")
         closing_ns = ended_ns = time.time_ns()
         if self._cuda is not None:
             torch.cuda.synchronize(self._cuda)
             ended_ns = time.time_ns()
         with _no_collection():
-            self._close("closed")
+            self._close()
             trace = read(
                 self._profile.kineto_results,
                 window_ns=(self._began_ns, ended_ns),
@@ -140,15 +134,13 @@ class Window:
             return digest(trace, steps, shared=shared)
 
     def export(self, path: Path) -> None:
-        """Write the window as a Chrome trace (chrome://tracing, ui.perfetto.dev): the whole file or none.
+        """Write the stopped window as a Chrome trace (chrome://tracing, ui.perfetto.dev): the whole file or none.
+
+        Kineto writes a trace once.
 
         Raises:
-            RuntimeError: before `stop`, or a second time: kineto writes a trace once.
             OSError: if the file can't be written.
         """
-        if self._state != "closed" or self._profile.kineto_results is None:
-            raise RuntimeError("only a stopped window is exported, and only once")
-        path = Path(path)
         part = path.with_name(f".{path.name}.{os.getpid()}.tmp")
         try:
             part.touch()  # raises where kineto would only complain on stderr
@@ -159,17 +151,16 @@ class Window:
             os.replace(part, path)
         finally:
             part.unlink(missing_ok=True)
-        self._state = "exported"
 
     def _give_way(self) -> None:
         # This may be called in another thread, where kineto refuses to stop what this thread started; the script's
         # profiler then replaces this session itself.
         with suppress(RuntimeError):
-            if self._state == "open":
-                self._close("lost")
+            if self._is_open:
+                self._close()
 
-    def _close(self, state: Literal["closed", "lost"]) -> None:
-        self._state = state
+    def _close(self) -> None:
+        self._is_open = False
         self._unhook()
         with _quiet():
             self._profile.__exit__(None, None, None)

@@ -135,18 +135,6 @@ MISSES = {
 }
 
 
-@pytest.mark.parametrize("source", [*MATCHES.values(), *MISSES.values()], ids=[*MATCHES, *MISSES])
-def test_lines_that_make_batches(source: str, tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    rows = [row[8:] for row in source.splitlines()]
-    script.write_text("\n".join(rows) + "\n")
-    step = next(number for number, row in enumerate(rows, 1) if row.endswith("# step"))
-
-    found = batch_lines([(str(script), step)])
-
-    assert sorted(line for _, line in found) == [n for n, row in enumerate(rows, 1) if row.endswith("# batch")]
-
-
 # As MATCHES, with the lines in which the model is called: what follows from its result is no batch.
 AROUND_THE_MODEL = {
     "between forward and backward": """
@@ -248,8 +236,11 @@ AROUND_THE_MODEL = {
 }
 
 
-@pytest.mark.parametrize("source", AROUND_THE_MODEL.values(), ids=AROUND_THE_MODEL)
-def test_what_follows_from_the_model_is_no_batch(source: str, tmp_path: Path) -> None:
+SOURCES = {**MATCHES, **MISSES, **AROUND_THE_MODEL}
+
+
+@pytest.mark.parametrize("source", SOURCES.values(), ids=SOURCES)
+def test_lines_that_make_batches(source: str, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     rows = [row[8:] for row in source.splitlines()]
     script.write_text("\n".join(rows) + "\n")

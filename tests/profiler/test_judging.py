@@ -102,6 +102,7 @@ def test_a_crowded_machine_stays_the_only_finding() -> None:
     found, _ = judged([crowd], {"host.gc": tried("keep", 0.5)}, [finding("host.gc")])
 
     assert [f.cause for f in found.findings] == ["host.oversubscribed"]
+    assert found.findings[0].experiment == ""
 
 
 def test_a_finding_without_an_experiment_says_why() -> None:

@@ -211,41 +211,31 @@ def test_optimizers_that_step_together_are_one_step(recorder: Recorder, seen: li
 
 
 @pytest.mark.parametrize("take", [list, lambda batches: [next(iter(batches))]], ids=["all", "one"])
-def test_a_loop_over_batches_taken_from_a_loader_before_has_steps_of_its_own(take: Callable[[Any], list[Any]]) -> None:
-    recorder, seen = Recorder(), list[Measurement]()
-    recorder.delivery.on_step = seen.append
+def test_a_loop_over_batches_taken_from_a_loader_before_has_steps_of_its_own(
+    recorder: Recorder, seen: list[Measurement], take: Callable[[Any], list[Any]]
+) -> None:
     model = nn.Linear(8, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    recorder.start()
-    try:
-        cached = take(loader(4))
-        for number in range(100):
-            model(cached[number % len(cached)]).sum().backward()
-            optimizer.step()
-    finally:
-        recorder.stop()
-    recorder.delivery.catch_up()
+    cached = take(loader(4))
+    for number in range(100):
+        model(cached[number % len(cached)]).sum().backward()
+        optimizer.step()
 
     assert len(seen) == pytest.approx(48, abs=2)
     assert recorder.loader_facts().kind == "own iterator"
     assert all(measured.phases["forward"] > 0 and measured.phases["backward"] > 0 for measured in seen[1:])
 
 
-def test_a_loader_that_goes_on_after_many_updates_still_ends_the_steps() -> None:
+def test_a_loader_that_goes_on_after_many_updates_still_ends_the_steps(
+    recorder: Recorder, seen: list[Measurement]
+) -> None:
     """As in a loop that makes several updates with each batch."""
-    recorder, seen = Recorder(), list[Measurement]()
-    recorder.delivery.on_step = seen.append
     model = nn.Linear(8, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    recorder.start()
-    try:
-        for x in loader(8):
-            for _ in range(20):
-                model(x).sum().backward()
-                optimizer.step()
-    finally:
-        recorder.stop()
-    recorder.delivery.catch_up()
+    for x in loader(8):
+        for _ in range(20):
+            model(x).sum().backward()
+            optimizer.step()
 
     assert len(seen) == 8
     assert recorder.loader_facts().kind == "DataLoader"

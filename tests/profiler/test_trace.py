@@ -249,18 +249,6 @@ def test_nothing_stays_changed() -> None:
     assert not torch.autograd.profiler._is_profiler_enabled
 
 
-def test_a_window_opens_and_closes_once() -> None:
-    window = Window(CPU)
-    with pytest.raises(RuntimeError, match="only an open window stops"):
-        window.stop(1)
-    window.start()
-    with pytest.raises(RuntimeError, match="a window opens once"):
-        window.start()
-    window.stop(1)
-    with pytest.raises(RuntimeError, match="only an open window stops"):
-        window.stop(1)
-
-
 SCRIPT = """
 import sys, warnings
 import torch
@@ -276,7 +264,8 @@ for _ in range(2):
     torch.ones(3).sum().item()
     window.stop(1)
     warn()
-window.export(sys.argv[1])
+from pathlib import Path
+window.export(Path(sys.argv[1]))
 """
 
 
@@ -309,14 +298,11 @@ def closed_window() -> Window:
 
 
 def test_an_exported_trace_is_whole(tmp_path: Path) -> None:
-    window = closed_window()
-    window.export(tmp_path / "trace.json")
+    closed_window().export(tmp_path / "trace.json")
 
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     assert "aten::relu" in {event.get("name") for event in events}
     assert [path.name for path in tmp_path.iterdir()] == ["trace.json"]
-    with pytest.raises(RuntimeError, match="only once"):
-        window.export(tmp_path / "again.json")
 
 
 def test_an_export_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
@@ -327,9 +313,3 @@ def test_an_export_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
         closed_window().export(tmp_path / "missing" / "trace.json")
 
     assert [path.name for path in tmp_path.iterdir()] == ["trace.json"]
-
-
-def test_only_a_closed_window_is_exported(tmp_path: Path) -> None:
-    window = Window(CPU)
-    with pytest.raises(RuntimeError, match="only a stopped window"):
-        window.export(tmp_path / "trace.json")

@@ -183,8 +183,8 @@ def test_a_longer_trial_ends_where_nothing_looks_faster() -> None:
 
 
 def test_a_longer_trial_seldom_keeps_what_gives_nothing() -> None:
-    kept = sum(run(1.0 + FAST.keep_gain, 0.1, seed, FAST).verdict == "keep" for seed in range(1000))
-    assert kept <= 6  # nominal: two
+    kept = sum(run(1.0 + FAST.keep_gain, 0.1, seed, FAST).verdict == "keep" for seed in range(400))
+    assert kept <= 4  # nominal: one
 
 
 def test_a_large_gain_may_show_after_four_pairs() -> None:
