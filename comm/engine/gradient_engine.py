@@ -55,6 +55,8 @@ class GradientEngine:
 
     kind = "GradientEngine"
     """What the user makes one of, for messages."""
+    pickled: tuple[str, ...] = ("timeout", "patience")
+    """Settings that a pickle keeps, beside the memory; groups, threads and the scaler stay behind."""
     leaves_unfit = True
     """Buckets that no scheme can take, sparse ones and integers, are reduced by DDP itself; else they are an error."""
 
@@ -223,6 +225,16 @@ class GradientEngine:
         """
         self.memory.load_state_dict(state)
         self.step, self.loss_scale.value = state["step"], state.get("scale", 1.0)
+
+    def __getstate__(self) -> dict[str, Any]:
+        settings = {name: getattr(self, name) for name in self.pickled}
+        return {**settings, "saved": self.state_dict(), "scaled": self.loss_scale.in_use}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        GradientEngine.__init__(self)
+        self.load_state_dict(state.pop("saved"))
+        self.loss_scale.in_use = state.pop("scaled")
+        self.__dict__.update(state)
 
 
 def _unbound(kind: str) -> ValueError:
