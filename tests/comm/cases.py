@@ -21,7 +21,6 @@ from accel.comm.hooks import CommState, hook
 from accel.comm.int8 import Int8
 from accel.comm.one_bit import OneBit
 from accel.comm.powersgd import PowerSGD
-from accel.comm.selection.planner import Planner
 
 SECONDS = timedelta(seconds=60)
 """Nothing waits for it: a rank that is late by this long on a busy machine is no fault."""
@@ -160,57 +159,6 @@ def message(call: Callable[[], Any]) -> str:
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "nothing raised"
-
-
-def refusals(rank: int, world: int) -> dict[str, str]:
-    """Return the message of each bad input, on every rank."""
-    found = {}
-    model = Given()
-    ddp = DistributedDataParallel(model)
-    state = CommState(ddp, timeout=SECONDS)
-    ddp.register_comm_hook(state, hook)
-    found["twice"] = message(lambda: ddp.register_comm_hook(state, hook))
-    state.close()
-    found["closed"] = message(lambda: backward(ddp, gradients(rank, 0)))
-    other = DistributedDataParallel(Given())
-    other.register_comm_hook(None, hook)
-    found["no state"] = message(lambda: backward(other, gradients(rank, 0)))
-    other = DistributedDataParallel(Given())
-    state = CommState(Given(), timeout=SECONDS)
-    other.register_comm_hook(state, hook)
-    found["another model"] = message(lambda: backward(other, gradients(rank, 0)))
-    state.close()
-    found["compressor"] = message(lambda: CommState(model, "int8"))  # type: ignore[arg-type]
-    found["feedback"] = message(lambda: CommState(model, Exact(), error_feedback=True))
-    found["timeout"] = message(lambda: CommState(model, timeout=timedelta()))
-    found["no parameters"] = message(lambda: CommState(nn.ReLU()))
-
-    embedding = DistributedDataParallel(nn.Embedding(10, 4, sparse=True))
-    state = CommState(embedding, Int8(), timeout=SECONDS)
-    embedding.register_comm_hook(state, hook)
-    found["sparse"] = message(lambda: embedding(torch.tensor([1, 2])).sum().backward())
-    state.close()
-
-    phases = DistributedDataParallel(nn.Linear(5, 4, bias=False, dtype=torch.complex64))
-    state = CommState(phases, Int8(), timeout=SECONDS)
-    phases.register_comm_hook(state, hook)
-    found["complex"] = message(lambda: phases(torch.ones(5, dtype=torch.complex64)).abs().sum().backward())
-    state.close()
-
-    # After torch's own, by position: what differs between ranks.
-    found["settings differ"] = message(lambda: CommState(model, Int8() if rank else Half(), timeout=SECONDS))
-    narrow = nn.Linear(3 + rank, 2)
-    found["models differ"] = message(lambda: CommState(narrow, timeout=SECONDS))
-    os.environ.update(GROUP_RANK=str(min(rank, 1)))
-    found["uneven"] = message(lambda: CommState(model, hierarchical=True, timeout=SECONDS))
-    other = DistributedDataParallel(Given())
-    half = dist.new_group([0])
-    found["outside"] = message(lambda: CommState(model, process_group=half, timeout=SECONDS).close())
-    if rank:
-        found["no show"] = message(lambda: CommState(model, timeout=timedelta(seconds=1)))
-        found["no planner"] = message(lambda: Planner(other, patience=timedelta(seconds=1)))
-    dist.barrier()
-    return found
 
 
 # Faults
