@@ -42,8 +42,6 @@ class Entry(NamedTuple):
     make: Callable[[], Compressor]
     level: str
     """Of `LEVELS`: what a user must allow."""
-    linear: bool = True
-    """Whether bytes and work grow with the elements of a bucket alone, not with the shapes in it."""
 
 
 # In the order of fidelity: of two that are about as fast the first is taken.
@@ -53,32 +51,31 @@ CATALOGUE: dict[str, Entry] = {
     "int8": Entry(Int8, "lossy"),
     "1-bit": Entry(OneBit, "lossy"),
     # Lower ranks are faster and learn worse: 4 % more loss of a transformer of width 96 at rank 4, 0.8 % at 16.
-    "powersgd 16": Entry(partial(PowerSGD, rank=16), "lossy", linear=False),
-    "dgc 1%": Entry(partial(DGC, 0.01, momentum=False), "lossy", linear=False),
-    "powersgd 4": Entry(partial(PowerSGD, rank=4), "lossy", linear=False),
+    "powersgd 16": Entry(partial(PowerSGD, rank=16), "lossy"),
+    "dgc 1%": Entry(partial(DGC, 0.01, momentum=False), "lossy"),
+    "powersgd 4": Entry(partial(PowerSGD, rank=4), "lossy"),
 }
 
 
-def register(name: str, make: Callable[[], Compressor], level: str, *, linear: bool = False) -> None:
+def register(name: str, make: Callable[[], Compressor], level: str) -> None:
     """Add a compressor to what is chosen from; call it on every rank before choosing.
 
     Args:
         name: how it is called in tables and plans, not yet taken.
         make: makes the compressor, the same on every rank.
         level: "reduced" or "lossy", what a user must allow. Lossy ones that can use error feedback get it.
-        linear: True if bytes and work depend on the number of elements alone; one bucket then stands for all.
 
     Raises:
         ValueError: if an argument is out of range.
 
     Example:
-        >>> register("int8 fine", lambda: Int8(block=64), "lossy", linear=True)
+        >>> register("int8 fine", lambda: Int8(block=64), "lossy")
     """
     if level not in ("reduced", "lossy"):
         raise ValueError(f"level must be 'reduced' or 'lossy', got {level!r}; exact sums need no other compressor")
     if name in CATALOGUE or not name:
         raise ValueError(f"name must be new, got {name!r}, which is taken; known: {', '.join(CATALOGUE)}")
-    CATALOGUE[name] = Entry(make, level, linear)
+    CATALOGUE[name] = Entry(make, level)
 
 
 def check_level(allow: str) -> str:

@@ -74,6 +74,7 @@ class CommState(GradientEngine):
     """
 
     kind = "CommState"
+    pickled = (*GradientEngine.pickled, "compressor", "hierarchical", "error_feedback")
     leaves_unfit = False
 
     def __init__(
@@ -123,14 +124,3 @@ class CommState(GradientEngine):
     def settings_of(self, scheme: Scheme) -> SchemeSettings:
         """Return how all buckets are averaged."""
         return SchemeSettings(self.compressor, self.hierarchical, self.error_feedback)
-
-    def __getstate__(self) -> dict[str, Any]:
-        plain = ("compressor", "hierarchical", "timeout", "error_feedback")
-        settings = {name: getattr(self, name) for name in plain}
-        return {**settings, "saved": self.state_dict(), "scaled": self.loss_scale.in_use}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        GradientEngine.__init__(self, timeout=state.pop("timeout"))
-        saved, self.loss_scale.in_use = state.pop("saved"), state.pop("scaled", False)
-        self.__dict__.update(state)
-        self.load_state_dict(saved)

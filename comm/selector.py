@@ -70,6 +70,15 @@ class AutoComm(Planner):
     """
 
     kind = "AutoComm"
+    pickled = (*Planner.pickled, "allow", "watch", "check", "verbose", "_network")
+    choice: Choice | None = None
+    """What is predicted and measured, once it is."""
+    chosen: Scheme | None = None
+    """What the search came to, None where gradients were left as they are."""
+    settled = False
+    """Whether the search is over."""
+    _broke_off = False
+    _best: Option | None = None
 
     def __init__(
         self,
@@ -103,11 +112,7 @@ class AutoComm(Planner):
             ValueError: if the state was pickled with a scaler and none is given, or the module can't have the hook.
         """
         super().bind(model, process_group, scaler=scaler)
-        self.choice: Choice | None = None
-        self.chosen: Scheme | None = None
-        """What the search came to, None where gradients were left as they are."""
-        self._best: Option | None = None
-        self.settled = self._broke_off = False
+        self.choice, self.chosen, self._best, self.settled, self._broke_off = None, None, None, False, False
         self._steps = self._search()
         self._schemes = allowed(self.allow, by_hosts=self.topology.by_hosts_pays) if self.topology.size > 1 else []
         if self._schemes:
@@ -195,16 +200,6 @@ class AutoComm(Planner):
         if self.choice is None:
             return self.verdict()
         return f"{self.verdict()}\n\n{self.choice.table(self._best)}"
-
-    # -- saving ------------------------------------------------------------------------------------------------------
-
-    def __getstate__(self) -> dict[str, Any]:
-        plain = ("allow", "watch", "check", "verbose", "_network")
-        return {**super().__getstate__(), **{name: getattr(self, name) for name in plain}}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self.choice, self.chosen, self.settled, self._broke_off, self._best = None, None, False, False, None
 
 
 def _tried(choice: Choice) -> str:

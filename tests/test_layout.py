@@ -21,7 +21,7 @@ FOLDERS = ("accel", *LINKED, "benchmarks", "tests")
 GROUND_FLOOR = {
     *("accel.profiler.cgroup", "accel.profiler.host", "accel.profiler.nvml", "accel.profiler.torch_threads"),
     *("accel.profiler.interruptions", "accel.profiler.rendezvous", "accel.profiler.stderr", "accel.profiler.trees"),
-    "accel.profiler.trial",
+    *("accel.profiler.trial", "accel.profiler.trial_driver"),
 }
 
 # Folder → the folders, or single modules, that it may import beside its own.

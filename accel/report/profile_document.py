@@ -50,7 +50,6 @@ _OUTCOMES = {
     "void": ("could not be tried", "idle"),
 }
 """Verdict of an experiment → its text and tone."""
-_RESTORED = "these steps did not train as usual; the state from before them was restored"
 
 
 def document(report: ProfileReport) -> Document:

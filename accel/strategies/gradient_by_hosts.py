@@ -8,7 +8,7 @@ from accel.strategies.gradient_strategy import GradientStrategy, ranks_per_host
 
 
 class GradientByHosts(GradientStrategy):
-    """Offer for each bucket, beside DDP's own all-reduce, a sum within each host first.
+    """Offer, beside DDP's own all-reduce, a sum within each host first.
 
     N hosts of G ranks send 2 (N - 1)/N of the gradient each, where a ring over all sends 2 (NG - 1)/(NG) of it.
     """

@@ -7,7 +7,7 @@ from accel.strategies.gradient_strategy import GradientStrategy
 
 
 class GradientCompression(GradientStrategy):
-    """Offer for each bucket, beside DDP's own all-reduce, sums by hosts, 16 bits, int8, 1-bit, PowerSGD and DGC."""
+    """Offer, beside DDP's own all-reduce, sums by hosts, 16 bits, int8, 1-bit, PowerSGD and DGC."""
 
     name = "gradient_compression"
     summary = "gradients compressed on slow links, with error feedback"

@@ -7,7 +7,7 @@ from accel.strategies.gradient_strategy import GradientStrategy
 
 
 class GradientHalf(GradientStrategy):
-    """Offer for each bucket, beside DDP's own all-reduce, sums by hosts and bfloat16 on the wire."""
+    """Offer, beside DDP's own all-reduce, sums by hosts and bfloat16 on the wire."""
 
     name = "gradient_half"
     summary = "16-bit gradients on slow links"

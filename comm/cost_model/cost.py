@@ -126,29 +126,6 @@ def scaled(stages: Stages, factor: float) -> Stages:
     return tuple(tuple(segment.times(factor) for segment in stage) for stage in stages)
 
 
-def between(small: tuple[float, Stages], large: tuple[float, Stages], size: float) -> Stages:
-    """Return the cost of a bucket of a size on the line through those of two sizes.
-
-    Args:
-        small: size and cost of the smaller one.
-        large: of the larger one; where it makes other calls than the small one, it alone counts, in proportion.
-        size: in the same unit.
-    """
-    (low, few), (high, many) = small, large
-    if high <= low or [[segment.call and segment.call[:2] for segment in stage] for stage in few] != [
-        [segment.call and segment.call[:2] for segment in stage] for stage in many
-    ]:
-        return scaled(many, size / high)
-    share = (size - low) / (high - low)
-    return tuple(
-        tuple(
-            StageSegment(max(a.core_s + share * (b.core_s - a.core_s), 0.0), b.times(size / high).call)
-            for a, b in zip(less, more, strict=True)
-        )
-        for less, more in zip(few, many, strict=True)
-    )
-
-
 def plain(bucket_bytes: float) -> Stages:
     """Return the cost of DDP's own all-reduce."""
     return ((StageSegment(0.0, CollectiveCall("ring", "world", bucket_bytes)),),)

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from statistics import fmean, median
 
 import torch
 from torch import Tensor
 
 from accel.comm.catalogue import CATALOGUE, Scheme, catalogue_settings
-from accel.comm.cost_model.cost import CollectiveCall, Stages, StageSegment, between, scaled
+from accel.comm.cost_model.cost import CollectiveCall, Stages, StageSegment, scaled
 from accel.comm.engine.pipeline import BucketJob
 from accel.comm.engine.reduction import arranged, pipeline_stages
 from accel.comm.layout import Layout
@@ -23,7 +22,6 @@ from accel.comm.memory import Memory
 from accel.comm.ranks import small_sums
 from accel.comm.ranks.topology import Topology
 
-_TINY = 1024
 _IN_TRAINING = 1.15
 """On a CPU stages take more core time during the backward pass than alone: PowerSGD 1.0 to 1.3 times as much, signs
 1.25, DGC 1.27, int8 1.6 (2 hosts of 1 and 2 ranks, buckets of 25 MB)."""
@@ -170,18 +168,22 @@ def costs(
         layouts: of all buckets.
         topology: hosts and ranks.
         device: of the gradients.
-        budget_s: seconds for everything; each scheme gets one bucket all the same.
+        budget_s: seconds for everything, shared out among the schemes; each gets one bucket all the same.
     """
+    fitting = [scheme for scheme in schemes if _fits(scheme, layouts)]
+    return {scheme: _costs_of(scheme, layouts, topology, device, budget_s / len(fitting)) for scheme in fitting}
+
+
+def _costs_of(
+    scheme: Scheme, layouts: Sequence[Layout], topology: Topology, device: torch.device, budget_s: float
+) -> tuple[Stages, ...]:
+    """Run each bucket, the largest first, while there is time; the nearest in size stands for those left."""
     deadline = time.perf_counter() + budget_s
-    by_scheme: dict[Scheme, tuple[Stages, ...]] = {}
-    for scheme in schemes:
-        if not _fits(scheme, layouts):
-            continue
-        runs = 2 if time.perf_counter() < deadline else 1
-        run = partial(dry_run, scheme, topology=topology, device=device, runs=runs)
-        linear = CATALOGUE[scheme.compressor].linear
-        by_scheme[scheme] = _on_a_line(run, layouts) if linear else _one_by_one(run, layouts, deadline)
-    return by_scheme
+    measured: dict[int, Stages] = {}
+    for index in sorted(range(len(layouts)), key=lambda i: -layouts[i].numel):
+        if not measured or time.perf_counter() < deadline:
+            measured[index] = dry_run(scheme, layouts[index], topology, device)
+    return tuple(_nearest(index, measured, layouts) for index in range(len(layouts)))
 
 
 def _fits(scheme: Scheme, layouts: Sequence[Layout]) -> bool:
@@ -192,23 +194,6 @@ def _fits(scheme: Scheme, layouts: Sequence[Layout]) -> bool:
     except ValueError:
         return False
     return True
-
-
-def _on_a_line(run: Callable[[Layout], Stages], layouts: Sequence[Layout]) -> tuple[Stages, ...]:
-    """Run the largest bucket and one of 1,024 elements; the others lie on the line between."""
-    largest = max(layouts, key=lambda layout: layout.numel)
-    tiny = Layout(0, ("tiny",), (torch.Size((_TINY,)),), largest.dtype, True)
-    small, large = (tiny.numel, run(tiny)), (_size(largest), run(largest))
-    return tuple(between(small, large, layout.numel) for layout in layouts)
-
-
-def _one_by_one(run: Callable[[Layout], Stages], layouts: Sequence[Layout], deadline: float) -> tuple[Stages, ...]:
-    """Run each bucket, the largest first, while there is time; the nearest in size stands for those left."""
-    measured: dict[int, Stages] = {}
-    for index in sorted(range(len(layouts)), key=lambda i: -layouts[i].numel):
-        if not measured or time.perf_counter() < deadline:
-            measured[index] = run(layouts[index])
-    return tuple(_of(index, measured, layouts) for index in range(len(layouts)))
 
 
 def copy_byte_s(layouts: Sequence[Layout], device: torch.device, *, runs: int = 3) -> float:
@@ -245,7 +230,7 @@ def shared_out(by_rank: Sequence[Mapping[Scheme, Sequence[Stages]]]) -> dict[Sch
     return shared
 
 
-def _of(index: int, measured: dict[int, Stages], layouts: Sequence[Layout]) -> Stages:
+def _nearest(index: int, measured: dict[int, Stages], layouts: Sequence[Layout]) -> Stages:
     nearest = min(measured, key=lambda i: (i != index, abs(layouts[i].numel - layouts[index].numel)))
     return scaled(measured[nearest], _size(layouts[index]) / _size(layouts[nearest]))
 

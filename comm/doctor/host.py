@@ -213,12 +213,12 @@ class Host:
         Raises:
             NotSeen: if there is none.
         """
-        found, why = {
+        listed, why = {
             "gpu": (self.gpus, "no NVIDIA GPU here (/sys/bus/pci/devices, /proc/driver/nvidia/gpus)"),
             "adapter": (self.adapters, "no active InfiniBand or RoCE device here (/sys/class/infiniband)"),
             "interface": (self.chosen, "no network interface beside loopback is up (/sys/class/net)"),
         }[what]
-        if names := [name for name in found() if name != "lo"]:
+        if names := [name for name in listed() if name != "lo"]:
             return names
         raise NotSeen(why)
 

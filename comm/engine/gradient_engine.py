@@ -55,6 +55,8 @@ class GradientEngine:
 
     kind = "GradientEngine"
     """What the user makes one of, for messages."""
+    pickled: tuple[str, ...] = ("timeout", "patience")
+    """Settings that a pickle keeps, beside the memory; groups, threads and the scaler stay behind."""
     leaves_unfit = True
     """Buckets that no scheme can take, sparse ones and integers, are reduced by DDP itself; else they are an error."""
 
@@ -163,7 +165,10 @@ class GradientEngine:
         route = None if self.scheme is None else self.route()
         if route is not None and not (self.leaves_unfit and unfit(bucket)):
             return route.average(route.job(bucket, self.binding.layout(bucket), self.step))
-        averaged = self._all_reduced(bucket)
+        began = time.perf_counter()
+        bucket.buffer().mul_(1.0 / self.binding.size)
+        self.divide_s += time.perf_counter() - began
+        averaged = _all_reduced(bucket.buffer(), self.binding.group)
         if route is None or not route.settings.fields:
             return averaged
         note = self.memory.note
@@ -190,22 +195,6 @@ class GradientEngine:
             raise _unbound(self.kind)
         return self._routes[self.scheme]
 
-    def _all_reduced(self, bucket: dist.GradBucket) -> Averaged:  # type: ignore[name-defined]
-        """Average a bucket as DDP does without a hook, to the bit."""
-        buffer, binding = bucket.buffer(), self.binding
-        began = time.perf_counter()
-        buffer.mul_(1.0 / binding.size)
-        self.divide_s += time.perf_counter() - began
-        work = dist.all_reduce(buffer, group=binding.group, async_op=True)
-        future: torch.futures.Future[Any] = work.get_future()
-
-        def ended(done: torch.futures.Future[Any]) -> Any:
-            done.value()  # raises what the exchange raised
-            return buffer  # gloo's own result is a real view of complex gradients before torch 2.13
-
-        averaged: Averaged = future.then(ended)
-        return averaged
-
     # -- saving ------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
@@ -223,6 +212,35 @@ class GradientEngine:
         """
         self.memory.load_state_dict(state)
         self.step, self.loss_scale.value = state["step"], state.get("scale", 1.0)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        settings = {name: getattr(self, name) for name in self.pickled}
+        return _unpickled, (type(self), settings, self.state_dict(), self.loss_scale.in_use)
+
+
+def _unpickled(
+    kind: type[GradientEngine], settings: Mapping[str, Any], state: Mapping[str, Any], scaled: bool
+) -> GradientEngine:
+    """Return an engine that must be bound, without groups, threads and scaler."""
+    engine = kind.__new__(kind)
+    GradientEngine.__init__(engine)
+    vars(engine).update(settings)
+    engine.load_state_dict(state)
+    engine.loss_scale.in_use = scaled
+    return engine
+
+
+def _all_reduced(buffer: Tensor, group: dist.ProcessGroup) -> Averaged:
+    """Sum a buffer over the ranks as DDP does without a hook, to the bit."""
+    work = dist.all_reduce(buffer, group=group, async_op=True)
+    future: torch.futures.Future[Any] = work.get_future()
+
+    def ended(done: torch.futures.Future[Any]) -> Any:
+        done.value()  # raises what the exchange raised
+        return buffer  # gloo's own result is a real view of complex gradients before torch 2.13
+
+    averaged: Averaged = future.then(ended)
+    return averaged
 
 
 def _unbound(kind: str) -> ValueError:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -46,31 +46,16 @@ class SumChannel(Protocol):
         """Send to one rank and receive from it; an empty tensor is no message. All are 1-D and contiguous."""
 
 
-class Round(NamedTuple):
-    """What the busiest rank sends in one round."""
-
-    messages: int
-    bytes: float
-
-
-def rounds(algorithm: str, size: int, nbytes: int) -> list[Round]:
-    """Return the rounds of an all-reduce of `nbytes` over `size` ranks."""
-    if size == 1:
-        return []
-    if algorithm == "direct":
-        return [Round(size - 1, (size - 1) * nbytes)]
-    if algorithm == "shares":
-        return [Round(size - 1, (size - 1) / size * nbytes)] * 2
-    within = 1 << (size.bit_length() - 1)
-    return [Round(1, nbytes)] * (within.bit_length() - 1 + 2 * (within < size))
-
-
 def seconds(algorithm: str, size: int, nbytes: int) -> float:
-    """Return the predicted time of an all-reduce."""
-    return sum(
-        _ROUND_S + (round_.messages - 1) * _MESSAGE_S + round_.bytes * _BYTE_S
-        for round_ in rounds(algorithm, size, nbytes)
-    )
+    """Return the predicted time of an all-reduce of `nbytes` over `size` ranks, at least 2."""
+    further_s = (size - 2) * _MESSAGE_S
+    if algorithm == "direct":
+        return _ROUND_S + further_s + (size - 1) * nbytes * _BYTE_S
+    if algorithm == "shares":
+        return 2 * (_ROUND_S + further_s + (size - 1) / size * nbytes * _BYTE_S)
+    within = 1 << (size.bit_length() - 1)
+    rounds = within.bit_length() - 1 + 2 * (within < size)
+    return rounds * (_ROUND_S + nbytes * _BYTE_S)
 
 
 def best_algorithm(size: int, nbytes: int) -> str:

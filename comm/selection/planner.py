@@ -145,18 +145,6 @@ class Planner(GradientEngine):
 
         handle = ddp.register_forward_pre_hook(about_to_begin)
 
-    # -- saving ------------------------------------------------------------------------------------------------------
-
-    def __getstate__(self) -> dict[str, Any]:
-        settings = {"timeout": self.timeout, "_patience": self.patience, "scaled": self.loss_scale.in_use}
-        return {**settings, "saved": self.state_dict()}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        GradientEngine.__init__(self, timeout=state.pop("timeout"), patience=state.pop("_patience"))
-        self.load_state_dict(state.pop("saved"))
-        self.loss_scale.in_use = state.pop("scaled", False)
-        self.__dict__.update(state)
-
 
 def why_not(ddp: object, own: object = None) -> str:
     """Return why a module can't have a hook, '' if it can, or has that of the state `own`."""

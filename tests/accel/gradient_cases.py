@@ -15,7 +15,6 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import accel
 from accel import entry, strategies
-from accel.comm.catalogue import CATALOGUE, Entry
 from accel.comm.cost_model.prediction import Choice
 from accel.comm.selection import offers
 from accel.comm.selection.offers import known_offers
@@ -26,7 +25,7 @@ from accel.strategies.gradient_compression import GradientCompression
 from accel.strategies.gradient_half import GradientHalf
 from accel.strategies.gradient_strategy import GradientStrategy
 from tests.comm.cases import same_everywhere
-from tests.comm.selector_cases import SLOW_S, Lying, _slow_plain, played_network
+from tests.comm.played_search import SLOW_S, play_catalogue, played_network, slow_plain
 
 MOST_STEPS = 600
 
@@ -35,11 +34,9 @@ def _play(entries: dict[str, tuple[float, str]], slow: bool) -> None:
     """Let there be these compressors, and, if `slow`, a network that DDP's own all-reduce is slow on."""
     outlook.is_crowded = lambda diagnosis: False  # type: ignore[assignment]
     GradientStrategy.measuring_s = 0.0  # a run this short would not pay for it
-    CATALOGUE.clear()
-    for name, (seconds, level) in entries.items():
-        CATALOGUE[name] = Entry(lambda seconds=seconds: Lying(seconds), level)  # type: ignore[misc]
+    play_catalogue(entries)
     if slow:
-        _slow_plain()
+        slow_plain()
         # Only the hook is slow here: without one, trials would compare with a fast network.
         Planner.take_off = lambda self: bool(self.use(None))  # type: ignore[method-assign]
     byte_s = SLOW_S / 50_000 if slow else 1e-12

@@ -11,34 +11,10 @@ import torch
 import torch.distributed as dist
 from click.testing import CliRunner
 
-from accel.comm.bandwidth import Bandwidth, PeerLost, Row, Settings, measure, table
-from accel.comm.bandwidth import links as bandwidth_links
+from accel.comm.bandwidth import PeerLost, Row, Settings, measure
 from accel.commands.bench import _measured
 from accel.commands.bench_table import Request
 from accel.commands.cli import main
-from tests.comm import tcp_bytes
-
-
-def plain(
-    rank: int, world: int, operations: list[str], sizes: list[int], options: dict[str, Any], settings: dict[str, Any]
-) -> Bandwidth | ValueError:
-    """Measure, or return why not."""
-    try:
-        return measure(operations, sizes, settings=Settings(**settings), **options)
-    except ValueError as error:
-        return error
-
-
-def counting_own(rank: int, world: int, operations: list[str], sizes: list[int]) -> Bandwidth:
-    """Measure with the bytes of these ranks' connections for those of loopback, which other processes use as well."""
-
-    def sent_bytes(loopback: bool) -> int:
-        total = torch.tensor(sum(tcp_bytes.sockets().values()))
-        dist.all_reduce(total)
-        return int(total)
-
-    bandwidth_links.sent_bytes = sent_bytes
-    return measure(operations, sizes)
 
 
 def alone(rank: int, world: int, request: Request) -> str:
@@ -55,36 +31,6 @@ def command(rank: int, world: int, *options: str) -> tuple[int, str, str]:
     dist.init_process_group = lambda *_, **__: None  # there is one
     done = CliRunner().invoke(main, ["bench", "comm", *options])
     return done.exit_code, done.stdout, done.stderr
-
-
-def two_nodes(rank: int, world: int, operations: list[str], sizes: list[int]) -> Bandwidth:
-    """Measure four ranks as if ranks 0 and 1 were one node, 2 and 3 another."""
-    table.identity = lambda: {"machine": f"node{rank // 2}"}
-    return measure(operations, sizes, settings=Settings(runs=2))
-
-
-def corrupted(rank: int, world: int) -> Bandwidth:
-    """Measure an all_reduce that gives one wrong element on rank 1."""
-    honest = dist.all_reduce
-
-    def all_reduce(tensor: torch.Tensor, *arguments: Any, **options: Any) -> Any:
-        done = honest(tensor, *arguments, **options)
-        if rank == 1:
-            tensor[3] += 1
-        return done
-
-    dist.all_reduce = all_reduce
-    return measure(["all_reduce"], [4096], settings=Settings(runs=2))
-
-
-def unsupported(rank: int, world: int) -> Bandwidth:
-    """Measure on a backend that lacks all_to_all."""
-
-    def all_to_all_single(*arguments: Any, **options: Any) -> Any:
-        raise RuntimeError("Backend gloo does not support all_to_all_single")
-
-    dist.all_to_all_single = all_to_all_single
-    return measure(["all_to_all", "broadcast"], [1024, 4096], settings=Settings(runs=2))
 
 
 def dying(rank: int, world: int) -> PeerLost | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from accel.comm.compressor import Compressor
 from accel.comm.dgc import DGC
 from accel.comm.hooks import CommState, hook
 from accel.comm.sgd_momentum import SGDMomentum, take_momentum
-from tests.comm.cases import SECONDS, flat
+from tests.comm.cases import SECONDS, flat, same_everywhere
 
 SGD = {"lr": 0.05, "momentum": 0.9}
 DENSE_BELOW = 64
@@ -103,6 +104,67 @@ class Training:
 
     def close(self) -> None:
         self.state.close()
+
+
+def dense_step(model: nn.Module, optimizer: torch.optim.Optimizer, world: int, step: int) -> None:
+    """Take a step with the mean of all ranks' losses."""
+    optimizer.zero_grad()
+    (sum(loss(model, rank, step) for rank in range(world)) / world).backward()  # type: ignore[union-attr]
+    optimizer.step()
+
+
+def held(run: Training) -> Tensor:
+    """Return all that a run remembers."""
+    return flat([*run.own("velocity").values(), *run.own("residual").values()])
+
+
+def check_void_steps(run: Training, rank: int) -> None:
+    """Train, give rank 1 an infinity, then a NaN, in a matrix and in a bias, and train on."""
+    for step in range(3):
+        run.step(rank, step)
+    before = held(run)
+    for bad in (float("inf"), float("nan")):
+        for place in (run.net.layers[1].weight, run.net.layers[2].bias):
+            run.sgd.zero_grad()
+            handle = place.register_hook(  # type: ignore[union-attr,operator]
+                lambda g, bad=bad: torch.full_like(g, bad) if rank == 1 else g
+            )
+            loss(run.ddp, rank, 3).backward()
+            handle.remove()
+            assert not torch.isfinite(place.grad).all(), "it arrives"  # type: ignore[union-attr,arg-type]
+            assert torch.equal(held(run), before), "what is remembered is untouched"
+    again = run.step(rank, 4)
+    assert torch.isfinite(again).all()
+    assert same_everywhere(again)
+    assert not torch.equal(held(run), before)
+    run.close()
+
+
+class Scaler:
+    """The scale of a GradScaler, to be set by hand."""
+
+    scale = 1.0
+
+    def get_scale(self) -> float:
+        return self.scale
+
+
+def apart(make: Callable[[Scaler | None], Training], rank: int) -> float:
+    """Compare steps with a loss scale that changes with steps without one: the largest difference of weights."""
+    scaler = Scaler()
+    run, without = make(scaler), make(None)
+    worst = 0.0
+    for step in range(6):
+        scaler.scale = 2.0 ** (3 * step)
+        run.sgd.zero_grad()
+        (scaler.scale * loss(run.ddp, rank, step)).backward()
+        for p in run.net.parameters():
+            p.grad.div_(scaler.scale)  # type: ignore[union-attr]
+        run.sgd.step()
+        worst = max(worst, (run.weights() - without.step(rank, step)).abs().max().item())
+    run.close()
+    without.close()
+    return worst
 
 
 class Published:

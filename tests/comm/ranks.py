@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import importlib
+import inspect
 import os
 import pickle
 import tempfile
@@ -54,6 +56,37 @@ def run_ranks(
             assert kind != "error", f"rank {rank}:\n{value}"
             found.append(value)
         return found
+
+
+def on_ranks(
+    world: int | None = None, *, per_host: int | None = 1
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Let a test's body, which takes (rank, world, …), run on ranks: what fails on one of them fails the test.
+
+    Args:
+        world: number of ranks; None where the test has it as a parameter.
+        per_host: ranks that share a host; None for two hosts.
+    """
+
+    def decorate(body: Callable[..., None]) -> Callable[..., None]:
+        def test(**given: Any) -> None:
+            size = given.pop("world") if world is None else world
+            hosts = max(size // 2, 1) if per_host is None else per_host
+            run_ranks(_body, size, body.__module__, body.__qualname__, given, per_host=hosts)
+
+        functools.update_wrapper(test, body)
+        signature = inspect.signature(body)
+        left_out = ("rank",) if world is None else ("rank", "world")
+        own = [one for name, one in signature.parameters.items() if name not in left_out]
+        test.__signature__ = signature.replace(parameters=own)  # type: ignore[attr-defined]  # what pytest looks at
+        test.body = body  # type: ignore[attr-defined]
+        return test
+
+    return decorate
+
+
+def _body(rank: int, world: int, module: str, name: str, given: dict[str, Any]) -> None:
+    getattr(importlib.import_module(module), name).body(rank, world, **given)
 
 
 def _rank(

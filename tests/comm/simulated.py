@@ -1,18 +1,11 @@
-"""A world of many ranks in one process: what each sends is counted, and, with threads, arrives."""
+"""A world of many ranks in one process: what each sends, and asks of a store, is counted."""
 
 from __future__ import annotations
 
-import queue
-import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-import torch
 from torch import Tensor
-
-_PATIENCE_S = 120.0
-"""Until a message counts as lost. On a busy machine one has taken more than ten."""
 
 
 class Counting:
@@ -39,74 +32,6 @@ class Counting:
     def swap(self, peer: int, send: Tensor, receive: Tensor) -> None:
         self._sent(peer, send)
         receive.zero_()
-
-
-class Mailed(Counting):
-    """A channel whose messages arrive at the other threads."""
-
-    def __init__(self, rank: int, boxes: list[list[queue.SimpleQueue[Tensor]]]) -> None:
-        super().__init__(rank, len(boxes))
-        self._boxes = boxes
-
-    def exchange(self, sends: Sequence[Tensor], receives: Sequence[Tensor]) -> None:
-        others = [r for r in range(self.size) if r != self.rank]
-        for to in others:
-            self._send(to, sends[to])
-        for source in others:
-            self._receive(source, receives[source])
-
-    def swap(self, peer: int, send: Tensor, receive: Tensor) -> None:
-        self._send(peer, send)
-        self._receive(peer, receive)
-
-    def all_reduce(self, values: Tensor) -> None:
-        parts = [torch.empty_like(values) for _ in range(self.size)]
-        self.gather_equal(values.clone(), parts)
-        values.copy_(torch.stack(parts).sum(0))
-
-    def broadcast(self, values: Tensor) -> None:
-        if self.rank:
-            self._receive(0, values)
-        else:
-            for to in range(1, self.size):
-                self._send(to, values)
-
-    def gather_equal(self, own: Tensor, out: Sequence[Tensor]) -> None:
-        self.exchange([own] * self.size, out)
-        out[self.rank].copy_(own)
-
-    def _send(self, to: int, what: Tensor) -> None:
-        self._sent(to, what)
-        if what.numel():
-            self._boxes[self.rank][to].put(what.clone())
-
-    def _receive(self, source: int, room: Tensor) -> None:
-        if room.numel():
-            room.copy_(self._boxes[source][self.rank].get(timeout=_PATIENCE_S))
-
-
-def together(size: int, work: Callable[[Mailed], Any]) -> list[Any]:
-    """Return what `work(channel)` returned on each rank."""
-    boxes: list[list[queue.SimpleQueue[Tensor]]] = [[queue.SimpleQueue() for _ in range(size)] for _ in range(size)]
-    found: list[Any] = [None] * size
-
-    failed: list[BaseException] = []
-
-    def run(rank: int) -> None:
-        try:
-            with torch.no_grad():
-                found[rank] = work(Mailed(rank, boxes))
-        except BaseException as error:
-            failed.append(error)
-
-    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(size)]
-    for one in threads:
-        one.start()
-    for one in threads:
-        one.join(2 * _PATIENCE_S)
-    if failed:
-        raise failed[0]
-    return found
 
 
 class CountingStore:

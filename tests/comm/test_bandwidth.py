@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import signal
 import subprocess
@@ -14,11 +13,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accel.comm.bandwidth import Bandwidth, PeerLost, Row, Settings
+from accel.comm.bandwidth import Bandwidth, PeerLost, Row, Settings, measure, table
+from accel.comm.bandwidth import links as bandwidth_links
 from accel.comm.bandwidth.cases import DTYPES, OPERATIONS, RankPlace, elements, modulus
 from accel.comm.bandwidth.fit import fit_line
 from accel.comm.bandwidth.links import LinkClass, links_of, sent_bytes
@@ -27,8 +28,8 @@ from accel.commands.bench import _child, bench
 from accel.commands.bench_table import BandwidthTable, Request, size_text
 from accel.commands.cli import main
 from benchmarks.comm.lab import Lab
-from tests.comm import bandwidth_ranks
-from tests.comm.ranks import run_ranks
+from tests.comm import bandwidth_ranks, tcp_bytes
+from tests.comm.ranks import on_ranks, run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -191,75 +192,86 @@ def test_a_link_that_was_not_measured_is_stood_for() -> None:
 # --- ranks -----------------------------------------------------------------------------------------------------------
 
 
+def measured(operations: list[str], sizes: list[int], **options: Any) -> Bandwidth:
+    """Measure, and see that all ranks have the same."""
+    speed = measure(operations, sizes, **options)
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, speed)
+    assert all(one == speed for one in everyone)
+    return speed
+
+
 @pytest.mark.parametrize(
     "dtype",
     [torch.float32, *(pytest.param(dtype, marks=pytest.mark.slow) for dtype in (torch.bfloat16, torch.int8))],
     ids=str,
 )
-def test_every_operation_is_right_at_every_size_and_equal_on_all_ranks(dtype: torch.dtype) -> None:
+@on_ranks(3)
+def test_every_operation_is_right_at_every_size_and_equal_on_all_ranks(
+    rank: int, world: int, dtype: torch.dtype
+) -> None:
     # One byte (a single element), a size that three ranks don't divide, and one of several segments.
-    sizes = [1, 4099, 300_000]
-    results = run_ranks(
-        bandwidth_ranks.plain, 3, list(OPERATIONS), sizes, {"by_size": False}, {"dtype": dtype, "runs": 3}
-    )
-    assert results[0] == results[1] == results[2]
-    rows = results[0].rows
+    rows = measured(list(OPERATIONS), [1, 4099, 300_000], by_size=False, settings=Settings(dtype=dtype, runs=3)).rows
     assert [row.problem for row in rows] == [""] * (3 * len(OPERATIONS))
     assert [row.wrong for row in rows] == [0] * len(rows)
-    assert all(row.time_p20_s <= row.time_s <= row.time_p80_s for row in rows)
+    assert all(row.time_p20_s <= row.time_s <= row.time_p80_s for row in rows)  # type: ignore[operator]
 
 
-def test_bytes_on_the_wire_are_those_of_the_algorithms() -> None:
+@on_ranks(2)
+def test_bytes_on_the_wire_are_those_of_the_algorithms(rank: int, world: int) -> None:
+    def sent_bytes(loopback: bool) -> int:
+        """Count the bytes of these ranks' connections alone: other processes use loopback as well."""
+        total = torch.tensor(sum(tcp_bytes.sockets().values()))
+        dist.all_reduce(total)
+        return int(total)
+
+    bandwidth_links.sent_bytes = sent_bytes
     # Of the largest size, in bytes of the operation: the root of a broadcast sends all, the other rank nothing.
     bounds = {"all_reduce": (1.0, 1.5), "all_gather": (0.5, 0.9), "broadcast": (0.5, 0.9)}
-    least = dict.fromkeys(bounds, math.inf)
-    for _ in range(8):  # the counters are the interface's: what other processes send meanwhile only adds to them
-        speed = run_ranks(bandwidth_ranks.plain, 2, list(bounds), [1 << 20, 4 << 20], {}, {})[0]
-        for row in speed.rows:
-            if row.size_bytes == 4 << 20:
-                least[row.operation] = min(least[row.operation], row.sent_bytes / row.size_bytes)
-        if all(least[name] < most for name, (_, most) in bounds.items()):
-            break
-    assert all(low <= least[name] < most for name, (low, most) in bounds.items()), least
+    for row in measured(list(bounds), [1 << 20, 4 << 20]).rows:
+        low, high = bounds[row.operation]
+        assert row.sent_bytes is not None
+        assert row.size_bytes < 4 << 20 or low <= row.sent_bytes / row.size_bytes < high, row
 
 
-def test_probe_ends_in_time_with_the_same_lines_everywhere() -> None:
-    results = run_ranks(
-        bandwidth_ranks.plain,
-        2,
-        ["all_reduce", "all_to_all"],
-        [4096, 1 << 16, 1 << 19, 64 << 20],
-        {},
-        {"budget_s": 0.0},
-    )
-    assert results[0] == results[1]
-    assert results[0].cut
-    assert {row.size_bytes for row in results[0].rows} == {4096, 1 << 16}
-    assert results[0].fit("all_to_all", "world") == results[1].fit("all_to_all", "intra")
+@on_ranks(2)
+def test_probe_ends_in_time_with_the_same_lines_everywhere(rank: int, world: int) -> None:
+    sizes = [4096, 1 << 16, 1 << 19, 64 << 20]
+    speed = measured(["all_reduce", "all_to_all"], sizes, settings=Settings(budget_s=0.0))
+    assert speed.cut
+    assert {row.size_bytes for row in speed.rows} == {4096, 1 << 16}
+    assert speed.fit("all_to_all", "world") == speed.fit("all_to_all", "intra")
 
 
-def test_links_inside_and_between_nodes_are_measured_apart() -> None:
-    results = run_ranks(bandwidth_ranks.two_nodes, 4, ["all_reduce", "send_recv"], [4096, 65536])
-    assert all(result == results[0] for result in results)
-    assert results[0].nodes == ((0, 1), (2, 3))
-    assert results[0].links == ("intra", "inter", "world")
-    assert {(row.link, row.ranks) for row in results[0].rows} == {("intra", 2), ("inter", 2), ("world", 4)}
-    assert [row.wrong for row in results[0].rows] == [0] * 12
+@on_ranks(4)
+def test_links_inside_and_between_nodes_are_measured_apart(rank: int, world: int) -> None:
+    table.identity = lambda: {"machine": f"node{rank // 2}"}
+    speed = measured(["all_reduce", "send_recv"], [4096, 65536], settings=Settings(runs=2))
+    assert speed.nodes == ((0, 1), (2, 3))
+    assert speed.links == ("intra", "inter", "world")
+    assert {(row.link, row.ranks) for row in speed.rows} == {("intra", 2), ("inter", 2), ("world", 4)}
+    assert [row.wrong for row in speed.rows] == [0] * 12
 
 
-def test_a_wrong_result_is_counted() -> None:
-    results = run_ranks(bandwidth_ranks.corrupted, 2)
-    assert [row.wrong for row in results[0].rows] == [1]
+@on_ranks(2)
+def test_what_is_wrong_or_lacking_is_in_its_row_and_the_next_goes_on(rank: int, world: int) -> None:
+    honest = dist.all_reduce
 
+    def all_reduce(tensor: torch.Tensor, *arguments: Any, **options: Any) -> Any:
+        done = honest(tensor, *arguments, **options)
+        if rank == 1:
+            tensor[3] += 1
+        return done
 
-def test_an_operation_that_the_backend_lacks_is_a_row_and_the_next_goes_on() -> None:
-    rows = run_ranks(bandwidth_ranks.unsupported, 2)[0].rows
-    assert [(row.operation, bool(row.problem)) for row in rows] == [
-        ("all_to_all", True),
-        ("broadcast", False),
-        ("broadcast", False),
-    ]
-    assert "does not support all_to_all_single" in rows[0].problem
+    def all_to_all_single(*arguments: Any, **options: Any) -> Any:
+        raise RuntimeError("Backend gloo does not support all_to_all_single")
+
+    dist.all_reduce, dist.all_to_all_single = all_reduce, all_to_all_single
+    rows = measured(["all_reduce", "all_to_all", "broadcast"], [1024, 4096], settings=Settings(runs=2)).rows
+    assert [row.wrong for row in rows if row.operation == "all_reduce"] == [1, 1]
+    (lacking,) = [row for row in rows if row.operation == "all_to_all"]
+    assert "does not support all_to_all_single" in lacking.problem
+    assert [row.problem for row in rows if row.operation == "broadcast"] == ["", ""]
 
 
 def test_a_rank_that_dies_is_one_sentence_and_no_hang() -> None:
@@ -275,19 +287,16 @@ def test_an_operation_that_fails_on_one_rank_ends_on_all() -> None:
     assert "failed: rank" in str(results[0])
 
 
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        ((["all_reduce", "scan"], [4096], {}, {}), "operations must be among .*, got scan"),
-        ((["all_reduce"], [4096, 64], {}, {}), "sizes must be increasing numbers of bytes, got"),
-        ((["all_reduce"], [4096], {"links": ["inter"]}, {}), r"links must hold one that is there \(intra\), got inter"),
-        ((["all_reduce"], [4096], {"links": ["wifi"]}, {}), "links must be among intra, inter, world, got wifi"),
-    ],
-)
-def test_arguments_out_of_range_are_refused(arguments: Any, text: str) -> None:
-    (error,) = run_ranks(bandwidth_ranks.plain, 1, *arguments)
-    with pytest.raises(ValueError, match=text):
-        raise error
+@on_ranks(1)
+def test_arguments_out_of_range_are_refused(rank: int, world: int) -> None:
+    for operations, sizes, options, text in (
+        (["all_reduce", "scan"], [4096], {}, "operations must be among .*, got scan"),
+        (["all_reduce"], [4096, 64], {}, "sizes must be increasing numbers of bytes, got"),
+        (["all_reduce"], [4096], {"links": ["inter"]}, r"links must hold one that is there \(intra\), got inter"),
+        (["all_reduce"], [4096], {"links": ["wifi"]}, "links must be among intra, inter, world, got wifi"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            measure(operations, sizes, **options)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", ["warmup", "runs", "timeout_s", "row_s"])

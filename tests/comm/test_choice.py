@@ -85,7 +85,7 @@ def test_a_wrong_level_is_named() -> None:
 
 
 def test_own_compressors_join(catalogue_put_back: None) -> None:
-    register("fp16", lambda: Half(), "reduced", linear=True)
+    register("fp16", lambda: Half(), "reduced")
     assert Scheme("fp16") in allowed("reduced", by_hosts=False)
     assert Scheme("fp16") not in allowed("reordered", by_hosts=True)
     with pytest.raises(ValueError, match="name must be new, got 'fp16'"):

@@ -15,7 +15,6 @@ from accel.comm.cost_model.cost import (
     Profile,
     Stages,
     StageSegment,
-    between,
     core_seconds,
     fair_shares,
     plain,
@@ -212,23 +211,9 @@ def test_shares_are_fair(wanted: list[float], capacity: float) -> None:
         assert max(given_) <= min(denied) + 1e-9
 
 
-# Sizes in between
-
-
-def test_costs_lie_on_the_line_through_two_sizes() -> None:
-    small: Stages = ((StageSegment(0.1, CollectiveCall("exchange", "world", 0, 10, 10)),),)
+def test_a_cost_grows_with_the_bucket() -> None:
     large: Stages = ((StageSegment(0.3, CollectiveCall("exchange", "world", 0, 100, 100)),),)
-    ((middle,),) = between((10, small), (100, large), 55)
-    assert middle.core_s == pytest.approx(0.2)
-    assert middle.call is not None
-    assert middle.call[2:] == pytest.approx((0, 55, 55))
     assert scaled(large, 0.5)[0][0] == StageSegment(0.15, CollectiveCall("exchange", "world", 0, 50, 50))
-
-
-def test_where_a_small_bucket_makes_other_calls_the_large_one_counts_in_proportion() -> None:
-    small: Stages = ((StageSegment(0.1, CollectiveCall("exchange", "world", 0, 10, 10)),),)
-    large: Stages = ((StageSegment(0.3, CollectiveCall("ring", "world", 100)),),)
-    assert between((10, small), (100, large), 50) == scaled(large, 0.5)
 
 
 # Measured

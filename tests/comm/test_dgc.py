@@ -7,99 +7,304 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from accel.comm.compression.dgc_pack import Pack, ParameterRange
 from accel.comm.dgc import DGC
+from accel.comm.hooks import CommState, hook
 from accel.comm.ranks.small_sums import TINY_BYTES
-from tests.comm import dgc_cases
+from accel.comm.sgd_momentum import take_momentum
+from tests.comm.cases import SECONDS, buckets, flat, lacks, message, same_everywhere
+from tests.comm.dgc_training import (
+    DENSE_BELOW,
+    SGD,
+    Net,
+    Published,
+    Training,
+    check_void_steps,
+    dense_step,
+    groups,
+    held,
+    loss,
+)
 from tests.comm.few import few
-from tests.comm.ranks import run_ranks
+from tests.comm.ranks import on_ranks
 
 
 @pytest.mark.slow
-def test_ratio_one_is_dense_sgd_with_momentum() -> None:
-    for found in run_ranks(dgc_cases.as_dense, 4, per_host=2):
-        assert len(found) == 8
-        # float64: 6 steps of sums in another order.
-        assert max(found.values()) < 1e-13, found
+@on_ranks(4, per_host=2)
+def test_ratio_one_is_dense_sgd_with_momentum(rank: int, world: int) -> None:
+    cases: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
+        "momentum": ({"momentum": 0.9}, None),
+        "weight decay": ({"momentum": 0.9, "weight_decay": 0.02}, None),
+        "nesterov": ({"momentum": 0.9, "weight_decay": 0.02, "nesterov": True}, None),
+        "groups": ({"momentum": 0.9, "weight_decay": 0.02}, {"momentum": 0.5, "lr": 0.02, "nesterov": True}),
+        "group without momentum": ({"momentum": 0.9, "weight_decay": 0.02}, {"momentum": 0.0}),
+        "maximize": ({"momentum": 0.9, "weight_decay": 0.02, "lr": 1e-3, "maximize": True}, None),
+    }
+    for name, (given, second) in cases.items():
+        for hierarchical in (False, True) if name in ("momentum", "groups") else (False,):
+            sgd = {**SGD, **given}
+            run = Training(DGC(1.0, dense_below=DENSE_BELOW), sgd, second, hierarchical=hierarchical)
+            plain = Net()
+            other = torch.optim.SGD(groups(plain, sgd, second), lr=0.1)
+            # Both momentum and rate move at every step.
+            schedules = [
+                torch.optim.lr_scheduler.CyclicLR(one, 0.01, 0.1, step_size_up=3, base_momentum=0.5, max_momentum=0.9)
+                if name == "momentum"
+                else torch.optim.lr_scheduler.StepLR(one, 3, 0.5)
+                for one in (run.sgd, other)
+            ]
+            for step in range(6):
+                got = run.step(rank, step)
+                dense_step(plain, other, world, step)
+                # float64: sums in another order.
+                assert lacks(got, flat([one.detach() for one in plain.parameters()])) < 1e-13, (name, hierarchical)
+                for one in schedules:
+                    one.step()
+            run.close()
 
 
-@few(dgc_cases.PUBLISHED, ("nesterov", "warm-up"))
-def test_small_ratios_are_the_published_algorithm(names: tuple[str, ...]) -> None:
-    for found in run_ranks(dgc_cases.as_published, 3, names):
-        assert tuple(found) == names
-        for name, one in found.items():
-            assert one["error"] < 1e-13, name
-            assert one["same"], name
-            assert one["buckets"] >= 4
+PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any] | None]] = {
+    "plain": ({}, {}, None),
+    "decay": ({}, {"weight_decay": 0.02}, None),
+    "nesterov": ({}, {"nesterov": True, "weight_decay": 0.02}, None),
+    "groups": ({}, {"weight_decay": 0.02}, {"momentum": 0.5, "lr": 0.02}),
+    "warm-up": ({"warmup_steps": 2, "warmup": (0.5, 0.25, 0.0625, 0.001)}, {}, None),
+}
+"""Settings of DGC, of SGD, and of a second group."""
 
 
-@few(dgc_cases.LAWS, ("rebuilt, views", "float16"))
-def test_what_was_decoded_and_what_is_left_are_the_sum_of_velocities(names: tuple[str, ...]) -> None:
+@few(PUBLISHED, ("nesterov", "warm-up"))
+@on_ranks(3)
+def test_small_ratios_are_the_published_algorithm(rank: int, world: int, names: tuple[str, ...]) -> None:
+    """Over 8 steps, at 2 %: as many as the warm-up has."""
+    for name in names:
+        settings, given, second = PUBLISHED[name]
+        compressor, sgd = DGC(**{"ratio": 0.02, "dense_below": DENSE_BELOW, **settings}), {**SGD, **given}
+        run, want = Training(compressor, sgd, second), Published(world, compressor, sgd, second)
+        for step in range(8):
+            got = run.step(rank, step)
+            assert same_everywhere(got), name
+            assert lacks(got, want.step(step)) < 1e-13, name
+        name_of = {id(p): name for name, p in want.net.named_parameters()}
+        for field, theirs in (("velocity", want.u[rank]), ("residual", want.v[rank])):
+            mine = run.own(field)
+            for p, value in theirs.items():
+                if p.dim() > 1 and p.numel() >= DENSE_BELOW:
+                    assert (mine[name_of[id(p)]] - value).abs().max() < 1e-13, (name, field)
+        assert buckets(run.state) >= 4
+        run.close()
+
+
+LAWS: dict[str, dict[str, Any]] = {
+    "flat": {},
+    "hosts": {"hierarchical": True},
+    "rebuilt, views": {"find_unused_parameters": False, "gradient_as_bucket_view": True},
+    "static": {"find_unused_parameters": False, "static_graph": True},
+    "float32": {"dtype": torch.float32},
+    "bfloat16": {"dtype": torch.bfloat16, "bucket_cap_mb": 0.001},
+    "float16": {"dtype": torch.float16, "hierarchical": True, "bucket_cap_mb": 0.001},
+}
+"""Options of DDP and of its state."""
+
+
+@few(LAWS, ("rebuilt, views", "float16"))
+@on_ranks(4, per_host=2)
+def test_what_was_decoded_and_what_is_left_are_the_sum_of_velocities(
+    rank: int, world: int, names: tuple[str, ...]
+) -> None:
     # Halves round what is decoded, and their gradients differ more from each other.
     bounds = {"float32": 1e-6, "bfloat16": 2**-8, "float16": 2**-11}
-    for found in run_ranks(dgc_cases.law, 4, names, per_host=2):
-        assert tuple(found) == names
-        for name, one in found.items():
-            assert one["law"] < bounds.get(name, 1e-13), name
+    for name in names:
+        run = Training(DGC(0.01, dense_below=DENSE_BELOW), SGD, **LAWS[name])
+        plain = Net(run.dtype)
+        decoded = {n: torch.zeros(p.numel(), dtype=torch.float64) for n, p in run.net.named_parameters()}
+        moved = {n: torch.zeros(p.numel(), dtype=torch.float64) for n, p in run.net.named_parameters()}
+        for step in range(4):
+            run.sgd.zero_grad()
+            plain.load_state_dict(run.net.state_dict())
+            plain.zero_grad()
+            loss(plain, rank, step, True, run.dtype).backward()
+            velocity, gradient = run.own("velocity"), dict(plain.named_parameters())
+            loss(run.ddp, rank, step, True, run.dtype).backward()
+            for n, p in run.net.named_parameters():
+                assert p.grad is not None
+                assert same_everywhere(p.grad.view(-1)), name
+                decoded[n] += p.grad.double().view(-1)
+                moved[n] += SGD["momentum"] * velocity[n] + gradient[n].grad.double().view(-1) / world  # type: ignore[union-attr]
+            run.sgd.step()
+        left = run.own("residual")
+        for n, p in run.net.named_parameters():
+            if run.state.compressor.is_dense(p.shape):  # type: ignore[attr-defined]
+                assert not left[n].any(), name
+                continue
+            total = torch.stack([left[n], moved[n]])
+            dist.all_reduce(total)
+            assert lacks(decoded[n] + total[0], total[1]) < bounds.get(name, 1e-13), name
             # Four ranks, four steps, 1 % each, and one element more of each tensor or its slices.
-            assert one["share"] < 0.25, name
-            assert one["same"], name
-            assert one["buckets"] >= 3, name
+            assert (decoded[n] != 0).double().mean() < 0.25, name
+        assert buckets(run.state) >= 3, name
+        run.close()
 
 
-@few(dgc_cases.VOID, ("sparse, flat", "sparse, hosts"))
-def test_a_void_step_arrives_and_leaves_velocity_and_residual_alone(names: tuple[str, ...]) -> None:
-    for found in run_ranks(dgc_cases.void_step, 4, names, per_host=2):
-        assert tuple(found) == names
-        for what, one in found.items():
-            assert one == {"arrived": True, "untouched": True, "recovers": True, "moved": True}, what
+VOID: dict[str, tuple[float, bool]] = {
+    "sparse, flat": (0.01, False),
+    "sparse, hosts": (0.01, True),
+    "dense, flat": (1.0, False),
+}
+"""A ratio, and whether by hosts."""
 
 
-def test_accumulated_passes_are_one_step() -> None:
-    for found in run_ranks(dgc_cases.no_sync, 3):
-        assert found["error"] < 1e-13
-        assert found["same"]
+@few(VOID, ("sparse, flat", "sparse, hosts"))
+@on_ranks(4, per_host=2)
+def test_a_void_step_arrives_and_leaves_velocity_and_residual_alone(
+    rank: int, world: int, names: tuple[str, ...]
+) -> None:
+    for ratio, hierarchical in map(VOID.__getitem__, names):
+        check_void_steps(Training(DGC(ratio, dense_below=DENSE_BELOW), SGD, hierarchical=hierarchical), rank)
 
 
-def test_momentum_is_applied_once_for_each_step() -> None:
-    for found in run_ranks(dgc_cases.without_a_step, 2):
-        assert found["finite"].startswith("ValueError: with its momentum taken over, the optimizer must make a step")
-        assert found["finite"].endswith("accumulate gradients under ddp.no_sync()")
-        assert found["void"]
-        assert found["joined"] == 6
+@on_ranks(3)
+def test_accumulated_passes_are_one_step(rank: int, world: int) -> None:
+    run, once = (Training(DGC(0.02, dense_below=DENSE_BELOW), SGD) for _ in range(2))
+    for step in range(4):
+        run.sgd.zero_grad()
+        with run.ddp.no_sync():
+            loss(run.ddp, rank, 2 * step).backward()
+        loss(run.ddp, rank, 2 * step + 1).backward()
+        run.sgd.step()
+        once.sgd.zero_grad()
+        (loss(once.ddp, rank, 2 * step) + loss(once.net, rank, 2 * step + 1)).backward()
+        once.sgd.step()
+        assert (run.weights() - once.weights()).abs().max() < 1e-13
+    assert same_everywhere(run.weights())
+    run.close()
+    once.close()
 
 
-def test_momentum_goes_back_to_weights_as_they_lie_in_memory() -> None:
-    for found in run_ranks(dgc_cases.laid_out, 2):
-        assert found.keys() == {"conv.weight", "conv.bias", "turned"}
-        assert max(found.values()) < 1e-15, found
+@on_ranks(2)
+def test_momentum_is_applied_once_for_each_step(rank: int, world: int) -> None:
+    run, clean = (Training(DGC(0.02, dense_below=DENSE_BELOW), SGD) for _ in range(2))
+    for step in range(4):
+        run.sgd.zero_grad()
+        (float("inf") * loss(run.ddp, rank, step)).backward()  # GradScaler would make no step of it
+        run.step(rank, step)
+        clean.step(rank, step)
+    assert torch.equal(run.weights(), clean.weights())
+    clean.close()
+    loss(run.ddp, rank, 1).backward()
+    said = message(lambda: loss(run.ddp, rank, 2).backward())
+    assert said.startswith("ValueError: with its momentum taken over, the optimizer must make a step")
+    assert said.endswith("accumulate gradients under ddp.no_sync()")
+    run.close()
+    run = Training(DGC(0.02, dense_below=DENSE_BELOW), SGD)
+    for _ in range(2):
+        with run.ddp.join():
+            for step in range(2 + rank):
+                run.step(rank, step)
+    assert run.state.step == 6
+    run.close()
 
 
-def test_momentum_comes_and_goes_back() -> None:
-    for found in run_ranks(dgc_cases.handed_over, 3):
-        for one in found.values():
-            assert one["error"] < 1e-13
-            assert one["options"]
-            assert one["left"] == 0
-            assert one["gradient kept"]
-            assert "was not handed over" in one["asks again"]
+class Pictures(nn.Module):
+    """A convolution whose weights lie with channels last, or not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(9)
+        self.conv = nn.Conv2d(6, 8, 3, dtype=torch.float64)
+        self.turned = nn.Parameter(torch.randn(8, 20, dtype=torch.float64).T)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (torch.tanh(self.conv(x)).mean((2, 3)) @ self.turned.T).square().mean()
 
 
-def test_bad_hand_overs_are_refused() -> None:
-    for found in run_ranks(dgc_cases.refusals, 2):
-        assert "take_momentum(state, optimizer) first, or use DGC(momentum=False)" in found["not taken"]
-        assert found["adam"] == (
-            "ValueError: the momentum of torch.optim.SGD alone can be taken over, got Adam; use DGC(momentum=False) "
-            "with others"
-        )
-        assert "dampening=0.1" in found["dampening"]
-        assert "fused=True" in found["fused"]
-        assert "got one of shape (2, 3) that is not" in found["another model"]
-        assert "has taken an optimizer's momentum already" in found["twice"]
-        assert "takes no closure" in found["closure"]
-        assert "must have a compressor with momentum" in found["without"]
-        assert found["adam trains"] == "True"
+@on_ranks(2)
+def test_momentum_goes_back_to_weights_as_they_lie_in_memory(rank: int, world: int) -> None:
+    def pictures(r: int, step: int) -> Tensor:
+        return torch.randn(4, 6, 5, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(10 * step + r))
+
+    net, plain = Pictures().to(memory_format=torch.channels_last), Pictures()
+    ddp = DistributedDataParallel(net)
+    state = CommState(ddp, DGC(1.0, dense_below=DENSE_BELOW), timeout=SECONDS)
+    ddp.register_comm_hook(state, hook)
+    sgd, other = (torch.optim.SGD(one.parameters(), **SGD) for one in (net, plain))
+    momentum = take_momentum(state, sgd)
+    for step in range(3):
+        sgd.zero_grad()
+        ddp(pictures(rank, step)).backward()
+        sgd.step()
+        other.zero_grad()
+        (sum(plain(pictures(r, step)) for r in range(world)) / world).backward()
+        other.step()
+    momentum.close()
+    state.close()
+    for own, theirs in zip(net.parameters(), plain.parameters(), strict=True):
+        apart = sgd.state[own]["momentum_buffer"] - other.state[theirs]["momentum_buffer"]
+        assert apart.abs().max() < 1e-15, own.shape
+
+
+@on_ranks(3)
+def test_momentum_comes_and_goes_back(rank: int, world: int) -> None:
+    """Train densely, under DGC at ratio 1, and densely again, beside dense training throughout."""
+    for nesterov in (False, True):
+        sgd = {**SGD, "weight_decay": 0.02, "nesterov": nesterov}
+        run, plain = Training(DGC(1.0, dense_below=DENSE_BELOW), sgd, take=False), Net()
+        other = torch.optim.SGD(plain.parameters(), **sgd)
+        for step in range(9):
+            if step == 3:
+                run.momentum = take_momentum(run.state, run.sgd)
+            if step == 6:
+                assert run.momentum is not None
+                run.momentum.close()
+                run.momentum.close()
+            dense_step(plain, other, world, step)
+            if 3 <= step < 6:
+                run.step(rank, step)
+                group = run.sgd.param_groups[0]
+                assert {name: group[name] for name in sgd} == sgd
+                gradient = run.net.layers[0].bias.grad
+                assert gradient is not None
+                assert gradient.any()
+            else:
+                dense_step(run.net, run.sgd, world, step)
+            assert (run.weights() - flat([p.detach() for p in plain.parameters()])).abs().max() < 1e-13
+        assert not held(run).any()
+        assert "was not handed over" in message(lambda: loss(run.ddp, rank, 0).backward())  # noqa: B023
+        run.close()
+
+
+@on_ranks(2)
+def test_bad_hand_overs_are_refused(rank: int, world: int) -> None:
+    run = Training(DGC(0.01), SGD, take=False)
+    said = message(lambda: loss(run.ddp, rank, 0).backward())
+    assert "take_momentum(state, optimizer) first, or use DGC(momentum=False)" in said
+    run.close()
+    run = Training(DGC(0.01), SGD, take=False, dtype=torch.float32)
+    for optimizer, text in (
+        (
+            torch.optim.Adam(run.net.parameters()),
+            "the momentum of torch.optim.SGD alone can be taken over, got Adam; use DGC(momentum=False) with others",
+        ),
+        (torch.optim.SGD(run.net.parameters(), lr=0.1, momentum=0.9, dampening=0.1), "dampening=0.1"),
+        (torch.optim.SGD(run.net.parameters(), lr=0.1, momentum=0.9, fused=True), "fused=True"),
+        (torch.optim.SGD(nn.Linear(3, 2).parameters(), lr=0.1), "got one of shape (2, 3) that is not"),
+    ):
+        assert text in message(lambda: take_momentum(run.state, optimizer))  # noqa: B023
+    take_momentum(run.state, run.sgd)
+    assert "has taken an optimizer's momentum already" in message(lambda: take_momentum(run.state, run.sgd))
+    assert "takes no closure" in message(lambda: run.sgd.step(lambda: 0.0))
+    run.close()
+    other = Training(DGC(0.01, momentum=False), SGD, take=False)
+    assert "must have a compressor with momentum" in message(lambda: take_momentum(other.state, other.sgd))
+    adam = torch.optim.Adam(other.net.parameters())
+    loss(other.ddp, rank, 0).backward()
+    adam.step()
+    assert same_everywhere(other.weights())
+    other.close()
 
 
 # Without ranks

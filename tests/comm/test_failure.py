@@ -10,10 +10,11 @@ import pytest
 from torch.distributed import HashStore
 
 from accel.comm.ranks import failure
+from accel.comm.ranks.channel import GlooChannel
 from accel.comm.ranks.failure import Findings, RankReport, explained, findings, verdict
 from accel.comm.ranks.object_group import ObjectGroup
 from accel.profiler.rendezvous import Rendezvous
-from tests.comm.simulated import Mailed, together
+from tests.comm.threaded_ranks import together
 
 OWN = RankReport("step 3, bucket 1", "Connection closed", False)
 FAILED = RankReport("x", "no memory", True)
@@ -85,8 +86,8 @@ def test_a_store_that_does_not_answer_is_not_waited_for(monkeypatch: pytest.Monk
 # --- objects between steps -------------------------------------------------------------------------------------------
 
 
-def exchanged(line: Mailed) -> dict[str, Any]:
-    group = ObjectGroup(line)  # type: ignore[arg-type]
+def exchanged(line: GlooChannel) -> dict[str, Any]:
+    group = ObjectGroup(line)
     own = "x" * (line.rank + 1)
     found: dict[str, Any] = {"first": group.first(own), "decide": group.decide(line.rank, max)}
     found["gather"], found["gather more"] = group.gather(own), group.gather(own * 5000)
@@ -108,12 +109,12 @@ def test_each_hears_what_it_should(size: int) -> None:
 
 
 def test_what_rank_0_raises_is_raised_everywhere() -> None:
-    def decided(line: Mailed, error: Exception) -> str:
+    def decided(line: GlooChannel, error: Exception) -> str:
         def decision(told: list[int]) -> None:
             raise error
 
         with pytest.raises((ValueError, failure.CommError)) as caught:
-            ObjectGroup(line).decide(0, decision)  # type: ignore[arg-type]
+            ObjectGroup(line).decide(0, decision)
         return f"{type(caught.value).__name__}: {caught.value}"
 
     assert together(3, lambda line: decided(line, ValueError("unlike"))) == ["ValueError: unlike"] * 3

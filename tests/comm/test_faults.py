@@ -2,53 +2,96 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
 import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
+from accel.comm.compressor import Exact
+from accel.comm.half import Half
+from accel.comm.hooks import CommState, hook
+from accel.comm.int8 import Int8
+from accel.comm.selection.planner import Planner
 from tests.comm import cases
-from tests.comm.ranks import run_ranks
-from tests.conftest import Once
+from tests.comm.cases import SECONDS, Given, backward, gradients, message
+from tests.comm.ranks import on_ranks, run_ranks
 
 
-@pytest.fixture(scope="module")
-def refusals(once: Once) -> list[dict[str, str]]:
-    return once("refusals of hooks", lambda: run_ranks(cases.refusals, 3))
+@on_ranks(3)
+def test_bad_input_is_refused_in_one_sentence(rank: int, world: int) -> None:
+    def refuses(text: str, call: Callable[[], Any]) -> None:
+        said = message(call)
+        assert said.startswith("ValueError: "), said
+        assert text in said, said
+        assert "\n" not in said
 
+    model = Given()
+    ddp = DistributedDataParallel(model)
+    state = CommState(ddp, timeout=SECONDS)
+    ddp.register_comm_hook(state, hook)
+    said = message(lambda: ddp.register_comm_hook(state, hook))
+    assert said.startswith("RuntimeError")
+    assert "can only be called once" in said
+    state.close()
+    refuses("must be bound first", lambda: backward(ddp, gradients(rank, 0)))
+    stateless = DistributedDataParallel(Given())
+    stateless.register_comm_hook(None, hook)
+    refuses("must be a CommState or an AutoComm, got NoneType", lambda: backward(stateless, gradients(rank, 0)))
+    other = DistributedDataParallel(Given())
+    state = CommState(Given(), timeout=SECONDS)
+    other.register_comm_hook(state, hook)
+    refuses("pass the module that DDP wraps", lambda: backward(other, gradients(rank, 0)))
+    state.close()
+    refuses("compressor must be a Compressor, got 'int8'", lambda: CommState(model, "int8"))  # type: ignore[arg-type]
+    feedback = "error_feedback=True needs a compressor that uses it, got Exact()"
+    refuses(feedback, lambda: CommState(model, Exact(), error_feedback=True))
+    refuses("timeout must be positive", lambda: CommState(model, timeout=timedelta()))
+    refuses("must have parameters, got none", lambda: CommState(nn.ReLU()))
 
-@pytest.mark.parametrize(
-    ("what", "start", "part"),
-    [
-        ("twice", "RuntimeError", "can only be called once"),
-        ("closed", "ValueError", "must be bound first"),
-        ("no state", "ValueError", "must be a CommState or an AutoComm, got NoneType"),
-        ("another model", "ValueError", "pass the module that DDP wraps"),
-        ("compressor", "ValueError", "compressor must be a Compressor, got 'int8'"),
-        ("feedback", "ValueError", "error_feedback=True needs a compressor that uses it, got Exact()"),
-        ("timeout", "ValueError", "timeout must be positive"),
-        ("no parameters", "ValueError", "must have parameters, got none"),
-        ("sparse", "ValueError", "gradients must be dense, got a sparse one of 'weight'"),
-        ("complex", "ValueError", "must be real floating point, got torch.complex64 of 'weight'"),
-        ("settings differ", "ValueError", "all ranks must have the same compressor, got Half("),
-        ("models differ", "ValueError", "all ranks must have the same parameters' names, shapes and dtypes"),
-        ("uneven", "ValueError", "as many ranks on each host, got 1 on host 0, 2 on host 1"),
-    ],
-)
-def test_bad_input_is_refused_in_one_sentence(refusals: list[dict[str, str]], what: str, start: str, part: str) -> None:
-    for found in refusals:
-        assert found[what].startswith(start), found[what]
-        assert part in found[what]
-        if start == "ValueError":
-            assert "\n" not in found[what]
+    unfit: tuple[tuple[str, nn.Module, Callable[[nn.Module], Any]], ...] = (
+        (
+            "gradients must be dense, got a sparse one of 'weight'",
+            nn.Embedding(10, 4, sparse=True),
+            lambda ddp: ddp(torch.tensor([1, 2])).sum(),
+        ),
+        (
+            "must be real floating point, got torch.complex64 of 'weight'",
+            nn.Linear(5, 4, bias=False, dtype=torch.complex64),
+            lambda ddp: ddp(torch.ones(5, dtype=torch.complex64)).abs().sum(),
+        ),
+    )
+    for text, net, loss in unfit:
+        own = DistributedDataParallel(net)
+        state = CommState(own, Int8(), timeout=SECONDS)
+        own.register_comm_hook(state, hook)
+        refuses(text, lambda: loss(own).backward())  # noqa: B023
+        state.close()
 
-
-def test_rank_outside_of_the_group_is_refused(refusals: list[dict[str, str]]) -> None:
-    assert refusals[0]["outside"] == "nothing raised"
-    assert refusals[2]["outside"].startswith("ValueError: rank 2 is not in process_group")
-
-
-def test_rank_that_makes_no_state_is_named(refusals: list[dict[str, str]]) -> None:
-    for found in refusals[1:]:
-        assert "waits for rank 0, which made no CommState within 1 s" in found["no show"]
-        assert "waits for rank 0, which made no Planner within 1 s" in found["no planner"]
+    # What differs between ranks, and is named on all of them.
+    kind = Int8() if rank else Half()
+    refuses("all ranks must have the same compressor, got Half(", lambda: CommState(model, kind, timeout=SECONDS))
+    narrow = nn.Linear(3 + rank, 2)
+    shapes = "all ranks must have the same parameters' names, shapes and dtypes"
+    refuses(shapes, lambda: CommState(narrow, timeout=SECONDS))
+    os.environ.update(GROUP_RANK=str(min(rank, 1)))
+    uneven = "as many ranks on each host, got 1 on host 0, 2 on host 1"
+    refuses(uneven, lambda: CommState(model, hierarchical=True, timeout=SECONDS))
+    planned = DistributedDataParallel(Given())
+    half = dist.new_group([0])
+    said = message(lambda: CommState(model, process_group=half, timeout=SECONDS).close())
+    assert said.startswith("nothing raised" if rank == 0 else f"ValueError: rank {rank} is not in process_group"), said
+    if rank:
+        said = message(lambda: CommState(model, timeout=timedelta(seconds=1)))
+        assert "waits for rank 0, which made no CommState within 1 s" in said
+        said = message(lambda: Planner(planned, patience=timedelta(seconds=1)))
+        assert "waits for rank 0, which made no Planner within 1 s" in said
+    dist.barrier()
 
 
 @pytest.mark.parametrize("hierarchical", [False, True], ids=["flat", "hosts"])

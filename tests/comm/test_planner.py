@@ -1,83 +1,231 @@
-"""A plan that changes between steps: DDP's own bits while it is off, equal replicas, nothing lost, and off for good."""
+"""A scheme that changes between steps: DDP's own bits while it is off, equal replicas, nothing lost, off for good."""
 
 from __future__ import annotations
 
+import itertools
+import pickle
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
-from accel.comm.catalogue import CATALOGUE
-from tests.comm import selector_cases as cases
+from accel.comm.catalogue import CATALOGUE, Scheme, allowed, catalogue_settings
+from accel.comm.hooks import CommState, hook
+from accel.comm.memory import reshard
+from accel.comm.selection.planner import Planner
+from accel.comm.selector import AutoComm
+from tests.comm.cases import (
+    SECONDS,
+    Given,
+    Phases,
+    backward,
+    gradients,
+    lacks,
+    mean_gradient,
+    message,
+    module,
+    residual,
+    same_everywhere,
+)
 from tests.comm.few import few
-from tests.comm.ranks import run_ranks
+from tests.comm.ranks import on_ranks
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "views": {"gradient_as_bucket_view": True},
+    "unused": {"find_unused_parameters": True},
+    "static": {"static_graph": True},
+}
+"""Of DDP."""
+TWO_OR_FOUR = [2, pytest.param(4, marks=pytest.mark.slow)]
 
 
-def test_off_is_ddps_own_all_reduce_to_the_bit() -> None:
-    for found in run_ranks(cases.off_is_ddps_own, 2):
-        assert len(found) == 8
-        assert all(found.values()), found
+def planned(**options: Any) -> tuple[DistributedDataParallel, Planner]:
+    ddp = module(**options)
+    planner = Planner(ddp, timeout=SECONDS)
+    ddp.register_comm_hook(planner, hook)
+    return ddp, planner
 
 
-@pytest.mark.parametrize(("world", "ways"), [(2, 6), pytest.param(4, 13, marks=pytest.mark.slow)])
-def test_each_way_is_the_hook_of_its_own_state(world: int, ways: int) -> None:
-    for found in run_ranks(cases.every_way, world, per_host=max(world // 2, 1)):
-        assert len(found) == ways
-        assert all(one == {"as its own state": True, "same on all ranks": True} for one in found.values()), found
+@on_ranks(2)
+def test_off_is_ddps_own_all_reduce_to_the_bit(rank: int, world: int) -> None:
+    for name, options in OPTIONS.items():
+        bare, (ddp, planner) = module(**options), planned(**options)
+        for step in range(6):
+            planner.use(Scheme("int8") if step in (2, 3) else None)
+            got, want = backward(ddp, gradients(rank, step)), backward(bare, gradients(rank, step))
+            assert torch.equal(got, want) == (step not in (2, 3)), (name, step)
+        planner.close()
+        assert torch.equal(backward(ddp, gradients(rank, 9)), backward(bare, gradients(rank, 9))), name
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_after_each_change_replicas_are_equal_and_nothing_is_lost(world: int) -> None:
-    for found in run_ranks(cases.back_and_forth, world, per_host=world // 2):
-        assert found["same"]
-        # Of some 14 to 18 steps in float32; half precision alone rounds what is never fed back.
-        assert found["law"] < 2**-8
-        assert found["residual"] > 0
-        assert found["states"] == 1
-        assert found["finite"]
+@pytest.mark.parametrize("world", TWO_OR_FOUR)
+@on_ranks(per_host=None)
+def test_each_way_is_the_hook_of_its_own_state(rank: int, world: int) -> None:
+    for way in allowed("lossy", by_hosts=world > 2):
+        ddp, planner = planned(find_unused_parameters=True)  # DDP keeps its first buckets
+        other = module(find_unused_parameters=True)
+        state = CommState(other, timeout=SECONDS, **catalogue_settings(way)._asdict())
+        other.register_comm_hook(state, hook)
+        planner.use(way)
+        for step in range(3):
+            got, want = backward(ddp, gradients(rank, step)), backward(other, gradients(rank, step))
+            assert torch.equal(got, want), way
+            assert same_everywhere(got), way
+        planner.close()
+        state.close()
 
 
-@few(CATALOGUE, ("dgc 1%", "powersgd 4", "1-bit"))
-def test_residuals_of_another_scheme_are_sent_or_wait_while_no_rank_uses_a_parameter(names: tuple[str, ...]) -> None:
-    names = tuple(name for name in names if name not in ("exact", "half"))
-    for by_hosts in (False, True):  # of one host: nothing is compressed
-        for found in run_ranks(cases.follows, 2, names, by_hosts, per_host=2):
-            for name, one in found.items():
-                assert one.pop("law") < 1e-5, name  # of roundings of float32
-                assert one == {"kept": True, "some": True, "same": True}, (name, by_hosts)
+@pytest.mark.parametrize("world", TWO_OR_FOUR)
+@on_ranks(per_host=None)
+def test_after_each_change_replicas_are_equal_and_nothing_is_lost(rank: int, world: int) -> None:
+    ddp, planner = planned()
+    ways: list[Scheme | None] = [None, *(Scheme(name) for name in ("int8", "1-bit", "powersgd 16", "half"))]
+    if world > 2:
+        ways += [Scheme("int8", True), Scheme("exact", True)]
+    ways += [None, Scheme("1-bit"), Scheme("int8")]
+    applied, wanted = torch.zeros(()).double(), torch.zeros(()).double()
+    for step, way in enumerate(way for way in ways for _ in range(2)):
+        planner.use(way)
+        got = backward(ddp, gradients(rank, step))
+        assert same_everywhere(got), way
+        applied, wanted = applied + got.double(), wanted + mean_gradient(world, step)
+    left = residual(planner)
+    # Of some 16 to 20 steps in float32; half precision alone rounds what is never fed back.
+    assert lacks(applied + left, wanted) < 2**-8
+    assert left.any()
+    backward(ddp, gradients(rank, 50))
+    planner.release()
+    assert len(planner._routes) == 1
+    assert torch.isfinite(backward(ddp, gradients(rank, 50))).all()
+    planner.close()
 
 
-def test_complex_gradients_are_ddps_own() -> None:
-    ranks = run_ranks(cases.complex_beside_real, 4, per_host=2)
-    for found in ranks:
-        assert found["error"] < 1e-6
-        assert found["same"]
-        assert found["kept"]  # residuals of real ones, by an infinity among the complex
-    assert any(found["some"] for found in ranks)
+@few([name for name in CATALOGUE if name not in ("exact", "half")], ("dgc 1%", "powersgd 4", "1-bit"))
+@on_ranks(2, per_host=2)
+def test_residuals_of_another_scheme_are_sent_or_wait_while_no_rank_uses_a_parameter(
+    rank: int, world: int, names: tuple[str, ...]
+) -> None:
+    starts = list(itertools.accumulate((torch.Size(shape).numel() for shape in Given.SHAPES), initial=0))
+    parts = [slice(low, high) for low, high in itertools.pairwise(starts)]
+    out = (6, 8)  # one that is encoded, one that is sent as it is
+    for name, by_hosts in itertools.product(names, (False, True)):  # of one host: nothing is compressed
+        ddp, planner = planned(find_unused_parameters=True)
+        planner.use(Scheme("int8"))
+        applied = sum(backward(ddp, gradients(rank, step)).double() for step in range(2))
+        before = residual(planner)
+        planner.use(Scheme(name, by_hosts))
+        given: list[Any] = gradients(rank, 2)
+        for i in out:
+            given[i] = None
+        got = backward(ddp, given)
+        after, wanted = residual(planner), sum(mean_gradient(world, step) for step in range(3))
+        for i in out:
+            wanted[parts[i]] -= mean_gradient(world, 2)[parts[i]]  # type: ignore[index]
+            assert before[parts[i]].any()
+            # By hosts the ranks' residuals are summed, in float32.
+            assert lacks(after[parts[i]], before[parts[i]]) < 1e-6, (name, by_hosts)
+        for part in parts:  # of roundings of float32
+            assert lacks((applied + got + after)[part], wanted[part]) < 1e-5, (name, by_hosts)  # type: ignore[index]
+        assert same_everywhere(got)
+        planner.close()
 
 
-def test_a_planner_is_saved_and_pickled() -> None:
-    for found in run_ranks(cases.saved_and_moved, 2):
-        assert found == {"pickled": True, "loaded": True, "steps": 4}
+@on_ranks(4, per_host=2)
+def test_complex_gradients_are_ddps_own(rank: int, world: int) -> None:
+    ddp, bare = DistributedDataParallel(Phases()), DistributedDataParallel(Phases())
+    planner = Planner(ddp, timeout=SECONDS)
+    ddp.register_comm_hook(planner, hook)
+    for step in range(3):
+        planner.use(Scheme("int8" if step == 2 else "exact", True))
+        for one in (ddp, bare):
+            one.zero_grad()
+            one(torch.arange(5.0) + rank + 3 * step).backward()
+        for got, want in zip(ddp.parameters(), bare.parameters(), strict=True):
+            assert got.grad is not None
+            assert want.grad is not None
+            assert same_everywhere(torch.view_as_real(got.grad) if got.is_complex() else got.grad)
+            assert (step == 2 and not got.is_complex()) or lacks(got.grad, want.grad) < 1e-6
+
+    def kept() -> list[Tensor]:  # one slice by host
+        return [values for _, values in planner.state_dict()["own"].get("residual", {}).get("gain", [])]
+
+    before = kept()
+    some = torch.tensor(any(bool(values.any()) for values in before))
+    dist.all_reduce(some, op=dist.ReduceOp.MAX)
+    assert some
+    ddp.module.turn.register_hook(lambda gradient: gradient * float("inf"))
+    ddp(torch.ones(5)).backward()
+    assert all(map(torch.equal, before, kept())), "residuals of real ones, by an infinity among the complex"
+    planner.close()
 
 
-def test_the_hook_comes_off_and_goes_on_again() -> None:
-    for found in run_ranks(cases.taken_off, 2):
-        for name, one in found.items():
-            assert one["same"], name
-            assert one["law"] < 1e-3, name
-            # A static graph is more than a new reducer knows: its hook stays, switched off.
-            kept = name == "static"
-            assert (one["off"], one["hooks"], one["steps seen"]) == (not kept, int(kept), 6 if kept else 2), name
+@on_ranks(2)
+def test_a_planner_is_saved_and_pickled(rank: int, world: int) -> None:
+    options = {"find_unused_parameters": True}
+    ddp, planner = planned(**options)
+    planner.use(Scheme("int8"))
+    for step in range(3):
+        backward(ddp, gradients(rank, step))
+    saved, copy = planner.state_dict(), pickle.loads(pickle.dumps(planner))
+    want = backward(ddp, gradients(rank, 3))
+    again = module(**options)
+    copy.bind(again)
+    again.register_comm_hook(copy, hook)
+    copy.use(Scheme("int8"))
+    assert torch.equal(backward(again, gradients(rank, 3)), want)
+    assert copy.step == 4
+    states: list[Any] = [None] * world
+    dist.all_gather_object(states, saved)
+    ddp, fresh = planned(**options)
+    fresh.load_state_dict(reshard(states, world)[rank])
+    fresh.use(Scheme("int8"))
+    assert torch.equal(backward(ddp, gradients(rank, 3)), want)
+    for one in (planner, copy, fresh):
+        one.close()
 
 
-def test_what_cannot_be_is_refused() -> None:
-    found: list[dict[str, Any]] = run_ranks(cases.refusals, 3)
-    for one in found:
-        assert "must be a DistributedDataParallel module, got Given" in one["no ddp"]
-        assert "must have no communication hook yet" in one["hooked"]
-        assert "schemes must be of the catalogue (exact, half, int8" in one["unknown way"]
-        assert "must be bound first" in one["closed"]
-        assert "must be a CommState or an AutoComm, got NoneType" in one["no state"]
-        assert one["watch"] == "ValueError: watch must be at least 1 step, got 0"
-        assert "allow must be one of" in one["allow"]
-    assert "must have all 3 ranks" in found[0]["part"]
+@on_ranks(2)
+def test_the_hook_comes_off_and_goes_on_again(rank: int, world: int) -> None:
+    for name in ("plain", "views", "static"):
+        bare, (ddp, planner) = module(**OPTIONS[name]), planned(**OPTIONS[name])
+        planner.use(Scheme("int8"))
+        for step in range(2):
+            backward(ddp, gradients(rank, step)), backward(bare, gradients(rank, step))
+        before = residual(planner)
+        kept = name == "static"  # more than a new reducer knows: its hook stays, switched off
+        assert planner.take_off() != kept
+        for step in range(2, 6):
+            assert torch.equal(backward(ddp, gradients(rank, step)), backward(bare, gradients(rank, step))), name
+        assert (len(ddp._comm_hooks), planner.step) == ((1, 6) if kept else (0, 2)), name
+        planner.put_on()
+        planner.put_on()
+        planner.use(Scheme("int8"))
+        got = backward(ddp, gradients(rank, 6)).double()
+        assert (got + residual(planner) - before - mean_gradient(world, 6)).abs().max() < 1e-3, name
+        planner.close()
+
+
+@on_ranks(3)
+def test_what_cannot_be_is_refused(rank: int, world: int) -> None:
+    assert "must be a DistributedDataParallel module, got Given" in message(lambda: Planner(Given()))  # type: ignore[arg-type]
+    hooked = module()
+    hooked.register_comm_hook(None, lambda state, bucket: None)  # type: ignore[misc]
+    assert "must have no communication hook yet" in message(lambda: Planner(hooked))
+    _, planner = planned()
+    said = message(lambda: planner.use(Scheme("int9")))
+    assert "schemes must be of the catalogue (exact, half, int8" in said
+    planner.close()
+    assert "must be bound first" in message(lambda: planner.use(Scheme("int8")))
+    stateless = module()
+    stateless.register_comm_hook(None, hook)
+    said = message(lambda: backward(stateless, gradients(rank, 0)))
+    assert "must be a CommState or an AutoComm, got NoneType" in said
+    assert message(lambda: AutoComm(module(), watch=0)) == "ValueError: watch must be at least 1 step, got 0"
+    assert "allow must be one of" in message(lambda: AutoComm(module(), "anything"))
+    pair = dist.new_group([0, 1])
+    if rank < 2:
+        assert "must have all 3 ranks" in message(lambda: AutoComm(module(process_group=pair), "lossy"))

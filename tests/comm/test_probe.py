@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from accel.comm.bandwidth import Bandwidth, Row
+from accel.comm.cost_model import probe
 from accel.comm.cost_model.probe import network_of
 from accel.comm.ranks.topology import Topology
-from tests.comm import selector_cases as cases
-from tests.comm.ranks import run_ranks
+from tests.comm.ranks import on_ranks
 
 
 def rows(link: str, ranks: int, alpha_s: float, beta_s: float, message_s: float) -> list[Row]:
@@ -68,15 +71,27 @@ def test_with_one_rank_a_host_one_class_stands_for_all() -> None:
     assert found.intra == found.inter == found.world
 
 
-def test_a_topology_is_measured_once_unless_a_rank_does_not_know_it() -> None:
-    found = run_ranks(cases.probed, 2)
-    for one in found:
-        assert one["network"] == found[0]["network"]
-        assert (one["once"], one["same"], one["again"]) == (1, True, 2)
-        assert one["third"] == found[0]["third"]
-        network = one["network"]
-        assert network.hosts == 2
-        # Beside another process a burst may hide what a megabyte takes: a byte then takes no time.
-        assert 0 <= network.world.byte_s < math.inf
-        assert 0 <= network.core_byte_s < math.inf
-        assert network.cores > 0
+@on_ranks(2)
+def test_a_topology_is_measured_once_unless_a_rank_does_not_know_it(rank: int, world: int) -> None:
+    topology, cpu = Topology(((0,), (1,))), torch.device("cpu")
+    measure, calls = probe.measure, []
+
+    def counted(*arguments: Any, **options: Any) -> Any:
+        calls.append(1)
+        return measure(*arguments, **options)
+
+    probe.measure = counted
+    network = probe.probe(topology, cpu)
+    assert probe.probe(topology, cpu) == network
+    assert len(calls) == 1
+    if rank == 1:
+        probe._known.clear()
+    both: list[Any] = [None] * world
+    dist.all_gather_object(both, (network, probe.probe(topology, cpu)))
+    assert both[0] == both[1]
+    assert len(calls) == 2
+    assert network.hosts == 2
+    # Beside another process a burst may hide what a megabyte takes: a byte then takes no time.
+    assert 0 <= network.world.byte_s < math.inf
+    assert 0 <= network.core_byte_s < math.inf
+    assert network.cores > 0

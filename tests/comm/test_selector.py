@@ -2,120 +2,205 @@
 
 from __future__ import annotations
 
+import os
+import pickle
+import threading
+import time
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
-from accel.comm.catalogue import LEVELS
-from tests.comm import selector_cases as cases
-from tests.comm.cases import WAIT
-from tests.comm.ranks import run_ranks
-from tests.conftest import Once
+from accel.comm.catalogue import CATALOGUE, LEVELS, Scheme
+from accel.comm.hooks import hook
+from accel.comm.selector import AutoComm
+from tests.comm.cases import SECONDS, WAIT, backward, gradients, message, module, same_everywhere
+from tests.comm.played_search import SLOW_S, play_catalogue, play_time, played_network, slow_plain
+from tests.comm.ranks import on_ranks, run_ranks
 
 
-def same_on_all(found: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return what rank 0 found, once all ranks have been seen to have gone the same way with the same weights."""
-    for one in found:
-        assert one["same"]
-        for key in ("plan", "plans", "options", "steps"):
-            assert one.get(key) == found[0].get(key), key
-    return found[0]
+def automatic(allow: str, **options: Any) -> tuple[DistributedDataParallel, AutoComm]:
+    ddp = module(bucket_cap_mb=25)
+    state = AutoComm(ddp, allow, **{"verbose": False, "timeout": SECONDS, **options})
+    ddp.register_comm_hook(state, hook)
+    return ddp, state
+
+
+def searched(ddp: DistributedDataParallel, state: AutoComm, rank: int) -> list[str]:
+    """Train until a search is over, and three steps more; return each step's scheme, the same on all ranks."""
+    schemes: list[str] = []
+    while not state.settled and len(schemes) < 3000:  # on a busy machine trials are longer
+        assert same_everywhere(backward(ddp, gradients(rank, len(schemes))))
+        schemes.append(str(state.scheme or "plain"))
+    for step in range(3):
+        assert same_everywhere(backward(ddp, gradients(rank, step)))
+    options = [] if state.choice is None else [str(option) for option in state.choice.options]
+    both: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(both, (schemes, options, state.scheme))
+    assert all(one == both[0] for one in both)
+    return schemes
 
 
 BETWEEN = ("reordered", "reduced")
-EACH_LEVEL = [pytest.param(level, marks=[pytest.mark.slow] if level in BETWEEN else []) for level in LEVELS]
 
 
-@pytest.fixture
-def search(once: Once, level: str) -> dict[str, Any]:
-    return once(f"search {level}", lambda: same_on_all(run_ranks(cases.real_search, 2, level)))
+def search_all(rank: int, world: int, level: str) -> tuple[list[Scheme], str]:
+    """Measure this machine's own network, choose among everything, and train on; return what was considered."""
+    ddp, state = automatic(level, watch=2, check=3)
+    steps = searched(ddp, state, rank)
+    assert state.settled
+    options = [] if state.choice is None else state.choice.options
+    considered, verdict = [option.scheme for option in options if option.scheme is not None], state.verdict()
+    assert level in {"reduced", "lossy"} or len(steps) == 1
+    state.close()
+    return considered, verdict
 
 
-@pytest.mark.parametrize("level", EACH_LEVEL)
-def test_the_search_ends_and_considers_nothing_beyond_what_is_allowed(search: dict[str, Any], level: str) -> None:
-    assert search["settled"]
-    assert all(LEVELS.index(one) <= LEVELS.index(level) for one in search["levels"])
+@pytest.mark.parametrize(
+    "level", [pytest.param(level, marks=[pytest.mark.slow] if level in BETWEEN else []) for level in LEVELS]
+)
+@on_ranks(2)
+def test_the_search_ends_and_considers_nothing_beyond_what_is_allowed(rank: int, world: int, level: str) -> None:
+    considered, verdict = search_all(rank, world, level)
     wanted = {"exact": [], "reordered": [], "reduced": ["reduced"], "lossy": ["lossy", "reduced"]}
-    assert search["levels"] == wanted[level]  # one rank to a host: nothing to be summed there first
-    assert level in {"reduced", "lossy"} or search["steps"] == 1
+    # One rank to a host: nothing to be summed there first.
+    assert sorted({CATALOGUE[scheme.compressor].level for scheme in considered}) == wanted[level]
+    if not wanted[level]:  # nothing is measured
+        assert verdict == f"gradients: left as they are, allow={level!r} leaves nothing to choose"
 
 
-@pytest.mark.parametrize("level", EACH_LEVEL[:2])
-def test_where_nothing_is_allowed_nothing_is_measured(search: dict[str, Any], level: str) -> None:
-    assert search["verdict"] == f"gradients: left as they are, allow={level!r} leaves nothing to choose"
-
-
-def test_one_rank_has_nothing_to_choose() -> None:
-    (found,) = run_ranks(cases.real_search, 1, "lossy")
-    assert found["verdict"] == "gradients: left as they are, there is one rank"
-    assert found["plan"] is None
+@on_ranks(1)
+def test_one_rank_has_nothing_to_choose(rank: int, world: int) -> None:
+    ddp, state = automatic("lossy")
+    assert searched(ddp, state, rank) == ["plain"]
+    assert state.verdict() == "gradients: left as they are, there is one rank"
+    state.close()
 
 
 @pytest.mark.slow
-def test_four_ranks_on_two_hosts_agree() -> None:
-    found = same_on_all(run_ranks(cases.real_search, 4, "lossy", per_host=2))
-    assert any(way is not None and way.hierarchical for way in found["options"])
+@on_ranks(4, per_host=2)
+def test_four_ranks_on_two_hosts_agree(rank: int, world: int) -> None:
+    considered, _ = search_all(rank, world, "lossy")
+    assert any(scheme.hierarchical for scheme in considered)
 
 
-def test_what_is_predicted_best_and_proves_so_is_taken() -> None:
-    found = same_on_all(run_ranks(cases.search, 2, {"quick": (0.0, "reduced")}, "reduced", True))
-    assert found["plan"] == "quick"
-    assert found["measured"]["quick"] < found["measured"]["plain"]
-    assert found["verdict"].startswith("gradients: quick, a step takes ")
-    assert "in place of" in found["verdict"]
-    assert found["hooks"] == 1
-    assert found["plans"][0] == "plain"  # first the steps as they are
+def played(
+    rank: int, world: int, entries: dict[str, tuple[float, str]], allow: str = "reduced", slow: bool = True
+) -> tuple[DistributedDataParallel, AutoComm, list[str], dict[str, float]]:
+    """Search among compressors that lie by so many seconds, on a network that is played to be slow."""
+    play_catalogue(entries)
+    if slow:
+        slow_plain()
+    nbytes = sum(p.nbytes for p in module().parameters())
+    ddp, state = automatic(allow, watch=3, check=4, network=played_network(world, SLOW_S / nbytes))
+    play_time(state)
+    schemes = searched(ddp, state, rank)
+    assert state.choice is not None
+    return ddp, state, schemes, {str(option): step_s for option, step_s in state.choice.measured.items()}
 
 
-def test_a_wrong_prediction_makes_the_next_best_be_tried() -> None:
+NOTHING = "gradients: left as they are, nothing helps on this network: a step takes "
+
+
+@on_ranks(2)
+def test_what_is_predicted_best_and_proves_so_is_taken(rank: int, world: int) -> None:
+    ddp, state, schemes, measured = played(rank, world, {"quick": (0.0, "reduced")})
+    assert str(state.scheme) == "quick"
+    assert measured["quick"] < measured["plain"]
+    assert state.verdict().startswith("gradients: quick, a step takes ")
+    assert "in place of" in state.verdict()
+    assert len(ddp._comm_hooks) == 1
+    assert schemes[0] == "plain"  # first the steps as they are
+    state.close()
+
+
+@on_ranks(2)
+def test_a_wrong_prediction_makes_the_next_best_be_tried(rank: int, world: int) -> None:
     # "fib" says that it sends less work than it does; "true" is what it says.
     entries = {"fib": (0.06, "reduced"), "true": (0.0, "lossy")}
-    found = same_on_all(run_ranks(cases.search, 2, entries, "lossy", True))
-    assert list(dict.fromkeys(found["plans"]))[:3] == ["plain", "fib", "true"]
-    assert found["plan"] == "true"
-    assert found["measured"]["fib"] > found["measured"]["plain"] > found["measured"]["true"]
+    _, state, schemes, measured = played(rank, world, entries, "lossy")
+    assert list(dict.fromkeys(schemes))[:3] == ["plain", "fib", "true"]
+    assert str(state.scheme) == "true"
+    assert measured["fib"] > measured["plain"] > measured["true"]
+    state.close()
 
 
-def test_where_nothing_keeps_its_promise_ddps_own_stays_and_the_hook_goes() -> None:
-    found = run_ranks(cases.search, 2, {"fib": (0.06, "reduced"), "lie": (0.08, "reduced")}, "reduced", True)
-    one = same_on_all(found)
-    assert one["plan"] == "plain"
-    assert {"fib", "lie"} <= set(one["plans"])
-    assert one["verdict"].startswith("gradients: left as they are, nothing helps on this network: a step takes ")
-    assert "fib took" in one["verdict"]
-    assert "lie took" in one["verdict"]
-    assert "<- chosen" in next(line for line in one["explained"].splitlines() if line.startswith("plain"))
-    assert [each["hooks"] for each in found] == [0, 0]
-    assert [each["threads"] for each in found] == [0, 0]
+@on_ranks(2)
+def test_where_nothing_keeps_its_promise_ddps_own_stays_and_the_hook_goes(rank: int, world: int) -> None:
+    ddp, state, schemes, _ = played(rank, world, {"fib": (0.06, "reduced"), "lie": (0.08, "reduced")})
+    assert state.scheme is None
+    assert {"fib", "lie"} <= set(schemes)
+    assert state.verdict().startswith(NOTHING)
+    assert "fib took" in state.verdict()
+    assert "lie took" in state.verdict()
+    assert "<- chosen" in next(line for line in state.explain().splitlines() if line.startswith("plain"))
+    assert not ddp._comm_hooks
+    assert not [one for one in threading.enumerate() if one.name.startswith("accel-comm")]
+    state.close()
 
 
-def test_where_the_model_sees_no_gain_nothing_is_tried() -> None:
+@on_ranks(2)
+def test_where_the_model_sees_no_gain_nothing_is_tried(rank: int, world: int) -> None:
     # The network is played to be slow, and real steps are not: the model is set right by them.
-    found = same_on_all(run_ranks(cases.search, 2, {"fib": (0.06, "reduced")}, "reduced", False))
-    assert found["plan"] == "plain"
-    assert found["verdict"].startswith("gradients: left as they are, nothing helps on this network: a step takes ")
-    assert "is predicted to take" in found["verdict"] or "took" in found["verdict"]
+    _, state, _, _ = played(rank, world, {"fib": (0.06, "reduced")}, slow=False)
+    assert state.scheme is None
+    assert state.verdict().startswith(NOTHING)
+    assert "is predicted to take" in state.verdict() or "took" in state.verdict()
+    state.close()
 
 
-def test_closing_ends_the_search() -> None:
-    for found in run_ranks(cases.closed_early, 2):
-        for steps, one in found.items():
-            assert one["settled"], steps
-            assert one["equal"], steps
-            if one["searching"]:
-                assert one["verdict"] == "gradients: left as they are, the search was closed before its end"
-        assert found[1]["searching"]
-        assert found[4]["searching"]
+@on_ranks(2)
+def test_closing_ends_the_search(rank: int, world: int) -> None:
+    for steps in (1, 4, 6):
+        bare = module(bucket_cap_mb=25)
+        ddp, state = automatic("reduced", watch=2, check=30, network=played_network(world, 1e-9))
+        for step in range(steps):
+            backward(ddp, gradients(rank, step))
+            backward(bare, gradients(rank, step))
+        searching = not state.settled
+        assert searching or steps == 6
+        state.close()
+        for step in range(steps, steps + 6):  # DDP's own all-reduce
+            assert torch.equal(backward(ddp, gradients(rank, step)), backward(bare, gradients(rank, step))), steps
+        assert state.settled
+        if searching:
+            assert state.verdict() == "gradients: left as they are, the search was closed before its end"
 
 
 @pytest.mark.slow
-def test_a_resumed_run_searches_anew() -> None:
-    for found in run_ranks(cases.resumed, 2):
-        assert found == {"allow": "reduced", "watch": 2, "settled": True, "step": 4}
+@on_ranks(2)
+def test_a_resumed_run_searches_anew_and_keeps_its_settings(rank: int, world: int) -> None:
+    ddp, state = automatic("reduced", watch=2, check=2)
+    for step in range(4):
+        backward(ddp, gradients(rank, step))
+    copy = pickle.loads(pickle.dumps(state))
+    state.close()
+    other = module(bucket_cap_mb=25)
+    copy.bind(other)
+    other.register_comm_hook(copy, hook)
+    assert (copy.allow, copy.watch, copy.step) == ("reduced", 2, 4)
+    searched(other, copy, rank)
+    assert copy.settled
+    copy.close()
+
+
+def dies_in_the_search(rank: int, world: int) -> str:
+    """Let rank 1 end before all ranks choose."""
+    ddp, _ = automatic("reduced", watch=1, check=2, network=played_network(world, 1e-9), timeout=WAIT)
+    for step in range(4):
+        backward(ddp, gradients(rank, step))
+    if rank == 1:
+        time.sleep(0.3)
+        os._exit(3)
+    began = time.monotonic()
+    said = message(lambda: backward(ddp, gradients(rank, 4)))
+    assert time.monotonic() - began < WAIT.total_seconds()
+    return said
 
 
 def test_a_rank_that_ends_during_the_search_is_an_error_on_the_others() -> None:
-    found = run_ranks(cases.dies_in_the_search, 2, meet=False)
-    assert found[1] == 3
-    assert found[0]["said"].startswith("CommError: rank 0 could not agree with the others on how gradients go: ")
-    assert found[0]["seconds"] < WAIT.total_seconds()
+    said, code = run_ranks(dies_in_the_search, 2, meet=False)
+    assert code == 3
+    assert said.startswith("CommError: rank 0 could not agree with the others on how gradients go: ")

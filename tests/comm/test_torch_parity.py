@@ -13,28 +13,87 @@ test_faults.py; PowerSGD against the papers in test_powersgd_ranks.py.
 
 from __future__ import annotations
 
-from tests.comm import torch_parity_cases as cases
-from tests.comm.ranks import run_ranks
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.nn.parallel import DistributedDataParallel
+
+from accel.comm.compressor import Exact
+from accel.comm.hooks import hook
+from accel.comm.ranks.channel import GlooChannel
+from accel.comm.selection.planner import Planner
+from tests.comm.cases import COMPRESSORS, SECONDS, Given, backward, flat, gradients, make, message
+from tests.comm.ranks import on_ranks
 
 
-def test_ranks_with_fewer_batches() -> None:
+@on_ranks(2)
+def test_ranks_with_fewer_batches(rank: int, world: int) -> None:
+    """Within join(): each step's mean counts zeros of those that are through."""
     # bf16 rounds twice, int8 within half of 1/127 of a block's largest twice.
     bounds = {"exact": 1e-6, "bf16": 2**-7, "int8": 2 / 127}
-    for found in run_ranks(cases.uneven, 2):
-        for what, one in found.items():
-            assert one["error"] < bounds[what.partition(",")[0]], what
-            assert one["steps"] == 4
+    for name, hierarchical in (("exact", False), ("exact", True), ("bf16", False), ("int8", True)):
+        ddp, state = make(COMPRESSORS[name](), hierarchical=hierarchical)
+        with ddp.join():
+            for step in range(3 + rank):
+                got = backward(ddp, gradients(rank, step))
+                still = [r for r in range(world) if step < 3 + r]
+                want = sum(flat(gradients(r, step)).double() for r in still) / world
+                assert (got.double() - want).norm() / want.norm() < bounds[name], name  # type: ignore[union-attr]
+        assert state.step == 4
+        state.close()
 
 
-def test_a_mean_over_the_ranks_that_still_have_data_is_refused() -> None:
-    for found in run_ranks(cases.uneven_by_active, 2):
-        for kind in ("hook", "planner"):
-            assert found[kind].startswith("ValueError: DDP hands gradients to a hook without the number of ranks"), kind
-        assert "join(divide_by_initial_world_size=False)" in found["made within"]
-        assert found["even"] == "nothing raised"
+@on_ranks(2)
+def test_a_mean_over_the_ranks_that_still_have_data_is_refused(rank: int, world: int) -> None:
+    refused = "ValueError: DDP hands gradients to a hook without the number of ranks"
+    ddp, state = make(Exact())
+    with ddp.join(divide_by_initial_world_size=False):
+        assert message(lambda: backward(ddp, gradients(rank, 0))).startswith(refused)
+    state.close()
+    ddp = DistributedDataParallel(Given())
+    planner = Planner(ddp, timeout=SECONDS)
+    ddp.register_comm_hook(planner, hook)
+    with ddp.join(divide_by_initial_world_size=False):
+        assert message(lambda: backward(ddp, gradients(rank, 0))).startswith(refused)
+    planner.close()
+    bare = DistributedDataParallel(Given())
+    with bare.join(divide_by_initial_world_size=False):
+        assert "join(divide_by_initial_world_size=False)" in message(lambda: Planner(bare))
+    ddp, state = make(Exact())
+    with ddp.join(divide_by_initial_world_size=False, throw_on_early_termination=True):
+        backward(ddp, gradients(rank, 0))
+    state.close()
 
 
-def test_channels_move_what_torch_moves() -> None:
-    for found in run_ranks(cases.channels, 3):
-        assert len(found) == 7 * 4 * 2 + 4 * 4
-        assert all(found.values()), [what for what, right in found.items() if not right]
+@on_ranks(3)
+def test_channels_move_what_torch_moves(rank: int, world: int) -> None:
+    """All dtypes that compressors send."""
+    store = PrefixStore("parity", dist.group.WORLD.get_group_store())  # type: ignore[union-attr]
+    channel = GlooChannel(store, range(world), rank, SECONDS)
+    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.uint8, torch.int8, torch.int64):
+        for numel in (0, 1, 7, 300_001):  # nothing, less than a rank each, odd, several pieces
+            own = (torch.arange(numel) * (rank + 1) % 113).to(dtype)
+            want = [torch.empty_like(own) for _ in range(world)]
+            dist.all_gather(want, own)
+            got = [torch.empty_like(own) for _ in range(world)]
+            channel.all_gather(own, got)
+            assert equal(got, want), (dtype, numel)
+            # What rank r gets from each is longer by r.
+            sends = [torch.arange(numel + other).add(rank).remainder(113).to(dtype) for other in range(world)]
+            want = [torch.arange(numel + rank).add(other).remainder(113).to(dtype) for other in range(world)]
+            got = [torch.empty_like(one) if other != rank else sends[rank] for other, one in enumerate(want)]
+            channel.exchange(sends, got)
+            assert equal(got, want), (dtype, numel)
+            if dtype.is_floating_point:
+                summed, reference = own.clone(), own.double()
+                channel.all_reduce(summed)
+                dist.all_reduce(reference)
+                # Integers that every format holds, or rounds by a unit in the last place of a sum of four.
+                bound = 4 * torch.finfo(dtype).eps * 4 * 113
+                assert ((summed.double() - reference).abs() <= bound).all(), (dtype, numel)
+    channel.close()
+
+
+def equal(got: list[Tensor], want: list[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(got, want, strict=True))

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accel.comm.ranks.channel import Channel, GlooChannel
+from accel.comm.ranks.channel import GlooChannel
 
 _PATIENCE_S = 120.0
 
@@ -60,7 +60,7 @@ class World:
         assert not any(thread.is_alive() for thread in threads), "ranks still wait for each other"
         return found
 
-    def channel(self, name: str, ranks: Sequence[int], rank: int) -> Channel:
+    def channel(self, name: str, ranks: Sequence[int], rank: int) -> GlooChannel:
         """Return a rank's end of a channel; the name tells it from others between the same ranks."""
         found = GlooChannel.__new__(GlooChannel)
         found.ranks, found.rank, found.size = tuple(ranks), ranks.index(rank), len(ranks)
@@ -114,5 +114,25 @@ class _Group:
         values.copy_(torch.stack(parts).sum(0))
         return _Work()
 
+    def broadcast(self, tensors: list[Tensor]) -> _Work:
+        for to in range(1, self._size) if self._rank == 0 else ():
+            self._world.put((*self._name, "first", to), tensors[0].clone())
+        if self._rank:
+            tensors[0].copy_(self._world.take((*self._name, "first", self._rank)))
+        return _Work()
+
+    def allgather(self, outs: list[list[Tensor]], owns: list[Tensor]) -> _Work:
+        for to in range(self._size):
+            self._world.put((*self._name, "all", self._rank, to), owns[0].clone())
+        for source, out in enumerate(outs[0]):
+            out.copy_(self._world.take((*self._name, "all", source, self._rank)))
+        return _Work()
+
     def abort(self) -> None:
         """Nothing is under way."""
+
+
+def together(size: int, work: Callable[[GlooChannel], Any]) -> list[Any]:
+    """Return what `work(channel)` returned on each rank, over one channel of all."""
+    world = World(size)
+    return world.run(lambda rank: work(world.channel("together", range(size), rank)))
