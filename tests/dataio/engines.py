@@ -20,6 +20,9 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from accel.dataio.engine.engine import BatchJob
 from accel.dataio.engine.processes import ProcessEngine
+from accel.dataio.loader import ContinuousLoader
+from accel.dataio.passes.prefetch import PrefetchAcrossEpochs
+from accel.dataio.passes.proxy import LoaderProxy
 
 
 @contextmanager
@@ -30,6 +33,41 @@ def watched(seconds: float = 600) -> Iterator[None]:
         yield
     finally:
         faulthandler.cancel_dump_traceback_later()
+
+
+class Silent:
+    """A listener that only counts."""
+
+    def __init__(self) -> None:
+        self.requests = 0
+        self.failures: list[str] = []
+
+    def epoch_begins(self) -> None: ...
+    def batch_requested(self) -> None:
+        self.requests += 1
+
+    def batch_delivered(self, batch: Any) -> None: ...
+    def epoch_ended(self) -> None: ...
+    def fetching_failed(self, error: Exception) -> None:
+        self.failures.append(str(error))
+
+
+@contextmanager
+def proxied(loader: Any, workers: Any = 1, listener: Silent | None = None) -> Iterator[Any]:
+    """Yield a loader's proxy whose batches are made by `workers`: so many processes, or what makes them."""
+    proxy: Any = LoaderProxy(loader, listener or Silent())
+    if isinstance(workers, int):
+        workers = PrefetchAcrossEpochs(loader, ProcessEngine(loader, workers))
+    proxy._accel_fetching.workers = workers
+    try:
+        yield proxy
+    finally:
+        workers.close()
+
+
+def wrapped(loader: Any, mode: Any, workers: int = 2) -> contextlib.AbstractContextManager[Any]:
+    """Return a context with a loader whose batches are made so: "proxy", or a mode of a `ContinuousLoader`."""
+    return proxied(loader, workers) if mode == "proxy" else ContinuousLoader(loader, mode=mode, workers=workers)
 
 
 class Squares(Dataset[Tensor]):

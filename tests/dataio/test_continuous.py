@@ -20,41 +20,13 @@ from accel.dataio.passes.movable import movable
 from accel.dataio.passes.moved import same_as_plain
 from accel.dataio.passes.prefetch import PrefetchAcrossEpochs
 from accel.dataio.passes.proxy import LoaderProxy
-
-
-class Squares(Dataset[torch.Tensor]):
-    def __init__(self, length: int = 50) -> None:
-        self.length = length
-        self.offset = 0
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return torch.tensor([index, index * index + self.offset])
-
-
-class Silent:
-    """A listener that only counts."""
-
-    def __init__(self) -> None:
-        self.requests = 0
-        self.failures: list[str] = []
-
-    def epoch_begins(self) -> None: ...
-    def batch_requested(self) -> None:
-        self.requests += 1
-
-    def batch_delivered(self, batch: Any) -> None: ...
-    def epoch_ended(self) -> None: ...
-    def fetching_failed(self, error: Exception) -> None:
-        self.failures.append(str(error))
+from tests.dataio.engines import Silent, Squares, proxied, wrapped
 
 
 @pytest.mark.parametrize("batch_size", [4, None])
 def test_workers_that_began_an_epoch_ahead_are_switched_off_within_it(batch_size: int | None) -> None:
     """Also where samples are not collated."""
-    loader: DataLoader[Any] = DataLoader(Squares(), batch_size=batch_size, shuffle=True)
+    loader: DataLoader[Any] = DataLoader(Squares(50), batch_size=batch_size, shuffle=True)
     torch.manual_seed(1)
     wanted = [batch for _ in range(3) for batch in loader]
     proxy: Any = LoaderProxy(loader, Silent())
@@ -72,7 +44,7 @@ def test_workers_that_began_an_epoch_ahead_are_switched_off_within_it(batch_size
 
 
 def make_loader(dataset: Dataset[Any] | None = None, **options: Any) -> DataLoader[Any]:
-    return DataLoader(dataset or Squares(), batch_size=4, shuffle="sampler" not in options, **options)
+    return DataLoader(dataset or Squares(50), batch_size=4, shuffle="sampler" not in options, **options)
 
 
 def epochs(
@@ -115,10 +87,10 @@ EPOCHS: dict[str, tuple[Any, dict[str, Any], int]] = {
     "a loop that draws": (make_loader, {"draw": True}, 1),  # not guessed again
     "a loop that draws and leaves": (make_loader, {"steps": 12, "draw": True}, 1),
     **{f"{n} samples": (lambda n=n: make_loader(Squares(n)), {}, 0) for n in (1, 3, 4, 9)},
-    "generator": (lambda: make_loader(sampler=RandomSampler(Squares(), generator=generator())), {}, 0),
+    "generator": (lambda: make_loader(sampler=RandomSampler(Squares(50), generator=generator())), {}, 0),
     "batch sampler": (
         lambda: DataLoader(
-            Squares(), batch_sampler=BatchSampler(RandomSampler(Squares(), generator=generator()), 4, False)
+            Squares(50), batch_sampler=BatchSampler(RandomSampler(Squares(50), generator=generator()), 4, False)
         ),
         {},
         0,
@@ -139,7 +111,7 @@ def test_order_and_random_state_are_those_of_the_plain_loader(kind: str) -> None
 @pytest.mark.parametrize("inside", [False, True])
 def test_a_distributed_sampler_follows_set_epoch(inside: bool) -> None:
     def run(wrap: bool) -> list[list[int]]:
-        data = Squares()
+        data = Squares(50)
         sampler = DistributedSampler(data, num_replicas=2, rank=1, seed=5)
         batches = BatchSampler(sampler, 4, False)
         loader: Any = DataLoader(data, batch_sampler=batches) if inside else DataLoader(data, 4, sampler=sampler)
@@ -192,12 +164,9 @@ class Breaks(Squares):
 
 
 def test_the_datasets_own_error_comes_out_as_it_is() -> None:
-    loader = DataLoader(Breaks(), batch_size=4)
+    loader = DataLoader(Breaks(50), batch_size=4)
     listener = Silent()
-    proxy = LoaderProxy(loader, listener)
-    proxy._accel_fetching.workers = PrefetchAcrossEpochs(loader, ProcessEngine(loader, 1))
-
-    with pytest.raises(KeyError, match="no such picture: 13") as caught:
+    with proxied(loader, 1, listener) as proxy, pytest.raises(KeyError, match="no such picture: 13") as caught:
         epochs(proxy, 1)
 
     assert caught.traceback[-1].name == "__getitem__"  # the user's frame is on top, not a copy of its text
@@ -217,12 +186,10 @@ class Killed(Squares):
 
 
 def test_a_batch_that_kills_two_workers_is_fetched_in_the_loops_own_process() -> None:
-    loader = DataLoader(Killed(), batch_size=4)
+    loader = DataLoader(Killed(50), batch_size=4)
     listener = Silent()
-    proxy = LoaderProxy(loader, listener)
-    proxy._accel_fetching.workers = PrefetchAcrossEpochs(loader, ProcessEngine(loader, 1))
-
-    seen, _ = epochs(proxy, 1)
+    with proxied(loader, 1, listener) as proxy:
+        seen, _ = epochs(proxy, 1)
 
     assert seen[0] == [i * i for i in range(50)]
     assert re.search(
@@ -235,14 +202,14 @@ def test_fetching_is_compared_with_the_plain_one() -> None:
         def __getitem__(self, index: int) -> torch.Tensor:
             return super().__getitem__(index) + (torch.utils.data.get_worker_info() is not None)
 
-    good, bad = make_loader(), make_loader(Differs())
+    good, bad = make_loader(), make_loader(Differs(50))
 
     assert same_as_plain(good, PrefetchAcrossEpochs(good, ProcessEngine(good, 1)))
     assert not same_as_plain(bad, PrefetchAcrossEpochs(bad, ProcessEngine(bad, 1)))
 
 
 def test_what_can_be_drawn_ahead_and_moved() -> None:
-    data = Squares()
+    data = Squares(50)
     assert can_draw_ahead(make_loader())
     assert can_draw_ahead(DataLoader(data, batch_size=4))
     assert not can_draw_ahead(make_loader(data, sampler=RandomSampler(data, replacement=True)))
@@ -317,7 +284,7 @@ class Grows(Squares):
     """Its length depends on its epoch."""
 
     def __init__(self, step: int) -> None:
-        super().__init__()
+        super().__init__(50)
         self.step, self.epoch = step, 0
 
     def __len__(self) -> int:
@@ -340,11 +307,5 @@ def test_a_dataset_whose_length_moves_from_epoch_to_epoch(mode: Any, step: int, 
     wanted = seen(DataLoader(plain, 4, shuffle=shuffle), plain)
     data = Grows(step)
     loader = DataLoader(data, 4, shuffle=shuffle)
-    if mode == "proxy":
-        proxy = LoaderProxy(loader, Silent())
-        proxy._accel_fetching.workers = workers = PrefetchAcrossEpochs(loader, ProcessEngine(loader, 1))
-        assert seen(proxy, data) == wanted
-        workers.close()
-    else:
-        with ContinuousLoader(loader, mode=mode, workers=2) as continuous:
-            assert seen(continuous, data) == wanted
+    with wrapped(loader, mode) as made:
+        assert seen(made, data) == wanted

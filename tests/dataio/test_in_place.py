@@ -19,8 +19,7 @@ from accel.dataio.engine.processes import ProcessEngine
 from accel.dataio.fetching.fetch import Fetch
 from accel.dataio.loader import ContinuousLoader
 from accel.dataio.passes.prefetch import PrefetchAcrossEpochs
-from accel.dataio.passes.proxy import LoaderProxy
-from tests.dataio.test_continuous import Silent
+from tests.dataio.engines import proxied, wrapped
 
 LENGTH = 300  # more entries than are compared one by one
 OFFSET = [0]
@@ -80,16 +79,9 @@ def assert_as_plain(mode: str, change: Callable[[Table, Collate], Any]) -> None:
     wanted = epochs(DataLoader(data, 64, collate_fn=collate), data, collate, change)
     data, collate = Table(), Collate()
     plain = DataLoader(data, 64, collate_fn=collate)
-    if mode == "proxy":
-        loader: Any = LoaderProxy(plain, Silent())
-        loader._accel_fetching.workers = engine = PrefetchAcrossEpochs(plain, ProcessEngine(plain, 1))
-    else:
-        loader = engine = ContinuousLoader(plain, mode=mode, workers=2)  # type: ignore[arg-type, assignment]
-    try:
+    with wrapped(plain, mode) as loader:
         for one, other in zip(epochs(loader, data, collate, change), wanted, strict=True):
             assert torch.equal(one, other)
-    finally:
-        engine.close()
 
 
 def _see_little(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,16 +113,10 @@ def test_workers_that_the_user_keeps_are_kept_where_nothing_is_known(monkeypatch
 
 
 def test_another_collate_function() -> None:
-    data = Table()
-    proxy: Any = LoaderProxy(DataLoader(data, 64), Silent())
-    proxy._accel_fetching.workers = workers = PrefetchAcrossEpochs(
-        proxy._accel_loader, ProcessEngine(proxy._accel_loader, 1)
-    )
-    first = torch.cat(list(proxy))
-    proxy.collate_fn = lambda samples: default_collate(samples) + 1
-
-    assert torch.equal(torch.cat(list(proxy)), first + 1)
-    workers.close()
+    with proxied(DataLoader(Table(), 64)) as proxy:
+        first = torch.cat(list(proxy))
+        proxy.collate_fn = lambda samples: default_collate(samples) + 1
+        assert torch.equal(torch.cat(list(proxy)), first + 1)
 
 
 def test_an_attribute_of_the_users_own_ends_no_worker() -> None:
@@ -185,13 +171,9 @@ def test_a_change_within_an_epoch(mode: Any, often: bool) -> None:
     wanted = seen(DataLoader(data, 20), data)
     data = Curriculum()
     plain = DataLoader(data, 20)
-    if mode == "proxy":
-        loader: Any = LoaderProxy(plain, Silent())
-        loader._accel_fetching.workers = engine = PrefetchAcrossEpochs(plain, ProcessEngine(plain, 2), strict=True)
-    else:
-        loader = engine = ContinuousLoader(plain, mode=mode, workers=2)  # type: ignore[assignment]
-    made = seen(loader, data)
-    engine.close()
+    strict = proxied(plain, PrefetchAcrossEpochs(plain, ProcessEngine(plain, 2), strict=True))
+    with strict if mode == "proxy" else wrapped(plain, mode) as loader:
+        made = seen(loader, data)
 
     assert all(torch.equal(one, other) for one, other in zip(made, wanted, strict=True))
 
@@ -226,11 +208,9 @@ def test_a_change_of_the_collate_function_within_an_epoch_and_after_it(mode: str
     plain = DataLoader(Table(), 20, collate_fn=Collate())
     wanted = seen(plain, plain)
     plain = DataLoader(Table(), 20, collate_fn=Collate())
-    loader: Any = LoaderProxy(plain, Silent())
     engine: Engine = ThreadEngine(plain, 2) if mode == "threads" else ProcessEngine(plain, 2)
-    loader._accel_fetching.workers = made = PrefetchAcrossEpochs(plain, engine, strict=True)
-    found = seen(loader, plain)
-    made.close()
+    with proxied(plain, PrefetchAcrossEpochs(plain, engine, strict=True)) as loader:
+        found = seen(loader, plain)
     assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
 
 

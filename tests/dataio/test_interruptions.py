@@ -20,8 +20,8 @@ from accel.dataio.passes import tuner
 from accel.dataio.passes.index_lists import ListLost
 from accel.dataio.passes.prefetch import PrefetchAcrossEpochs
 from accel.dataio.passes.proxy import LoaderProxy
+from tests.dataio.engines import Silent
 from tests.dataio.numbers import Numbers, indices
-from tests.dataio.test_continuous import Silent
 from tests.interruptions import Interrupter
 
 LENGTH, SIZE = 14, 3

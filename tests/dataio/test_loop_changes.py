@@ -49,8 +49,8 @@ from accel.run import Run
 from accel.run.gate import Gate
 from accel.strategies.loader_workers import LoaderWorkers
 from tests.accel.loops import Net
+from tests.dataio.engines import Silent
 from tests.dataio.numbers import Numbers, indices
-from tests.dataio.test_continuous import Silent
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the workers are forked")
 

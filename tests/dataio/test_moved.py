@@ -20,7 +20,7 @@ from accel.dataio.fetching.fetch import Fetch
 from accel.dataio.passes.moved import moved
 from accel.dataio.passes.next_epoch import NextEpoch
 from accel.dataio.passes.proxy import LoaderProxy
-from tests.dataio.test_continuous import Silent
+from tests.dataio.engines import Silent
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the workers are forked")
 

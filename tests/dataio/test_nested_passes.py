@@ -9,12 +9,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, RandomSampler
 
-from accel.dataio.engine.processes import ProcessEngine
-from accel.dataio.loader import ContinuousLoader
-from accel.dataio.passes.prefetch import PrefetchAcrossEpochs
-from accel.dataio.passes.proxy import LoaderProxy
+from tests.dataio.engines import wrapped
 from tests.dataio.numbers import Numbers, indices, seeded
-from tests.dataio.test_continuous import Silent
 
 Seen = list[Any]
 
@@ -99,13 +95,7 @@ CASES = [
     ("mode", "loop", "own", "length"), CASES, ids=lambda each: getattr(each, "__name__", str(each))
 )
 def test_each_pass_is_as_over_the_plain_loader(mode: Any, loop: Any, own: str, length: int) -> None:
-    plain, wrapped = make(length, own), make(length, own)
+    plain, made = make(length, own), make(length, own)
     wanted = outcome(plain, plain, loop)
-    if mode == "proxy":
-        proxy: Any = LoaderProxy(wrapped, Silent())
-        proxy._accel_fetching.workers = workers = PrefetchAcrossEpochs(wrapped, ProcessEngine(wrapped, 2))
-        assert outcome(proxy, wrapped, loop) == wanted
-        workers.close()
-        return
-    with ContinuousLoader(wrapped, mode=mode, workers=2) as loader:
-        assert outcome(loader, wrapped, loop) == wanted
+    with wrapped(made, mode) as loader:
+        assert outcome(loader, made, loop) == wanted

@@ -16,7 +16,7 @@ from torch.utils.data.distributed import DistributedSampler
 from accel.dataio.passes.movable import not_continuable
 from accel.dataio.passes.next_epoch import NextEpoch
 from accel.dataio.passes.proxy import LoaderProxy
-from tests.dataio.test_continuous import Silent
+from tests.dataio.engines import Silent
 
 
 @pytest.fixture(autouse=True)

@@ -11,8 +11,8 @@ from torch.utils.data import DataLoader, RandomSampler
 from accel.dataio.engine.engine import ThreadEngine
 from accel.dataio.passes.prefetch import PrefetchAcrossEpochs
 from accel.dataio.passes.proxy import LoaderProxy
+from tests.dataio.engines import Silent
 from tests.dataio.numbers import Numbers, indices
-from tests.dataio.test_continuous import Silent
 
 
 def passes(loader: Any, switch: Callable[[int], None] = lambda number: None) -> list[list[int]]:

@@ -17,8 +17,8 @@ from accel.dataio.passes import proxy as proxies
 from accel.dataio.passes import tuner
 from accel.dataio.passes.prefetch import PrefetchAcrossEpochs
 from accel.dataio.passes.proxy import LoaderProxy
+from tests.dataio.engines import Silent
 from tests.dataio.numbers import Numbers, indices
-from tests.dataio.test_continuous import Silent
 
 MODES: list[Any] = ["inline", "auto", "threads", "fork", "proxy"]
 

@@ -16,7 +16,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from accel.dataio.passes.proxy import LoaderProxy, is_proxy
-from tests.dataio.test_continuous import Silent
+from tests.dataio.engines import Silent
 
 
 class Plain:

@@ -15,7 +15,7 @@ from accel.dataio.engine.engine import ThreadEngine
 from accel.dataio.passes.prefetch import PrefetchAcrossEpochs
 from accel.dataio.passes.proxy import LoaderProxy
 from accel.elastic.sample_position import SamplePosition
-from tests.dataio.test_continuous import Silent
+from tests.dataio.engines import Silent
 
 
 class Follows(Silent):
