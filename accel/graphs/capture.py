@@ -33,7 +33,7 @@ from accel.graphs.checks import (
     unwritten,
     without_draws,
 )
-from accel.graphs.inputs import described, rebuilt
+from accel.graphs.inputs import described, difference, rebuilt
 from accel.graphs.model_calls import MANY, MANY_KINDS, CaptureError, ModelCalls
 from accel.graphs.models import capture_model
 from accel.graphs.modes import modes, without_cached_casts
@@ -60,6 +60,7 @@ def capture(
     modules: Iterable[nn.Module] | None = ...,
     optimizers: Iterable[Optimizer] | None = ...,
     strict: bool = ...,
+    fixed: bool = ...,
 ) -> CapturedStep: ...
 def capture(
     step: Any,
@@ -69,6 +70,7 @@ def capture(
     modules: Iterable[nn.Module] | None = None,
     optimizers: Iterable[Optimizer] | None = None,
     strict: bool = False,
+    fixed: bool = False,
 ) -> Any:
     """Return a training step, or a model, whose calls are captured as CUDA graphs and replayed.
 
@@ -89,9 +91,12 @@ def capture(
             on the device, or that of an optimizer of `accel.optim`, follows its scheduler; any other that is a number
             takes a graph for each value.
         strict: raise CaptureError where a step can't be captured. By default it goes on eagerly, with a warning.
+        fixed: for a step, raise ValueError where arguments are not of the form of the first call's. By default another
+            form takes a graph of its own.
 
     Raises:
-        ValueError: if `warmup` or `most` is out of range, or `modules` or `optimizers` are given for a model.
+        ValueError: if `warmup` or `most` is out of range, or `modules`, `optimizers` or `fixed` are given for a model;
+            in a call of a step, with `fixed`.
         TypeError: if `step` is neither, or the model is wrapped for data parallelism; in a call of a step, if an
             argument or a result is of another kind, or an input requires gradients.
         CaptureError: in a call, with `strict`.
@@ -107,12 +112,12 @@ def capture(
     if warmup < 0 or most < 1:
         raise ValueError(f"capture: warmup must be 0 or more and most 1 or more. Found: {warmup} and {most}")
     if isinstance(step, nn.Module):
-        if modules is not None or optimizers is not None:
-            raise ValueError("capture: modules and optimizers are for a step. Found: a model")
+        if modules is not None or optimizers is not None or fixed:
+            raise ValueError("capture: modules, optimizers and fixed are for a step. Found: a model")
         return capture_model(step, ModelCalls(step, warmup=warmup, most=most, strict=strict))
     by_itself = found(step)
     owners = Owners(by_itself[0] if modules is None else modules, by_itself[1] if optimizers is None else optimizers)
-    captured = CapturedStep(step, owners, warmup=warmup, most=most, strict=strict)
+    captured = CapturedStep(step, owners, warmup=warmup, most=most, strict=strict, fixed=fixed)
     captured.has_no_owners = modules is None and optimizers is None and not any(by_itself)
     return captured
 
@@ -172,7 +177,9 @@ class CapturedStep:
 
     has_no_owners = False
 
-    def __init__(self, step: Callable[..., Any], owners: Owners, *, warmup: int, most: int, strict: bool) -> None:
+    def __init__(
+        self, step: Callable[..., Any], owners: Owners, *, warmup: int, most: int, strict: bool, fixed: bool = False
+    ) -> None:
         self.captures = self.replays = 0
         self.why_eager: list[str] = []
         self._step, self._owners = step, owners
@@ -180,6 +187,9 @@ class CapturedStep:
         self._graphs: OrderedDict[Hashable, _Captured] = OrderedDict()
         self._calls: Counter[Hashable] = Counter()
         self._eager: set[Hashable] = set()
+        self._fixed = fixed
+        self._first: Hashable = None
+        """Form of the first call's arguments, which `fixed` holds all others to."""
         self._leaving: Counter[Hashable] = Counter()
         """Arguments → eager calls with such that have left something in a module."""
         self._kinds: dict[_Kind, _Kind] = {}
@@ -189,6 +199,11 @@ class CapturedStep:
         """Do a step: eagerly, or by a graph."""
         inputs: list[Tensor] = []
         description = described((args, kwargs), inputs, "arguments")
+        if self._first is None:
+            self._first = description
+        elif self._fixed and description != self._first:
+            other = _difference(self._first, description)
+            raise ValueError(f"capture: arguments must be of the form of the first call's. Found at {other}")
         recorder = self._recorder or self._made(inputs)
         if recorder is None:
             return _detached(self._step(*args, **kwargs))
@@ -309,7 +324,7 @@ class CapturedStep:
         self._owners.learn(before, kind)
         key = (kind, *self._memory(kind, before))  # gradients that it has replaced are of no account
         owned = self._owners.made(before), self._owners.entries()
-        self._keep(key, _Captured(graph, own, shape, outputs, *owned))
+        self._keep(key, description, _Captured(graph, own, shape, outputs, *owned))
         return self._graphs[key].replay(inputs)
 
     def _refuse(self, key: Hashable, error: Exception) -> None:
@@ -325,7 +340,7 @@ class CapturedStep:
         else:
             self._say(f"it could not be captured: {reason}; accel.graphs.why_not_capturable names the line")
 
-    def _keep(self, key: Hashable, captured: _Captured) -> None:
+    def _keep(self, key: Hashable, description: Hashable, captured: _Captured) -> None:
         if len(self._graphs) >= self._most:
             _, oldest = self._graphs.popitem(last=False)
             oldest.graph.reset()
@@ -338,9 +353,10 @@ class CapturedStep:
                 "numbers and places; name them (modules=, optimizers=), modules=[] if there is none"
             )
         if self.captures == 4 * self._most:
+            other = _difference(self._first, description)
             self._warn(
-                f"{self.captures} graphs were captured, and {self._most} are kept: inputs differ too much for that. "
-                "Pad them to few sizes (accel.graphs.Buckets), or raise most="
+                f"{self.captures} graphs were captured, and {self._most} are kept: inputs differ too much for that"
+                f"{other and f', as at {other}'}. Pad them to few sizes (accel.graphs.Buckets), or raise most="
             )
 
     def _say(self, reason: str) -> None:
@@ -356,6 +372,12 @@ def _object_of(step: Callable[..., Any]) -> dict[str, Any]:
     """Return the attributes of a method's object: a capture that fails leaves tensors there that were never written."""
     owner = getattr(step, "__self__", None)
     return {} if isinstance(owner, nn.Module) else getattr(owner, "__dict__", {})
+
+
+def _difference(known: Any, new: Any) -> str:
+    """Say where the arguments of two calls differ first, such as `args[0]: float32 [8] on cpu → float32 [4] on cpu`."""
+    (args, kwargs), (new_args, new_kwargs) = known.items, new.items
+    return difference(args, new_args, "args") or difference(kwargs, new_kwargs, "kwargs")
 
 
 def _detached(value: Any) -> Any:

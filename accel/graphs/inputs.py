@@ -25,6 +25,10 @@ class TensorForm(NamedTuple):
     device: torch.device
     requires_grad: bool
 
+    def __str__(self) -> str:
+        grad = ", requires grad" if self.requires_grad else ""
+        return f"{str(self.dtype).removeprefix('torch.')} {list(self.shape)} on {self.device}{grad}"
+
 
 class _Sequence(NamedTuple):
     kind: type
@@ -80,3 +84,25 @@ def rebuilt(description: Any, tensors: Iterator[Tensor]) -> Any:
     if isinstance(description, _Mapping):
         return description.kind((key, rebuilt(item, tensors)) for key, item in description.items)
     return description.value
+
+
+def difference(known: Any, new: Any, at: str = "") -> str:
+    """Say where two descriptions differ first, '' if they don't."""
+    if known == new:
+        return ""
+    if type(known) is type(new) and isinstance(known, _Sequence | _Mapping) and len(known.items) == len(new.items):
+        pairs = enumerate(zip(known.items, new.items, strict=True))
+        for number, (one, other) in pairs:
+            if isinstance(known, _Mapping):
+                number, one, other = one[0], one[1], other[1]  # type: ignore[index]
+            if text := difference(one, other, f"{at}[{number!r}]"):
+                return text
+    return f"{at or 'value'}: {_words(known)} → {_words(new)}"
+
+
+def _words(description: Any) -> str:
+    if isinstance(description, TensorForm):
+        return str(description)
+    if isinstance(description, _Sequence | _Mapping):
+        return f"{description.kind.__name__} of {len(description.items)}"
+    return repr(description.value)

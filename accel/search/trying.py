@@ -82,7 +82,7 @@ def try_settings(
     candidate.settings_left = None
     state.recollection.tried.add(candidate.name)
     for number, setting in enumerate(settings):
-        if number and not costs.affordable(state, _expected_s(state, candidate, setting)):
+        if number and _has_to_wait(state, candidate, setting):
             candidate.settings_left = settings[number:]  # the verdict so far stands
             return
         candidate.row.setting = candidate.row.setting or candidate.describe(setting)
@@ -144,9 +144,12 @@ def _check(state: SearchState, candidate: Candidate, setting: Any) -> Generator[
             return trial_plan, has_passed
 
 
-def _expected_s(state: SearchState, candidate: Candidate, setting: Any) -> float:
-    """Return what the one-off work and the comparison of a further setting will take."""
-    return costs.work_of(state, candidate, setting) + costs.check_s(state, candidate)
+def _has_to_wait(state: SearchState, candidate: Candidate, setting: Any) -> bool:
+    """Tell whether a further setting has to wait for the budget, or for the loop if it has work of its own."""
+    work_s = costs.work_of(state, candidate, setting)
+    if not costs.affordable(state, work_s + costs.check_s(state, candidate)):
+        return True
+    return bool(work_s and costs.declared_s(candidate, setting) and candidate.waits())
 
 
 def _limit(state: SearchState) -> Callable[[], float]:

@@ -108,6 +108,21 @@ def test_an_estimate_that_fails_stops_no_search() -> None:
     assert controller.rows["compile"].status == "not applicable" and controller.plan == {"good": None}
 
 
+def test_the_second_setting_is_prepared_too() -> None:
+    machine = Compiles(speed={("compile", "blocks"): 1.3, ("compile", "whole"): 1.5})
+    asked: list[int] = []
+
+    def waits() -> str:
+        if "blocks" not in machine.checked:
+            return ""
+        asked.append(machine.step)
+        return "it is prepared" if machine.step < asked[0] + 500 else ""
+
+    controller = simulate([compiled(prepare=waits)], machine, until_settled=False, steps=3_000)
+    assert controller.plan == {"compile": "whole"}
+    assert machine.checked["whole"] >= asked[0] + 500
+
+
 def test_work_that_is_not_expected_any_more_once_it_has_begun_is_charged_then() -> None:
     machine, began = Machine(speed={"noting": 1.5}), list[int]()
 

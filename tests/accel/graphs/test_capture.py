@@ -348,11 +348,31 @@ def test_a_time_limit_within_a_capture_reaches_the_loop(error: type[BaseExceptio
     assert all(map(torch.equal, state, plain))
 
 
+@pytest.mark.parametrize(
+    ("args", "kwargs", "where"),
+    [
+        ((torch.ones(1, 4),), {"scale": 2}, r"args\[0\]: float32 \[8, 4\] on cpu → float32 \[1, 4\] on cpu"),
+        ((torch.ones(8, 4).double(),), {"scale": 2}, r"args\[0\]: float32 \[8, 4\] on cpu → float64 \[8, 4\] on cpu"),
+        ((torch.ones(8, 4),), {"scale": 3}, r"kwargs\['scale'\]: 2 → 3"),
+        ((torch.ones(8, 4), 1), {}, r"args: tuple of 1 → tuple of 2"),
+    ],
+)
+def test_arguments_of_another_form_are_refused_where_it_is_fixed(args: Any, kwargs: Any, where: str) -> None:
+    """torch would broadcast one row over the graph's eight, without a word."""
+    step = taped(capture(lambda x, scale=1: x * scale, warmup=1, fixed=True))
+    for _ in range(3):
+        step(torch.ones(8, 4), scale=2)
+    with pytest.raises(ValueError, match=rf"must be of the form of the first call's. Found at {where}"):
+        step(*args, **kwargs)
+    assert torch.equal(step(torch.ones(8, 4), scale=2), torch.full((8, 4), 2.0))
+
+
 def test_inputs_that_never_repeat_are_said() -> None:
     step = taped(capture(lambda x: x + 1, warmup=0, most=2))
     for rows in range(1, 8):
         step(torch.ones(rows))
-    with pytest.warns(RuntimeWarning, match=r"8 graphs were captured, and 2 are kept.*Buckets"):
+    differ = r"as at args\[0\]: float32 \[1\] on cpu → float32 \[8\] on cpu"
+    with pytest.warns(RuntimeWarning, match=rf"8 graphs were captured, and 2 are kept.*{differ}.*Buckets"):
         step(torch.ones(8))
 
 

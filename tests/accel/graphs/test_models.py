@@ -67,7 +67,7 @@ def test_release_under_a_later_wrapper() -> None:
 
 def test_bad_arguments() -> None:
     model = network()
-    with pytest.raises(ValueError, match=r"modules and optimizers are for a step. Found: a model"):
+    with pytest.raises(ValueError, match=r"modules, optimizers and fixed are for a step. Found: a model"):
         capture(model, modules=[model])  # type: ignore[call-overload]
     with pytest.raises(TypeError, match=r"captured inside of what distributes it. Found: DataParallel"):
         capture(nn.DataParallel(model))

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import accel
-from accel.graphs import ModelCalls, capture, model_graph, release, room
+from accel.graphs import ModelCalls, capture, model_graph, release
 from accel.guard import rounding
 from accel.run import Run
 from accel.run.gate import Gate
 from accel.search.actions import Action, Result
-from accel.strategies import REGISTRY
+from accel.strategies import REGISTRY, cuda_graphs
 from accel.strategies.autocast_bf16 import AutocastBf16
 from accel.strategies.base import NothingHelps
 from accel.strategies.cuda_graphs import CudaGraphs, DeviceMemory
@@ -144,7 +144,7 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     """Of a stand-in for a CUDA device: a step needs 4 bytes above the 2 that are always allocated."""
     numbers = {"free": 4, "reserved": 6, "allocated": 2, "peak": 6}
     monkeypatch.setattr(Run, "cuda", True)
-    monkeypatch.setattr(room, "memory_of", lambda device: DeviceMemory(**numbers))
+    monkeypatch.setattr(cuda_graphs, "memory_of", lambda device: DeviceMemory(**numbers))
     return numbers
 
 
