@@ -14,7 +14,7 @@ import click
 from accel import __version__
 from accel.files import save
 from accel.report.terminal import Page
-from accel.report.words import clean
+from accel.report.words import clean, count_text
 
 if TYPE_CHECKING:
     from accel.comm.bandwidth import Bandwidth, Fit, Row
@@ -101,7 +101,7 @@ class BandwidthTable:
         self._started = datetime.now(timezone.utc).isoformat(timespec="seconds")
         self._section: tuple[str, str] | None = None
         page = Page()
-        page.paragraph(f"accel bench comm: {_count(ranks, 'rank')}, {backend}", "bold")
+        page.paragraph(f"accel bench comm: {count_text(ranks, 'rank')}, {backend}", "bold")
         page.paragraph(_LEGEND)
         click.echo(page.text())
 
@@ -110,7 +110,7 @@ class BandwidthTable:
         if self._section != (row.link, row.operation):
             self._section = row.link, row.operation
             page = Page()
-            page.heading(f"{row.operation}, {row.link}: {_count(row.ranks, 'rank')}")
+            page.heading(f"{row.operation}, {row.link}: {count_text(row.ranks, 'rank')}")
             click.echo(page.text())
             click.echo(click.style(_row_text(_ROW_COLUMNS), dim=True))
         if row.problem:
@@ -138,7 +138,7 @@ class BandwidthTable:
             )
         if result is not None:
             page.paragraph("")
-            page.paragraph(f"{_count(len(rows), 'row')} in {result.seconds:.1f} s; {_wrong_text(rows)}", "bold")
+            page.paragraph(f"{count_text(len(rows), 'row')} in {result.seconds:.1f} s; {_wrong_text(rows)}", "bold")
         click.echo(page.text())
         if problem:
             click.echo(f"error: {clean(problem)}", err=True)
@@ -214,8 +214,4 @@ def _wrong_text(rows: list[Row]) -> str:
     wrong = sum(row.wrong or 0 for row in measured)
     without = len(rows) - len(measured)
     text = f"{wrong} wrong elements" if wrong else "every result exact" if measured else "nothing measured"
-    return text + (f"; {_count(without, 'operation')} without a time" if without else "")
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
+    return text + (f"; {count_text(without, 'operation')} without a time" if without else "")

