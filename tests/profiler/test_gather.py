@@ -26,7 +26,7 @@ def rank(number: int, monkeypatch: pytest.MonkeyPatch, timeout_s: float = 5.0) -
 
 
 def test_rank_0_collects_what_all_bring_however_late_it_comes(store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    first, second = rank(0, monkeypatch), rank(1, monkeypatch, timeout_s=0.01)
+    first, second = rank(0, monkeypatch), rank(1, monkeypatch, timeout_s=2.0)
     assert first.launched
     assert second.collect({"steps": 4}) == {}
     time.sleep(0.1)

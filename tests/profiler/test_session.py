@@ -233,9 +233,10 @@ def test_the_window_with_stacks_tells_lines_and_no_times(monkeypatch: pytest.Mon
             pass
 
         def stop(self, steps: int, *, shared: bool = False) -> TraceSummary:
-            return summary(syncs=[SyncPoint(name="item", calls=1, **next(found))])
+            return summary(syncs=[next(found)])
 
-    found = iter([{"file": "", "line": 0, "ms": 4}, {"file": "train.py", "line": 7, "ms": 90}])
+    plain = SyncPoint(name="item", file="", line=0, calls=1, ms=4)
+    found = iter([plain, SyncPoint(name="item", file="train.py", line=7, calls=1, ms=90)])
     monkeypatch.setattr(window, "Window", Played)
     course = window.traced(torch.device("cuda", 0), 2, None, [], shared=False)
     assert [next(course) for _ in range(3)] == [None] * 3
