@@ -23,9 +23,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from accel.comm.catalogue import Scheme, allowed, check_level
-from accel.comm.cost_model.choice import Option
+from accel.comm.cost_model.choice import Choice, Option, choose, costs_of
 from accel.comm.cost_model.cost import Network
-from accel.comm.cost_model.prediction import Choice, choose, costs_of
 from accel.comm.cost_model.probe import probe
 from accel.comm.hooks import hook
 from accel.comm.selection.planner import Planner

@@ -13,7 +13,7 @@ Source: Lin et al. 2018, arxiv.org/abs/1712.01887, section 3.2.
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -21,20 +21,10 @@ from torch import Tensor
 from accel.comm.compressor import Compressor
 from accel.comm.layout import Layout, Piece
 
+if TYPE_CHECKING:
+    from accel.comm.sgd_momentum import SGDMomentum
+
 VELOCITY = "velocity"
-
-
-class MomentumSource(Protocol):
-    """Where momentum coefficients and the loss scale come from; `accel.comm.sgd_momentum.SGDMomentum` is one."""
-
-    def coefficients(self, name: str) -> tuple[float, bool]:
-        """Return the momentum of a parameter and whether it is Nesterov's."""
-
-    def loss_scale(self) -> float:
-        """Return by what this step's gradients are too large."""
-
-    def begin_pass(self) -> None:
-        """Raise ValueError if the optimizer has yet to make a step of the last backward pass."""
 
 
 class MomentumCorrection(Compressor):
@@ -45,12 +35,12 @@ class MomentumCorrection(Compressor):
     """
 
     momentum = False
-    _source: MomentumSource | None = None
+    _source: SGDMomentum | None = None
     _scale: float | None = None
     _unsaved: tuple[str, ...] = ("_source", "_scale", "fields")
 
-    def _bind(self, source: MomentumSource | None) -> None:
-        """Read coefficients from `source` from now on."""
+    def _bind(self, source: SGDMomentum | None) -> None:
+        """Read coefficients and the loss scale from `source` from now on."""
         self._source, self._scale = source, None
         self.fields = (VELOCITY,) if self.momentum else ()
 
@@ -65,7 +55,7 @@ class MomentumCorrection(Compressor):
         if self._source is not None:
             self._source.begin_pass()
 
-    def _momentum_source(self) -> MomentumSource | None:
+    def _momentum_source(self) -> SGDMomentum | None:
         if self.momentum and self._source is None:
             kind = type(self).__name__
             raise ValueError(

@@ -17,9 +17,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from accel.comm.catalogue import allowed
-from accel.comm.cost_model.choice import Option
+from accel.comm.cost_model.choice import Choice, Option, choose, costs_of
 from accel.comm.cost_model.cost import Network
-from accel.comm.cost_model.prediction import Choice, choose, costs_of
 from accel.comm.cost_model.probe import probe
 from accel.comm.ranks.failure import CommError
 from accel.comm.selection.planner import Planner, why_not

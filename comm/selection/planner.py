@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from accel.comm.cost_model.prediction import BucketFacts
+from accel.comm.cost_model.choice import BucketFacts
 from accel.comm.engine.binding import divides_by_active, why_no_steps
 from accel.comm.engine.gradient_engine import Averaged, GradientEngine
 from accel.comm.hooks import hook

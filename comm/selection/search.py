@@ -11,8 +11,7 @@ import math
 from collections.abc import Callable, Generator
 from dataclasses import replace
 
-from accel.comm.cost_model.choice import WORTH, Option, fidelity, preferred
-from accel.comm.cost_model.prediction import Choice
+from accel.comm.cost_model.choice import WORTH, Choice, Option, fidelity, preferred
 from accel.profiler.trial import TrialConfig
 from accel.profiler.trial_driver import Block, Steps, by_blocks, drive
 

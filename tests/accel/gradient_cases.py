@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import accel
 from accel import entry, strategies
-from accel.comm.cost_model.prediction import Choice
+from accel.comm.cost_model.choice import Choice
 from accel.comm.selection import offers
 from accel.comm.selection.offers import known_offers
 from accel.comm.selection.planner import Planner

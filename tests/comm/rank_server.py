@@ -1,7 +1,6 @@
 """What the server that ranks are forked from imports, so that no rank does.
 
-Making a DDP module imports torch._dynamo, 1 s of CPU time for each rank, and many of the functions that ranks run are
-in modules of tests.
+Making a DDP module imports torch._dynamo, 1 s of CPU time for each rank, and what ranks run is in modules of tests.
 """
 
 # ruff: noqa: F401
@@ -21,3 +20,9 @@ import accel.comm.bandwidth
 import accel.comm.selector
 import tests.accel.elastic.scheduled_job
 import tests.comm.cases
+import tests.comm.test_bandwidth
+import tests.comm.test_dgc
+import tests.comm.test_fsdp
+import tests.comm.test_local_sgd
+import tests.comm.test_one_bit
+import tests.comm.test_selector

@@ -13,7 +13,7 @@ from accel.comm.hooks import CommState
 from accel.comm.powersgd import PowerSGD
 from tests.comm import cases
 from tests.comm.few import few
-from tests.comm.ranks import run_ranks
+from tests.comm.ranks import on_ranks, run_ranks
 
 CPU = torch.device("cpu")
 RANK = 3
@@ -93,41 +93,6 @@ VARIANTS = {"PowerSGD, flat": (False, False), "PowerSGD, hosts": (False, True)} 
     "ACP-SGD, hosts": (True, True),
 }
 """Whether factors alternate, and whether by hosts."""
-FEW = few(VARIANTS, ("PowerSGD, hosts", "ACP-SGD, flat"))
-
-
-def void(rank: int, world: int, names: tuple[str, ...]) -> dict[str, Any]:
-    """Give rank 1 what is not finite, in a matrix and then in a bias, and compare with a run without these steps."""
-    found = {}
-    for name in names:
-        alternate, hierarchical = VARIANTS[name]
-        arrived, ends = [], []
-        for bad in (False, True):
-            ddp, state = cases.make(small(alternate=alternate), hierarchical=hierarchical, find_unused_parameters=True)
-            for step in range(3):
-                cases.backward(ddp, cases.gradients(rank, step))
-            before = state.state_dict()
-            for value, place in ((float("inf"), 6), (float("nan"), 4), (float("-inf"), 3), (float("nan"), 6)):
-                if not bad:
-                    continue
-                given = cases.gradients(rank, 3)
-                if rank == 1:
-                    given[place].view(-1)[17] = value
-                cases.backward(ddp, given)
-                grad = ddp.module.p[place].grad
-                arrived.append(not torch.isfinite(grad.view(-1)[17]).item())
-                after = state.state_dict()
-                arrived.append(same_state(before, after))
-            got = cases.backward(ddp, cases.gradients(rank, 4))
-            ends.append((got, state.state_dict()))
-            state.close()
-        (want, wanted), (got, left) = ends
-        found[name] = {
-            "arrived": len(arrived) == 8 and all(arrived),
-            "same bits": torch.equal(want, got),
-            "same memory": same_state(wanted, left),
-        }
-    return found
 
 
 def same_state(one: dict[str, Any], other: dict[str, Any]) -> bool:
@@ -139,20 +104,35 @@ def same_state(one: dict[str, Any], other: dict[str, Any]) -> bool:
     return a.keys() == b.keys() and len(a) > 0 and all(torch.equal(a[key], b[key]) for key in a)
 
 
-@FEW
-def test_void_steps_leave_residuals_and_factors_alone(names: tuple[str, ...]) -> None:
-    for found in run_ranks(void, 4, names, per_host=2):
-        assert tuple(found) == names
-        for what, one in found.items():
+@few(VARIANTS, ("PowerSGD, hosts", "ACP-SGD, flat"))
+@on_ranks(4, per_host=2)
+def test_void_steps_leave_residuals_and_factors_alone(rank: int, world: int, names: tuple[str, ...]) -> None:
+    """Rank 1 has what is not finite, in matrices and in a bias; a run without these steps ends alike."""
+    for name in names:
+        alternate, hierarchical = VARIANTS[name]
+        ends = []
+        for bad in (False, True):
+            ddp, state = cases.make(small(alternate=alternate), hierarchical=hierarchical, find_unused_parameters=True)
+            for step in range(3):
+                cases.backward(ddp, cases.gradients(rank, step))
+            before = state.state_dict()
             # By turns, four void steps are an even number, so that the next factor is the same.
-            assert one == {"arrived": True, "same bits": True, "same memory": True}, what
+            for value, place in ((float("inf"), 6), (float("nan"), 4), (float("-inf"), 3), (float("nan"), 6)) * bad:
+                given = cases.gradients(rank, 3)
+                if rank == 1:
+                    given[place].view(-1)[17] = value
+                cases.backward(ddp, given)
+                assert not torch.isfinite(ddp.module.p[place].grad.view(-1)[17]), (name, place)
+                assert same_state(before, state.state_dict()), (name, place)
+            ends.append((cases.backward(ddp, cases.gradients(rank, 4)), state.state_dict()))
+            state.close()
+        (want, wanted), (got, left) = ends
+        assert torch.equal(want, got), name
+        assert same_state(wanted, left), name
 
 
-def settings_differ(rank: int, world: int) -> str:
-    return cases.message(lambda: CommState(cases.Given(), PowerSGD(1 + rank), timeout=cases.SECONDS))
-
-
-def test_other_settings_on_another_rank_are_named() -> None:
-    for said in run_ranks(settings_differ, 2):
-        assert "all ranks must have the same compressor" in said
-        assert "rank=2" in said
+@on_ranks(2)
+def test_other_settings_on_another_rank_are_named(rank: int, world: int) -> None:
+    said = cases.message(lambda: CommState(cases.Given(), PowerSGD(1 + rank), timeout=cases.SECONDS))
+    assert "all ranks must have the same compressor" in said
+    assert "rank=2" in said

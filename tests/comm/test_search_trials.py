@@ -9,8 +9,7 @@ from typing import TypeVar
 import pytest
 
 from accel.comm.catalogue import Scheme
-from accel.comm.cost_model.choice import Option, preferred
-from accel.comm.cost_model.prediction import Choice
+from accel.comm.cost_model.choice import Choice, Option, preferred
 from accel.comm.selection.search import search
 from accel.profiler.trial_driver import Block, Steps
 
