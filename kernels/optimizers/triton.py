@@ -12,7 +12,7 @@ be vectors; the rest of a tensor is masked.
 """
 
 # Triton's language has no types.
-# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, assignment"
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ the same bits. Costs of a pair are computed where they are needed, twice at most
 """
 
 # Triton's language has no types.
-# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, assignment"
 
 from __future__ import annotations
 
