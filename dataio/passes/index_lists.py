@@ -126,7 +126,7 @@ class IndexLists:
             self.draws.draw_again(at, state)
         self._states = state, last
 
-    # -- as jobs -------------------------------------------------------------------------------------------------------
+    # -- as jobs -----------------------------------------------------------------------------------
 
     def number(self, epoch: int, base_seed: int | None, first: int = 0, dataset: Any = None) -> None:
         """Make jobs of the lists from now on.
@@ -162,7 +162,7 @@ class IndexLists:
         self._is_drawing = False
         return True
 
-    # -- what the loop sets --------------------------------------------------------------------------------------------
+    # -- what the loop sets ------------------------------------------------------------------------
 
     @property
     def _size_now(self) -> int:

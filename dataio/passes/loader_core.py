@@ -80,7 +80,7 @@ class LoaderCore(BatchSource):
 
     tuner: Tuner | None
 
-    # -- engines -----------------------------------------------------------------------------------------------------
+    # -- engines -----------------------------------------------------------------------------------
 
     def follow(self, tuner: Tuner) -> None:
         """Switch to the tuner's setting from the next batch on; one whose engine can't start is not tried again."""
@@ -120,7 +120,7 @@ class LoaderCore(BatchSource):
             self._continuous = None
         self.engines.close()
 
-    # -- passes --------------------------------------------------------------------------------------------------------
+    # -- passes ------------------------------------------------------------------------------------
 
     def begin(self, running: EpochIterator) -> None:
         """Begin a pass: with the batches prefetched for it, or by drawing the epoch now."""
@@ -199,7 +199,7 @@ class LoaderCore(BatchSource):
         if self._newest.is_(running):
             self.finished = True
 
-    # -- the loop's place --------------------------------------------------------------------------------------------
+    # -- the loop's place --------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
         """Return the loop's place; see `accel.dataio.passes.resume`."""
