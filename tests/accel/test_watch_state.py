@@ -139,13 +139,17 @@ class Gathers(nn.Module):
 def runner_of(gate: Any, watch: watching.Watch) -> Any:
     """What checks the steps of a model, with this watch, once a plain call of it has been recorded."""
     run = SimpleNamespace(model=gate.model, device=torch.device("cpu"), gate=gate, optimizers=[], observed=Observed())
-    replays = Replays(run, SimpleNamespace(active={}, trip=print), SimpleNamespace())  # type: ignore[arg-type]
+    replays = Replays(run, SimpleNamespace(active={}, trip=print, close=list), SimpleNamespace())  # type: ignore[arg-type]
     runner = StepWatch(replays)
     runner.calls = watch
-    check = PlanCheck(replays, runner, time.perf_counter)
+    check = check_of(runner)
     check.recorded((torch.ones(1, 2),), {})
     check.close()
     return runner
+
+
+def check_of(watch: StepWatch) -> PlanCheck:
+    return PlanCheck(watch._replays, watch, time.perf_counter)
 
 
 @pytest.mark.parametrize("spoils", [gives_nan, lambda call: lambda x: (call(x), 1 / 0)])
@@ -232,7 +236,7 @@ def test_arguments_that_cannot_be_looked_through_are_passed_on() -> None:
     gate, watch, _ = broken(Roots(2, 2), lambda call: lambda node: call(node))
     runner = runner_of(broken(nn.Linear(2, 2), gives_nan)[0], watch)
     runner._run.gate = gate
-    check = PlanCheck(runner._replays, runner, time.perf_counter)
+    check = check_of(runner)
     assert check.recorded((node,), {}).shape == (1, 2)
     assert check.take_finding() is not None
     assert runner.learn((node,), {}, torch.ones(1))
@@ -242,14 +246,14 @@ def test_arguments_that_cannot_be_looked_through_are_passed_on() -> None:
 def test_a_model_on_the_meta_device_is_called_as_ever() -> None:
     gate, _, _ = broken(nn.Linear(2, 2, device="meta"), gives_nan)
     run = SimpleNamespace(model=gate.model, device=torch.device("meta"), gate=gate, observed=Observed())
-    replays = Replays(run, SimpleNamespace(active={}, trip=print), SimpleNamespace())  # type: ignore[arg-type]
+    replays = Replays(run, SimpleNamespace(active={}, trip=print, close=list), SimpleNamespace())  # type: ignore[arg-type]
     runner: Any = StepWatch(replays)
     x = torch.ones(1, 2, device="meta")
     assert runner.learn((x,), {}, gate.plain(x))
     assert run.observed.input_dtypes == {"torch.float32"} and not run.observed.autocast
     run.device = torch.device("cpu")  # its weights have been filled
     gate.model.to_empty(device="cpu")
-    PlanCheck(replays, runner, time.perf_counter).expect({"one": None})
+    check_of(runner).expect({"one": None})
     assert runner.calls._device.type == "cpu"
     assert runner.call(lambda x: x, (torch.ones(1, 2),), {}).tolist() == [[1.0, 1.0]]
 
@@ -267,7 +271,7 @@ def test_that_the_loop_differentiates_gradients_again_is_seen_whenever_a_call_is
     penalised(runner.call(gate.call, (x,), {}))
     assert "create_graph" in observed.needs_graphs
     observed.needs_graphs = ""
-    penalised(runner.recorded((x,), {}))
+    penalised(check_of(runner).recorded((x,), {}))
     assert "create_graph" in observed.needs_graphs
 
 
