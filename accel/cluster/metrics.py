@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from accel.cluster.job_table import JobRow, JobTable
@@ -32,7 +32,7 @@ class JobCollector:
         for state in STATES:
             states.add_metric([state], counted[state])
         yield states
-        gauges = {
+        gauges: dict[str, tuple[str, Callable[[JobRow], float | None]]] = {
             "replicas": ("Replicas of a job.", lambda row: len(row.nodes)),
             "progress_ratio": (
                 "Part of a job's training that is done, by the epochs that it declares.",
@@ -45,16 +45,16 @@ class JobCollector:
                 if (now := value(row)) is not None:
                     gauge.add_metric([row.name], now)
             yield gauge
-        counters = {
+        counters: dict[str, tuple[str, Callable[[JobRow], float]]] = {
             "service_seconds": ("GPU-seconds that a job has had.", lambda row: row.service_s),
             "waited_seconds": ("Seconds that a job had no replicas.", lambda row: row.waited_s),
             "changing_seconds": ("Seconds that starts and resizes of a job took.", lambda row: row.changing_s),
             "resizes": ("Resizes of a job.", lambda row: row.changes),
         }
-        for name, (text, value) in counters.items():
+        for name, (text, count) in counters.items():
             counter = CounterMetricFamily(f"accel_cluster_job_{name}", text, labels=["job"])
             for row in rows:
-                counter.add_metric([row.name], value(row))
+                counter.add_metric([row.name], count(row))
             yield counter
 
 
@@ -68,7 +68,7 @@ def serve(table: JobTable, port: int) -> None:
         from prometheus_client import REGISTRY, start_http_server
     except ImportError:
         raise InvalidArgument("prometheus_client must be installed for --metrics-port") from None
-    REGISTRY.register(JobCollector(table))  # type: ignore[arg-type]
+    REGISTRY.register(JobCollector(table))
     try:
         start_http_server(port)
     except OSError as error:

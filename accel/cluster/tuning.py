@@ -134,7 +134,7 @@ class ParameterTuner:
         self._study = optuna.create_study(
             storage=f"sqlite:///{folder.resolve() / FILE}",
             study_name=name,
-            direction=space.direction,
+            direction="maximize" if space.direction == "maximize" else "minimize",
             sampler=optuna.samplers.TPESampler(seed=seed, constant_liar=parallel > 1),
             pruner=optuna.pruners.SuccessiveHalvingPruner(),
             load_if_exists=True,
