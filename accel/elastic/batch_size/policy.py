@@ -154,7 +154,7 @@ class BatchPolicy:
     def model(self) -> ThroughputModel | None:
         """Fitted to the step times; None until the first decision with a known noise scale."""
         if self._has_news:
-            self._model, self._has_news = fit(self.times, self._model), False
+            self._model, self._has_news = fit(self.times.step_times(), self._model), False
         return self._model
 
     @property
@@ -300,7 +300,7 @@ class BatchPolicy:
         known = [each for each in self._timed() if each.communication_scale == 1.0]
         scale = 1.0  # without a plain step to compare with, this exchange is the plain one
         if known:
-            model = self.model or fit(self.times)
+            model = self.model or fit(self.times.step_times())
             nearest = min(known, key=lambda each: abs(self._samples(each) - self._now))
             ratio = float(model.step_s(*plainly)) / float(model.step_s(*nearest))
             plain_s = self.times.median(nearest) * ratio
