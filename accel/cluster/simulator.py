@@ -276,7 +276,7 @@ class SimulatedJob:
         self._observed.add(Configuration(*key), time.step_s)
         if time.compute_s > 0:
             self._observed.add(Configuration(*key, communication_scale=0.0), time.compute_s)
-        self._model = fit(self._observed, self._model)
+        self._model = fit(self._observed.step_times(), self._model)
 
     def _choose_batch(self) -> None:
         application, replicas = self.application, sum(self.placement)

@@ -8,9 +8,7 @@ from pathlib import Path
 import click
 
 from accel.errors import ReportError
-from accel.files import check_folder, write_atomic
-from accel.profiler.report import ProfileReport
-from accel.report import Report
+from accel.files import check_folder, save
 from accel.report.compare import compare as compare_reports
 from accel.report.rendering import as_page, as_text
 from accel.report.report import load
@@ -34,7 +32,11 @@ def report(file: Path, page: Path | None) -> None:
     """Print the report in FILE (JSON, as written by accel)."""
     loaded = load(file)
     if page is not None:
-        _write_page(loaded, file, page)
+        if page.resolve() == file.resolve():
+            raise ReportError(f"--html must name another file than the report itself. Found: {page}")
+        check_folder("--html", page)
+        save("--html", page, as_page(loaded))
+        click.echo(f"wrote {page}", err=True)
     click.echo(as_text(loaded))
 
 
@@ -51,14 +53,3 @@ def compare(ctx: click.Context, before: Path, after: Path, threshold: float) -> 
     comparison = compare_reports(load(before), load(after), threshold=threshold)
     click.echo(comparison.render())
     ctx.exit(REGRESSED if comparison.regressed else 0)
-
-
-def _write_page(loaded: Report | ProfileReport, file: Path, page: Path) -> None:
-    if page.resolve() == file.resolve():
-        raise ReportError(f"--html must name another file than the report itself. Found: {page}")
-    check_folder("--html", page)
-    try:
-        write_atomic(page, as_page(loaded))
-    except OSError as error:
-        raise ReportError(f"{page} can't be written: {error.strerror or error}. Give --html another place.") from None
-    click.echo(f"wrote {page}", err=True)

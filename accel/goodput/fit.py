@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from accel.errors import InvalidArgument
-from accel.goodput.observations import Observations, StepTimes
+from accel.goodput.observations import StepTimes
 from accel.goodput.throughput import MOST, SYNC_TERMS, Floats, ThroughputModel, log_or_none, power_sum, sync_terms
 
 
@@ -61,31 +61,26 @@ _FARTHEST = 10.0
 """A start is brought to within e^10 of what the priors say: times of 0 have no logarithm."""
 
 
-def fit(observations: Observations, start: ThroughputModel | None = None) -> ThroughputModel:
+def fit(times: StepTimes, start: ThroughputModel | None = None) -> ThroughputModel:
     """Return the model of a job's step times.
 
     Args:
-        observations: step times by configuration, at least one.
+        times: by configuration, at least one.
         start: an earlier model of the job; the fit begins there if that is better than what the priors say, and takes
             a fraction of the time.
 
     Raises:
-        InvalidArgument: if there is none, or scipy is not installed.
+        InvalidArgument: if scipy is not installed.
 
     Example:
         >>> from accel.goodput.observations import Configuration, Observations
         >>> observations = Observations()
         >>> for replicas, seconds in ((1, 0.10), (2, 0.12), (4, 0.13)):
         ...     observations.add(Configuration(nodes=1, replicas=replicas, local_batch=32), seconds)
-        >>> model = fit(observations)
+        >>> model = fit(observations.step_times())
         >>> round(model.step_s(nodes=1, replicas=2, local_batch=32), 2)
         0.12
     """
-    return fit_step_times(observations.step_times(), start)
-
-
-def fit_step_times(times: StepTimes, start: ThroughputModel | None = None) -> ThroughputModel:
-    """Return the model of step times that stand in columns; see `fit`."""
     problem = Problem(times)
     return model_of(problem.minimise(None if start is None else theta_of(start)))
 

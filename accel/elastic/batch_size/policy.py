@@ -148,7 +148,7 @@ class BatchPolicy:
     def model(self) -> ThroughputModel | None:
         """Fitted to the step times; None until the first decision with a known noise scale."""
         if self._has_news:
-            self._model, self._has_news = fit(self.times, self._model), False
+            self._model, self._has_news = fit(self.times.step_times(), self._model), False
         return self._model
 
     @property
