@@ -35,7 +35,7 @@ def training(model: nn.Module, loader: Any, optimizer: torch.optim.Optimizer) ->
 
 
 def test_an_idle_session_adds_a_fixed_number_of_instructions_to_a_step() -> None:
-    """In Python 3.11 32 calls and 570 instructions idle, of which two ask for the thread; 13 and 203 disabled."""
+    """In Python 3.11 32 calls and 570 instructions idle, of which two ask for the thread; 13 and 211 disabled, three of them for `next_epoch`."""
     model, optimizer, batches = make()
 
     def of_a_step(loader: Any) -> Effort:
@@ -52,7 +52,7 @@ def test_an_idle_session_adds_a_fixed_number_of_instructions_to_a_step() -> None
     accel.undo(model)
 
     assert idle.calls <= 33 and idle.instructions <= 585, idle
-    assert disabled.calls <= 14 and disabled.instructions <= 208, disabled
+    assert disabled.calls <= 14 and disabled.instructions <= 212, disabled
 
 
 def test_another_model_s_optimizer_adds_little_to_a_step() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -22,7 +24,8 @@ def timed(step: Callable[[], Any]) -> Spread:
 @pytest.fixture(autouse=True)
 def _on_a_tape(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CapturedStep, "_made", lambda step, inputs: TapeRecorder())
-    monkeypatch.setattr(ModelCalls, "_recorder_for", lambda calls, tensors: TapeRecorder())
+    capture = import_module("accel.graphs.capture")
+    monkeypatch.setattr(capture, "ModelCalls", partial(ModelCalls, recorder=lambda device: TapeRecorder()))
     monkeypatch.setattr(torch, "compile", lambda model, **options: model)
     # AdamW reads its step count on the host here; on a GPU the race has it do so on the device.
     monkeypatch.setattr(torch.optim, "AdamW", lambda params, **options: torch.optim.SGD(params, 0.01, foreach=False))
