@@ -35,7 +35,7 @@ def training(model: nn.Module, loader: Any, optimizer: torch.optim.Optimizer) ->
 
 
 def test_an_idle_session_adds_a_fixed_number_of_instructions_to_a_step() -> None:
-    """In Python 3.11 32 calls and 570 instructions idle, of which two ask for the thread; 13 and 211 disabled, three of them for `next_epoch`."""
+    """In Python 3.11 32 calls and 570 instructions idle, of which two ask for the thread; 13 and 211 disabled."""
     model, optimizer, batches = make()
 
     def of_a_step(loader: Any) -> Effort:
