@@ -55,6 +55,7 @@ METHODS: dict[str, Callable[[int], Compressor]] = {
     "dgc": lambda steps: DGC(0.01, warmup_steps=steps // 20),
     "dgc 4%": lambda steps: DGC(0.04, warmup_steps=steps // 20),
     "dgc alone": lambda steps: DGC(0.01, momentum=False),
+    "dgc masked": lambda steps: DGC(0.01, masking=True, warmup_steps=steps // 20),
 }
 SGD: dict[str, Any] = {"momentum": 0.9, "nesterov": True}
 POINTS, SHARE = 0.5, 0.01

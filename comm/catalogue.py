@@ -66,7 +66,7 @@ def register(name: str, make: Callable[[], Compressor], level: str) -> None:
         level: "reduced" or "lossy", what a user must allow. Lossy ones that can use error feedback get it.
 
     Raises:
-        ValueError: if an argument is out of range.
+        ValueError: if an argument is out of range, or the compressor must see a whole step at once.
 
     Example:
         >>> register("int8 fine", lambda: Int8(block=64), "lossy")
@@ -75,6 +75,8 @@ def register(name: str, make: Callable[[], Compressor], level: str) -> None:
         raise ValueError(f"level must be 'reduced' or 'lossy', got {level!r}; exact sums need no other compressor")
     if name in CATALOGUE or not name:
         raise ValueError(f"name must be new, got {name!r}, which is taken; known: {', '.join(CATALOGUE)}")
+    if make().needs_whole_step:
+        raise ValueError(f"{name!r} must see all buckets of a step, but some stay with DDP; use it with CommState")
     CATALOGUE[name] = Entry(make, level)
 
 

@@ -52,8 +52,22 @@ class Compressor(ABC):
     scales = False
     """Whether the compressor multiplies values by `piece.factor`; else they come multiplied, at a pass over memory."""
 
+    @property
+    def needs_whole_step(self) -> bool:
+        """Return whether `whole_step` must see a step's gradients before any is sent, none beside backward then."""
+        return False
+
     def begin_pass(self) -> None:  # noqa: B027  (most take all)
         """Raise ValueError if a backward pass can't be averaged yet; `CommState` calls it before the first bucket."""
+
+    def whole_step(self, buckets: Sequence[Tensor], ranks: int, scale: float) -> None:  # noqa: B027  (most need nothing)
+        """Change this rank's gradients of a step, all buckets of them.
+
+        Args:
+            buckets: (elements,) each, not divided by `ranks` yet.
+            ranks: of which the mean is taken.
+            scale: by what the gradients are too large, if a GradScaler was given to the state.
+        """
 
     @abstractmethod
     def stages(self) -> Sequence[Stage]:

@@ -232,5 +232,8 @@ class FSDPComm:
 
 def _check(compressor: Any, error_feedback: bool | None) -> None:
     check_compressor(compressor, error_feedback)
-    if compressor.fields:
-        raise ValueError(f"{compressor!r} takes the optimizer's momentum, which shards don't have; pass momentum=False")
+    if compressor.fields or compressor.needs_whole_step:
+        raise ValueError(
+            f"{compressor!r} works on the whole gradient or takes the optimizer's momentum, which shards don't have; "
+            "with DGC, pass momentum=False and no clip_norm"
+        )

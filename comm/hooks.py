@@ -60,7 +60,7 @@ class CommState(GradientEngine):
         process_group: the group that DDP reduces over; default that of the DDP module, or the world.
         timeout: for each collective, default 5 minutes. A fault elsewhere is an error here by then.
         scaler: the GradScaler in use, so that what was not sent yet follows its scale.
-            Default None: at a change of the scale it counts by the old one.
+            Default None: at a change of the scale it counts by the old one, and norms are those of scaled gradients.
 
     Raises:
         ValueError: if arguments or models differ between ranks, or don't fit the model or the hosts.

@@ -164,7 +164,8 @@ class GradientEngine:
             self.begin_step()
         route = None if self.scheme is None else self.route()
         if route is not None and not (self.leaves_unfit and unfit(bucket)):
-            return route.average(route.job(bucket, self.binding.layout(bucket), self.step))
+            job = route.job(bucket, self.binding.layout(bucket), self.step)
+            return route.average(job, self.loss_scale.value)
         began = time.perf_counter()
         bucket.buffer().mul_(1.0 / self.binding.size)
         self.divide_s += time.perf_counter() - began

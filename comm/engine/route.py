@@ -47,7 +47,10 @@ class Route:
         timeout: timedelta,
     ) -> None:
         self.settings, self._memory = settings, memory
+        self._ranks = arrangement.ranks
         self._taken: set[Layout] = set()
+        self._waiting: list[BucketJob] = []
+        """Buckets of a step whose compressor must see all of them first."""
         rendezvous = binding.rendezvous(f"{number}/meeting", timeout.total_seconds())
         own = {name: repr(value) if name == "compressor" else value for name, value in settings._asdict().items()}
         binding.agree(rendezvous, own, lambda described: check_same(described, binding.kind))
@@ -86,8 +89,8 @@ class Route:
         done: torch.futures.Future[Tensor] = torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else [])
         return BucketJob(step, layout, buffer, self._memory.slot(layout), done)
 
-    def average(self, job: BucketJob) -> torch.futures.Future[Tensor]:
-        """Send a bucket through the stages during a backward pass; the future gets its mean."""
+    def average(self, job: BucketJob, scale: float) -> torch.futures.Future[Tensor]:
+        """Send a bucket, too large by `scale`, through the stages in a backward pass; the future gets its mean."""
         # Raised at the end of backward, where it reaches the caller: DDP would make a cast error of it. A callback of a
         # callback comes after DDP's own, which then leaves the reducer in order.
         wait, failed, buffer = self._pipeline.wait, self._pipeline.failed, job.buffer
@@ -96,8 +99,21 @@ class Route:
         joined = torch._C._current_graph_task_id() == -1
         if not joined:
             engine.queue_callback(lambda: engine.queue_callback(wait))
-        self._pipeline.submit(job)
+        for ready in self._ready(job, scale):
+            self._pipeline.submit(ready)
         return job.future if joined else job.future.then(lambda future: buffer if failed() else future.value())
+
+    def _ready(self, job: BucketJob, scale: float) -> list[BucketJob]:
+        """Return the buckets to be sent now: this one, or all after the last where the compressor asks for it."""
+        compressor = self.settings.compressor
+        if not compressor.needs_whole_step:
+            return [job]
+        self._waiting = [job] if job.layout.index == 0 else [*self._waiting, job]
+        if not job.layout.is_last:
+            return []
+        complete, self._waiting = self._waiting, []
+        compressor.whole_step([bucket.buffer for bucket in complete], self._ranks, scale)
+        return complete
 
 
 def unfit(bucket: dist.GradBucket) -> str:  # type: ignore[name-defined]

@@ -185,6 +185,10 @@ class Published:
             self.net.zero_grad()
             loss(self.net, rank, number).backward()
             own = {p: p.grad.view(-1) / self.world for p in self.net.parameters()}  # type: ignore[union-attr]
+            if dgc.clip_norm is not None:
+                norm = flat(list(own.values())).norm()
+                factor = min(1.0, dgc.clip_norm / math.sqrt(self.world) / norm.item())
+                own = {p: factor * g for p, g in own.items()}
             gradients.append(own)
         with torch.no_grad():
             for group in self.groups:
@@ -210,6 +214,8 @@ class Published:
                 sent = v.abs().topk(math.ceil(ratio * v.numel())).indices
                 arrives[sent] += v[sent]
                 v[sent] = 0
+                if self.dgc.masking:
+                    u[sent] = 0
         b = self.b[p]
         b.mul_(m).add_(dense)
         w.sub_(lr * (arrives + (dense + m * b if group["nesterov"] else b)))

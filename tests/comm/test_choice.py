@@ -20,6 +20,7 @@ from accel.comm.cost_model.choice import (
     worthwhile,
 )
 from accel.comm.cost_model.cost import CollectiveCall, Link, Network, Profile, Stages, StageSegment, plain, simulate
+from accel.comm.dgc import DGC
 from accel.comm.half import Half
 
 EXACT, HALF, INT8, ONE_BIT = Scheme("exact", True), Scheme("half"), Scheme("int8"), Scheme("1-bit")
@@ -92,6 +93,8 @@ def test_own_compressors_join(catalogue_put_back: None) -> None:
         register("fp16", Half, "reduced")
     with pytest.raises(ValueError, match="level must be 'reduced' or 'lossy', got 'exact'"):
         register("other", Half, "exact")
+    with pytest.raises(ValueError, match="'whole' must see all buckets of a step"):
+        register("whole", lambda: DGC(0.01, clip_norm=1.0), "lossy")
 
 
 # What wins

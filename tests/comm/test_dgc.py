@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import pickle
 from typing import Any
 
@@ -23,6 +24,7 @@ from tests.comm.dgc_training import (
     Net,
     Published,
     Training,
+    apart,
     check_void_steps,
     dense_step,
     groups,
@@ -72,12 +74,14 @@ PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any] | None
     "decay": ({}, {"weight_decay": 0.02}, None),
     "nesterov": ({}, {"nesterov": True, "weight_decay": 0.02}, None),
     "groups": ({}, {"weight_decay": 0.02}, {"momentum": 0.5, "lr": 0.02}),
+    "masking": ({"masking": True}, {}, None),
+    "clipped": ({"clip_norm": 0.016}, {}, None),
     "warm-up": ({"warmup_steps": 2, "warmup": (0.5, 0.25, 0.0625, 0.001)}, {}, None),
 }
 """Settings of DGC, of SGD, and of a second group."""
 
 
-@few(PUBLISHED, ("nesterov", "warm-up"))
+@few(PUBLISHED, ("nesterov", "masking", "clipped"))
 @on_ranks(3)
 def test_small_ratios_are_the_published_algorithm(rank: int, world: int, names: tuple[str, ...]) -> None:
     """Over 8 steps, at 2 %: as many as the warm-up has."""
@@ -102,16 +106,17 @@ def test_small_ratios_are_the_published_algorithm(rank: int, world: int, names: 
 LAWS: dict[str, dict[str, Any]] = {
     "flat": {},
     "hosts": {"hierarchical": True},
-    "rebuilt, views": {"find_unused_parameters": False, "gradient_as_bucket_view": True},
+    "rebuilt": {"find_unused_parameters": False},
+    "clipped, views": {"clip_norm": 0.0125, "gradient_as_bucket_view": True},
     "static": {"find_unused_parameters": False, "static_graph": True},
     "float32": {"dtype": torch.float32},
     "bfloat16": {"dtype": torch.bfloat16, "bucket_cap_mb": 0.001},
     "float16": {"dtype": torch.float16, "hierarchical": True, "bucket_cap_mb": 0.001},
 }
-"""Options of DDP and of its state."""
+"""The norm that DGC clips by, and options of DDP and of its state."""
 
 
-@few(LAWS, ("rebuilt, views", "float16"))
+@few(LAWS, ("clipped, views", "float16"))
 @on_ranks(4, per_host=2)
 def test_what_was_decoded_and_what_is_left_are_the_sum_of_velocities(
     rank: int, world: int, names: tuple[str, ...]
@@ -119,7 +124,9 @@ def test_what_was_decoded_and_what_is_left_are_the_sum_of_velocities(
     # Halves round what is decoded, and their gradients differ more from each other.
     bounds = {"float32": 1e-6, "bfloat16": 2**-8, "float16": 2**-11}
     for name in names:
-        run = Training(DGC(0.01, dense_below=DENSE_BELOW), SGD, **LAWS[name])
+        options = dict(LAWS[name])
+        limit = options.pop("clip_norm", None)
+        run = Training(DGC(0.01, dense_below=DENSE_BELOW, clip_norm=limit), SGD, **options)
         plain = Net(run.dtype)
         decoded = {n: torch.zeros(p.numel(), dtype=torch.float64) for n, p in run.net.named_parameters()}
         moved = {n: torch.zeros(p.numel(), dtype=torch.float64) for n, p in run.net.named_parameters()}
@@ -128,13 +135,16 @@ def test_what_was_decoded_and_what_is_left_are_the_sum_of_velocities(
             plain.load_state_dict(run.net.state_dict())
             plain.zero_grad()
             loss(plain, rank, step, True, run.dtype).backward()
-            velocity, gradient = run.own("velocity"), dict(plain.named_parameters())
+            velocity = run.own("velocity")
+            gradient = {n: p.grad.double().view(-1) / world for n, p in plain.named_parameters() if p.grad is not None}
+            norm = flat(list(gradient.values())).norm().item()
+            factor = 1.0 if limit is None else min(1.0, limit / math.sqrt(world) / norm)
             loss(run.ddp, rank, step, True, run.dtype).backward()
             for n, p in run.net.named_parameters():
                 assert p.grad is not None
                 assert same_everywhere(p.grad.view(-1)), name
                 decoded[n] += p.grad.double().view(-1)
-                moved[n] += SGD["momentum"] * velocity[n] + gradient[n].grad.double().view(-1) / world  # type: ignore[union-attr]
+                moved[n] += SGD["momentum"] * velocity[n] + factor * gradient[n]
             run.sgd.step()
         left = run.own("residual")
         for n, p in run.net.named_parameters():
@@ -150,21 +160,46 @@ def test_what_was_decoded_and_what_is_left_are_the_sum_of_velocities(
         run.close()
 
 
-VOID: dict[str, tuple[float, bool]] = {
-    "sparse, flat": (0.01, False),
-    "sparse, hosts": (0.01, True),
-    "dense, flat": (1.0, False),
+@on_ranks(3)
+def test_masking_clears_velocity_and_residual_where_sent(rank: int, world: int) -> None:
+    for masking in (True, False):
+        run, plain, sent = Training(DGC(0.05, dense_below=DENSE_BELOW, masking=masking), SGD), Net(), 0
+        loss(plain, rank, 0).backward()
+        run.step(rank, 0)
+        velocity, left = run.own("velocity"), run.own("residual")
+        for name, p in plain.named_parameters():
+            if run.state.compressor.is_dense(p.shape):  # type: ignore[attr-defined]
+                continue
+            g = p.grad.view(-1) / world  # type: ignore[union-attr]
+            top = g.abs().topk(math.ceil(0.05 * g.numel())).indices
+            rest = torch.ones_like(g, dtype=torch.bool)
+            rest[top] = False
+            assert not left[name][top].any()
+            assert bool(velocity[name][top].any()) != masking
+            assert torch.equal(left[name][rest], g[rest])
+            assert torch.equal(velocity[name][rest], g[rest])
+            sent += len(top)
+        assert sent > 100
+        run.close()
+
+
+VOID: dict[str, tuple[dict[str, float], bool]] = {
+    "sparse, flat": ({}, False),
+    "sparse, hosts": ({}, True),
+    "dense, flat": ({"ratio": 1.0}, False),
+    "clipped, hosts": ({"clip_norm": 0.025}, True),
 }
-"""A ratio, and whether by hosts."""
+"""Settings of DGC, and whether by hosts."""
 
 
-@few(VOID, ("sparse, flat", "sparse, hosts"))
+@few(VOID, ("sparse, flat", "clipped, hosts"))
 @on_ranks(4, per_host=2)
 def test_a_void_step_arrives_and_leaves_velocity_and_residual_alone(
     rank: int, world: int, names: tuple[str, ...]
 ) -> None:
-    for ratio, hierarchical in map(VOID.__getitem__, names):
-        check_void_steps(Training(DGC(ratio, dense_below=DENSE_BELOW), SGD, hierarchical=hierarchical), rank)
+    for settings, hierarchical in map(VOID.__getitem__, names):
+        compressor = DGC(**{"ratio": 0.01, "dense_below": DENSE_BELOW, **settings})  # type: ignore[arg-type]
+        check_void_steps(Training(compressor, SGD, hierarchical=hierarchical), rank)
 
 
 @on_ranks(3)
@@ -183,6 +218,18 @@ def test_accumulated_passes_are_one_step(rank: int, world: int) -> None:
     assert same_everywhere(run.weights())
     run.close()
     once.close()
+
+
+@on_ranks(2)
+def test_clipping_does_not_depend_on_the_loss_scale(rank: int, world: int) -> None:
+    """The scale comes from the state where the optimizer keeps its momentum, else from what was handed over."""
+    for momentum in (False, True):
+        settings: dict[str, Any] = {"dense_below": DENSE_BELOW, "clip_norm": 0.05, "momentum": momentum}
+        worst = apart(
+            lambda given: Training(DGC(0.02, **settings), SGD, take=settings["momentum"], scaler=given),  # noqa: B023
+            rank,
+        )
+        assert worst < 1e-15
 
 
 @on_ranks(2)
@@ -326,6 +373,7 @@ def test_warm_up_goes_down_in_stages(step: int, ratio: float) -> None:
         ({"ratio": 1.5}, "got 1.5"),
         ({"ratio": float("nan")}, "got nan"),
         ({"warmup": (0.5, 2)}, "got 2"),
+        ({"clip_norm": 0}, "clip_norm must be positive, got 0"),
         ({"warmup_steps": -1}, "got -1 and 1024"),
     ],
 )
@@ -335,9 +383,10 @@ def test_bad_settings_are_refused(settings: dict[str, Any], text: str) -> None:
 
 
 def test_it_pickles_and_tells_its_settings() -> None:
-    one = DGC(0.01, warmup_steps=3)
+    one = DGC(0.01, clip_norm=2.0, warmup_steps=3)
     again = pickle.loads(pickle.dumps(one))
     assert repr(again) == repr(one)
+    assert again.needs_whole_step
     assert repr(DGC(0.01)) != repr(one)
     assert again.fields == ("velocity",)
     assert DGC(momentum=False).fields == ()
@@ -390,3 +439,18 @@ def test_packs_add_up_by_position(dtype: torch.dtype, dense: int) -> None:
     assert packs[0].gather(values, parts, peers).tolist() == [1, 0, 0]  # type: ignore[arg-type]
     assert torch.equal(values, want)
     assert peers.reduced == (dense == TINY_BYTES)
+
+
+def clipped(gradient: torch.Tensor, ranks: int) -> torch.Tensor:
+    """Return a rank's gradient, not divided yet, after clipping to the norm 1."""
+    DGC(momentum=False, clip_norm=1.0).whole_step([gradient], ranks, 1.0)
+    return gradient
+
+
+def test_the_mean_of_ranks_that_differ_by_noise_is_held_to_the_norm() -> None:
+    """Each was once held to the norm by √ranks before it was divided by the ranks, so the mean to a sixteenth."""
+    draw = torch.Generator().manual_seed(0)
+    gradients = [torch.randn(10_000, generator=draw) for _ in range(16)]
+    mean = torch.stack([clipped(one, 16) for one in gradients]).mean(0)
+    assert float(mean.norm()) == pytest.approx(1.0, rel=0.05)
+    assert torch.equal(clipped(torch.full((4,), 1.9), 16), torch.full((4,), 1.9))  # a norm of 3.8; √16 is the limit

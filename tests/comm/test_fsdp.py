@@ -318,7 +318,7 @@ def test_what_cannot_work_is_refused(rank: int, world: int) -> None:
     refuses("the model must have FSDP2 modules with parameters to train, got none", nn.ReLU())
     refuses("compressor must be a Compressor, got 'int8'", one, "int8")
     refuses("error_feedback=True needs a compressor that uses it, got Exact()", one, Exact(), error_feedback=True)
-    refuses("takes the optimizer's momentum, which shards don't have; pass momentum=False", one, DGC())
+    refuses("takes the optimizer's momentum, which shards don't have; with DGC, pass momentum=False", one, DGC())
     refuses("timeout must be positive, got 0:00:00", one, timeout=timedelta())
     refuses("all ranks must have the same compressor, got another on replica ", one, Half() if rank < 2 else Int8())
     refuses("all ranks must have the same weights, got another on replica ", shard(apart, mesh["shard"]))

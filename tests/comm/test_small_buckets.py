@@ -42,7 +42,7 @@ COMPRESSORS: dict[str, Callable[[], Compressor]] = {
     "acp-sgd": lambda: PowerSGD(1, min_compression=0, alternate=True),
     "dgc": lambda: DGC(0.1, momentum=False, dense_below=0),
     "dgc of none": lambda: DGC(0.1, momentum=False),
-    "dgc with momentum": lambda: DGC(0.1, dense_below=4),
+    "dgc with momentum": lambda: DGC(0.1, masking=True, dense_below=4),
     "dgc of all": lambda: DGC(1.0, dense_below=0),
 }
 # (hosts, ranks of each): even ones; one rank, one host, one rank a host, more ranks than a direct exchange takes.
