@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
-def filled(target: type[T], text: str = "<script>alert(1)</script>", number: float = 1.0, depth: int = 5) -> T:
+def filled(target: type[T], text: str = "<script>alert(1)</script>", number: float = 1.0, depth: int = 2) -> T:
     """Return a report with this text and this number in each field, but for its kind and schema."""
     hints = typing.get_type_hints(target)
     names = [field.name for field in dataclasses.fields(target) if field.name not in {"kind", "schema"}]  # type: ignore[arg-type]
