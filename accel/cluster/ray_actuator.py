@@ -30,6 +30,7 @@ _ANSWER_S = 30.0
 """How long a node may take to answer; then it is lost."""
 _PLACED_S = 60.0
 """How long Ray may take to reserve a job's replicas."""
+_REACHED_S = 10.0
 _STANDALONE = "--standalone"
 _NODE_LABEL = "ray.io/node-id"
 
@@ -118,12 +119,13 @@ class RayActuator:
         try:
             with self._lock:
                 if not self._ray.is_initialized():
+                    _reach(self._address)
                     self._jobs.clear()  # actors end with the connection that they were made by
                     self._ray.init(self._address, namespace="accel", log_to_driver=False, logging_level="ERROR")
             yield
         except errors.RayTaskError as error:  # raised by what was to be done there
-            raise OSError(f"{error.cause}") from None
-        except (errors.RayError, ConnectionError, RuntimeError) as error:
+            raise ValueError(f"{error.cause}") from None
+        except (errors.RayError, OSError, RuntimeError) as error:
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise ClusterUnreachable(f"the Ray cluster ({self._address}) does not answer: {reason}") from None
 
@@ -247,6 +249,17 @@ def _kind(resources: dict[str, float]) -> str:
     """Return the kind of a node's GPUs, which Ray names `accelerator_type:KIND`."""
     kinds = [name.partition(":")[2] for name in resources if name.startswith("accelerator_type:")]
     return kinds[0] if kinds else "gpu"
+
+
+def _reach(address: str) -> None:
+    """Try to connect to a HOST:PORT: Ray itself ends the process minutes later if nobody is there.
+
+    Raises:
+        OSError: if nobody answers.
+    """
+    host, _, port = address.rpartition(":")
+    if host and port.isdecimal():
+        socket.create_connection((host, int(port)), _REACHED_S).close()
 
 
 def _own_host() -> str:

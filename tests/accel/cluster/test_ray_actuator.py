@@ -84,7 +84,7 @@ def test_a_job_changes_nodes_loses_one_and_ends(cluster: Any, tmp_path: Path) ->
     check_samples(logged(folder))
     assert not processes_of(row.spec.checkpoint)
     missing = JobRow("two", JobSpec(arguments=("none.py",), folder="/nowhere", checkpoint=str(tmp_path / "two")), 0.0)
-    with pytest.raises(OSError, match="nowhere"):
+    with pytest.raises(ValueError, match="nowhere"):
         actuator.change(missing, (names[0],))
     assert [node.name for node in actuator.nodes()] == names[:1]
 
