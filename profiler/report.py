@@ -115,6 +115,8 @@ class Experiment:
     pairs: int
     verdict: str
     """`keep` (shown to help), `drop` (shown not to), `refused` (too noisy) or `void` (the switch had no effect)."""
+    changes_learning: bool = False
+    """True if the B steps learned something else; the state from before them was restored."""
 
 
 @dataclass(kw_only=True)

@@ -50,7 +50,7 @@ class ProfileSession:
     Args:
         confirm: test the suspects by experiments, and compute with fewer threads where others hold cores.
         trace_file: where the Chrome trace of the window goes; None writes none.
-        exchange: the other ranks. They train in step with this one, so nothing is changed in any of them.
+        exchange: the other ranks. They train in step with this one, so all try the same at the same steps.
         loaders: loaders that iterate in their own way, each with the class of its iterators; see `Recorder`.
         thread: the one that trains, by Python's and by the system's id; default this one.
     """
@@ -115,7 +115,8 @@ class ProfileSession:
         device = self.recorder.trained.device
         if device.type == "cuda":
             self.instruments.nvml.start(device)
-        if self._changes_run() and device.type == "cpu":
+        # Ranks have cores and threads of their own, and must go on at the same steps.
+        if self._confirm and not self.exchange.launched and device.type == "cpu":
             yield from self._limit_threads()
         self.stage = "observing"
         self._learns_until = self.recorder.delivery.steps + _LEARNT_FROM
@@ -137,7 +138,7 @@ class ProfileSession:
             self.unseen,
             shared=self.instruments.crowd.are_shared(),
         )
-        if self._changes_run():
+        if self._confirm:
             self.stage = "trying"
             yield from self._try()
         self.stage = "watching"
@@ -149,10 +150,6 @@ class ProfileSession:
             measured = yield
             if self._ends_at is None or measured.step < self._ends_at:  # read from the tape, long after
                 self._keep(measured)
-
-    def _changes_run(self) -> bool:
-        """Return whether the run may be changed: ranks have cores of their own, and would have to switch together."""
-        return self._confirm and not self.exchange.launched
 
     def _limit_threads(self) -> Course:
         """Let no more threads compute than there are free cores; steps that have passed until then count without."""
@@ -186,12 +183,30 @@ class ProfileSession:
     def _try(self) -> Course:
         # No experiment needs the roofline, and measuring it evicts the loop's data from the caches: it comes last.
         self._suspected = diagnose(self.evidence()).findings
-        for cause in [f.cause for f in self._suspected if whatif.counterfactual(f.cause, self.recorder)][: whatif.MOST]:
+        for cause in self._suspects():
             yield
-            if (tried := whatif.counterfactual(cause, self.recorder)) is not None:
-                self.experiments[cause] = yield from whatif.experiment(
-                    tried, self.recorder.delivery.pauses, whatif.backlog_of(self.recorder)
-                )
+            tried = whatif.counterfactual(cause, self.recorder, self.exchange.local_size)
+            if tried is None and not self.exchange.launched:
+                continue
+            self.experiments[cause] = yield from whatif.experiment(
+                tried or whatif.unchanged(),
+                self.recorder,
+                whatif.backlog_of(self.recorder),
+                together=self.exchange.launched,
+            )
+
+    def _suspects(self) -> list[str]:
+        """Return the causes to try, the same on all ranks."""
+        causes = [finding.cause for finding in self._suspected]
+        own = [cause for cause in causes if whatif.counterfactual(cause, self.recorder) is not None]
+        if not self.exchange.launched:
+            return own[: whatif.MOST]
+        try:
+            # A waiting rank suspects what the slow one can't see, so all votes count.
+            return self.exchange.elect(own, whatif.MOST)
+        except OSError as error:
+            self.unseen.append(f"no experiments: {error}")
+            return []
 
     # -- what was measured ---------------------------------------------------------------------------------------------
 
@@ -235,8 +250,6 @@ class ProfileSession:
     def _why_untried(self, finding: Finding) -> str:
         if not self._confirm:
             return "not tried: --no-confirm"
-        if self.exchange.launched:
-            return "not tried: several ranks train in step, and none is changed; the figure is from the clocks"
         is_gone = finding.cause.startswith("optimizer.") and not len(self.recorder.optimizers)
         if not is_gone and whatif.counterfactual(finding.cause, self.recorder) is None:
             return "nothing switches it off in a running script; the figure is from the clocks"

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _TERMINATED_S = 10.0
 """How long a rank that was sent SIGTERM waits for what the others saw; torchrun kills it 30 s after the signal."""
 _DIAGNOSING = (
-    "accel: profiling. Suspects are tried on real steps, which may change last bits. "
+    "accel: profiling. Suspects are tried on real steps; what that changes in the training is put back. "
     "This is a diagnosing run: --no-confirm leaves the training as it is."
 )
 

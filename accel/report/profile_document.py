@@ -169,11 +169,15 @@ def _part(row: words.TreeRow, names: list[str]) -> TableRow:
     return TableRow(cells=cells, depth=row.depth)
 
 
+_RESTORED = "these steps did not train as usual; the state from before them was restored"
+
+
 def _experiments(experiments: Sequence[Experiment]) -> Iterator[Section]:
     columns = blocks.columns("experiment<26", "ms per step, A → B>20", "saves>18", "pairs>5", "outcome<19")
     rows = []
     for row in experiments:
-        what = row.what
+        restored = [_RESTORED] if row.changes_learning else []
+        what = "; ".join(filter(None, [row.what, *restored]))
         outcome, tone = _OUTCOMES.get(row.verdict, (row.verdict, "warn"))
         cells = blocks.cells(
             TableCell(text=row.name, tone="strong", small=[what] if what else []),

@@ -2,8 +2,7 @@
 
 A share of the time says where the time goes, not what would be saved: work may overlap, and removing a wait may uncover
 another one. So a suspicion is tested. Each counterfactual switches one thing at a step boundary; blocks with and
-without it are interleaved and judged as a trial is. None changes what the model learns, but for last bits. Where the
-loop does something else than steps, as evaluating, nothing is switched.
+without it are interleaved and judged as a trial is.
 """
 
 from __future__ import annotations
@@ -12,16 +11,16 @@ import contextlib
 import gc
 import statistics
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from accel.profiler.diagnose.causes import switched_with
 from accel.profiler.experiments import update_path
+from accel.profiler.experiments.stale_reads import StaleReads, no_waiting
+from accel.profiler.experiments.switch import Counterfactual, Switch
 from accel.profiler.experiments.update_path import Paths
 from accel.profiler.host import usable_cores
 from accel.profiler.loop.device import Backlog, events_on
@@ -34,37 +33,35 @@ from accel.profiler.trial_driver import Block, Steps, by_blocks, drive
 
 MOST = 3
 """Most suspects that are tested in a run."""
-CONFIG = TrialConfig(block_steps=4, looks=(6, 12), min_pairs=4)
+ALONE = TrialConfig(block_steps=4, looks=(6, 12), min_pairs=4)
+TOGETHER = TrialConfig(block_steps=4, looks=(8,), min_pairs=8)
+"""For several ranks: always eight pairs, since all must switch at the same steps."""
 _LEAST = 1e-3
 """Of the host's time for a block is left by a correction that is itself measured, for a trial takes logarithms."""
 
 
-@dataclass
-class Counterfactual:
-    """One thing that can be switched between two steps."""
+def counterfactual(cause: str, recorder: Recorder, local_ranks: int = 1) -> Counterfactual | None:
+    """Return what switches a cause off in this run, None if nothing does.
 
-    name: str
-    what: str
-    """What the steps without the suspected cause did differently."""
-    off: Callable[[], AbstractContextManager[None]]
-    """The suspected cause is off while this is entered."""
-    worked: Callable[[], bool]
-    """Return whether it has removed anything so far; the experiment is void if it has not."""
-
-
-def counterfactual(cause: str, recorder: Recorder) -> Counterfactual | None:
-    """Return what switches a cause off in this run, None if nothing does."""
+    Args:
+        cause: its name.
+        recorder: of the loop.
+        local_ranks: that share the cores of this host.
+    """
     if cause in switched_with("input.cpu") and recorder.loaders.loader is not None:
         return fetched_ahead(recorder)
+    if cause == "sync.read":
+        return no_waiting(StaleReads())
     if cause == "host.gc":
         return no_collector(lambda: recorder.probes.collector.seconds)
     if cause == "compute.anomaly":
         return no_anomaly_mode()
     if cause == "compute.threads":
-        return all_threads(usable_cores())
+        return all_threads(max(1, usable_cores() // local_ranks))
     if cause.startswith("optimizer.") and any(can_update_at_once(o) for o in recorder.optimizers):
         return one_update(recorder.optimizers)
-    return None
+    ddp = [module for module in recorder.roots.modules if isinstance(module, DistributedDataParallel)]
+    return no_exchange(ddp) if cause == "communication.exposed" and ddp else None
 
 
 def fetched_ahead(recorder: Recorder) -> Counterfactual:
@@ -191,41 +188,29 @@ def can_update_at_once(optimizer: Optimizer) -> bool:
     return not update_path.refusal(optimizer) and not update_path.updates_at_once(optimizer)
 
 
-class _Switch:
-    """Switches a counterfactual in the steps, and only there: nothing is switched while the loop pauses."""
+def no_exchange(models: Sequence[DistributedDataParallel]) -> Counterfactual:
+    """Exchange no gradients between ranks; it has worked if the loop, which may set that itself, left it off."""
+    left_off = 0
 
-    def __init__(self, tried: Counterfactual) -> None:
-        self._tried, self._entered = tried, ExitStack()
-        self._on = self._away = False
-        self._paused = False
-        """Whether the loop has left its steps since the last of them ended."""
+    @contextlib.contextmanager
+    def off() -> Iterator[None]:
+        nonlocal left_off
+        for model in models:
+            model.require_backward_grad_sync = False
+        try:
+            yield
+        finally:
+            for model in models:
+                left_off += not model.require_backward_grad_sync
+                model.require_backward_grad_sync = True
 
-    def set(self, on: bool) -> bool:
-        """Switch between two steps; return whether anything was to be switched."""
-        changes, self._on = on != self._on, on
-        if changes and not self._away:
-            self._enter()
-        return changes
+    what = "the ranks did not exchange gradients (no_sync)"
+    return Counterfactual("no gradient exchange", what, off, lambda: left_off > 0, changes_learning=True)
 
-    def _enter(self) -> None:
-        self._entered.close()
-        if self._on:
-            self._entered.enter_context(self._tried.off())
 
-    def leave(self) -> None:
-        """Put everything back while the loop does something else."""
-        self._paused = self._away = True
-        self._entered.close()
-
-    def back(self) -> None:
-        """Switch as before."""
-        self._away = False
-        self._enter()
-
-    def passed(self) -> bool:
-        """Return whether the step that has ended was one without a pause."""
-        paused, self._paused = self._paused or self._away, False
-        return not paused
+def unchanged() -> Counterfactual:
+    """Switch nothing, on a rank that can't switch what the others try: what is measured is what those do."""
+    return Counterfactual("nothing", "nothing", contextlib.nullcontext, lambda: True)
 
 
 def backlog_of(recorder: Recorder) -> Backlog | None:
@@ -237,17 +222,18 @@ def backlog_of(recorder: Recorder) -> Backlog | None:
 
 
 def experiment(
-    tried: Counterfactual, pauses: Any, backlog: Backlog | None = None
+    tried: Counterfactual, recorder: Recorder, backlog: Backlog | None = None, *, together: bool = False
 ) -> Generator[None, Measurement, Experiment]:
-    """Run one counterfactual; each `yield` lets one step pass.
+    """Run one counterfactual; each `yield` lets one step pass, also on ranks whose loop pauses while others go on.
 
     Args:
         tried: what is switched.
-        pauses: tells when the loop leaves its steps, as `accel.profiler.loop.pauses.Pauses` does.
+        recorder: of the loop; it tells when the loop leaves its steps.
         backlog: of the GPU that the model is on, None without one. A host that runs ahead of it refills its queue after
             each switch, and a block of four steps would be timed by how fast they are launched.
+        together: with other ranks, which switch at the same steps.
     """
-    switch = _Switch(tried)
+    switch = Switch(tried, recorder)
     whole = {"A": 0, "B": 0}
 
     def run(block: Block) -> Generator[None, Measurement, Steps]:
@@ -269,15 +255,15 @@ def experiment(
         whole[block.arm] += len(undisturbed)
         return Steps(seconds=undisturbed or [seconds for seconds, _ in steps])
 
-    pauses.watch(switch.leave, switch.back)
+    switch.watch()
     try:
         # The mean of a block, not its median: workers deliver in bursts, and a burst is time too.
-        result = yield from drive(by_blocks(CONFIG, reduce=statistics.fmean), run)
+        result = yield from drive(by_blocks(TOGETHER if together else ALONE, reduce=statistics.fmean), run)
     finally:
-        pauses.unwatch()
-        switch.leave()
+        switch.end()
     outcome = result.outcome
     assert outcome is not None
+    has_worked = tried.worked() and all(whole.values()) and not switch.is_stuck
     return Experiment(
         name=tried.name,
         what=tried.what,
@@ -285,7 +271,8 @@ def experiment(
         after_ms=outcome.after_ms,
         saving=Saving(value=1 - 1 / outcome.gain, low=1 - 1 / outcome.low, high=1 - 1 / outcome.high),
         pairs=outcome.pairs,
-        verdict=outcome.verdict if tried.worked() and all(whole.values()) else "void",
+        verdict=outcome.verdict if has_worked else "void",
+        changes_learning=tried.changes_learning,
     )
 
 

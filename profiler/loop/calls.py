@@ -111,6 +111,7 @@ class CallMarks:
             # No loader marks where a step begins: it ends where the next step's first forward pass begins.
             self._clock.enter("outside")
             self._delivery.boundary()
+        self._delivery.pauses.end_in_step()
         self._clock.enter("forward")
 
     def _call_without_gradients(self, *, evaluates: bool) -> None:

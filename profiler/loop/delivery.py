@@ -156,6 +156,9 @@ class Pauses:
         hot: `away` is set while the loop is elsewhere.
         guarded: calls a function whose error must not end the script.
         thread: the one that trains, by Python's id.
+
+    Attributes:
+        is_between: no forward pass was under way when the pause began.
     """
 
     def __init__(
@@ -164,6 +167,9 @@ class Pauses:
         self._clock, self._hot, self._guarded, self._thread = clock, hot, guarded, thread
         self._on_leave: Callable[[], None] | None = None
         self._on_return: Callable[[], None] = lambda: None
+        self.is_between = True
+        self._in_step = False
+        """Whether the pause came between a batch and its update."""
 
     def watch(self, left: Callable[[], None], returned: Callable[[], None]) -> None:
         """Call back when a pause begins and when it ends, until `unwatch`."""
@@ -180,6 +186,7 @@ class Pauses:
         if self._on_leave is not None and not self._hot.away and get_ident() == self._thread:
             self._hot.away = True
             self._hot.iterator = None  # the next batch takes the slow path, which ends the pause
+            self.is_between, self._in_step = self._place()
             self._off_the_clock(self._on_leave)
 
     def end(self) -> None:
@@ -187,6 +194,22 @@ class Pauses:
         if self._hot.away and torch.is_grad_enabled():
             self._hot.away = False
             self._off_the_clock(self._on_return)
+
+    def end_in_step(self) -> None:
+        """The model is called for training: what interrupted a step, between a batch and its update, is over."""
+        if self._in_step:
+            self.end()
+
+    def _place(self) -> tuple[bool, bool]:
+        """Return whether no forward pass is under way, and whether a batch has been asked for since the last update."""
+        if self._hot.stepped:
+            return True, False
+        for entry in reversed(self._clock.tape):
+            if entry.__class__ is str and entry in ("data", "outside"):
+                return True, entry == "data"
+            if entry.__class__ is str and entry in ("forward", "loss", "backward"):
+                return False, True
+        return self._clock.code in ("data", "outside"), True
 
     def _off_the_clock(self, call: Callable[[], None]) -> None:
         self._clock.enter(self._clock.code)

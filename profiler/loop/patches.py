@@ -84,7 +84,7 @@ class Patches:
                 delattr(owner, name)
 
 
-def _call_copy(original: Function, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+def call_method(original: Function, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
     """Call a method of torch.Tensor that has been replaced, for a tensor of any class.
 
     A subclass is told which method of torch's is called, and compares that with those it knows: torchvision's boxes
@@ -115,9 +115,9 @@ def _marked_copy(copying: Copying, thread: int, original: Function) -> Function:
         # A process that was forked meanwhile, such as a loader's worker, has a main thread of the same id.
         is_other = get_ident() != thread or os.getpid() != process or tensor.is_cuda
         if is_other or not (is_cuda or _is_gpu(*args[:1], **kwargs)) or (copied := copying()) is None:
-            return _call_copy(original, tensor, *args, **kwargs)
+            return call_method(original, tensor, *args, **kwargs)
         try:
-            return _call_copy(original, tensor, *args, **kwargs)
+            return call_method(original, tensor, *args, **kwargs)
         finally:
             copied()
 
@@ -132,6 +132,16 @@ def _is_gpu(target: Any = None, /, *, device: Any = None, other: Any = None, **m
     if isinstance(target, torch.device):
         return target.type == "cuda"
     return isinstance(target, int) or (isinstance(target, str) and target.startswith("cuda"))
+
+
+READS = ("item", "tolist", "cpu", "__float__", "__int__", "__bool__", "__index__")
+"""The methods of a tensor that read values, for which a device is waited for."""
+
+
+def replace_reads(patches: Patches, reading: Callable[[str, Function], Function]) -> None:
+    """Replace the methods of a tensor that read values by what `reading` makes of their name and of themselves."""
+    for name in READS:
+        patches.replace(Tensor, name, functools.partial(reading, name))
 
 
 class LoaderSource(Protocol):

@@ -95,6 +95,7 @@ def experiments() -> list[Experiment]:
             saving=Saving(value=0.67, low=0.64, high=0.7),
             pairs=8,
             verdict="keep",
+            changes_learning=True,
         ),
         Experiment(
             name="bf16 autocast",

@@ -1,4 +1,4 @@
-"""`accel profile` on several ranks: one report, and nothing is changed in any of them."""
+"""`accel profile` on several ranks: one report, and experiments that all of them make at the same steps."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ for epoch in range(5):
 dist.destroy_process_group()
 """,
     )
-    first, second = profile_ranks(tmp_path, 2, "train.py")
+    first, second = profile_ranks(tmp_path, 2, "--no-confirm", "train.py")
 
     assert first.returncode == second.returncode == 0, first.stderr + second.stderr
     found = report(tmp_path)
@@ -43,7 +43,6 @@ dist.destroy_process_group()
     straggler: Any = next(f for f in found.findings if f.cause == "straggler.rank")
     assert "rank 1" in straggler.why[0]
     assert "in host" in straggler.why[1]
-    assert found.experiments == []
 
 
 def test_a_terminated_rank_does_not_wait_long_for_one_that_was_killed(tmp_path: Path) -> None:
@@ -79,3 +78,73 @@ def test_torchrun_starts_ranks_that_make_one_report(tmp_path: Path) -> None:
 
     assert done.returncode == 0, done.stderr
     assert [row.rank for row in report(tmp_path).ranks] == [0, 1]
+
+
+def test_ranks_try_the_exchange_and_put_the_weights_back(tmp_path: Path) -> None:
+    script(
+        tmp_path,
+        """
+model = nn.Sequential(*[nn.Linear(256, 256) for _ in range(8)], nn.Linear(256, 2))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+data = TensorDataset(torch.randn(1600, 256), torch.zeros(1600, dtype=torch.long))
+loader = DataLoader(data, batch_size=2)
+"""
+        + DISTRIBUTED
+        + """
+for number, (x, y) in zip(range(220), loader):
+    step(x, y)
+total = torch.stack([p.detach().double().sum() for p in model.parameters()])
+totals = [torch.empty_like(total) for _ in range(2)]
+dist.all_gather(totals, total)
+if rank == 0:
+    print("ranks agree:", bool(torch.equal(*totals)))
+dist.destroy_process_group()
+""",
+    )
+    first, second = profile_ranks(tmp_path, 2, "train.py")
+
+    assert "ranks agree: True" in first.stdout, first.stderr + second.stderr
+    found = report(tmp_path)
+    assert [e.name for e in found.experiments] == ["no gradient exchange"]
+    assert found.experiments[0].changes_learning
+
+
+def test_ranks_agree_between_epochs_while_the_exchange_is_tried(tmp_path: Path) -> None:
+    """What is saved there is the same on all ranks; the first rank alone evaluates, in the midst of an epoch too."""
+    script(
+        tmp_path,
+        """
+model = nn.Sequential(*[nn.Linear(256, 256) for _ in range(8)], nn.Linear(256, 2))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+data = TensorDataset(torch.randn(1600, 256), torch.zeros(1600, dtype=torch.long))
+torch.manual_seed(int(__import__("os").environ["RANK"]))
+loader, validation = DataLoader(data, batch_size=2, shuffle=True), DataLoader(data, batch_size=800)
+"""
+        + DISTRIBUTED
+        + """
+def evaluate():
+    for x, y in validation:
+        with torch.no_grad():
+            model.module(x)
+
+agree = []
+for epoch in range(20):
+    for number, (x, y) in enumerate(loader):
+        if rank == 0 and number == 5:
+            evaluate()
+        step(x, y)
+        if number == 9:
+            break
+    total = torch.stack([p.detach().double().sum() for p in model.parameters()])
+    totals = [torch.empty_like(total) for _ in range(2)]
+    dist.all_gather(totals, total)
+    agree.append(torch.equal(*totals))
+if rank == 0:
+    print("ranks agree:", agree.count(True))
+dist.destroy_process_group()
+""",
+    )
+    first, second = profile_ranks(tmp_path, 2, "train.py")
+
+    assert first.stdout == "ranks agree: 20\n", first.stderr + second.stderr
+    assert [tried.name for tried in report(tmp_path).experiments] == ["no gradient exchange"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from datetime import timedelta
 
@@ -42,6 +43,25 @@ def test_a_rank_that_does_not_come_is_left_out_in_time(
 
     assert rank(0, monkeypatch, timeout_s).collect(1, at_most_s) == {0: 1}
     assert time.monotonic() - began < 10
+
+
+def test_all_ranks_elect_the_same(store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    brought = {0: ["a", "b"], 1: ["c", "b"]}
+    ranks, found = [rank(number, monkeypatch) for number in brought], {}
+
+    def elect(one: Exchange) -> None:
+        found[one.rank] = one.elect(brought[one.rank], 2)
+
+    threads = [threading.Thread(target=elect, args=(one,)) for one in ranks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == {0: ["b", "a"], 1: ["b", "a"]}
+
+
+def test_nothing_is_elected_without_all_ranks(store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert rank(1, monkeypatch, timeout_s=0.2).elect(["a"], 2) == []
 
 
 def test_a_restarted_run_reads_nothing_of_the_one_before(store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from accel.profiler.diagnose.device_time import by_device, means
 from accel.profiler.evidence import Evidence, LoaderFacts, SyncPoint, ThreadShare, TraceSummary
-from accel.profiler.experiments.whatif import Counterfactual, experiment, fetched_ahead
+from accel.profiler.experiments.switch import Counterfactual
+from accel.profiler.experiments.whatif import experiment, fetched_ahead
 from accel.profiler.loop.clock import StepClock
 from accel.profiler.loop.device import Backlog
 from accel.profiler.loop.recorder import Recorder
@@ -267,7 +268,7 @@ def test_what_holds_the_device_up_is_named(name: str, timed: int, monkeypatch: p
 
 def tried(loop: Loop, switch: Counterfactual) -> Experiment:
     backlog = Backlog(loop.gpu.now, loop.gpu.drain, loop.gpu.event)
-    course = experiment(switch, loop.recorder.delivery.pauses, backlog)
+    course = experiment(switch, loop.recorder, backlog)
     ended: list[Experiment] = []
 
     def step(measured: Measurement) -> None:

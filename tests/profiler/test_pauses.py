@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import io
 from collections.abc import Callable, Generator
 from typing import Any
 
@@ -10,7 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from accel.profiler.experiments.whatif import Counterfactual, experiment, no_collector
+from accel.profiler.experiments.switch import Counterfactual
+from accel.profiler.experiments.whatif import experiment, no_collector
 from accel.profiler.loop.recorder import Recorder
 from accel.profiler.phases import Measurement
 from accel.profiler.report import Experiment
@@ -22,10 +24,12 @@ from tests.profiler.test_whatif import Switch
 class Run:
     """A loop with an experiment from its fourth step on."""
 
-    def __init__(self, recorder: Recorder, switch: Counterfactual) -> None:
+    def __init__(self, recorder: Recorder, switch: Counterfactual, *, together: bool = False) -> None:
         self.model, self.optimizer, self.loader = parts()
-        self.recorder, self.switch = recorder, switch
+        self.recorder, self.switch, self.together = recorder, switch, together
         self.result: Experiment | None = None
+        self.before: dict[str, torch.Tensor] = {}
+        """The parameters when the experiment began."""
         self.course = self._course()
         next(self.course)
         recorder.delivery.on_step = self._step
@@ -33,12 +37,16 @@ class Run:
     def _course(self) -> Generator[None, Measurement, None]:
         for _ in range(3):
             yield
-        self.result = yield from experiment(self.switch, self.recorder.delivery.pauses)
+        self.before = {name: value.detach().clone() for name, value in self.model.named_parameters()}
+        self.result = yield from experiment(self.switch, self.recorder, together=self.together)
         while True:
             yield
 
     def _step(self, measured: Measurement) -> None:
         self.course.send(measured)
+
+    def is_as_before(self) -> bool:
+        return all(torch.equal(value, self.before[name]) for name, value in self.model.named_parameters())
 
     def train(self, batches: Any = None, after: Callable[[], None] = lambda: None) -> None:
         train(self.model, self.optimizer, self.loader if batches is None else batches, after)
@@ -101,6 +109,88 @@ def test_nothing_is_switched_in_an_evaluation(recorder: Recorder, where: str, mo
     assert run.result is not None and run.result.verdict != "void"
     assert not any(in_evaluation)
     assert 16 <= sum(in_step) <= 70
+
+
+IN_TURNS = [False] * 7 + ([True] * 9 + [False] * 9) * 3
+"""Three steps before the experiment, a block of four without; then two blocks at a time, and one step to switch."""
+
+
+@pytest.mark.parametrize("evaluates", [False, True])
+def test_a_rank_that_evaluates_takes_the_same_steps_as_one_that_does_not(recorder: Recorder, evaluates: bool) -> None:
+    """Only the first rank of many evaluates; without an exchange on one of them, the others would wait for it."""
+    switch = Switch()
+    run = Run(recorder, switch, together=True)
+    on_in: list[bool] = []
+    run.model.register_forward_hook(lambda *_: on_in.append(switch.on) if torch.is_grad_enabled() else None)
+    validation = anew(run.loader)
+
+    def validate() -> None:
+        if evaluates and len(on_in) % 3 == 0:
+            with torch.no_grad():
+                for x, _ in validation:
+                    run.model(x)
+
+    for _ in range(10):
+        run.train(after=validate)
+
+    assert on_in[: len(IN_TURNS)] == IN_TURNS
+
+
+def test_what_an_experiment_has_taught_is_gone_in_an_evaluation_and_at_the_end(recorder: Recorder) -> None:
+    run = Run(recorder, Switch(changes_learning=True), together=True)
+    kept: list[bool] = []
+    run.train()
+    kept.append(run.is_as_before())
+    with torch.no_grad():
+        for x, _ in anew(run.loader):
+            run.model(x)
+    for number, batch in enumerate(run.loader):
+        run.train([batch])
+        if number % 4 == 3:
+            assert not run.is_as_before()
+            run.model.eval()
+            with torch.no_grad():
+                run.model(batch[0])
+            run.model.train()
+            kept.append(run.is_as_before())
+    kept.append(run.is_as_before())
+
+    assert run.result is None  # the experiment is not over
+    assert kept == [True] * 4
+
+
+@pytest.mark.parametrize("save", ["state_dict", "torch.save"])
+def test_what_an_experiment_has_taught_is_not_saved(recorder: Recorder, save: str) -> None:
+    run = Run(recorder, Switch(changes_learning=True), together=True)
+    original = torch.save
+    for number, batch in enumerate(run.loader):
+        run.train([batch])
+        if number == 7:
+            assert not run.is_as_before()
+            run.model.state_dict() if save == "state_dict" else torch.save(
+                dict(run.model.named_parameters()), io.BytesIO()
+            )
+            assert run.is_as_before()
+    run.course.close()
+
+    assert torch.save is original
+
+
+def test_a_step_that_an_evaluation_interrupts_can_still_go_back(recorder: Recorder) -> None:
+    """Its forward pass is over, so the state is not put back under it."""
+    run = Run(recorder, Switch(changes_learning=True), together=True)
+    for number, (x, y) in enumerate(run.loader):
+        loss = nn.functional.cross_entropy(run.model(x), y)
+        if number == 7:
+            run.model.eval()
+            with torch.no_grad():
+                run.model(x)
+            run.model.train()
+            assert not run.is_as_before()
+        loss.backward()
+        run.optimizer.step()
+
+    assert run.is_as_before()
 
 
 def test_an_experiment_without_a_whole_step_is_void(recorder: Recorder) -> None:

@@ -6,19 +6,21 @@ import gc
 import random
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
+from accel.profiler.experiments.switch import Counterfactual, Snapshot
 from accel.profiler.experiments.whatif import (
-    Counterfactual,
     all_threads,
     can_update_at_once,
     experiment,
     fetched_ahead,
     no_anomaly_mode,
     no_collector,
+    no_exchange,
     one_update,
 )
 from accel.profiler.loop.recorder import Recorder
@@ -29,8 +31,8 @@ from accel.profiler.report import Experiment
 class Switch(Counterfactual):
     """Tells whether it is on; of the whole, whether it works."""
 
-    def __init__(self, *, works: bool = True) -> None:
-        super().__init__("switch", "it was on", self._entered, lambda: works)
+    def __init__(self, *, works: bool = True, changes_learning: bool = False) -> None:
+        super().__init__("switch", "it was on", self._entered, lambda: works, changes_learning)
         self.on, self.switched = False, 0
 
     @contextmanager
@@ -56,7 +58,7 @@ def drive(
 @pytest.mark.parametrize(("factor", "verdict"), [(0.4, "keep"), (1.0, "drop"), (1.5, "drop")])
 def test_an_experiment_measures_what_the_switch_gives(factor: float, verdict: str) -> None:
     switch, dice = Switch(), random.Random(0)
-    course = experiment(switch, Recorder().delivery.pauses)
+    course = experiment(switch, Recorder())
 
     found = drive(course, lambda: 0.01 * (factor if switch.on else 1.0) * (1 + dice.gauss(0, 0.02)))
 
@@ -67,14 +69,29 @@ def test_an_experiment_measures_what_the_switch_gives(factor: float, verdict: st
 
 def test_an_experiment_whose_switch_took_no_hold_is_void() -> None:
     dice = random.Random(0)
-    found = drive(experiment(Switch(works=False), Recorder().delivery.pauses), lambda: 0.01 * (1 + dice.gauss(0, 0.02)))
+    found = drive(experiment(Switch(works=False), Recorder()), lambda: 0.01 * (1 + dice.gauss(0, 0.02)))
 
     assert found.verdict == "void"
 
 
+def test_several_ranks_always_take_the_same_number_of_steps() -> None:
+    taken = []
+    for factor in (0.2, 0.999, 1.0, 3.0):
+        switch, steps = Switch(), [0]
+
+        def seconds(switch: Switch = switch, factor: float = factor, steps: list[int] = steps) -> float:
+            steps[0] += 1
+            return 0.01 * (factor if switch.on else 1.0)
+
+        drive(experiment(switch, Recorder(), together=True), seconds)
+        taken.append(steps[0])
+
+    assert len(set(taken)) == 1
+
+
 def test_an_experiment_that_is_cut_short_puts_everything_back() -> None:
     switch = Switch()
-    course = experiment(switch, Recorder().delivery.pauses)
+    course = experiment(switch, Recorder())
     next(course)
     for number in range(6):
         course.send(Measurement(step=number, seconds=0.01))
@@ -181,6 +198,19 @@ def test_a_batch_fetched_ahead_is_counted() -> None:
     assert switch.worked() and not recorder.loaders.ahead
 
 
+@pytest.mark.parametrize("sets_it_itself", [False, True])
+def test_an_exchange_that_the_loop_switches_itself_goes_on(sets_it_itself: bool) -> None:
+    model = SimpleNamespace(require_backward_grad_sync=True)
+    switch = no_exchange([model])  # type: ignore[list-item]
+    with switch.off():
+        assert not model.require_backward_grad_sync
+        if sets_it_itself:
+            model.require_backward_grad_sync = True
+
+    assert model.require_backward_grad_sync
+    assert switch.worked() is not sets_it_itself
+
+
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD, torch.optim.RMSprop])
 def test_the_optimizer_takes_the_other_path_and_learns_the_same(kind: type[torch.optim.Optimizer]) -> None:
     def trained(switching: bool) -> torch.Tensor:
@@ -215,3 +245,26 @@ def test_only_torch_s_own_optimizers_that_loop_have_another_path() -> None:
     assert can_update_at_once(torch.optim.AdamW(parameters))
     assert not can_update_at_once(torch.optim.AdamW(parameters, fused=True))
     assert not can_update_at_once(torch.optim.LBFGS(parameters))
+
+
+def test_a_snapshot_restores_parameters_buffers_and_optimizer_state_in_place() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    optimizer = torch.optim.Adam(model.parameters())
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(torch.randn(8, 4)).sum().backward()
+        optimizer.step()
+
+    step()
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    moments = [v.clone() for s in optimizer.state.values() for v in s.values()]
+    addresses = [p.data_ptr() for p in model.parameters()]
+    snapshot = Snapshot([model], [optimizer])
+    step()
+    assert any(not torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    snapshot.restore()
+
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    assert all(map(torch.equal, moments, [v for s in optimizer.state.values() for v in s.values()]))
+    assert [p.data_ptr() for p in model.parameters()] == addresses
