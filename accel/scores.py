@@ -9,6 +9,7 @@ from pathlib import Path
 from accel.errors import InvalidArgument
 
 CHECKPOINT = "ACCEL_CHECKPOINT"
+"""Variable in which a script that runs as a job finds the folder of its checkpoints."""
 _FILE = "scores.jsonl"
 
 

@@ -32,9 +32,8 @@ from accel.elastic.in_place import ORDERS, RANK, SEEN, open_store, value_of
 from accel.elastic.saving.torchrun_nodes import VARIABLE
 from accel.errors import InvalidArgument
 from accel.goodput.job import JobProfile
+from accel.scores import CHECKPOINT
 
-CHECKPOINT = "ACCEL_CHECKPOINT"
-"""Variable in which the script finds the folder."""
 _LONGER_S = 5.0
 """Than torchrun waits for its workers it is waited for."""
 _LOOK_S = 0.02
