@@ -23,9 +23,9 @@ from typing import Any
 from accel.cluster.actuators import RESTARTS, SAVE_S, ClusterUnreachable, Status
 from accel.cluster.job_table import JobRow
 from accel.cluster.jobs import ClusterNode
-from accel.elastic.local_job import CHECKPOINT
 from accel.elastic.saving.torchrun_nodes import VARIABLE
 from accel.errors import InvalidArgument
+from accel.scores import CHECKPOINT
 
 GPU = "nvidia.com/gpu"
 KIND = "nvidia.com/gpu.product"

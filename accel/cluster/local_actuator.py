@@ -14,9 +14,10 @@ import torch
 from accel.cluster.actuators import LOG, RESTARTS, SAVE_S
 from accel.cluster.job_table import JobRow
 from accel.cluster.jobs import ClusterNode
-from accel.elastic.local_job import CHECKPOINT, TORCHRUN, LocalJob
+from accel.elastic.local_job import TORCHRUN, LocalJob
 from accel.errors import InvalidArgument
 from accel.profiler.host import usable_cores
+from accel.scores import CHECKPOINT
 
 _LOOK_S = 0.1
 
