@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import os
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from accel.elastic.scaling_rules import Rule
 
 _ALLOW = {level.word: level for level in Exactness}
+_LEVEL_OF_PRECISION = dict.fromkeys(("bf16", "bfloat16", "tf32", "half", "mixed"), "reduced")
 
 
 @dataclass(frozen=True)
@@ -123,7 +125,9 @@ def check_objects(model: Any, loader: Any, optimizer: Any) -> None:
         swapped = " (model and loader are swapped)" if isinstance(loader, nn.Module) else ""
         raise InvalidArgument(f"model must be a torch.nn.Module, got {_kind(model)}{swapped}; pass the module itself")
     if not hasattr(loader, "__iter__") and not hasattr(loader, "__getitem__"):
-        raise InvalidArgument(f"loader must be iterable, got {_kind(loader)}; pass the DataLoader of the training loop")
+        is_swapped = isinstance(loader, Optimizer) and hasattr(optimizer, "__iter__")
+        remedy = "the order is model, loader, optimizer" if is_swapped else "pass the DataLoader of the training loop"
+        raise InvalidArgument(f"loader must be iterable, got {_kind(loader)}; {remedy}")
     with contextlib.suppress(TypeError, NotImplementedError):  # an iterable dataset has no length
         if len(loader) == 0:
             raise InvalidArgument("loader must hold at least one batch, it is empty; check the dataset and drop_last")
@@ -147,7 +151,10 @@ def _kind(thing: Any) -> str:
 
 def _check_allow(allow: Any) -> Exactness:
     if not isinstance(allow, str) or allow not in _ALLOW:
-        raise InvalidArgument(f"allow must be one of {', '.join(map(repr, _ALLOW))}, got {allow!r}")
+        known = ", ".join(map(repr, _ALLOW))
+        near = difflib.get_close_matches(str(allow), [*_ALLOW, *_LEVEL_OF_PRECISION], n=1)
+        hint = f"; did you mean {_LEVEL_OF_PRECISION.get(near[0], near[0])!r}?" if near else ""
+        raise InvalidArgument(f"allow must be one of {known}, got {allow!r}{hint}")
     return _ALLOW[allow]
 
 

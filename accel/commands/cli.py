@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import sys
 from importlib import import_module
 from typing import Any
@@ -32,6 +33,8 @@ _HOMES = {
 
 _HAVE_SCRIPTS = frozenset({"run", "profile"})
 """Subcommands that take a script with arguments of its own."""
+_MEANT = {"optimize": "run", "launch": "run", "train": "run", "env": "doctor", "info": "doctor", "explain": "report"}
+"""Names of other tools' commands → ours."""
 
 
 class _Group(click.Group):
@@ -48,6 +51,17 @@ class _Group(click.Group):
             return None
         command: click.Command = getattr(import_module(_HOMES[cmd_name]), cmd_name)
         return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Find a subcommand; for an unknown one name the one that was likely meant."""
+        name = args[0]
+        if name not in _HOMES and not name.startswith("-"):
+            near = [_MEANT[name]] if name in _MEANT else difflib.get_close_matches(name, _HOMES, n=1)
+            meant = f"run {name}" if name.endswith(".py") else next(iter(near), "")
+            ctx.fail(f"No such command {name!r}." + (f" Did you mean `accel {meant}`?" if meant else ""))
+        return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
         try:

@@ -1,4 +1,4 @@
-"""`accel doctor`: look for what slows communication down on this machine."""
+"""`accel doctor`: what this machine and its Python are, and what slows communication down."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -21,10 +21,11 @@ EXIT_FINDINGS = 1
 SCHEMA = 1
 
 _STYLES = {"error": "bold red", "warn": "yellow", "info": "cyan"}
+_WORDS = {"error": "error", "warn": "warning", "info": "note"}
 
 
 @click.command()
-@click.argument("what", type=click.Choice(["network"]), default="network")
+@click.argument("what", type=click.Choice(["all", "environment", "network"]), default="all")
 @click.option(
     "--log",
     type=click.Path(path_type=Path, dir_okay=False),
@@ -40,22 +41,47 @@ _STYLES = {"error": "bold red", "warn": "yellow", "info": "cyan"}
 )
 @click.pass_context
 def doctor(ctx: click.Context, what: str, log: Path | None, target: Path | None) -> None:
-    """Look at NCCL, gloo, links, GPUDirect, PCIe and limits of this machine.
+    """Print versions, devices, cores and memory, and look at what slows the network down.
+
+    \b
+        accel doctor                        both
+        accel doctor environment            for a bug report
+        accel doctor network --log FILE     NCCL, gloo, links, GPUDirect, PCIe and limits
 
     Reads files, environment and limits, and changes nothing. What it can't look at it names, with the reason. The exit
-    status is 0, 1 if a finding is a warning or an error, and 2 if FILE can't be used.
+    status is 0, 1 if a finding about the network is a warning or an error, and 2 if FILE can't be used.
     """
-    from accel.comm.doctor import Host, examine
-
+    if log is not None and what == "environment":
+        raise InvalidArgument("--log must come with the network's checks, got `accel doctor environment`; leave it out")
     if target is not None:
         check_folder("--json", target)
-    examination = examine(Host(), None if log is None else _read_log(log))
-    click.echo(render(examination))
+    read = None if log is None else _read_log(log)
+    document: dict[str, Any] = {"kind": what, "schema": SCHEMA}
+    found_bad = False
+    if what != "network":
+        from accel.commands.environment import environment
+
+        document["environment"] = environment()
+        click.echo(_render_environment(document["environment"]))
+    if what != "environment":
+        from accel.comm.doctor import Host, examine
+
+        examination = examine(Host(), read)
+        click.echo(render(examination))
+        document.update(asdict(examination))
+        found_bad = examination.bad
     if target is not None:
-        document = {"kind": what, "schema": SCHEMA, **asdict(examination)}
         save("--json", target, json.dumps(document, indent=1) + "\n")
         click.echo(f"wrote {target}", err=True)
-    ctx.exit(EXIT_FINDINGS if examination.bad else 0)
+    ctx.exit(EXIT_FINDINGS if found_bad else 0)
+
+
+def _render_environment(facts: dict[str, str]) -> str:
+    page = Page(None, None)
+    page.heading("environment")
+    for name, text in facts.items():
+        page.paragraph(f"{name}: {text}")
+    return page.text() + "\n"
 
 
 def _read_log(log: Path) -> NcclLog:
@@ -69,6 +95,11 @@ def _read_log(log: Path) -> NcclLog:
         raise InvalidArgument(f"--log {log} is not an NCCL log: {error}") from None
 
 
+def _plural(level: str, count: int) -> str:
+    """Return the word for findings of a level."""
+    return _WORDS[level] + ("s" if count > 1 else "")
+
+
 def render(examination: Examination, width: int | None = None, color: bool | None = None) -> str:
     """Render the findings, the worst first.
 
@@ -78,9 +109,9 @@ def render(examination: Examination, width: int | None = None, color: bool | Non
     """
     page = Page(width, color)
     counts = Counter(finding.level for finding in examination.findings)
-    words = ", ".join(f"{counts[level]} {level}" for level in _STYLES if counts[level])
+    words = ", ".join(f"{counts[level]} {_plural(level, counts[level])}" for level in _STYLES if counts[level])
     checks = len(examination.passed) + len({finding.check for finding in examination.findings})
-    page.paragraph(f"accel: {words or 'nothing'} found by {checks} checks", "bold")
+    page.paragraph(f"network: {words or 'nothing found'} ({checks} checks)", "bold")
     for finding in examination.findings:
         page.paragraph("")
         page.paragraph(f"{finding.level}: {finding.title} ({finding.check})", _STYLES[finding.level])

@@ -138,6 +138,11 @@ def check_script(script: str, module: bool) -> None:
     """Raise InvalidArgument if there is no such script, or none whose source can be run."""
     if module:
         return
+    if script.startswith("-"):
+        raise InvalidArgument(
+            f"SCRIPT must be a Python file, got {script!r}, which is no option of this command; options of the script "
+            "go after it: train.py -- --epochs 3"
+        )
     if os.path.isdir(script):
         raise InvalidArgument(
             f"SCRIPT must be a Python file, got {script!r}, which is a folder; name its __main__.py, or use -m"

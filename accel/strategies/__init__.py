@@ -61,15 +61,21 @@ def names() -> list[str]:
 def check_names(argument: str, given: Iterable[str]) -> frozenset[str]:
     """Return `given` as a set, or raise `InvalidArgument` naming the nearest registered name."""
     if isinstance(given, str):
+        name = next(iter(_nearest(given)), given)
         raise InvalidArgument(
-            f"{argument} must be a tuple of strategy names, got the string {given!r}; write ({given!r},)"
+            f"{argument} must be a tuple of strategy names, got the string {given!r}; write ({name!r},)"
         )
     if not isinstance(given, Iterable):
         raise InvalidArgument(f"{argument} must be a tuple of strategy names, got {given!r}")
     chosen = frozenset(given)
     for name in sorted(chosen, key=str):
         if name not in names():
-            near = difflib.get_close_matches(str(name), names(), n=1, cutoff=0.3)
+            near = _nearest(str(name))
             hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(names())}"
             raise InvalidArgument(f"{argument} names an unknown strategy {name!r}; {hint}")
     return chosen
+
+
+def _nearest(name: str) -> list[str]:
+    """Return the registered name that is most like another one; nothing if none is."""
+    return difflib.get_close_matches(name, names(), n=1, cutoff=0.3)

@@ -68,6 +68,8 @@ def test_optimizer_is_wrong() -> None:
         accel.optimize(model, loader, scheduler)  # type: ignore[call-overload]
     with pytest.raises(InvalidArgument, match=r"got a type"):
         accel.optimize(model, loader, torch.optim.SGD)  # type: ignore[call-overload]
+    with pytest.raises(InvalidArgument, match=r"got a SGD; the order is model, loader, optimizer"):
+        accel.optimize(model, optimizer, loader)  # type: ignore[call-overload]
     stranger = torch.optim.Adam(nn.Linear(2, 2).parameters())
     with pytest.raises(
         InvalidArgument, match=r"this Adam holds none of Net's; make it from model.parameters\(\) after the model is on"
@@ -88,6 +90,8 @@ def test_an_optimizer_with_other_parameters_too_is_taken() -> None:
         ({"allow": "fast"}, r"allow must be one of 'exact', 'reordered', 'reduced', 'lossy', got 'fast'"),
         ({"allow": None}, r"allow must be one of .* got None"),
         ({"allow": ["exact"]}, r"allow must be one of .* got \['exact'\]"),
+        ({"allow": "bf16"}, r"allow must be one of .* got 'bf16'; did you mean 'reduced'\?"),
+        ({"allow": "reorderd"}, r"got 'reorderd'; did you mean 'reordered'\?"),
         ({"allow": 1}, r"allow must be one of .* got 1"),
         (
             {"enable": ("torch_compil",)},
@@ -97,6 +101,7 @@ def test_an_optimizer_with_other_parameters_too_is_taken() -> None:
         ({"disable": ("zzzzzzzz",)}, r"unknown strategy 'zzzzzzzz'; known: torch_compile, channels_last"),
         ({"enable": (3, "tf32")}, r"enable names an unknown strategy 3"),
         ({"enable": "tf32"}, r"enable must be a tuple of strategy names, got the string 'tf32'; write \('tf32',\)"),
+        ({"disable": "compile"}, r"got the string 'compile'; write \('torch_compile',\)"),
         ({"disable": "tf32"}, r"disable must be a tuple of strategy names, got the string"),
         ({"enable": None}, r"enable must be a tuple of strategy names, got None"),
         ({"enable": ("tf32",), "disable": {"tf32"}}, r"\['tf32'\] are in both enable and disable; keep them in one"),

@@ -171,7 +171,11 @@ def test_profile_that_is_not_whole_is_one_line_with_a_remedy(tmp_path: Path, con
     [
         (["--version"], 0, f"accel, version {__version__}\n"),
         (["compare", "--help"], 0, "1 if it is, and 2 if a report can't be used"),
-        (["repeat"], 2, "No such command 'repeat'"),
+        (["frobnicate"], 2, "No such command 'frobnicate'."),
+        (["optimize", "train.py"], 2, "No such command 'optimize'. Did you mean `accel run`?"),
+        (["train.py"], 2, "No such command 'train.py'. Did you mean `accel run train.py`?"),
+        (["comapre", "a.json", "b.json"], 2, "Did you mean `accel compare`?"),
+        (["run", "--epochs", "3", "train.py"], 2, "options of the script go after it: train.py -- --epochs 3"),
     ],
 )
 def test_what_click_answers(arguments: list[str], status: int, text: str) -> None:

@@ -8,12 +8,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from click.testing import CliRunner, Result
 
 from accel.comm import doctor
 from accel.comm.doctor import examination, examine
 from accel.commands import doctor as doctor_command
 from accel.commands.cli import main
+from accel.profiler.host import usable_cores
 from tests.comm.fake_host import CARD, host
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -36,7 +38,28 @@ def run(*arguments: object) -> Result:
 def test_a_good_machine_gives_nothing_and_status_0(words: list[str], machine: Path) -> None:
     done = run(*words)
     assert done.exit_code == 0
-    assert done.output.startswith("accel: nothing found by ")
+    assert "\nnetwork: nothing found (" in f"\n{done.output}"
+    assert ("torch: " in done.output) == (not words)
+
+
+def test_the_environment_alone_has_what_a_bug_report_needs(tmp_path: Path) -> None:
+    target = tmp_path / "environment.json"
+    done = run("environment", "--json", target)
+    assert done.exit_code == 0
+    assert "network:" not in done.output
+    facts = json.loads(target.read_text())["environment"]
+    assert facts["torch"].startswith(torch.__version__)
+    assert f"{usable_cores()} of " in facts["cpu"]
+    assert {"accel", "python", "packages", "threads", "memory", "shared memory", "plan cache", "variables"} <= set(
+        facts
+    )
+    assert any(name.startswith("gpu") for name in facts)
+
+
+def test_a_log_without_the_network_is_refused(tmp_path: Path) -> None:
+    done = run("environment", "--log", tmp_path / "nccl.log")
+    assert done.exit_code == 2
+    assert "--log must come with the network's checks" in done.output
 
 
 @pytest.mark.parametrize("words", [[], ["network"]], ids=["alone", "network"])
@@ -48,7 +71,7 @@ def test_a_log_with_a_warning_gives_status_1_and_a_file(words: list[str], machin
     assert "warn: GPUs of one node don't talk to each other directly (p2p_disabled)" in done.output
     assert "seen: log: NCCL_P2P_DISABLE=1" in done.output
     written = json.loads(target.read_text())
-    assert (written["kind"], written["schema"]) == ("network", 1)
+    assert (written["kind"], written["schema"]) == (words[0] if words else "all", 1)
     (finding,) = written["findings"]
     assert finding["check"] == "p2p_disabled"
     assert set(finding) == {"check", "level", "title", "costs", "evidence", "change"}
@@ -97,10 +120,10 @@ def test_no_line_is_wider_than_the_terminal(width: int, tmp_path: Path) -> None:
     assert text.index("error:") < text.index("warn:") < text.index("info:")
 
 
-def test_the_command_loads_no_torch() -> None:
+def test_the_checks_of_the_network_load_no_torch() -> None:
     code = (
         "import sys; from accel.commands.cli import main\n"
-        "try: main(['doctor'])\n"
+        "try: main(['doctor', 'network'])\n"
         "except SystemExit: pass\n"
         "print('torch' in sys.modules)"
     )
