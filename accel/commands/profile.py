@@ -8,14 +8,14 @@ import threading
 import time
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import click
 
 from accel import __version__
-from accel.commands.script_job import ScriptJob, check_script, own_arguments, say, training_in_children
+from accel.commands.script_job import ScriptJob, check_report, check_script, own_arguments, say, training_in_children
 from accel.errors import InvalidArgument
-from accel.files import check_folder, is_there, write_atomic
+from accel.files import write_atomic
 
 if TYPE_CHECKING:
     from accel.profiler.gather import Exchange
@@ -36,17 +36,24 @@ _DIAGNOSING = (
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 @click.option("-m", "--module", is_flag=True, help="SCRIPT is a module's name, as with python -m.")
 @click.option(
+    "--report",
     "--json",
-    "target",
-    type=click.Path(path_type=Path, dir_okay=False),
-    default=Path("accel-profile.json"),
+    type=click.Path(path_type=Path),
+    default=Path("accel-profile"),
     show_default=True,
-    help="The report; its web page and its trace are written beside it.",
+    help="A folder for report.json, report.html and trace.json, or a .json file that the other two lie beside.",
 )
 @click.option("--confirm/--no-confirm", default=True, help="Try the suspects on real steps.  [default: confirm]")
+@click.option("-v", "--verbose", is_flag=True, help="Print the whole report.")
 @click.pass_context
 def profile(
-    context: click.Context, script: str, arguments: tuple[str, ...], module: bool, target: Path, confirm: bool
+    context: click.Context,
+    script: str,
+    arguments: tuple[str, ...],
+    module: bool,
+    report: Path,
+    confirm: bool,
+    verbose: bool,
 ) -> None:
     """Run SCRIPT with its own ARGUMENTS and name what holds its training back.
 
@@ -56,8 +63,11 @@ def profile(
 
     The script runs to its end, unmodified; its output and its exit status are its own. The report goes to stderr.
     """
-    _check(script, module, target)
-    target = target.absolute()  # the script may change its directory
+    check_script(script, module)
+    if report.suffix.lower() == ".html":
+        raise InvalidArgument(f"--report must be a folder or a .json file, got {str(report)!r}")
+    check_report(report)
+    files = ReportFiles.at(report)
     script_arguments = own_arguments(arguments)
 
     from accel.profiler.gather import Exchange
@@ -67,7 +77,22 @@ def profile(
     if confirm and not exchange.launched:
         click.echo(_DIAGNOSING, err=True)
     line = shlex.join(["accel", "profile", *(["-m"] if module else []), script, *script_arguments])
-    ProfileJob(Script(script, script_arguments, module=module), exchange, target, line, confirm).begin(context)
+    ProfileJob(Script(script, script_arguments, module=module), exchange, files, line, confirm, verbose).begin(context)
+
+
+class ReportFiles(NamedTuple):
+    """Where a report, its web page and its trace go."""
+
+    report: Path
+    page: Path
+    trace: Path
+
+    @classmethod
+    def at(cls, place: Path) -> ReportFiles:
+        """Return the files of a folder, or those beside a .json file."""
+        if place.suffix.lower() == ".json":
+            return cls(place, place.with_suffix(".html"), place.with_suffix(".trace.json"))
+        return cls(place / "report.json", place / "report.html", place / "trace.json")
 
 
 class ProfileJob(ScriptJob):
@@ -76,14 +101,20 @@ class ProfileJob(ScriptJob):
     Args:
         script: what to run.
         exchange: the other ranks.
-        target: where the report goes.
+        files: where the report goes.
         line: the command, for the report.
         confirm: test the suspects by experiments.
+        verbose: print the whole report.
     """
 
-    def __init__(self, script: Script, exchange: Exchange, target: Path, line: str, confirm: bool) -> None:
+    def __init__(
+        self, script: Script, exchange: Exchange, files: ReportFiles, line: str, confirm: bool, verbose: bool
+    ) -> None:
         super().__init__(script)
-        self._exchange, self._target, self._line, self._confirm = exchange, target, line, confirm
+        self._exchange, self._line = exchange, line
+        self._shown = files
+        self._files = ReportFiles(*(path.absolute() for path in files))  # the script may change its directory
+        self._confirm, self._verbose = confirm, verbose
         self._thread = threading.get_ident(), threading.get_native_id()
         self._started, self._started_at = datetime.now(timezone.utc), time.perf_counter()
         self._session: ProfileSession | None = None
@@ -100,7 +131,7 @@ class ProfileJob(ScriptJob):
 
         self._session = ProfileSession(
             confirm=self._confirm,
-            trace_file=self._target.with_suffix(".trace.json"),
+            trace_file=self._files.trace,
             exchange=self._exchange,
             loaders=((ContinuousLoader, LoaderPass),),
             thread=self._thread,
@@ -146,16 +177,25 @@ class ProfileJob(ScriptJob):
         report.host.accel = __version__
         if exchange.launched:
             verdict.merge(report, everyone, diagnosis.anatomy, exchange.size)
-        _write(report, self._target)
+        self._write(report)
 
+    def _write(self, report: ProfileReport) -> None:
+        """Print and save the report."""
+        from accel.report.rendering import as_brief, as_page, as_text
 
-def _check(script: str, module: bool, target: Path) -> None:
-    check_script(script, module)
-    if target.suffix.lower() == ".html":
-        raise InvalidArgument(f"--json must not end in .html, where the web page goes, got {str(target)!r}")
-    if is_there("--json", target) and not target.is_file():
-        raise InvalidArgument(f"--json must be an ordinary file, got {str(target)!r}; name one, then print it")
-    check_folder("--json", target)
+        render = as_text if self._verbose else as_brief
+        say(render(report, stream=sys.stderr))
+        try:
+            write_atomic(self._files.report, report.to_json() + "\n")
+            write_atomic(self._files.page, as_page(report))
+        except (OSError, ValueError) as error:
+            # The script's own exit status matters more than the report's.
+            say(f"accel: the report could not be written: {error}")
+            return
+        names = [self._shown.report, self._shown.page, *([self._shown.trace] if report.trace_file else [])]
+        say(f"accel: wrote {', '.join(map(str, names))}")
+        if not self._verbose:
+            say(f"accel: the whole report: accel report {shlex.quote(str(self._shown.report))}, or -v")
 
 
 def _nothing(session: ProfileSession, wall_s: float) -> str:
@@ -173,19 +213,3 @@ def _nothing(session: ProfileSession, wall_s: float) -> str:
     if not recorder.backwards and (children := training_in_children("profile")):
         text += f"\n{children}"
     return text
-
-
-def _write(report: ProfileReport, target: Path) -> None:
-    from accel.report.rendering import as_page, as_text, as_verdict
-
-    page = target.with_suffix(".html")
-    say(as_text(report, stream=sys.stderr))
-    try:
-        write_atomic(target, report.to_json() + "\n")
-        write_atomic(page, as_page(report))
-        written = f"wrote {target}, {page}" + (f", {report.trace_file}" if report.trace_file else "")
-    except (OSError, ValueError) as error:
-        # The script's own exit status matters more than the report's.
-        written = f"the report could not be written: {error}"
-    say(f"accel: {written}")
-    say(as_verdict(report, sys.stderr))  # again: the report's first line has left the screen by now

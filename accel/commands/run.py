@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from accel import startup
-from accel.commands.script_job import ScriptJob, check_script, own_arguments, say, training_in_children
+from accel.commands.script_job import ScriptJob, check_report, check_script, own_arguments, say, training_in_children
 from accel.errors import InvalidArgument
-from accel.files import is_there
 
 if TYPE_CHECKING:
     from accel.profiler.script import Script
@@ -76,7 +75,7 @@ def _checked(
     Budget.parse(budget)
     if report is not None:
         report = report.absolute()  # the script may change its directory
-        _check_report(report)
+        check_report(report)
     if enable or disable:
         _check_names("--enable", enable)
         _check_names("--disable", disable)
@@ -98,16 +97,6 @@ def _check_names(option: str, given: tuple[str, ...]) -> None:
         from accel import strategies
 
         strategies.check_names(option, given)
-
-
-def _check_report(report: Path) -> None:
-    """Raise InvalidArgument if the report can't go there; folders that are not there yet are made, as by `optimize`."""
-    place = next(place for place in (report, *report.parents) if is_there("--report", place))
-    is_file = report.suffix in (".json", ".html")
-    if place.is_dir() == (is_file and place == report):
-        raise InvalidArgument(f"--report must be a folder, a .json or a .html file, got {str(place)!r}, which is not")
-    if not os.access(place, os.W_OK):
-        raise InvalidArgument(f"--report must be a place that can be written, got {str(place)!r}; name another one")
 
 
 class RunJob(ScriptJob):

@@ -110,14 +110,14 @@ def _automatic(finding: Finding) -> str:
 def _verdict(report: ProfileReport, anatomy: Anatomy) -> str:
     if report.refused:
         return f"no verdict: {report.refused}"
+    parts = {"forward and backward": anatomy.computing, **{k: anatomy.shares[k] for k in ("optimizer", "data")}}
+    largest = max(parts, key=lambda part: parts[part])
     if not report.findings:
-        parts = {"forward and backward": anatomy.computing, **{k: anatomy.shares[k] for k in ("optimizer", "data")}}
-        largest = max(parts, key=lambda part: parts[part])
         none = f"nothing holds the run back: {largest} take {parts[largest]:.0%} of the step, and no cause stands out"
         return none + "".join(f"; borderline: {f.cause}, {f.share:.0%} of the step" for f in report.borderline[:1])
     first = report.findings[0]
     if first.cause in CROWDS:
-        return f"{first.cause}: {first.title}; nothing else can be said until that is gone"
+        return f"{first.cause}: {first.title}; provisionally, {largest} took {parts[largest]:.0%} of the step"
     return f"{first.cause}: {first.title}; {saving_text(first)}"
 
 

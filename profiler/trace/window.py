@@ -142,6 +142,7 @@ class Window:
             OSError: if the file can't be written.
         """
         part = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        path.parent.mkdir(parents=True, exist_ok=True)
         try:
             part.touch()  # raises where kineto would only complain on stderr
             with _quiet():

@@ -60,7 +60,7 @@ def profile_ranks(folder: Path, count: int, *arguments: str) -> list[CompletedPr
     return warm.run_ranks(count, ["-m", "accel", "profile", *arguments], cwd=folder, before=QUIET)
 
 
-def report(folder: Path, name: str = "accel-profile.json") -> schema.ProfileReport:
+def report(folder: Path, name: str = "accel-profile/report.json") -> schema.ProfileReport:
     """Read the report of a run, in which nothing may contradict anything else."""
     profile = schema.from_json((folder / name).read_text())
     assert agreement.of_profile(profile) == []

@@ -56,4 +56,4 @@ def test_what_could_not_be_seen_is_told(tmp_path: Path, body: str, sentences: li
         assert sentence in done.stderr
     for other, hint in ((IN_A_THREAD, "other threads"), (IN_A_CHILD, "child processes")):
         assert (hint in done.stderr) == (body is other)
-    assert not (tmp_path / "accel-profile.json").exists()
+    assert not (tmp_path / "accel-profile" / "report.json").exists()

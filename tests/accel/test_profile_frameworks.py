@@ -92,7 +92,7 @@ def test_a_framework_s_loop_is_seen_whole(framework: str, body: str, tmp_path: P
     done = accel_profile(tmp_path, "train.py", before=LET_TORCHVISION_IMPORT)
 
     assert done.returncode == 0, done.stderr
-    found = schema.from_json((tmp_path / "accel-profile.json").read_text())
+    found = schema.from_json((tmp_path / "accel-profile" / "report.json").read_text())
     assert found.steps > 80
     assert found.unattributed <= 0.02
     assert found.host.loader.startswith("DataLoader")
