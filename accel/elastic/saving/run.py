@@ -42,6 +42,96 @@ _WRITING_S = 30.0
 """That the first rank may write for, after the others: as long as torchrun lets ranks live that it has told to end."""
 
 
+class UpdateCount:
+    """The updates of a training: how many, in which thread, and whether the loop asks for batches between them.
+
+    Args:
+        optimizer: whose steps are counted, also those that no session hears of.
+
+    Attributes:
+        step: updates of the training so far, those of the runs before included.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.step = self._asked_at = self._by_request = 0
+        """Also at the last request for a batch, and the updates between the last two."""
+        self._since_request = 0
+        """Updates of all optimizers."""
+        self._is_updating = False
+        self._thread: int | None = None
+        """That trains; None until it is known."""
+        self._hooks = [
+            optimizer.register_step_pre_hook(self._begin_update),
+            optimizer.register_step_post_hook(self._end_update),
+        ]
+
+    def _begin_update(self, *_: Any) -> None:
+        self._is_updating = True
+
+    def _end_update(self, *_: Any) -> None:
+        if self._is_updating:  # else a class that calls its base's step, whose end has been counted
+            self._is_updating = False
+            self.step += 1
+            if not backward.is_running():  # on CUDA a backward pass has threads of its own
+                self._thread = get_ident()
+
+    def resume(self, step: int) -> None:
+        """Count on from a step of an earlier run."""
+        self.step = self._asked_at = step
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether another thread than this one trains."""
+        return self._thread not in (None, get_ident())
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether this optimizer, too, has stepped since the last request, and more than the one step under way."""
+        return self.step - self._asked_at > 1
+
+    def without_request(self) -> bool:
+        """Note a step of any optimizer; return whether the loop has long asked for no batch here."""
+        self._since_request += 1
+        return self._since_request >= max(_UPDATES_ELSEWHERE, _STEPS_ELSEWHERE * self._by_request)
+
+    def requested(self) -> bool:
+        """Note that a batch is asked for; return whether there was an update since the last time."""
+        self._since_request = 0
+        if self.step == self._asked_at:
+            return False
+        self._by_request, self._asked_at = self.step - self._asked_at, self.step
+        return True
+
+    def close(self) -> None:
+        """Count no more."""
+        for hook in self._hooks:
+            hook.remove()
+
+
+class MissingRanks:
+    """Whether ranks have not met, so that nothing is saved; they are asked for ever less often, at the same steps.
+
+    Attributes:
+        steps: since they did not meet; None once they have.
+    """
+
+    def __init__(self) -> None:
+        self.steps: int | None = None
+
+    def __bool__(self) -> bool:
+        return self.steps is not None
+
+    def are_back(self, ranks: Ranks | None) -> bool:
+        """Note a step, and return whether those that were missing have come with it."""
+        if self.steps is None or ranks is None:
+            return False
+        self.steps += 1
+        if self.steps & (self.steps - 1) or not ranks.all_came():
+            return False
+        self.steps = None
+        return True
+
+
 class CheckpointRun(LoopObserver):
     """Save a loop's training, and restore it.
 
@@ -72,22 +162,9 @@ class CheckpointRun(LoopObserver):
         self._terminate: Callable[[], None] = lambda: os.kill(os.getpid(), signal.SIGTERM)
         self._ordered: ResizeOrder | None = None
         """To be carried out before the next step."""
-        self.step = 0
-        """Updates of the training so far, those of the runs before included."""
-        self._is_updating = False
-        self._step_asked = self._by_step = 0
-        """The step at the last request for a batch, and the updates between the last two."""
-        self._since_request = 0
-        """Updates of all optimizers."""
-        self._thread: int | None = None
-        """That trains; None until it is known."""
+        self.updates = UpdateCount(optimizer)
         self._is_asked_elsewhere = self._has_warned = False
         """Another thread asks for batches."""
-        # Of its own: a session that has failed, or is suspended, hears of no more steps.
-        self._hooks = [
-            optimizer.register_step_pre_hook(self._begin_update),
-            optimizer.register_step_post_hook(self._end_update),
-        ]
         listen_to_updates(self)
         self._called_at = time.time()
         self._ranks: Ranks | None = None
@@ -99,13 +176,12 @@ class CheckpointRun(LoopObserver):
         """A checkpoint was asked for before that."""
         self._is_put_off = False
         """What was due at an epoch's end is saved after a step of the next one."""
-        self._apart: int | None = None
-        """Steps since ranks didn't meet, until they do again."""
+        self._missing = MissingRanks()
         self._alive = True
 
     def restore(self) -> None:
         """Go on from the newest checkpoint that is whole, if there is one; see `TrainingCheckpoints.restore`."""
-        self.step = self._step_asked = self.training.restore(self._called_at)
+        self.updates.resume(self.training.restore(self._called_at))
 
     def takes_over(self, earlier: CheckpointRun) -> bool:
         """Return whether an earlier run of this process has saved this training in this folder; go on from its steps.
@@ -115,34 +191,25 @@ class CheckpointRun(LoopObserver):
         """
         if not self.training.is_that_of(earlier.training):
             return False
-        self.step = self._step_asked = earlier.step
-        self._say(f"goes on from step {self.step} in this process: nothing is loaded from {self._settings.folder}")
+        self.updates.resume(earlier.updates.step)
+        self._say(
+            f"goes on from step {self.updates.step} in this process: nothing is loaded from {self._settings.folder}"
+        )
         return True
 
     # -- the loop (observers.LoopObserver, optimizer hooks, update listener) -------------------------------------------
 
-    def _begin_update(self, *_: Any) -> None:
-        self._is_updating = True
-
-    def _end_update(self, *_: Any) -> None:
-        if self._is_updating:  # else a class that calls its base's step, whose end has been counted
-            self._is_updating = False
-            self.step += 1
-            if not backward.is_running():  # on CUDA a backward pass has threads of its own
-                self._thread = get_ident()
-
     def updated(self) -> None:
         """An optimizer has stepped: notice that the loop asks for no more batches here, and leave SIGTERM to it."""
-        self._since_request += 1
-        if self._since_request < max(_UPDATES_ELSEWHERE, _STEPS_ELSEWHERE * self._by_step):
+        if not self.updates.without_request():
             return
         if self.policy is None and not self._is_asked_elsewhere:
             return  # the first step is still under way
-        if self.step - self._step_asked > 1 and not self._has_warned:  # it is this model that goes on
+        if self.updates.goes_on and not self._has_warned:  # it is this model that goes on
             self._has_warned = True
             warn(
-                f"no checkpoints are saved from step {self.step} on: the loop asks for no more batches of the loader "
-                "that was passed with checkpoint=, or another thread does; call "
+                f"no checkpoints are saved from step {self.updates.step} on: the loop asks for no more batches of the "
+                "loader that was passed with checkpoint=, or another thread does; call "
                 "accel.elastic.running.save_checkpoint(model) between two steps",
                 stacklevel=6,
             )
@@ -159,19 +226,19 @@ class CheckpointRun(LoopObserver):
         """Save, if it is time to and a step has ended."""
         if not self._alive:
             return
-        if self._thread not in (None, get_ident()):
+        if self.updates.is_elsewhere:
             self._is_asked_elsewhere = True  # while the training is within a step
             return
-        self._since_request = 0
-        if self.step == self._step_asked:
+        if not self.updates.requested():
             return
-        self._by_step, self._step_asked = self.step - self._step_asked, self.step
         try:
-            ends = not self._is_apart() and self._end_step()
+            if self._missing.are_back(self._ranks):
+                self._say(f"all ranks have come: checkpoints are saved again from step {self.updates.step} on")
+            ends = not self._missing and self._end_step()
         except ours() as error:
             ends = self._failed(error)
         # The signal was held back for a save that won't be: other ranks may have died, say.
-        if ends or (self.policy is not None and self.policy.terminated and self._apart is not None):
+        if ends or (self.policy is not None and self.policy.terminated and self._missing):
             self._end()
         if self._ordered is not None and self._in_place is not None:
             self._change_ranks(self._in_place, self._ordered)
@@ -205,7 +272,7 @@ class CheckpointRun(LoopObserver):
         if self.policy.is_survived:
             self.policy.go_on()
             return
-        if self._apart is None:
+        if not self._missing:
             # An agent ends all ranks soon after the first. One that has ended, or writes for longer, is waited for no
             # more.
             with contextlib.suppress(RuntimeError):
@@ -230,25 +297,13 @@ class CheckpointRun(LoopObserver):
             if policy.terminated and not policy.is_survived:  # since they have agreed, and saved
                 self._terminate()
 
-    def _is_apart(self) -> bool:
-        """Return whether ranks have not met, and some are still missing; asked ever less often, at the same steps."""
-        if self._apart is None:
-            return False
-        assert self._ranks is not None
-        self._apart += 1
-        if self._apart & (self._apart - 1) or not self._ranks.all_came():
-            return True
-        self._apart = None
-        self._say(f"all ranks have come: checkpoints are saved again from step {self.step} on")
-        return False
-
     def _failed(self, error: Exception) -> bool:
         """Report it: a rank that is only late is met again later. Return whether the process is to end."""
         if self._ranks is not None and self._ranks.is_late(error):
-            self._apart = 0
-            warn(f"at step {self.step} {error}; no checkpoint is saved until it has come", stacklevel=5)
+            self._missing.steps = 0
+            warn(f"at step {self.updates.step} {error}; no checkpoint is saved until it has come", stacklevel=5)
             return False
-        text = f"no checkpoints are saved from step {self.step} on: {type(error).__name__}: {error}"
+        text = f"no checkpoints are saved from step {self.updates.step} on: {type(error).__name__}: {error}"
         warn(text, stacklevel=5)
         self.close()
         return self.policy is not None and (self.policy.stop or self.policy.terminated)  # the others end, too
@@ -286,7 +341,7 @@ class CheckpointRun(LoopObserver):
         assert self._ranks is not None
         self._is_put_off = self._is_put_off and policy.is_requested
         with policy.saving(keeps_request=self._is_put_off):
-            return self.training.save(self.step, self._gather, writes=self._ranks.leads)
+            return self.training.save(self.updates.step, self._gather, writes=self._ranks.leads)
 
     def save_now(self) -> None:
         """Save, where the script asks; ranks that have left, as at its end, are reported in one sentence."""
@@ -296,13 +351,12 @@ class CheckpointRun(LoopObserver):
             if self._ranks is None or not self._ranks.distributed:
                 raise
             if self._ranks.leads:  # the others don't save: they miss the answer that it was done
-                warn(f"no checkpoint was saved at step {self.step}: {error}", stacklevel=4)
+                warn(f"no checkpoint was saved at step {self.updates.step}: {error}", stacklevel=4)
 
     def close(self) -> None:
         """Save no more, and leave SIGTERM to whom it was before."""
         self._alive = False
-        for hook in self._hooks:
-            hook.remove()
+        self.updates.close()
         ignore_updates(self)
         self.training.checkpoints.release()
         if self.policy is not None:

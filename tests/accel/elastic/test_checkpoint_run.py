@@ -142,7 +142,7 @@ def test_sigterm_saves_the_step_under_way_and_then_ends_the_process(tmp_path: Pa
 
     assert len(training.seen) == 4 * BATCH
     assert ended == [before]  # the handler is that of before when the signal is sent on
-    assert Training(tmp_path).checkpoint.step == 4
+    assert Training(tmp_path).checkpoint.updates.step == 4
     accel.undo(training.model)
 
 
@@ -266,7 +266,7 @@ def test_a_training_is_saved_also_where_the_search_has_failed(tmp_path: Path) ->
     assert optimized is not None
     optimized.session.close()
     training.run(save_at=3)
-    assert Training(tmp_path).checkpoint.step == 3
+    assert Training(tmp_path).checkpoint.updates.step == 3
 
 
 def test_a_rate_out_of_numpy_is_saved(tmp_path: Path) -> None:
@@ -330,11 +330,11 @@ def test_batches_that_another_thread_takes_end_no_step(tmp_path: Path) -> None:
     fetching.join()
     assert len(caught) == 1
     assert not list(tmp_path.glob("*-step-*"))
-    steps = training.checkpoint.step
+    steps = training.checkpoint.updates.step
     assert steps == len(training.loader) * 16
     save_checkpoint(training.model)
     accel.undo(training.model)
-    assert Training(tmp_path).checkpoint.step == steps
+    assert Training(tmp_path).checkpoint.updates.step == steps
 
 
 class Augmented(Dataset[Tensor]):
@@ -417,7 +417,7 @@ def test_a_loader_for_validation_leaves_the_training_and_its_checkpoints_as_they
     accel.optimize(model, validation, cache=False)  # it names other settings, too
     assert training.checkpoint is checkpoint
     training.run(save_at=3)
-    assert Training(tmp_path).checkpoint.step == 3
+    assert Training(tmp_path).checkpoint.updates.step == 3
 
 
 def test_a_call_with_other_settings_goes_on_in_the_process(tmp_path: Path) -> None:
@@ -443,12 +443,12 @@ def test_a_call_with_other_settings_goes_on_in_the_process(tmp_path: Path) -> No
         training.model, training.loader, training.optimizer, checkpoint=settings, cache=False, allow="reordered"
     )
     assert same(dict(training.model.state_dict()), weights)
-    assert training.checkpoint.step == 5
+    assert training.checkpoint.updates.step == 5
     steps(training.loader, SAMPLES)
     assert sorted(seen) == list(range(SAMPLES))
     save_checkpoint(training.model)
     accel.undo(training.model)
-    assert Training(tmp_path).checkpoint.step == 7
+    assert Training(tmp_path).checkpoint.updates.step == 7
 
 
 @pytest.mark.parametrize("handler", ["the script's", "ignored"])

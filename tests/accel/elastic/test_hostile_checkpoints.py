@@ -47,7 +47,9 @@ class Training:
         self.run.batch_requested()
 
     def state(self) -> Any:
-        return capture_state(self.model, self.optimizer, self.schedule, step=self.run.step, sampler=self.sampler)
+        return capture_state(
+            self.model, self.optimizer, self.schedule, step=self.run.updates.step, sampler=self.sampler
+        )
 
 
 def equal(one: Any, other: Any) -> bool:
@@ -106,11 +108,11 @@ def assert_taken_or_the_one_before(folder: Path, changed: Any) -> bool:
     found = training.state()
     if refused:
         expected = torch.load(next(folder.glob("*-step-2")) / "state.pt", weights_only=True)
-        assert training.run.step == 2
+        assert training.run.updates.step == 2
         assert equal(found["random"], expected["random"])
     else:
         expected = changed
-        assert training.run.step == changed["step"]
+        assert training.run.updates.step == changed["step"]
     # What was put in place is one of the two as a whole.
     for name in ("model", "optimizer 0", "scheduler 0", "'sampler'"):
         part = expected["parts"][name]
@@ -217,7 +219,7 @@ def test_whatever_bytes_it_has_it_is_taken_or_the_one_before_is(saved: Path, cha
         training = Training(folder, said.append)
         training.run.restore()
         training.run.close()
-        assert training.run.step == 2 or not any("was refused" in line for line in said)
+        assert training.run.updates.step == 2 or not any("was refused" in line for line in said)
 
 
 def test_where_none_fits_the_training_does_not_begin_anew(saved: Path, tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ class Training(NumberedLoop):
     ) -> None:
         super().__init__(folder, BATCH * steps, BATCH)
         self.steps, self._folder, self._ask, self._asked_at = steps, folder, ask, asked_at
-        self.began_at = self.checkpoint.step
+        self.began_at = self.checkpoint.updates.step
 
     def take(self, batch: Any, between: Callable[[], None] = lambda: None) -> None:
         if self._asked_at and list(self._folder.glob("*-step-*")):
@@ -232,7 +232,7 @@ def test_a_loop_that_is_not_stopped_has_each_sample_once(tmp_path: Path, loop: s
     seen = list(itertools.chain(*training.taken))
     check_epochs(seen, 5 * BATCH)
     assert len(seen) == EPOCHS * 5 * BATCH
-    assert checkpoint.step == EPOCHS * 5
+    assert checkpoint.updates.step == EPOCHS * 5
 
 
 def test_a_turn_is_over_whose_batches_were_all_fetched_before_one_was_trained_on(tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ def test_a_state_that_is_saved_in_the_loops_body_has_the_batches_trained_on(
             break
     first.end()
     second = NumberedLoop(tmp_path)
-    assert second.checkpoint.step == 5
+    assert second.checkpoint.updates.step == 5
     for batch in second.loader:
         second.take(batch)
     assert sorted(first.seen + second.seen) == list(range(SAMPLES))
@@ -170,7 +170,7 @@ def test_epochs_that_are_left_early_are_counted_by_turns(tmp_path: Path, stop_af
     turns(first, 8, 3, stop_after)
     first.end()
     second = NumberedLoop(tmp_path)
-    saved = second.checkpoint.step
+    saved = second.checkpoint.updates.step
     assert turns(second, 8, 3) == list(range(turn, 8))
     taken = first.seen[: saved * BATCH] + second.seen
     assert sorted(taken[:SAMPLES]) == list(range(SAMPLES))
