@@ -22,11 +22,11 @@ from pathlib import Path
 
 from accel.elastic.batch_size.report import PROFILE
 from accel.errors import InvalidArgument
-from accel.goodput.job import JobProfile
+from accel.goodput.job import JobProfile, LostTime
 
 FILE = "jobs.sqlite"
 _LOCK = "scheduler.lock"
-SCHEMA = 1
+SCHEMA = 2
 ENDED = ("done", "failed", "cancelled")
 
 _TABLE = """
@@ -39,6 +39,7 @@ CREATE TABLE IF NOT EXISTS jobs (
     nodes TEXT NOT NULL DEFAULT '[]',
     changes INTEGER NOT NULL DEFAULT 0,
     service_s REAL NOT NULL DEFAULT 0,
+    ran_s REAL NOT NULL DEFAULT 0,
     waited_s REAL NOT NULL DEFAULT 0,
     changing_s REAL NOT NULL DEFAULT 0,
     ended_s REAL,
@@ -61,6 +62,7 @@ class JobSpec:
         weight: how much its speed counts beside the others'.
         deadline_s: seconds after its submission at which it is wanted; None for no deadline.
         is_preemptible: whether its replicas may be moved or taken once it runs.
+        in_place: whether its processes may go on when their number changes, see `LocalJob`.
 
     Raises:
         InvalidArgument: if a value is out of its range.
@@ -74,6 +76,7 @@ class JobSpec:
     weight: float = 1.0
     deadline_s: float | None = None
     is_preemptible: bool = True
+    in_place: bool = False
 
     def __post_init__(self) -> None:
         if not 1 <= self.min_replicas <= self.max_replicas:
@@ -102,6 +105,8 @@ class JobRow:
     """Of its replicas, after the first start."""
     service_s: float = 0.0
     """GPU-seconds had."""
+    ran_s: float = 0.0
+    """Seconds with replicas."""
     waited_s: float = 0.0
     """Seconds without replicas."""
     changing_s: float = 0.0
@@ -118,6 +123,16 @@ class JobRow:
             return JobProfile.load(path) if path.exists() else None
         except InvalidArgument:
             return None
+
+    def booked(self) -> dict[str, float]:
+        """Return the seconds of its life by what it did in them: what it has measured itself, and what the table has.
+
+        The life ends with the last look of a scheduler; time without one is nobody's.
+        """
+        profile = self.profile()
+        lost = vars(LostTime() if profile is None else profile.lost)
+        parts = {**lost, "restart": lost["restart"] + self.changing_s, "waiting": self.waited_s}
+        return {"training": max(self.ran_s - sum(lost.values()), 0.0), **parts}
 
     def progress(self) -> float | None:
         """Return the part of the training that is done; None where the script declares no length."""
@@ -210,11 +225,11 @@ class JobTable:
         """Write what became of a job; whether its end is wanted is left as it is."""
         with self._change() as table:
             table.execute(
-                "UPDATE jobs SET state = ?, nodes = ?, changes = ?, service_s = ?, waited_s = ?, changing_s = ?, "
-                "ended_s = ?, exit_status = ?, note = ? WHERE name = ?",
+                "UPDATE jobs SET state = ?, nodes = ?, changes = ?, service_s = ?, ran_s = ?, waited_s = ?, "
+                "changing_s = ?, ended_s = ?, exit_status = ?, note = ? WHERE name = ?",
                 (
-                    *(row.state, json.dumps(row.nodes), row.changes, row.service_s, row.waited_s, row.changing_s),
-                    *(row.ended_s, row.exit_status, row.note, row.name),
+                    *(row.state, json.dumps(row.nodes), row.changes, row.service_s, row.ran_s, row.waited_s),
+                    *(row.changing_s, row.ended_s, row.exit_status, row.note, row.name),
                 ),
             )
 

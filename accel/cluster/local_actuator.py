@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from accel.cluster.actuators import LOG, RESTARTS, SAVE_S
+from accel.cluster.actuators import LOG, RESTARTS, SAVE_S, Status
 from accel.cluster.job_table import JobRow
 from accel.cluster.jobs import ClusterNode
 from accel.elastic.local_job import TORCHRUN, LocalJob
@@ -42,6 +42,8 @@ class LocalActuator:
         self._jobs: dict[str, LocalJob] = {}
         self._held: dict[str, list[int]] = {}
         """GPUs of each job's processes."""
+        self._restarts: dict[str, int] = {}
+        """How often a job that is resized in place is started again after one of its ranks has failed."""
         self._lock = threading.Lock()
 
     def nodes(self) -> list[ClusterNode]:
@@ -49,22 +51,35 @@ class LocalActuator:
         return [ClusterNode("localhost", self._slots)]
 
     def change(self, row: JobRow, nodes: tuple[str, ...]) -> None:
-        """Stop a job's processes after a checkpoint, and start as many as it has nodes."""
-        if (job := self._jobs.get(row.name)) is not None:
+        """Let a job's processes be as many as it has nodes; those that stay go on where the job allows it."""
+        if (job := self._jobs.get(row.name)) is not None and not self._is_in_place(row):
             job.resize(0)
             if job.status is not None:
                 return  # it has ended by itself meanwhile
-        launcher = [*self._on_gpus(row.name, len(nodes)), *TORCHRUN, f"--max-restarts={RESTARTS}"]
+            job = None
+        if job is None:
+            job = self._jobs[row.name] = self._made(row, len(nodes))
+        job.resize(len(nodes))
+
+    def _is_in_place(self, row: JobRow) -> bool:
+        """Return whether processes go on when their number changes; each start may be on other GPUs."""
+        return row.spec.in_place and not self._gpus
+
+    def _made(self, row: JobRow, ranks: int) -> LocalJob:
+        restarts = RESTARTS
+        if self._is_in_place(row):  # torchrun would start its ranks again as many as it has begun with
+            restarts = 0
+            self._restarts.setdefault(row.name, RESTARTS)
         folder = Path(row.spec.checkpoint)
-        self._jobs[row.name] = job = LocalJob(
+        return LocalJob(
             row.spec.arguments,
             folder,
             save_s=SAVE_S,
-            launcher=launcher,
+            launcher=[*self._on_gpus(row.name, ranks), *TORCHRUN, f"--max-restarts={restarts}"],
+            in_place=self._is_in_place(row),
             work_folder=row.spec.folder,
             output=folder / LOG,
         )
-        job.resize(len(nodes))
 
     def _on_gpus(self, name: str, replicas: int) -> list[str]:
         """Choose GPUs for a job that has stopped; return what puts a command on them."""
@@ -76,9 +91,16 @@ class LocalActuator:
             self._held[name] = [gpu for gpu in self._gpus if gpu not in taken][:replicas]
             return ["env", f"CUDA_VISIBLE_DEVICES={','.join(map(str, self._held[name]))}"]
 
-    def status(self, name: str) -> int | None:
-        """Return the exit status of a job that has ended by itself."""
-        return self._jobs[name].status if name in self._jobs else None
+    def status(self, name: str) -> Status:
+        """Return the exit status of a job that has ended by itself; it is lost while it may be started again."""
+        if (job := self._jobs.get(name)) is None:
+            return None
+        if job.status and self._restarts.get(name):
+            self._restarts[name] -= 1
+            job.resize(0)  # ends what is left of it
+            del self._jobs[name]
+            return "lost"
+        return job.status
 
     def recover(self, row: JobRow) -> bool:
         """End what an earlier scheduler has started of a job: its processes are nobody's children now."""

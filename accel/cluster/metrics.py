@@ -47,8 +47,6 @@ class JobCollector:
             yield gauge
         counters: dict[str, tuple[str, Callable[[JobRow], float]]] = {
             "service_seconds": ("GPU-seconds that a job has had.", lambda row: row.service_s),
-            "waited_seconds": ("Seconds that a job had no replicas.", lambda row: row.waited_s),
-            "changing_seconds": ("Seconds that starts and resizes of a job took.", lambda row: row.changing_s),
             "resizes": ("Resizes of a job.", lambda row: row.changes),
         }
         for name, (text, count) in counters.items():
@@ -56,6 +54,11 @@ class JobCollector:
             for row in rows:
                 counter.add_metric([row.name], count(row))
             yield counter
+        spent = CounterMetricFamily("accel_cluster_job_seconds", "Seconds of a job by cause.", labels=["job", "cause"])
+        for row in rows:
+            for cause, seconds in row.booked().items():
+                spent.add_metric([row.name, cause], seconds)
+        yield spent
 
 
 def serve(table: JobTable, port: int) -> None:

@@ -52,6 +52,8 @@ class Scheduler:
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="accel-cluster")
         self._changing: dict[str, tuple[Future[None], float]] = {}
         """Changes under way, and since when."""
+        self._going_on = set[str]()
+        """Jobs whose change takes place beside their training."""
         self._seen_s = clock()
         self._stops = threading.Event()
 
@@ -109,6 +111,7 @@ class Scheduler:
                 self._end_change(row)
             elif row.state == "running":
                 row.service_s += passed * len(row.nodes)
+                row.ran_s += passed
                 if (status := self._actuator.status(row.name)) is not None:
                     self._ended(row, status)
                 self._table.write(row)
@@ -157,6 +160,8 @@ class Scheduler:
         """Write down what a job is to have, and begin to give it."""
         waits_for = [future for name, (future, _) in self._changing.items() if name != row.name] if nodes else []
         row.changes += bool(row.nodes)
+        if row.spec.in_place and row.nodes and nodes:
+            self._going_on.add(row.name)
         row.nodes, row.state = nodes, "running" if nodes or row.nodes else row.state
         row.note = f"changing to {len(nodes)} replica{'s' if len(nodes) != 1 else ''}"
         self._say(f"{row.name}: {row.note}")
@@ -173,7 +178,11 @@ class Scheduler:
         if not future.done():
             return
         del self._changing[row.name]
-        row.changing_s += self._clock() - since
+        if row.name in self._going_on:
+            self._going_on.remove(row.name)
+            row.ran_s += self._clock() - since
+        else:
+            row.changing_s += self._clock() - since
         error = future.exception()
         if isinstance(error, ClusterUnreachable):
             row.state, row.nodes, row.note = "waiting", (), str(error)
@@ -189,7 +198,7 @@ class Scheduler:
 
     def _ended(self, row: JobRow, status: Status) -> None:
         if status == "lost":
-            row.state, row.nodes, row.note = "waiting", (), "a node was lost; it goes on from its last checkpoint"
+            row.state, row.nodes, row.note = "waiting", (), "it was lost; it goes on from its last checkpoint"
             self._say(f"{row.name}: {row.note}")
         else:
             self._end(row, "failed" if status else "done", status)

@@ -24,13 +24,15 @@ class JobStatus:
     """Over one replica, and what one more would give."""
     ran_h: str
     """GPU-hours."""
-    waited_h: str
     resizes: str
-    """Their number, and the time that they and the start took."""
+    lost: str
+    """Percentages of its life in which it did not train, by cause."""
     note: str
 
 
-HEADS = ("job", "state", "replicas", "done", "speed-up", "ran h", "wait h", "resizes", "note")
+HEADS = ("job", "state", "replicas", "done", "speed-up", "ran h", "resizes", "time lost", "note")
+CAUSES = ("training", "start", "compile", "input", "checkpoint", "restart", "waiting")
+"""Of a job's time, in the order in which they are shown."""
 
 
 def job_status(row: JobRow) -> JobStatus:
@@ -43,10 +45,16 @@ def job_status(row: JobRow) -> JobStatus:
         "" if progress is None else f"{progress:.0%}",
         _speedup(row),
         f"{row.service_s / 3600:.2f}",
-        f"{row.waited_s / 3600:.2f}",
-        f"{row.changes}, {row.changing_s:.0f} s",
+        str(row.changes),
+        _lost(row),
         row.note or (f"exit status {row.exit_status}" if row.exit_status else ""),
     )
+
+
+def _lost(row: JobRow) -> str:
+    shares = shares_of(row)
+    causes = sorted(shares.keys() - {"training"}, key=lambda cause: (-shares[cause], cause))
+    return ", ".join(f"{cause} {shares[cause]:.0f}%" for cause in causes if shares[cause] >= 0.5)
 
 
 def _speedup(row: JobRow) -> str:
@@ -62,7 +70,8 @@ def table(rows: Sequence[JobRow]) -> Table:
     """Return the jobs as a table for the terminal."""
     drawn = Table(box=None, pad_edge=False, header_style="bold")
     for head in HEADS:
-        drawn.add_column(head, justify="left" if head in ("job", "state", "note") else "right", no_wrap=head != "note")
+        is_text = head in ("time lost", "note")
+        drawn.add_column(head, justify="left" if is_text or head in ("job", "state") else "right", no_wrap=not is_text)
     for row in rows:
         drawn.add_row(*cells(job_status(row)))
     return drawn
@@ -75,7 +84,9 @@ def cells(status: JobStatus) -> list[str]:
 
 def to_json(rows: Sequence[JobRow]) -> str:
     """Return all that is known of the jobs."""
-    jobs: list[dict[str, Any]] = [{**vars(row), "spec": vars(row.spec), "progress": row.progress()} for row in rows]
+    jobs: list[dict[str, Any]] = [
+        {**vars(row), "spec": vars(row.spec), "progress": row.progress(), "booked_s": row.booked()} for row in rows
+    ]
     return json.dumps(jobs, indent=1)
 
 
@@ -91,14 +102,12 @@ def to_html(rows: Sequence[JobRow], when: str) -> str:
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined, trim_blocks=True
     )
-    shares = {row.name: _shares(row) for row in rows}
-    lines = [(cells(status := job_status(row)), status.state, shares[row.name]) for row in rows]
-    return environment.get_template("status.html.j2").render(heads=HEADS, lines=lines, when=when)
+    lines = [(cells(job_status(row)), row.state, shares_of(row)) for row in rows]
+    return environment.get_template("status.html.j2").render(heads=HEADS, lines=lines, when=when, causes=CAUSES)
 
 
-def _shares(row: JobRow) -> dict[str, float]:
-    """Return the percentages of a job's time in which it trained, waited and was changed."""
-    trained_s = row.service_s / max(len(row.nodes), 1)
-    total = trained_s + row.waited_s + row.changing_s
-    parts = {"training": trained_s, "waiting": row.waited_s, "changing": row.changing_s}
-    return {name: 100 * seconds / total if total else 0.0 for name, seconds in parts.items()}
+def shares_of(row: JobRow) -> dict[str, float]:
+    """Return the percentages of a job's life by what it did in them."""
+    booked = row.booked()
+    total = sum(booked.values())
+    return {cause: 100 * booked[cause] / total if total else 0.0 for cause in CAUSES}

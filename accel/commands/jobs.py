@@ -24,6 +24,7 @@ from accel.commands.cluster import FOLDER, opened_table
 @click.option("--weight", default=1.0, show_default=True, help="How much its speed counts beside the others'.")
 @click.option("--deadline-h", type=click.FloatRange(0, min_open=True), help="Hours from now at which it is wanted.")
 @click.option("--fixed", is_flag=True, help="Once it runs, leave its replicas as they are.")
+@click.option("--in-place", is_flag=True, help="Its processes may go on when their number changes, see LocalJob.")
 @click.argument("script", type=click.Path(path_type=Path, exists=True, dir_okay=False))
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def submit(
@@ -35,6 +36,7 @@ def submit(
     weight: float,
     deadline_h: float | None,
     fixed: bool,
+    in_place: bool,
     script: Path,
     arguments: tuple[str, ...],
 ) -> None:
@@ -56,6 +58,7 @@ def submit(
         weight=weight,
         deadline_s=None if deadline_h is None else deadline_h * 3600,
         is_preemptible=not fixed,
+        in_place=in_place,
     )
     jobs.submit(chosen, spec, time.time())
     click.echo(chosen)

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from accel.dataio.passes.proxy import LoaderProxy
 from accel.elastic.batch_size.driver import BatchRun
 from accel.elastic.batch_size.loader import elastic_loader
-from accel.elastic.batch_size.report import ProfileFile
+from accel.elastic.batch_size.report import ProfileFile, TimeBook
 from accel.elastic.checkpointing import Checkpointing
 from accel.elastic.in_place import InPlace, Restart, has_joined, orders_of_job
 from accel.elastic.meeting import deal_alike
@@ -67,6 +67,7 @@ class ElasticRun:
         deal_alike(sampler, settings, is_new=has_joined())
         self._position = SamplePosition(sampler)
         self._profile_file = None if how is None else ProfileFile(how.folder)
+        self._book = TimeBook(None)
         if settings.max_batch_size is not None:
             session.events.rule.needs_requests = True  # a step here ends with a request
             self.batch = BatchRun(
@@ -78,6 +79,7 @@ class ElasticRun:
                 scaler=None if how is None else how.scaler,
                 say=say,
                 save_s=self._save_s,
+                lost=lambda start_s: self._book.lost(start_s, self._saved_s()),
                 decided=self._decided,
             )
         try:
@@ -87,13 +89,22 @@ class ElasticRun:
                 if (orders := orders_of_job()) is not None:
                     self._in_place = InPlace(orders, model, optimizer, sampler, restart, is_alone, say)
                 self.checkpoint = CheckpointRun(
-                    model, optimizer, sampler, how, batch=self.batch, say=say, in_place=self._in_place
+                    model,
+                    optimizer,
+                    sampler,
+                    how,
+                    batch=self.batch,
+                    say=say,
+                    in_place=self._in_place,
+                    saved=lambda: self._decided(is_saved=True),
                 )
                 if self._in_place is not None and self._in_place.is_added:
                     self._in_place.wait()
                     self.checkpoint.training.restore_position()
                 elif not self._goes_on(previous):
                     self.checkpoint.restore()
+                    if self.checkpoint.step and self._profile_file is not None:
+                        self._book = TimeBook(self._profile_file.lost())
             if self.batch is not None:
                 self.batch.check()  # only now: on more ranks than the training began on, the user's batch stays
         except BaseException:
@@ -110,6 +121,7 @@ class ElasticRun:
         if self.batch is not None and previous.batch is not None:
             self.batch.memory = previous.batch.memory
             self.batch.load_state_dict(previous.batch.state_dict())
+            self.batch.start_s, self._book = previous.batch.start_s, previous._book
         return True
 
     def saves_in(self, folder: str | os.PathLike[str]) -> bool:
@@ -136,11 +148,15 @@ class ElasticRun:
         policy = None if self.checkpoint is None else self.checkpoint.policy
         return 0.0 if policy is None else policy.save_s
 
-    def _decided(self) -> None:
+    def _saved_s(self) -> float:
+        policy = None if self.checkpoint is None else self.checkpoint.policy
+        return 0.0 if policy is None else policy.saved_s
+
+    def _decided(self, *, is_saved: bool = False) -> None:
         """Write the profile beside the checkpoints."""
         if self._profile_file is not None and self.batch is not None and (profile := self.batch.profile()) is not None:
             assert self.batch.controller is not None
-            self._profile_file.write(profile, self.batch.controller.batch)
+            self._profile_file.write(profile, self.batch.controller.batch, is_saved=is_saved)
 
     def follow(self, proxy: LoaderProxy, session: Any) -> None:
         """Follow the loader, around the session that follows it: samples are counted and clocks stopped before it."""
@@ -154,6 +170,7 @@ class ElasticRun:
             follow(proxy, self.batch)
         if self.checkpoint is not None:
             follow(proxy, self.checkpoint)
+            follow(proxy, self._book)
         if self._in_place is not None:
             self._in_place.proxy = proxy
 
@@ -195,7 +212,7 @@ class ElasticRun:
 
     def leave(self, proxy: LoaderProxy) -> None:
         """Hear no more of the loader, but for its samples."""
-        for follower in (self.batch, self.checkpoint, None if self.batch is None else self.batch.end):
+        for follower in (self.batch, self.checkpoint, self._book, None if self.batch is None else self.batch.end):
             if follower is not None:
                 leave(proxy, follower)
 

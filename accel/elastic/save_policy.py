@@ -55,6 +55,7 @@ class SavePolicy:
         stop: True on all ranks once one of them was sent SIGTERM, from the step on that is to be saved.
         order: the newest order that rank 0 knew when ranks met last.
         save_s: seconds that the last save took; 0.0 before the first.
+        saved_s: seconds that all of them took.
         is_wanted: what is due was asked for, by a request or SIGTERM, and not by the interval; the same on all ranks.
 
     Raises:
@@ -93,7 +94,7 @@ class SavePolicy:
         self.order = ResizeOrder()
         self._termination = Termination() if sigterm else None
         self._last_save = self._last_meeting = clock()
-        self.save_s = 0.0
+        self.save_s = self.saved_s = 0.0
         self._asked = self._answered = False
         self._steps = self._to_next = 0
         """Steps since the last meeting, and how many there are to be until the next."""
@@ -140,6 +141,7 @@ class SavePolicy:
         finally:
             self._last_save = self._clock()
             self.save_s = self._last_save - begin
+            self.saved_s += self.save_s
             self._asked = self._asked and keeps_request
             self._answered = self.stop
 

@@ -26,10 +26,39 @@ from accel.goodput.goodput import BatchLimits, SpeedTable
 from accel.goodput.throughput import ThroughputModel
 from accel.profiler.typed_json import UnreadableJson, decode, read
 
-SCHEMA = 2
+SCHEMA = 3
 
 EXPLORED = 2
 """Up to how many times the replicas used so far a speed-up is believed; beyond, nothing is known of the exchange."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LostTime:
+    """Seconds of a training's whole life, over all its processes one after another, in which it did not get on.
+
+    Raises:
+        InvalidArgument: if one is negative or infinite.
+    """
+
+    start: float = 0.0
+    """From the first start of a process to the end of its first step."""
+    restart: float = 0.0
+    """The same of later starts, and changes of its ranks in place."""
+    compile: float = 0.0
+    """In torch.compile, in the training's own process."""
+    input: float = 0.0
+    """Between the loop's request for a batch and its delivery."""
+    checkpoint: float = 0.0
+    """In which it was saved."""
+
+    def __post_init__(self) -> None:
+        for name, seconds in vars(self).items():
+            if not 0 <= seconds < math.inf:
+                raise InvalidArgument(f"{name} must be at least 0 and finite, in seconds. Found: {seconds}")
+
+    def plus(self, other: LostTime) -> LostTime:
+        """Return the sum by cause."""
+        return LostTime(**{name: seconds + getattr(other, name) for name, seconds in vars(self).items()})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +101,8 @@ class JobProfile:
     """Steps of the base batch that the steps so far were worth, ≥ 0."""
     total: float | None = None
     """Steps of the base batch that the whole training is, by the epochs that its script declares; None for unknown."""
+    lost: LostTime = LostTime()
+    """Where its time went so far, but for training."""
 
     def __post_init__(self) -> None:
         for name, least in {"base_batch": 1, "most_replicas": 1, "restart_s": 0, "progress": 0}.items():
@@ -155,6 +186,6 @@ class JobProfile:
             raise InvalidArgument(f"{source} is no job profile: {error}") from None
 
 
-_PARTS = {"model": ThroughputModel, "noise": NoiseInterval, "limits": BatchLimits}
+_PARTS = {"model": ThroughputModel, "noise": NoiseInterval, "limits": BatchLimits, "lost": LostTime}
 _ENDS = ("phi", "low", "high")
 """Values of a noise scale that may be infinite."""

@@ -40,7 +40,7 @@ from accel.elastic.scaling_rules import Rule
 from accel.errors import InvalidArgument
 from accel.goodput.efficiency import NoiseInterval
 from accel.goodput.fit import solver
-from accel.goodput.job import JobProfile
+from accel.goodput.job import JobProfile, LostTime
 from accel.goodput.observations import WINDOW
 from accel.profiler.bottleneck import Bottleneck
 from accel.profiler.host import seconds_since_start
@@ -80,6 +80,7 @@ class BatchRun(LoopObserver):
         scaler: of the loop, if it has one and it is known: its scale is divided out of the gradients' noise.
         say: prints one line for the user.
         save_s: returns what a checkpoint takes, s, which a change of the placement costs beside the start of a process.
+        lost: returns where the time went, by what the start of this process took, s.
         decided: called after each decision.
         clock: seconds, monotonic.
     """
@@ -95,6 +96,7 @@ class BatchRun(LoopObserver):
         scaler: torch.amp.GradScaler | None = None,
         say: Callable[[str], None] = lambda line: None,
         save_s: Callable[[], float] = lambda: 0.0,
+        lost: Callable[[float], LostTime] = lambda start_s: LostTime(start=start_s),
         decided: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -109,7 +111,7 @@ class BatchRun(LoopObserver):
         """Why the batch size is not changed, or no more."""
         self._session, self._run, self._sampler, self._scaler = session, run, sampler, scaler
         self._optimizers = cast("Optimizers", run.optimizers)
-        self._say, self._clock, self._save_s, self.decided = say, clock, save_s, decided
+        self._say, self._clock, self._save_s, self._lost, self.decided = say, clock, save_s, lost, decided
         self._ranks: Ranks | None = None
         self._called_at = time.time()
         self.local_base = sampler.batch_sizes[sampler.rank]
@@ -395,6 +397,7 @@ class BatchRun(LoopObserver):
             progress=self.progress,
             epochs=self._sampler.total_epochs,
             samples=self._sampler.length,
+            lost=self._lost(self.start_s),
         )
 
     # -- checkpoints (training_state.Stateful) -------------------------------------------------------------------------

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable
+import sys
+import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 from accel.elastic.batch_size.policy import BatchDecision, BatchPolicy
+from accel.errors import InvalidArgument
 from accel.goodput.efficiency import NoiseInterval
 from accel.goodput.goodput import BatchLimits
-from accel.goodput.job import JobProfile
+from accel.goodput.job import JobProfile, LostTime
+from accel.profiler.loop.observers import LoopObserver
 from accel.profiler.stderr import warn
 from accel.report.model import BatchRow
 from accel.report.words import finite
@@ -47,6 +52,7 @@ def profile_of(
     progress: float,
     epochs: int | None,
     samples: int,
+    lost: LostTime,
 ) -> JobProfile | None:
     """Return the job's profile; None while step times are not known.
 
@@ -59,6 +65,7 @@ def profile_of(
         progress: steps of the user's batch that the steps so far were worth.
         epochs: of the whole training; None where its script doesn't say.
         samples: of an epoch.
+        lost: where its time went.
     """
     if controller.model is None:
         return None
@@ -78,6 +85,7 @@ def profile_of(
         restart_s=restart_s,
         progress=progress,
         total=None if not epochs else float(epochs * -(-samples // controller.base_batch)),
+        lost=lost,
     )
 
 
@@ -90,17 +98,84 @@ class ProfileFile:
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self._path = Path(folder) / PROFILE
-        self._written = 0, 0.0, 0.0
-        """Batch, noise scale and progress of the profile that was written last."""
+        self._written = (0.0,) * 4
+        """Batch, noise scale, progress and cost of a change of the profile that was written last."""
 
-    def write(self, profile: JobProfile, batch: int) -> None:
-        """Write it where the batch, or noise or progress by a tenth, has changed; a failure is a warning."""
-        now = batch, profile.noise.phi, profile.progress
+    def write(self, profile: JobProfile, batch: int, *, is_saved: bool = False) -> None:
+        """Write it where the batch, or one of noise, progress and what a change costs by a tenth, has changed.
+
+        A failure is a warning.
+
+        Args:
+            profile: as it is now.
+            batch: of the present step.
+            is_saved: a checkpoint was saved just now: it is written in any case.
+        """
+        now = float(batch), profile.noise.phi, profile.progress, profile.restart_s
         is_close = (math.isclose(new, old, rel_tol=_NOTEWORTHY) for new, old in zip(now, self._written, strict=True))
-        if batch == self._written[0] and all(is_close):
+        if batch == self._written[0] and all(is_close) and not is_saved:
             return
         self._written = now
         try:
             profile.save(self._path)
         except OSError as error:
             warn(f"the job's profile can't be written: {error}", stacklevel=7)
+
+    def lost(self) -> LostTime | None:
+        """Return where the time of a training has gone by the profile that is there; None if none can be read."""
+        try:
+            return JobProfile.load(self._path).lost
+        except InvalidArgument:
+            return None
+
+
+class TimeBook(LoopObserver):
+    """Book the time in which a run does not train, by cause; it follows the loader behind all others.
+
+    Args:
+        before: of the processes before this one; None if it is the first.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(self, before: LostTime | None, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._before, self._clock = before, clock
+        self._compile_before = _compile_s()
+        self._asked: float | None = None
+        self._input = self._within_start = 0.0
+        self._batches = 0
+
+    def batch_requested(self) -> None:
+        """Begin to wait. What was booked within the first step is part of the start."""
+        if self._batches == 1:
+            self._within_start = self._input + _compile_s() - self._compile_before
+        self._asked = self._clock()
+
+    def batch_delivered(self, batch: Any, proxy: Any) -> None:
+        """The wait is over."""
+        if self._asked is not None:
+            self._input += self._clock() - self._asked
+        self._asked = None
+        self._batches += 1
+
+    def lost(self, start_s: float, checkpoint_s: float) -> LostTime:
+        """Return what the training has lost so far.
+
+        Args:
+            start_s: from the start of this process, or of the change of its ranks, to the end of the first step.
+            checkpoint_s: in which this process has saved.
+        """
+        began = max(start_s - self._within_start, 0.0)
+        own = LostTime(
+            start=0.0 if self._before else began,
+            restart=began if self._before else 0.0,
+            compile=_compile_s() - self._compile_before,
+            input=self._input,
+            checkpoint=checkpoint_s,
+        )
+        return self._before.plus(own) if self._before else own
+
+
+def _compile_s() -> float:
+    """Return the seconds that torch.compile has taken in this process so far."""
+    spent = getattr(sys.modules.get("torch._dynamo.utils"), "calculate_time_spent", None)
+    return 0.0 if spent is None else float(spent()["total_wall_time"])

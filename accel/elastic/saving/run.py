@@ -142,6 +142,7 @@ class CheckpointRun(LoopObserver):
         batch: decides the batch size; None if nothing does.
         say: prints one line for the user.
         in_place: carries out orders to go on with other ranks; None if there are none.
+        saved: called after each save.
     """
 
     def __init__(
@@ -154,11 +155,12 @@ class CheckpointRun(LoopObserver):
         batch: BatchState | None = None,
         say: Callable[[str], None] = lambda line: None,
         in_place: InPlace | None = None,
+        saved: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__()
         self.training = TrainingCheckpoints(model, optimizer, sampler, settings, batch, say)
         self._settings, self._sampler = settings, sampler
-        self._say, self._in_place = say, in_place
+        self._say, self._in_place, self._saved = say, in_place, saved
         self._terminate: Callable[[], None] = lambda: os.kill(os.getpid(), signal.SIGTERM)
         self._ordered: ResizeOrder | None = None
         """To be carried out before the next step."""
@@ -341,7 +343,9 @@ class CheckpointRun(LoopObserver):
         assert self._ranks is not None
         self._is_put_off = self._is_put_off and policy.is_requested
         with policy.saving(keeps_request=self._is_put_off):
-            return self.training.save(self.updates.step, self._gather, writes=self._ranks.leads)
+            is_saved = self.training.save(self.updates.step, self._gather, writes=self._ranks.leads)
+        self._saved()
+        return is_saved
 
     def save_now(self) -> None:
         """Save, where the script asks; ranks that have left, as at its end, are reported in one sentence."""

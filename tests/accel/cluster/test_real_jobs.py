@@ -12,7 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from accel.cluster.actuators import LOG
 from accel.cluster.job_table import ENDED, JobSpec, JobTable
+from tests.accel.elastic.in_place_job import EPOCHS, SAMPLES
 from tests.accel.elastic.schedules import check_samples, lines
 
 
@@ -63,3 +65,38 @@ def test_three_jobs_on_two_slots_see_every_sample_once(
     assert all(row.state in ENDED for row in table.jobs())
     for folder in folders:
         check_samples(logged(folder))
+
+
+@pytest.mark.slow
+def test_jobs_are_resized_in_place_and_see_every_sample_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    folders, table = [tmp_path / name for name in ("one", "two")], JobTable(tmp_path / "cluster")
+    for folder in folders:
+        (folder / "logs").mkdir(parents=True)
+        spec = JobSpec(
+            arguments=("-m", "tests.accel.elastic.in_place_job", str(folder), "grows"),
+            folder=os.getcwd(),
+            checkpoint=str(folder / "checkpoints"),
+            max_replicas=2,
+            in_place=True,
+        )
+        table.submit(folder.name, spec, time.time())
+    running = scheduler(tmp_path / "cluster")
+    try:
+        (folders[0] / "hurry").touch()
+        deadline = time.monotonic() + 240
+        log = folders[1] / "checkpoints" / LOG
+        while not log.exists() or "1 ranks are 2 now" not in log.read_text():
+            assert running.poll() is None and time.monotonic() < deadline
+            time.sleep(0.2)
+        (folders[1] / "hurry").touch()
+        assert running.wait(240) == 0
+    finally:
+        running.terminate()
+        running.wait(120)
+    assert [row.state for row in table.jobs()] == ["done"] * 2
+    trained = [line for name in os.listdir(folders[1] / "logs") for line in lines(folders[1] / "logs" / name)]
+    for epoch in range(EPOCHS):
+        seen = [index for line in trained if line.get("epoch") == epoch for index in line["fresh"]]
+        assert sorted(seen) == list(range(SAMPLES))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import fcntl
 import json
@@ -20,7 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from accel.cluster import local_actuator
-from accel.cluster.actuators import LOG, ClusterUnreachable, Status
+from accel.cluster.actuators import LOG, RESTARTS, ClusterUnreachable, Status
 from accel.cluster.job_table import ENDED, FILE, JobRow, JobSpec, JobTable, claimed, scheduler_of
 from accel.cluster.jobs import ClusterNode
 from accel.cluster.local_actuator import LocalActuator, processes_of
@@ -30,6 +31,7 @@ from accel.cluster.status import job_status, to_html, to_json
 from accel.commands.cli import main
 from accel.elastic.batch_size.report import PROFILE
 from accel.errors import InvalidArgument
+from accel.goodput.job import LostTime
 from tests.accel.cluster.cluster_cases import profile
 
 
@@ -224,7 +226,7 @@ def test_a_job_whose_node_is_lost_goes_on_elsewhere(tmp_path: Path) -> None:
     cluster.passes()
     cluster.actuator.ends("a", "lost")
     assert cluster.passes()["a"].state == "running"
-    assert "a: a node was lost; it goes on from its last checkpoint" in cluster.said
+    assert "a: it was lost; it goes on from its last checkpoint" in cluster.said
     assert cluster.actuator.running["a"] == 1
 
 
@@ -264,6 +266,77 @@ def test_each_replica_has_a_gpu_of_its_own(tmp_path: Path, monkeypatch: pytest.M
     for row in rows:
         actuator.change(row, ())
     assert [text.strip() for text in used] == ["0,1", "2", "0", "1,2,5", "", "0,1,2,5"]
+
+
+@pytest.fixture
+def played_ranks(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Return the `LocalJob`s that an actuator makes; they start nothing."""
+    made: list[Any] = []
+
+    class PlayedJob:
+        def __init__(self, *args: Any, **options: Any) -> None:
+            self.sizes, self.options, self.status = list[int](), options, None
+            made.append(self)
+
+        def resize(self, ranks: int) -> None:
+            self.sizes.append(ranks)
+
+    monkeypatch.setattr(local_actuator, "LocalJob", PlayedJob)
+    return made
+
+
+def test_processes_stay_where_the_job_allows_it(tmp_path: Path, played_ranks: list[Any]) -> None:
+    for actuator, in_place in ((LocalActuator(4), True), (LocalActuator(4), False), (LocalActuator(2, (0, 1)), True)):
+        row = JobRow("a", spec(tmp_path, in_place=in_place), 0.0)
+        for ranks in (1, 2, 0, 1):
+            actuator.change(row, ("localhost",) * ranks)
+    kept, *anew = played_ranks
+    assert kept.sizes == [1, 2, 0, 1]
+    assert kept.options["in_place"]
+    assert [each.sizes for each in anew] == [[1, 0], [2, 0], [0, 0], [1]] * 2  # each start may be on other GPUs
+    assert not any(each.options["in_place"] for each in anew)
+
+
+def test_a_rank_that_fails_under_a_job_resized_in_place_costs_no_job(tmp_path: Path, played_ranks: list[Any]) -> None:
+    actuator, row = LocalActuator(4), JobRow("a", spec(tmp_path, in_place=True), 0.0)
+    seen: list[Status] = []
+    for _ in range(5):
+        actuator.change(row, ("localhost",))
+        assert actuator.status("a") is None
+        played_ranks[-1].status = 7
+        seen.append(actuator.status("a"))
+        if seen[-1] == "lost":
+            assert played_ranks[-1].sizes[-1] == 0
+            assert actuator.status("a") is None
+        else:
+            break
+    assert seen == ["lost"] * RESTARTS + [7]
+
+
+def test_a_change_in_place_is_no_lost_time(tmp_path: Path) -> None:
+    cluster = Played(tmp_path)
+    for name, in_place in (("a", True), ("b", False)):
+        cluster.table.submit(name, spec(tmp_path, name, in_place=in_place), cluster.now)
+        row = cluster.table.job(name)
+        row.nodes = ("localhost",)
+        cluster.scheduler._change(row, ("localhost",) * 2)
+        cluster.scheduler._changing[name][0].exception()
+        cluster.now += 5.0
+        cluster.scheduler._end_change(row)
+        assert (row.ran_s, row.changing_s) == ((5.0, 0.0) if in_place else (0.0, 5.0))
+
+
+def test_where_a_job_s_time_went(tmp_path: Path) -> None:
+    lost = LostTime(start=10.0, restart=5.0, compile=4.0, input=20.0, checkpoint=0.5)
+    dataclasses.replace(profile(), lost=lost).save(tmp_path / "one" / PROFILE)
+    row = JobRow("a", spec(tmp_path), 0.0, ran_s=100.0, service_s=200.0, waited_s=85.0, changing_s=15.0)
+    assert row.booked() == {
+        **{"training": 60.5, "start": 10.0, "restart": 20.0, "compile": 4.0},
+        **{"input": 20.0, "checkpoint": 0.5, "waiting": 85.0},
+    }
+    assert job_status(row).lost == "waiting 42%, input 10%, restart 10%, start 5%, compile 2%"
+    assert '<span class="input" style="width: 10.0%"></span>' in to_html([row], "now")
+    assert json.loads(to_json([row]))[0]["booked_s"]["waiting"] == 85.0
 
 
 def test_stopping_saves_every_job_and_a_later_start_goes_on(tmp_path: Path) -> None:
@@ -385,6 +458,7 @@ def test_metrics_are_those_of_the_table(tmp_path: Path) -> None:
     assert 'accel_cluster_jobs{state="running"} 1.0' in text
     assert 'accel_cluster_job_replicas{job="a"} 1.0' in text
     assert 'accel_cluster_job_service_seconds_total{job="a"} 60.0' in text
+    assert 'accel_cluster_job_seconds_total{cause="training",job="a"} 60.0' in text
 
 
 def test_a_scheduler_is_ended_from_elsewhere(tmp_path: Path) -> None:

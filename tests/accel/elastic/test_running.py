@@ -16,14 +16,14 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import accel
 from accel import entry
-from accel.elastic.batch_size.report import PROFILE
+from accel.elastic.batch_size.report import PROFILE, TimeBook
 from accel.elastic.checkpointing import Checkpointing
 from accel.elastic.progress import ProgressSchedule
 from accel.elastic.running import job_profile, progress_of, request_checkpoint, save_checkpoint
 from accel.elastic.sample_position import remaining_epochs
 from accel.elastic.saving.run import CheckpointRun
 from accel.errors import InvalidArgument
-from accel.goodput.job import JobProfile
+from accel.goodput.job import JobProfile, LostTime
 from tests.accel.elastic.batch_loops import Clock, batch_run, known_noise, time_by
 
 
@@ -121,6 +121,36 @@ def test_a_scheduler_reads_the_profile(tmp_path: Path, monkeypatch: pytest.Monke
     training.steps(5)  # by no tenth
     assert not (tmp_path / PROFILE).exists()
     accel.undo(training.model)
+
+
+def test_lost_time_is_booked_by_cause() -> None:
+    now = 100.0
+    book = TimeBook(None, lambda: now)
+    for wait_s, step_s in ((3.0, 7.0), (2.0, 1.0)):
+        book.batch_requested()
+        now += wait_s
+        book.batch_delivered(None, None)
+        now += step_s
+    book.batch_requested()
+    first = book.lost(start_s=10.0, checkpoint_s=0.5)
+    assert first == LostTime(start=7.0, input=5.0, checkpoint=0.5)  # the first wait is no part of the start
+    assert TimeBook(first, lambda: now).lost(4.0, 0.0) == LostTime(start=7.0, restart=4.0, input=5.0, checkpoint=0.5)
+
+
+def test_a_resumed_training_goes_on_booking(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = None
+    for steps in (300, 600):
+        training = Training(monkeypatch, max_batch_size=64, checkpoint=tmp_path)
+        training.steps(steps)
+        save_checkpoint(training.model)
+        lost = JobProfile.load(tmp_path / PROFILE).lost
+        accel.undo(training.model)
+        if before is None:
+            assert lost.start > 0 and lost.restart == 0 and lost.input > 0 and lost.checkpoint > 0
+        else:
+            assert lost.start == before.start and lost.restart > 0
+            assert lost.input > before.input and lost.checkpoint > before.checkpoint
+        before = lost
 
 
 def test_a_checkpoint_is_saved_at_once_between_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from accel.errors import InvalidArgument
 from accel.goodput.efficiency import NoiseInterval
 from accel.goodput.goodput import BatchLimits, SpeedTable
-from accel.goodput.job import JobProfile
+from accel.goodput.job import JobProfile, LostTime
 from accel.goodput.throughput import ThroughputModel
 from tests.accel.goodput.goodput_cases import TYPICAL, models, noises
 
@@ -29,6 +29,7 @@ JOB = JobProfile(
     restart_s=12.5,
     progress=5000.25,
     total=90000.0,
+    lost=LostTime(start=8.0, input=2.5),
 )
 
 
@@ -67,17 +68,18 @@ def changed(path: str, value: Any) -> str:
 
 
 FIELDS = [
-    *("schema", "model", "noise", "base_batch", "limits", "most_replicas", "restart_s", "progress", "total"),
+    *("schema", "model", "noise", "base_batch", "limits", "most_replicas", "restart_s", "progress", "total", "lost"),
     *(f"model.{field.name}" for field in dataclasses.fields(ThroughputModel)),
     *(f"noise.{field.name}" for field in dataclasses.fields(NoiseInterval)),
     *(f"limits.{field.name}" for field in dataclasses.fields(BatchLimits)),
+    *(f"lost.{field.name}" for field in dataclasses.fields(LostTime)),
 ]
 
 
 @pytest.mark.parametrize("path", FIELDS)
 def test_no_field_may_be_missing_or_of_another_type(path: str) -> None:
     name = path.rpartition(".")[2]
-    with pytest.raises(InvalidArgument, match=rf"a.json is no job profile: .*({name}|schema must be 2, got None)"):
+    with pytest.raises(InvalidArgument, match=rf"a.json is no job profile: .*({name}|schema must be 3, got None)"):
         JobProfile.parse(changed(path, ...), "a.json")
     with pytest.raises(InvalidArgument, match=rf"a.json is no job profile: .*{name} must be"):
         JobProfile.parse(changed(path, "word"), "a.json")
@@ -87,9 +89,9 @@ def test_no_field_may_be_missing_or_of_another_type(path: str) -> None:
     ("text", "message"),
     [
         ("", r"it must be JSON"),
-        ("[]", r"its schema must be 2, got 'list'; let the job write it anew"),
-        (changed("schema", 1), r"its schema must be 2, got 1; let the job write it anew"),
-        (changed("schema", True), r"its schema must be 2, got True"),
+        ("[]", r"its schema must be 3, got 'list'; let the job write it anew"),
+        (changed("schema", 1), r"its schema must be 3, got 1; let the job write it anew"),
+        (changed("schema", True), r"its schema must be 3, got True"),
         (changed("more", 1), r"job must be without \['more'\]"),
         (changed("model.more", 1), r"job.model must be without \['more'\]"),
         (changed("base_batch", 128.0), r"job.base_batch must be int, got '128.0'"),
@@ -99,6 +101,7 @@ def test_no_field_may_be_missing_or_of_another_type(path: str) -> None:
         (changed("model.ring_s", -1), r"ring_s must be in \[0, inf\] and finite. Found: -1"),
         (changed("noise.low", 5000), r"must have 0 ≤ low ≤ phi ≤ high. Found: low 5000"),
         (changed("noise.share", None), r"job.noise.share must be a number, got 'None'"),
+        (changed("lost.input", -1.0), r"input must be at least 0 and finite, in seconds. Found: -1.0"),
         (changed("limits.local_max", 0), r"local_max must be at least 1. Found: 0"),
     ],
 )
