@@ -7,12 +7,17 @@ and `monitored_barrier` tells rank 0 alone who was missing. Nothing but the stor
 user's groups are touched, and a failed meeting leaves no collective half open for the user's next one to trip over.
 
 A meeting costs each rank a few operations on the store, and rank 0 one more for each rank: O(ranks) in all.
+
+A rank that is long at work on its way to a meeting, compiling say, shows that it is alive (`at_work`): a thread counts
+up a number in the store. Rank 0 waits as long as the numbers of all that are missing grow, and counts up its own, which
+is all that the others look at. So it stays O(ranks) for each time that the patience runs out.
 """
 
 from __future__ import annotations
 
 import contextlib
 import pickle
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -26,6 +31,10 @@ _SHORTEST_S, _LONGEST_S = 0.0005, 0.05
 """Between two looks, doubling: `wait` of a TCPStore writes to stderr when its time is up."""
 _ANSWER_S = 60.0
 """What the rank that closes a meeting may take to answer."""
+_BEATS = 4.0
+"""Within the patience of the others, of a rank that is at work."""
+_LONGEST_WORK_S = 600.0
+"""After which it is not waited for either."""
 _NAMED = 8
 """Ranks that a message names."""
 
@@ -83,7 +92,9 @@ class Rendezvous:
         self.rank, self.size, self.patience_s = rank, size, patience_s
         self._store, self._remedy, self._clock, self._sleep = store, remedy, clock, sleep
         self._number = 0
-        self._deadline = 0.0
+        self._deadline = self._arrived = self._beaten = 0.0
+        self._beats: dict[int, int] = {}
+        """Of ranks at work, as last looked at in the present meeting."""
         self._is_closed = False
         """Another rank is closing the present meeting, and is about to write its outcome."""
 
@@ -98,7 +109,7 @@ class Rendezvous:
                 each rank that did not come.
 
         Raises:
-            RanksDiverged: on every rank, if one does not come in time, has left, or `answer` fails.
+            RanksDiverged: on every rank, if one does not come in time, has left, or `answer` fails or raises it.
             ValueError: on every rank, if `answer` raises it.
         """
         self.arrive(own)
@@ -111,7 +122,8 @@ class Rendezvous:
 
     def arrive(self, own: Any) -> None:
         """Come to the next meeting; `look` returns its answer once it is over."""
-        self._deadline, self._is_closed = self._clock() + self.patience_s, False
+        self._arrived = self._beaten = self._clock()
+        self._deadline, self._is_closed, self._beats = self._arrived + self.patience_s, False, {}
         with _reached():
             self._store.set(self._key(self.rank), pickle.dumps(own))
 
@@ -129,6 +141,36 @@ class Rendezvous:
                 f"a rank closed a meeting and then said nothing for {_ANSWER_S:g} s: it has ended; see its log"
             )
         return ()
+
+    @contextlib.contextmanager
+    def at_work(self) -> Iterator[None]:
+        """Have the others wait for this rank at the coming meeting as long as the block lasts, ten minutes at most."""
+        has_ended, pause_s = threading.Event(), self.patience_s / _BEATS
+
+        def beat() -> None:
+            with contextlib.suppress(RuntimeError):  # without a store there is nobody to notify
+                while not has_ended.wait(pause_s):
+                    self._beat()
+
+        thread = threading.Thread(target=beat, name="accel-at-work", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            has_ended.set()
+            thread.join()
+
+    def _beat(self) -> None:
+        self._store.add(self._key(_beat_of(self.rank)), 1)
+
+    def _are_at_work(self, posts: Sequence[str]) -> bool:
+        """Tell, as the patience has run out, whether all that are waited for have shown that they are alive since."""
+        if self._clock() - self._arrived > _LONGEST_WORK_S:
+            return False
+        missing = [0] if self.rank else [rank for rank, key in enumerate(posts) if not self._store.check([key])]
+        before, now = self._beats, {rank: self._store.add(self._key(_beat_of(rank)), 0) for rank in missing}
+        self._beats = now
+        return all(now[rank] > before.get(rank, 0) for rank in missing)
 
     def check(self) -> None:
         """Raise `RanksDiverged` if the others have given up a meeting that this rank has not come to yet."""
@@ -164,8 +206,15 @@ class Rendezvous:
         """Close the meeting if all have come, or it is too late, unless another rank does."""
         posts = [self._key(rank) for rank in range(self.size)]
         complete = self.rank == 0 and self._store.check(posts)
-        if not complete and self._clock() < self._deadline:
-            return None
+        if not complete:
+            if self.rank == 0 and self._clock() - self._beaten > self.patience_s / _BEATS:
+                self._beaten = self._clock()
+                self._beat()
+            if self._clock() < self._deadline:
+                return None
+            if self._are_at_work(posts):
+                self._deadline = self._clock() + self.patience_s
+                return None
         if not self._claim():
             self._is_closed, self._deadline = True, self._clock() + _ANSWER_S
             return None
@@ -193,7 +242,7 @@ class Rendezvous:
 
     def _conclude(self, outcome: _Outcome) -> Any:
         if outcome.kind == "answer":
-            self._forget(self._number, self.rank)
+            self._forget(self._number, self.rank, _beat_of(self.rank))
             if self.rank == 0 and self._number:  # all have come to this one, so all have read the outcome of the last
                 self._forget(self._number - 1, "outcome", "closed")
         self._number += 1
@@ -219,11 +268,17 @@ class Rendezvous:
                 self._store.delete_key(self._key(name, number))
 
 
+def _beat_of(rank: int) -> str:
+    return f"{rank}/at work"
+
+
 def _outcome_of(answer: Callable[[list[Any]], Any], brought: list[Any]) -> _Outcome:
     try:
         return _Outcome("answer", answer(brought))
     except ValueError as error:
         return _Outcome("refused", str(error))
+    except RanksDiverged as error:
+        return _Outcome("diverged", str(error))
     except ours() as error:
         return _Outcome("diverged", f"rank 0 failed to answer the others: {type(error).__name__}: {error}")
 

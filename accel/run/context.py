@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from accel.profiler.host import usable_cores
@@ -135,6 +136,8 @@ class Run:
     observed: Observed = field(default_factory=Observed)
     refused_elsewhere: dict[str, str] = field(default_factory=dict)
     """Strategies that apply on this rank and don't on another, and why."""
+    waits_elsewhere: dict[str, str] = field(default_factory=dict)
+    """Strategies that could be tried on this rank and not yet on another, and what that waits for."""
     cores: int = field(default_factory=usable_cores)
     threads: int = field(default_factory=torch.get_num_threads)
     """Intra-op threads of plain steps: when the run began, or when `intraop_threads` was last switched on."""
@@ -148,6 +151,11 @@ class Run:
         tensors = itertools.chain(self.model.parameters(), self.model.buffers())
         first = next(tensors, None)  # asked for at each step: a list of them all took 0.2 ms with 60
         return torch.device("cpu") if first is None else first.device
+
+    @property
+    def inner(self) -> nn.Module:
+        """The module inside DistributedDataParallel; the model itself if it is in none."""
+        return self.model.module if isinstance(self.model, DistributedDataParallel) else self.model
 
     @property
     def cuda(self) -> bool:

@@ -7,6 +7,7 @@ within seconds is not waited for: all ranks continue plainly, and a late one fin
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import os
@@ -108,6 +109,10 @@ class Ranks:
             prefix = f"accel-optimize/{next(_created)}"
             self._meeting = Rendezvous(PrefixStore(prefix, store), self.rank, self.size, PATIENCE_S, _REMEDY)
 
+    def at_work(self) -> contextlib.AbstractContextManager[None]:
+        """Have the others wait for this rank at the next meeting as long as the block lasts, ten minutes at most."""
+        return contextlib.nullcontext() if self._meeting is None else self._meeting.at_work()
+
     @property
     def leads(self) -> bool:
         """True on the rank that decides and prints."""
@@ -171,3 +176,12 @@ class Ranks:
         """Announce to the other ranks that this one has left; they learn it at the next meeting."""
         if self._meeting is not None:
             self._meeting.leave(f"rank {self.rank} {why}")
+
+
+def refuse_unlike(by_rank: list[tuple[str, ...]]) -> None:
+    """Raise `RanksDiverged` if a rank does not have, in words, what rank 0 has."""
+    for rank, own in enumerate(by_rank):
+        for its, first in zip(own, by_rank[0], strict=True):
+            if its != first:
+                remedy = "all must have the same, so a pipeline's stages are left as they are"
+                raise RanksDiverged(f"rank {rank} has {its}, and rank 0 {first}; {remedy}")

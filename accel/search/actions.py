@@ -38,6 +38,8 @@ class Action:
     """The plan is what has been kept so far: no candidate is on."""
     host: bool = False
     """Look at the other processes on the host when the steps have ended."""
+    preparing: frozenset[str] = frozenset()
+    """Strategies for whose trials rank 0 prepares, as the other ranks then do."""
     settled: bool = False
     """The search is over; resources of strategies that are off may be released."""
 
@@ -72,7 +74,11 @@ class Result:
     finding: Comparison | None = None
     """The guard's comparison, if the action asked for one and it could be made."""
     refusals: dict[str, str] = field(default_factory=dict)
-    """Strategy → why it does not apply on another rank; only for those that all ranks must switch at the same step."""
+    """Strategy → why it does not apply on another rank."""
+    waits: dict[str, str] = field(default_factory=dict)
+    """Strategy → what another rank waits for before it can be tried."""
+    alike: tuple[str, ...] = ()
+    """What all ranks must have alike, in words, at their first meeting."""
     load: HostLoad | None = None
     """Of the host since the last look, if the action asked for it and it is known."""
     regime: Hashable = None
@@ -131,6 +137,7 @@ class Result:
             merged.load = max(loads, key=lambda load: load.foreign_cores / load.cores)
         for rank, other in enumerate(results[1:], 1):
             merged.refusals.update({name: f"on rank {rank} {why}" for name, why in other.refusals.items()})
+            merged.waits.update({name: f"on rank {rank} {why}" for name, why in other.waits.items()})
             merged.trips.update({name: why for name, why in other.trips.items() if name not in merged.trips})
             if other.finding is not None:
                 merged.finding = other.finding if merged.finding is None else merged.finding.merge(other.finding)

@@ -38,7 +38,7 @@ from accel.search.budget import Budget
 from accel.search.pace import Pace
 from accel.search.plan import Choices
 from accel.search.remembered import PlanMemory, RememberedPlan
-from accel.strategies.base import Strategy, designed, why_not
+from accel.strategies.base import Strategy, designed, is_compared, why_not
 from accel.strategies.trial_design import TrialDesign
 
 _ALIKE = 3.0
@@ -105,7 +105,7 @@ class Candidate:
     @property
     def is_compared(self) -> bool:
         """The guard compares it with the plain path before its trial, which costs several steps."""
-        return bool(self.strategy.touches)
+        return is_compared(self.strategy)
 
     @property
     def is_pending(self) -> bool:
@@ -123,7 +123,7 @@ class Candidate:
     def waits(self) -> str:
         """Return what it waits for in the loop, '' if it can be tried; begins what that takes."""
         try:
-            return self.comparison.prepare()
+            return self.comparison.prepare() or self.run.waits_elsewhere.get(self.name, "")
         except ours() as error:
             return f"its preparation failed: {type(error).__name__}: {error}"
 

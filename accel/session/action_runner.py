@@ -15,24 +15,29 @@ import logging
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
+from accel.guard.alone import is_sharded
 from accel.profiler.interruptions import Tolerated, ours
 from accel.profiler.loop import backward
 from accel.run.context import Run
 from accel.run.host_load import HostMeter
-from accel.run.ranks import Failure, Ranks
+from accel.run.ranks import Failure, Ranks, refuse_unlike
 from accel.search.actions import Action, Decisions, Result
+from accel.search.plan import fingerprint
 from accel.session.state import Mode
 from accel.session.turns import TURNS
-from accel.strategies.base import Strategy, asked, is_collective
+from accel.strategies.base import asked, designed
 
 if TYPE_CHECKING:
     from accel.session.events import StepEvents
     from accel.session.session import Session
+    from accel.session.switchboard import Switchboard
 
 MakeDecisions = Callable[[], Decisions]
 
@@ -190,8 +195,10 @@ class ActionRunner:
         events.steps += 1
         has_ended = events.measured.add(step, events.epochs, are_repeated=not events.rule.is_fed)
         if action.check is not None:
+            assert self._ranks is not None
             self._drain()
-            events.calls.check.check(action.check)
+            with self._ranks.at_work():  # a candidate may compile in its replay, on one rank for longer than on others
+                events.calls.check.check(action.check)
         if not has_ended:
             return
         if disturbed and action.settled and action.check is None and not switchboard.trips:
@@ -242,14 +249,17 @@ class ActionRunner:
 
         def decision(results: list[Result]) -> Action:
             assert self._decisions is not None
+            refuse_unlike([each.alike for each in results])
             merged = Result.merged(results)
-            self._run.refused_elsewhere = merged.refusals
-            return next(self._decisions) if first else self._decisions.send(merged)
+            self._run.refused_elsewhere, self._run.waits_elsewhere = merged.refusals, merged.waits
+            chosen = next(self._decisions) if first else self._decisions.send(merged)
+            return replace(chosen, preparing=switchboard.preparing()) if ranks.size > 1 else chosen
 
         missed = f"did not come to the end of step {events.steps + first}"
         step_s = self._clock.now() - self._boundary_ended
         result.trips, result.finding = switchboard.take_trips(), events.calls.check.take_finding()
-        own = result if ranks.leads else _for_rank_0(result, session.strategies, self._run)
+        result.alike = _must_be_alike(self._run.model) if first and ranks.distributed else ()
+        own = result if ranks.leads else _for_rank_0(result, switchboard, self._run, before)
         action = ranks.decide(own, decision, missed, 0.0 if first else step_s)
         action = action.on_idle_device() if self._run.cuda else action
         search_ends = action.settled and not (before is not None and before.settled)
@@ -273,8 +283,23 @@ class ActionRunner:
             self._ranks.leave(why)
 
 
-def _for_rank_0(own: Result, strategies: dict[str, Strategy], run: Run) -> Result:
-    """Return what rank 0 needs of another rank's result: what may stop a strategy."""
-    collective = [(name, strategy) for name, strategy in strategies.items() if is_collective(strategy)]
-    refusals = {name: why for name, each in collective if (why := asked(partial(each.refusal, run)))}
-    return Result(trips=own.trips, finding=own.finding, refusals=refusals, load=own.load)
+def _for_rank_0(own: Result, switchboard: Switchboard, run: Run, before: Action | None) -> Result:
+    """Return what rank 0 needs of another rank's result: what may stop a strategy, or what it waits for.
+
+    This rank prepares what rank 0 was preparing as the last action began.
+    """
+    off = {name: each for name, each in switchboard.strategies.items() if name not in switchboard.active}
+    refusals = {name: why for name, each in off.items() if (why := asked(partial(each.refusal, run)))}
+    begun = {*switchboard.preparing(), *(before.preparing if before is not None else ())} - refusals.keys()
+    waits = {name: why for name in off if name in begun and (why := asked(designed(off[name], run).prepare))}
+    sent: dict[str, Any] = {"trips": own.trips, "finding": own.finding, "alike": own.alike, "load": own.load}
+    return Result(refusals=refusals, waits=waits, **sent)
+
+
+def _must_be_alike(model: nn.Module) -> tuple[str, ...]:
+    """Return in words what all ranks must have alike.
+
+    The state of a sharded model may be gathered by all ranks, and its parts have any shape.
+    """
+    weights = f"{len(list(model.parameters()))} weights" if is_sharded(model) else fingerprint(model)
+    return f"torch {torch.__version__}", f"the model {type(model).__name__} ({weights})"

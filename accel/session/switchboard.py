@@ -53,8 +53,8 @@ class Switchboard:
                 self._on(name, setting)
 
     def switch_together(self, plan: Choices, ranks: Ranks) -> None:
-        """Switch; a strategy that all ranks must switch together goes off again if it failed on one of them."""
-        new = [n for n in plan if is_collective(self.strategies[n]) and self.active.get(n, self) != plan[n]]
+        """Switch; a strategy goes off again if it failed on one of the ranks: all of them have it on, or none."""
+        new = [n for n in plan if self.active.get(n, self) != plan[n]]
         self.switch(plan)
         if not new:
             return
@@ -96,11 +96,15 @@ class Switchboard:
         return trips
 
     def trip(self, why: str) -> None:
-        """Switch off, now, every strategy that acts on the model or its update; the controller is informed later."""
-        suspects = self.suspects()
+        """Switch off, now, every strategy that acts on the model or its update; the controller is informed later.
+
+        With several ranks what they must switch off together stays on until the controller is.
+        """
+        suspects = [name for name in self.suspects() if name not in self.trips]
         newest = suspects[-1:]
         for name in reversed(suspects):
-            self._off(name)
+            if self._run.world_size == 1 or not is_collective(self.strategies[name]):
+                self._off(name)
         self._tripped()
         # The strategy switched on last is the likeliest cause and is named; the others come back with the next action.
         for name in newest:
@@ -133,13 +137,17 @@ class Switchboard:
         return max((self.strategies[name].exactness for name in plan), default=Exactness.EXACT)
 
     def collective(self) -> Choices:
-        """Return what is on and must be switched by all ranks at the same step."""
+        """Return what is on, and no rank may switch off alone."""
         return {name: setting for name, setting in self.active.items() if is_collective(self.strategies[name])}
 
     def idle(self) -> list[str]:
         """Return the strategies that are off, and prepare nothing."""
-        off = [name for name in self.strategies if name not in self.active]
-        return [name for name in off if not designed(self.strategies[name], self._run).is_preparing]
+        preparing = self.preparing()
+        return [name for name in self.strategies if name not in self.active and name not in preparing]
+
+    def preparing(self) -> frozenset[str]:
+        """Return the strategies that prepare a trial."""
+        return frozenset(name for name, each in self.strategies.items() if designed(each, self._run).is_preparing)
 
     def close(self, names: Iterable[str]) -> None:
         """Release what these strategies, which are off, have made."""

@@ -54,13 +54,13 @@ class Strategy(ABC):
     summary: ClassVar[str]
     """What it does, one line."""
     treats: ClassVar[frozenset[Bottleneck]]
-    """Bottlenecks that it treats: strategies that treat what was just measured are tried first. What treats
-    `communication` changes how ranks talk to each other: all of them switch it at the same step, or none."""
+    """Bottlenecks that it treats: strategies that treat what was just measured are tried first."""
     exactness: ClassVar[Exactness]
     """How far it may move the numbers; the guard holds it to that."""
     touches: ClassVar[frozenset[str]] = frozenset({"model"})
     """What the guard compares: `model` (outputs and gradients), `optimizer` (the update), `input` (the batch). Empty if
-    nothing has to be compared, or it compares its numbers itself."""
+    nothing has to be compared, or it compares its numbers itself. With several ranks all switch it on at the same step,
+    or none; what touches the `optimizer`, or `ranks` (how they talk, which isn't compared), one can't leave alone."""
 
     @abstractmethod
     def refusal(self, run: Run) -> str:
@@ -124,5 +124,10 @@ def needs_cuda(run: Run) -> str:
 
 
 def is_collective(strategy: Strategy) -> bool:
-    """Tell whether all ranks must switch a strategy at the same step, or none."""
-    return Bottleneck.COMMUNICATION in strategy.treats
+    """Tell whether no rank may leave a strategy alone: ranks would no longer talk alike, or have the same weights."""
+    return bool(strategy.touches & {"optimizer", "ranks"})
+
+
+def is_compared(strategy: Strategy) -> bool:
+    """Tell whether the guard compares a strategy with the plain path."""
+    return bool(strategy.touches - {"ranks"})

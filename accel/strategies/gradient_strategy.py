@@ -27,7 +27,7 @@ class GradientStrategy(Strategy):
     """Base of the strategies for gradients; each names the level of the schemes that it offers, and those above it."""
 
     treats = frozenset({Bottleneck.COMMUNICATION})
-    touches = frozenset()
+    touches = frozenset({"ranks"})
     level: str
     """Of `allow`."""
     measuring_s = 5.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, DistributedSampler
 
 from accel.dataio.dataset.handles import shared_handle
 from accel.dataio.dataset.watch import DatasetWatch
@@ -141,8 +141,8 @@ _LONG_EPOCH = 500
 
 
 def _refusal_of_own(run: Run) -> str:
-    if run.world_size > 1:
-        return "with several ranks a loader's own workers are left alone: epochs may end at other steps on each"
+    if run.world_size > 1 and not isinstance(run.loader.sampler, DistributedSampler):
+        return "without a DistributedSampler epochs may end at other steps on each rank, and whole epochs are compared"
     try:
         batches = len(run.loader)
     except TypeError:

@@ -49,8 +49,6 @@ class KeepSamples(Strategy):
             return reason
         from accel.dataio.passes.kept_samples import not_keepable
 
-        if run.world_size > 1:
-            return "with several ranks each fetches other samples in each epoch"
         if run.observed.fetch_finding:
             return run.observed.fetch_finding + ": a sample may not be the same in each epoch"
         if self._kept is not None and self._kept.loader is run.loader and self._kept.finding:

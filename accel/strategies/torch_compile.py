@@ -6,8 +6,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 from accel.compile.repeated_blocks import layers, repeated_blocks
+from accel.guard.alone import on_this_rank_alone
 from accel.profiler.bottleneck import Bottleneck
 from accel.profiler.loop import callslot
 from accel.profiler.trees import tensors
@@ -70,8 +73,8 @@ class TorchCompile(Strategy):
             return "the model is compiled already"
         if any(hasattr(module, "_orig_mod") or _is_compiled(module) for module in _inner(run)):
             return "a part of the model is compiled already"
-        if run.world_size > 1:
-            return "compile the model before wrapping it in DistributedDataParallel: ranks would compile at other times"
+        if run.world_size > 1 and (why := _not_in_parallel(run)):
+            return why
         if run.observed.needs_graphs:
             return f"{run.observed.needs_graphs}, which a compiled one does not bear"
         return ""
@@ -171,7 +174,9 @@ class TorchCompile(Strategy):
         from accel.compile.compiled_draws import compile_with_plain_draws
 
         groups = self._blocks(run) if setting == BLOCKS else []
-        return CompiledCalls(run.model, groups, usual=run.observed.usual_shapes, compiler=compile_with_plain_draws)
+        if run.inner is not run.model:  # DistributedDataParallel's own call stays as it is, with its hooks around it
+            groups = groups or [[run.inner]]
+        return CompiledCalls(run.inner, groups, usual=run.observed.usual_shapes, compiler=compile_with_plain_draws)
 
     def _wrap_calls(self, run: Run) -> None:
         """Wrap the model's calls as far as something is to be done in them."""
@@ -201,7 +206,8 @@ class TorchCompile(Strategy):
                 active.take_off()
             calls = self._new_calls(run, setting)
             calls.put_on()
-            outputs = [output for output in tensors(calls.wrap(call)(*args, **kwargs)) if output.requires_grad]
+            with on_this_rank_alone(run.model):
+                outputs = [output for output in tensors(calls.wrap(call)(*args, **kwargs)) if output.requires_grad]
             parameters = [parameter for parameter in run.model.parameters() if parameter.requires_grad]
             torch.autograd.grad(outputs, parameters, [torch.ones_like(o) for o in outputs], allow_unused=True)
 
@@ -231,6 +237,15 @@ def _no_room(run: Run) -> str:
     from accel.compile.compile_ahead import unavailable
 
     return unavailable()
+
+
+def _not_in_parallel(run: Run) -> str:
+    """Say why the model can't be compiled inside DistributedDataParallel, or beside one that is a part of it."""
+    if any(isinstance(module, DistributedDataParallel) for module in run.inner.modules()):
+        return "a part of the model is in DistributedDataParallel; pass that one"
+    if run.inner is run.model or run.model.bucket_bytes_cap >= dist._DEFAULT_FIRST_BUCKET_BYTES:
+        return ""
+    return "torch.compile can't split graphs for buckets of less than 1 MB (bucket_cap_mb of DistributedDataParallel)"
 
 
 def _idle_cores(run: Run) -> int:

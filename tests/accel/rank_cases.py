@@ -16,7 +16,6 @@ from torch.nn.parallel import DistributedDataParallel
 import accel
 import accel.run.ranks
 from accel import entry, strategies
-from accel.profiler.bottleneck import Bottleneck
 from accel.search import outlook
 from tests.accel import loops
 from tests.accel.loops import Net, Quick, loss_of
@@ -184,7 +183,7 @@ def leaves(rank: int, world: int, how: str) -> dict[str, Any]:
 class Together(Quick):
     """Stands for what all ranks must switch at the same step."""
 
-    treats = frozenset({Bottleneck.COMMUNICATION})
+    touches = frozenset({"ranks"})
 
 
 class Halfway(Together):

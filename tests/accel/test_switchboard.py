@@ -41,7 +41,7 @@ def make(**touches: str) -> tuple[Switchboard, dict[str, Any], list[str]]:
     strategies: dict[str, Any] = {name: kind() for name, kind in kinds.items()}
     for strategy in strategies.values():
         strategy.log = log
-    run: Any = SimpleNamespace()
+    run: Any = SimpleNamespace(world_size=1)
     board = Switchboard(
         run, strategies, suspected=lambda: log.append("suspected"), tripped=lambda: log.append("tripped")
     )

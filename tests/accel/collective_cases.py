@@ -1,0 +1,114 @@
+"""What the ranks of test_collective.py do: they train under a given plan. Nothing here asserts."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
+
+import accel
+import accel.run.ranks
+from accel import entry
+from accel.search import outlook
+from accel.search.plan import Plan, fingerprint
+
+STEPS = 60
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(self.up(self.norm(x))))  # type: ignore[no-any-return]
+
+
+class Images(nn.Module):
+    """A convolution, and a block that repeats."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.norm = nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16)
+        self.blocks = nn.Sequential(*(Block() for _ in range(3)))
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.head(self.blocks(self.norm(self.stem(images)).mean((2, 3))))  # type: ignore[no-any-return]
+
+
+def batches(rank: int, steps: int = STEPS) -> list[tuple[Tensor, Tensor]]:
+    """Return a rank's batches."""
+    generator = torch.Generator().manual_seed(rank)
+    drawn = [
+        (torch.randn(8, 3, 6, 6, generator=generator), torch.randint(4, (8,), generator=generator))
+        for _ in range(steps)
+    ]
+    return drawn
+
+
+def compile_by_tracing() -> None:
+    """Have torch capture the graphs, and run them as they are: that takes no compiler."""
+    import accel.compile.compiled_draws as draws
+
+    draws.compile_with_plain_draws = lambda graph, inputs: graph.forward  # type: ignore[assignment]
+
+
+def wrapped(net: nn.Module) -> nn.Module:
+    """Return it in DistributedDataParallel, with several buckets."""
+    dist._DEFAULT_FIRST_BUCKET_BYTES = 1000
+    return DistributedDataParallel(net, bucket_cap_mb=0.002)
+
+
+def train(
+    rank: int,
+    world: int,
+    choices: dict[str, Any] | None,
+    prepare: Callable[[], None] = lambda: None,
+    wrap: Callable[[nn.Module], nn.Module] = wrapped,
+    accumulate: int = 1,
+) -> dict[str, Any]:
+    """Train under a plan, or plainly; tell what was on, what was said of it, and what is left."""
+    outlook.is_crowded = lambda diagnosis: False  # type: ignore[assignment]
+    prepare()
+    torch.manual_seed(0)
+    net = Images()
+    mark, model = fingerprint(net), wrap(net)
+    loader: Any = batches(rank)
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
+    if choices is not None:
+        plan = Plan(fingerprint=mark, model="Images", strategies=choices, allow="reduced")
+        model, loader, optimizer = accel.optimize(model, loader, optimizer, plan=plan)
+    on: set[str] = set()
+    for step, (images, target) in enumerate(loader):
+        is_last = (step + 1) % accumulate == 0
+        if isinstance(model, DistributedDataParallel):
+            model.require_backward_grad_sync = is_last
+        functional.cross_entropy(model(images), target).backward()
+        if is_last:
+            optimizer.step()
+            optimizer.zero_grad()
+        if choices is not None:
+            on |= entry.MODELS[model].session.active.keys()
+    found: dict[str, Any] = {"on": sorted(on), "weights": {name: _whole(w) for name, w in model.state_dict().items()}}
+    if choices is not None:
+        report, session = accel.explain(model), entry.MODELS[model].session
+        found["rows"] = {row.name: (row.status, row.why) for row in report.rows if row.name in choices}
+        found["failed"], found["still"] = session.failed, sorted(session.active)
+        accel.undo(model)
+    return found
+
+
+def _whole(weight: Tensor) -> Tensor:
+    return (weight.full_tensor() if hasattr(weight, "full_tensor") else weight).detach().clone()
+
+
+def many(rank: int, world: int, which: list[tuple[Any, ...]]) -> list[dict[str, Any]]:
+    """Train once for each, on the same ranks."""
+    return [train(rank, world, *one) for one in which]
