@@ -78,7 +78,7 @@ def _never_slower(result: Result) -> Iterator[Line]:
         f"`optimize` on {len(ratios)} loops of all kinds: time of a step",
         "the plain loop",
         f"{min(ratios):.2f} to {max(ratios):.3f} of it",
-        "controller.md",
+        "figures.md",
     )
 
 
@@ -93,13 +93,13 @@ def _end_to_end(result: Result) -> Iterator[Line]:
         seconds = " to ".join(f"{each:.0f}" for each in dict.fromkeys((min(lasted), max(lasted))))
         what = f"`optimize` on {len(ratios)} models, {variant} run: steps of a process in {seconds} s, {included}"
         figure = f"{geometric_mean(ratios):.2f}x, of the models {min(ratios):.2f}x to {max(ratios):.2f}x"
-        yield Line(what, "the plain loop", figure, "controller.md", headline=variant == "second")
+        yield Line(what, "the plain loop", figure, "figures.md", headline=variant == "second")
     for row in rows:
         if row.get("variant", "first") == "first":
             figure = _times(row, "ratio", "low", "high")
             what = f"`optimize` on {row['model']}: steps of a process in {row['seconds']:.0f} s, {included}"
             alone = "variant" not in row and row["model"] == "ncf"  # before the whole suite was recorded
-            yield Line(what, "the plain loop", figure, "controller.md", headline=alone)
+            yield Line(what, "the plain loop", figure, "figures.md", headline=alone)
 
 
 def _faults(result: Result) -> Iterator[Line]:
