@@ -39,7 +39,7 @@ def environment() -> dict[str, str]:
         "python": f"{platform.python_version()} ({platform.platform()})",
         "torch": f"{torch.__version__}, built for {_built_for()}",
         "packages": ", ".join(_installed()) or "none of those that accel can use",
-        "cpu": f"{host.cpu_name()}, {cores} of {os.cpu_count()} cores usable{limited}, {instructions}",
+        "cpu": f"{host.cpu_name()}, {cores} cores usable{limited}, {instructions}",
         "threads": f"torch {torch.get_num_threads()}, between operators {torch.get_num_interop_threads()}",
         "memory": "not known" if memory is None else f"{memory / _GIB:.1f} GiB",
         "shared memory": _space(Path("/dev/shm")),
@@ -67,13 +67,13 @@ def _gpu(index: int) -> str:
 
 def _installed() -> list[str]:
     """Return the installed packages that accel can use, with their versions."""
-    found = []
+    versions = []
     for name in _PACKAGES:
         try:
-            found.append(f"{name} {metadata.version(name)}")
+            versions.append(f"{name} {metadata.version(name)}")
         except metadata.PackageNotFoundError:
             continue
-    return found
+    return versions
 
 
 def _space(folder: Path) -> str:

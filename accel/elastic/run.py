@@ -103,7 +103,7 @@ class ElasticRun:
                     self.checkpoint.training.restore_position()
                 elif not self._goes_on(previous):
                     self.checkpoint.restore()
-                    if self.checkpoint.step and self._profile_file is not None:
+                    if self.checkpoint.updates.step and self._profile_file is not None:
                         self._book = TimeBook(self._profile_file.lost())
             if self.batch is not None:
                 self.batch.check()  # only now: on more ranks than the training began on, the user's batch stays

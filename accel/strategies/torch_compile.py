@@ -6,7 +6,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from accel.compile.repeated_blocks import layers, repeated_blocks
@@ -30,6 +29,8 @@ _START_S, _LAYER_S, _REPEATED_LAYER_S = 5.0, 1.2, 0.35
 REPEATED_SHARE = 0.3
 """Of what a helper process has compiled, the part that this one does again. With torch's cache a small convolutional
 network took 2.8 s in place of 18.8 s; large models repeat more."""
+_SMALLEST_BUCKET = 1 << 20
+"""Bytes of the first bucket that torch splits a compiled graph of DistributedDataParallel for."""
 _LEAST_IDLE = 0.75
 """Cores that nobody must be using where a helper process is to compile."""
 
@@ -243,7 +244,7 @@ def _not_in_parallel(run: Run) -> str:
     """Say why the model can't be compiled inside DistributedDataParallel, or beside one that is a part of it."""
     if any(isinstance(module, DistributedDataParallel) for module in run.inner.modules()):
         return "a part of the model is in DistributedDataParallel; pass that one"
-    if run.inner is run.model or run.model.bucket_bytes_cap >= dist._DEFAULT_FIRST_BUCKET_BYTES:
+    if run.inner is run.model or run.model.bucket_bytes_cap >= _SMALLEST_BUCKET:
         return ""
     return "torch.compile can't split graphs for buckets of less than 1 MB (bucket_cap_mb of DistributedDataParallel)"
 

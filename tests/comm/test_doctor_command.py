@@ -49,7 +49,7 @@ def test_the_environment_alone_has_what_a_bug_report_needs(tmp_path: Path) -> No
     assert "network:" not in done.output
     facts = json.loads(target.read_text())["environment"]
     assert facts["torch"].startswith(torch.__version__)
-    assert f"{usable_cores()} of " in facts["cpu"]
+    assert f"{usable_cores()} cores usable" in facts["cpu"]
     assert {"accel", "python", "packages", "threads", "memory", "shared memory", "plan cache", "variables"} <= set(
         facts
     )

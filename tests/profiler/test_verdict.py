@@ -89,7 +89,9 @@ def test_waiting_for_the_slow_rank_is_not_the_exchange() -> None:
 
 def test_a_busy_machine_leaves_a_provisional_word_of_what_took_the_time() -> None:
     evidence, diagnosis = crowded(rank(0, 70, 0))
-    assert verdict.build_report(evidence, diagnosis).verdict.endswith("; provisionally, forward and backward took 100% of the step")
+    assert verdict.build_report(evidence, diagnosis).verdict.endswith(
+        "; provisionally, forward and backward took 100% of the step"
+    )
 
 
 @pytest.mark.parametrize(("host", "words"), [("", "the 2 ranks are on one host"), ("b", "the 2 ranks are on 2 hosts")])
