@@ -244,7 +244,8 @@ def _not_in_parallel(run: Run) -> str:
     """Say why the model can't be compiled inside DistributedDataParallel, or beside one that is a part of it."""
     if any(isinstance(module, DistributedDataParallel) for module in run.inner.modules()):
         return "a part of the model is in DistributedDataParallel; pass that one"
-    if run.inner is run.model or run.model.bucket_bytes_cap >= _SMALLEST_BUCKET:
+    bucket_bytes: Any = getattr(run.model, "bucket_bytes_cap", _SMALLEST_BUCKET)
+    if run.inner is run.model or bucket_bytes >= _SMALLEST_BUCKET:
         return ""
     return "torch.compile can't split graphs for buckets of less than 1 MB (bucket_cap_mb of DistributedDataParallel)"
 
