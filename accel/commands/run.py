@@ -13,6 +13,7 @@ import click
 from accel import startup
 from accel.commands.script_job import ScriptJob, check_report, check_script, own_arguments, say, training_in_children
 from accel.errors import InvalidArgument
+from accel.files import check_folder, save
 
 if TYPE_CHECKING:
     from accel.profiler.script import Script
@@ -33,6 +34,12 @@ ALLOW = ("exact", "reordered", "reduced", "lossy")
 @click.option("--report", type=click.Path(path_type=Path), help="A folder, a .json or a .html file for the report.")
 @click.option("--enable", multiple=True, metavar="NAME", help="A strategy to try although it is opt-in; repeatable.")
 @click.option("--disable", multiple=True, metavar="NAME", help="A strategy not to try; repeatable.")
+@click.option(
+    "--patch",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE",
+    help="Write what was kept as a diff of the script, which then needs no accel.",
+)
 @click.option("--cache/--no-cache", default=True, help="Remember what is found for the next run; default --cache.")
 @click.pass_context
 def run(
@@ -45,6 +52,7 @@ def run(
     report: Path | None,
     enable: tuple[str, ...],
     disable: tuple[str, ...],
+    patch: Path | None,
     cache: bool,
 ) -> None:
     """Run SCRIPT with its own ARGUMENTS, and make its training faster.
@@ -61,7 +69,9 @@ def run(
 
     check_script(script, module)
     options = {**_checked(allow, budget, report, enable, disable), "cache": cache}
-    RunJob(Script(script, own_arguments(arguments), module=module), options).begin(context)
+    if patch is not None:
+        check_folder("--patch", patch)
+    RunJob(Script(script, own_arguments(arguments), module=module), options, patch).begin(context)
 
 
 def _checked(
@@ -105,11 +115,13 @@ class RunJob(ScriptJob):
     Args:
         script: what to run.
         options: of `accel.optimize`.
+        patch: where the kept plan goes as a diff of the script; None for nowhere.
     """
 
-    def __init__(self, script: Script, options: dict[str, Any]) -> None:
+    def __init__(self, script: Script, options: dict[str, Any], patch: Path | None = None) -> None:
         super().__init__(script)
         self._options, self._thread = options, threading.get_ident()
+        self._patch, self._folder = patch and patch.absolute(), os.getcwd()  # the script may change its directory
         self._training: ScriptTraining | None = None
 
     def __enter__(self) -> None:
@@ -140,8 +152,34 @@ class RunJob(ScriptJob):
         if self._training is not None:
             self._training.stop()
             why = self._training.why_nothing()
+            if self._patch is not None and os.environ.get("RANK", "0") == "0":
+                say(f"accel: {self._write_patch(self._patch)}")
         if why and os.environ.get("ACCEL") != "0" and os.environ.get("RANK", "0") == "0":
             say(f"accel: nothing was made faster: {why}")
             has_workers = self._training is not None and self._training.loaders.has_workers
             if not has_workers and (children := training_in_children("run")):  # else the loaders' own may have run
                 say(children)
+
+    def _write_patch(self, target: Path) -> str:
+        """Write the kept plan as a diff of the script, and say what is in it."""
+        from accel.optimized import MODELS
+        from accel.script.patch import patch_script
+
+        plans = [(each.session.run, each.journal.kept) for each in MODELS.values() if each.journal.kept]
+        if len(plans) != 1:
+            return f"no patch: {'nothing was kept' if not plans else f'{len(plans)} models have plans of their own'}"
+        ((run, choices),) = plans
+        file = str(self.script.globals.get("__file__"))
+        optimizers = {type(each).__name__ for each in run.optimizers}
+        try:
+            source = Path(file).read_text(encoding="utf-8")
+            name = os.path.relpath(file, self._folder)
+            found = patch_script(source, name, choices, ", ".join(sorted(optimizers)), run.device.type)
+            if found.written:
+                save("--patch", target, found.diff)
+        except (OSError, ValueError, InvalidArgument) as error:
+            return f"no patch: {error}"
+        left = "; ".join(f"{strategy} is left out: {why}" for strategy, why in found.left.items())
+        if not found.written:
+            return f"no patch: {left}"
+        return f"wrote {target} with {', '.join(found.written)} (patch -p1 < {target})" + (f"; {left}" if left else "")

@@ -1,0 +1,285 @@
+"""A plan as a change of the script: what one would write by hand, as a unified diff.
+
+    source ─▶ where the optimizer, the loader and the model's call are ─▶ an edit for each strategy ─▶ diff
+
+Places are found in the syntax tree, by the names that the script uses. What is not found, or found twice, is not
+guessed: the strategy is named with the reason. `patch -p1 -R` takes the change back.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+
+class NotWritable(Exception):
+    """A strategy can't be written into this script; the message says why."""
+
+
+class Edit(NamedTuple):
+    """Text that replaces the source from `start` to `end`, in characters."""
+
+    start: int
+    end: int
+    text: str
+
+
+@dataclass
+class ScriptPatch:
+    """The change of a script that writes a plan into it.
+
+    Attributes:
+        diff: unified, empty if nothing could be written.
+        written: names of the strategies in it.
+        left: strategies that are not in it, each with the reason.
+    """
+
+    diff: str = ""
+    written: list[str] = field(default_factory=list)
+    left: dict[str, str] = field(default_factory=dict)
+
+
+def patch_script(source: str, name: str, choices: Mapping[str, Any], optimizer: str, device: str) -> ScriptPatch:
+    """Write a plan into a script.
+
+    Args:
+        source: text of the script.
+        name: its path, for the header of the diff.
+        choices: strategy → setting, as in a plan.
+        optimizer: class of the optimizer that the script makes, e.g. "AdamW".
+        device: type of the model's device, "cpu" or "cuda".
+
+    Returns:
+        The diff, with what is in it and what is not.
+
+    Example:
+        >>> script = "opt = torch.optim.SGD(net.parameters(), lr=0.1)\\n"
+        >>> print(patch_script(script, "train.py", {"fused_optimizer": "fused"}, "SGD", "cpu").diff)
+        --- a/train.py
+        +++ b/train.py
+        @@ -1 +1 @@
+        -opt = torch.optim.SGD(net.parameters(), lr=0.1)
+        +opt = torch.optim.SGD(net.parameters(), lr=0.1, fused=True)
+        <BLANKLINE>
+    """
+    script = _Source(source, optimizer, device)
+    result = ScriptPatch()
+    edits: list[Edit] = []
+    for strategy, setting in choices.items():
+        write = _WRITERS.get(strategy)
+        try:
+            if write is None:
+                raise NotWritable(f"no line of a script does the same; keep it by plan= ({strategy})")
+            own = [*edits, *write(script, setting)]
+            ast.parse(_applied(source, own))
+        except NotWritable as reason:
+            result.left[strategy] = str(reason)
+            continue
+        except SyntaxError:
+            result.left[strategy] = "the place in the script is written in an unusual way"
+            continue
+        edits = own
+        result.written.append(strategy)
+    changed = _applied(source, edits)
+    lines, new = (text.splitlines(keepends=True) for text in (source, changed))
+    result.diff = "".join(difflib.unified_diff(lines, new, f"a/{name}", f"b/{name}"))
+    return result
+
+
+def _applied(source: str, edits: list[Edit]) -> str:
+    """Return the source with its edits; of those at one place the first comes first."""
+    merged: dict[tuple[int, int], str] = {}
+    for edit in edits:
+        merged[edit.start, edit.end] = merged.get((edit.start, edit.end), "") + edit.text
+    for (start, end), text in sorted(merged.items(), reverse=True):
+        source = source[:start] + text + source[end:]
+    return source
+
+
+class _Source:
+    """A script's syntax tree, and the places in it that strategies change."""
+
+    def __init__(self, source: str, optimizer: str, device: str) -> None:
+        self.text, self.device = source, device
+        self._optimizer = optimizer
+        self._tree = ast.parse(source)
+        self._lines = source.splitlines(keepends=True)
+        self._starts = [0]
+        for line in self._lines:
+            self._starts.append(self._starts[-1] + len(line))
+
+    def offset(self, line: int, column: int) -> int:
+        """Return the position of a node's line and column, which counts bytes, in characters."""
+        return self._starts[line - 1] + len(self._lines[line - 1].encode()[:column].decode())
+
+    def end(self, node: ast.expr | ast.stmt) -> int:
+        """Return where a node ends."""
+        assert node.end_lineno is not None and node.end_col_offset is not None
+        return self.offset(node.end_lineno, node.end_col_offset)
+
+    def calls(self, name: str) -> list[ast.Call]:
+        """Return the calls of a name, alone or as an attribute."""
+        return [node for node in ast.walk(self._tree) if isinstance(node, ast.Call) and _called(node) == name]
+
+    def optimizer(self) -> ast.Call:
+        """Return the call that makes the optimizer."""
+        calls = self.calls(self._optimizer)
+        if len(calls) != 1:
+            raise NotWritable(f"{self._optimizer}(…) must stand once in the script, found {len(calls)} times")
+        return calls[0]
+
+    def model(self) -> str:
+        """Return the expression of the model whose parameters the optimizer gets."""
+        for node in ast.walk(self.optimizer()):
+            if isinstance(node, ast.Call) and _called(node) in ("parameters", "named_parameters"):
+                owner = node.func
+                if isinstance(owner, ast.Attribute) and not isinstance(owner.value, ast.Call):
+                    return ast.unparse(owner.value)
+        raise NotWritable(f"the call of {self._optimizer} does not name the model's parameters()")
+
+    def before_optimizer(self, lines: str) -> Edit:
+        """Return the edit that puts lines before the statement that makes the optimizer."""
+        call = self.optimizer()
+        statement = self.statement(call)
+        start = self._starts[statement.lineno - 1]
+        indent = self._lines[statement.lineno - 1][: statement.col_offset]
+        if indent.strip():
+            raise NotWritable("the optimizer is not made on a line of its own")
+        return Edit(start, start, "".join(f"{indent}{line}\n" for line in lines.splitlines()))
+
+    def statement(self, node: ast.AST) -> ast.stmt:
+        """Return the smallest statement that a node is in."""
+        around = [each for each in ast.walk(self._tree) if isinstance(each, ast.stmt) and node in ast.walk(each)]
+        return min(around, key=lambda each: len(list(ast.walk(each))))
+
+    def loop(self) -> ast.For:
+        """Return the innermost loop that calls `backward`."""
+        loops = [each for each in ast.walk(self._tree) if isinstance(each, ast.For) and _does_backward(each)]
+        inner = [each for each in loops if not any(other is not each and other in ast.walk(each) for other in loops)]
+        if len(inner) != 1:
+            raise NotWritable(f"one loop must call backward(), found {len(inner)}")
+        return inner[0]
+
+    def loader(self) -> ast.Call:
+        """Return the call that makes the loader of that loop; the only DataLoader of the script if names differ."""
+        calls = self.calls("DataLoader")
+        names = {node.id for node in ast.walk(self.loop().iter) if isinstance(node, ast.Name)}
+        named = [call for call in calls if names & _targets(self.statement(call))]
+        if len(named or calls) != 1:
+            raise NotWritable(f"one DataLoader(…) must feed the loop, found {len(named or calls)}")
+        return (named or calls)[0]
+
+    def argument(self, call: ast.Call, name: str, value: str) -> Edit:
+        """Return the edit that sets a keyword argument of a call."""
+        for keyword in call.keywords:
+            if keyword.arg is None:
+                raise NotWritable(f"the call of {_called(call)} takes arguments from a dict; set {name}={value} there")
+            if keyword.arg == name:
+                return Edit(self.offset(keyword.value.lineno, keyword.value.col_offset), self.end(keyword.value), value)
+        last = max([*call.args, *(keyword.value for keyword in call.keywords)], key=self.end, default=None)
+        if last is None:
+            raise NotWritable(f"the call of {_called(call)} has no arguments")
+        return Edit(self.end(last), self.end(last), f", {name}={value}")
+
+    def in_context(self, context: str) -> Edit:
+        """Return the edit that puts the statement with the model's call under a `with`."""
+        model = self.model().rpartition(".")[2]
+        inside = [node for node in ast.walk(self.loop()) if isinstance(node, ast.Call) and _called(node) == model]
+        statements = list({id(each): each for each in map(self.statement, inside)}.values())
+        if len(statements) != 1 or not isinstance(statements[0], ast.Assign | ast.Expr | ast.AugAssign):
+            raise NotWritable(f"one statement of the loop must call {model}(…), found {len(statements)}")
+        (statement,) = statements
+        assert statement.end_lineno is not None
+        first, last = statement.lineno - 1, statement.end_lineno
+        indent = self._lines[first][: statement.col_offset]
+        if indent.strip() or self._lines[last - 1].encode()[statement.end_col_offset :].strip().startswith(b";"):
+            raise NotWritable("the model is not called on a line of its own")
+        text = f"{indent}with {context}:\n" + "".join("    " + line for line in self._lines[first:last])
+        if isinstance(statement, ast.Assign) and statement.value in inside:
+            text = text.rstrip("\n") + "\n" + _to_float32(statement.targets, indent)
+        return Edit(self._starts[first], self._starts[last], text)
+
+    def imports_torch(self) -> bool:
+        """Tell whether `torch` is a name of the script."""
+        imports = (each for each in ast.walk(self._tree) if isinstance(each, ast.Import))
+        return any(alias.name.split(".")[0] == "torch" and not alias.asname for each in imports for alias in each.names)
+
+
+def _called(call: ast.Call) -> str:
+    function = call.func
+    return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+
+
+def _does_backward(loop: ast.For) -> bool:
+    return any(isinstance(node, ast.Call) and _called(node) == "backward" for node in ast.walk(loop))
+
+
+def _targets(statement: ast.stmt) -> set[str]:
+    if not isinstance(statement, ast.Assign | ast.AnnAssign):
+        return set()
+    targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
+    return {node.id for target in targets for node in ast.walk(target) if isinstance(node, ast.Name)}
+
+
+def _to_float32(targets: list[ast.expr], indent: str) -> str:
+    """Return the line that gives a loss float32, as accel's autocast does; nothing where several are unpacked."""
+    return "".join(f"{indent}{each.id} = {each.id}.float()\n" for each in targets if isinstance(each, ast.Name))
+
+
+# -- strategies --------------------------------------------------------------------------------------------------------
+
+
+def _line(text: str, script: _Source, setting: Any) -> Iterator[Edit]:
+    """Put a line before the optimizer is made."""
+    needs_import = "torch" in text and not script.imports_torch()
+    line = text.format(model=script.model() if "{model}" in text else "", setting=setting)
+    yield script.before_optimizer(("import torch\n" if needs_import else "") + line)
+
+
+def _fused(script: _Source, setting: Any) -> Iterator[Edit]:
+    yield script.argument(script.optimizer(), str(setting), "True")
+
+
+def _workers(script: _Source, setting: Any) -> Iterator[Edit]:
+    if not isinstance(setting, int):
+        raise NotWritable("a DataLoader has no threads; accel.dataio.loader.ContinuousLoader(loader) has")
+    loader = script.loader()
+    yield script.argument(loader, "num_workers", str(setting))
+    if setting:
+        yield script.argument(loader, "persistent_workers", "True")
+
+
+def _pinned(script: _Source, setting: Any) -> Iterator[Edit]:
+    yield script.argument(script.loader(), "pin_memory", "True")
+
+
+def _autocast(script: _Source, setting: Any) -> Iterator[Edit]:
+    yield script.in_context(f'torch.autocast("{script.device}", dtype=torch.bfloat16)')
+
+
+def _whole_model(script: _Source, setting: Any) -> Iterator[Edit]:
+    yield from _line("{model}.compile()", script, setting)
+
+
+_WRITERS: dict[str, Callable[[_Source, Any], Iterator[Edit]]] = {
+    "channels_last": partial(_line, "{model}.to(memory_format=torch.channels_last)"),
+    "torch_compile": _whole_model,
+    "autocast_bf16": _autocast,
+    "tf32": partial(_line, 'torch.set_float32_matmul_precision("high")'),
+    "cudnn_benchmark": partial(_line, "torch.backends.cudnn.benchmark = True"),
+    "intraop_threads": partial(_line, "torch.set_num_threads({setting})"),
+    "fused_optimizer": _fused,
+    "loader_workers": _workers,
+    "pin_memory": _pinned,
+    "allocator": partial(
+        _line,
+        "import ctypes\n"
+        "ctypes.CDLL(None).mallopt(-4, 0)  # glibc: no mmap for single requests,\n"
+        "ctypes.CDLL(None).mallopt(-1, 2**31 - 1)  # and freed memory stays with the process",
+    ),
+}
+"""Strategy → what writes it; strategies that need accel at run time are not among them."""

@@ -1,0 +1,190 @@
+"""A kept plan as a diff of the script: what is written runs alone, the rest is named with the reason."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import shutil
+import subprocess
+import textwrap
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from accel.commands.run import RunJob
+from accel.profiler.script import Script
+from accel.script.patch import patch_script
+from accel.strategies import names
+
+SCRIPT = textwrap.dedent(
+    """\
+    import torch
+    from torch import nn, optim
+    from torch.utils.data import DataLoader, TensorDataset
+
+
+    def train(model, batches, optimizer):
+        for x, y in batches:
+            optimizer.zero_grad()
+            out = model(x)
+            loss = nn.functional.cross_entropy(out, y)
+            loss.backward()
+            optimizer.step()
+        return loss.item()
+
+
+    def main():
+        torch.manual_seed(0)
+        data = TensorDataset(torch.randn(24, 3, 8, 8), torch.randint(4, (24,)))
+        batches = DataLoader(
+            data,
+            batch_size=8,
+        )
+        model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(288, 4))
+        optimizer = optim.AdamW(model.parameters(), lr=1e-3)
+        print("größer", train(model, batches, optimizer))
+
+
+    main()
+    """
+)
+EVERY = {
+    "channels_last": None,
+    "autocast_bf16": None,
+    "fused_optimizer": "fused",
+    "loader_workers": 0,
+    "pin_memory": None,
+    "tf32": None,
+    "cudnn_benchmark": None,
+    "intraop_threads": 1,
+}
+
+
+def patched(folder: Path, choices: dict[str, Any], source: str = SCRIPT, *, device: str = "cpu") -> str:
+    """Return the script after `patch` has applied its diff, and check that -R takes it back."""
+    found = patch_script(source, "train.py", choices, "AdamW", device)
+    assert found.written == list(choices) and not found.left
+    if shutil.which("patch") is None:
+        pytest.skip("patch is not installed")
+    script = folder / "train.py"
+    script.write_text(source, encoding="utf-8")
+    for options, wanted in ((["-p1"], None), (["-p1", "-R"], source)):
+        subprocess.run(["patch", "-s", *options], input=found.diff, text=True, cwd=folder, check=True, encoding="utf-8")
+        text = script.read_text(encoding="utf-8")
+        if wanted is None:
+            changed = text
+        else:
+            assert text == wanted
+    return changed
+
+
+def printed(source: str) -> float:
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        exec(compile(source, "train.py", "exec"), {"__name__": "__main__"})
+    return float(out.getvalue().split()[1])
+
+
+@pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true")
+def test_a_whole_plan_is_written_applied_run_and_taken_back(tmp_path: Path) -> None:
+    threads, precision = torch.get_num_threads(), torch.get_float32_matmul_precision()
+    try:
+        text = patched(tmp_path, EVERY)
+        assert printed(text) == pytest.approx(printed(SCRIPT), rel=0.02)
+    finally:
+        torch.set_num_threads(threads)
+        torch.set_float32_matmul_precision(precision)
+        torch.backends.cudnn.benchmark = False
+
+
+@pytest.mark.parametrize(
+    ("choices", "line"),
+    [
+        ({"channels_last": None}, "    model.to(memory_format=torch.channels_last)\n    optimizer = "),
+        ({"torch_compile": "whole model"}, "    model.compile()\n    optimizer = "),
+        ({"fused_optimizer": "foreach"}, "optim.AdamW(model.parameters(), lr=1e-3, foreach=True)"),
+        ({"loader_workers": 2}, "batch_size=8, num_workers=2, persistent_workers=True,\n"),
+        ({"pin_memory": None}, "batch_size=8, pin_memory=True,\n"),
+        (
+            {"autocast_bf16": None},
+            '        with torch.autocast("cpu", dtype=torch.bfloat16):\n            out = model(x)\n',
+        ),
+        ({"autocast_bf16": None}, "            out = model(x)\n        out = out.float()\n"),
+        ({"allocator": None}, "ctypes.CDLL(None).mallopt(-4, 0)"),
+        ({"intraop_threads": 1}, "    torch.set_num_threads(1)\n"),
+    ],
+)
+def test_each_strategy_is_one_change(tmp_path: Path, choices: dict[str, Any], line: str) -> None:
+    assert line in patched(tmp_path, choices)
+
+
+def test_an_argument_that_is_there_is_replaced(tmp_path: Path) -> None:
+    source = SCRIPT.replace("batch_size=8,", "batch_size=8, num_workers=int('0'),").replace("lr=1e-3", "fused=False")
+    text = patched(tmp_path, {"loader_workers": 2, "fused_optimizer": "fused"}, source)
+    assert "num_workers=2," in text and "fused=True)" in text and "fused=False" not in text
+
+
+def test_a_call_within_a_larger_expression_keeps_its_meaning(tmp_path: Path) -> None:
+    source = SCRIPT.replace(
+        "out = model(x)\n        loss = nn.functional.cross_entropy(out, y)",
+        "loss = nn.functional.cross_entropy(model(x), y)",
+    )
+    text = patched(tmp_path, {"autocast_bf16": None}, source, device="cuda")
+    assert 'with torch.autocast("cuda", dtype=torch.bfloat16):\n            loss = nn.functional' in text
+    assert ".float()" not in text
+
+
+@pytest.mark.parametrize(
+    ("change", "choices", "reason"),
+    [
+        (("optim.AdamW(model", "make(model"), {"fused_optimizer": "fused"}, "must stand once in the script, found 0"),
+        (("AdamW(model.parameters()", "AdamW(params"), {"channels_last": None}, "does not name the model's"),
+        (("batch_size=8,", "**options,"), {"pin_memory": None}, "takes arguments from a dict; set pin_memory=True"),
+        (("batches = DataLoader(", "batches = make("), {"loader_workers": 1}, "one DataLoader(…) must feed the loop"),
+        (("loss.backward()", "step(loss)"), {"autocast_bf16": None}, "one loop must call backward(), found 0"),
+        (("out = model(x)", "out = predict(x)"), {"autocast_bf16": None}, "must call model(…), found 0"),
+        (("out = model(x)", "a = 1; out = model(x)"), {"autocast_bf16": None}, "not called on a line of its own"),
+        (("model.parameters(), lr=1e-3", "p for p in model.parameters()"), {"fused_optimizer": "fused"}, "unusual way"),
+        (("", ""), {"loader_workers": "threads=2"}, "ContinuousLoader(loader) has"),
+        (("", ""), {"sample_cache": None}, "no line of a script does the same; keep it by plan="),
+    ],
+)  # fmt: skip
+def test_what_can_not_be_written_is_left_out_with_its_reason(
+    change: tuple[str, str], choices: dict[str, Any], reason: str
+) -> None:
+    source = SCRIPT.replace(*change) if change[0] else SCRIPT
+    found = patch_script(source, "train.py", choices, "AdamW", "cpu")
+    assert not found.diff and not found.written
+    assert reason in found.left[next(iter(choices))]
+
+
+def test_every_registered_strategy_is_written_or_named() -> None:
+    choices = {
+        name: {"loader_workers": 1, "fused_optimizer": "fused", "intraop_threads": 1}.get(name) for name in names()
+    }
+    found = patch_script(SCRIPT, "train.py", choices, "AdamW", "cpu")
+    assert sorted([*found.written, *found.left]) == sorted(names())
+    added = "".join(line[1:] + "\n" for line in found.diff.splitlines() if line.startswith("+") and line[:3] != "+++")
+    assert "model.compile()" in added
+
+
+def test_the_command_writes_the_plan_of_the_only_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT, encoding="utf-8")
+    job = RunJob(Script("train.py", []), {}, tmp_path / "out.diff")
+    job.script.globals["__file__"] = str(tmp_path / "train.py")
+    job._folder = str(tmp_path)
+    weight = torch.nn.Parameter(torch.zeros(1))
+    run = SimpleNamespace(optimizers=[torch.optim.AdamW([weight])], device=torch.device("cpu"))
+    kept: dict[str, Any] = {"fused_optimizer": "fused", "sample_cache": None}
+    models = {1: SimpleNamespace(session=SimpleNamespace(run=run), journal=SimpleNamespace(kept=kept))}
+    monkeypatch.setattr("accel.optimized.MODELS", models)
+
+    said = job._write_patch(tmp_path / "out.diff")
+
+    assert "with fused_optimizer (patch -p1 < " in said and "sample_cache is left out: no line" in said
+    assert (tmp_path / "out.diff").read_text().startswith("--- a/train.py\n+++ b/train.py\n")
+    kept.clear()
+    assert job._write_patch(tmp_path / "none.diff") == "no patch: nothing was kept"
+    assert not (tmp_path / "none.diff").exists()
