@@ -36,6 +36,22 @@ class MachineFacts:
 
 
 @dataclass(kw_only=True)
+class NextStep:
+    """What to do after a report, for scripts and coding agents."""
+
+    action: str
+    """One sentence."""
+    command: str = ""
+    """A command that does it, '' if it takes a change of the script."""
+    gain: float | None = None
+    """Expected speed-up of a step, a ratio; None if it is not known."""
+    gain_low: float | None = None
+    gain_high: float | None = None
+    risk: str = ""
+    """What may change in the training."""
+
+
+@dataclass(kw_only=True)
 class ReportHead:
     """What every report says about its run."""
 
@@ -46,6 +62,7 @@ class ReportHead:
     """The command line of the run."""
     unseen: list[str] = field(default_factory=list)
     """What could not be measured, one sentence each."""
+    next_step: NextStep | None = None
 
     def to_json(self) -> str:
         """Return the report as JSON; a number that is infinite or none is null."""

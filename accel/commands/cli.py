@@ -27,6 +27,7 @@ _HOMES = {
     "cancel": "accel.commands.jobs",
     "logs": "accel.commands.jobs",
     "tune": "accel.commands.tune",
+    "mcp": "accel.commands.mcp",
 }
 """Subcommand → module that holds it."""
 

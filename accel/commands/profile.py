@@ -146,6 +146,7 @@ class ProfileJob(ScriptJob):
     def conclude(self) -> None:
         """Make the report of all ranks and write it, or say why there is none."""
         from accel.profiler.conclusion import verdict
+        from accel.report.next_step import after_profile
 
         wall_s = time.perf_counter() - self._started_at
         if self._session is None:
@@ -177,6 +178,7 @@ class ProfileJob(ScriptJob):
         report.host.accel = __version__
         if exchange.launched:
             verdict.merge(report, everyone, diagnosis.anatomy, exchange.size)
+        report.next_step = after_profile(report)
         self._write(report)
 
     def _write(self, report: ProfileReport) -> None:

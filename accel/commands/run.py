@@ -174,12 +174,12 @@ class RunJob(ScriptJob):
         try:
             source = Path(file).read_text(encoding="utf-8")
             name = os.path.relpath(file, self._folder)
-            found = patch_script(source, name, choices, ", ".join(sorted(optimizers)), run.device.type)
-            if found.written:
-                save("--patch", target, found.diff)
+            result = patch_script(source, name, choices, ", ".join(sorted(optimizers)), run.device.type)
+            if result.written:
+                save("--patch", target, result.diff)
         except (OSError, ValueError, InvalidArgument) as error:
             return f"no patch: {error}"
-        left = "; ".join(f"{strategy} is left out: {why}" for strategy, why in found.left.items())
-        if not found.written:
+        left = "; ".join(f"{strategy} is left out: {why}" for strategy, why in result.left.items())
+        if not result.written:
             return f"no patch: {left}"
-        return f"wrote {target} with {', '.join(found.written)} (patch -p1 < {target})" + (f"; {left}" if left else "")
+        return f"wrote {target} with {', '.join(result.written)} (patch -p1 < {target})" + (f"; {left}" if left else "")

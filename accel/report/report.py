@@ -32,6 +32,13 @@ class Report(RunReport):
 
         return kept_text(self)
 
+    def to_json(self) -> str:
+        """Return the report as JSON, with what to do next."""
+        from accel.report.next_step import after_run
+
+        self.next_step = after_run(self)
+        return super().to_json()
+
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the report as JSON, or as a self-contained web page if `path` ends in `.html`; whole or not at all."""
         if str(path).endswith(".html"):
