@@ -20,8 +20,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from accel import startup, strategies
-from accel.cache.conditions import conditions
-from accel.cache.remembered_plans import RememberedPlans
 from accel.dataio.passes.proxy import LoaderProxy, is_proxy
 from accel.errors import InvalidArgument
 from accel.optimized import MODELS, Optimized
@@ -40,6 +38,7 @@ from accel.settings import OptimizeSettings, check_objects, check_settings
 from accel.strategies.base import Strategy
 
 if TYPE_CHECKING:
+    from accel.cache.remembered_plans import RememberedPlans
     from accel.elastic.checkpointing import Checkpointing
     from accel.elastic.run import ElasticRun
     from accel.elastic.scaling_rules import Rule
@@ -343,6 +342,8 @@ def _memory(run: Run, settings: OptimizeSettings, fetching_in_use: bool) -> Reme
     """Return what keeps the result for the next run; None if nothing does."""
     if not settings.cache or settings.plan is not None:
         return None
+    from accel.cache.remembered_plans import RememberedPlans, conditions
+
     options = {**settings.conditions, "loader_is_shared": fetching_in_use}
     return RememberedPlans(lambda: conditions(run, options))
 

@@ -10,12 +10,12 @@ from torch import nn
 
 from accel.dataio.passes.proxy import LoaderProxy
 from accel.profiler.loop.observers import follow, leave
-from accel.session.journal import Announcer, Journal
-from accel.session.session import Session
 from accel.settings import OptimizeSettings
 
 if TYPE_CHECKING:
     from accel.elastic.run import ElasticRun
+    from accel.session.journal import Announcer, Journal
+    from accel.session.session import Session
 
 
 class Optimized:

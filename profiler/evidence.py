@@ -6,6 +6,9 @@ from dataclasses import dataclass, field
 
 from accel.profiler.phases import Measurement
 
+SHARED_CORES = 0.3
+"""Share of the cores kept busy by others from which on this run shares them."""
+
 
 @dataclass(kw_only=True)
 class ThreadShare:
@@ -227,3 +230,8 @@ class Evidence:
     model_name: str = ""
     unseen: list[str] = field(default_factory=list)
     """What could not be measured, one sentence each."""
+
+
+def are_shared(foreign_cores: float | None, cores: int) -> bool:
+    """Return whether others keep so many cores busy that waiting for one says little of the run itself."""
+    return foreign_cores is not None and foreign_cores > SHARED_CORES * cores

@@ -19,8 +19,8 @@ from accel.profiler.diagnose.anatomy import Anatomy
 from accel.profiler.diagnose.causes import CROWDS
 from accel.profiler.diagnose.communication_wait import wait_as_communication
 from accel.profiler.diagnose.consistency import PhaseShares
-from accel.profiler.diagnose.findings import SHARED_CORES, SURE, WORTH, collected, finding, thread_text
-from accel.profiler.evidence import Evidence
+from accel.profiler.diagnose.findings import SURE, WORTH, collected, finding, thread_text
+from accel.profiler.evidence import SHARED_CORES, Evidence
 from accel.profiler.report import Finding
 
 MIN_STEPS = 20

@@ -14,10 +14,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 from torch.optim import SGD, Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from accel.amp.loss_scale import DynamicLossScale
 from accel.errors import InvalidArgument
+from accel.profiler.loop.update_hooks import UPDATES
 
 
 class Scaled(Protocol):
@@ -43,8 +43,7 @@ def watch(model: Scaled) -> None:
 
 @functools.cache
 def _hook_in() -> None:
-    register_optimizer_step_pre_hook(_before_step)
-    register_optimizer_step_post_hook(_after_step)
+    UPDATES.add(_before_step, _after_step)
 
 
 @torch._disable_dynamo  # type: ignore[attr-defined]  # of a compiled step too

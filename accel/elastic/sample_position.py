@@ -16,7 +16,6 @@ It follows the loader for good: also after `accel.undo` each epoch must have eac
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -25,7 +24,6 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from accel.dataio.elastic_sampler import ElasticSampler
 from accel.dataio.passes.proxy import LoaderProxy, PassesUnderWay
@@ -33,36 +31,10 @@ from accel.dataio.sampling.places import DealtStep, SamplerPlace
 from accel.elastic.left_alone import is_left_alone
 from accel.profiler.loop import backward
 from accel.profiler.loop.observers import LoopObserver
+from accel.profiler.loop.update_hooks import UPDATES
 
 MOST_HELD = 9
 """Batches that a loop may fetch ahead of the one that it trains on, and that can be left out of what is counted."""
-
-_update_listeners: tuple[weakref.ref[Any], ...] = ()  # a WeakSet takes 3 µs to be gone through
-
-
-@functools.cache
-def _hear_updates() -> None:
-    register_optimizer_step_post_hook(_notify_of_update)
-
-
-def _notify_of_update(*_: Any) -> None:
-    for reference in _update_listeners:
-        if (listener := reference()) is not None:
-            listener.updated()
-
-
-def listen_to_updates(listener: Any) -> None:
-    """Call `updated` of a listener, which is not kept alive, after each step of any optimizer of the process."""
-    global _update_listeners
-    _hear_updates()
-    ignore_updates(listener)
-    _update_listeners = (*_update_listeners, weakref.ref(listener))
-
-
-def ignore_updates(listener: Any) -> None:
-    """Call it no more."""
-    global _update_listeners
-    _update_listeners = tuple(each for each in _update_listeners if each() not in (None, listener))
 
 
 class _Pass:
@@ -107,7 +79,7 @@ class SamplePosition(LoopObserver):
         """The end of an epoch, where a pass without a batch has begun."""
         self._is_uncounted = False
         """`sampler.trained` waits for an update."""
-        listen_to_updates(self)
+        UPDATES.add_weakly(self.updated)
 
     # -- the loader (observers.LoopObserver) ---------------------------------------------------------------------------
 

@@ -6,13 +6,16 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 from threading import get_ident
+from typing import TYPE_CHECKING
 
 from torch import nn
 
 from accel import entry
 from accel.report import Report
-from accel.script.training import ScriptTraining
 from accel.settings import check_settings
+
+if TYPE_CHECKING:
+    from accel.script.training import ScriptTraining
 
 _under_way: dict[int, TrainingCallback] = {}
 """Thread → the callback whose training it runs."""
@@ -52,6 +55,8 @@ class TrainingCallback:
             if callback is not None:
                 callback._release()
         if os.environ.get("ACCEL") != "0":
+            from accel.script.training import ScriptTraining  # not before a training begins
+
             _under_way[get_ident()] = self
             whole = "print(callback.report)"
             self._training = ScriptTraining(self._options, get_ident(), whole, self._earlier)

@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 import time
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from accel.profiler.host import CrowdMeter, free_cores
-from accel.run.context import Run
+
+if TYPE_CHECKING:
+    from accel.run.context import Run
 
 SHORTEST_LOOK_S = 1.0
 """Over less than that, what others do says nothing, s."""

@@ -10,17 +10,18 @@ Everything is decided by counting steps, so the ranks of a launch do the same at
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from threading import get_ident
 from typing import Any
 
 import torch
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torch.optim.optimizer import Optimizer
 
 from accel import entry, startup
 from accel.profiler.interruptions import ours
 from accel.profiler.loop.called_modules import RegisteredModules
 from accel.profiler.loop.steps import is_between_steps, is_described
+from accel.profiler.loop.update_hooks import UPDATES
 from accel.run import ranks
 from accel.script.loaders import ScriptLoaders
 from accel.script.models import AT_ONCE, ScriptModels, say
@@ -84,7 +85,7 @@ class ScriptTraining:
         self._has_stepped_again = self._is_check_due = False
         self._has_stood_back = False
         """A callback in the script followed a training itself."""
-        self._hook: Any = None
+        self._forget_updates: Callable[[], None] = lambda: None
 
     def start(self) -> None:
         """Follow loaders and optimizers from now on."""
@@ -93,14 +94,13 @@ class ScriptTraining:
         self.loaders.start()
         if self._from_start:
             self._registered.start()
-        self._hook = register_optimizer_step_post_hook(self._updated)
+        self._forget_updates = UPDATES.add(after=self._updated)
 
     def stop(self) -> None:
         """Restore torch and the script's objects; what has been optimized stays so."""
         self.loaders.stop()
         self._registered.stop()
-        if self._hook is not None:
-            self._hook.remove()
+        self._forget_updates()
         self._release()
 
     def _release(self) -> list[Optimizer]:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Generator, Hashable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from accel.guard.comparison import Comparison
-from accel.profiler import naming
 from accel.profiler.evidence import Evidence
 from accel.profiler.phases import Measurement
 from accel.run.host_load import HostLoad
 from accel.search.plan import Choices
+
+if TYPE_CHECKING:
+    from accel.profiler.naming import Diagnosis
 
 _MIN_STEPS = 6
 """Steps that suffice to order the candidates; a verdict in a report needs more."""
@@ -108,8 +111,10 @@ class Result:
         self.settling = [seconds.get(number, by_host) for number, by_host in numbered]
 
     @property
-    def diagnosis(self) -> naming.Diagnosis:
+    def diagnosis(self) -> Diagnosis:
         """The profiler's verdict on the counted steps."""
+        from accel.profiler import naming  # with all its rules, when the first steps have been seen
+
         return naming.diagnose(self.evidence or Evidence(steps=self.measurements), min_steps=_MIN_STEPS)
 
     @property

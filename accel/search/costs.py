@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from accel.profiler.interruptions import ours
-from accel.search.actions import Result
-from accel.search.state import Candidate, SearchState
+
+if TYPE_CHECKING:
+    from accel.search.actions import Result
+    from accel.search.state import Candidate, SearchState
 
 DEAR_S = 1.0
 """One-off work that takes so long comes after what is cheap, is not done beside other processes, and is measured."""

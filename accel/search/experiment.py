@@ -8,8 +8,6 @@ import math
 from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import replace
 
-from accel.profiler.diagnose import anatomy
-from accel.profiler.diagnose.communication_wait import wait_as_communication
 from accel.profiler.trial import Outcome, TrialConfig, Verdict
 from accel.profiler.trial_driver import Block, Steps, TrialResult, drive, together
 from accel.search import costs, verdicts
@@ -108,6 +106,9 @@ def charged_to(state: SearchState, candidate: Candidate | None = None) -> Iterat
 
 def look(state: SearchState, *, rest: int = 0, steps: int = 0) -> Generator[Action, Result, Result]:
     """Observe some steps under the present plan: their anatomy, and what limits them."""
+    from accel.profiler.diagnose import anatomy
+    from accel.profiler.diagnose.communication_wait import wait_as_communication
+
     plan = dict(state.plan)
     result = yield from act(state, Action(plan=plan, rest=rest, steps=steps or state.pace.observe, anatomy=True))
     if result.measurements:

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import math
 
-from accel.profiler.diagnose import causes
-from accel.profiler.diagnose.consistency import PhaseShares
-from accel.profiler.naming import PHASES_OF
 from accel.report import Report
 from accel.search import costs, priority
 from accel.search.state import SearchState
@@ -26,6 +23,8 @@ _LIMITS = {
 
 def is_crowded(state: SearchState) -> bool:
     """Tell whether other processes keep the machine busy."""
+    from accel.profiler.diagnose import causes
+
     crowd = state.diagnosis.crowd
     return crowd is not None and crowd.cause == causes.OVERSUBSCRIBED
 
@@ -70,6 +69,9 @@ def why_open(state: SearchState) -> tuple[str, str]:
 
 def limit(report: Report, state: SearchState) -> None:
     """Set what limits the run, with a share that agrees with the anatomy."""
+    from accel.profiler.diagnose.consistency import PhaseShares
+    from accel.profiler.naming import PHASES_OF
+
     diagnosis = state.diagnosis if state.plan or state.searching else state.plain_diagnosis
     total = sum(report.anatomy_after.values())
     shares = {phase: ms / total for phase, ms in report.anatomy_after.items()} if total > 0 else {}

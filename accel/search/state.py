@@ -27,9 +27,8 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from accel.profiler import naming
 from accel.profiler.evidence import Evidence
 from accel.profiler.interruptions import ours
 from accel.profiler.trial import Outcome, TrialConfig
@@ -40,6 +39,9 @@ from accel.search.plan import Choices
 from accel.search.remembered import PlanMemory, RememberedPlan
 from accel.strategies.base import Strategy, designed, is_compared, why_not
 from accel.strategies.trial_design import TrialDesign
+
+if TYPE_CHECKING:
+    from accel.profiler.naming import Diagnosis
 
 _ALIKE = 3.0
 """Times as large a batch, or as small, for which a plan is not searched for again. When each change of the batch did
@@ -225,9 +227,9 @@ class SearchState:
     plain_ms: float = 0.0
     anatomy_before: dict[str, float] = field(default_factory=dict)
     anatomy_after: dict[str, float] = field(default_factory=dict)
-    diagnosis: naming.Diagnosis = field(default_factory=lambda: naming.diagnose(Evidence()))
+    diagnosis: Diagnosis = field(default_factory=lambda: _nothing_seen())
     """The profiler's verdict on the plan as it is now."""
-    plain_diagnosis: naming.Diagnosis = field(default_factory=lambda: naming.diagnose(Evidence()))
+    plain_diagnosis: Diagnosis = field(default_factory=lambda: _nothing_seen())
 
     regime: object = None
     """The conditions that the plan is measured under."""
@@ -309,3 +311,9 @@ class SearchState:
             return None
         saved = (self.closed.before_ms - self.closed.after_ms) / 1e3
         return self.searched_until + int(self.cost_s / saved) + 1 if saved > 0 else None
+
+
+def _nothing_seen() -> Diagnosis:
+    from accel.profiler.naming import diagnose  # with all its rules: not before a search begins
+
+    return diagnose(Evidence())

@@ -14,7 +14,7 @@ from collections.abc import Callable, Container, Iterable
 from datetime import datetime
 from importlib import import_module
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import torch
 from torch.nn.parameter import is_lazy
@@ -30,7 +30,9 @@ from accel.search import outlook
 from accel.search.plan import Choices, Plan, fingerprint
 from accel.search.state import SearchState
 from accel.search.verdicts import remember
-from accel.session.session import Session
+
+if TYPE_CHECKING:
+    from accel.session.session import Session
 
 log = logging.getLogger("accel")
 

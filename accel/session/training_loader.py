@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from accel.dataio.dataset.fetch_watch import FetchWatch
 from accel.dataio.fetching.fetch import fetch_of
 from accel.dataio.passes.movable import movable
 from accel.dataio.passes.proxy import Fetching, LoaderProxy
@@ -17,6 +16,7 @@ from accel.profiler.loop.observers import observers_of
 from accel.run.context import Run
 
 if TYPE_CHECKING:
+    from accel.dataio.dataset.fetch_watch import FetchWatch
     from accel.session.switchboard import Switchboard
 
 # Steps without a batch of the loader that strategies act on after which the loop is taken to have gone on to another.
@@ -109,6 +109,10 @@ class TrainingLoader:
 
     def _watch_of(self, loader: Any) -> FetchWatch:
         """Watch all that makes the batches, the collate function too; where they can't be moved, the dataset if any."""
+        from accel.dataio.dataset.fetch_watch import (
+            FetchWatch,  # what walks through a dataset: for a loader that there is
+        )
+
         watched = getattr(loader, "dataset", None) if movable(loader) else fetch_of(loader)
         return FetchWatch(watched, aside=self._aside)
 

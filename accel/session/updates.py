@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import Optimizer
 
 from accel.profiler.loop import backward
 from accel.profiler.loop.optimizers import Arguments, Strangers, followed_by
+from accel.profiler.loop.update_hooks import UPDATES
 from accel.session.state import Mode
 
 if TYPE_CHECKING:
@@ -33,21 +35,16 @@ class UpdateEvents:
         self._strangers = Strangers()
         self._stepping = self._passing = 0
         """The id of the optimizer that is stepping: the one if it is the model's, the other if it is none of its."""
-        self._hooks: list[Any] = []
+        self._forget: Callable[[], None] = lambda: None
 
     def start(self) -> None:
         """Listen to all optimizers; and to backward passes, until the first step has ended: which model is trained?"""
-        self._hooks = [
-            register_optimizer_step_pre_hook(self._begins),
-            register_optimizer_step_post_hook(self._ended),
-        ]
+        self._forget = UPDATES.add(self._begins, self._ended)
         backward.listen(self)
 
     def close(self) -> None:
         """Listen no more."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
+        self._forget()
         backward.forget(self)
 
     def _owns(self, optimizer: Optimizer) -> bool:

@@ -7,9 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import DataLoader, DistributedSampler
 
-from accel.dataio.dataset.handles import shared_handle
-from accel.dataio.dataset.watch import DatasetWatch
-from accel.dataio.fetching.fetch import fetch_of
 from accel.dataio.passes.movable import movable, not_read_ahead
 from accel.profiler.bottleneck import Bottleneck
 from accel.profiler.host import available_memory
@@ -63,9 +60,14 @@ class LoaderWorkers(Strategy):
         short = "there is no memory for a worker process that comes to have all of this one's"
         if run.exact and (reason := self._unseen(run)):
             return reason
+        from accel.dataio.dataset.handles import shared_handle
+
         return shared_handle(run.loader) or ("" if self.settings(run) else short)
 
     def _unseen(self, run: Run) -> str:
+        from accel.dataio.dataset.watch import DatasetWatch
+        from accel.dataio.fetching.fetch import fetch_of
+
         unseen = DatasetWatch(fetch_of(run.loader), share=0.0).unseen
         return unseen and f"the loop could change {unseen}, within an epoch without being seen: allow='exact' leaves it"
 

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from accel.compile.repeated_blocks import layers, repeated_blocks
 from accel.guard.alone import on_this_rank_alone
 from accel.profiler.bottleneck import Bottleneck
 from accel.profiler.loop import callslot
@@ -101,6 +100,8 @@ class TorchCompile(Strategy):
         The compiler finds most of the code for a repeated layer done, but captures and lowers each. What a helper
         process has compiled, or is going to, leaves the part that is done again.
         """
+        from accel.compile.repeated_blocks import layers
+
         groups = self._blocks(run) if setting == BLOCKS else []
         different, repeated = layers([group[0] for group in groups] or [run.model])
         graphs = 1 if run.observed.usual_shapes is not None else 2  # for the first sizes, and for all
@@ -167,6 +168,8 @@ class TorchCompile(Strategy):
 
     def _blocks(self, run: Run) -> list[list[torch.nn.Module]]:
         if self._groups is None:
+            from accel.compile.repeated_blocks import repeated_blocks
+
             self._groups = repeated_blocks(run.model)
         return self._groups
 

@@ -377,7 +377,7 @@ FAULTS = [
         "any_run_is_this_one",
         "remembered plans",
         "takes each run for one of the same kind",
-        "accel.cache.conditions:conditions",
+        "accel.cache.remembered_plans:conditions",
         result_becomes(lambda conditions: dict.fromkeys(conditions, "")),
         _KEY,
     ),

@@ -13,14 +13,16 @@ itself after `set_epoch(epoch)`, and leaves the dataset as it is.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from torch.utils.data import Subset
 
 from accel.dataio.dataset.reach import is_code, native, own_attributes
-from accel.dataio.fetching.fetch import Fetch
 from accel.profiler.interruptions import ours
+
+if TYPE_CHECKING:
+    from accel.dataio.fetching.fetch import Fetch
 
 Numbers = dict[tuple[str, ...], Any]
 """By the names of the attributes that lead to each from the dataset on."""

@@ -15,13 +15,11 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, wait
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch.utils.data import DataLoader
 
-from accel.dataio.dataset.numbers import Numbers
-from accel.dataio.dataset.watch import DatasetWatch
 from accel.dataio.engine.thread_pool import ThreadModes, ThreadPool
 from accel.dataio.fetching.fetch import blame, fetch_of
 from accel.dataio.fetching.randomness import (
@@ -34,6 +32,10 @@ from accel.dataio.fetching.randomness import (
 )
 from accel.profiler.interruptions import ours
 from accel.profiler.trees import tensors
+
+if TYPE_CHECKING:
+    from accel.dataio.dataset.numbers import Numbers
+    from accel.dataio.dataset.watch import DatasetWatch
 
 
 class WorkerDied(RuntimeError):

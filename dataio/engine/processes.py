@@ -14,7 +14,7 @@ import selectors
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from torch.utils.data import DataLoader
@@ -44,6 +44,155 @@ class _Result(NamedTuple):
     slots: SlotReader
     message: Any
     job: BatchJob
+
+
+class WorkerPool:
+    """The worker processes of an engine: started together, listened to, and ended by the process that started them.
+
+    Args:
+        loader: whose batches they make.
+        context: of multiprocessing.
+        workers: how many.
+        most_free: slots that a worker keeps while they are free.
+        threads: of an operation inside a worker.
+        as_loop: see `ProcessEngine`.
+
+    Attributes:
+        handles: of those that run.
+    """
+
+    def __init__(
+        self, loader: DataLoader[Any], context: Any, workers: int, most_free: int, threads: int, as_loop: bool
+    ) -> None:
+        self._loader, self._context, self._workers = loader, context, workers
+        self._most_free, self._threads, self._as_loop = most_free, threads, as_loop
+        self._begin()
+
+    def _begin(self) -> None:
+        # Not epoll: a forked process would share its set with the loop's.
+        self._selector = selectors.PollSelector()
+        self.handles: list[WorkerHandle] = []
+        self._owner = os.getpid()
+        self._finalizer = weakref.finalize(self, end_all, self.handles, self._owner)
+
+    @property
+    def is_forked(self) -> bool:
+        """Whether this is a copy in a forked process: the workers are those of the loop where it came from."""
+        return os.getpid() != self._owner
+
+    def start(self, base_seed: int) -> None:
+        """Start all workers."""
+        for number in range(self._workers):
+            handle = WorkerHandle(number)
+            self.handles.append(handle)
+            self.start_one(handle, base_seed)
+
+    def start_one(self, handle: WorkerHandle, base_seed: int) -> None:
+        """Start one of them, or another process in its place."""
+        task = worker.Task(
+            handle.number,
+            self._workers,
+            fetch_of(self._loader),
+            None if self._as_loop else self._loader.worker_init_fn,
+            base_seed,
+            self._threads,
+            most_free=self._most_free,
+            as_loop=self._as_loop,
+        )
+        if self._context.get_start_method() == "fork":
+            with at_rest(_REST_S) as quiet:
+                if not quiet:
+                    raise RuntimeError(
+                        "a process can't be forked while threads fetch, whose locks it would inherit; one has been at "
+                        f"its batch for {_REST_S:g} s"
+                    )
+                handle.start(self._context, task)
+        else:
+            handle.start(self._context, task)
+        self._selector.register(handle.connection, selectors.EVENT_READ, handle)  # type: ignore[arg-type]
+
+    def messages(self, seconds: float) -> Iterator[tuple[WorkerHandle, Any]]:
+        """Yield what workers say within a time, and None of one that is gone."""
+        for key, _ in self._selector.select(seconds):
+            messages = key.data.receive()
+            while True:
+                try:
+                    message = next(messages, None)
+                except ours(EOFError, OSError):
+                    yield key.data, None
+                    break
+                if message is None:
+                    break
+                yield key.data, message
+
+    def dead(self) -> list[WorkerHandle]:
+        """Return those that are gone and have left no message."""
+        return [
+            handle
+            for handle in self.handles
+            if not handle.process.is_alive() and not handle.connection.poll()  # type: ignore[union-attr]
+        ]
+
+    def bury(self, handle: WorkerHandle) -> str:
+        """Clear away a worker that is gone; return which process it was and how it ended."""
+        self._selector.unregister(handle.connection)  # type: ignore[arg-type]
+        return handle.bury()
+
+    def end(self) -> None:
+        """End all workers."""
+        end_all(self.handles, self._owner)
+        self._selector.close()
+        self._selector = selectors.PollSelector()
+
+    def reset(self) -> None:
+        """End them, whatever they were at, and belong to this process."""
+        end_all(self.handles, self._owner)
+        self._finalizer.detach()
+        self._selector.close()
+        self._begin()
+
+
+class JobBook:
+    """The jobs of an engine, by serial number: in their order, what came of them, and those that no worker has.
+
+    Attributes:
+        order: those that were not collected, the oldest first.
+        results: what has come of them.
+        waiting: their workers were ended by a failure, or left behind in the process forked from.
+        next: the serial number of the next job.
+    """
+
+    def __init__(self) -> None:
+        self.order: deque[int] = deque()
+        self.results: dict[int, _Result] = {}
+        self.waiting: dict[int, BatchJob] = {}
+        self._tries: dict[int, int] = {}
+        self.next = 0
+
+    def forget(self, serial: int, handles: list[WorkerHandle]) -> None:
+        """Take the oldest job out, wherever it is."""
+        assert self.order[0] == serial
+        self.order.popleft()
+        for kept in (self.results, self._tries, self.waiting, *(handle.jobs for handle in handles)):
+            kept.pop(serial, None)  # type: ignore[attr-defined]
+
+    def clear(self) -> None:
+        """Forget all of them."""
+        for result in self.results.values():
+            if isinstance(result.message, worker.Done) and result.message.slot is not None:
+                result.slots.free_at_once(result.message.slot)
+        for kept in (self.order, self.results, self._tries, self.waiting):
+            kept.clear()
+
+    def count_try(self, handle: WorkerHandle, serial: int, death: str) -> None:
+        """Note that a worker has died at a job; one that was begun twice is given up."""
+        self._tries[serial] = self._tries.get(serial, 0) + 1
+        if self._tries[serial] >= _MOST_TRIES:
+            error = WorkerDied(
+                f"{death}; so did the worker before it. Often memory ran out, or the samples crash native code: "
+                "fetch these samples in the main process to see, or use fewer workers."
+            )
+            self.results[serial] = _Result(handle.number, handle.slots, error, handle.jobs.pop(serial))
 
 
 class ProcessEngine:
@@ -84,55 +233,41 @@ class ProcessEngine:
         for name, value in (("workers", workers), ("prefetch", prefetch), ("threads", threads)):
             if value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
-        self._loader = loader
-        self._context = _context(loader, start_method)
-        self.start_method: str = self._context.get_start_method()
+        context = _context(loader, start_method)
+        self.start_method: str = context.get_start_method()
         self.workers, self.capacity = workers, workers * prefetch
-        self._threads, self._timeout_s, self._check = threads, float(loader.timeout), check
+        self._timeout_s, self._check = float(loader.timeout), check
         self.stall_s = STALL_S if stall_s is None else stall_s
-        self._as_loop = as_loop
-        self.base_seed = 0
-        self.deaths: list[str] = []
-        """What became of workers that died; the loop went on."""
-        self._begin()
-        self._own([])
-
-    def _begin(self) -> None:
-        # Not epoll: a forked process would share its set with the loop's.
-        self._selector = selectors.PollSelector()
-        self._order: deque[int] = deque()
-        self._results: dict[int, _Result] = {}
-        # Jobs that no worker has: their workers were ended by a failure, or left behind in the process forked from.
-        self._waiting: dict[int, BatchJob] = {}
-        self._tries: dict[int, int] = {}
-        self._failed_starts = 0
+        # A worker may hold as many free slots as it can have jobs, and one for the batch in the loop's hands.
+        self.pool = WorkerPool(loader, context, workers, prefetch + 2, threads, as_loop)
+        self._jobs = JobBook()
+        self.base_seed = self._failed_starts = 0
         self._numbers: Numbers = {}
         """What has changed in the dataset since the workers were started."""
-        self._next = 0
-
-    def _own(self, handles: list[WorkerHandle]) -> None:
-        self._handles, self._owner = handles, os.getpid()
-        self._finalizer = weakref.finalize(self, end_all, handles, self._owner)
+        self.deaths: list[str] = []
+        """What became of workers that died; the loop went on."""
 
     # -- jobs --------------------------------------------------------------------------------------------------------
 
     def submit(self, job: BatchJob) -> None:
         """Hand a job to the worker that has the fewest."""
         self.start()
-        _freest(self._handles).give(self._next, job._replace(numbers=self._numbers))
-        self._order.append(self._next)
-        self._next += 1
+        jobs = self._jobs
+        _freest(self.pool.handles).give(jobs.next, job._replace(numbers=self._numbers))
+        jobs.order.append(jobs.next)
+        jobs.next += 1
 
     def collect(self) -> Any:
         """Return the batch of the oldest job; raises what fetching it raised."""
-        serial = self._order[0]
+        jobs = self._jobs
+        serial = jobs.order[0]
         try:
             self._await(serial)
-            number, slots, message, _ = self._results[serial]
+            number, slots, message, _ = jobs.results[serial]
         except ours():
-            self._forget(serial)
+            jobs.forget(serial, self.pool.handles)
             raise
-        self._forget(serial)
+        jobs.forget(serial, self.pool.handles)
         if isinstance(message, BaseException):
             raise message
         if isinstance(message, worker.Failed):
@@ -141,14 +276,10 @@ class ProcessEngine:
 
     def discard(self) -> None:
         """Forget all jobs that were not collected."""
-        for result in self._results.values():
-            if isinstance(result.message, worker.Done) and result.message.slot is not None:
-                result.slots.free_at_once(result.message.slot)
-        for kept in (self._order, self._results, self._tries, self._waiting):
-            kept.clear()
-        for handle in self._handles:
+        self._jobs.clear()
+        for handle in self.pool.handles:
             handle.jobs.clear()
-            handle.send("stale", self._next)
+            handle.send("stale", self._jobs.next)
 
     def update(self, numbers: Numbers) -> None:
         """Set numbers in the workers' copies of the dataset, for the jobs submitted from now on."""
@@ -162,126 +293,71 @@ class ProcessEngine:
 
     def reset(self) -> None:
         """End the workers, whatever they and this engine were at; the next job starts new ones."""
-        end_all(self._handles, self._owner)
-        self._finalizer.detach()
-        self._selector.close()
-        self._begin()
-        self._own([])
+        self.pool.reset()
+        self._jobs, self._numbers, self._failed_starts = JobBook(), {}, 0
 
     def close(self) -> None:
         """End the workers."""
         self.restart()
-
-    def _forget(self, serial: int) -> None:
-        """Take the oldest job out, wherever it is."""
-        assert self._order[0] == serial
-        self._order.popleft()
-        for kept in (self._results, self._tries, self._waiting, *(handle.jobs for handle in self._handles)):
-            kept.pop(serial, None)  # type: ignore[attr-defined]
 
     # -- starting ----------------------------------------------------------------------------------------------------
 
     @property
     def processes(self) -> list[Any]:
         """The worker processes that run."""
-        return [handle.process for handle in self._handles if handle.process is not None]
+        return [handle.process for handle in self.pool.handles if handle.process is not None]
 
     def start(self) -> None:
         """Start the workers, if there are none."""
-        if os.getpid() != self._owner:  # in a forked process: the workers are those of the loop there
+        if self.pool.is_forked:
             self.reset()
-        if self._handles:
+        if self.pool.handles:
             return
         if self._check is not None:
             self._check(self.start_method)
         try:
-            for number in range(self.workers):
-                handle = WorkerHandle(number)
-                self._handles.append(handle)
-                self._start(handle)
+            self.pool.start(self.base_seed)
         except BaseException:
             self._end_workers()
             raise
-        jobs, self._waiting = self._waiting, {}
-        self._hand_out(self._handles, jobs)
-
-    def _start(self, handle: WorkerHandle) -> None:
-        loader = self._loader
-        # A worker may hold as many free slots as it can have jobs, and one for the batch in the loop's hands.
-        task = worker.Task(
-            handle.number,
-            self.workers,
-            fetch_of(loader),
-            None if self._as_loop else loader.worker_init_fn,
-            self.base_seed,
-            self._threads,
-            most_free=self.capacity // self.workers + 2,
-            as_loop=self._as_loop,
-        )
-        self._start_process(handle, task)
-        self._selector.register(handle.connection, selectors.EVENT_READ, handle)  # type: ignore[arg-type]
-
-    def _start_process(self, handle: WorkerHandle, task: worker.Task) -> None:
-        if self.start_method != "fork":
-            handle.start(self._context, task)
-            return
-        with at_rest(_REST_S) as quiet:
-            if not quiet:
-                raise RuntimeError(
-                    "a process can't be forked while threads fetch, whose locks it would inherit; one has been at its "
-                    f"batch for {_REST_S:g} s"
-                )
-            handle.start(self._context, task)
-
-    def _hand_out(self, handles: list[WorkerHandle], jobs: dict[int, BatchJob]) -> None:
-        """Give jobs to workers that were just started."""
-        for serial in sorted(jobs):
-            _freest(handles).give(serial, jobs[serial])
+        jobs, self._jobs.waiting = self._jobs.waiting, {}
+        _hand_out(self.pool.handles, jobs)
 
     def _end_workers(self) -> None:
         """End the workers; their jobs wait for others."""
-        for handle in self._handles:
-            self._waiting |= handle.jobs
+        for handle in self.pool.handles:
+            self._jobs.waiting |= handle.jobs
             handle.jobs = {}
-        end_all(self._handles, self._owner)
-        self._selector.close()
-        self._selector = selectors.PollSelector()
+        self.pool.end()
 
     # -- receiving ---------------------------------------------------------------------------------------------------
 
     def _await(self, serial: int) -> None:
-        if serial in self._results:
+        results = self._jobs.results
+        if serial in results:
             return
         self.start()
+        results = self._jobs.results  # of this process
         began = warned = time.monotonic()
         patience = min(1.0, self._timeout_s or 1.0)
-        while serial not in self._results:
-            for key, _ in self._selector.select(patience / 2):
-                self._hear(key.data)
+        while serial not in results:
+            for handle, message in self.pool.messages(patience / 2):
+                self._died(handle) if message is None else self._take(handle, message)
             waited = time.monotonic() - began
-            if serial in self._results or waited < patience:
+            if serial in results or waited < patience:
                 continue
-            self._look_for_dead()
-            holder = next((h for h in self._handles if serial in h.jobs), None)
+            for handle in self.pool.dead():
+                self._died(handle)
+            holder = next((h for h in self.pool.handles if serial in h.jobs), None)
             if holder is not None and waited > self._patience_s(holder):
-                self._give_up(holder)
-            elif self._timeout_s and waited > self._timeout_s:
-                raise FetchTimeout(self._late(serial, waited))
-            elif time.monotonic() - warned > _WARN_S and holder is not None:
+                self.deaths.append(_stuck(holder, self._patience_s(holder)))
+                self._end_workers()
+                raise WorkersStuck(self.deaths[-1])
+            if self._timeout_s and waited > self._timeout_s:
+                raise FetchTimeout(_late(holder, serial, waited, self._timeout_s))
+            if time.monotonic() - warned > _WARN_S and holder is not None:
                 warned = time.monotonic()
                 holder.send("where", None)
-
-    def _hear(self, handle: WorkerHandle) -> None:
-        messages = handle.receive()
-        while True:
-            try:
-                message = next(messages, None)
-            except ours(EOFError, OSError):
-                self._died(handle)
-                return
-            if message is None:
-                return
-            self._take(handle, message)
 
     def _take(self, handle: WorkerHandle, message: Any) -> None:
         if isinstance(message, worker.Ready):
@@ -299,28 +375,22 @@ class ProcessEngine:
         elif message.serial in handle.jobs:
             job = handle.jobs.pop(message.serial)
             handle.served += 1
-            self._results[message.serial] = _Result(handle.number, handle.slots, message, job)
+            self._jobs.results[message.serial] = _Result(handle.number, handle.slots, message, job)
         elif isinstance(message, worker.Done) and message.slot is not None:
             handle.slots.free_at_once(message.slot)  # it was given up meanwhile
 
     # -- failures ----------------------------------------------------------------------------------------------------
 
-    def _look_for_dead(self) -> None:
-        for handle in list(self._handles):
-            if not handle.process.is_alive() and not handle.connection.poll():  # type: ignore[union-attr]
-                self._died(handle)
-
     def _died(self, handle: WorkerHandle) -> None:
         """Put a new worker in the place of one that is gone; a batch that was begun twice is given up."""
-        self._selector.unregister(handle.connection)  # type: ignore[arg-type]
         first = next(iter(handle.jobs), None) if handle.ready else None
         when = "at its start"
         if handle.ready:
             when = "between batches" if first is None else f"while fetching {_samples(handle.jobs[first])}"
-        death = f"{handle.bury()} {when}"
+        death = f"{self.pool.bury(handle)} {when}"
         self.deaths.append(death)
         if first is not None:
-            self._count_try(handle, first, death)
+            self._jobs.count_try(handle, first, death)
         elif not handle.ready:
             self._failed_starts += 1
             if self._failed_starts > max(2, self.workers):
@@ -329,21 +399,12 @@ class ProcessEngine:
         log.warning("%s; a new one takes its place", death)
         jobs, handle.jobs = handle.jobs, {}
         try:
-            self._start(handle)
+            self.pool.start_one(handle, self.base_seed)
         except ours() as error:
-            self._waiting |= jobs
+            self._jobs.waiting |= jobs
             self._end_workers()
             raise WorkerDied(f"{death}, and no other could be started: {error}") from error
-        self._hand_out([handle], jobs)
-
-    def _count_try(self, handle: WorkerHandle, serial: int, death: str) -> None:
-        self._tries[serial] = self._tries.get(serial, 0) + 1
-        if self._tries[serial] >= _MOST_TRIES:
-            error = WorkerDied(
-                f"{death}; so did the worker before it. Often memory ran out, or the samples crash native code: "
-                "fetch these samples in the main process to see, or use fewer workers."
-            )
-            self._results[serial] = _Result(handle.number, handle.slots, error, handle.jobs.pop(serial))
+        _hand_out([handle], jobs)
 
     def _patience_s(self, handle: WorkerHandle) -> float:
         """Return after how many seconds without a batch a worker is taken for stuck."""
@@ -354,30 +415,34 @@ class ProcessEngine:
             return self.stall_s
         return max(STALL_S, self.stall_s) if unasked else math.inf
 
-    def _give_up(self, handle: WorkerHandle) -> None:
-        """End the workers: one waits for a lock that a thread of the loop held when it was forked.
 
-        Workers by forkserver or spawn would not, but they import the script that is run, whose body may not be guarded.
-        """
-        threads, batch = handle.threads_at_start, "a" if handle.served else "its first"
-        forked = f"while {threads} threads ran" if threads > 1 else "from a process with native threads"
-        reason = (
-            f"worker process {handle.number} has not made {batch} batch in {self._patience_s(handle):g} s; it was "
-            f"forked {forked}, so it probably waits for a lock that no thread of it can release. "
-            "Start the loader before other threads, or choose start_method='forkserver' if the script is guarded by "
-            "`if __name__ == '__main__'`"
-        )
-        self.deaths.append(reason)
-        self._end_workers()
-        raise WorkersStuck(reason)
+def _stuck(handle: WorkerHandle, patience_s: float) -> str:
+    """Return why a worker is given up: it waits for a lock that a thread of the loop held when it was forked.
 
-    def _late(self, serial: int, waited: float) -> str:
-        limit = f"timeout={self._timeout_s:g}"
-        for handle in self._handles:
-            if serial in handle.jobs:
-                what = _samples(handle.jobs[serial])
-                return f"worker process {handle.number} has been fetching {what} for {waited:.0f} s ({limit})"
+    Workers by forkserver or spawn would not, but they import the script that is run, whose body may not be guarded.
+    """
+    threads, batch = handle.threads_at_start, "a" if handle.served else "its first"
+    forked = f"while {threads} threads ran" if threads > 1 else "from a process with native threads"
+    return (
+        f"worker process {handle.number} has not made {batch} batch in {patience_s:g} s; it was "
+        f"forked {forked}, so it probably waits for a lock that no thread of it can release. "
+        "Start the loader before other threads, or choose start_method='forkserver' if the script is guarded by "
+        "`if __name__ == '__main__'`"
+    )
+
+
+def _late(holder: WorkerHandle | None, serial: int, waited: float, timeout_s: float) -> str:
+    limit = f"timeout={timeout_s:g}"
+    if holder is None:
         return f"no worker has the batch after {waited:.0f} s ({limit})"
+    what = _samples(holder.jobs[serial])
+    return f"worker process {holder.number} has been fetching {what} for {waited:.0f} s ({limit})"
+
+
+def _hand_out(handles: list[WorkerHandle], jobs: dict[int, BatchJob]) -> None:
+    """Give jobs to workers that were just started."""
+    for serial in sorted(jobs):
+        _freest(handles).give(serial, jobs[serial])
 
 
 def _freest(handles: list[WorkerHandle]) -> WorkerHandle:

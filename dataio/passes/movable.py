@@ -15,8 +15,6 @@ from torch.utils.data import (
 )
 from torch.utils.data.distributed import DistributedSampler
 
-from accel.dataio.passes.epochs import can_draw_ahead, can_peek, ordering
-
 
 def not_movable(loader: DataLoader[Any]) -> str:
     """Return '' if a `ContinuousLoader` can make the loader's batches, else the reason why not."""
@@ -57,6 +55,8 @@ def not_read_ahead(loader: DataLoader[Any]) -> str:
     torch's samplers, by their very classes, draw what they need when an epoch begins, and those with `peek_epoch` say
     so. Any other may read what the loop sets in the meantime: a loss, a counter, a batch size.
     """
+    from accel.dataio.passes.epochs import can_draw_ahead, can_peek, ordering
+
     sampler: Any = ordering(loader)
     if can_peek(loader):
         return ""

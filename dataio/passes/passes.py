@@ -15,12 +15,13 @@ import sys
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from accel.dataio.engine.engine import InlineEngine
-from accel.dataio.engine.transfer import AheadCopier
-from accel.dataio.passes.prefetch import PrefetchAcrossEpochs
 from accel.profiler.interruptions import ours
+
+if TYPE_CHECKING:
+    from accel.dataio.engine.transfer import AheadCopier
+    from accel.dataio.passes.prefetch import PrefetchAcrossEpochs
 
 
 class BatchSource(ABC):
@@ -108,7 +109,7 @@ class EpochIterator:
     def give_back(self, position: int) -> None:
         """Make the batches from number `position` on again, which an interruption kept from the loop."""
         if self._copier is not None:
-            self._copier, self._late = AheadCopier(self._copier.device), None
+            self._copier, self._late = type(self._copier)(self._copier.device), None
         if self.continuous is None:
             return
         self._stand_at(position)
@@ -201,6 +202,8 @@ class InlineRest:
     """
 
     def __init__(self, running: EpochIterator, continuous: PrefetchAcrossEpochs) -> None:
+        from accel.dataio.engine.engine import InlineEngine  # seldom: for a pass that engines have begun
+
         self._engine, self._left = InlineEngine(continuous.loader), continuous.left()
 
     def __iter__(self) -> Iterator[Any]:

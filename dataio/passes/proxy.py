@@ -17,15 +17,15 @@ import torch
 from torch.utils.data import DataLoader
 from torch.utils.data._utils.pin_memory import pin_memory
 
-from accel.dataio.dataset.fetch_watch import FetchWatch
 from accel.dataio.passes.passes import ActiveIterator, BatchSource, EpochIterator
-from accel.dataio.passes.prefetch import PrefetchAcrossEpochs
 from accel.dataio.passes.stand_in import StandIn
 from accel.profiler.interruptions import ours
 
 if TYPE_CHECKING:
+    from accel.dataio.dataset.fetch_watch import FetchWatch
     from accel.dataio.passes.kept_samples import KeptSamples
     from accel.dataio.passes.next_epoch import NextEpoch
+    from accel.dataio.passes.prefetch import PrefetchAcrossEpochs
 
 
 class LoaderListener(Protocol):

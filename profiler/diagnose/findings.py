@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
-from accel.profiler.diagnose.anatomy import Anatomy
 from accel.profiler.diagnose.causes import CAUSES
-from accel.profiler.evidence import Evidence, LineTime, ThreadShare
-from accel.profiler.phases import Measurement
 from accel.profiler.report import Finding, Saving
 from accel.profiler.trial import interval
+
+if TYPE_CHECKING:
+    from accel.profiler.diagnose.anatomy import Anatomy
+    from accel.profiler.evidence import Evidence, LineTime, ThreadShare
+    from accel.profiler.phases import Measurement
 
 WORTH = 0.10
 """Share of the step that is worth a cause."""
 NEAR, SURE = 0.08, 0.12
 """Between these shares something is borderline, from the second on a cause: of a share near a single limit, one run
 of a script would name it and the next would not."""
-SHARED_CORES = 0.3
-"""Share of the cores kept busy by others from which on this run shares them."""
 _BESIDE = ("data", "host", "evaluation", "outside")
 """Phases in which a GPU has work only if it was launched before."""
 
@@ -68,11 +69,6 @@ def of_phases(evidence: Evidence, *names: str) -> Saving:
 
 def ms_of(anatomy: Anatomy, share: float) -> str:
     return f"{anatomy.step_s * share * 1e3:.3g} of {anatomy.step_s * 1e3:.3g} ms"
-
-
-def are_shared(foreign_cores: float | None, cores: int) -> bool:
-    """Return whether others keep so many cores busy that waiting for one says little of the run itself."""
-    return foreign_cores is not None and foreign_cores > SHARED_CORES * cores
 
 
 def thread_text(share: ThreadShare | None) -> str:

@@ -8,7 +8,6 @@ from accel.profiler.diagnose.anatomy import Anatomy
 from accel.profiler.diagnose.findings import (
     NEAR,
     SURE,
-    are_shared,
     finding,
     ms_of,
     of_phases,
@@ -16,7 +15,7 @@ from accel.profiler.diagnose.findings import (
     thread_text,
     top_lines,
 )
-from accel.profiler.evidence import Evidence, ThreadShare
+from accel.profiler.evidence import Evidence, ThreadShare, are_shared
 from accel.profiler.report import Finding, Saving
 
 HANDOVER_S = 0.5e-3

@@ -27,15 +27,12 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
 from torch.overrides import handle_torch_function, has_torch_function_unary
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from accel.profiler.loop import backward
+from accel.profiler.loop.update_hooks import UPDATES
 
 _COLLECTIVES = (
     *("all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "all_to_all", "all_to_all_single"),
@@ -261,7 +258,7 @@ class Probes:
     def __init__(self, marker: Any, loaders: Loaders = ()) -> None:
         self._marker, self._loaders = marker, ((DataLoader, _BaseDataLoaderIter), *loaders)
         self._patches = Patches()
-        self._hooks: list[Any] = []
+        self._forget_updates: Callable[[], None] = lambda: None
         self.collector = Collector()
 
     def install(self) -> None:
@@ -272,8 +269,7 @@ class Probes:
             replace(iterator, "__next__", marker.loaders.fetching)
         replace(_BaseDataLoaderIter, "__init__", marker.loaders.making)
         backward.replace_passes(self._patches, marker.differentiating)
-        before, after = marker.updating()
-        self._hooks = [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]
+        self._forget_updates = UPDATES.add(*marker.updating())
         if torch.distributed.is_available():
             for name in _COLLECTIVES:
                 if hasattr(torch.distributed, name):
@@ -285,9 +281,7 @@ class Probes:
     def remove(self) -> None:
         """Restore everything."""
         self._patches.remove()
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
+        self._forget_updates()
         self.collector.remove()
 
 

@@ -11,8 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from accel.profiler.cgroup import Throttle
-from accel.profiler.diagnose.findings import are_shared
-from accel.profiler.evidence import WorkerShare
+from accel.profiler.evidence import WorkerShare, are_shared
 from accel.profiler.host import CrowdMeter, ThreadMeter, ThreadTime, usable_cores
 
 _DDP_TIMES_EVERY = 100

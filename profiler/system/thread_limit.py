@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import torch
 
-from accel.profiler.diagnose.findings import are_shared
+from accel.profiler.evidence import are_shared
 from accel.profiler.host import CrowdMeter, free_cores, usable_cores
 from accel.profiler.torch_threads import set_number
 

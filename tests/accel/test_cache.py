@@ -17,9 +17,8 @@ import torch
 from torch import nn
 
 from accel.cache import folder as folder_module
-from accel.cache.conditions import conditions
 from accel.cache.folder import MOST_BYTES, MOST_FILES, NoFolder, cache_folder, file_name, write_file
-from accel.cache.remembered_plans import RememberedPlans
+from accel.cache.remembered_plans import RememberedPlans, conditions
 from accel.run import Run
 from accel.run.gate import Gate
 from accel.search.remembered import RememberedSearch

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import optimizer as torch_optimizer
 from torch.utils.data import DataLoader
 
 import accel
 from accel import strategies
+from accel.profiler.loop.update_hooks import UPDATES
 from accel.search import priority
 from accel.strategies.fused_optimizer import FusedOptimizer
 from tests.accel.loops import (
@@ -43,8 +43,7 @@ PHASES = ("observe", "trial", "hold")
 
 
 def hooks() -> tuple[int, int]:
-    before, after = torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_optimizer_post_hooks
-    return len(before), len(after)
+    return len(UPDATES._before), len(UPDATES._after)
 
 
 # -- what comes back ---------------------------------------------------------------------------------------------------

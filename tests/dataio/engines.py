@@ -158,15 +158,15 @@ def assert_made(made: list[Any], wanted: list[Tensor] | None = None) -> None:
 
 def pids(engine: ProcessEngine) -> list[int]:
     engine.start()
-    return [handle.process.pid for handle in engine._handles]
+    return [handle.process.pid for handle in engine.pool.handles]
 
 
 def ready(engine: ProcessEngine) -> None:
     """Return once every worker has made a batch."""
     run(engine, [[0]] * 4 * engine.workers)
-    for handle in engine._handles:
-        while not handle.ready:
-            engine._hear(handle)
+    while not all(handle.ready for handle in engine.pool.handles):
+        for handle, message in engine.pool.messages(1.0):
+            engine._take(handle, message)
 
 
 def gone(pid: int, seconds: float = 30) -> bool:

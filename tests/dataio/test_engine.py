@@ -152,7 +152,7 @@ def test_an_interrupt_takes_no_job(make: Any, monkeypatch: pytest.MonkeyPatch) -
     engine.submit(BatchJob([1], None))
     with monkeypatch.context() as patch:
         if isinstance(engine, ProcessEngine):
-            patch.setattr(engine, "_hear", interrupt)
+            patch.setattr(engine.pool, "messages", interrupt)
         elif isinstance(engine, ThreadEngine):
             patch.setattr("accel.dataio.engine.engine.wait", interrupt)
         else:

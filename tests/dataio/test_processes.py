@@ -193,7 +193,7 @@ def test_an_engine_that_is_forgotten_ends_its_workers() -> None:
         ready(engine)
         workers = pids(engine)
         engine.submit(BatchJob([1], None))
-        engine._finalizer()
+        engine.pool._finalizer()
         assert all(gone(pid) for pid in workers)
 
 
@@ -258,7 +258,7 @@ def test_discarded_batches_never_come() -> None:
                 engine.collect()
             engine.discard()
             assert_made(run(engine, [[30 + round_ % 9]]), expected(indices=[[30 + round_ % 9]]))
-        assert sum(len(handle.slots._memory) for handle in engine._handles) <= 2 * (4 + 4)
+        assert sum(len(handle.slots._memory) for handle in engine.pool.handles) <= 2 * (4 + 4)
 
 
 def test_indices_of_any_kind() -> None:
@@ -391,4 +391,4 @@ def test_collecting_garbage_while_batches_are_held() -> None:
             cycle.append(cycle)
         del cycle
         gc.collect()
-        assert sum(handle.slots.in_use for handle in engine._handles) == 0
+        assert sum(handle.slots.in_use for handle in engine.pool.handles) == 0

@@ -116,7 +116,7 @@ def test_starting_fails_once(monkeypatch: pytest.MonkeyPatch) -> None:
     with engine_of() as engine:
         with pytest.raises(BlockingIOError):
             engine.submit(BatchJob([1], None))
-        assert not engine._handles
+        assert not engine.pool.handles
         assert_made(run(engine))
 
 
@@ -186,7 +186,7 @@ def test_killed_at_any_moment(seed: int) -> None:
                 engine.submit(BatchJob(batches[submitted], None))
                 submitted += 1
             if number % 25 == 24:  # seldom enough that no batch meets two
-                victim = engine._handles[int(torch.randint(2, (), generator=chance))]
+                victim = engine.pool.handles[int(torch.randint(2, (), generator=chance))]
                 os.kill(victim.process.pid, signal.SIGKILL)
                 kills += 1
             made.append(engine.collect())

@@ -91,7 +91,7 @@ def test_start_methods_that_pickle_say_what_they_can_not() -> None:
         for _ in range(2):
             with pytest.raises((AttributeError, pickle.PicklingError), match="Local"):
                 engine.submit(BatchJob([1], None))
-        assert not engine._handles
+        assert not engine.pool.handles
 
 
 # Processes beside the loop's
@@ -160,7 +160,7 @@ for number, each in enumerate(sys.argv[2:]):
 if then:
     engine = ProcessEngine(DataLoader(Slow(), batch_size=1), 2)
     for n in range(4): engine.submit(BatchJob([n], None))
-    open(f"{folder}/{number}.pids", "w").write(" ".join(str(handle.process.pid) for handle in engine._handles))
+    open(f"{folder}/{number}.pids", "w").write(" ".join(str(handle.process.pid) for handle in engine.pool.handles))
     exec(then)
 """
 

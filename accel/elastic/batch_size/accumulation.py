@@ -32,7 +32,7 @@ import functools
 import sys
 import types
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -40,9 +40,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from accel.profiler.loop import backward
+from accel.profiler.loop.update_hooks import UPDATES
 
 Step = Callable[..., Any]
 
@@ -52,6 +52,174 @@ _FRAMES = 10
 """Callers of a step among which it is looked for: schedulers wrap it, too."""
 _SCALES = "its GradScaler may change its scale between two batches"
 _SCALERS = {torch.amp.GradScaler.step.__code__, torch.amp.GradScaler._maybe_opt_step.__code__}
+
+
+class AccumulatedStep:
+    """The batches of the step under way, and the one in hand.
+
+    Attributes:
+        batches: of the step, at least one.
+        taken: of these, how many have ended.
+        has_batch: one was delivered, and has not ended by its step.
+        passes: backward passes of the batch in hand.
+    """
+
+    def __init__(self) -> None:
+        self._sizes: list[int] = []
+        """Samples of each batch, over all ranks; none until the step has begun."""
+        self.batches = 1
+        self.taken = self.passes = 0
+        self.has_batch = False
+
+    @property
+    def samples(self) -> int:
+        """Samples of it, over all ranks; 0 if none has begun."""
+        return sum(self._sizes)
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the batch in hand is the step's last one."""
+        return self.taken + 1 >= len(self._sizes)
+
+    @property
+    def share(self) -> float:
+        """Samples of the batch in hand over those of the step."""
+        return self._sizes[self.taken] / self.samples
+
+    def begin_batch(self, sizes: Sequence[int]) -> None:
+        """Take the next batch in hand; if a step begins with it, that is of batches with so many samples."""
+        if not self.has_batch and not self.taken:  # else the loop may have called the model with the one before
+            self._sizes, self.batches = [*sizes], len(sizes) or 1
+        self.has_batch, self.passes = True, 0
+
+    def end_batch(self) -> None:
+        """The batch in hand has ended, and others of the step are still to come."""
+        self.taken, self.has_batch, self.passes = self.taken + 1, False, 0
+
+    def begin_again(self) -> None:
+        """The loop has left out the whole step, whose batches are to come again."""
+        self.taken, self.has_batch, self.passes = 0, False, 0
+
+    def drop(self) -> None:
+        """Forget the step."""
+        self._sizes, self.batches = [], 1
+        self.begin_again()
+
+
+class GradientSums:
+    """The gradients that earlier batches of a step have brought, weighted and summed.
+
+    Args:
+        optimizer: whose parameters they are of.
+
+    Attributes:
+        are_brought: they are among the gradients of the step's last batch.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._kept: dict[Tensor, Tensor] = {}
+        self.are_brought = False
+
+    @property
+    def gradients(self) -> dict[Tensor, Tensor]:
+        """Of each parameter that has one, its gradient now."""
+        return {p: p.grad for group in self._optimizer.param_groups for p in group["params"] if p.grad is not None}
+
+    @torch.no_grad()
+    def keep(self, share: float) -> None:
+        """Add so many times the gradients to what was kept."""
+        brought = self.gradients
+        known = [p for p in brought if p in self._kept]
+        if known:
+            torch._foreach_add_([self._kept[p] for p in known], [brought[p] for p in known], alpha=share)
+        self._kept |= {p: gradient * share for p, gradient in brought.items() if p not in self._kept}
+
+    @torch.no_grad()
+    def bring_back(self, share: float) -> None:
+        """Put what was kept where the last batch's gradient adds to it; the sum is multiplied by that one's share."""
+        for parameter, kept in self._kept.items():
+            if parameter.grad is None:
+                parameter.grad = kept / share
+            else:
+                parameter.grad.add_(kept, alpha=1 / share)
+        self.are_brought = True
+
+    @torch.no_grad()
+    def multiply(self, factor: float) -> None:
+        """Multiply the gradients as they are now."""
+        if gradients := [*self.gradients.values()]:
+            torch._foreach_mul_(gradients, factor)
+
+    def are_cleared(self) -> bool:
+        """Return whether there are no gradients, or only zeros."""
+        gradients = [*self.gradients.values()]
+        return not gradients or all(float(norm) == 0 for norm in torch._foreach_norm(gradients))
+
+    def clear(self) -> None:
+        """Keep nothing."""
+        self._kept, self.are_brought = {}, False
+
+
+class GradientSync:
+    """When DistributedDataParallel exchanges gradients: in a step's last batch only. A loop's `no_sync` is its own.
+
+    Args:
+        model: that the loop trains, in DistributedDataParallel or not.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model if isinstance(model, DistributedDataParallel) else None
+        self._is_held = self._is_local = False
+        """It is kept from exchanging gradients; those of the last backward pass are not exchanged."""
+
+    def follow(self, step: AccumulatedStep) -> None:
+        """Exchange gradients, or not, as the batch that comes next needs."""
+        if self.model is not None and (step.batches > 1 or self._is_held):
+            self.model.require_backward_grad_sync = step.is_last
+            self._is_held = not step.is_last
+
+    def backward_ended(self) -> None:
+        """Note whether gradients were exchanged in it."""
+        self._is_local = self._is_held
+
+    def average(self, gradients: Iterable[Tensor]) -> None:
+        """Let all ranks have the mean of gradients that were not exchanged; they all come here at the same step."""
+        if self.model is not None and self._is_local:
+            ranks = dist.get_world_size(self.model.process_group)
+            for gradient in gradients:
+                dist.all_reduce(gradient, group=self.model.process_group)
+                gradient.div_(ranks)
+        self._is_local = False
+
+
+class StepGate:
+    """What stands in the place of an optimizer's step.
+
+    Args:
+        optimizer: whose step it is.
+        around: called with the optimizer's own step and its arguments.
+    """
+
+    def __init__(self, optimizer: Optimizer, around: Callable[..., Any]) -> None:
+        self._optimizer = optimizer
+        self._replaced: Any = optimizer.__dict__.get("step")
+        self._gate = _wrapped(optimizer, around)
+        optimizer.step = self._gate  # type: ignore[method-assign]
+
+    @property
+    def is_outermost(self) -> bool:
+        """Whether nothing has been put around it."""
+        return self._optimizer.__dict__.get("step") is self._gate
+
+    def remove(self) -> None:
+        """Put back what was there, unless something has been put around this."""
+        if not self.is_outermost:
+            return
+        if self._replaced is None:
+            del self._optimizer.step
+        else:
+            self._optimizer.step = self._replaced  # type: ignore[method-assign]
 
 
 class GradientAccumulation:
@@ -68,7 +236,7 @@ class GradientAccumulation:
         refusal: why gradients can't be accumulated here; "" while nothing speaks against it. It is for the caller to
             begin no more steps of several batches then, on all ranks at once.
         is_at_work: False where it was refused, while it rests, and once it has left.
-        batches: of the step under way, at least one.
+        present: the step under way.
 
     Example:
         >>> weight = nn.Parameter(torch.zeros(1))
@@ -87,33 +255,20 @@ class GradientAccumulation:
     def __init__(
         self, model: nn.Module, optimizers: Sequence[Optimizer], scaler: torch.amp.GradScaler | None = None
     ) -> None:
-        self._syncs = model if isinstance(model, DistributedDataParallel) else None
+        self._sync = GradientSync(model)
         self._refused = functools.partial(_refusal, model, optimizers, scaler)
         self.refusal = self._refused()
-        self.is_at_work, self.batches = not self.refusal, 1
-        self._sizes: list[int] = []
-        """Samples of each batch of the step under way, over all ranks; none until it has begun."""
-        self._taken = 0
-        """Batches of it that have ended."""
-        self._kept: dict[Tensor, Tensor] = {}
-        """Of each parameter, the weighted sum of what its batches have brought."""
-        self._has_batch = False
-        """A batch was delivered, and has not ended by its step."""
-        self._passes = 0
-        """Backward passes of the batch in hand."""
-        self._is_brought = False
-        """What was kept is among the gradients of the last batch."""
+        self.is_at_work, self.present = not self.refusal, AccumulatedStep()
         self._is_under_way = False
         """A backward pass has begun, and has not ended, or not without an exception."""
-        self._holds_sync = self._is_local = False
-        """DDP is kept from exchanging gradients; those of the last backward pass are not exchanged."""
         self._looked_at = 0
         self._is_stepping = False
         self._strangers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        self._gate: Any = None
+        self._gate: StepGate | None = None
         self._is_closed = False
         if not self.refusal:
             (self._optimizer,) = optimizers
+            self._sums = GradientSums(self._optimizer)
             self._begin()
 
     def _begin(self) -> None:
@@ -121,12 +276,10 @@ class GradientAccumulation:
         if (earlier := _AT_WORK.get(self._optimizer)) is not None:
             earlier.close()
         _AT_WORK[self._optimizer] = self
-        self._replaced: Any = self._optimizer.__dict__.get("step")
-        self._gate = _wrapped(self._optimizer, self._step)
-        self._optimizer.step = self._gate  # type: ignore[method-assign]
-        self._hook = register_optimizer_step_pre_hook(self._steps)
+        self._gate = StepGate(self._optimizer, self._step)
+        self._forget_updates = UPDATES.add(before=self._steps)
         backward.listen(self, first=True)  # others are to see what it brings back
-        self._end_batch()
+        self.drop()
         self.is_at_work = True
 
     def rest(self) -> None:
@@ -134,7 +287,7 @@ class GradientAccumulation:
 
         What it does only later, such as a step by a method that it has got hold of meanwhile, is seen after `wake`.
         """
-        if self._looked_at >= _LOOKED_AT and self._is_outermost and not self.refusal:
+        if self._looked_at >= _LOOKED_AT and self._gate is not None and self._gate.is_outermost and not self.refusal:
             self._leave()
 
     def wake(self) -> None:
@@ -143,11 +296,6 @@ class GradientAccumulation:
         if self._gate is None and not self.refusal and not self._is_closed:
             self._begin()
 
-    @property
-    def samples(self) -> int:
-        """Samples of the step under way, over all ranks; 0 if none has begun."""
-        return sum(self._sizes)
-
     def begin_batch(self, sizes: Sequence[int]) -> None:
         """A batch has been delivered; if a step begins with it, that is of so many batches.
 
@@ -155,20 +303,22 @@ class GradientAccumulation:
             sizes: samples of each batch of the step, over all ranks, the one in hand first. One of them makes the step
                 the optimizer's own, bit for bit.
         """
-        if self._has_batch and self._passes:
-            self._pass_over()
-        if not self._has_batch and not self._taken:  # else the loop may have called the model with the one before
-            self._sizes, self.batches = [*sizes], len(sizes) or 1
-        self._has_batch, self._passes = True, 0
-        if self._syncs is not None:
-            self._set_sync()
+        step = self.present
+        if step.has_batch and step.passes:  # its step was left out; with the last batch's the whole step was
+            if step.is_last:
+                step.begin_again()
+                self._sums.clear()
+            else:
+                step.end_batch()
+        step.begin_batch(sizes)
+        self._sync.follow(step)
 
     def drop(self) -> None:
         """Forget the step under way: the loop has left its pass over the data."""
-        self._sizes, self._kept, self._taken, self.batches = [], {}, 0, 1
-        self._end_batch()
-        if self._syncs is not None:
-            self._set_sync()
+        if self._gate is not None:
+            self.present.drop()
+            self._sync.follow(self.present)
+            self._sums.clear()
 
     def close(self) -> None:
         """Accumulate no more; what a step under way has of batches before is left out."""
@@ -181,79 +331,56 @@ class GradientAccumulation:
     def backward_begins(self, roots: list[Tensor]) -> None:
         """With the last batch come those before it, so that what is exchanged is the whole."""
         was_ended, self._is_under_way = not self._is_under_way, True
-        if self.batches == 1 or not self._has_batch:
+        step, sums = self.present, self._sums
+        if step.batches == 1 or not step.has_batch:
             return
-        if not self._is_last:
-            if self._passes:
-                self._keep(-self._share)  # it comes again, with what this pass adds
-        elif not self._is_brought or self._is_cleared():
-            self._bring_back()
-            self._is_brought = True
+        if not step.is_last:
+            if step.passes:
+                sums.keep(-step.share)  # it comes again, with what this pass adds
+        elif not sums.are_brought or sums.are_cleared():
+            sums.bring_back(step.share)
         elif was_ended:
-            self._multiply(1 / self._share)  # as it was before the pass that ended
+            sums.multiply(1 / step.share)  # as it was before the pass that ended
 
     def backward_ended(self, roots: list[Tensor]) -> None:
         """Let the batch weigh what it should."""
-        self._is_under_way, self._is_local = False, self._holds_sync
-        if not self._has_batch:
+        self._is_under_way, step = False, self.present
+        self._sync.backward_ended()
+        if not step.has_batch:
             self.refusal = self.refusal or "it makes a backward pass that no batch of its own comes before"
             return
-        self._passes += 1
-        if self._passes > 1:
+        step.passes += 1
+        if step.passes > 1:
             self.refusal = self.refusal or "it makes several backward passes with one batch"
-        if self.batches > 1:
-            self._multiply(self._share) if self._is_last else self._keep(self._share)
+        if step.batches > 1:
+            self._sums.multiply(step.share) if step.is_last else self._sums.keep(step.share)
 
     # -- a step --------------------------------------------------------------------------------------------------------
 
-    @property
-    def _is_last(self) -> bool:
-        return self._taken + 1 >= len(self._sizes)
-
-    @property
-    def _share(self) -> float:
-        """Of the batch in hand, of the samples of the step."""
-        return self._sizes[self._taken] / self.samples
-
     def _step(self, own: Step, *args: Any, **kwargs: Any) -> Any:
-        if not self.refusal and (self._looked_at < _LOOKED_AT or self.batches > 1):
+        step = self.present
+        if not self.refusal and (self._looked_at < _LOOKED_AT or step.batches > 1):
             self._looked_at += 1
             self.refusal = self._seen(args, kwargs)
-        if not self._has_batch:
+        if not step.has_batch:
             self._give_up()
-        elif self.batches > 1:
-            if not self._is_last:
-                self._leave_out_step()
-                return None
-            if not self._passes:
-                self._bring_back()
-                self._multiply(self._share)
+        elif step.batches > 1 and not step.is_last:
+            if not step.passes:  # gradients that the loop has set without a backward pass
+                self._sums.keep(step.share)
+            step.end_batch()
+            self._sync.follow(step)
+            return None
+        elif step.batches > 1 and not step.passes:
+            self._sums.bring_back(step.share)
+            self._sums.multiply(step.share)
         try:
             self._is_stepping = True
             return own(*args, **kwargs)
         finally:
             self._is_stepping = False
             self.drop()
-            if self.refusal and self._syncs is None:
+            if self.refusal and self._sync.model is None:
                 self._leave()
-
-    def _leave_out_step(self) -> None:
-        if not self._passes:  # gradients that the loop has set without a backward pass
-            self._keep(self._share)
-        self._taken += 1
-        self._end_batch()
-        self._set_sync()
-
-    def _end_batch(self) -> None:
-        self._has_batch, self._passes, self._is_brought = False, 0, False
-
-    def _pass_over(self) -> None:
-        """End a batch whose step the loop has left out; with a step's last one it has left out the whole step."""
-        if self._is_last:
-            self._taken, self._kept = 0, {}
-        else:
-            self._taken += 1
-        self._end_batch()
 
     def _steps(self, optimizer: Optimizer, *_: Any) -> None:
         """Give up if these parameters are about to be updated in another way."""
@@ -261,7 +388,7 @@ class GradientAccumulation:
             return
         if optimizer is self._optimizer:
             self.refusal = self.refusal or "it has got hold of the optimizer's own step, which can't be left out"
-        elif not {id(p) for p in self._parameters()}.isdisjoint(_ids(optimizer)):
+        elif not _ids(self._optimizer).isdisjoint(_ids(optimizer)):
             self.refusal = self.refusal or "another optimizer updates the same parameters"
         else:
             self._strangers.add(optimizer)
@@ -270,78 +397,28 @@ class GradientAccumulation:
 
     def _give_up(self) -> None:
         """Drop the step under way, and let all ranks have the same gradients; they all come here at the same step."""
-        if self._syncs is not None and self._is_local:
-            ranks = dist.get_world_size(self._syncs.process_group)
-            for gradient in (p.grad for p in self._parameters() if p.grad is not None):
-                dist.all_reduce(gradient, group=self._syncs.process_group)
-                gradient.div_(ranks)
-        self._is_local = False
+        self._sync.average(self._sums.gradients.values())
         self.drop()
-
-    @torch.no_grad()
-    def _keep(self, share: float) -> None:
-        """Add so many times the gradients to what was kept."""
-        brought = {p: p.grad for p in self._parameters() if p.grad is not None}
-        known = [p for p in brought if p in self._kept]
-        if known:
-            torch._foreach_add_([self._kept[p] for p in known], [brought[p] for p in known], alpha=share)
-        self._kept |= {p: gradient * share for p, gradient in brought.items() if p not in self._kept}
-
-    @torch.no_grad()
-    def _bring_back(self) -> None:
-        """Put what was kept where the last batch's gradient adds to it; the sum is multiplied by that one's share."""
-        for parameter, kept in self._kept.items():
-            if parameter.grad is None:
-                parameter.grad = kept / self._share
-            else:
-                parameter.grad.add_(kept, alpha=1 / self._share)
-
-    @torch.no_grad()
-    def _multiply(self, factor: float) -> None:
-        gradients = [p.grad for p in self._parameters() if p.grad is not None]
-        if gradients:
-            torch._foreach_mul_(gradients, factor)
-
-    def _is_cleared(self) -> bool:
-        gradients = [p.grad for p in self._parameters() if p.grad is not None]
-        return not gradients or all(float(norm) == 0 for norm in torch._foreach_norm(gradients))
-
-    def _parameters(self) -> list[Tensor]:
-        return [p for group in self._optimizer.param_groups for p in group["params"]]
-
-    def _set_sync(self) -> None:
-        """Let DistributedDataParallel exchange gradients in a step's last batch only; a loop's `no_sync` is its own."""
-        if self._syncs is not None and (len(self._sizes) > 1 or self._holds_sync):
-            self._syncs.require_backward_grad_sync = self._is_last
-            self._holds_sync = not self._is_last
 
     # -- what can't be accumulated -------------------------------------------------------------------------------------
 
     def _seen(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         if any(callable(each) for each in (*args, *kwargs.values())):
             return "its step takes a closure, which makes a backward pass of its own"
-        if not self._has_batch:
+        if not self.present.has_batch:
             return "it takes a step that no batch of its own comes before"
-        if not self._passes:
+        if not self.present.passes:
             return "it sets gradients without a backward pass"
         return _SCALES if _is_called_by_scaler() else ""
-
-    @property
-    def _is_outermost(self) -> bool:
-        return self._gate is not None and self._optimizer.__dict__.get("step") is self._gate
 
     def _leave(self) -> None:
         if self._gate is None:
             return
         backward.forget(self)
-        self._hook.remove()
+        self._forget_updates()
         if _AT_WORK.get(self._optimizer) is self:
             del _AT_WORK[self._optimizer]
-        if self._is_outermost:
-            if self._replaced is None:
-                del self._optimizer.step
-            else:
-                self._optimizer.step = self._replaced  # type: ignore[method-assign]
+        self._gate.remove()
         self._gate, self.is_at_work = None, False
 
 

@@ -315,7 +315,8 @@ class BatchRun(LoopObserver):
         if problem:
             if planned.accumulated > 1 and self._local(planned) <= self._fits:
                 why = f"gradients are not accumulated: {problem}"
-                decision = self.controller.accumulate_no_more(self._steps, self.noise.known, why)
+                self.controller.batches.accumulates = False
+                decision = self.controller.fall_back(self._steps, self.noise.known, why)
             else:
                 at_once = planned.batch // planned.accumulated
                 why = f"{at_once} samples are too many: {problem}"
@@ -338,7 +339,7 @@ class BatchRun(LoopObserver):
             self._base, most, replicas=replicas, nodes=nodes, micro_batches=self._step.by_loop
         )
         self._step.watch(self._run.model, self._run.optimizers, self._scaler)
-        self.controller.accumulates = not self._step.refusal
+        self.controller.batches.accumulates = not self._step.refusal
         gather = partial(self._met, "measure the gradient noise", answer=list) if replicas > 1 else None
         self.noise.begin(replicas, gather, self._restored.get("noise"))
         self.controller.steps_before = self._steps_before
@@ -349,9 +350,10 @@ class BatchRun(LoopObserver):
         assert self.controller is not None
         noise = self.noise.estimate()
         refusal = first_of([refusal for _, refusal in brought])
-        if self.controller.accumulates and refusal:
+        if self.controller.batches.accumulates and refusal:
             why = f"the loop's gradients can't be accumulated: {refusal}"
-            decision = self.controller.accumulate_no_more(self._steps, noise, why)
+            self.controller.batches.accumulates = False
+            decision = self.controller.fall_back(self._steps, noise, why)
         else:
             decision = self.controller.decide(self._steps, noise)
         return AgreedBatch(decision, max(ahead for ahead, _ in brought), self.controller.is_settled, noise)

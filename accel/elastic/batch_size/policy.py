@@ -82,6 +82,181 @@ class AgreedBatch(NamedTuple):
     """The last one that says something, by which all ranks scale their rates."""
 
 
+class FittingBatches:
+    """The batches that may be chosen: what memory allows, and how each is dealt.
+
+    Args:
+        base: samples of a step as the user wrote it, over all ranks.
+        most: the most samples of a step, over all ranks.
+        replicas: ranks.
+        nodes: hosts.
+        micro_batches: batches of a rank in a step, whose gradients the loop accumulates.
+
+    Attributes:
+        accumulates: steps of the loop may be accumulated to one of its optimizer; set by whoever does it.
+        sizes: those that every rank takes at once; more are accumulated.
+        pieces: batches that a step's samples are dealt to.
+    """
+
+    def __init__(self, base: int, most: int, *, replicas: int, nodes: int, micro_batches: int) -> None:
+        self.accumulates = False
+        self.replicas, self.micro_batches, self.pieces = replicas, micro_batches, replicas * micro_batches
+        self.sizes = candidates(base, most, self.pieces)
+        self._nodes, self._most = nodes, most
+        self._largest = math.inf
+        """The largest batch that fits into memory."""
+        self._again_at, self._refusals = math.inf, 0
+        """The step from which on what did not fit may be tried again, and how often one did not fit."""
+
+    @property
+    def fits(self) -> int | None:
+        """The largest batch that is known to be small enough for memory; None while all of them were."""
+        return None if math.isinf(self._largest) else self.whole()[-1]
+
+    def whole(self) -> list[int]:
+        """Return those that every rank takes at once, below what does not fit, ascending; at least the smallest."""
+        return [size for size in self.sizes if size < self._largest] or self.sizes[:1]
+
+    def all(self) -> list[int]:
+        """Return the batches that may be chosen, ascending."""
+        whole = self.whole()
+        if not self.accumulates or whole[-1] == self.sizes[-1]:
+            return whole
+        return [*whole, *(whole[-1] * steps for steps in candidates(1, self._most // whole[-1])[1:])]
+
+    def shares(self, batch: int) -> Shares:
+        """Return how a batch is dealt: at once, or what doesn't go so in as few equal pieces as possible."""
+        largest = self.whole()[-1]
+        steps = 1 if batch <= largest else -(-batch // largest)
+        return Shares(batch // (self.pieces * steps), steps)
+
+    def configuration(self, batch: int) -> Configuration:
+        """Return how a batch is dealt, as its times are kept."""
+        local, steps = self.shares(batch)
+        return Configuration(self._nodes, self.replicas, local, self.micro_batches * steps - 1)
+
+    def is_whole(self, configuration: Configuration) -> bool:
+        """Return whether every rank takes its share at once."""
+        return configuration.accumulation == self.micro_batches - 1
+
+    def refuse(self, batch: int, step: int) -> None:
+        """Take no batch of so many samples or more for long from a step on; ever longer."""
+        self._largest = min(self._largest, batch)
+        if math.isinf(self._again_at):
+            self._again_at, self._refusals = step + _FITS_AGAIN * 2**self._refusals, self._refusals + 1
+
+    def try_again(self, step: int) -> None:
+        """Take larger ones again if it is long enough that one did not fit."""
+        if step >= self._again_at:
+            self._largest = self._again_at = math.inf
+
+    @property
+    def largest_local(self) -> float | None:
+        """What no longer fits, samples of one of a rank's batches; None while all did."""
+        return None if math.isinf(self._largest) else self._largest / self.pieces
+
+    @largest_local.setter
+    def largest_local(self, largest: float | None) -> None:
+        self._largest = math.inf if largest is None else largest * self.pieces
+        self._again_at = math.inf if largest is None else _FITS_AGAIN  # steps are this process's
+
+
+class BatchTimes:
+    """How long a step of a batch takes: as measured; for one that was never timed, as predicted from the others.
+
+    Args:
+        batches: says how each is dealt.
+    """
+
+    def __init__(self, batches: FittingBatches) -> None:
+        self._batches = batches
+        self.observations = Observations()
+        self.has_news = False
+        """For the model: a fit takes a millisecond, and is seldom asked for."""
+        self._model: ThroughputModel | None = None
+        self._earlier: set[Configuration] = set()
+        """Timed in an earlier process only, perhaps on another machine."""
+
+    @property
+    def model(self) -> ThroughputModel | None:
+        """Fitted to the step times; None until the first decision with a known noise scale."""
+        if self.has_news:
+            self._model, self.has_news = fit(self.observations.step_times(), self._model), False
+        return self._model
+
+    def add(self, configuration: Configuration, seconds: float) -> None:
+        """Take in the time of one step."""
+        if configuration in self._earlier:
+            self._earlier.remove(configuration)
+            self.observations.forget(configuration)
+        self.observations.add(configuration, seconds)
+
+    def clear(self) -> None:
+        """Forget all times."""
+        self.observations, self._earlier, self.has_news = Observations(), set(), False
+
+    def missing(self, batch: int) -> int:
+        """Return how many steps of a batch have still to be timed."""
+        return max(0, TIMED - self.observations.count(self._batches.configuration(batch)))
+
+    def timed(self) -> list[Configuration]:
+        """Return what was timed often enough."""
+        return [each for each in self.observations.configurations() if self.observations.count(each) >= TIMED]
+
+    def known(self, sizes: Sequence[int]) -> list[int]:
+        """Return those batches that were timed often enough."""
+        return [size for size in sizes if not self.missing(size)]
+
+    def seconds(self, batch: int, recent: Sequence[int]) -> float:
+        """Return the time of a step: measured; of a batch that was never timed, predicted.
+
+        While only one batch has been timed nothing says what a larger one takes. It is then hoped to take as long: a
+        try shows.
+
+        Args:
+            batch: samples of it, over all ranks.
+            recent: batches whose times are of now.
+        """
+        own, timed = self._batches.configuration(batch), self.timed()
+        if own in timed:
+            # Of long ago: the machine may be another one now, so that it must promise more.
+            return self.observations.median(own) * (1.0 if batch in recent else MARGIN)
+        is_whole = self._batches.is_whole
+        if not is_whole(own) and self._batches.replicas > 1 and all(map(is_whole, timed)):
+            return self._hoped_s(batch, recent)
+        nearest = min(timed, key=lambda each: abs(_samples(each) - batch))
+        known_s, known = self.observations.median(nearest), _samples(nearest)
+        if len(timed) == 1:
+            steps = (own.accumulation + 1) / (nearest.accumulation + 1)
+            return known_s * max(1.0, steps) if batch > known else known_s * batch / known
+        model = self.model
+        assert model is not None
+        return known_s * float(model.step_s(*own)) / float(model.step_s(*nearest))
+
+    def _hoped_s(self, batch: int, recent: Sequence[int]) -> float:
+        """Return the least time of a step that is accumulated, while none has been timed.
+
+        On one number of ranks nothing tells the exchange of gradients, which is saved, from other work that does not
+        depend on the batch. It is hoped to be all of that: a try shows.
+        """
+        steps = self._batches.shares(batch).steps
+        piece = batch // steps
+        times = {_samples(each): self.observations.median(each) for each in self.timed()}
+        least, most = min(times), max(times)
+        sample_s = max(0.0, (times[most] - times[least]) / (most - least)) if most > least else 0.0
+        return self.seconds(piece, recent) + (steps - 1) * piece * sample_s
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from the observations of an earlier process."""
+        self.observations.load_state_dict(state)
+        self._earlier = set(self.observations.configurations())
+        self.has_news = len(self.timed()) > 1  # of a batch that was not timed on so many ranks, it is predicted
+
+
+def _samples(configuration: Configuration) -> int:
+    return configuration.replicas * configuration.local_batch * (configuration.accumulation + 1)
+
+
 class BatchPolicy:
     """Decide the batch size by goodput.
 
@@ -93,7 +268,8 @@ class BatchPolicy:
         micro_batches: batches of a rank in a step, whose gradients the loop accumulates.
 
     Attributes:
-        accumulates: steps of the loop may be accumulated to one of its optimizer; set by whoever does it.
+        batches: those that may be chosen.
+        times: of their steps.
 
     Raises:
         InvalidArgument: if `max_batch_size` is below the user's batch.
@@ -115,27 +291,18 @@ class BatchPolicy:
                 f"max_batch_size must be at least the loader's batch, {base_batch} samples over {replicas} "
                 f"rank{'s'[: replicas > 1]}, got {max_batch_size}; raise it, or leave it out to keep the batch"
             )
-        self.base_batch, self.replicas, self.nodes, self.micro_batches = base_batch, replicas, nodes, micro_batches
-        self.accumulates = False
-        self._most = max_batch_size
-        self.sizes = candidates(base_batch, max_batch_size, self._shares)
-        """Those that every rank takes at once; more are accumulated."""
+        self.base_batch = base_batch
+        self.batches = FittingBatches(
+            base_batch, max_batch_size, replicas=replicas, nodes=nodes, micro_batches=micro_batches
+        )
+        self.times = BatchTimes(self.batches)
         self.decisions: list[BatchDecision] = []
         self.steps_before = 0
         """Steps trained by earlier processes of this run. Decisions are numbered globally."""
-        self.times = Observations()
-        self._model: ThroughputModel | None = None
-        self._has_news = False  # for that: a fit takes a millisecond, and is seldom asked for
-        self._settled = self._now = self.sizes[0]
-        self._largest = math.inf
-        """The largest batch that fits into memory."""
-        self._fits_again, self._refusals = math.inf, 0
-        """The step from which on what did not fit may be tried again, and how often one did not fit."""
+        self._settled = self._now = self.batches.sizes[0]
         self._patience = _PATIENCE[0]
         self._failed: dict[Configuration, int] = {}
         """Tried, and not better than the settled batch: the step of the whole training at which that was known."""
-        self._earlier: set[Configuration] = set()
-        """Timed in an earlier process only, perhaps on another machine."""
         self._present: tuple[int, Configuration] | None = None
         """How the present batch is dealt: in how many steps of the loop, and the configuration; None until needed."""
 
@@ -143,29 +310,6 @@ class BatchPolicy:
     def batch(self) -> int:
         """Samples of a step now, over all ranks."""
         return self._now
-
-    @property
-    def model(self) -> ThroughputModel | None:
-        """Fitted to the step times; None until the first decision with a known noise scale."""
-        if self._has_news:
-            self._model, self._has_news = fit(self.times.step_times(), self._model), False
-        return self._model
-
-    @property
-    def _shares(self) -> int:
-        """Batches that a step's samples are dealt to."""
-        return self.replicas * self.micro_batches
-
-    @property
-    def fits(self) -> int | None:
-        """The largest batch that is known to be small enough for memory; None while all of them were."""
-        return None if math.isinf(self._largest) else max(self._whole())
-
-    def shares(self, batch: int) -> Shares:
-        """Return how a batch is dealt: at once, or what doesn't go so in as few equal pieces as possible."""
-        whole = self._whole()
-        steps = 1 if batch <= whole[-1] else -(-batch // whole[-1])
-        return Shares(batch // (self._shares * steps), steps)
 
     @property
     def is_settled(self) -> bool:
@@ -181,23 +325,20 @@ class BatchPolicy:
             accumulated: steps of the loop that it was; others than decided on are left out, too.
         """
         # It is dealt in the same way until something else is decided: to see how takes 2 µs, which each step would pay.
-        self._present = self._present or (self.shares(self._now).steps, self._configuration(self._now))
+        batches, now = self.batches, self._now
+        self._present = self._present or (batches.shares(now).steps, batches.configuration(now))
         steps, configuration = self._present
-        if batch != self._now or accumulated != steps or not seconds > 0:
-            return
-        if configuration in self._earlier:
-            self._earlier.remove(configuration)
-            self.times.forget(configuration)
-        self.times.add(configuration, seconds)
+        if batch == now and accumulated == steps and seconds > 0:
+            self.times.add(configuration, seconds)
 
     def time_anew(self) -> None:
         """Forget all times: steps take others from now on, as where gradients are exchanged in another form."""
-        self.times, self._failed, self._earlier = Observations(), {}, set()
-        self._patience, self._present, self._has_news = _PATIENCE[0], None, False
+        self.times.clear()
+        self._failed, self._patience, self._present = {}, _PATIENCE[0], None
 
     def steps_missing(self) -> int:
         """Return how many steps of the present batch have still to be timed before the next decision."""
-        return max(0, TIMED - self.times.count(self._configuration(self._now)))
+        return self.times.missing(self._now)
 
     def refuse(self, batch: int, step: int, noise: NoiseInterval | None, why: str) -> BatchDecision:
         """Take no batch of so many samples or more for long, and return what to do instead.
@@ -208,29 +349,24 @@ class BatchPolicy:
             noise: the noise scale; None while it is not known.
             why: said in the report.
         """
-        self._largest = min(self._largest, batch)
-        if math.isinf(self._fits_again):
-            self._fits_again, self._refusals = step + _FITS_AGAIN * 2**self._refusals, self._refusals + 1
-        return self._fall_back(step, noise, why)
+        self.batches.refuse(batch, step)
+        return self.fall_back(step, noise, why)
 
-    def accumulate_no_more(self, step: int, noise: NoiseInterval | None, why: str) -> BatchDecision:
-        """Take only batches that every rank takes at once from now on, and return what to do instead.
+    def fall_back(self, step: int, noise: NoiseInterval | None, why: str) -> BatchDecision:
+        """Return what to do where `batches` are no longer what they were, as where nothing can be accumulated.
 
         Args:
             step: steps that have ended.
             noise: the noise scale; None while it is not known.
             why: said in the report.
         """
-        self.accumulates = False
-        return self._fall_back(step, noise, why)
-
-    def _fall_back(self, step: int, noise: NoiseInterval | None, why: str) -> BatchDecision:
-        fitting = self._fitting()
+        fitting = self.batches.all()
+        known = self.times.known(fitting)
         if self._settled not in fitting:
-            self._settled = max(self._known(fitting), default=self._whole()[-1])
+            self._settled = max(known, default=self.batches.whole()[-1])
         self._now, self._patience = self._settled, _PATIENCE[0]
-        if noise is not None and noise.is_known and self._timed():
-            choice = better(self._settled, self._known(fitting), self.base_batch, noise, self._seconds)
+        if noise is not None and noise.is_known and self.times.timed():
+            choice = better(self._settled, known, self.base_batch, noise, self._seconds)
             self._now = self._settled = self._settled if choice is None else choice.batch
         return self._decided(step, noise, why, self.steps_missing() or self._patience)
 
@@ -243,140 +379,59 @@ class BatchPolicy:
         """
         if missing := self.steps_missing():
             return self._decided(step, noise, "the steps of this batch are still being timed", missing)
-        self._complete_last(noise)
+        if self.decisions:  # add what the steps since then have shown
+            last = self.decisions[-1]
+            scale = last.noise if noise is None else noise.phi
+            self.decisions[-1] = replace(last, tried=False, measured=self._goodput(self._now, noise), noise=scale)
         if noise is None or not noise.is_known:
             patience = min(max(_PATIENCE[0], step // _UNKNOWN), _PATIENCE[1])
             return self._decided(step, noise, "the noise scale is not known yet", patience)
-        self._has_news = True
+        self.times.has_news = True
         before = self._now
         self._end_trial(step, noise)
-        self._forget_old_failures(step)
-        if step >= self._fits_again and self.shares(self._settled).steps == 1:  # else it would be taken at once now
-            self._largest = self._fits_again = math.inf
-        others = [size for size in self._reachable() if size != before]
+        for failed in _tried_again(self._failed, self.steps_before + step):
+            self.times.observations.forget(failed)
+            del self._failed[failed]
+        if self.batches.shares(self._settled).steps == 1:  # else it would be taken at once now
+            self.batches.try_again(step)
+        fitting = self.batches.all()
+        # What was timed once may be dealt in another way now, as after a refusal.
+        largest = max(self.times.known(fitting), default=self._settled)
+        others = [size for size in fitting if size <= _GROWTH * largest and size != before]
         choice = better(self._settled, others, self.base_batch, noise, self._seconds)
         if choice is not None:  # a trial, by new times
-            self.times.forget(self._configuration(choice.batch))
+            self.times.observations.forget(self.batches.configuration(choice.batch))
         self._now = self._settled if choice is None else choice.batch
         self._patience = _PATIENCE[0] if self._now != before else min(2 * self._patience, _PATIENCE[1])
-        return self._decided(step, noise, self._why(before, choice), self._patience)
+        why = _why(before, self._now, self._settled, choice, self.batches.shares(self._now))
+        return self._decided(step, noise, why, self._patience)
 
     def _end_trial(self, step: int, noise: NoiseInterval) -> None:
         """Settle on the batch that is being tried if its steps have shown that it is better."""
         tried = self._now
         if tried != self._settled and better(self._settled, [tried], self.base_batch, noise, self._seconds) is None:
             if tried > self._settled:
-                self._failed[self._configuration(tried)] = self.steps_before + step
+                self._failed[self.batches.configuration(tried)] = self.steps_before + step
             return
         self._settled = tried
 
-    def _forget_old_failures(self, step: int) -> None:
-        """Let a batch that failed be tried again later."""
-        (least, times), now = _TRIED_AGAIN, self.steps_before + step
-        for failed, at in list(self._failed.items()):
-            if now >= max(at + least, times * at):
-                self.times.forget(failed)
-                del self._failed[failed]
-
-    def _reachable(self) -> list[int]:
-        fitting = self._fitting()
-        # What was timed once may be dealt in another way now, as after a refusal.
-        largest = max(self._known(fitting), default=self._settled)
-        return [size for size in fitting if size <= _GROWTH * largest]
-
-    def _fitting(self) -> list[int]:
-        """Return the batches that may be chosen, ascending."""
-        whole = self._whole()
-        if not self.accumulates or whole[-1] == self.sizes[-1]:
-            return whole
-        return [*whole, *(whole[-1] * steps for steps in candidates(1, self._most // whole[-1])[1:])]
-
-    def _whole(self) -> list[int]:
-        """Return those that every rank takes at once, below what does not fit; at least the smallest."""
-        return [size for size in self.sizes if size < self._largest] or self.sizes[:1]
-
-    def _is_whole(self, configuration: Configuration) -> bool:
-        """Return whether every rank takes its share at once."""
-        return configuration.accumulation == self.micro_batches - 1
-
-    @staticmethod
-    def _samples(configuration: Configuration) -> int:
-        return configuration.replicas * configuration.local_batch * (configuration.accumulation + 1)
-
-    def _known(self, sizes: Sequence[int]) -> list[int]:
-        return [size for size in sizes if self._is_timed(size)]
-
-    def _is_timed(self, batch: int) -> bool:
-        return self.times.count(self._configuration(batch)) >= TIMED
-
-    def _timed(self) -> list[Configuration]:
-        return [each for each in self.times.configurations() if self.times.count(each) >= TIMED]
-
-    def _configuration(self, batch: int) -> Configuration:
-        local, steps = self.shares(batch)
-        return Configuration(self.nodes, self.replicas, local, self.micro_batches * steps - 1)
-
     def _seconds(self, batch: int) -> float:
-        """Return the time of a step: measured; of a batch that was never timed, predicted.
-
-        While only one batch has been timed nothing says what a larger one takes. It is then hoped to take as long: a
-        try shows.
-        """
-        own, timed = self._configuration(batch), self._timed()
-        if own in timed:
-            # Of long ago: the machine may be another one now, so that it must promise more.
-            return self.times.median(own) * (1.0 if batch in (self._now, self._settled) else MARGIN)
-        if not self._is_whole(own) and self.replicas > 1 and all(map(self._is_whole, timed)):
-            return self._hoped_s(batch)
-        nearest = min(timed, key=lambda each: abs(self._samples(each) - batch))
-        known_s, known = self.times.median(nearest), self._samples(nearest)
-        if len(timed) == 1:
-            steps = (own.accumulation + 1) / (nearest.accumulation + 1)
-            return known_s * max(1.0, steps) if batch > known else known_s * batch / known
-        model = self.model
-        assert model is not None
-        return known_s * float(model.step_s(*own)) / float(model.step_s(*nearest))
-
-    def _hoped_s(self, batch: int) -> float:
-        """Return the least time of a step that is accumulated, while none has been timed.
-
-        On one number of ranks nothing tells the exchange of gradients, which is saved, from other work that does not
-        depend on the batch. It is hoped to be all of that: a try shows.
-        """
-        steps = self.shares(batch).steps
-        piece, timed = batch // steps, self._timed()
-        times = {self._samples(each): self.times.median(each) for each in timed}
-        least, most = min(times), max(times)
-        sample_s = max(0.0, (times[most] - times[least]) / (most - least)) if most > least else 0.0
-        return self._seconds(piece) + (steps - 1) * piece * sample_s
+        return self.times.seconds(batch, (self._now, self._settled))
 
     def _goodput(self, batch: int, noise: NoiseInterval | None) -> float:
         # Without a known noise scale a larger batch counts for no more than the user's.
         scale = 0.0 if noise is None else noise.at(batch)
         return batch / self._seconds(batch) * float(efficiency(batch, self.base_batch, scale))
 
-    def _why(self, before: int, choice: Better | None) -> str:
-        if choice is None and self._now == before:
-            return "no other batch is clearly better"
-        if choice is None:
-            return f"a step of {before} samples takes too long for what it is worth"
-        noise = "pure noise" if choice.noise == float("inf") else f"a noise scale of {choice.noise:.3g}"
-        local, steps = self.shares(self._now)
-        how = f", accumulated over {steps} steps of {local} samples a rank" if steps > 1 else ""
-        return (
-            f"{choice.ratio:.2f}x the goodput of {self._settled}: {choice.speed:.2f}x the samples per second, "
-            f"each worth {choice.worth:.2f} at {noise}{how}"
-        )
-
     def _decided(self, step: int, noise: NoiseInterval | None, why: str, steps: int) -> BatchDecision:
         """Return the decision, and keep it if it changes the batch."""
         self._present = None
-        goodput = self._goodput(self._now, noise) if self._timed() else 0.0
-        is_timed = self._is_timed(self._now)
+        goodput = self._goodput(self._now, noise) if self.times.timed() else 0.0
+        is_timed = not self.steps_missing()
         decision = BatchDecision(
             step=self.steps_before + step,
             batch=self._now,
-            accumulated=self.shares(self._now).steps,
+            accumulated=self.batches.shares(self._now).steps,
             tried=not is_timed,
             why=why,
             goodput=goodput,
@@ -389,21 +444,14 @@ class BatchPolicy:
             self.decisions.append(decision)
         return decision
 
-    def _complete_last(self, noise: NoiseInterval | None) -> None:
-        """Add what the steps since the last decision have shown to it."""
-        if self.decisions:
-            last = self.decisions[-1]
-            scale = last.noise if noise is None else noise.phi
-            self.decisions[-1] = replace(last, tried=False, measured=self._goodput(self._now, noise), noise=scale)
-
     def state_dict(self) -> dict[str, Any]:
         """Return what has been learnt and decided, as values that JSON can hold."""
         return {
-            "times": self.times.state_dict(),
+            "times": self.times.observations.state_dict(),
             "base": self.base_batch,
             "batch": self._settled,
             "in_vain": [[*failed, at] for failed, at in self._failed.items()],
-            "largest_local": None if math.isinf(self._largest) else self._largest / self._shares,
+            "largest_local": self.batches.largest_local,
             "decisions": [asdict(decision) for decision in self.decisions],
         }
 
@@ -415,10 +463,28 @@ class BatchPolicy:
         self.times.load_state_dict(state["times"])
         self.decisions = [BatchDecision(**each) for each in state["decisions"]]
         in_vain = {Configuration(*failed): at for *failed, at in state.get("in_vain", [])}
-        self._failed = {failed: at for failed, at in in_vain.items() if self.times.count(failed)}
-        largest = state.get("largest_local")
-        self._largest = math.inf if largest is None else largest * self._shares
-        self._fits_again = math.inf if largest is None else _FITS_AGAIN  # steps are this process's
-        self._settled = self._now = min(self._fitting(), key=lambda size: abs(size - state["batch"]))
-        self._present, self._earlier = None, set(self.times.configurations())
-        self._has_news = len(self._timed()) > 1  # of a batch that was not timed on so many ranks, it is predicted
+        self._failed = {failed: at for failed, at in in_vain.items() if self.times.observations.count(failed)}
+        self.batches.largest_local = state.get("largest_local")
+        self._settled = self._now = min(self.batches.all(), key=lambda size: abs(size - state["batch"]))
+        self._present = None
+
+
+def _tried_again(failed: Mapping[Configuration, int], now: int) -> list[Configuration]:
+    """Return what may be tried again, since it failed long ago."""
+    least, times = _TRIED_AGAIN
+    return [each for each, at in failed.items() if now >= max(at + least, times * at)]
+
+
+def _why(before: int, now: int, settled: int, choice: Better | None, shares: Shares) -> str:
+    """Return the reason of a decision: `now` after `before`, `choice` in place of what was settled, dealt in shares."""
+    if choice is None and now == before:
+        return "no other batch is clearly better"
+    if choice is None:
+        return f"a step of {before} samples takes too long for what it is worth"
+    noise = "pure noise" if choice.noise == float("inf") else f"a noise scale of {choice.noise:.3g}"
+    local, steps = shares
+    how = f", accumulated over {steps} steps of {local} samples a rank" if steps > 1 else ""
+    return (
+        f"{choice.ratio:.2f}x the goodput of {settled}: {choice.speed:.2f}x the samples per second, "
+        f"each worth {choice.worth:.2f} at {noise}{how}"
+    )

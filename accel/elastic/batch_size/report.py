@@ -67,17 +67,18 @@ def profile_of(
         samples: of an epoch.
         lost: where its time went.
     """
-    if controller.model is None:
+    model, batches = controller.times.model, controller.batches
+    if model is None:
         return None
-    fits, shares = controller.fits, controller.replicas * controller.micro_batches
-    pieces = -(-max_batch_size // fits) if controller.accumulates and fits is not None else 1
+    fits = batches.fits
+    steps = -(-max_batch_size // fits) if batches.accumulates and fits is not None else 1
     limits = BatchLimits(
         max_batch_size=max_batch_size,
-        local_max=None if fits is None else max(1, fits // shares),
-        max_accumulation=controller.micro_batches * pieces - 1,
+        local_max=None if fits is None else max(1, fits // batches.pieces),
+        max_accumulation=batches.micro_batches * steps - 1,
     )
     return JobProfile(
-        model=controller.model,
+        model=model,
         noise=noise,
         base_batch=controller.base_batch,
         limits=limits,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -16,7 +16,9 @@ from accel.goodput.noise_gradients import Gather
 from accel.goodput.noise_meter import NoiseMeter
 from accel.goodput.noise_scale import NoiseScale
 from accel.run.context import Run
-from accel.session.session import Session
+
+if TYPE_CHECKING:
+    from accel.session.session import Session
 
 _CONFIDENCE = 0.3
 """Of the noise scale's interval, by whose ends decisions are made: each end is right in 65 % of cases. A batch of

@@ -125,7 +125,7 @@ class StepBatches:
     @property
     def accumulated(self) -> int:
         """Steps of the loop that are the present one of the optimizer."""
-        return 1 if self._accumulation is None else self._accumulation.batches
+        return 1 if self._accumulation is None else self._accumulation.present.batches
 
     def begin_batch(self) -> int:
         """Return the samples, over all ranks, of the step that is trained on next; the batch in hand may begin it.
@@ -136,7 +136,8 @@ class StepBatches:
         if accumulation is None or not accumulation.is_at_work:
             return samples * self.by_loop
         accumulation.begin_batch(self._sizes(self._sampler.samples_in_hand))
-        return accumulation.samples if accumulation.batches > 1 else samples
+        step = accumulation.present
+        return step.samples if step.batches > 1 else samples
 
     def _sizes(self, in_hand: int) -> list[int]:
         """Return the samples of each batch of a step that begins; all have one size, but for an epoch's last."""

@@ -26,12 +26,12 @@ from accel.dataio.elastic_sampler import ElasticSampler
 from accel.dataio.passes.proxy import LoaderProxy
 from accel.elastic.checkpointing import Checkpointing
 from accel.elastic.in_place import InPlace, ResizeOrder
-from accel.elastic.sample_position import ignore_updates, listen_to_updates
 from accel.elastic.save_policy import SavePolicy
 from accel.elastic.saving.training import BatchState, TrainingCheckpoints
 from accel.profiler.interruptions import ours
 from accel.profiler.loop import backward
 from accel.profiler.loop.observers import LoopObserver
+from accel.profiler.loop.update_hooks import UPDATES
 from accel.profiler.stderr import warn
 from accel.run.ranks import Ranks
 
@@ -167,7 +167,7 @@ class CheckpointRun(LoopObserver):
         self.updates = UpdateCount(optimizer)
         self._is_asked_elsewhere = self._has_warned = False
         """Another thread asks for batches."""
-        listen_to_updates(self)
+        self._forget_updates = UPDATES.add_weakly(self.updated)
         self._called_at = time.time()
         self._ranks: Ranks | None = None
         self._gather: Callable[[Any], list[Any]] | None = None
@@ -361,7 +361,7 @@ class CheckpointRun(LoopObserver):
         """Save no more, and leave SIGTERM to whom it was before."""
         self._alive = False
         self.updates.close()
-        ignore_updates(self)
+        self._forget_updates()
         self.training.checkpoints.release()
         if self.policy is not None:
             self.policy.close()

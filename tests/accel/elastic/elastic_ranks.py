@@ -248,7 +248,7 @@ def one_rank_leaves_steps_out(rank: int, world: int, same: bool) -> dict[str, An
         if rank == 0 or step % 3 == 2 or step % 4:
             optimizer.step()
     # The loop leaves it in the midst of a step, and goes on without its batches, with the same optimizer or another.
-    assert accumulation._taken > 0
+    assert accumulation.present.taken > 0
     going_on = optimizer if same else torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(4):
         going_on.zero_grad()

@@ -229,7 +229,7 @@ def test_what_is_left_out_calls_no_hooks_and_returns_none() -> None:
         optimizer.zero_grad()
         mse_loss(model(x), y).backward()
         assert optimizer.step() is None
-        called.append(f"open: {accumulation._taken > 0}")
+        called.append(f"open: {accumulation.present.taken > 0}")
     assert called == ["open: True", "open: True", "before", "after", "open: False"]
     accumulation.close()
 
@@ -297,7 +297,7 @@ def test_a_pass_that_is_left_takes_its_open_step_with_it() -> None:
     accumulation.begin_batch([2, 2, 2])
     plainly(model, optimizer, x, y)
     accumulation.drop()
-    assert accumulation._taken == 0
+    assert accumulation.present.taken == 0
     expected, own = made()
     step = batches([2, 2], seed=3)
     for x, y in step:

@@ -27,12 +27,12 @@ class Exchanging(Job):
         decisions = []
         for _ in range(steps):
             self.step += 1
-            local, pieces = controller.shares(controller.batch)
+            local, pieces = controller.batches.shares(controller.batch)
             noise = self.random.lognormvariate(0, self.spread)
             controller.timed(controller.batch, self.step_s(local, pieces) * noise, pieces)
             if self.step >= self.due:
                 decision = controller.decide(self.step, self.noise)
-                if controller.shares(decision.batch).local > self.memory:
+                if controller.batches.shares(decision.batch).local > self.memory:
                     decision = controller.refuse(decision.batch, self.step, self.noise, "too large")
                 decisions.append(decision)
                 self.due = self.step + decision.steps
@@ -53,7 +53,7 @@ def exchanging(memory: float = math.inf, sync_s: float = 0.2, noise: float = 1e5
 
 def controller_of(replicas: int = 4, most: int = 8192, accumulates: bool = True) -> BatchPolicy:
     controller = BatchPolicy(32 * replicas, most, replicas=replicas)
-    controller.accumulates = accumulates
+    controller.batches.accumulates = accumulates
     return controller
 
 
@@ -61,9 +61,9 @@ def test_what_does_not_fit_at_once_is_accumulated_where_the_exchange_takes_long(
     job, controller = exchanging(memory=100), controller_of()
     decisions = job.train(controller, 1500)
 
-    local, steps = controller.shares(controller.batch)
+    local, steps = controller.batches.shares(controller.batch)
     assert steps > 1 and local <= 100
-    at_once = max(job.goodput_of(size // 4, 1, 4, 128) for size in controller.sizes if size // 4 <= 100)
+    at_once = max(job.goodput_of(size // 4, 1, 4, 128) for size in controller.batches.sizes if size // 4 <= 100)
     assert job.goodput_of(local, steps, 4, 128) > 1.5 * at_once
     best = max(job.goodput_of(local, k, 4, 128) for k in range(1, 8192 // (4 * local) + 1))
     assert job.goodput_of(local, steps, 4, 128) > best / (MARGIN * 1.3 * 1.1)
@@ -75,7 +75,7 @@ def test_what_does_not_fit_at_once_is_accumulated_where_the_exchange_takes_long(
 def test_without_accumulation_the_batch_stays_below_what_does_not_fit() -> None:
     job, controller = exchanging(memory=100), controller_of(accumulates=False)
     job.train(controller, 1500)
-    assert set(map(controller.shares, job.batches)) == {(size // 4, 1) for size in set(job.batches)}
+    assert set(map(controller.batches.shares, job.batches)) == {(size // 4, 1) for size in set(job.batches)}
     assert controller.batch // 4 <= 100
 
 
@@ -83,23 +83,24 @@ def test_one_rank_accumulates_nothing_since_that_is_no_faster() -> None:
     job = exchanging(memory=100, sync_s=0.0)
     controller = controller_of(replicas=1, most=4096)
     job.train(controller, 1500)
-    assert {controller.shares(size).steps for size in set(job.batches)} == {1}
+    assert {controller.batches.shares(size).steps for size in set(job.batches)} == {1}
 
 
 def test_a_cheap_exchange_is_worth_no_accumulation() -> None:
     job, controller = exchanging(memory=100, sync_s=1e-4, noise=2000.0), controller_of()
     job.train(controller, 1500)
-    assert controller.shares(controller.batch).steps == 1
+    assert controller.batches.shares(controller.batch).steps == 1
 
 
 def test_a_loop_that_turns_out_to_be_none_to_accumulate_goes_back() -> None:
     job, controller = exchanging(memory=100), controller_of()
     job.train(controller, 1500)
-    assert controller.shares(controller.batch).steps > 1
-    decision = controller.accumulate_no_more(job.step, job.noise, "it takes a closure")
+    assert controller.batches.shares(controller.batch).steps > 1
+    controller.batches.accumulates = False
+    decision = controller.fall_back(job.step, job.noise, "it takes a closure")
     assert decision.accumulated == 1 and decision.batch // 4 <= 100 and decision.why == "it takes a closure"
     job.train(controller, 600)
-    assert controller.shares(controller.batch).steps == 1
+    assert controller.batches.shares(controller.batch).steps == 1
     assert controller.batch // 4 <= 100
 
 
@@ -116,7 +117,8 @@ def test_it_goes_on_from_its_state() -> None:
     state = json.loads(json.dumps(controller.state_dict()))
     again = controller_of()
     again.load_state_dict(state)
-    assert again.batch == controller.batch and again.shares(again.batch) == controller.shares(controller.batch)
+    assert again.batch == controller.batch
+    assert again.batches.shares(again.batch) == controller.batches.shares(controller.batch)
     assert not again.steps_missing()
     assert [each.accumulated for each in again.decisions] == [each.accumulated for each in controller.decisions]
 
@@ -130,8 +132,8 @@ def test_steps_that_take_another_time_from_now_on_are_timed_anew() -> None:
         assert controller.steps_missing() == 12
         job.due = job.step + 13
         job.train(controller, 3000)
-        best = max(job.goodput_of(size // 4, 1, 4, 128) for size in controller.sizes)
-        assert job.goodput_of(*controller.shares(controller.batch), 4, 128) > best / (MARGIN * 1.3 * 1.1)
+        best = max(job.goodput_of(size // 4, 1, 4, 128) for size in controller.batches.sizes)
+        assert job.goodput_of(*controller.batches.shares(controller.batch), 4, 128) > best / (MARGIN * 1.3 * 1.1)
 
 
 @settings(max_examples=20)  # each is some ten fits
@@ -164,10 +166,10 @@ def test_it_stays_within_bounds_and_memory_and_comes_to_rest(
 
     for batch in set(job.batches):
         assert base <= batch <= most and batch % replicas == 0
-        local, steps = controller.shares(batch)
+        local, steps = controller.batches.shares(batch)
         assert local * steps * replicas == batch or batch > controller.batch
     before = len(job.batches)
     job.train(controller, 2000)
     changes = sum(a != b for a, b in zip(job.batches[before:], job.batches[before + 1 :], strict=False))
     assert changes <= 16  # tries in vain, ever less often; each is two changes
-    assert controller.shares(controller.batch).local <= memory
+    assert controller.batches.shares(controller.batch).local <= memory

@@ -52,7 +52,7 @@ def test_a_step_of_several_batches_is_one_of_all_their_samples(
     resumed = False
 
     def decide(self: BatchPolicy, step: int, noise: NoiseInterval | None) -> BatchDecision:
-        self.accumulates, self._largest = True, 9
+        self.batches.accumulates, self.batches.largest_local = True, 9
         self._now = 32 if resumed or step >= 60 else 24 if step >= 20 else 8
         return self._decided(step, noise, "as the test says", 4)
 

@@ -81,7 +81,7 @@ def test_it_stays_within_bounds_and_gets_near_the_best(
     job.run(controller, 600)
 
     assert all(base <= batch <= most and batch % multiple == 0 for batch in job.batches)
-    best = max(job.goodput(size, base) for size in controller.sizes)
+    best = max(job.goodput(size, base) for size in controller.batches.sizes)
     # A larger batch must be better by the margin at the lower end of the noise scale: at most its width is left.
     assert job.goodput(controller.batch, base) > best / (MARGIN * 1.3 * 1.1)
 
@@ -199,7 +199,7 @@ def test_what_was_timed_on_a_machine_of_another_speed_is_tried_anew(slower: floa
     job = Job(0.01, 1e-4, interval(3000.0))
     controller = BatchPolicy(32, 1024)
     job.run(controller, 1200)
-    best = max(job.goodput(size, 32) for size in controller.sizes)
+    best = max(job.goodput(size, 32) for size in controller.batches.sizes)
     if resumes:
         state, controller = json.loads(json.dumps(controller.state_dict())), BatchPolicy(32, 1024)
         controller.load_state_dict(state)
@@ -282,7 +282,7 @@ def test_what_did_not_fit_is_tried_again_ever_less_often() -> None:
     apart = [later - earlier for earlier, later in itertools.pairwise(rounds)]
     assert len(asked) <= 2 * len(rounds) <= 12  # a round begins with up to twice what fits
     assert all(2 * earlier <= later + 600 for earlier, later in itertools.pairwise(apart))
-    assert controller.fits is not None and controller.fits < 512
+    assert controller.batches.fits is not None and controller.batches.fits < 512
 
     for _ in range(300_000 // 256):  # there is memory now
         job.run(controller, 256)
