@@ -81,7 +81,7 @@ def muon_update(
     """Update matrices and their momentum, in place.
 
     Args:
-        params: matrices, on one device.
+        params: matrices.
         grads: one for each.
         buffers: momentum of each, in the dtype of its gradient.
         lr: η; a tensor on the parameters' device is not waited for.
@@ -92,7 +92,7 @@ def muon_update(
         lr = lr.double().reshape(()) if lr.is_cuda else float(lr)
     alike: dict[Any, list[int]] = {}
     for i, p in enumerate(params):
-        alike.setdefault((*sorted(p.shape), p.dtype, grads[i].dtype), []).append(i)
+        alike.setdefault((*sorted(p.shape), p.device, p.dtype, grads[i].dtype), []).append(i)
     for numbers in alike.values():
         numbers.sort(key=lambda i: _is_tall(params[i]))
         size = max(1, MOST // max(1, params[numbers[0]].numel()))
