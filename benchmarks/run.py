@@ -38,6 +38,7 @@ SUITES: dict[str, tuple[str, ...]] = {
     "simota": ("simota", "--record"),
     "fcos_targets": ("fcos_targets", "--record"),
     "optimizers": ("optimizers", "--record"),
+    "muon": ("muon", "--record"),
     "launch_cost": ("launch_cost", "--record"),
     "bernoulli": ("bernoulli", "--record"),
     "length_balance": ("length_balance", "--record"),

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from accel.exactness import Exactness
 from accel.guard.comparison import Comparison, Tolerance, as_real, noise_like
+from accel.guard.rounding import FINEST, coarser
 
 # The first parameters up to this many elements, over all groups: enough to show a wrong formula, and cheap to copy.
 _ELEMENTS = 1_000_000
@@ -99,7 +100,18 @@ def _unhooked_step(optimizer: Optimizer) -> None:
     inner(optimizer)
 
 
-def compare(plain: list[Tensor], candidate: list[Tensor], before: list[Tensor], exactness: Exactness) -> Comparison:
+def coarsest_of(optimizer: Optimizer) -> torch.dtype:
+    """Return the coarsest format within an optimizer's plain update: torch's Muon rounds to bfloat16."""
+    return torch.bfloat16 if isinstance(optimizer, getattr(torch.optim, "Muon", ())) else FINEST
+
+
+def compare(
+    plain: list[Tensor],
+    candidate: list[Tensor],
+    before: list[Tensor],
+    exactness: Exactness,
+    coarsest: torch.dtype = FINEST,
+) -> Comparison:
     """Compare two updates, relative to the size of the plain one: ‖Δ_c − Δ_r‖ ≤ tolerance · ‖Δ_r‖."""
     worst = Comparison()
     for tensors in zip(plain, candidate, before, strict=True):
@@ -111,7 +123,7 @@ def compare(plain: list[Tensor], candidate: list[Tensor], before: list[Tensor], 
         # A parameter is stored to eps relative to itself, so an update can't be known more finely than that.
         eps = torch.finfo(expected.dtype).eps if expected.is_floating_point() else 0.0
         grain = eps * float(torch.linalg.vector_norm(start.double()))
-        tolerance = Tolerance.of(exactness, expected.dtype).output
+        tolerance = Tolerance.of(exactness, coarser(expected.dtype, coarsest)).output
         if not error <= tolerance * update + grain:
             off = error / update if update > 0 else float("inf")
             return Comparison(f"its update is off by {off:.1e}, allowed {tolerance:.1e}", 0.0, off, tolerance)

@@ -92,11 +92,7 @@ class MultiTensorOptimizer(Optimizer):
         Raises:
             InvalidArgument: if a parameter can't be updated here, or an option does not fit.
         """
-        given = param_group["params"]
-        if not isinstance(given, Tensor | set):
-            given = list(given)  # a generator is read once
-            param_group = {**param_group, "params": given}
-        tensors = [given] if isinstance(given, Tensor) else [p[1] if isinstance(p, tuple) else p for p in given]
+        param_group, tensors = checks.listed(param_group)
         first = next((p for group in self.param_groups for p in group["params"]), None)
         checks.parameters(type(self).__name__, tensors, None if first is None else first.device)
         checks.options(type(self).__name__, {**self.defaults, **param_group})

@@ -66,6 +66,15 @@ def options(owner: str, group: Mapping[str, Any]) -> None:
         )
 
 
+def listed(param_group: dict[str, Any]) -> tuple[dict[str, Any], list[Any]]:
+    """Return a new group, whose parameters are read once if a generator gives them, and these without their names."""
+    given = param_group["params"]
+    if not isinstance(given, Tensor | set):
+        given = list(given)
+        param_group = {**param_group, "params": given}
+    return param_group, [given] if isinstance(given, Tensor) else [p[1] if isinstance(p, tuple) else p for p in given]
+
+
 def parameters(owner: str, params: Iterable[Any], device: torch.device | None) -> None:
     """Check the parameters of a new group; what is no tensor is left to torch.
 

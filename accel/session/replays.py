@@ -146,7 +146,8 @@ class Replays:
                 plain = update_guard.updated(optimizer)
                 self.switchboard.switch(self.switchboard.acting_on("optimizer", plan))
                 candidate = update_guard.updated(optimizer)
-                findings.append(update_guard.compare(plain, candidate, start, exactness))
+                coarsest = update_guard.coarsest_of(optimizer)
+                findings.append(update_guard.compare(plain, candidate, start, exactness, coarsest))
         none = Comparison(unsure="no optimizer that updates by itself is known")
         return reduce(Comparison.beside, findings or [none])
 

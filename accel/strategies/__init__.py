@@ -11,6 +11,7 @@ from accel.strategies.amp_o2 import AmpO2
 from accel.strategies.async_copy import AsyncCopy
 from accel.strategies.autocast_bf16 import AutocastBf16
 from accel.strategies.base import Exactness, Strategy
+from accel.strategies.batched_muon import BatchedMuon
 from accel.strategies.channels_last import ChannelsLast
 from accel.strategies.cuda_graphs import CudaGraphs
 from accel.strategies.cudnn_benchmark import CudnnBenchmark
@@ -41,6 +42,7 @@ REGISTRY: list[type[Strategy]] = [
     CudaGraphs,  # around all that changes what the model's call runs
     DropoutMasks,
     FusedOptimizer,
+    BatchedMuon,
     Allocator,
     KeepSamples,  # before workers: it begins to record, which takes two epochs
     LoaderWorkers,

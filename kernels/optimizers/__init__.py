@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from accel.kernels.optimizers.muon import muon_update
 from accel.kernels.optimizers.rules import DTYPES, Batch, Hypers, Kind, Scaling, UpdateOutcome, work_dtype
 from accel.kernels.optimizers.update import Updater, cost
 
@@ -14,5 +15,6 @@ __all__ = [
     "UpdateOutcome",
     "Updater",
     "cost",
+    "muon_update",
     "work_dtype",
 ]

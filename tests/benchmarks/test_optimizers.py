@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from itertools import count
+
 import pytest
 import torch
 
-from benchmarks import optimizers
+from benchmarks import muon, optimizers
 from benchmarks.gpu import optimizers as on_gpu
 from benchmarks.kernels.optimizer_rivals import params_of
 
@@ -25,6 +27,12 @@ def test_a_rival_that_differs_is_not_timed() -> None:
     with torch.no_grad():
         race.params[0].add_(1)
     assert "apart" in on_gpu.measured(lambda: race, 1e12)["failed"]
+
+
+def test_muon_is_raced_with_torchs() -> None:
+    ticks = count()
+    rows = list(muon.races(1, {"small": [(4, 6), (6, 4)]}, lambda: float(next(ticks))))
+    assert [(row["optimizer"], row["ratio"]) for row in rows] == [("accel.optim.Muon", 1.0), ("batched_muon", 1.0)]
 
 
 def test_weights_that_differ_are_not_raced() -> None:

@@ -1,0 +1,215 @@
+"""Muon for the weights of hidden layers, and AdamW for the other parameters, in one optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from itertools import zip_longest
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from accel.errors import InvalidArgument
+from accel.kernels.optimizers import Batch, Hypers, Updater, muon_update, work_dtype
+from accel.optim import checks
+
+_ADAMW: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
+_OPTIONS = ("weight_decay", "momentum", "nesterov", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn", "ns_dtype")
+_ADJUSTMENTS = (None, "original", "match_rms_adamw")
+_NS_DTYPES = (torch.bfloat16, torch.float32, torch.float64)
+
+
+class Muon(Optimizer):
+    """Update matrices by Muon, as `torch.optim.Muon` does, all of one shape at once, and other parameters by AdamW.
+
+        b ← μ b + (1 - μ) g        u = (1 - μ) g + μ b        w -= η λ w        w -= η s NS(u)
+
+    NS draws the singular values of u towards 1 in k Newton-Schulz steps; s follows from the shape of w.
+
+    Args:
+        params: matrices, or groups. A group with `use_muon=False` takes parameters of any shape; AdamW updates it,
+            with options `lr`, `betas`, `eps` and `weight_decay` and the defaults of `torch.optim.AdamW`.
+        lr: learning rate η, default 0.001; a tensor on the parameters' device is not waited for.
+        weight_decay: λ, default 0.1.
+        momentum: μ, default 0.95.
+        nesterov: default True; False takes b for u.
+        ns_coefficients: of the quintic polynomial, default (3.4445, -4.775, 2.0315).
+        eps: least norm that u is divided by, default 1e-7.
+        ns_steps: k, default 5.
+        adjust_lr_fn: "original" (s = √max(1, rows / columns); None, the default, is the same), or "match_rms_adamw"
+            (s = 0.2 √max(rows, columns)).
+        ns_dtype: to which the products of NS are rounded, default bfloat16, as torch does for parameters of any dtype;
+            float32 and float64 are finer. A CPU that can't multiply bfloat16 does so in float32 and rounds.
+
+    Raises:
+        InvalidArgument: if an argument is out of range, or a parameter can't be updated.
+
+    Example:
+        >>> model = torch.nn.Linear(4, 3)
+        >>> optimizer = Muon([{"params": [model.weight]}, {"params": [model.bias], "use_muon": False}], lr=0.02)
+        >>> model(torch.ones(2, 4)).sum().backward(); optimizer.step()
+
+    Source: Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/; Liu et al. 2025,
+    https://arxiv.org/abs/2502.16982.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: tuple[float, float, float] = (3.4445, -4.775, 2.0315),
+        eps: float = 1e-7,
+        ns_steps: int = 5,
+        adjust_lr_fn: str | None = None,
+        *,
+        ns_dtype: torch.dtype = torch.bfloat16,
+    ) -> None:
+        values = (weight_decay, momentum, nesterov, ns_coefficients, eps, ns_steps, adjust_lr_fn, ns_dtype)
+        self._updater = Updater("adam")
+        super().__init__(params, {"lr": lr, **dict(zip(_OPTIONS, values, strict=True)), "use_muon": True})
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of parameters.
+
+        Args:
+            param_group: `params`, and options other than the optimizer's; `use_muon=False` for AdamW.
+
+        Raises:
+            InvalidArgument: if a parameter can't be updated here, or an option does not fit.
+        """
+        param_group, tensors = checks.listed(param_group)
+        first = next((p for group in self.param_groups for p in group["params"]), None)
+        owner = type(self).__name__
+        checks.parameters(owner, tensors, None if first is None else first.device)
+        use_muon = param_group.get("use_muon", True)
+        param_group = {**({} if use_muon else _ADAMW), **param_group}
+        if not use_muon:
+            checks.options(owner, param_group)
+        else:
+            _check_options(owner, {**self.defaults, **param_group})
+            if others := [p for p in tensors if isinstance(p, Tensor) and p.dim() != 2]:
+                raise InvalidArgument(
+                    f"{owner}: parameters must be matrices. Found: {list(others[0].shape)}. Put it in a group with "
+                    "use_muon=False, which AdamW updates."
+                )
+        super().add_param_group(param_group)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update all parameters that have a gradient.
+
+        Args:
+            closure: computes the loss and its gradients again; None (default) takes the gradients that are there.
+
+        Returns:
+            What the closure returned.
+
+        Raises:
+            InvalidArgument: if a gradient is sparse; nothing has been changed then.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._update()
+        return loss
+
+    @torch._disable_dynamo  # type: ignore[attr-defined]  # as in the other optimizers
+    def _update(self) -> None:
+        chosen = [[p for p in group["params"] if p.grad is not None] for group in self.param_groups]
+        grads = [[p.grad for p in params if p.grad is not None] for params in chosen]
+        for each in grads:
+            checks.gradients(type(self).__name__, each)
+        rest = []
+        for group, params, own in zip(self.param_groups, chosen, grads, strict=True):
+            if group["use_muon"]:
+                buffers = [self._kept(p, "momentum_buffer", g.dtype) for p, g in zip(params, own, strict=True)]
+                options = {name: group[name] for name in _OPTIONS}
+                muon_update(params, own, buffers, lr=group["lr"], **options)
+            else:
+                moments = [[self._kept(p, name) for p in params] for name in ("exp_avg", "exp_avg_sq")]
+                rest.append(Batch(_numbers(group), params, own, moments, (), [self._counter(p) for p in params]))
+        self._updater(rest)
+
+    def _kept(self, param: Tensor, name: str, dtype: torch.dtype | None = None) -> Tensor:
+        state, due = self.state[param], dtype or work_dtype(param.dtype)
+        if name not in state:
+            state[name] = torch.zeros_like(param, dtype=due)
+        elif state[name].dtype != due:  # torch rounds what it loads to the parameter's dtype
+            state[name] = state[name].to(due)
+        kept: Tensor = state[name]
+        return kept
+
+    def _counter(self, param: Tensor) -> Tensor:
+        state = self.state[param]
+        if "step" not in state:
+            state["step"] = torch.zeros((), device=param.device)
+        elif state["step"].device != param.device:
+            state["step"] = state["step"].to(param.device)
+        counter: Tensor = state["step"]
+        return counter
+
+    def refresh(self) -> None:
+        """Bring AdamW's numbers that changed on the host to the device, before the capture of a step."""
+        rest = [group for group in self.param_groups if not group["use_muon"] and group["params"]]
+        if rest:
+            self._updater.send(list(map(_numbers, rest)), rest[0]["params"][0])
+
+    def frozen_options(self, group: dict[str, Any]) -> tuple[Any, ...] | None:
+        """Return what a captured step of a group does not read from the device: None, for all options."""
+        return None
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state of this optimizer, or of `torch.optim.Muon` where all groups are Muon's.
+
+        Args:
+            state_dict: tensors are not copied where they are of the right dtype and device, as torch does.
+
+        Raises:
+            InvalidArgument: if it is of another optimizer; nothing has been changed then.
+        """
+        handle = self.register_load_state_dict_pre_hook(_checked)  # after those of the user
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            handle.remove()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        before = self.__dict__.get("param_groups", [])
+        super().__setstate__(state)
+        self._updater = Updater("adam")
+        for group, own in zip_longest(self.param_groups, before[: len(self.param_groups)], fillvalue=self.defaults):
+            for name in ("use_muon", "ns_dtype"):  # torch has them not, and its state says nothing of them
+                group.setdefault(name, own.get(name, self.defaults[name]))
+
+
+def _checked(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+    for group, saved in zip(optimizer.param_groups, state_dict["param_groups"], strict=False):  # torch counts them
+        mark = "ns_coefficients" if group["use_muon"] else "betas"
+        if mark not in saved or saved.get("use_muon", True) != group["use_muon"]:
+            raise InvalidArgument(
+                f"{type(optimizer).__name__}: the state is of another optimizer, or of groups with another use_muon. "
+                f"Found: a group with {', '.join(sorted(set(saved) - {'params'}))}."
+            )
+
+
+def _numbers(group: dict[str, Any]) -> Hypers:
+    first, second = group["betas"]
+    return Hypers(group["lr"], first, second, group["eps"], group["weight_decay"], decoupled=1.0)
+
+
+def _check_options(owner: str, group: dict[str, Any]) -> None:
+    for name in ("lr", "eps", "weight_decay"):
+        checks.number(owner, name, group[name])
+    checks.number(owner, "momentum", group["momentum"])
+    checks.number(owner, "ns_steps", group["ns_steps"], below=100)
+    if len(group["ns_coefficients"]) != 3:
+        raise InvalidArgument(f"{owner}: ns_coefficients must be three numbers. Found: {group['ns_coefficients']!r}.")
+    for name, allowed in (("adjust_lr_fn", _ADJUSTMENTS), ("ns_dtype", _NS_DTYPES)):
+        if group[name] not in allowed:
+            known = ", ".join(map(str, allowed))
+            raise InvalidArgument(f"{owner}: {name} must be one of {known}. Found: {group[name]!r}.")
