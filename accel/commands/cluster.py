@@ -15,6 +15,7 @@ from accel.cluster.local_actuator import on_this_machine
 from accel.cluster.metrics import serve
 from accel.cluster.scheduler import INTERVAL_S, Scheduler
 from accel.cluster.status import table, to_html, to_json
+from accel.commands.manifest import manifest
 from accel.commands.simulate import simulate
 from accel.errors import InvalidArgument
 from accel.files import write_atomic
@@ -27,6 +28,7 @@ def cluster() -> None:
 
 
 cluster.add_command(simulate)
+cluster.add_command(manifest)
 
 
 FOLDER = click.option(
@@ -81,7 +83,8 @@ def _actuator(
 ) -> Actuator:
     """Return what jobs are run by."""
     if image is not None:
-        from accel.cluster.kubernetes_actuator import GPU, KubernetesActuator, PodTemplate
+        from accel.cluster.kubernetes_actuator import KubernetesActuator
+        from accel.cluster.manifests import GPU, PodTemplate
 
         if claim is None or mount is None or address is not None:
             raise InvalidArgument("--image must come with --claim and --mount, and without --ray")
@@ -115,7 +118,10 @@ def status(folder: Path, as_json: bool, html: Path | None) -> None:
     """Show the jobs of a cluster: state, replicas, speed, and where their time went."""
     rows = opened_table(folder).jobs()
     if html is not None:
-        write_atomic(html, to_html(rows, time.strftime("%Y-%m-%d %H:%M:%S")))
+        try:
+            write_atomic(html, to_html(rows, time.strftime("%Y-%m-%d %H:%M:%S")))
+        except OSError as error:
+            raise InvalidArgument(f"--html must be a file that can be written. Found: {html}: {error}") from None
     if as_json:
         click.echo(to_json(rows))
     elif html is None:
