@@ -17,11 +17,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from accel.cluster.actuators import Actuator, ClusterUnreachable, Status
 from accel.cluster.job_table import ENDED, JobRow, JobTable, TableUnwritable
-from accel.cluster.jobs import JobView
+from accel.cluster.jobs import ClusterNode, JobView
 from accel.cluster.policy import PolicyOptions, allocate
 from accel.goodput.job import EXPLORED
 
 INTERVAL_S = 60.0
+_NODES_S = 5.0
+"""Between two looks at the nodes."""
 _RETRY_S = 2.0
 """Between two attempts to reach a cluster."""
 _THREADS = 64
@@ -58,7 +60,9 @@ class Scheduler:
         """Changes under way, and since when."""
         self._going_on = set[str]()
         """Jobs whose change takes place beside their training."""
-        self._seen_s = clock()
+        self._seen_s = self._nodes_s = clock()
+        self._nodes: list[ClusterNode] = []
+        """Of the last decision or look at them, and when that was."""
         self._stops = threading.Event()
 
     def recover(self) -> None:
@@ -87,7 +91,7 @@ class Scheduler:
                 try:
                     rows = self.look()
                     now = {(row.name, row.is_cancelled) for row in rows}
-                    if now != known or self._clock() >= decided + self._interval_s:
+                    if now != known or self._clock() >= decided + self._interval_s or self._nodes_have_changed():
                         self.decide(rows)
                         known, decided = now, self._clock()
                     problem = ""
@@ -132,6 +136,7 @@ class Scheduler:
         free = [row for row in rows if not row.is_cancelled]
         current = {row.name: row.nodes for row in rows if row.nodes}
         views, nodes = [self._view(row) for row in rows if row in free or row.nodes], self._actuator.nodes()
+        self._nodes, self._nodes_s = nodes, self._clock()
         room = sum(node.gpus for node in nodes)
         given = allocate(views, nodes, current, self._clock(), self._options)
         for row in free:
@@ -143,6 +148,13 @@ class Scheduler:
             wanted = given.get(row.name, ())
             if wanted != row.nodes and row.name not in self._changing:
                 self._change(row, wanted)
+
+    def _nodes_have_changed(self) -> bool:
+        """Look every few seconds whether nodes have come, gone, or are about to go."""
+        if self._clock() < self._nodes_s + _NODES_S:
+            return False
+        self._nodes_s = self._clock()
+        return self._actuator.nodes() != self._nodes
 
     def _view(self, row: JobRow) -> JobView:
         profile, spec = row.profile(), row.spec

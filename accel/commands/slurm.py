@@ -48,8 +48,8 @@ def torch_variables(environment: Mapping[str, str]) -> dict[str, str]:
             "MASTER_PORT": environment.get("MASTER_PORT") or str(_FIRST_PORT + (job + step) % _PORTS),
         }
     except (ValueError, IndexError):
-        found = {name: value for name, value in environment.items() if name.startswith("SLURM_STEP") or name in _NEEDED}
-        raise InvalidArgument(f"SLURM's variables must be as its manual says. Found: {found}") from None
+        given = {name: value for name, value in environment.items() if name.startswith("SLURM_STEP") or name in _NEEDED}
+        raise InvalidArgument(f"SLURM's variables must be as its manual says. Found: {given}") from None
 
 
 def first_node(nodes: str) -> str:

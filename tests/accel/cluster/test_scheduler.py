@@ -20,12 +20,13 @@ from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from accel.cluster import local_actuator
+from accel.cluster import local_actuator, scheduler
 from accel.cluster.actuators import LOG, RESTARTS, ClusterUnreachable, Status
 from accel.cluster.job_table import ENDED, FILE, JobRow, JobSpec, JobTable, TableUnwritable, claimed, scheduler_of
 from accel.cluster.jobs import ClusterNode
 from accel.cluster.local_actuator import LocalActuator, processes_of
 from accel.cluster.metrics import JobCollector
+from accel.cluster.policy import PolicyOptions
 from accel.cluster.scheduler import Scheduler
 from accel.cluster.status import job_status, to_html, to_json
 from accel.commands.cli import main
@@ -247,6 +248,25 @@ def test_a_cluster_that_does_not_answer_is_asked_again(tmp_path: Path, monkeypat
     cluster.scheduler.run(until_empty=True)
     assert cluster.table.job("a").state == "done"
     assert cluster.said.count("the cluster does not answer") == 1
+
+
+def test_nodes_that_change_are_seen_before_the_next_decision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = Played(tmp_path, slots=1)
+    cluster.table.submit("a", spec(tmp_path, max_replicas=2), cluster.now)
+    profile(most=4).save(tmp_path / "one" / PROFILE)
+    sizes: list[int] = []
+
+    def wait(seconds: float) -> None:
+        cluster.now += 1.0
+        cluster.actuator.slots = 2
+        if sizes[-1:] != [cluster.actuator.running.get("a", 0)]:
+            sizes.append(cluster.actuator.running.get("a", 0))
+        if cluster.now > 1030.0:
+            cluster.scheduler.stop()
+
+    monkeypatch.setattr(cluster.scheduler._stops, "wait", wait)
+    cluster.scheduler.run()
+    assert sizes[-1] == 2  # a minute has not passed
 
 
 def test_each_replica_has_a_gpu_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -569,6 +589,23 @@ def test_metrics_are_those_of_the_table(tmp_path: Path) -> None:
     assert 'accel_cluster_job_replicas{job="a"} 1.0' in text
     assert 'accel_cluster_job_service_seconds_total{job="a"} 60.0' in text
     assert 'accel_cluster_job_seconds_total{cause="training",job="a"} 60.0' in text
+
+
+@pytest.mark.parametrize("apart", [(), ("--apart",)])
+def test_jobs_of_several_nodes_are_kept_apart_if_asked(
+    apart: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[PolicyOptions | None] = []
+    allocate = scheduler.allocate
+
+    def noted(*args: Any) -> dict[str, tuple[str, ...]]:
+        asked.append(args[4])
+        return allocate(*args)
+
+    monkeypatch.setattr(scheduler, "allocate", noted)
+    command = ["cluster", "up", "--cluster", str(tmp_path), "--slots", "1", "--until-empty", *apart]
+    assert CliRunner().invoke(main, command).exit_code == 0
+    assert {options.keeps_links_apart for options in asked if options} == {bool(apart)}
 
 
 def test_a_scheduler_is_ended_from_elsewhere(tmp_path: Path) -> None:
