@@ -49,6 +49,10 @@ CREATE TABLE IF NOT EXISTS jobs (
 """
 
 
+class TableUnwritable(InvalidArgument):
+    """A job table can't be read or written now, since the disk is full, say; nothing was changed."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class JobSpec:
     """What is asked for a job.
@@ -170,7 +174,8 @@ class JobTable:
         """Open the file for one transaction, which is carried out whole or not at all.
 
         Raises:
-            InvalidArgument: if the file can't be read or written.
+            TableUnwritable: if the file can't be written.
+            InvalidArgument: if it is no table.
         """
         try:
             with closing(sqlite3.connect(self._path, timeout=30.0, isolation_level=None)) as table:
@@ -181,6 +186,8 @@ class JobTable:
                 table.execute("COMMIT")  # closing without it rolls back
         except sqlite3.IntegrityError:
             raise
+        except sqlite3.OperationalError as error:
+            raise TableUnwritable(f"{self._path} can't be written as a job table: {error}") from None
         except sqlite3.DatabaseError as error:
             raise InvalidArgument(f"{self._path} can't be used as a job table: {error}") from None
 

@@ -44,6 +44,8 @@ class LocalActuator:
         """GPUs of each job's processes."""
         self._restarts: dict[str, int] = {}
         """How often a job that is resized in place is started again after one of its ranks has failed."""
+        self._lost = set[str]()
+        """Jobs that are to be."""
         self._lock = threading.Lock()
 
     def nodes(self) -> list[ClusterNode]:
@@ -52,6 +54,9 @@ class LocalActuator:
 
     def change(self, row: JobRow, nodes: tuple[str, ...]) -> None:
         """Let a job's processes be as many as it has nodes; those that stay go on where the job allows it."""
+        if row.name in self._lost:
+            self._lost.remove(row.name)
+            del self._jobs[row.name]
         if (job := self._jobs.get(row.name)) is not None and not self._is_in_place(row):
             job.resize(0)
             if job.status is not None:
@@ -95,12 +100,11 @@ class LocalActuator:
         """Return the exit status of a job that has ended by itself; it is lost while it may be started again."""
         if (job := self._jobs.get(name)) is None:
             return None
-        if job.status and self._restarts.get(name):
+        if job.status and name not in self._lost and self._restarts.get(name):
             self._restarts[name] -= 1
             job.resize(0)  # ends what is left of it
-            del self._jobs[name]
-            return "lost"
-        return job.status
+            self._lost.add(name)
+        return "lost" if name in self._lost else job.status
 
     def recover(self, row: JobRow) -> bool:
         """End what an earlier scheduler has started of a job: its processes are nobody's children now."""

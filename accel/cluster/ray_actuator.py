@@ -130,9 +130,14 @@ class RayActuator:
             raise ClusterUnreachable(f"the Ray cluster ({self._address}) does not answer: {reason}") from None
 
     def nodes(self) -> list[ClusterNode]:
-        """Return the nodes that are alive and have slots."""
+        """Return the nodes that are alive, are to stay so, and have slots.
+
+        One that is being drained, since it is about to be reclaimed, say, counts as gone: so its jobs are saved and
+        moved while it is there.
+        """
         with self._connected():
-            alive = [node for node in self._ray.nodes() if node["Alive"]]
+            draining = self._ray._private.state.state.get_draining_nodes()
+            alive = [node for node in self._ray.nodes() if node["Alive"] and node["NodeID"] not in draining]
         if self._resource is None:
             self._resource = "GPU" if any(node["Resources"].get("GPU") for node in alive) else "CPU"
         return [

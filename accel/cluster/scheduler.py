@@ -8,21 +8,27 @@ takes over what runs, or ends it after a checkpoint, and the job starts again fr
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from accel.cluster.actuators import Actuator, ClusterUnreachable, Status
-from accel.cluster.job_table import ENDED, JobRow, JobTable
-from accel.cluster.jobs import JobView
+from accel.cluster.job_table import ENDED, JobRow, JobTable, TableUnwritable
+from accel.cluster.jobs import ClusterNode, JobView
 from accel.cluster.policy import PolicyOptions, allocate
 from accel.goodput.job import EXPLORED
 
 INTERVAL_S = 60.0
+_NODES_S = 5.0
+"""Between two looks at the nodes."""
 _RETRY_S = 2.0
 """Between two attempts to reach a cluster."""
 _THREADS = 64
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+"""Of a disk, which may pass."""
 
 
 class Scheduler:
@@ -54,7 +60,9 @@ class Scheduler:
         """Changes under way, and since when."""
         self._going_on = set[str]()
         """Jobs whose change takes place beside their training."""
-        self._seen_s = clock()
+        self._seen_s = self._nodes_s = clock()
+        self._nodes: list[ClusterNode] = []
+        """Of the last decision or look at them, and when that was."""
         self._stops = threading.Event()
 
     def recover(self) -> None:
@@ -83,11 +91,11 @@ class Scheduler:
                 try:
                     rows = self.look()
                     now = {(row.name, row.is_cancelled) for row in rows}
-                    if now != known or self._clock() >= decided + self._interval_s:
+                    if now != known or self._clock() >= decided + self._interval_s or self._nodes_have_changed():
                         self.decide(rows)
                         known, decided = now, self._clock()
                     problem = ""
-                except ClusterUnreachable as error:
+                except (ClusterUnreachable, TableUnwritable) as error:
                     if str(error) != problem:
                         self._say(problem := str(error))
                     self._stops.wait(_RETRY_S)
@@ -128,6 +136,7 @@ class Scheduler:
         free = [row for row in rows if not row.is_cancelled]
         current = {row.name: row.nodes for row in rows if row.nodes}
         views, nodes = [self._view(row) for row in rows if row in free or row.nodes], self._actuator.nodes()
+        self._nodes, self._nodes_s = nodes, self._clock()
         room = sum(node.gpus for node in nodes)
         given = allocate(views, nodes, current, self._clock(), self._options)
         for row in free:
@@ -139,6 +148,13 @@ class Scheduler:
             wanted = given.get(row.name, ())
             if wanted != row.nodes and row.name not in self._changing:
                 self._change(row, wanted)
+
+    def _nodes_have_changed(self) -> bool:
+        """Look every few seconds whether nodes have come, gone, or are about to go."""
+        if self._clock() < self._nodes_s + _NODES_S:
+            return False
+        self._nodes_s = self._clock()
+        return self._actuator.nodes() != self._nodes
 
     def _view(self, row: JobRow) -> JobView:
         profile, spec = row.profile(), row.spec
@@ -164,8 +180,12 @@ class Scheduler:
             self._going_on.add(row.name)
         row.nodes, row.state = nodes, "running" if nodes or row.nodes else row.state
         row.note = f"changing to {len(nodes)} replica{'s' if len(nodes) != 1 else ''}"
+        try:
+            self._table.write(row)
+        except TableUnwritable:
+            if nodes:  # nothing is started that is not written down; one that stops starts again from its checkpoint
+                raise
         self._say(f"{row.name}: {row.note}")
-        self._table.write(row)
         self._changing[row.name] = self._pool.submit(self._act, row, nodes, waits_for), self._clock()
 
     def _act(self, row: JobRow, nodes: tuple[str, ...], waits_for: list[Future[None]]) -> None:
@@ -177,14 +197,12 @@ class Scheduler:
         future, since = self._changing[row.name]
         if not future.done():
             return
-        del self._changing[row.name]
         if row.name in self._going_on:
-            self._going_on.remove(row.name)
             row.ran_s += self._clock() - since
         else:
             row.changing_s += self._clock() - since
         error = future.exception()
-        if isinstance(error, ClusterUnreachable):
+        if isinstance(error, ClusterUnreachable) or getattr(error, "errno", None) in _FULL:
             row.state, row.nodes, row.note = "waiting", (), str(error)
         elif error is not None:
             self._end(row, "failed", None, f"it could not be changed: {type(error).__name__}: {error}")
@@ -195,6 +213,8 @@ class Scheduler:
         else:
             row.state, row.note = "running" if row.nodes else "waiting", ""
         self._table.write(row)
+        del self._changing[row.name]  # now: what can't be written is looked at again
+        self._going_on.discard(row.name)
 
     def _ended(self, row: JobRow, status: Status) -> None:
         if status == "lost":
@@ -209,15 +229,17 @@ class Scheduler:
 
     def _stop_all(self) -> None:
         rows = [row for row in self._table.jobs() if row.state not in ENDED]
-        for row in rows:
-            if row.name in self._changing:
-                self._changing[row.name][0].exception()
-                self._end_change(row)
+        self._end_changes(rows)
         for row in rows:
             if row.nodes:
                 self._change(row, ())
+        self._end_changes(rows)
+        self._pool.shutdown()
+
+    def _end_changes(self, rows: list[JobRow]) -> None:
+        """Wait for the changes under way; one that can't be written is found by the next scheduler."""
         for row in rows:
             if row.name in self._changing:
                 self._changing[row.name][0].exception()
-                self._end_change(row)
-        self._pool.shutdown()
+                with contextlib.suppress(TableUnwritable):
+                    self._end_change(row)

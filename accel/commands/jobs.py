@@ -10,7 +10,7 @@ import click
 
 from accel.cluster.actuators import LOG
 from accel.cluster.job_table import JobSpec, JobTable
-from accel.commands.cluster import FOLDER, opened_table
+from accel.commands.cluster_folder import FOLDER, opened_table
 
 
 @click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})

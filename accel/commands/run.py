@@ -16,6 +16,7 @@ from accel.errors import InvalidArgument
 from accel.files import check_folder, save
 
 if TYPE_CHECKING:
+    from accel.commands.time_limit import TimeLimit
     from accel.profiler.script import Script
     from accel.script.training import ScriptTraining
 
@@ -41,6 +42,7 @@ ALLOW = ("exact", "reordered", "reduced", "lossy")
     help="Write what was kept as a diff of the script, which then needs no accel.",
 )
 @click.option("--cache/--no-cache", default=True, help="Remember what is found for the next run; default --cache.")
+@click.option("--until", metavar="2h|slurm", help="Save, and end with status 75, before so long, or SLURM's own limit.")
 @click.pass_context
 def run(
     context: click.Context,
@@ -54,6 +56,7 @@ def run(
     disable: tuple[str, ...],
     patch: Path | None,
     cache: bool,
+    until: str | None,
 ) -> None:
     """Run SCRIPT with its own ARGUMENTS, and make its training faster.
 
@@ -61,6 +64,7 @@ def run(
         accel run train.py -- --epochs 10
         accel run --allow reduced --report runs/one train.py
         torchrun --nproc-per-node 2 -m accel run train.py
+        srun accel run --until slurm train.py
 
     The script runs unmodified, as with `accel.optimize` on the models, loaders and optimizers that it is seen to train.
     Its output and its exit status are its own; what accel says goes to stderr. ACCEL=0 runs it plainly.
@@ -68,10 +72,21 @@ def run(
     from accel.profiler.script import Script
 
     check_script(script, module)
+    if "SLURM_PROCID" in os.environ:
+        from accel.commands.slurm import torch_variables
+
+        os.environ.update(torch_variables(os.environ))
+    limit = None if until is None else _limit(until)
     options = {**_checked(allow, budget, report, enable, disable), "cache": cache}
     if patch is not None:
         check_folder("--patch", patch)
-    RunJob(Script(script, own_arguments(arguments), module=module), options, patch).begin(context)
+    RunJob(Script(script, own_arguments(arguments), module=module), options, patch, limit).begin(context)
+
+
+def _limit(until: str) -> TimeLimit:
+    from accel.commands.time_limit import TimeLimit, seconds_until
+
+    return TimeLimit(seconds_until(until, os.environ))
 
 
 def _checked(
@@ -116,10 +131,14 @@ class RunJob(ScriptJob):
         script: what to run.
         options: of `accel.optimize`.
         patch: where the kept plan goes as a diff of the script; None for nowhere.
+        limit: on its time; None for none.
     """
 
-    def __init__(self, script: Script, options: dict[str, Any], patch: Path | None = None) -> None:
+    def __init__(
+        self, script: Script, options: dict[str, Any], patch: Path | None = None, limit: TimeLimit | None = None
+    ) -> None:
         super().__init__(script)
+        self._limit = limit
         self._options, self._thread = options, threading.get_ident()
         self._patch, self._folder = patch and patch.absolute(), os.getcwd()  # the script may change its directory
         self._training: ScriptTraining | None = None
@@ -131,6 +150,8 @@ class RunJob(ScriptJob):
             self.script.untouched()  # nothing is to be concluded: SIGTERM ends the process as it does the plain script
         else:
             self.begin_after_torch()
+        if self._limit is not None:
+            self._limit.begin()
 
     def start(self) -> None:
         """Follow the training."""
@@ -148,6 +169,8 @@ class RunJob(ScriptJob):
 
     def conclude(self) -> None:
         """Restore torch, and say why nothing was made faster if that is so; a report comes when the process ends."""
+        if self._limit is not None:
+            self.script.ending = self._limit.ending(self.script.ending)
         why = "the script did not import torch"
         if self._training is not None:
             self._training.stop()

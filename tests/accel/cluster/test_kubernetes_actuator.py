@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 from torch.distributed.run import config_from_args, get_args_parser
 
-from accel.cluster import kubernetes_actuator
+from accel.cluster import kubernetes_actuator, manifests
 from accel.cluster.actuators import ClusterUnreachable
 from accel.cluster.job_table import JobRow, JobSpec, JobTable
-from accel.cluster.kubernetes_actuator import KubernetesActuator, PodTemplate, label, manifests, object_name
+from accel.cluster.kubernetes_actuator import KubernetesActuator
+from accel.cluster.manifests import PodTemplate, elastic_job, label, object_name
 from accel.cluster.scheduler import Scheduler
 from accel.elastic.batch_size.report import PROFILE
 from accel.errors import InvalidArgument
@@ -47,19 +48,19 @@ def actuator(played: PlayedKubernetes) -> Iterator[KubernetesActuator]:
 def test_manifests_hold_to_the_published_schemas(queue: str | None, kind: str) -> None:
     models = pytest.importorskip("kubeflow_trainer_api.models")
     template = PodTemplate(image="train:1", claim="shared", mount="/shared", queue=queue)
-    service, job = manifests(row(), 3, kind, template)
+    service, job = elastic_job(row(), 3, kind, template)
     assert models.IoK8sApiCoreV1Service.from_dict(service).to_dict() == service
     assert models.IoK8sApiBatchV1Job.from_dict(job).to_dict() == job
     pod = job["spec"]["template"]["spec"]
     assert service["spec"]["selector"].items() <= job["spec"]["template"]["metadata"]["labels"].items()
     assert pod["terminationGracePeriodSeconds"] > kubernetes_actuator.SAVE_S
-    assert pod.get("nodeSelector") == (None if kind == "gpu" else {kubernetes_actuator.KIND: kind})
+    assert pod.get("nodeSelector") == (None if kind == "gpu" else {manifests.KIND: kind})
     elastic = job["metadata"].get("annotations", {}).get("kueue.x-k8s.io/elastic-job")
     assert (elastic, job["spec"].get("suspend")) == (("true", True) if queue else (None, None))
 
 
 def test_torchrun_takes_the_command_and_meets_at_pod_0() -> None:
-    _, job = manifests(row(min_replicas=2), 3, "gpu", TEMPLATE)
+    _, job = elastic_job(row(min_replicas=2), 3, "gpu", TEMPLATE)
     (container,) = job["spec"]["template"]["spec"]["containers"]
     program, arguments = container["command"][:3], container["command"][3:]
     assert program == ["python", "-m", "torch.distributed.run"]
@@ -92,7 +93,7 @@ def test_a_job_that_moves_to_another_kind_of_gpu_is_made_again(
     actuator.change(row(), ("b",))
     actuator.change(row(), ("a", "a"))
     pod = played.job("accel-train-1")["spec"]["template"]["spec"]
-    assert pod["nodeSelector"] == {kubernetes_actuator.KIND: "NVIDIA-A100"}
+    assert pod["nodeSelector"] == {manifests.KIND: "NVIDIA-A100"}
 
 
 @pytest.mark.parametrize(("condition", "ended"), [("Complete", 0), ("SuccessCriteriaMet", 0), ("Failed", 1)])

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 import random
-import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,31 +17,57 @@ from accel.cluster.actuators import LOG, ClusterUnreachable
 from accel.cluster.job_table import JobRow, JobSpec, JobTable
 from accel.cluster.local_actuator import end_processes, processes_of
 from accel.cluster.ray_actuator import RayActuator
-from tests.accel.cluster.test_real_jobs import logged
+from tests.accel.cluster.test_real_jobs import kill_a_rank, logged
 from tests.accel.elastic.schedules import check_samples
 
 pytestmark = pytest.mark.integration
 ray = pytest.importorskip("ray", reason="needs Ray (pip install 'accel-train[ray]')")
 
 
+class RayNodes:
+    """A head without slots and two nodes of one slot each, on this machine."""
+
+    def __init__(self) -> None:
+        self.started: Any = None
+        self.start()
+
+    def start(self) -> None:
+        """Start them, at an address of their own."""
+        from ray.cluster_utils import Cluster
+
+        self.started = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+        for _ in range(2):
+            self.started.add_node(num_cpus=1)
+
+    def shutdown(self) -> None:
+        """End all of them."""
+        ray.shutdown()
+        self.started.shutdown()
+
+    @property
+    def address(self) -> str:
+        """Where the head is."""
+        return str(self.started.address)
+
+
 @pytest.fixture
-def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Start a head without slots and two nodes of one slot each."""
+def nodes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[RayNodes]:
     for name, value in {
         **{"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "RAY_USAGE_STATS_ENABLED": "0"},
         **{"PYTHONPATH": os.getcwd(), "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", "PYTHONWARNINGS": "ignore"},
+        **{"RAY_gcs_rpc_server_reconnect_timeout_s": "20"},
     }.items():
         monkeypatch.setenv(name, value)
-    from ray.cluster_utils import Cluster
-
-    started = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+    started = RayNodes()
     try:
-        for _ in range(2):
-            started.add_node(num_cpus=1)
         yield started
     finally:
-        ray.shutdown()
         started.shutdown()
+
+
+@pytest.fixture
+def cluster(nodes: RayNodes) -> Any:
+    return nodes.started
 
 
 def job(folder: Path, name: str = "one", **options: Any) -> JobSpec:
@@ -94,34 +119,107 @@ def scheduler(folder: Path, address: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen([*command, "--interval", "5", "--until-empty"])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(3))
-def test_three_jobs_see_every_sample_once_whatever_is_killed(cluster: Any, tmp_path: Path, seed: int) -> None:
-    table = JobTable(tmp_path / "cluster")
-    specs = {name: job(tmp_path, name) for name in ("one", "two", "three")}
-    for name, spec in specs.items():
-        table.submit(name, spec, time.time())
-    draw = random.Random(seed)
-    running = scheduler(tmp_path / "cluster", cluster.address)
-    try:
-        for _ in range(3):
-            time.sleep(draw.uniform(2.0, 20.0))
-            if draw.random() < 0.5:
-                running.send_signal(signal.SIGKILL)
-                running.wait()
-                running = scheduler(tmp_path / "cluster", cluster.address)
-            else:
-                cluster.remove_node(draw.choice(list(cluster.worker_nodes)), allow_graceful=False)
-                cluster.add_node(num_cpus=1)
-        assert running.wait(400) == 0
-    finally:
-        running.terminate()
-        running.wait(180)
-        for spec in specs.values():
+def test_a_node_that_is_drained_is_left_while_it_is_there(cluster: Any, tmp_path: Path) -> None:
+    from ray._raylet import GcsClient
+    from ray.core.generated.autoscaler_pb2 import DrainNodeReason
+
+    actuator = RayActuator(cluster.address)
+    first, second = (node.name for node in actuator.nodes())
+    row, folder = JobRow("one", job(tmp_path), 0.0), tmp_path / "one"
+    (folder / "hurry").unlink()
+    actuator.change(row, (first,))
+    wait_for(lambda: any(len(rank) > 3 for start in logged(folder) for rank in start))
+    reason = DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
+    deadline_ms = int((time.time() + 600) * 1000)
+    is_taken, why = GcsClient(address=cluster.address).drain_node(first, reason, "reclaimed", deadline_ms)
+    assert is_taken, why
+    wait_for(lambda: [node.name for node in actuator.nodes()] == [second])
+    assert first in {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+    actuator.change(row, (second,))  # it is saved there, and nothing is trained twice
+    (folder / "hurry").touch()
+    wait_for(lambda: actuator.status("one") == 0)
+    check_samples(logged(folder))
+
+
+class Faults:
+    """Three jobs on a Ray cluster whose parts are killed.
+
+    Args:
+        folder: of all files.
+        nodes: of Ray.
+        draw: of what is killed, and when.
+    """
+
+    KINDS = ("scheduler", "rank", "node", "gcs", "head")
+
+    def __init__(self, folder: Path, nodes: RayNodes, draw: random.Random) -> None:
+        self._folder, self._nodes, self._draw = folder, nodes, draw
+        self.table = JobTable(folder / "cluster")
+        self.specs = {name: job(folder, name) for name in ("one", "two", "three")}
+        for name, spec in self.specs.items():
+            self.table.submit(name, spec, time.time())
+        self._running = scheduler(folder / "cluster", nodes.address)
+
+    def strike(self, kind: str) -> None:
+        """Kill something after a while, and start again what a person or Kubernetes would."""
+        time.sleep(self._draw.uniform(2.0, 20.0))
+        started = self._nodes.started
+        if kind == "rank":
+            kill_a_rank([spec.checkpoint for spec in self.specs.values()], self._draw)
+        elif kind == "node":
+            started.remove_node(self._draw.choice(list(started.worker_nodes)), allow_graceful=False)
+            started.add_node(num_cpus=1)
+        elif kind == "scheduler":
+            self._start_again()
+        else:  # its memory is lost, and with it what its raylets can do
+            if kind == "gcs":
+                started.head_node.kill_gcs_server()
+                time.sleep(self._draw.uniform(0.0, 5.0))
+            self._nodes.shutdown()
+            self._nodes.start()
+            self._start_again()
+
+    def _start_again(self) -> None:
+        self._running.kill()
+        self._running.wait()
+        self._running = scheduler(self._folder / "cluster", self._nodes.address)
+
+    def check(self) -> None:
+        """All jobs come to their end, and each has seen every sample once."""
+        assert self._running.wait(400) == 0
+        logs = "\n".join((Path(spec.checkpoint) / LOG).read_text()[-2000:] for spec in self.specs.values())
+        assert [row.state for row in self.table.jobs()] == ["done"] * 3, logs
+        for name in self.specs:
+            check_samples(logged(self._folder / name))
+
+    def end(self) -> None:
+        """Leave nothing behind."""
+        self._running.terminate()
+        self._running.wait(180)
+        for spec in self.specs.values():
             end_processes(spec.checkpoint)
-    assert [row.state for row in table.jobs()] == ["done"] * 3, (tmp_path / "one" / "checkpoints" / LOG).read_text()
-    for name in specs:
-        check_samples(logged(tmp_path / name))
+
+
+def check_faults(folder: Path, nodes: RayNodes, draw: random.Random, kinds: Sequence[str]) -> None:
+    faults = Faults(folder, nodes, draw)
+    try:
+        for kind in kinds:
+            faults.strike(kind)
+        faults.check()
+    finally:
+        faults.end()
+
+
+@pytest.mark.parametrize("kind", ["rank", "node", "gcs"])
+def test_what_is_killed_costs_no_sample(nodes: RayNodes, tmp_path: Path, kind: str) -> None:
+    check_faults(tmp_path, nodes, random.Random(0), [kind])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(20))
+def test_three_jobs_see_every_sample_once_whatever_is_killed(nodes: RayNodes, tmp_path: Path, seed: int) -> None:
+    draw = random.Random(seed)
+    check_faults(tmp_path, nodes, draw, draw.choices(Faults.KINDS, k=3))
 
 
 def test_a_cluster_that_is_not_there_is_said_to_be_so() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
@@ -13,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from accel.cluster.actuators import LOG
-from accel.cluster.job_table import ENDED, JobSpec, JobTable
+from accel.cluster.job_table import JobSpec, JobTable
+from accel.cluster.local_actuator import processes_of
 from tests.accel.elastic.in_place_job import EPOCHS, SAMPLES
 from tests.accel.elastic.schedules import check_samples, lines
 
@@ -30,11 +32,20 @@ def logged(folder: Path) -> list[list[list[dict[str, object]]]]:
     return [[lines(folder / "logs" / name) for name in names if name.startswith(f"{each}-")] for each in begins]
 
 
+def kill_a_rank(checkpoints: list[str], draw: random.Random) -> None:
+    """Kill a process that a job's launchers have started, if any runs."""
+    alive = {each: parent for folder in checkpoints for each, parent in processes_of(folder).items()}
+    if ranks := sorted(alive.keys() & {each for each, parent in alive.items() if parent in alive}):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(draw.choice(ranks), signal.SIGKILL)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("kills", [0, 3])
+@pytest.mark.parametrize("seed", range(10))
 def test_three_jobs_on_two_slots_see_every_sample_once(
-    kills: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Scheduler or a rank are killed at random moments; the first schedule goes undisturbed."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     table = JobTable(tmp_path / "cluster")
@@ -49,11 +60,14 @@ def test_three_jobs_on_two_slots_see_every_sample_once(
             max_replicas=2,
         )
         table.submit(folder.name, spec, time.time())
-    draw = random.Random(kills)
+    draw = random.Random(seed)
     running = scheduler(tmp_path / "cluster")
     try:
-        for _ in range(kills):
+        for _ in range(3 if seed else 0):
             time.sleep(draw.uniform(1.0, 20.0))
+            if draw.random() < 0.5:
+                kill_a_rank([str(folder / "checkpoints") for folder in folders], draw)
+                continue
             running.send_signal(signal.SIGKILL)
             running.wait()
             running = scheduler(tmp_path / "cluster")
@@ -62,7 +76,6 @@ def test_three_jobs_on_two_slots_see_every_sample_once(
         running.terminate()
         running.wait(120)
     assert [row.state for row in table.jobs()] == ["done"] * 3
-    assert all(row.state in ENDED for row in table.jobs())
     for folder in folders:
         check_samples(logged(folder))
 
@@ -100,3 +113,21 @@ def test_jobs_are_resized_in_place_and_see_every_sample_once(tmp_path: Path, mon
     for epoch in range(EPOCHS):
         seen = [index for line in trained if line.get("epoch") == epoch for index in line["fresh"]]
         assert sorted(seen) == list(range(SAMPLES))
+
+
+@pytest.mark.slow
+def test_the_manual_s_three_jobs_end(tmp_path: Path) -> None:
+    command = tmp_path / "bin" / "accel"
+    command.parent.mkdir()
+    command.write_text(f'#!/bin/sh\nexec {sys.executable} -m accel "$@"\n')
+    command.chmod(0o755)
+    path = {"PATH": f"{command.parent}:{os.environ['PATH']}", "PYTHONPATH": os.getcwd(), "GLOO_SOCKET_IFNAME": "lo"}
+    environment = {**os.environ, **path, "ACCEL_CLUSTER": str(tmp_path / "cluster")}
+    example = Path("examples/cluster/three_jobs.sh")
+    done = subprocess.run([str(example)], env=environment, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr
+    rows = JobTable(tmp_path / "cluster").jobs()
+    assert [row.state for row in rows] == ["done"] * 3
+    assert max(row.changes for row in rows) >= 1
+    assert "epoch 29 on" in done.stdout
+    assert "</html>" in (tmp_path / "cluster" / "page.html").read_text()

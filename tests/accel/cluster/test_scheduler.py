@@ -20,12 +20,13 @@ from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from accel.cluster import local_actuator
+from accel.cluster import local_actuator, scheduler
 from accel.cluster.actuators import LOG, RESTARTS, ClusterUnreachable, Status
-from accel.cluster.job_table import ENDED, FILE, JobRow, JobSpec, JobTable, claimed, scheduler_of
+from accel.cluster.job_table import ENDED, FILE, JobRow, JobSpec, JobTable, TableUnwritable, claimed, scheduler_of
 from accel.cluster.jobs import ClusterNode
 from accel.cluster.local_actuator import LocalActuator, processes_of
 from accel.cluster.metrics import JobCollector
+from accel.cluster.policy import PolicyOptions
 from accel.cluster.scheduler import Scheduler
 from accel.cluster.status import job_status, to_html, to_json
 from accel.commands.cli import main
@@ -249,6 +250,25 @@ def test_a_cluster_that_does_not_answer_is_asked_again(tmp_path: Path, monkeypat
     assert cluster.said.count("the cluster does not answer") == 1
 
 
+def test_nodes_that_change_are_seen_before_the_next_decision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = Played(tmp_path, slots=1)
+    cluster.table.submit("a", spec(tmp_path, max_replicas=2), cluster.now)
+    profile(most=4).save(tmp_path / "one" / PROFILE)
+    sizes: list[int] = []
+
+    def wait(seconds: float) -> None:
+        cluster.now += 1.0
+        cluster.actuator.slots = 2
+        if sizes[-1:] != [cluster.actuator.running.get("a", 0)]:
+            sizes.append(cluster.actuator.running.get("a", 0))
+        if cluster.now > 1030.0:
+            cluster.scheduler.stop()
+
+    monkeypatch.setattr(cluster.scheduler._stops, "wait", wait)
+    cluster.scheduler.run()
+    assert sizes[-1] == 2  # a minute has not passed
+
+
 def test_each_replica_has_a_gpu_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     launcher = tmp_path / "launcher.py"
     launcher.write_text("import os, time\nprint(os.environ['CUDA_VISIBLE_DEVICES'], flush=True)\ntime.sleep(60)")
@@ -307,7 +327,7 @@ def test_a_rank_that_fails_under_a_job_resized_in_place_costs_no_job(tmp_path: P
         seen.append(actuator.status("a"))
         if seen[-1] == "lost":
             assert played_ranks[-1].sizes[-1] == 0
-            assert actuator.status("a") is None
+            assert actuator.status("a") == "lost"  # it may be asked again, where it could not be written down
         else:
             break
     assert seen == ["lost"] * RESTARTS + [7]
@@ -428,6 +448,116 @@ def test_a_damaged_table_is_refused_in_a_sentence(what: str, tmp_path: Path) -> 
         JobTable(tmp_path).jobs()
 
 
+@pytest.fixture
+def full_disk(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """Return a set that holds "full" while SQLite has no page left for what it writes."""
+    state, connect = set[str](), sqlite3.connect
+
+    class Connection(sqlite3.Connection):
+        def execute(self, sql: str, *args: Any) -> sqlite3.Cursor:
+            if state and sql.startswith(("INSERT", "UPDATE")):
+                raise sqlite3.OperationalError("database or disk is full")
+            return super().execute(sql, *args)
+
+    monkeypatch.setattr(sqlite3, "connect", lambda *args, **options: connect(*args, factory=Connection, **options))
+    return state
+
+
+def test_a_full_disk_is_said_and_nothing_is_lost(tmp_path: Path, full_disk: set[str]) -> None:
+    cluster = Played(tmp_path)
+    cluster.table.submit("a", spec(tmp_path), cluster.now)
+    full_disk.add("full")
+    with pytest.raises(InvalidArgument, match=r"jobs.sqlite can't be written as a job table: database or disk is full"):
+        cluster.table.submit("b", spec(tmp_path, "b"), cluster.now)
+    with pytest.raises(TableUnwritable):
+        cluster.passes()
+    assert not cluster.actuator.running  # nothing is started that is not written down
+    full_disk.clear()
+    assert cluster.passes()["a"].state == "running"
+    full_disk.add("full")
+    cluster.actuator.ends("a", 0)
+    with pytest.raises(TableUnwritable):
+        cluster.passes()
+    full_disk.clear()
+    assert cluster.passes()["a"].state == "done"
+
+
+def test_a_scheduler_that_ends_on_a_full_disk_stops_its_jobs(tmp_path: Path, full_disk: set[str]) -> None:
+    cluster = Played(tmp_path)
+    cluster.table.submit("a", spec(tmp_path), cluster.now)
+    cluster.passes()
+    full_disk.add("full")
+    cluster.scheduler.stop()
+    cluster.scheduler._stop_all()
+    assert not any(cluster.actuator.running.values())
+    full_disk.clear()
+    cluster.scheduler = cluster.started()
+    assert cluster.passes()["a"].state == "running"
+
+
+def test_a_scheduler_waits_for_room_on_the_disk(
+    tmp_path: Path, full_disk: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster = Played(tmp_path)
+    cluster.table.submit("a", spec(tmp_path), cluster.now)
+    full_disk.add("full")
+    waits: list[float] = []
+
+    def wait(seconds: float) -> None:
+        waits.append(seconds)
+        if len(waits) > 2:
+            full_disk.clear()
+        cluster.actuator.ends("a", 0)
+        cluster.now += 1.0
+
+    monkeypatch.setattr(cluster.scheduler._stops, "wait", wait)
+    cluster.scheduler.run(until_empty=True)
+    assert cluster.table.job("a").state == "done"
+    assert len([line for line in cluster.said if "disk is full" in line]) == 1
+
+
+def test_a_job_that_finds_no_room_for_its_log_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster, change = Played(tmp_path), PlayedActuator.change
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    cluster.table.submit("a", spec(tmp_path), cluster.now)
+    monkeypatch.setattr(PlayedActuator, "change", full)
+    row = cluster.passes()["a"]
+    assert (row.state, "No space left" in row.note) == ("waiting", True)
+    monkeypatch.setattr(PlayedActuator, "change", change)
+    assert cluster.passes()["a"].state == "running"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["submit", "none.py"], "'none.py' does not exist"),
+        (["submit", "--min", "3", "--max", "2", "train.py"], "replicas must have 1 ≤ min ≤ max. Found: 3 and 2"),
+        (["submit", "--name", "a", "train.py"], "a job must have a name of its own. Found: 'a' is there already"),
+        (["cluster", "status", "--cluster", "none"], "none must hold a cluster's jobs. Found: no jobs.sqlite"),
+        (["cluster", "status", "--html", "train.py/page.html"], "--html must be a file that can be written"),
+        (["cluster", "down"], "must have a scheduler that runs. Found: none"),
+        (["logs", "b"], "the job must be one of ['a']. Found: 'b'"),
+        (["cancel", "b"], "the job must be one of ['a']. Found: 'b'"),
+        (["cluster", "up", "--image", "i"], "--image must come with --claim and --mount"),
+        (["cluster", "status", "--cluster", "train.py"], "train.py"),
+    ],
+)
+def test_bad_input_is_one_sentence(
+    arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+    JobTable(tmp_path / ".accel-cluster").submit("a", spec(tmp_path), 1.0)
+    result = CliRunner().invoke(main, arguments)
+    assert result.exit_code == 2
+    assert message in " ".join(result.stderr.split())
+    assert "Traceback" not in result.stderr
+    assert [row.name for row in JobTable(tmp_path / ".accel-cluster").jobs()] == ["a"]
+
+
 def test_what_is_shown_of_jobs(tmp_path: Path) -> None:
     cluster = Played(tmp_path)
     for name in ("a", "<b>"):
@@ -459,6 +589,23 @@ def test_metrics_are_those_of_the_table(tmp_path: Path) -> None:
     assert 'accel_cluster_job_replicas{job="a"} 1.0' in text
     assert 'accel_cluster_job_service_seconds_total{job="a"} 60.0' in text
     assert 'accel_cluster_job_seconds_total{cause="training",job="a"} 60.0' in text
+
+
+@pytest.mark.parametrize("apart", [(), ("--apart",)])
+def test_jobs_of_several_nodes_are_kept_apart_if_asked(
+    apart: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[PolicyOptions | None] = []
+    allocate = scheduler.allocate
+
+    def noted(*args: Any) -> dict[str, tuple[str, ...]]:
+        asked.append(args[4])
+        return allocate(*args)
+
+    monkeypatch.setattr(scheduler, "allocate", noted)
+    command = ["cluster", "up", "--cluster", str(tmp_path), "--slots", "1", "--until-empty", *apart]
+    assert CliRunner().invoke(main, command).exit_code == 0
+    assert {options.keeps_links_apart for options in asked if options} == {bool(apart)}
 
 
 def test_a_scheduler_is_ended_from_elsewhere(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from tests.accel.elastic.scheduled_job import Log, Run, train
 
-PACE_S = 0.25
+PACE_S = float(os.environ.get("PACE_S", "0.25"))
 
 
 def main(folder: Path) -> None:
