@@ -128,7 +128,10 @@ class Result:
 
     @classmethod
     def merged(cls, results: list[Result]) -> Result:
-        """Merge the ranks' results: rank 0's times, all trips and refusals, the worst finding, the busiest host."""
+        """Merge the ranks' results: rank 0's times, all trips and refusals, the worst finding, the busiest host.
+
+        A finding is unsure if one rank could compare nothing, as where it has no room.
+        """
         merged = results[0]
         loads = [each.load for each in results if each.load is not None]
         if len(loads) < len(results):  # a host that nobody has seen may be as busy as another
@@ -140,7 +143,7 @@ class Result:
             merged.waits.update({name: f"on rank {rank} {why}" for name, why in other.waits.items()})
             merged.trips.update({name: why for name, why in other.trips.items() if name not in merged.trips})
             if other.finding is not None:
-                merged.finding = other.finding if merged.finding is None else merged.finding.merge(other.finding)
+                merged.finding = other.finding if merged.finding is None else merged.finding.beside(other.finding)
         return merged
 
 

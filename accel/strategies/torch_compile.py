@@ -243,7 +243,8 @@ def _not_in_parallel(run: Run) -> str:
     """Say why the model can't be compiled inside DistributedDataParallel, or beside one that is a part of it."""
     if any(isinstance(module, DistributedDataParallel) for module in run.inner.modules()):
         return "a part of the model is in DistributedDataParallel; pass that one"
-    if run.inner is run.model or run.model.bucket_bytes_cap >= dist._DEFAULT_FIRST_BUCKET_BYTES:
+    first: int = dist._DEFAULT_FIRST_BUCKET_BYTES  # type: ignore[attr-defined]
+    if not isinstance(run.model, DistributedDataParallel) or run.model.bucket_bytes_cap >= first:
         return ""
     return "torch.compile can't split graphs for buckets of less than 1 MB (bucket_cap_mb of DistributedDataParallel)"
 
