@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,6 +35,7 @@ ALLOW = ("exact", "reordered", "reduced", "lossy")
 @click.option("--report", type=click.Path(path_type=Path), help="A folder, a .json or a .html file for the report.")
 @click.option("--enable", multiple=True, metavar="NAME", help="A strategy to try although it is opt-in; repeatable.")
 @click.option("--disable", multiple=True, metavar="NAME", help="A strategy not to try; repeatable.")
+@click.option("--nproc", type=click.IntRange(1), help="Start so many ranks on this machine, as torchrun does.")
 @click.option("--cache/--no-cache", default=True, help="Remember what is found for the next run; default --cache.")
 @click.pass_context
 def run(
@@ -46,6 +48,7 @@ def run(
     report: Path | None,
     enable: tuple[str, ...],
     disable: tuple[str, ...],
+    nproc: int | None,
     cache: bool,
 ) -> None:
     """Run SCRIPT with its own ARGUMENTS, and make its training faster.
@@ -53,7 +56,8 @@ def run(
     \b
         accel run train.py -- --epochs 10
         accel run --allow reduced --report runs/one train.py
-        torchrun --nproc-per-node 2 -m accel run train.py
+        accel run --nproc 2 train.py
+        torchrun --nnodes 2 --nproc-per-node 2 -m accel run train.py
 
     The script runs unmodified, as with `accel.optimize` on the models, loaders and optimizers that it is seen to train.
     Its output and its exit status are its own; what accel says goes to stderr. ACCEL=0 runs it plainly.
@@ -61,8 +65,30 @@ def run(
     from accel.profiler.script import Script
 
     check_script(script, module)
+    if nproc is not None:
+        start_ranks(nproc, sys.argv[1:])
+        return
     options = {**_checked(allow, budget, report, enable, disable), "cache": cache}
     RunJob(Script(script, own_arguments(arguments), module=module), options).begin(context)
+
+
+def start_ranks(count: int, arguments: list[str]) -> None:
+    """Run the same command on so many ranks of this machine, by torchrun, with a store on a free port.
+
+    Args:
+        count: of ranks.
+        arguments: of `accel`, with `--nproc`.
+
+    Raises:
+        InvalidArgument: if torchrun has started this process already.
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        raise InvalidArgument("--nproc must not be given under torchrun, which has started this rank; leave one out")
+    from torch.distributed import run as torchrun
+
+    at = next(i for i, each in enumerate(arguments) if each.split("=")[0] == "--nproc")
+    own = arguments[:at] + arguments[at + (1 if "=" in arguments[at] else 2) :]
+    torchrun.main(["--standalone", f"--nproc-per-node={count}", "-m", "accel", *own])
 
 
 def _checked(

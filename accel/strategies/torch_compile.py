@@ -10,10 +10,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from accel.compile.repeated_blocks import layers, repeated_blocks
-from accel.guard.alone import on_this_rank_alone
 from accel.profiler.bottleneck import Bottleneck
 from accel.profiler.loop import callslot
-from accel.profiler.trees import tensors
 from accel.run import Run
 from accel.run.context import shapes_of
 from accel.run.gate import Call
@@ -195,21 +193,18 @@ class TorchCompile(Strategy):
                 assert helper is not None
                 # Only here the arguments are known.
                 if helper.is_due and torch.is_grad_enabled() and usual in (None, shapes_of(args, kwargs)):
-                    helper.start(lambda: compile_once(call, args, kwargs))
+                    helper.start(lambda: compile_ahead(call, args, kwargs))
                 return wrapped(*args, **kwargs)
 
             return wrapped if helper is None else run_call
 
-        def compile_once(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        def compile_ahead(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             """Compile forward and backward; this runs in the helper process."""
+            from accel.compile.compiled_calls import compile_once
+
             if active is not None:
                 active.take_off()
-            calls = self._new_calls(run, setting)
-            calls.put_on()
-            with on_this_rank_alone(run.model):
-                outputs = [output for output in tensors(calls.wrap(call)(*args, **kwargs)) if output.requires_grad]
-            parameters = [parameter for parameter in run.model.parameters() if parameter.requires_grad]
-            torch.autograd.grad(outputs, parameters, [torch.ones_like(o) for o in outputs], allow_unused=True)
+            compile_once(self._new_calls(run, setting), run.model, call, args, kwargs)
 
         run.gate.add(self.name, wrap, None if active is None else active.leave, compiles=active is not None)
 

@@ -152,7 +152,7 @@ def test_waiting_for_one_at_work_costs_as_many_operations_as_there_are_ranks() -
 def test_a_thread_beats_while_a_rank_is_at_work() -> None:
     one = World(2)
     one.ranks[1].patience_s = 0.004
-    with one.ranks[1].at_work():
+    with one.ranks[1].life.at_work():
         while "0/1/at work" not in one.world:
             time.sleep(0.001)
     assert all(each.name != "accel-at-work" for each in threading.enumerate())
