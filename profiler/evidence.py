@@ -222,6 +222,10 @@ class Evidence:
     ddp_wait_share: float | None = None
     """Share of the steps' time in DDP's all-reduce that the backward pass did not hide; None without DDP. In `steps` it
     is part of backward."""
+    exchanges: float = 0.0
+    """Of gradients in a step, by DDP's own count; 0 if that isn't known."""
+    seeks_unused: bool = False
+    """DDP looks for unused parameters in each step, and has found none."""
     host_ms: dict[str, float] = field(default_factory=dict)
     """Phase → ms per step by the host's clock, where `steps` have a GPU's times; {} where they have the host's."""
     trace: TraceSummary | None = None

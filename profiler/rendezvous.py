@@ -8,9 +8,9 @@ user's groups are touched, and a failed meeting leaves no collective half open f
 
 A meeting costs each rank a few operations on the store, and rank 0 one more for each rank: O(ranks) in all.
 
-A rank that is long at work on its way to a meeting, compiling say, shows that it is alive (`at_work`): a thread counts
-up a number in the store. Rank 0 waits as long as the numbers of all that are missing grow, and counts up its own, which
-is all that the others look at. So it stays O(ranks) for each time that the patience runs out.
+A rank that is long at work on its way to a meeting, compiling say, shows that it is alive (`SignsOfLife`): a thread
+counts up a number in the store. Rank 0 waits as long as the numbers of all that are missing grow, and counts up its
+own, which is all that the others look at. So it stays O(ranks) for each time that the patience runs out.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _SHORTEST_S, _LONGEST_S = 0.0005, 0.05
 """Between two looks, doubling: `wait` of a TCPStore writes to stderr when its time is up."""
 _ANSWER_S = 60.0
 """What the rank that closes a meeting may take to answer."""
-_BEATS = 4.0
+_SIGNS = 4.0
 """Within the patience of the others, of a rank that is at work."""
 _LONGEST_WORK_S = 600.0
 """After which it is not waited for either."""
@@ -90,11 +90,10 @@ class Rendezvous:
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self.rank, self.size, self.patience_s = rank, size, patience_s
-        self._store, self._remedy, self._clock, self._sleep = store, remedy, clock, sleep
+        self.store, self._remedy, self._clock, self._sleep = store, remedy, clock, sleep
         self._number = 0
-        self._deadline = self._arrived = self._beaten = 0.0
-        self._beats: dict[int, int] = {}
-        """Of ranks at work, as last looked at in the present meeting."""
+        self._deadline = self._arrived = 0.0
+        self.life = SignsOfLife(self)
         self._is_closed = False
         """Another rank is closing the present meeting, and is about to write its outcome."""
 
@@ -122,10 +121,11 @@ class Rendezvous:
 
     def arrive(self, own: Any) -> None:
         """Come to the next meeting; `look` returns its answer once it is over."""
-        self._arrived = self._beaten = self._clock()
-        self._deadline, self._is_closed, self._beats = self._arrived + self.patience_s, False, {}
+        self._arrived = self._clock()
+        self._deadline, self._is_closed = self._arrived + self.patience_s, False
+        self.life.begin(self._arrived)
         with _reached():
-            self._store.set(self._key(self.rank), pickle.dumps(own))
+            self.store.set(self.key(self.rank), pickle.dumps(own))
 
     def look(self, answer: Callable[[list[Any]], Any], missed: str, *, all_must_come: bool = True) -> tuple[Any, ...]:
         """Return rank 0's answer in a tuple, an empty one while the meeting is open; see `meet`."""
@@ -142,36 +142,6 @@ class Rendezvous:
             )
         return ()
 
-    @contextlib.contextmanager
-    def at_work(self) -> Iterator[None]:
-        """Have the others wait for this rank at the coming meeting as long as the block lasts, ten minutes at most."""
-        has_ended, pause_s = threading.Event(), self.patience_s / _BEATS
-
-        def beat() -> None:
-            with contextlib.suppress(RuntimeError):  # without a store there is nobody to notify
-                while not has_ended.wait(pause_s):
-                    self._beat()
-
-        thread = threading.Thread(target=beat, name="accel-at-work", daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            has_ended.set()
-            thread.join()
-
-    def _beat(self) -> None:
-        self._store.add(self._key(_beat_of(self.rank)), 1)
-
-    def _are_at_work(self, posts: Sequence[str]) -> bool:
-        """Tell, as the patience has run out, whether all that are waited for have shown that they are alive since."""
-        if self._clock() - self._arrived > _LONGEST_WORK_S:
-            return False
-        missing = [0] if self.rank else [rank for rank, key in enumerate(posts) if not self._store.check([key])]
-        before, now = self._beats, {rank: self._store.add(self._key(_beat_of(rank)), 0) for rank in missing}
-        self._beats = now
-        return all(now[rank] > before.get(rank, 0) for rank in missing)
-
     def check(self) -> None:
         """Raise `RanksDiverged` if the others have given up a meeting that this rank has not come to yet."""
         with _reached():
@@ -187,7 +157,7 @@ class Rendezvous:
     def all_came(self) -> bool:
         """Return whether all ranks have come by now to the last meeting, which was given up: they may meet again."""
         with _reached():
-            return bool(self._store.check([self._key(rank, self._number - 1) for rank in range(self.size)]))
+            return bool(self.store.check([self.key(rank, self._number - 1) for rank in range(self.size)]))
 
     def leave(self, why: str) -> None:
         """Announce that this rank comes to no more meetings; the others learn it at once at the next.
@@ -204,26 +174,25 @@ class Rendezvous:
 
     def _close(self, answer: Callable[[list[Any]], Any], missed: str, all_must_come: bool) -> _Outcome | None:
         """Close the meeting if all have come, or it is too late, unless another rank does."""
-        posts = [self._key(rank) for rank in range(self.size)]
-        complete = self.rank == 0 and self._store.check(posts)
+        posts = [self.key(rank) for rank in range(self.size)]
+        complete = self.rank == 0 and self.store.check(posts)
         if not complete:
-            if self.rank == 0 and self._clock() - self._beaten > self.patience_s / _BEATS:
-                self._beaten = self._clock()
-                self._beat()
-            if self._clock() < self._deadline:
+            now = self._clock()
+            self.life.show(now)
+            if now < self._deadline:
                 return None
-            if self._are_at_work(posts):
-                self._deadline = self._clock() + self.patience_s
+            if now - self._arrived < _LONGEST_WORK_S and self.life.is_shown_by_all(posts):
+                self._deadline = now + self.patience_s
                 return None
         if not self._claim():
             self._is_closed, self._deadline = True, self._clock() + _ANSWER_S
             return None
-        missing = [] if complete else [rank for rank, key in enumerate(posts) if not self._store.check([key])]
+        missing = [] if complete else [rank for rank, key in enumerate(posts) if not self.store.check([key])]
         if not complete and all_must_come:
             waited = f"rank {self.rank} waits for {named(missing or [0])}, which {missed}"
             return self._publish(_Outcome("diverged", f"{waited} within {self.patience_s:g} s; {self._remedy}"))
         try:
-            came = iter(_read_all(self._store, [key for rank, key in enumerate(posts) if rank not in missing]))
+            came = iter(_read_all(self.store, [key for rank, key in enumerate(posts) if rank not in missing]))
             brought = [None if rank in missing else pickle.loads(next(came)) for rank in range(self.size)]
             return self._publish(_outcome_of(answer, brought))
         except BaseException as error:  # the others wait for an outcome
@@ -233,16 +202,16 @@ class Rendezvous:
 
     def _claim(self) -> bool:
         """Return whether this rank is the first to close the present meeting."""
-        return bool(self._store.add(self._key("closed"), 1) == 1)
+        return bool(self.store.add(self.key("closed"), 1) == 1)
 
     def _publish(self, outcome: _Outcome) -> _Outcome:
         outcome = outcome._replace(at=time.time(), by=self.rank)
-        self._store.set(self._key("outcome"), pickle.dumps(outcome))
+        self.store.set(self.key("outcome"), pickle.dumps(outcome))
         return outcome
 
     def _conclude(self, outcome: _Outcome) -> Any:
         if outcome.kind == "answer":
-            self._forget(self._number, self.rank, _beat_of(self.rank))
+            self._forget(self._number, self.rank, _life_of(self.rank))
             if self.rank == 0 and self._number:  # all have come to this one, so all have read the outcome of the last
                 self._forget(self._number - 1, "outcome", "closed")
         self._number += 1
@@ -254,21 +223,73 @@ class Rendezvous:
             raise diverged
         return outcome.value
 
-    def _key(self, name: object, number: int | None = None) -> str:
+    def key(self, name: object, number: int | None = None) -> str:
+        """Return where something of a meeting stands in the store, by default of the coming one."""
         return f"{self._number if number is None else number}/{name}"
 
     def _outcome(self) -> _Outcome | None:
-        key = self._key("outcome")
-        outcome: _Outcome | None = pickle.loads(self._store.get(key)) if self._store.check([key]) else None
+        key = self.key("outcome")
+        outcome: _Outcome | None = pickle.loads(self.store.get(key)) if self.store.check([key]) else None
         return outcome
 
     def _forget(self, number: int, *names: object) -> None:
         for name in names:
             with contextlib.suppress(RuntimeError):  # a store that can't delete keeps it
-                self._store.delete_key(self._key(name, number))
+                self.store.delete_key(self.key(name, number))
 
 
-def _beat_of(rank: int) -> str:
+class SignsOfLife:
+    """Numbers in the store that grow while ranks are at work on their way to a meeting, and while rank 0 waits."""
+
+    def __init__(self, meetings: Rendezvous) -> None:
+        self._meetings, self._store = meetings, meetings.store
+        self._shown_at = 0.0
+        self._known: dict[int, int] = {}
+        """As last looked at in the present meeting."""
+
+    def begin(self, now: float) -> None:
+        """Begin a meeting."""
+        self._shown_at, self._known = now, {}
+
+    @contextlib.contextmanager
+    def at_work(self) -> Iterator[None]:
+        """Have the others wait for this rank at the coming meeting as long as the block lasts, ten minutes at most."""
+        has_ended, pause_s = threading.Event(), self._meetings.patience_s / _SIGNS
+
+        def show() -> None:
+            with contextlib.suppress(RuntimeError):  # without a store there is nobody to notify
+                while not has_ended.wait(pause_s):
+                    self._grow(self._meetings.rank, 1)
+
+        thread = threading.Thread(target=show, name="accel-at-work", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            has_ended.set()
+            thread.join()
+
+    def show(self, now: float) -> None:
+        """Show, on rank 0, that it waits; the others look at nobody else."""
+        if self._meetings.rank == 0 and now - self._shown_at > self._meetings.patience_s / _SIGNS:
+            self._shown_at = now
+            self._grow(0, 1)
+
+    def is_shown_by_all(self, posts: Sequence[str]) -> bool:
+        """Tell whether all that are waited for have been alive since the last look.
+
+        Args:
+            posts: keys that are in the store once a rank has come.
+        """
+        waits_for = [0] if self._meetings.rank else [r for r, key in enumerate(posts) if not self._store.check([key])]
+        before, self._known = self._known, {rank: self._grow(rank, 0) for rank in waits_for}
+        return all(count > before.get(rank, 0) for rank, count in self._known.items())
+
+    def _grow(self, rank: int, by: int) -> int:
+        return int(self._store.add(self._meetings.key(_life_of(rank)), by))
+
+
+def _life_of(rank: int) -> str:
     return f"{rank}/at work"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -41,6 +42,7 @@ ALLOW = ("exact", "reordered", "reduced", "lossy")
     metavar="FILE",
     help="Write what was kept as a diff of the script, which then needs no accel.",
 )
+@click.option("--nproc", type=click.IntRange(1), help="Start so many ranks on this machine, as torchrun does.")
 @click.option("--cache/--no-cache", default=True, help="Remember what is found for the next run; default --cache.")
 @click.option("--until", metavar="2h|slurm", help="Save, and end with status 75, before so long, or SLURM's own limit.")
 @click.pass_context
@@ -55,6 +57,7 @@ def run(
     enable: tuple[str, ...],
     disable: tuple[str, ...],
     patch: Path | None,
+    nproc: int | None,
     cache: bool,
     until: str | None,
 ) -> None:
@@ -65,6 +68,8 @@ def run(
         accel run --allow reduced --report runs/one train.py
         torchrun --nproc-per-node 2 -m accel run train.py
         srun accel run --until slurm train.py
+        accel run --nproc 2 train.py
+        torchrun --nnodes 2 --nproc-per-node 2 -m accel run train.py
 
     The script runs unmodified, as with `accel.optimize` on the models, loaders and optimizers that it is seen to train.
     Its output and its exit status are its own; what accel says goes to stderr. ACCEL=0 runs it plainly.
@@ -72,6 +77,9 @@ def run(
     from accel.profiler.script import Script
 
     check_script(script, module)
+    if nproc is not None:
+        start_ranks(nproc, sys.argv[1:])
+        return
     if "SLURM_PROCID" in os.environ:
         from accel.commands.slurm import torch_variables
 
@@ -87,6 +95,25 @@ def _limit(until: str) -> TimeLimit:
     from accel.commands.time_limit import TimeLimit, seconds_until
 
     return TimeLimit(seconds_until(until, os.environ))
+
+
+def start_ranks(count: int, arguments: list[str]) -> None:
+    """Run the same command on so many ranks of this machine, by torchrun, with a store on a free port.
+
+    Args:
+        count: of ranks.
+        arguments: of `accel`, with `--nproc`.
+
+    Raises:
+        InvalidArgument: if torchrun has started this process already.
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        raise InvalidArgument("--nproc must not be given under torchrun, which has started this rank; leave one out")
+    from torch.distributed import run as torchrun
+
+    at = next(i for i, each in enumerate(arguments) if each.split("=")[0] == "--nproc")
+    own = arguments[:at] + arguments[at + (1 if "=" in arguments[at] else 2) :]
+    torchrun.main(["--standalone", f"--nproc-per-node={count}", "-m", "accel", *own])
 
 
 def _checked(

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from accel.run import ranks
@@ -62,6 +62,12 @@ def is_sharded(model: nn.Module) -> bool:
     if wrappers and any(isinstance(module, wrappers) for module in model.modules()):
         return True
     return bool(spread) and any(isinstance(parameter, spread) for parameter in model.parameters())
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return what this rank holds of a tensor that is spread over ranks; any other as it is."""
+    spread = _loaded("torch.distributed.tensor", "DTensor")
+    return tensor.to_local() if spread and isinstance(tensor, spread) else tensor  # type: ignore[attr-defined]
 
 
 def talks_within_calls(model: nn.Module) -> bool:

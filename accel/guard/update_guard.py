@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from accel.exactness import Exactness
+from accel.guard.alone import local
 from accel.guard.comparison import Comparison, Tolerance, as_real, noise_like
 from accel.guard.rounding import FINEST, coarser
 
@@ -51,7 +52,7 @@ def updated(optimizer: Optimizer) -> list[Tensor]:
                 shadow.state[clone] = _clone_state(optimizer.state[parameter])
         copies += clones
     _unhooked_step(shadow)
-    return [clone.detach() for clone in copies]
+    return [local(clone.detach()) for clone in copies]
 
 
 def _chosen(optimizer: Optimizer) -> list[list[Tensor]]:
@@ -85,7 +86,8 @@ def _clone(parameter: Tensor, generator: torch.Generator) -> Tensor:
     if parameter.grad is not None:
         clone.grad = parameter.grad.detach().clone()
     elif parameter.requires_grad:
-        clone.grad = noise_like(parameter, generator) * 1e-2
+        clone.grad = torch.empty_like(parameter.detach())
+        local(clone.grad).copy_(noise_like(local(parameter), generator) * 1e-2)
     return clone
 
 
@@ -133,7 +135,7 @@ def compare(
 
 def start_of(optimizer: Optimizer) -> list[Tensor]:
     """Return copies of the parameters that `updated` would step, in its order."""
-    return [p.detach().clone() for chosen in _chosen(optimizer) for p in chosen]
+    return [local(p.detach()).clone() for chosen in _chosen(optimizer) for p in chosen]
 
 
 def options_of(optimizer: Optimizer) -> list[dict[str, Any]]:

@@ -111,7 +111,7 @@ class Ranks:
 
     def at_work(self) -> contextlib.AbstractContextManager[None]:
         """Have the others wait for this rank at the next meeting as long as the block lasts, ten minutes at most."""
-        return contextlib.nullcontext() if self._meeting is None else self._meeting.at_work()
+        return contextlib.nullcontext() if self._meeting is None else self._meeting.life.at_work()
 
     @property
     def leads(self) -> bool:

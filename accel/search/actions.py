@@ -6,11 +6,15 @@ from collections.abc import Generator, Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+import torch
+from torch import nn
+
+from accel.guard.alone import is_sharded
 from accel.guard.comparison import Comparison
 from accel.profiler.evidence import Evidence
 from accel.profiler.phases import Measurement
 from accel.run.host_load import HostLoad
-from accel.search.plan import Choices
+from accel.search.plan import Choices, fingerprint
 
 if TYPE_CHECKING:
     from accel.profiler.naming import Diagnosis
@@ -133,7 +137,10 @@ class Result:
 
     @classmethod
     def merged(cls, results: list[Result]) -> Result:
-        """Merge the ranks' results: rank 0's times, all trips and refusals, the worst finding, the busiest host."""
+        """Merge the ranks' results: rank 0's times, all trips and refusals, the worst finding, the busiest host.
+
+        A finding is unsure if one rank could compare nothing, as where it has no room.
+        """
         merged = results[0]
         loads = [each.load for each in results if each.load is not None]
         if len(loads) < len(results):  # a host that nobody has seen may be as busy as another
@@ -145,12 +152,21 @@ class Result:
             merged.waits.update({name: f"on rank {rank} {why}" for name, why in other.waits.items()})
             merged.trips.update({name: why for name, why in other.trips.items() if name not in merged.trips})
             if other.finding is not None:
-                merged.finding = other.finding if merged.finding is None else merged.finding.merge(other.finding)
+                merged.finding = other.finding if merged.finding is None else merged.finding.beside(other.finding)
         return merged
 
 
 Decisions = Generator[Action, Result, None]
 """What the search consists of: it yields actions, and is sent their results."""
+
+
+def must_be_alike(model: nn.Module) -> tuple[str, ...]:
+    """Return in words what all ranks must have alike.
+
+    The state of a sharded model may be gathered by all ranks, and its parts have any shape.
+    """
+    weights = f"{len(list(model.parameters()))} weights" if is_sharded(model) else fingerprint(model)
+    return f"torch {torch.__version__}", f"the model {type(model).__name__} ({weights})"
 
 
 def _scale(measured: Measurement, seconds: float) -> None:

@@ -20,19 +20,16 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
-from accel.guard.alone import is_sharded
 from accel.profiler.interruptions import Tolerated, ours
 from accel.profiler.loop import backward
 from accel.run.context import Run
 from accel.run.host_load import HostMeter
 from accel.run.ranks import Failure, Ranks, refuse_unlike
-from accel.search.actions import Action, Decisions, Result
-from accel.search.plan import fingerprint
+from accel.search.actions import Action, Decisions, Result, must_be_alike
 from accel.session.state import Mode
 from accel.session.turns import TURNS
-from accel.strategies.base import asked, designed
+from accel.strategies.base import asked, designed, preparing_of
 
 if TYPE_CHECKING:
     from accel.session.events import StepEvents
@@ -253,12 +250,14 @@ class ActionRunner:
             merged = Result.merged(results)
             self._run.refused_elsewhere, self._run.waits_elsewhere = merged.refusals, merged.waits
             chosen = next(self._decisions) if first else self._decisions.send(merged)
-            return replace(chosen, preparing=switchboard.preparing()) if ranks.size > 1 else chosen
+            if ranks.size == 1:
+                return chosen
+            return replace(chosen, preparing=preparing_of(switchboard.strategies, self._run))
 
         missed = f"did not come to the end of step {events.steps + first}"
         step_s = self._clock.now() - self._boundary_ended
         result.trips, result.finding = switchboard.take_trips(), events.calls.check.take_finding()
-        result.alike = _must_be_alike(self._run.model) if first and ranks.distributed else ()
+        result.alike = must_be_alike(self._run.model) if first and ranks.distributed else ()
         own = result if ranks.leads else _for_rank_0(result, switchboard, self._run, before)
         action = ranks.decide(own, decision, missed, 0.0 if first else step_s)
         action = action.on_idle_device() if self._run.cuda else action
@@ -290,16 +289,8 @@ def _for_rank_0(own: Result, switchboard: Switchboard, run: Run, before: Action 
     """
     off = {name: each for name, each in switchboard.strategies.items() if name not in switchboard.active}
     refusals = {name: why for name, each in off.items() if (why := asked(partial(each.refusal, run)))}
-    begun = {*switchboard.preparing(), *(before.preparing if before is not None else ())} - refusals.keys()
-    waits = {name: why for name in off if name in begun and (why := asked(designed(off[name], run).prepare))}
+    begun = preparing_of(off, run) | (before.preparing if before is not None else frozenset())
+    begun -= refusals.keys()
+    waits = {name: why for name in begun & off.keys() if (why := asked(designed(off[name], run).prepare))}
     sent: dict[str, Any] = {"trips": own.trips, "finding": own.finding, "alike": own.alike, "load": own.load}
     return Result(refusals=refusals, waits=waits, **sent)
-
-
-def _must_be_alike(model: nn.Module) -> tuple[str, ...]:
-    """Return in words what all ranks must have alike.
-
-    The state of a sharded model may be gathered by all ranks, and its parts have any shape.
-    """
-    weights = f"{len(list(model.parameters()))} weights" if is_sharded(model) else fingerprint(model)
-    return f"torch {torch.__version__}", f"the model {type(model).__name__} ({weights})"

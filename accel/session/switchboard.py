@@ -10,7 +10,7 @@ from accel.profiler.interruptions import Tolerated, ours
 from accel.run.context import Run
 from accel.run.ranks import Ranks
 from accel.search.plan import Choices
-from accel.strategies.base import Exactness, NothingHelps, Strategy, designed, is_collective
+from accel.strategies.base import Exactness, NothingHelps, Strategy, is_collective, preparing_of
 
 log = logging.getLogger("accel")
 
@@ -142,12 +142,8 @@ class Switchboard:
 
     def idle(self) -> list[str]:
         """Return the strategies that are off, and prepare nothing."""
-        preparing = self.preparing()
+        preparing = preparing_of(self.strategies, self._run)
         return [name for name in self.strategies if name not in self.active and name not in preparing]
-
-    def preparing(self) -> frozenset[str]:
-        """Return the strategies that prepare a trial."""
-        return frozenset(name for name, each in self.strategies.items() if designed(each, self._run).is_preparing)
 
     def close(self, names: Iterable[str]) -> None:
         """Release what these strategies, which are off, have made."""

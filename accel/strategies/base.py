@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from accel.exactness import Exactness as Exactness
@@ -116,6 +116,11 @@ def designed(strategy: Strategy, run: Run) -> TrialDesign:
         return strategy.comparison(run)
     except ours():
         return TrialDesign()
+
+
+def preparing_of(strategies: Mapping[str, Strategy], run: Run) -> frozenset[str]:
+    """Return the names of those of some strategies that prepare a trial."""
+    return frozenset(name for name, strategy in strategies.items() if designed(strategy, run).is_preparing)
 
 
 def needs_cuda(run: Run) -> str:

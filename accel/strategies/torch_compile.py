@@ -6,12 +6,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from accel.guard.alone import on_this_rank_alone
 from accel.profiler.bottleneck import Bottleneck
 from accel.profiler.loop import callslot
-from accel.profiler.trees import tensors
 from accel.run import Run
 from accel.run.context import shapes_of
 from accel.run.gate import Call
@@ -28,8 +27,6 @@ _START_S, _LAYER_S, _REPEATED_LAYER_S = 5.0, 1.2, 0.35
 REPEATED_SHARE = 0.3
 """Of what a helper process has compiled, the part that this one does again. With torch's cache a small convolutional
 network took 2.8 s in place of 18.8 s; large models repeat more."""
-_SMALLEST_BUCKET = 1 << 20
-"""Bytes of the first bucket that torch splits a compiled graph of DistributedDataParallel for."""
 _LEAST_IDLE = 0.75
 """Cores that nobody must be using where a helper process is to compile."""
 
@@ -199,21 +196,18 @@ class TorchCompile(Strategy):
                 assert helper is not None
                 # Only here the arguments are known.
                 if helper.is_due and torch.is_grad_enabled() and usual in (None, shapes_of(args, kwargs)):
-                    helper.start(lambda: compile_once(call, args, kwargs))
+                    helper.start(lambda: compile_ahead(call, args, kwargs))
                 return wrapped(*args, **kwargs)
 
             return wrapped if helper is None else run_call
 
-        def compile_once(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        def compile_ahead(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             """Compile forward and backward; this runs in the helper process."""
+            from accel.compile.compiled_calls import compile_once
+
             if active is not None:
                 active.take_off()
-            calls = self._new_calls(run, setting)
-            calls.put_on()
-            with on_this_rank_alone(run.model):
-                outputs = [output for output in tensors(calls.wrap(call)(*args, **kwargs)) if output.requires_grad]
-            parameters = [parameter for parameter in run.model.parameters() if parameter.requires_grad]
-            torch.autograd.grad(outputs, parameters, [torch.ones_like(o) for o in outputs], allow_unused=True)
+            compile_once(self._new_calls(run, setting), run.model, call, args, kwargs)
 
         run.gate.add(self.name, wrap, None if active is None else active.leave, compiles=active is not None)
 
@@ -247,8 +241,8 @@ def _not_in_parallel(run: Run) -> str:
     """Say why the model can't be compiled inside DistributedDataParallel, or beside one that is a part of it."""
     if any(isinstance(module, DistributedDataParallel) for module in run.inner.modules()):
         return "a part of the model is in DistributedDataParallel; pass that one"
-    bucket_bytes: Any = getattr(run.model, "bucket_bytes_cap", _SMALLEST_BUCKET)
-    if run.inner is run.model or bucket_bytes >= _SMALLEST_BUCKET:
+    first: int = dist._DEFAULT_FIRST_BUCKET_BYTES  # type: ignore[attr-defined]
+    if not isinstance(run.model, DistributedDataParallel) or run.model.bucket_bytes_cap >= first:
         return ""
     return "torch.compile can't split graphs for buckets of less than 1 MB (bucket_cap_mb of DistributedDataParallel)"
 

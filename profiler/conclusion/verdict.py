@@ -297,7 +297,7 @@ def merge(report: ProfileReport, ranks: Mapping[int, Mapping[str, Any]], anatomy
     hosts = len({r.host for r in report.ranks})
     topology = f"the {len(report.ranks)} ranks are on {'one host' if hosts == 1 else f'{hosts} hosts'}"
     for finding in report.findings:
-        finding.why += [topology] if finding.cause == "communication.exposed" else []
+        finding.why += [topology] if finding.cause.startswith("communication.") else []
     # Ranks that occupy a whole host disturb each other: two healthy ones on two cores differed by up to 15 % of the
     # step. And a straggler hardly waits at all.
     limit = 2 * WORTH if report.host.threads * _ranks_on(report, slowest) >= report.host.cores else WORTH
@@ -318,7 +318,7 @@ def _ranks_on(report: ProfileReport, rank: int) -> int:
 def _reduce_exchange(report: ProfileReport, share: float) -> None:
     """Reduce the exchange to what the rank that waits least waits; the rest is waiting for the slowest rank."""
     for finding in [*report.findings, *report.borderline]:
-        if finding.cause != "communication.exposed":
+        if not finding.cause.startswith("communication."):
             continue
         if share < SURE:
             report.findings = [each for each in report.findings if each is not finding]

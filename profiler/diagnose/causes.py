@@ -133,6 +133,13 @@ _ALL = (
         phases=("forward", "backward", "communication", "optimizer"),
     ),
     Cause(
+        "communication.each_micro_step",
+        "gradients are exchanged in each of the backward passes before an update",
+        "all but the last of them under model.no_sync(), with the call of the model inside, too "
+        "(FSDP2: model.set_requires_gradient_sync(False))",
+        phases=("forward", "backward", "communication", "optimizer"),
+    ),
+    Cause(
         "straggler.rank",
         "one rank is slower than the others, and all wait for it",
         "look at that rank's own phases: its input, its host, its share of the work",

@@ -163,6 +163,8 @@ class Instruments:
             optimizer=trained.optimizer,
             dtype=trained.dtype,
             anomaly_mode=self.settings.anomaly_mode,
+            exchanges=self.ddp_wait.exchanges(),
+            seeks_unused=self.ddp_wait.seeks_unused,
             ddp_wait_share=waited / step_s if waited is not None and step_s else None,
             host_ms={p: s * 1e3 for p, s in device_time.means(kept).items()} if is_timed else {},
             model_name=recorder.model_name or called_modules.name(recorder.roots.modules),

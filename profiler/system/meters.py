@@ -123,6 +123,10 @@ class DdpWait:
     def __init__(self) -> None:
         self._seconds: list[tuple[int, float]] = []
         """Step, s."""
+        self._exchanges: dict[int, list[int]] = {}
+        """Model, by its id → exchanges of gradients so far, at each look."""
+        self.seeks_unused = False
+        """A model looks for unused parameters in each step, and has found none."""
         self._timed: weakref.WeakKeyDictionary[DistributedDataParallel, object] = weakref.WeakKeyDictionary()
         """Model → what was read of it last, on a GPU: the same until the next step that is timed."""
 
@@ -140,11 +144,18 @@ class DdpWait:
                 if is_new:
                     module._set_ddp_runtime_logging_sample_rate(_GPU_EVERY if on_gpu else 1)  # type: ignore[no-untyped-call]
                 times = module._get_ddp_logging_data()  # type: ignore[no-untyped-call]
+                self._exchanges.setdefault(id(module), []).append(times.get("iteration", 0))
+                self.seeks_unused = bool(module.find_unused_parameters) and not times.get("unused_parameter_size", 0)
                 exchange, hidden = (times.get(f"backward_{n}", 0) for n in ("comm_time", "compute_comm_overlap_time"))
                 is_old = on_gpu and (is_new or self._timed[module] == (exchange, hidden))
                 self._timed[module] = (exchange, hidden)
                 if exchange and not is_old:
                     self._seconds.append((step, max(0, exchange - hidden) * 1e-9))
+
+    def exchanges(self) -> float:
+        """Return how often gradients were exchanged between two looks, of the model that did so most."""
+        counts = [seen for seen in self._exchanges.values() if len(seen) > 1]
+        return max(((seen[-1] - seen[0]) / (len(seen) - 1) for seen in counts), default=0.0)
 
     def stop(self) -> None:
         """Restore DDP's default rate of timing."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -12,12 +14,15 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 import accel
+import accel.compile.compiled_draws as draws
 import accel.run.ranks
 from accel import entry
 from accel.search import outlook
 from accel.search.plan import Plan, fingerprint
 
-STEPS = 60
+STEPS = 40
+PATIENCE_S = 1.0
+VERSION = torch.__version__
 
 
 class Block(nn.Module):
@@ -52,50 +57,58 @@ def batches(rank: int, steps: int = STEPS) -> list[tuple[Tensor, Tensor]]:
     return drawn
 
 
-def compile_by_tracing() -> None:
-    """Have torch capture the graphs, and run them as they are: that takes no compiler."""
-    import accel.compile.compiled_draws as draws
-
-    draws.compile_with_plain_draws = lambda graph, inputs: graph.forward  # type: ignore[assignment]
-
-
 def wrapped(net: nn.Module) -> nn.Module:
     """Return it in DistributedDataParallel, with several buckets."""
     dist._DEFAULT_FIRST_BUCKET_BYTES = 1000
     return DistributedDataParallel(net, bucket_cap_mb=0.002)
 
 
+def sharded(net: nn.Module) -> nn.Module:
+    """Return it sharded, block by block."""
+    from torch.distributed.fsdp import fully_shard
+
+    for block in net.blocks:  # type: ignore[union-attr]
+        fully_shard(block)  # type: ignore[arg-type]
+    return fully_shard(net)
+
+
 def train(
     rank: int,
     world: int,
     choices: dict[str, Any] | None,
-    prepare: Callable[[], None] = lambda: None,
+    prepare: Callable[[int], None] = lambda rank: None,
     wrap: Callable[[nn.Module], nn.Module] = wrapped,
     accumulate: int = 1,
 ) -> dict[str, Any]:
     """Train under a plan, or plainly; tell what was on, what was said of it, and what is left."""
     outlook.is_crowded = lambda diagnosis: False  # type: ignore[assignment]
-    prepare()
     torch.manual_seed(0)
-    net = Images()
-    mark, model = fingerprint(net), wrap(net)
-    loader: Any = batches(rank)
+    model = wrap(Images())
+    prepare(rank)
+    loader: Any = batches(rank, STEPS * accumulate)
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
     if choices is not None:
-        plan = Plan(fingerprint=mark, model="Images", strategies=choices, allow="reduced")
+        plan = Plan(fingerprint=fingerprint(model), model="Images", strategies=choices, allow="reduced")
         model, loader, optimizer = accel.optimize(model, loader, optimizer, plan=plan)
     on: set[str] = set()
-    for step, (images, target) in enumerate(loader):
-        is_last = (step + 1) % accumulate == 0
-        if isinstance(model, DistributedDataParallel):
-            model.require_backward_grad_sync = is_last
-        functional.cross_entropy(model(images), target).backward()
-        if is_last:
-            optimizer.step()
-            optimizer.zero_grad()
-        if choices is not None:
-            on |= entry.MODELS[model].session.active.keys()
-    found: dict[str, Any] = {"on": sorted(on), "weights": {name: _whole(w) for name, w in model.state_dict().items()}}
+    found: dict[str, Any] = {"ended": ""}
+    began = time.monotonic()
+    try:
+        for step, (images, target) in enumerate(loader):
+            is_last = (step + 1) % accumulate == 0
+            if isinstance(model, DistributedDataParallel):
+                model.require_backward_grad_sync = is_last
+            functional.cross_entropy(model(images), target).backward()
+            if is_last:
+                optimizer.step()
+                optimizer.zero_grad()
+            if choices is not None:
+                on |= entry.MODELS[model].session.active.keys()
+    except RuntimeError as error:  # of gloo, where another rank has died
+        found["ended"] = str(error)
+    found |= {"on": sorted(on), "seconds": time.monotonic() - began}
+    if not found["ended"]:
+        found["weights"] = {name: _whole(weight) for name, weight in model.state_dict().items()}
     if choices is not None:
         report, session = accel.explain(model), entry.MODELS[model].session
         found["rows"] = {row.name: (row.status, row.why) for row in report.rows if row.name in choices}
@@ -111,3 +124,59 @@ def _whole(weight: Tensor) -> Tensor:
 def many(rank: int, world: int, which: list[tuple[Any, ...]]) -> list[dict[str, Any]]:
     """Train once for each, on the same ranks."""
     return [train(rank, world, *one) for one in which]
+
+
+# -- what goes wrong on rank 1 -----------------------------------------------------------------------------------------
+
+
+def plainly(rank: int) -> None:
+    """Let nothing go wrong."""
+    accel.run.ranks.PATIENCE_S, torch.__version__ = PATIENCE_S, VERSION  # type: ignore[assignment]
+    _compile(lambda: None)
+
+
+def slowly(rank: int) -> None:
+    """Let rank 1 compile for longer than the others are patient."""
+    accel.run.ranks.PATIENCE_S = PATIENCE_S
+    _compile(lambda: time.sleep(1.5 * PATIENCE_S if rank == 1 else 0.0))
+
+
+def dying(rank: int) -> None:
+    """Let rank 1 die while it compiles."""
+    accel.run.ranks.PATIENCE_S = PATIENCE_S
+    _compile(lambda: os._exit(3) if rank == 1 else None)
+
+
+def without_room(rank: int) -> None:
+    """Let rank 1 run out of memory in the candidate's replay."""
+
+    def compiled(graph: Any, inputs: Any) -> Any:
+        def run(*args: Any) -> Any:
+            if rank == 1:
+                raise torch.OutOfMemoryError("no room")
+            return graph.forward(*args)
+
+        return run
+
+    plainly(rank)
+    draws.compile_with_plain_draws = compiled  # type: ignore[assignment]
+
+
+def with_another_torch(rank: int) -> None:
+    """Give rank 1 another version of torch."""
+    torch.__version__ = f"2.13.{rank}"  # type: ignore[assignment]
+
+
+def as_stages(net: nn.Module) -> nn.Module:
+    """Give each rank another model, as the stages of a pipeline are."""
+    return nn.Sequential(net, nn.Linear(4, 4)) if dist.get_rank() else net
+
+
+def _compile(before: Callable[[], object]) -> None:
+    """Have torch capture the graphs, and run them as they are: that takes no compiler."""
+
+    def compiled(graph: Any, inputs: Any) -> Any:
+        before()
+        return graph.forward
+
+    draws.compile_with_plain_draws = compiled  # type: ignore[assignment]

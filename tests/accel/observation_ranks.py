@@ -11,6 +11,20 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import accel
 from accel import strategies
+from accel.profiler.system.meters import DdpWait
+
+
+def exchanges(rank: int, world: int, every: int, synced: bool) -> float:
+    """Update after several batches, with an exchange after each or the last of them; return what was counted."""
+    model = DistributedDataParallel(nn.Linear(4, 2))
+    seen = DdpWait()
+    for step in range(4):
+        for micro in range(every):
+            model.require_backward_grad_sync = synced or micro == every - 1
+            model(torch.ones(2, 4)).sum().backward()
+        seen.sample([model], step)
+    seen.stop()
+    return seen.exchanges()
 
 
 def waits(rank: int, world: int) -> dict[str, float]:

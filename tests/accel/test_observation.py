@@ -61,6 +61,11 @@ def test_what_ddp_waits_for_the_other_rank_is_communication() -> None:
     assert found["backward"] < found["communication"]
 
 
+@pytest.mark.parametrize(("synced", "expected"), [(True, 3.0), (False, 1.0)])
+def test_exchanges_of_gradients_are_counted_by_step(synced: bool, expected: float) -> None:
+    assert run_ranks(observation_ranks.exchanges, 2, 3, synced) == [expected, expected]
+
+
 def accel_names() -> tuple[str, ...]:
     from accel import strategies
 

@@ -147,6 +147,7 @@ def test_a_healthy_run_has_no_cause() -> None:
         ({"trace": trace(small_share=0.9)}, "launch.small_ops"),
         ({"trace": trace(elementwise_share=0.8)}, "memory.bound"),
         ({"world_size": 2, "ddp_wait_share": 0.4}, "communication.exposed"),
+        ({"world_size": 2, "ddp_wait_share": 0.4, "exchanges": 4.0}, "communication.each_micro_step"),
         ({"device": "cuda", "trace": trace(busy_ms=6, copy_ms=3)}, "transfer.pageable"),
         (
             {

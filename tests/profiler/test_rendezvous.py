@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections import Counter
 from typing import Any
 
@@ -88,6 +90,72 @@ def test_a_rank_that_does_not_come_is_named_on_all_others_and_hears_it_later(mis
     for rank in missing:
         one.ranks[rank].arrive(rank)
         assert one.look(rank) == next(iter(said))
+
+
+def beat(one: World, rank: int) -> None:
+    """Do what the thread of a rank at work does."""
+    one.stores[rank].add(f"0/{rank}/at work", 1)
+
+
+def test_a_rank_at_work_is_waited_for_as_long_as_it_shows_that_it_is_alive() -> None:
+    one = World(3)
+    for rank in (0, 1):
+        one.ranks[rank].arrive(rank)
+    for _ in range(12):
+        one.now += PATIENCE_S / 2
+        beat(one, 2)
+        assert [one.look(rank) for rank in (0, 1)] == [(), ()]
+    one.ranks[2].arrive(2)
+    assert [one.look(rank) for rank in range(3)] == [([0, 1, 2],)] * 3
+    assert len(one.world) <= 2
+
+
+@pytest.mark.parametrize("beats", [0, 1])
+def test_one_that_dies_or_is_stopped_at_work_is_named_within_twice_the_patience(beats: int) -> None:
+    one = World(3)
+    for rank in (0, 1):
+        one.ranks[rank].arrive(rank)
+    for _ in range(beats):
+        beat(one, 2)
+    said: Any = ()
+    while not said:
+        one.now += 1.0
+        said, heard = one.look(0), one.look(1)
+    assert said == heard == "rank 0 waits for rank 2, which did not come within 10 s; come"
+    assert one.now <= (1 + beats) * PATIENCE_S + 2
+
+
+def test_nobody_works_for_ever() -> None:
+    one, said = World(2), ()
+    one.ranks[0].arrive(0)
+    while not said:
+        one.now += 1.0
+        beat(one, 1)
+        said = one.look(0)
+    assert 600 <= one.now <= 600 + 2 * PATIENCE_S
+
+
+def test_waiting_for_one_at_work_costs_as_many_operations_as_there_are_ranks() -> None:
+    one, size, rounds = World(1000), 1000, 3
+    for rank in range(size - 1):
+        one.ranks[rank].arrive(rank)
+    one.counts.clear()
+    for _ in range(rounds):
+        one.now += PATIENCE_S
+        beat(one, size - 1)
+        for rank in range(size - 1):
+            assert one.look(rank) == ()
+    assert sum(one.counts.values()) <= 8 * rounds * size
+    assert max(one.counts[rank] for rank in range(1, size)) <= 8 * rounds
+
+
+def test_a_thread_beats_while_a_rank_is_at_work() -> None:
+    one = World(2)
+    one.ranks[1].patience_s = 0.004
+    with one.ranks[1].life.at_work():
+        while "0/1/at work" not in one.world:
+            time.sleep(0.001)
+    assert all(each.name != "accel-at-work" for each in threading.enumerate())
 
 
 def test_all_or_none_whoever_is_late() -> None:
