@@ -10,12 +10,14 @@ ifeq ($(origin PYTHON),command line)
   demo_ready :=
   dali :=
   ray :=
+  site :=
 else
   run := .venv/bin/python
   ready := .venv/.installed
   demo_ready := $(or $(wildcard .venv/.installed),.venv/.demo)
   dali := .venv/.dali
   ray := .venv/.ray
+  site := .venv/.site
 endif
 
 # Tests in a process per core, where pytest-xdist is installed; each takes from the other's end when it has run its own.
@@ -29,7 +31,7 @@ dali_tests = tests/dataio/test_dali.py
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-full test integrations suite slow lint bench gpu versions versions-test clean
+.PHONY: help demo demo-full test integrations suite slow lint docs bench gpu versions versions-test clean
 
 help: ## print this table
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -44,7 +46,7 @@ demo-full: $(demo_ready) ## the same with two seeds and two epochs: five minutes
 test: $(ready) ## the tests that need neither a GPU nor patience
 	$(run) -m pytest -q -m "not slow and not gpu and not integration" $(workers)
 
-integrations: $(ready) $(dali) $(ray) ## the tests under frameworks, with DALI, on a Ray cluster, and on hosts under c10d and etcd
+integrations: $(ready) $(dali) $(ray) $(site) ## the tests under frameworks, with DALI, on a Ray cluster, on hosts under c10d and etcd; the notebook
 	$(run) -m pytest -v -m integration $(workers) --ignore $(dali_tests)
 	$(run) -m pytest -v -m integration $(dali_tests) -o faulthandler_timeout=120 -o faulthandler_exit_on_timeout=true \
 		|| [ $$? = 5 ] # no test, without simplejpeg
@@ -59,6 +61,9 @@ lint: $(ready) ## style, format and types
 	$(run) -m ruff check .
 	$(run) -m ruff format --check .
 	$(run) -m mypy
+
+docs: $(ready) $(site) ## the manual as a site in build/docs, with the API from docstrings; warnings are errors
+	NO_MKDOCS_2_WARNING=1 $(run) -m mkdocs build --strict --quiet
 
 bench: $(ready) ## the benchmarks of this machine
 	$(run) -m benchmarks.run
@@ -84,6 +89,10 @@ clean: ## remove what builds, tests and linters leave behind (.venv* stay)
 # 80 MB.
 .venv/.ray: .venv/.installed
 	.venv/bin/python -m pip install --quiet -c constraints.txt ray && touch $@ || echo "no Ray here: its tests are skipped"
+
+# 40 MB: the site's builder, and what runs the notebook.
+.venv/.site: .venv/.installed
+	.venv/bin/python -m pip install --quiet -c constraints.txt --no-build-isolation -e '.[docs]' && touch $@ || echo "no MkDocs here: make docs fails, the notebook's test is skipped"
 
 # setuptools comes first and pinned, so that building accel needs no second, unpinned one. The stamp is written last: an
 # install that broke off is done again.

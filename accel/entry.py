@@ -258,7 +258,7 @@ def _start(
     if previous is not None:
         previous.close()
         previous.announcer.say(
-            f"{type(model).__name__} was passed with other settings than before: its search begins anew"
+            f"{type(model).__name__} was passed with other settings than before: its search starts again"
         )
     chosen = {kind.name: kind() for kind in strategies.REGISTRY}
     gate = Gate(model, list(chosen))

@@ -332,7 +332,7 @@ class ElasticSampler(Sampler[list[int]]):
             _check(
                 state.get(name) == own,
                 f"a state continues only the order it was taken from: it has {name} {state.get(name)!r}, "
-                f"this sampler {own!r}; make the sampler with the same {name} or start the epoch anew",
+                f"this sampler {own!r}; make the sampler with the same {name} or start the epoch again",
             )
         turns = state.get("turns")
         _check(turns is None or (type(turns) is int and turns >= 0), f"turns must be at least 0, got {turns!r}")

@@ -450,7 +450,7 @@ class SampleCache(Dataset[Any]):
 
 _DIFFERS = "sample {} came out differently when it was fetched again"
 _DRAWS = "fetching a sample draws random numbers"
-_DRAWS_OR_OTHERS = "fetching a sample, or another thread meanwhile, draws random numbers"
+_DRAWS_OR_OTHERS = "fetching a sample, or another thread at the same time, draws random numbers"
 _NO_LIST = "its __getitems__ doesn't return a list with a sample for each index"
 # Processes tell each other by number.
 _REASONS = (_DIFFERS, _DRAWS, _DRAWS_OR_OTHERS, _NO_LIST, "it was closed")

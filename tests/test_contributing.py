@@ -1,4 +1,4 @@
-"""CONTRIBUTING and the glossary say what is there: rooms, paths to read, words."""
+"""CONTRIBUTING says what is there: rooms, paths to read; code has the words of the field."""
 
 from __future__ import annotations
 
@@ -10,26 +10,15 @@ import pytest
 
 from benchmarks import structure
 from benchmarks.source_tree import ROOT, library, own_files
+from tests.language import WORDS
 from tests.test_rooms import ROOMS
 
 GUIDE = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
 PATHS = dict(re.findall(r"^\*\*(.+)\*\*\n\n((?:\d+\. .*\n(?:   .*\n)*)+)", GUIDE, re.MULTILINE))
 
-# The private words of the first version, by what the field says.
-NOT_OUR_WORDS = {
-    "residual": re.compile(r"withheld"),
-    "automatically": re.compile(r"chosen by itself"),
-    "estimated": re.compile(r"told (?:within|against)"),
-    "stored": re.compile(r"\bput by\b"),
-    "requested": re.compile(r"\bas told\b"),
-    "peek, expect": re.compile(r"\bforese(?:e|en|es|eing|eable)\b"),
-    "snapshot": re.compile(r"\bdataset[./]mirror\b"),
-    "fetch watch": re.compile(r"\bwitness\b"),
-    "listener": re.compile(r"with ears"),
-}
 # They say that a thing was got, and not what it is.
 NOT_NAMES = {"found", "told", "said", "way"}
-OLD_TEXTS = {"docs/contributing/history.md", "docs/contributing/words.md", "tests/test_contributing.py"}
+OLD_TEXTS = {"docs/contributing/history.md", "tests/language.py"}
 
 
 @pytest.mark.parametrize("folder", ROOMS)
@@ -73,9 +62,9 @@ def test_every_file_that_the_guide_names_exists() -> None:
     assert not [file for file in named if not list(ROOT.glob(file))]
 
 
-@pytest.mark.parametrize("word", NOT_OUR_WORDS)
+@pytest.mark.parametrize("word", WORDS)
 def test_the_fields_word_is_used(word: str) -> None:
-    assert not [place for place in places(NOT_OUR_WORDS[word])]
+    assert places(re.compile(WORDS[word])) == []
 
 
 @pytest.mark.parametrize("folder", ROOMS)

@@ -241,7 +241,7 @@ def test_readme_has_the_blocks_for_generated_figures_once_each_and_in_order() ->
     assert places == sorted(places)
     assert all(text("README.md").count(marker) == 1 for marker in MARKERS)
     figures = [line for line in text("README.md")[slice(*places)].splitlines() if line.startswith("|")]
-    assert 1 <= len(figures[2:]) <= 10, "the front page has ten figures at most"
+    assert 1 <= len(figures[2:]) <= 8, "the front page has eight figures at most"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -131,7 +131,7 @@ def _interrupted(checking: object) -> str:
     process = checking.get("process")
     if not isinstance(process, int) or process <= 0 or (process != os.getpid() and _is_running(process)):
         return ""
-    return "the run that checked it last was killed meanwhile"
+    return "the last run that checked it was killed"
 
 
 def _is_running(process: int) -> bool:

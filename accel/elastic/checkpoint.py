@@ -214,7 +214,7 @@ class Checkpoints:
             raise CheckpointError(
                 f"every rank must be able to read the same checkpoint in {self.folder}, but the newest ones that they "
                 f"can read are {', '.join(f'{each or None} (rank {rank})' for rank, each in enumerate(first))}; mount "
-                "the same folder on all hosts, or give another one to begin anew"
+                "the same folder on all hosts, or give another one to start over"
             )
         return number, state
 
@@ -303,7 +303,7 @@ class Checkpoints:
         except OSError as error:
             raise CheckpointError(
                 f"the checkpoints in {self.folder} can't be listed: {error.strerror}; allow reading it, or give "
-                "another folder to begin anew"
+                "another folder to start over"
             ) from error
         matches = filter(None, map(_NAME.fullmatch, names))
         return sorted(((int(match[1]), self.folder / match[0]) for match in matches), reverse=True)

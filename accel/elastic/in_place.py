@@ -323,7 +323,7 @@ def _reason_of(ddp: DistributedDataParallel) -> str:
     if ddp._comm_hooks:
         return "its gradients are exchanged in another way, by a communication hook or a strategy that was kept"
     return (
-        "" if reducer.is_renewable(ddp) else "its DistributedDataParallel can't be made anew (static_graph, join(), …)"
+        "" if reducer.is_renewable(ddp) else "its DistributedDataParallel can't be made again (static_graph, join(), …)"
     )
 
 

@@ -219,7 +219,7 @@ def _problems(state: Mapping[str, Any], parts: Mapping[str, Stateful]) -> Iterat
             yield f"it holds {name} ({kind}), which this run does not have; pass it"
     for name, part in parts.items():
         if name not in kinds:
-            yield f"it has no {name} ({_kind(part)}); leave it out, or begin anew"
+            yield f"it has no {name} ({_kind(part)}); leave it out, or start over"
     for name, part in parts.items():
         if name != "model" and _kind(part) != kinds[name]:
             yield f"{name} was a {kinds[name]}, and is a {_kind(part)} here"

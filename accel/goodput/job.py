@@ -171,7 +171,7 @@ class JobProfile:
             raw = decode(text)
             version = raw.get("schema") if isinstance(raw, dict) else type(raw).__name__
             if type(version) is not int or version != SCHEMA:
-                raise UnreadableJson(f"its schema must be {SCHEMA}, got {version!r}; let the job write it anew")
+                raise UnreadableJson(f"its schema must be {SCHEMA}, got {version!r}; let the job write it again")
             raw.pop("schema")
             parts = [(raw, "job", cls)]
             parts += [(raw.get(name), f"job.{name}", part) for name, part in _PARTS.items()]

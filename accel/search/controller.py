@@ -151,7 +151,7 @@ def _reopen(state: SearchState) -> None:
     """Begin again from the plain loop: the measurements were made under other conditions."""
     state.note("the loader, batch shape, world size or thread count changed: searching again")
     if state.announced:
-        state.say("the loader, the batch shape or the thread count changed: the search begins anew")
+        state.say("the loader, the batch shape or the thread count changed: the search starts again")
     state.reopened += 1
     verdicts.remember(state)  # what was found under the earlier conditions
     state.searching, state.is_out_of_turn = True, False

@@ -70,7 +70,7 @@ class Plan:
         try:
             raw = decode(Path(path).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
-            raise PlanError(f"{path} can't be read as a plan: {error}. Leave out plan= to search anew.") from None
+            raise PlanError(f"{path} can't be read as a plan: {error}. Leave out plan= to search again.") from None
         return cls.parse(raw, str(path))
 
     @classmethod
@@ -79,25 +79,25 @@ class Plan:
         if not isinstance(raw, Mapping) or raw.get("schema") != SCHEMA:
             schema = raw.get("schema") if isinstance(raw, Mapping) else type(raw).__name__
             raise PlanError(
-                f"{source} must have plan schema {SCHEMA}, found {schema!r}; leave out plan= to search anew."
+                f"{source} must have plan schema {SCHEMA}, found {schema!r}; leave out plan= to search again."
             )
         fields = {f.name for f in dataclasses.fields(cls)}  # a later version may have more
         try:
             values = {name: value for name, value in raw.items() if name in fields}
             return read(cls, values, "plan", required=("strategies", "allow"))
         except UnreadableJson as error:
-            raise PlanError(f"{source} is not a whole plan: {error}; leave out plan= to search anew.") from None
+            raise PlanError(f"{source} is not a whole plan: {error}; leave out plan= to search again.") from None
 
     def check(self, model: nn.Module) -> None:
         """Raise `PlanError` unless the plan was made for a model like this one."""
         if any(map(is_lazy, model.state_dict(keep_vars=True).values())):
             raise PlanError(
                 f"the plan can't be compared with {type(model).__name__} before its lazy modules have their shapes; "
-                "call it once with a batch before accel.optimize, or leave out plan= to search anew."
+                "call it once with a batch before accel.optimize, or leave out plan= to search again."
             )
         mine = fingerprint(model)
         if mine != self.fingerprint:
             raise PlanError(
                 f"the plan was made for another model ({self.model}, {self.fingerprint}), this one is "
-                f"{type(model).__name__}, {mine}; leave out plan= to search anew."
+                f"{type(model).__name__}, {mine}; leave out plan= to search again."
             )

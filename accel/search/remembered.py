@@ -116,7 +116,7 @@ class RememberedPlan:
         days = abs(self._now() - seconds_of(known.searched)) / _DAY_S
         old = f"it is {days:.0f} days old" if days > MOST_DAYS else ""
         if reason := self._memory.interrupted or old:
-            self.text = f"from {_date(known.searched)}; {reason}, so all is searched anew"
+            self.text = f"from {_date(known.searched)}; {reason}, so all is searched again"
             return
         self._earlier = known
         outcome = "a plan of which nothing applies now" if known.plan else "nothing that helped"
@@ -166,7 +166,7 @@ class RememberedPlan:
         """The plan did not pass: forget it, and the verdicts that were made beside it."""
         assert self._memory is not None
         self.is_checking, self._earlier, self.stored = False, None, None
-        self.text = f"{self._suggestion}; checked again: undone ({why}), and searched anew"
+        self.text = f"{self._suggestion}; checked again: undone ({why}), and searched again"
         self._memory.forget()
 
     def failed(self) -> None:

@@ -50,7 +50,7 @@ def _processes(loader: DataLoader[Any], workers: int) -> ProcessEngine:
     if one_memory(batch, _plain(loader, _first(loader))):
         raise ValueError(
             "batches hold the dataset's own objects: what the loop writes into them must stay there, and worker "
-            "processes hand out copies"
+            "processes return copies"
         )
     stall_s = max(STALL_S, 10 * took_s)
     check = partial(check_fork, loader)

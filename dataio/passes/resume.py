@@ -92,13 +92,13 @@ def check(loader: DataLoader[Any], state: Mapping[str, Any]) -> None:
     if state["length"] != length:
         raise ValueError(
             f"a state continues the order of the dataset it was taken from, which had {state['length']} samples; this "
-            f"one has {length}. Load the state with the same dataset, or begin the epoch anew"
+            f"one has {length}. Load the state with the same dataset, or restart the epoch"
         )
     kind, own = state["begun"]["kind"], _kind(loader)
     if kind != own and not state["finished"]:
         raise ValueError(
             f"in the middle of an epoch a state goes on only with the sampler it was taken with, a {kind}; this loader "
-            f"has a {own}. Use a {kind}, or begin the epoch anew. Where ranks come and go, use a DistributedSampler in "
+            f"has a {own}. Use a {kind}, or restart the epoch. Where ranks come and go, use a DistributedSampler in "
             "a single process too, with num_replicas=1 and rank=0"
         )
     old, now = len(state["begun"]["random"]), len(epochs.capture(loader))

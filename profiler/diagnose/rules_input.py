@@ -54,7 +54,7 @@ def epoch_start(evidence: Evidence, anatomy: Anatomy) -> Finding | None:
         f"{firsts} of {anatomy.steps} steps begin an epoch; beyond an ordinary wait they wait "
         f"{ms_of(anatomy, anatomy.epoch_start)} of the mean step",
         f"the loader has {evidence.loader.workers} workers"
-        + ("" if evidence.loader.persistent else ", started anew for each epoch"),
+        + ("" if evidence.loader.persistent else ", started again for each epoch"),
     ]
     if restarted and anatomy.epoch_slow >= 0.02:
         why.append(f"the model's own phases are slower in these steps, by {ms_of(anatomy, anatomy.epoch_slow)}")
@@ -76,7 +76,7 @@ def loader(evidence: Evidence, anatomy: Anatomy) -> Finding | None:
         why.append(f"{evidence.collate_share:.0%} of that is the collate function")
         return finding("input.collate", share, why, predicted)
     if thread is not None:
-        why.append(f"meanwhile the training thread is {thread_text(thread)}")
+        why.append(f"in the meantime the training thread is {thread_text(thread)}")
     why += top_lines(evidence, ["data"])
     blocked = thread is not None and _own(thread, evidence).blocked >= _ASLEEP
     if not blocked and share * anatomy.step_s < HANDOVER_S:
@@ -90,7 +90,7 @@ def _from_workers(evidence: Evidence, share: float, why: list[str], predicted: S
     thread = evidence.data_thread
     at_work = _AT_WORK[are_shared(evidence.foreign_cores, evidence.cores)]
     if thread is not None and _own(thread, evidence).run >= at_work:
-        why.append(f"meanwhile the training thread is {thread_text(thread)}: it does not wait for a worker")
+        why.append(f"in the meantime the training thread is {thread_text(thread)}: it does not wait for a worker")
         return finding("input.handover", share, why, predicted)
     if not shares:
         why.append("what the workers do could not be seen")

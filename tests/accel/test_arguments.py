@@ -152,12 +152,12 @@ def _raw(**changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("contents", "text"),
     [
-        ("{", r"plan.json can't be read as a plan: .* Leave out plan= to search anew"),
+        ("{", r"plan.json can't be read as a plan: .* Leave out plan= to search again"),
         ("", r"can't be read as a plan"),
         (b"\xff\xfe\x00", r"can't be read as a plan"),
         ("[1, 2]", r"must have plan schema 1, found 'list'"),
         ("null", r"must have plan schema 1, found 'NoneType'"),
-        (_raw(schema=2), r"must have plan schema 1, found 2; leave out plan= to search anew"),
+        (_raw(schema=2), r"must have plan schema 1, found 2; leave out plan= to search again"),
         (_raw(schema=...), r"must have plan schema 1, found None"),
         (_raw(fingerprint=...), r"not a whole plan: plan is incomplete: it lacks fingerprint; leave out plan="),
         (_raw(strategies=["tf32"]), r"plan.strategies must be an object, got .*tf32"),

@@ -338,7 +338,7 @@ def test_a_check_in_which_a_process_died_is_seen() -> None:
     process.start()
     process.join()
     assert again.recall() == SEARCH
-    assert again.interrupted == "the run that checked it last was killed meanwhile"
+    assert again.interrupted == "the last run that checked it was killed"
     again.store(SEARCH)
     assert plans().recall() == SEARCH
     assert again.recall() is not None

@@ -119,7 +119,7 @@ def test_a_plan_that_the_guard_finds_wrong_never_runs_and_is_forgotten() -> None
     assert not any("wrong" in action.plan for action in wrong.actions)
     assert list(controller.plan) == ["good"]  # the ordinary search came after it
     assert controller.rows["wrong"].why == "wrong: its output is off"
-    assert "checked again: undone (wrong: its output is off), and searched anew" in controller.recollection.text
+    assert "checked again: undone (wrong: its output is off), and searched again" in controller.recollection.text
     assert memory.calls[:3] == ["recall", "begin_check", "forget"]
     assert memory.search is not None
     assert memory.search.plan == {"good": None}
@@ -161,15 +161,15 @@ def test_an_old_result_is_searched_anew(days_ago: float) -> None:
     again = machine()
     controller = simulate(candidates(), again, memory=memory)
     assert len([action for action in again.actions if action.check]) == 4
-    assert "it is 31 days old, so all is searched anew" in controller.recollection.text
+    assert "it is 31 days old, so all is searched again" in controller.recollection.text
     assert memory.search is not None and memory.search.searched[:10] == "2026-11-23"
 
 
 def test_a_plan_that_a_run_was_killed_with_is_not_tried_again() -> None:
-    memory = FakeMemory(remembered(plan={"good": None}), "the run that checked it last was killed meanwhile")
+    memory = FakeMemory(remembered(plan={"good": None}), "the last run that checked it was killed")
     controller = simulate(candidates(), machine(), memory=memory)
     assert "begin_check" not in memory.calls
-    assert "was killed meanwhile, so all is searched anew" in controller.recollection.text
+    assert "was killed, so all is searched again" in controller.recollection.text
 
 
 def test_what_no_longer_applies_is_left_out_and_the_rest_is_tried_as_a_whole() -> None:

@@ -141,6 +141,6 @@ class TrainingCheckpoints:
         if is_scheduled and not settings.schedulers and not any(steps) and leads():
             warn(
                 "a learning-rate scheduler acts on the optimizer and is in no checkpoint, so that a resume begins it "
-                "anew; name it: Checkpointing(folder=..., schedulers=[scheduler])",
+                "from its start; name it: Checkpointing(folder=..., schedulers=[scheduler])",
                 stacklevel=7,
             )

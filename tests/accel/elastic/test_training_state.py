@@ -187,7 +187,7 @@ WRONG: list[tuple[str, Callable[[], dict[str, Any]]]] = [
     ),
     (r"it lacks the model's '1\.weight'", lambda: {"model": model_of()[:1]}),
     (r"the model's '0\.weight' had shape \[5, 4\], and has \[3, 4\] here", lambda: {"model": model_of(5)}),
-    (r"it has no optimizer 0 \(Adam\); leave it out, or begin anew", lambda: {"optimizers": ()}),
+    (r"it has no optimizer 0 \(Adam\); leave it out, or start over", lambda: {"optimizers": ()}),
     (
         r"it holds optimizer 1 \(SGD\), which this run does not have; pass it",
         lambda: {"optimizers": [adam(m := model_of()), torch.optim.SGD(m.parameters())], "model": m},

@@ -89,8 +89,8 @@ def test_no_field_may_be_missing_or_of_another_type(path: str) -> None:
     ("text", "message"),
     [
         ("", r"it must be JSON"),
-        ("[]", r"its schema must be 3, got 'list'; let the job write it anew"),
-        (changed("schema", 1), r"its schema must be 3, got 1; let the job write it anew"),
+        ("[]", r"its schema must be 3, got 'list'; let the job write it again"),
+        (changed("schema", 1), r"its schema must be 3, got 1; let the job write it again"),
         (changed("schema", True), r"its schema must be 3, got True"),
         (changed("more", 1), r"job must be without \['more'\]"),
         (changed("model.more", 1), r"job.model must be without \['more'\]"),
