@@ -72,6 +72,8 @@ def optimize(
     max_batch_size: int | None = ...,
     scaling_rule: Rule | None = ...,
     checkpoint: str | os.PathLike[str] | Checkpointing | None = ...,
+    steps: int | None = ...,
+    epochs: float | None = ...,
 ) -> tuple[M, L]: ...
 
 
@@ -91,6 +93,8 @@ def optimize(
     max_batch_size: int | None = ...,
     scaling_rule: Rule | None = ...,
     checkpoint: str | os.PathLike[str] | Checkpointing | None = ...,
+    steps: int | None = ...,
+    epochs: float | None = ...,
 ) -> tuple[M, L, O]: ...
 
 
@@ -109,6 +113,8 @@ def optimize(
     max_batch_size: int | None = None,
     scaling_rule: Rule | None = None,
     checkpoint: str | os.PathLike[str] | Checkpointing | None = None,
+    steps: int | None = None,
+    epochs: float | None = None,
 ) -> tuple[Any, ...]:
     """Make the training loop around `model` and `loader` faster, and show what was done.
 
@@ -143,6 +149,10 @@ def optimize(
         checkpoint: a folder, or `accel.elastic.checkpointing.Checkpointing`: the training is saved in it while it
             goes on and when the process is sent SIGTERM, and this call goes on from the newest one there, on any
             number of ranks. Loop over `remaining_epochs(loader, epochs)`. It needs `optimizer`.
+        steps: steps of the optimizer that the run will have, from this call on, as far as you know: the search then
+            spends its share of the whole run early, and on nothing that the rest of it would not pay back. None
+            (default) spends it by and by, and so does a run that says neither this nor `epochs`.
+        epochs: the same in passes over the loader. `remaining_epochs` and the frameworks' callbacks say it themselves.
 
     Returns:
         What was passed, in order: `(model, loader)`, or `(model, loader, optimizer)`, also where that is None.
@@ -170,7 +180,19 @@ def optimize(
     optimizer_if_passed = None if isinstance(optimizer, _LeftOut) else optimizer
     check_objects(model, loader, optimizer_if_passed)
     settings = check_settings(
-        model, allow, enable, disable, plan, budget, report, cache, max_batch_size, scaling_rule, checkpoint
+        model,
+        allow,
+        enable,
+        disable,
+        plan,
+        budget,
+        report,
+        cache,
+        max_batch_size,
+        scaling_rule,
+        checkpoint,
+        steps,
+        epochs,
     )
     if settings.checkpoint is not None and optimizer_if_passed is None:
         raise InvalidArgument("checkpoint needs the optimizer, whose state it holds; pass it as the third argument")
@@ -265,6 +287,7 @@ def _start(
     fetching = free_fetching(proxy)
     run = Run(model, proxy._accel_loader, [] if optimizer is None else [optimizer], gate, fetching)
     run.exact, run.enabled = settings.level.word == "exact", settings.enable
+    run.planned_steps, run.planned_epochs = settings.steps, settings.epochs
     announcer = Announcer()
     taken = [other.journal.target for key, other in MODELS.items() if key is not model]
     fetching_in_use = fetching is not proxy._accel_fetching
@@ -287,6 +310,8 @@ def _start(
         memory=_memory(run, settings, fetching_in_use),
         startup_s=startup.charge,
         ran_s=(lambda: 0.0) if is_interactive() else startup.ran_s,
+        device=run.device_kind,
+        steps_in_all=run.steps_in_all,
     )
     session = Session(run, chosen, partial(decisions, search), say=announcer.say)
     journal = Journal(

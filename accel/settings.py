@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import math
 import os
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -39,6 +40,8 @@ class OptimizeSettings:
     max_batch_size: int | None = None
     scaling_rule: Rule | None = None
     checkpoint: str | Checkpointing | None = field(default=None, compare=False)
+    steps: int | None = field(default=None, compare=False)
+    epochs: float | None = field(default=None, compare=False)
     places: tuple[str | None, str | Checkpointing | None] = (None, None)
     """Report and checkpoint as they were passed. `report` and `checkpoint` have them as absolute paths: others when the
     script has changed its directory and calls again. That call goes on."""
@@ -67,6 +70,8 @@ def check_settings(
     max_batch_size: Any = None,
     scaling_rule: Any = None,
     checkpoint: Any = None,
+    steps: Any = None,
+    epochs: Any = None,
 ) -> OptimizeSettings:
     """Return checked arguments of `optimize`; raises InvalidArgument for one that is wrong."""
     level = _check_allow(allow)
@@ -80,6 +85,7 @@ def check_settings(
         raise InvalidArgument(f"cache must be True or False, got {cache!r}; ACCEL_CACHE=FOLDER names the folder")
     target = None if report is None else os.fspath(report)
     _check_batch(max_batch_size, scaling_rule)
+    _check_length(steps, epochs)
     saved = os.fspath(checkpoint) if isinstance(checkpoint, str | os.PathLike) else checkpoint
     if not (saved is None or isinstance(saved, str) or hasattr(saved, "interval_s")):
         raise InvalidArgument(
@@ -97,6 +103,8 @@ def check_settings(
         max_batch_size=max_batch_size,
         scaling_rule=scaling_rule,
         checkpoint=_absolute(saved),
+        steps=steps,
+        epochs=epochs,
         places=(target, saved),
     )
 
@@ -118,6 +126,18 @@ def _check_batch(max_batch_size: Any, scaling_rule: Any) -> None:
             "scaling_rule must be a rule of accel.elastic.scaling_rules or a function of a BatchScale, got "
             f"{_kind(scaling_rule)}; AdaScale() is one"
         )
+
+
+def _check_length(steps: Any, epochs: Any) -> None:
+    if steps is not None and epochs is not None:
+        raise InvalidArgument(f"the length of the run must be given once, got steps={steps!r} and epochs={epochs!r}")
+    for name, value, kinds in (("steps", steps, int), ("epochs", epochs, (int, float))):
+        if value is None:
+            continue
+        if not isinstance(value, kinds) or isinstance(value, bool) or not 0 < value < math.inf:
+            raise InvalidArgument(
+                f"{name} must be how many {name} the run will have, above 0, got {value!r}; leave it out if not known"
+            )
 
 
 def check_objects(model: Any, loader: Any, optimizer: Any) -> None:

@@ -121,6 +121,7 @@ class ElasticSampler(Sampler[list[int]]):
         self.turn: int | None = None
         self.is_turn_trained = False
         self.total_epochs: int | None = None
+        self.epochs_to_come: int | None = None  # in this process, as its loop has declared
 
     def consumed(self, batches: Iterable[T]) -> Iterator[T]:
         """Pass the loader's batches on and count each as consumed when the loop gets it.

@@ -7,6 +7,7 @@ the wall time it slept. That distinguishes decoding from storage, and a slow scr
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import os
 import platform
@@ -120,6 +121,14 @@ def cpu_name() -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
+
+
+@functools.cache
+def has_amx() -> bool:
+    """Return whether the processor has units for matrix products in bfloat16; False where the system doesn't tell."""
+    with contextlib.suppress(OSError):
+        return "amx_bf16" in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    return False
 
 
 def _affinity(pid: int = 0) -> frozenset[int]:

@@ -316,4 +316,5 @@ def remaining_epochs(loader: Any, total: int) -> Sequence[int]:
         )
     sampler.total_epochs = total
     first = sampler.epoch if sampler.turns is None else sampler.turns
+    sampler.epochs_to_come = max(total - first, 0)
     return RemainingEpochs(sampler, range(first, max(total, first)))

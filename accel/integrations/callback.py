@@ -44,8 +44,12 @@ class TrainingCallback:
         self._earlier = 0
         """Models that were optimized in the trainings before."""
 
-    def _begin(self) -> None:
+    def _begin(self, *, steps: int | None = None, epochs: float | None = None) -> None:
         """Follow the training of this thread from now on; does nothing where ACCEL=0.
+
+        Args:
+            steps: that it will have, None if the framework doesn't know.
+            epochs: likewise.
 
         The models of the previous training are restored and released: each fold of a cross validation has another one,
         and one that is trained again starts with what is remembered of it. So are the models of another callback that
@@ -59,7 +63,8 @@ class TrainingCallback:
 
             _under_way[get_ident()] = self
             whole = "print(callback.report)"
-            self._training = ScriptTraining(self._options, get_ident(), whole, self._earlier)
+            options = {**self._options, "steps": steps, "epochs": epochs}
+            self._training = ScriptTraining(options, get_ident(), whole, self._earlier)
             self._training.start()
 
     def _end(self, together: bool = True) -> None:

@@ -40,8 +40,8 @@ class TransformersCallback(TrainingCallback, TrainerCallback):
         self._end(together=False)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Follow the training."""
-        self._begin()
+        """Follow the training, whose length is known."""
+        self._begin(steps=state.max_steps - state.global_step if state.max_steps > state.global_step else None)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Restore torch."""

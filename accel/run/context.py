@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from accel.profiler.host import usable_cores
+from accel.profiler.host import has_amx, usable_cores
 from accel.profiler.loop.optimizers import Optimizers
 from accel.profiler.trees import shape_of, tensors
 from accel.run.layouts import order
@@ -62,6 +62,8 @@ class Observed:
     """Shapes of the tensors in the usual batch; "varying" if there is no usual one."""
     free_cores: int | None = None
     """Cores that processes outside this run left to this rank at the last look; None before the first."""
+    batches_per_step: int = 1
+    """The most that a step has had."""
     fetch_finding: str = ""
     """Why fetching can't be moved elsewhere; '' if nothing speaks against it."""
 
@@ -141,6 +143,10 @@ class Run:
     cores: int = field(default_factory=usable_cores)
     threads: int = field(default_factory=torch.get_num_threads)
     """Intra-op threads of plain steps: when the run began, or when `intraop_threads` was last switched on."""
+    planned_steps: int | None = None
+    """How many steps the run will have, as the user or a framework has it."""
+    planned_epochs: float | None = None
+    """How many epochs, likewise."""
 
     def __post_init__(self) -> None:
         self.optimizers = Optimizers(self.optimizers)
@@ -161,6 +167,22 @@ class Run:
     def cuda(self) -> bool:
         """True when the model lives on an NVIDIA (or ROCm) device."""
         return self.device.type == "cuda"
+
+    @property
+    def device_kind(self) -> str:
+        """What the recorded results tell devices apart by: "cuda", "cpu with AMX", "cpu", or another type."""
+        return "cpu with AMX" if self.device.type == "cpu" and has_amx() else self.device.type
+
+    def steps_in_all(self) -> float | None:
+        """Return how many steps the run will have; None if nobody has said so, or the loader has no length."""
+        sampler = getattr(self.loader, "batch_sampler", None)
+        epochs = getattr(sampler, "epochs_to_come", None) if self.planned_epochs is None else self.planned_epochs
+        if self.planned_steps is not None or epochs is None:
+            return self.planned_steps
+        try:
+            return float(epochs * len(self.loader)) / self.observed.batches_per_step
+        except (TypeError, NotImplementedError):
+            return None
 
     def has_module(self, *kinds: type[nn.Module]) -> bool:
         """Return whether the model contains a module of one of these classes."""

@@ -13,8 +13,9 @@ from accel.search import costs, outlook, priority, verdicts
 from accel.search.actions import Action, Decisions
 from accel.search.experiment import Interrupted, act, close, has_news, look, watching
 from accel.search.holding import follow, hold
+from accel.search.reopening import reopen_verdicts
 from accel.search.state import BatchGrowth, CandidateStage, SearchState
-from accel.search.takeover import recall, take_over
+from accel.search.takeover import affordable_recipe, follow_recipe, recall, take_over
 from accel.search.trying import consider, say_what_does_not_apply_anyway, try_at_once
 
 _GLANCE = 2
@@ -101,7 +102,7 @@ def _glance(state: SearchState) -> Decisions:
 def _begin_affordably(state: SearchState) -> Decisions:
     """Let the loop run until the budget allows for more than accel's start has taken, and look at it again."""
     from_s = state.budget.allowed_from(spent=state.cost_s, expected=0.0, saved=state.saved_s)
-    if not state.lasted_s < from_s < math.inf or state.plain_ms <= 0:
+    if not state.lasted_s < from_s < math.inf or state.plain_ms <= 0 or costs.affordable(state, 0.0):
         return
     while (wait_s := from_s - state.lasted_s) > 0 and not has_news(state):
         # Wait in chunks, so that what is known is kept if the run ends early.
@@ -136,6 +137,10 @@ def _search(state: SearchState) -> Decisions:
             candidate.waits()  # begins what that takes, which costs next to nothing, while others are tried
     while True:
         yield from follow(state)
+        reopen_verdicts(state)
+        if recipe := affordable_recipe(state):
+            yield from follow_recipe(state, recipe)
+            continue
         if (able := priority.next_candidate(state)) is not None:
             yield from consider(state, able)
             continue
@@ -157,6 +162,7 @@ def _reopen(state: SearchState) -> None:
     state.searching, state.is_out_of_turn = True, False
     state.plan, state.growth, state.announced = {}, BatchGrowth(), {}
     state.closing, state.closed_plan, state.last_trial = None, {}, None
+    state.recipe.begin_again()
     for candidate in state.candidates.values():
         if candidate.stage is CandidateStage.RULED_OUT:
             continue

@@ -11,13 +11,16 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from accel.profiler.interruptions import ours
+from accel.search.budget import TO_WIN
 
 if TYPE_CHECKING:
     from accel.search.actions import Result
+    from accel.search.plan import Choices
     from accel.search.state import Candidate, SearchState
 
 DEAR_S = 1.0
 """One-off work that takes so long comes after what is cheap, is not done beside other processes, and is measured."""
+ONE_OFF = "one-off work"
 COMPARING = "comparing it with the plain loop"
 """Work that a trial is too dear for the budget by."""
 _REPLAYS = {"model": 3.0, "optimizer": 0.5, "input": 0.0}
@@ -54,8 +57,7 @@ def work_of(state: SearchState, candidate: Candidate, setting: Any) -> float:
     work = _work(candidate, setting)
     if candidate.is_insisted or work in candidate.done:
         return again_s
-    declared = declared_s(candidate, setting)
-    return again_s + (state.recollection.cost_s.get(work, declared) if declared else 0.0)
+    return again_s + _once_s(state, candidate, setting)
 
 
 def made_for_calls(state: SearchState, candidate: Candidate) -> Candidate | None:
@@ -76,16 +78,24 @@ def _again_s(state: SearchState, candidate: Candidate, setting: Any) -> float:
     other = made_for_calls(state, candidate)
     if other is None or candidate.passed == {**state.plan, candidate.name: setting}:
         return 0.0  # for such a plan the guard's check has done so already
-    kept = state.plan[other.name]
-    return state.recollection.cost_s.get(_work(other, kept), declared_s(other, kept))
+    return _once_s(state, other, state.plan[other.name])
+
+
+def _once_s(state: SearchState, candidate: Candidate, setting: Any) -> float:
+    """Return what one-off work takes: as measured last, or as declared, corrected by what other such work has shown."""
+    declared = declared_s(candidate, setting)
+    expected = declared * state.work_ratio.get(candidate.name, 1.0)
+    return state.recollection.cost_s.get(_work(candidate, setting), expected) if declared else 0.0
 
 
 def note_work(state: SearchState, candidate: Candidate, setting: Any, seconds: float) -> None:
     """Note that one-off work has been done, and what it has taken, if it is dear."""
     work, expected_s = _work(candidate, setting), work_of(state, candidate, setting)
     if is_dear(candidate):
-        done_s = state.recollection.cost_s.get(work, 0.0) if work in candidate.done else 0.0
-        state.recollection.cost_s[work] = max(seconds, done_s)
+        known_s, declared = state.recollection.cost_s, declared_s(candidate, setting)
+        if declared and work not in known_s:
+            state.work_ratio[candidate.name] = seconds / declared
+        known_s[work] = max(seconds, known_s.get(work, 0.0) if work in candidate.done else 0.0)
         if expected_s and work not in candidate.done:
             state.note(f"{work}: one-off work took {seconds:.1f} s, expected {expected_s:.1f} s")
     candidate.done.add(work)
@@ -97,6 +107,18 @@ def check_s(state: SearchState, candidate: Candidate) -> float:
         return 0.0
     compared = _compared(candidate)
     return state.check_s.get(compared, _REPLAYS[compared] * state.pace.guard * state.plain_s)
+
+
+def check_of(state: SearchState, plan: Choices, steps: int | None = None) -> float:
+    """Return what the guard's comparison of a plan as a whole will take about, one-off work included.
+
+    Args:
+        steps: in which it is compared, if not as many as usual.
+    """
+    candidates = [state.candidates[name] for name in plan]
+    work_s = sum(work_of(state, candidate, plan[candidate.name]) for candidate in candidates)
+    compared_s = max((check_s(state, candidate) for candidate in candidates), default=0.0)
+    return work_s + compared_s * (1.0 if steps is None else steps / state.pace.guard)
 
 
 def note_check(state: SearchState, candidate: Candidate, result: Result, cost_s: float) -> None:
@@ -117,42 +139,74 @@ def expected_s(state: SearchState, candidate: Candidate) -> float:
     return max(work_s(state, candidate) + check_s(state, candidate), candidate.needs_s)
 
 
-def affordable(state: SearchState, seconds: float) -> bool:
-    """Return whether the budget allows for a further cost now."""
-    return state.budget.allows(spent=state.cost_s, expected=seconds, elapsed=state.lasted_s, saved=state.saved_s)
+def affordable(state: SearchState, seconds: float, *, to_win: float = TO_WIN) -> bool:
+    """Return whether the budget allows for a further cost now.
+
+    Args:
+        to_win: share of what is still to come of the run, if that is known, which the cost may take.
+    """
+    return state.budget.allows(
+        spent=state.cost_s,
+        expected=seconds,
+        elapsed=state.lasted_s,
+        saved=_to_save_s(state),
+        to_come=state.to_come_s,
+        to_win=to_win,
+    )
+
+
+def can_pay(state: SearchState, candidate: Candidate, seconds: float) -> bool:
+    """Return whether the budget allows for a cost of a candidate: half of its recorded gain may be spent on it."""
+    gain = state.recipe.gain(candidate.name) or 1.0
+    return affordable(state, seconds, to_win=max(TO_WIN, (1 - 1 / gain) / 2))
+
+
+def can_do_at_once(state: SearchState, candidate: Candidate, setting: Any, before_s: float = 0.0) -> bool:
+    """Return whether one-off work need not wait: the budget allows for it, or it is a small part of the run so far.
+
+    Args:
+        before_s: other such work that is done with it.
+    """
+    once_s = work_of(state, candidate, setting)
+    return once_s <= min(DEAR_S, TO_WIN * state.lasted_s) or can_pay(state, candidate, before_s + once_s)
+
+
+def _to_save_s(state: SearchState) -> float:
+    """Return what the plan has saved, and will as far as it is known how long the run goes on, s."""
+    return state.saved_s + (state.to_come_s or 0.0) * (state.shown_gain(state.plan) - 1)
 
 
 def affordable_in(state: SearchState, length_s: float, saved_s: float) -> Callable[[float], bool]:
     """Return what tells whether a cost is allowed, if this run lasts, and is shortened, as an earlier one."""
-    elapsed_s = max(state.elapsed_s, length_s)
+    elapsed_s = max(state.elapsed_s, length_s, state.lasted_s + (state.to_come_s or 0.0))
     return lambda seconds: state.budget.allows(spent=state.cost_s, expected=seconds, elapsed=elapsed_s, saved=saved_s)
 
 
 def too_dear(state: SearchState, candidate: Candidate) -> str:
     """Say that a candidate costs more than the budget allows now; '' if it doesn't."""
     seconds = expected_s(state, candidate)
-    if affordable(state, seconds):
+    if can_pay(state, candidate, seconds):
         return ""
     one_off_s = work_s(state, candidate)
-    if one_off_s:
-        return state.budget.too_dear(state.cost_s, one_off_s)
-    return state.budget.too_dear(state.cost_s, seconds, COMPARING)
+    work = ONE_OFF if one_off_s else COMPARING
+    return state.budget.too_dear(state.cost_s, one_off_s or seconds, work, never=state.to_come_s is not None)
 
 
 def trial_limit_s(state: SearchState) -> float:
     """Return what a trial may cost before it is cut short: doubled, that is what its next one must wait for."""
-    left_s = state.budget.in_all(elapsed=state.lasted_s, saved=state.saved_s) - state.cost_s
+    in_all_s = state.budget.in_all(elapsed=state.lasted_s + (state.to_come_s or 0.0), saved=_to_save_s(state))
+    left_s = in_all_s - state.cost_s
     return max(left_s, _OVERSPENT * state.lasted_s)
 
 
 def steps_until_affordable(state: SearchState, candidates: Iterable[Candidate]) -> float:
     """Return after how many steps the first of these will be affordable; infinite if none waits for that."""
     waiting = [each for each in candidates if not state.recollection.postponed(each.name, state.elapsed_s)]
-    seconds = [each for each in (expected_s(state, other) for other in waiting) if not affordable(state, each)]
-    if not seconds or state.plain_ms <= 0:
-        return math.inf
+    seconds = [s for other in waiting if not can_pay(state, other, s := expected_s(state, other))]
+    if not seconds or state.plain_ms <= 0 or state.to_come_s is not None:
+        return math.inf  # what does not pay in the rest of a run never will
     from_s = state.budget.allowed_from(spent=state.cost_s, expected=min(seconds), saved=state.saved_s)
-    return _MARGIN * max(0.0, from_s - state.lasted_s) / state.plain_s + 1
+    return _MARGIN * max(0.0, from_s - state.lasted_s) / state.step_s + 1
 
 
 def _next_setting(candidate: Candidate) -> Any:

@@ -114,7 +114,7 @@ def look(state: SearchState, *, rest: int = 0, steps: int = 0) -> Generator[Acti
     if result.measurements:
         wait_share = None if result.evidence is None else result.evidence.ddp_wait_share
         state.anatomy_after = anatomy.typical(wait_as_communication(result.measurements, wait_share))
-        state.diagnosis = result.diagnosis
+        state.diagnosis, state.step_ms = result.diagnosis, state.reduce(result.seconds) * 1e3
     if not plan:
         state.anatomy_before, state.plain_diagnosis = dict(state.anatomy_after), state.diagnosis
         if result.seconds:
@@ -150,9 +150,13 @@ def check(state: SearchState, candidate: Candidate, trial_plan: Choices) -> Gene
     return not finding.problem and not finding.unsure
 
 
-def check_whole(state: SearchState, plan: Choices) -> Generator[Action, Result, str]:
-    """Check a plan as a whole before any of it is on; return what speaks against it, else ''."""
-    result = yield from act(state, Action(plan=state.plan, steps=state.pace.guard, check=plan))
+def check_whole(state: SearchState, plan: Choices, steps: int | None = None) -> Generator[Action, Result, str]:
+    """Check a plan as a whole, usually before any of it is on; return what speaks against it, else ''.
+
+    Args:
+        steps: in which it is compared, if not as many as usual.
+    """
+    result = yield from act(state, Action(plan=state.plan, steps=steps or state.pace.guard, check=plan))
     if failed := [f"{name}: {why}" for name, why in result.trips.items() if name in plan]:
         return failed[0]
     finding = result.finding
@@ -189,11 +193,12 @@ def trial(
         config: the statistics, if not those of the search.
         if_much_slower: the verdict where the first steps of `b` are much slower.
     """
+    step_s = state.plain_s if a == state.standing_plan() != state.plan else state.step_s
     terms = Terms(
-        config=(config or state.config).for_steps_of(state.plain_s),
+        config=(config or state.config).for_steps_of(step_s),
         settle=settle,
         reduce=state.reduce,
-        step_s=max(state.plain_s, 1e-4),
+        step_s=max(step_s, 1e-4),
         if_much_slower=if_much_slower,
         limit_s=limit_s,
     )
@@ -216,7 +221,13 @@ def trial(
     return result
 
 
-def close(state: SearchState, what: str = "the plan as a whole") -> Decisions:
+def close(
+    state: SearchState,
+    what: str = "the plan as a whole",
+    *,
+    if_much_slower: Verdict | None = None,
+    limit_s: Callable[[], float] = lambda: math.inf,
+) -> Decisions:
     """Try the whole plan against the plain loop, and undo what is shown not to be faster.
 
     Each strategy of it has had its own trial, in this run or an earlier one. So where noise leaves this one open, and
@@ -224,6 +235,8 @@ def close(state: SearchState, what: str = "the plan as a whole") -> Decisions:
 
     Args:
         what: the plan, in the reason for undoing it.
+        if_much_slower: the verdict where its first steps are much slower.
+        limit_s: what the trial may cost.
     """
     while state.plan:
         plan, standing = dict(state.plan), state.standing_plan()
@@ -231,7 +244,15 @@ def close(state: SearchState, what: str = "the plan as a whole") -> Decisions:
         if outcome is None and plan != standing:
             settle = max(state.candidates[name].comparison.settling(setting) for name, setting in plan.items())
             with charged_to(state):
-                result = yield from trial(state, TrialDesign(), standing, plan, settle=settle)
+                result = yield from trial(
+                    state,
+                    TrialDesign(),
+                    standing,
+                    plan,
+                    settle=settle,
+                    if_much_slower=if_much_slower,
+                    limit_s=limit_s,
+                )
             if result is None:
                 continue  # a strategy tripped and is gone: close with the rest
             outcome = result.outcome

@@ -82,6 +82,8 @@ class RememberedPlan:
         memory: keeps it from run to run; None remembers nothing.
     """
 
+    what = "the remembered plan"
+
     def __init__(self, memory: PlanMemory | None, now: Callable[[], float] = time.time) -> None:
         self._memory, self._now = memory, now
         self._earlier: RememberedSearch | None = None

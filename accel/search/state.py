@@ -36,6 +36,7 @@ from accel.report import Event, StrategyRow
 from accel.search.budget import Budget
 from accel.search.pace import Pace
 from accel.search.plan import Choices
+from accel.search.recipes import Recipe
 from accel.search.remembered import PlanMemory, RememberedPlan
 from accel.strategies.base import Strategy, designed, is_compared, why_not
 from accel.strategies.trial_design import TrialDesign
@@ -88,6 +89,10 @@ class Candidate:
     """What was known before it was tried, or kept, out of its turn."""
     done: set[str] = field(default_factory=set)
     """One-off work that has been done."""
+    judged_ms: float = 0.0
+    """The step that its last verdict holds for; 0 before the first."""
+    times_reopened: int = 0
+    """How often its verdict was reopened since the step had become shorter."""
     other_draws: bool = False
     """With it dropout draws other numbers."""
 
@@ -149,6 +154,7 @@ class Candidate:
         self.stage = CandidateStage.QUEUED if self.ruled_out is None else CandidateStage.RULED_OUT
         self.at_length, self.settings_left, self.passed, self.needs_s = False, None, None, 0.0
         self.standing, self.before, self.done = None, None, set()
+        self.judged_ms, self.times_reopened = 0.0, 0
 
     def _new_row(self) -> StrategyRow:
         row = StrategyRow(
@@ -183,9 +189,9 @@ class BatchGrowth:
 class SearchState:
     """What a search knows, has decided and has spent.
 
-    The fields up to `ran_s` are what it is given: `announce` is called with each decided row; `say` prints one line for
-    the user; `startup_s` tells what accel's start has cost the run before the search, and `ran_s` how long the run had
-    lasted by then.
+    The fields up to `steps_in_all` are what it is given: `announce` is called with each decided row; `say` prints one
+    line for the user; `startup_s` tells what accel's start has cost the run before the search, and `ran_s` how long the
+    run had lasted by then.
     """
 
     offered: Sequence[Candidate]
@@ -203,6 +209,10 @@ class SearchState:
     """Keeps what is found from run to run; None remembers nothing."""
     startup_s: Callable[[], float] = lambda: 0.0
     ran_s: Callable[[], float] = lambda: 0.0
+    device: str = ""
+    """The kind of device, which has a recipe or not; see `accel.run.machine.device_kind`."""
+    steps_in_all: Callable[[], float | None] = lambda: None
+    """How many steps the run will have; None if that isn't known."""
 
     plan: Choices = field(default_factory=dict)
     """The best plan so far, which an interrupted run keeps."""
@@ -223,8 +233,12 @@ class SearchState:
     saved_s: float = 0.0
     check_s: dict[str, float] = field(default_factory=dict)
     """What is compared → what the guard's next comparison of it will cost, by the last one."""
+    work_ratio: dict[str, float] = field(default_factory=dict)
+    """Strategy → what its one-off work took on this machine ÷ what it expected."""
 
     plain_ms: float = 0.0
+    step_ms: float = 0.0
+    """A step under the plan as it was at the last look, ms."""
     anatomy_before: dict[str, float] = field(default_factory=dict)
     anatomy_after: dict[str, float] = field(default_factory=dict)
     diagnosis: Diagnosis = field(default_factory=lambda: _nothing_seen())
@@ -251,6 +265,7 @@ class SearchState:
         self.candidates = {candidate.name: candidate for candidate in self.offered}
         self.recollection = RememberedPlan(self.memory)
         """What an earlier run has found."""
+        self.recipe = Recipe(self.device)
 
     @property
     def rows(self) -> dict[str, StrategyRow]:
@@ -266,6 +281,17 @@ class SearchState:
     def plain_s(self) -> float:
         """Seconds of a plain step, 0 while that is not known."""
         return self.plain_ms / 1e3
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a present step, 0 while that is not known."""
+        return (self.step_ms if self.plan and self.step_ms else self.plain_ms) / 1e3
+
+    @property
+    def to_come_s(self) -> float | None:
+        """How much longer the run goes on with steps as they are now; None if that isn't known."""
+        steps = self.steps_in_all()
+        return None if steps is None or not self.step_s else max(0.0, steps - self.steps) * self.step_s
 
     @property
     def has_tried(self) -> bool:

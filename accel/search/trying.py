@@ -18,13 +18,17 @@ _SOON_STEADY = 2
 """What needs more settling steps may need a few more the first time: its first steps say little."""
 
 
-def consider(state: SearchState, candidate: Candidate) -> Decisions:
-    """Try a candidate whose turn has come, or say why not."""
+def consider(state: SearchState, candidate: Candidate, *, is_paid_for: bool = False) -> Decisions:
+    """Try a candidate whose turn has come, or say why not.
+
+    Args:
+        is_paid_for: it does not wait for the budget.
+    """
     if why := candidate.refusal():
         verdicts.give_up(state, candidate, "not applicable", why)
     elif why := priority.too_little(state, candidate):
         verdicts.give_up(state, candidate, "not tried", why)
-    elif why := priority.why_pending(state, candidate):
+    elif why := "" if is_paid_for else priority.why_pending(state, candidate):
         if impossible := candidate.refusal():  # as has turned out only now
             verdicts.give_up(state, candidate, "not applicable", impossible)
             return
@@ -147,7 +151,7 @@ def _check(state: SearchState, candidate: Candidate, setting: Any) -> Generator[
 def _has_to_wait(state: SearchState, candidate: Candidate, setting: Any) -> bool:
     """Tell whether a further setting has to wait for the budget, or for the loop if it has work of its own."""
     work_s = costs.work_of(state, candidate, setting)
-    if not costs.affordable(state, work_s + costs.check_s(state, candidate)):
+    if not costs.can_pay(state, candidate, work_s + costs.check_s(state, candidate)):
         return True
     return bool(work_s and costs.declared_s(candidate, setting) and candidate.waits())
 

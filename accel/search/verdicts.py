@@ -87,6 +87,13 @@ def judge(state: SearchState, candidate: Candidate, setting: object, result: Tri
         row.setting = candidate.describe(setting)
 
 
+def judge_left_out(candidate: Candidate, without: Outcome) -> None:
+    """Record what a strategy of the plan gives, by a trial of the plan without it."""
+    row = candidate.row
+    row.gain, row.gain_low, row.gain_high = 1 / without.gain, 1 / without.high, 1 / without.low
+    row.before_ms, row.after_ms, row.spread_ms = without.after_ms, without.before_ms, without.spread_ms
+
+
 def with_draws(candidate: Candidate, why: str) -> str:
     """Return why a strategy is kept, and that dropout draws other numbers with it, if it does."""
     return why + ("; dropout draws other numbers, as with another seed" if candidate.other_draws else "")
@@ -115,7 +122,7 @@ def remember(state: SearchState, *, ended: bool = False) -> None:
     Args:
         ended: the run is over.
     """
-    plan = state.lasting_plan()
+    plan = {} if state.recipe.is_checking else state.lasting_plan()  # it has shown nothing yet
     undone = [each.row for each in state.candidates.values() if each.row.status == "undone" and not each.is_pending]
     lost = {
         row.name: ", ".join(filter(None, ("" if row.gain is None else f"{row.gain:.2f}x", row.why[:200])))
