@@ -94,7 +94,7 @@ BLOCKS = (
     Block("docs/figures.md", "target", "time-to-accuracy", time_to_accuracy.table_block),
     Block("docs/kernels.md", "simota", "simota", simota.table_block),
     Block("docs/kernels.md", "fcos", "fcos-targets", fcos_targets.table_block),
-    Block("docs/kernels.md", "host", "launch-cost", launch_cost.RECORD.block),
+    Block("docs/contributing/kernels.md", "host", "launch-cost", launch_cost.RECORD.block),
     Block("docs/contributing/decisions.md", "decisions", "decision-faults", decision_faults.RECORD.block),
     Block("docs/contributing/tests.md", "runs", "repeated-tests", repeated_tests.table_block),
     Block("docs/contributing/tests.md", "versions", "torch-versions", torch_versions.RECORD.block),

@@ -2,7 +2,8 @@
 
 Triton's `kernel[grid](...)` binds all arguments by name in every call, derives their types and alignments and hashes
 the outcome: 44 µs of host time for the forward pass of window attention, several times what the kernel takes on a small
-map. Here dtypes and values are the key of a compiled kernel that was bound before. Figures: docs/kernels.md.
+map. Here dtypes and values are the key of a compiled kernel that was bound before. Figures:
+docs/contributing/kernels.md.
 
     @PlannedKernel
     @triton.jit

@@ -139,7 +139,7 @@ def test_the_strategy_of_the_manual_gets_a_verdict_and_is_taken_back(
     before = torch.backends.mkldnn.matmul.fp32_precision
     code = next(code for _, _, code in code_blocks() if "CpuBf16Products" in code)
     torch.set_num_threads(1)
-    exec(compile(code, "docs/strategies.md", "exec"), {"__name__": "docs"})
+    exec(compile(code, "docs/contributing/strategies.md", "exec"), {"__name__": "docs"})
     assert capsys.readouterr().out.split()[0] in {"kept", "undone", "refused"}
     assert torch.backends.mkldnn.matmul.fp32_precision == before
 
@@ -225,10 +225,12 @@ def test_every_argument_of_optimize_and_every_public_call_is_documented() -> Non
 
 
 def test_every_attribute_and_method_of_a_strategy_is_documented() -> None:
-    page = text("docs/strategies.md")
+    page = text("docs/contributing/strategies.md")
     kind = strategies.Strategy
     own = {name for name in (*vars(kind), *kind.__annotations__) if not name.startswith("_")}
-    assert own <= names_in_first_cells("docs/strategies.md") | set(re.findall(r"^\| `(\w+)\(", page, re.MULTILINE))
+    assert own <= names_in_first_cells("docs/contributing/strategies.md") | set(
+        re.findall(r"^\| `(\w+)\(", page, re.MULTILINE)
+    )
 
 
 # Figures
