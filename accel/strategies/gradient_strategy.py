@@ -47,8 +47,8 @@ class GradientStrategy(Strategy):
             return "the model is no DistributedDataParallel module; pass the wrapped one"
         if run.model._join_config.enable:
             return "within join() ranks take different numbers of steps, and these must switch at the same one"
-        if run.cuda:
-            return "its hooks have not been run on GPUs yet; accel.comm.selector.AutoComm can be tried by hand"
+        if run.cuda and self.name not in run.enabled:
+            return f"its hooks have not been proven on GPUs; enable=({self.name!r},) tries them after a self-test"
         from accel.comm.selection import offers
 
         return offers.refusal(run.model, self.above)

@@ -22,6 +22,7 @@ from accel.comm.cost_model.cost import Network
 from accel.comm.cost_model.probe import probe
 from accel.comm.ranks.failure import CommError
 from accel.comm.selection.planner import Planner, why_not
+from accel.comm.selection.self_test import self_test
 
 WATCH = 5
 """Plain steps that must have been recorded before anything is predicted."""
@@ -69,6 +70,8 @@ class SchemeOffers(Planner):
         self._on.pop(level, None)
         self._on[level] = number
         if self._network is None:
+            if self.binding.device.type == "cuda" and (problem := self_test(self.binding, self.timeout)):
+                raise NoOffer(f"the self-test has failed: {problem}")
             self._network = probe(self.topology, self.binding.device)
         self.put_on()
         self.use_offer()
