@@ -102,6 +102,8 @@ class RayActuator:
         self._ray, self._address, self._resource = ray, address, slots
         self._jobs: dict[str, tuple[Any, list[Any]]] = {}
         """Placement group and actors of each job that runs."""
+        self._held: dict[str, Counter[str]] = {}
+        """Slots of each job by node, from before they are reserved until after they are released."""
         self._statuses: dict[str, int | None] = {}
         """Of the jobs that have ended; None for one that was stopped."""
         self._lock = threading.Lock()
@@ -121,6 +123,7 @@ class RayActuator:
                 if not self._ray.is_initialized():
                     _reach(self._address)
                     self._jobs.clear()  # actors end with the connection that they were made by
+                    self._held.clear()
                     self._ray.init(self._address, namespace="accel", log_to_driver=False, logging_level="ERROR")
             yield
         except errors.RayTaskError as error:  # raised by what was to be done there
@@ -130,21 +133,26 @@ class RayActuator:
             raise ClusterUnreachable(f"the Ray cluster ({self._address}) does not answer: {reason}") from None
 
     def nodes(self) -> list[ClusterNode]:
-        """Return the nodes that are alive, are to stay so, and have slots.
+        """Return the nodes that are alive and are to stay so, with the slots that no other work of Ray's has taken.
 
         One that is being drained, since it is about to be reclaimed, say, counts as gone: so its jobs are saved and
         moved while it is there.
         """
         with self._connected():
-            draining = self._ray._private.state.state.get_draining_nodes()
+            state = self._ray._private.state
+            draining, free = state.state.get_draining_nodes(), state.available_resources_per_node()
             alive = [node for node in self._ray.nodes() if node["Alive"] and node["NodeID"] not in draining]
         if self._resource is None:
             self._resource = "GPU" if any(node["Resources"].get("GPU") for node in alive) else "CPU"
-        return [
-            ClusterNode(node["NodeID"], int(slots), kind=_kind(node["Resources"]))
-            for node in sorted(alive, key=lambda each: str(each["NodeID"]))
-            if (slots := node["Resources"].get(self._resource, 0)) >= 1
-        ]
+        own = sum(list(self._held.values()), Counter[str]())  # a copy: other threads place jobs
+        nodes = []
+        for node in sorted(alive, key=lambda each: str(each["NodeID"])):
+            name, resources = node["NodeID"], node["Resources"]
+            # What is free lags behind: a job that has just been placed or ended may count twice for a moment.
+            slots = min(free.get(name, resources).get(self._resource, 0) + own[name], resources.get(self._resource, 0))
+            if slots >= 1:
+                nodes.append(ClusterNode(name, int(slots), kind=_kind(resources)))
+        return nodes
 
     def change(self, row: JobRow, nodes: tuple[str, ...]) -> None:
         """Stop a job's ranks after a checkpoint, and start them on their new nodes."""
@@ -153,7 +161,7 @@ class RayActuator:
                 self._answers([host.stop.remote() for host in self._jobs[row.name][1]], SAVE_S + _ANSWER_S)
                 if self.status(row.name) == 0:
                     return  # it has ended by itself meanwhile
-                self._release(*self._jobs.pop(row.name, (None, [])))
+                self._release(row.name, *self._jobs.pop(row.name, (None, [])))
             if nodes:
                 self._jobs[row.name] = self._started(row, Counter(nodes))
                 self._statuses.pop(row.name, None)
@@ -168,6 +176,7 @@ class RayActuator:
         """
         from ray.util.placement_group import placement_group
 
+        self._held[row.name] = replicas
         labels = [{_NODE_LABEL: node} for node in replicas]
         group = placement_group([self._amount(count) for count in replicas.values()], bundle_label_selector=labels)
         hosts = [self._host(group, index, count, row) for index, count in enumerate(replicas.values())]
@@ -182,7 +191,7 @@ class RayActuator:
             if None in (*addresses, *self._answers([*begun, *(host.status.remote() for host in hosts)])[len(begun) :]):
                 raise ClusterUnreachable("a node was lost while it was started")
         except BaseException:
-            self._release(group, hosts)
+            self._release(row.name, group, hosts)
             raise
         return group, hosts
 
@@ -200,13 +209,14 @@ class RayActuator:
     def _amount(self, replicas: int) -> dict[str, float]:
         return {self._resource or "CPU": float(replicas)}
 
-    def _release(self, group: Any, hosts: list[Any]) -> None:
+    def _release(self, name: str, group: Any, hosts: list[Any]) -> None:
         from ray.util.placement_group import remove_placement_group
 
         for host in hosts:
             self._ray.kill(host)
         if group is not None:
             remove_placement_group(group)
+        self._held.pop(name, None)
 
     def _answers(self, asked: list[Any], limit_s: float = _ANSWER_S) -> list[Any]:
         """Return what hosts answer, None for each that is lost."""
@@ -232,7 +242,7 @@ class RayActuator:
             if not failed and "running" in answers:
                 return None
             del self._jobs[name]
-            self._release(group, hosts)
+            self._release(name, group, hosts)
             self._statuses[name] = failed[0] if failed else 0
             return self._statuses[name]
 

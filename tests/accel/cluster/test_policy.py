@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import subprocess
 import sys
@@ -109,6 +110,13 @@ def test_a_small_gain_is_not_worth_a_restart() -> None:
     apart = {"a": ("node-00",) * 4, "b": ("node-01",) * 4}
     assert allocate(jobs, nodes, apart, 0.0) == apart
     assert allocate(jobs, nodes, {**apart, "a": ("node-00",) * 3}, 0.0)["b"] == apart["b"]
+
+
+@pytest.mark.parametrize(("restart_s", "replicas"), [(300.0, 3), (0.1, 4)])
+def test_what_a_resize_has_cost_decides_whether_it_is_made(restart_s: float, replicas: int) -> None:
+    costly = dataclasses.replace(profile(left=10_000.0), restart_s=restart_s)
+    jobs = [job("a", profiles={"gpu": costly})]
+    assert len(allocate(jobs, hosts(1), {"a": ("node-00",) * 3}, 0.0)["a"]) == replicas
 
 
 def test_a_job_that_would_miss_its_deadline_comes_first() -> None:

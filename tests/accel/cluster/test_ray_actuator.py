@@ -141,6 +141,32 @@ def test_a_node_that_is_drained_is_left_while_it_is_there(cluster: Any, tmp_path
     check_samples(logged(folder))
 
 
+def test_other_work_on_the_cluster_keeps_what_it_has(cluster: Any, tmp_path: Path) -> None:
+    """A reservation such as that of a Ray Train job; its slot is not counted, nor asked for."""
+    from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
+
+    actuator = RayActuator(cluster.address)
+    others = placement_group([{"CPU": 1.0}])
+    assert others.wait(60)
+    wait_for(lambda: len(actuator.nodes()) == 1)
+    row, (left,) = JobRow("one", job(tmp_path), 0.0), (node.name for node in actuator.nodes())
+    actuator.change(row, (left,))
+    for _ in range(10):
+        assert [(node.name, node.gpus) for node in actuator.nodes()] == [(left, 1)]  # its own slot stays its own
+        time.sleep(0.3)
+    with pytest.raises(ClusterUnreachable, match="Ray has no room for 2 replicas; asked again"):
+        actuator.change(JobRow("two", job(tmp_path, "two"), 0.0), tuple(ray_nodes(cluster)))
+    assert placement_group_table(others)["state"] == "CREATED"
+    wait_for(lambda: actuator.status("one") == 0)
+    check_samples(logged(tmp_path / "one"))
+    remove_placement_group(others)
+    wait_for(lambda: len(actuator.nodes()) == 2)
+
+
+def ray_nodes(cluster: Any) -> list[str]:
+    return [each.node_id for each in cluster.worker_nodes]
+
+
 class Faults:
     """Three jobs on a Ray cluster whose parts are killed.
 
