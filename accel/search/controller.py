@@ -68,6 +68,8 @@ def _observe(state: SearchState) -> Decisions:
         if state.replay is not None:  # it measures nothing that a crowded machine could hide
             break
         if not waits:
+            if beginning := outlook.beginning(state):
+                state.say(beginning)
             yield from recall(state)
         yield from follow(state)
         if not waits and not state.plan:

@@ -38,6 +38,18 @@ def is_too_early(state: SearchState) -> bool:
     return not all(state.budget.exhausted(state.cost_s, seconds) for seconds in expected)
 
 
+def beginning(state: SearchState) -> str:
+    """Say that the loop is followed, when trials begin, and how they come sooner; '' if there is nothing to try."""
+    if not state.plain_ms or not any(not candidate.refusal() for candidate in state.pending()):
+        return ""
+    from_s = state.budget.allowed_from(spent=state.cost_s, expected=0.0, saved=state.saved_s)
+    if costs.affordable(state, 0.0) or not state.lasted_s < from_s < math.inf:
+        when = "trials begin now"
+    else:
+        when = f'trials begin {from_s:.0f} s into the run; sooner: budget="30s" (accel run --budget 30s)'
+    return f"following a loop of {state.plain_ms:.3g} ms a step; {when} (budget {state.budget.text})"
+
+
 def why_open(state: SearchState) -> tuple[str, str]:
     """Say why there is no verdict yet, and what would bring it sooner; '' twice if nothing is left to decide."""
     if not state.plain_ms:

@@ -11,6 +11,7 @@ import accel
 from accel import entry
 from accel.search import outlook
 from tests.accel.loops import Quick, advance, advance_until, make, settled, training
+from tests.accel.simulation import Machine, candidate, simulate
 
 
 def test_a_run_that_ends_before_its_search_says_so(only_quick: None, capsys: pytest.CaptureFixture[str]) -> None:
@@ -58,10 +59,9 @@ def test_a_crowded_machine_is_named_as_soon_as_the_search_waits(
     Quick.on = True  # nothing waits
     model, loader, optimizer = accel.optimize(*make(), budget=60)
     advance(training(model, loader, optimizer), 60)
-    assert (
-        capsys.readouterr().err
-        == "accel: other processes keep the machine busy: what that would hide or distort is tried later\n"
-    )
+    first, second = capsys.readouterr().err.splitlines()
+    assert first.startswith("accel: following a loop of ") and first.endswith("; trials begin now (budget 60s)")
+    assert second == "accel: other processes keep the machine busy: what that would hide or distort is tried later"
 
 
 def test_a_loop_that_trains_another_model_is_told_once(only_quick: None, capsys: pytest.CaptureFixture[str]) -> None:
@@ -128,3 +128,22 @@ def test_a_run_that_ends_after_a_pass_that_trains_nothing_says_so(
     assert capsys.readouterr().err == ""
     entry._at_exit()
     assert capsys.readouterr().err == "accel: no training step of Net was seen\n"
+
+
+@pytest.mark.parametrize(
+    ("budget", "started_s", "line"),
+    [
+        ("60s", 0.3, "following a loop of 20 ms a step; trials begin now (budget 60s)"),
+        ("3%", 0.3, 'trials begin 10 s into the run; sooner: budget="30s" (accel run --budget 30s) (budget 3%)'),
+    ],
+)
+def test_the_first_line_says_when_trials_begin(budget: str, started_s: float, line: str) -> None:
+    lines: list[str] = []
+    simulate([candidate("x")], Machine(), budget=budget, startup_s=lambda: started_s, say=lines.append)
+    assert line in lines[0]
+
+
+def test_where_nothing_can_be_tried_there_is_no_first_line() -> None:
+    lines: list[str] = []
+    simulate([candidate("x", refusal=lambda: "there is no GPU")], Machine(), say=lines.append)
+    assert not lines
