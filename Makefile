@@ -31,7 +31,7 @@ dali_tests = tests/dataio/test_dali.py
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-full test integrations suite slow lint docs bench gpu versions versions-test clean
+.PHONY: help demo demo-full test integrations suite slow lint docs dist bench gpu versions versions-test clean
 
 help: ## print this table
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -64,6 +64,11 @@ lint: $(ready) ## style, format and types
 
 docs: $(ready) $(site) ## the manual as a site in build/docs, with the API from docstrings; warnings are errors
 	NO_MKDOCS_2_WARNING=1 $(run) -m mkdocs build --strict --quiet
+
+dist: $(ready) ## the sdist and the wheel in dist/, tried as make integrations does
+	rm -rf dist && mkdir dist
+	$(run) -c "from setuptools import build_meta as build; build.build_sdist('dist'); build.build_wheel('dist')"
+	$(run) -m pytest -q -m integration tests/test_distribution.py
 
 bench: $(ready) ## the benchmarks of this machine
 	$(run) -m benchmarks.run

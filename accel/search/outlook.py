@@ -47,7 +47,7 @@ def beginning(state: SearchState) -> str:
         when = "trials begin now"
     else:
         when = f'trials begin {from_s:.0f} s into the run; sooner: budget="30s" (accel run --budget 30s)'
-    return f"following a loop of {state.plain_ms:.3g} ms a step; {when} (budget {state.budget.text})"
+    return f"following a loop of {state.plain_ms:.3g} ms a step, budget {state.budget.text}: {when}"
 
 
 def why_open(state: SearchState) -> tuple[str, str]:

@@ -60,7 +60,9 @@ def test_a_crowded_machine_is_named_as_soon_as_the_search_waits(
     model, loader, optimizer = accel.optimize(*make(), budget=60)
     advance(training(model, loader, optimizer), 60)
     first, second = capsys.readouterr().err.splitlines()
-    assert first.startswith("accel: following a loop of ") and first.endswith("; trials begin now (budget 60s)")
+    assert first.startswith("accel: following a loop of ") and first.endswith(
+        " ms a step, budget 60s: trials begin now"
+    )
     assert second == "accel: other processes keep the machine busy: what that would hide or distort is tried later"
 
 
@@ -133,8 +135,8 @@ def test_a_run_that_ends_after_a_pass_that_trains_nothing_says_so(
 @pytest.mark.parametrize(
     ("budget", "started_s", "line"),
     [
-        ("60s", 0.3, "following a loop of 20 ms a step; trials begin now (budget 60s)"),
-        ("3%", 0.3, 'trials begin 10 s into the run; sooner: budget="30s" (accel run --budget 30s) (budget 3%)'),
+        ("60s", 0.3, "following a loop of 20 ms a step, budget 60s: trials begin now"),
+        ("3%", 0.3, 'a step, budget 3%: trials begin 10 s into the run; sooner: budget="30s" (accel run --budget 30s)'),
     ],
 )
 def test_the_first_line_says_when_trials_begin(budget: str, started_s: float, line: str) -> None:
