@@ -5,43 +5,28 @@ from __future__ import annotations
 import atexit
 import contextlib
 import gc
-import multiprocessing
 import os
-import statistics
 import sys
-import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from enum import Enum
-from functools import partial
-from multiprocessing.util import Finalize
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 from torch import nn
 from torch.optim import Optimizer
 
-from accel import startup, strategies
+from accel import startup
 from accel.dataio.passes.proxy import LoaderProxy, is_proxy
 from accel.errors import InvalidArgument
-from accel.optimized import MODELS, Optimized
-from accel.profiler import stderr
-from accel.profiler.interruptions import ours
+from accel.optimized import MODELS, Optimized, conclude, elastic_proxy_of
 from accel.report import Report
-from accel.run import Run, ranks
-from accel.run.gate import Gate
-from accel.search.controller import decisions
-from accel.search.plan import Plan
-from accel.search.state import Candidate, SearchState
-from accel.session.journal import Announcer, Journal, own_place
-from accel.session.session import Session
-from accel.session.training_loader import free_fetching
+from accel.run.ranks import are_several
 from accel.settings import OptimizeSettings, check_objects, check_settings
-from accel.strategies.base import Strategy
+from accel.starting import start
 
 if TYPE_CHECKING:
-    from accel.cache.remembered_plans import RememberedPlans
     from accel.elastic.checkpointing import Checkpointing
-    from accel.elastic.run import ElasticRun
     from accel.elastic.scaling_rules import Rule
+    from accel.search.plan import Plan
 
 M = TypeVar("M", bound=nn.Module)
 L = TypeVar("L")
@@ -209,15 +194,10 @@ def optimize(
                 from accel.elastic.left_alone import take_back
 
                 take_back(model, loader)
-                proxy = _elastic(model, proxy)
-            optimized = MODELS[model] = _start(model, proxy, optimizer_if_passed, settings, optimized)
+                proxy = elastic_proxy_of(model, proxy)
+            optimized = MODELS[model] = start(model, proxy, optimizer_if_passed, settings, optimized)
         optimized.follow(proxy)
     return model, proxy, *arguments[2:]
-
-
-def is_interactive() -> bool:
-    """Return whether the interpreter goes on after what was interrupted: a statement typed, or a script with -i."""
-    return hasattr(sys, "ps1") or bool(sys.flags.interactive)
 
 
 def _proxy_of(loader: Any) -> LoaderProxy:
@@ -238,7 +218,7 @@ def _close_ended(model: nn.Module, proxy: LoaderProxy, settings: OptimizeSetting
     Where a cell of a notebook was run again they would keep these from it. A script may go on with them. What has been
     trained with checkpoints in the same folder holds its optimizer, and is closed all the same.
     """
-    if not MODELS or not is_interactive() or ranks.are_several():
+    if not MODELS or not startup.is_interactive() or are_several():
         return
     gc.collect()  # an optimizer with a scheduler is in a circle
     report = settings.report
@@ -251,158 +231,6 @@ def _close_ended(model: nn.Module, proxy: LoaderProxy, settings: OptimizeSetting
             is_over = True
         if key is not model and is_over:
             undo(key)
-
-
-def _elastic(model: nn.Module, proxy: LoaderProxy) -> LoaderProxy:
-    """Return the proxy of a loader whose batches accel deals out."""
-    from accel.elastic.run import elastic_proxy
-
-    elastic = elastic_proxy(proxy)
-    loader = elastic._accel_loader
-    others = [other for key, other in MODELS.items() if key is not model]
-    if any(other.elastic is not None and other.elastic.loader is loader for other in others):
-        raise InvalidArgument(
-            "max_batch_size and checkpoint must be given for one model of a loop, got a loader whose batches another "
-            "model's call deals out; leave them out of this call"
-        )
-    return elastic
-
-
-def _start(
-    model: nn.Module,
-    proxy: LoaderProxy,
-    optimizer: Optimizer | None,
-    settings: OptimizeSettings,
-    previous: Optimized | None,
-) -> Optimized:
-    """Begin a search; a `previous` one with other settings ends, and hands over its loaders."""
-    earlier_proxies = [] if previous is None else previous.proxies
-    if previous is not None:
-        previous.close()
-        previous.announcer.say(
-            f"{type(model).__name__} was passed with other settings than before: its search starts again"
-        )
-    chosen = {kind.name: kind() for kind in strategies.REGISTRY}
-    gate = Gate(model, list(chosen))
-    fetching = free_fetching(proxy)
-    run = Run(model, proxy._accel_loader, [] if optimizer is None else [optimizer], gate, fetching)
-    run.exact, run.enabled = settings.level.word == "exact", settings.enable
-    run.planned_steps, run.planned_epochs = settings.steps, settings.epochs
-    announcer = Announcer()
-    taken = [other.journal.target for key, other in MODELS.items() if key is not model]
-    fetching_in_use = fetching is not proxy._accel_fetching
-    search = SearchState(
-        offered=[
-            Candidate(
-                strategy=strategy,
-                run=run,
-                order=order,
-                ruled_out=_ruled_out(strategy, settings, fetching_in_use),
-                is_insisted=strategy.name in settings.enable,
-            )
-            for order, strategy in enumerate(chosen.values())
-        ],
-        budget=settings.budget,
-        reduce=statistics.fmean if run.cuda else statistics.median,
-        announce=announcer.announce,
-        say=announcer.say,
-        replay=None if settings.plan is None else settings.plan.strategies,
-        memory=_memory(run, settings, fetching_in_use),
-        startup_s=startup.charge,
-        ran_s=(lambda: 0.0) if is_interactive() else startup.ran_s,
-        device=run.device_kind,
-        steps_in_all=run.steps_in_all,
-    )
-    session = Session(run, chosen, partial(decisions, search), say=announcer.say)
-    journal = Journal(
-        run,
-        session,
-        search,
-        announcer,
-        allow=settings.level.word,
-        budget=settings.budget.text,
-        report=own_place(settings.report, taken, type(model).__name__, announcer.say),
-        replayed=settings.plan,
-    )
-    session.start(settled=journal.settled)
-    if multiprocessing.parent_process() is not None:  # a forked one leaves without exit handlers
-        Finalize(None, _conclude, exitpriority=0)
-    elastic = _elastic_run(session, optimizer, settings, announcer, None if previous is None else previous.elastic)
-    if elastic is not None:
-        journal.batch = elastic.batch
-    optimized = Optimized(session, journal, announcer, settings, elastic)
-    for earlier_proxy in earlier_proxies:
-        optimized.follow(earlier_proxy)
-    return optimized
-
-
-def _elastic_run(
-    session: Session,
-    optimizer: Optimizer | None,
-    settings: OptimizeSettings,
-    announcer: Announcer,
-    previous: ElasticRun | None,
-) -> ElasticRun | None:
-    """Return what changes the batch size and saves the run; None if nothing does."""
-    if not settings.is_elastic:
-        return None
-    from accel.elastic.run import ElasticRun
-
-    try:
-        return ElasticRun(
-            session,
-            optimizer,
-            settings,
-            announcer.say,
-            restart=partial(restart, session.run.model),
-            is_alone=lambda: len(MODELS) <= 1,
-            previous=previous,
-        )
-    except BaseException:
-        session.close()
-        raise
-
-
-def _memory(run: Run, settings: OptimizeSettings, fetching_in_use: bool) -> RememberedPlans | None:
-    """Return what keeps the result for the next run; None if nothing does."""
-    if not settings.cache or settings.plan is not None:
-        return None
-    from accel.cache.remembered_plans import RememberedPlans, conditions
-
-    options = {**settings.conditions, "loader_is_shared": fetching_in_use}
-    return RememberedPlans(lambda: conditions(run, options))
-
-
-def _ruled_out(strategy: Strategy, settings: OptimizeSettings, fetching_in_use: bool) -> tuple[str, str] | None:
-    if strategy.name in settings.disable:
-        return "disabled", "left out by disable="
-    if fetching_in_use and strategy.touches == {"input"}:
-        return "not applicable", "the loader is another model's too: its report has the verdict"
-    if strategy.name in settings.enable:
-        return None
-    if strategy.exactness > settings.level:
-        return "not allowed", f"it is {strategy.exactness.word}; allow={strategy.exactness.word!r} tries it"
-    return None
-
-
-def restart(model: nn.Module, change: Callable[[], None]) -> None:
-    """Begin anew, from the checkpoint, what is done with a model; its loop goes on in the pass that it is in.
-
-    Args:
-        model: under `checkpoint=`; all ranks call this at the same step.
-        change: called in between, as long as nothing is done with the model.
-    """
-    began, before = time.monotonic(), MODELS.pop(model)
-    assert before.elastic is not None
-    proxies, loader = before.proxies, before.elastic.loader
-    before.close(everywhere=True)
-    change()
-    proxy = next(each for each in proxies if each._accel_loader is loader)
-    optimized = MODELS[model] = _start(model, proxy, before.elastic.optimizer, before.settings, None)
-    for each in proxies:
-        optimized.follow(each)
-    assert optimized.elastic is not None
-    optimized.elastic.go_on(proxy, began)
 
 
 def undo(model: nn.Module) -> None:
@@ -469,20 +297,7 @@ def _at_exit() -> None:
     A shell's loop then ends too. CPython remembers what the last source text that it ran ended with, not the script.
     Imports for the report run some: dataclasses and named tuples are made from text.
     """
-    _conclude()
-    if getattr(sys, "last_type", None) is KeyboardInterrupt and not is_interactive():
+    conclude()
+    if getattr(sys, "last_type", None) is KeyboardInterrupt and not startup.is_interactive():
         with contextlib.suppress(KeyboardInterrupt):
             exec("raise KeyboardInterrupt")
-
-
-def _conclude() -> None:
-    """Write the reports of this process, which ends."""
-    for optimized in list(MODELS.values()):
-        if optimized.process != os.getpid():  # the end of a forked child is not that of the run
-            continue
-        # A report that can't be written must not change the exit status of a good run.
-        try:
-            optimized.journal.finish()
-            optimized.journal.say_how_it_ended()
-        except ours() as error:
-            stderr.write(f"accel: the report could not be written: {error}")

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import os
 import weakref
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from torch import nn
+from torch.optim import Optimizer
 
 from accel.dataio.passes.proxy import LoaderProxy
+from accel.errors import InvalidArgument
+from accel.profiler import stderr
+from accel.profiler.interruptions import ours
 from accel.profiler.loop.observers import follow, leave
 from accel.settings import OptimizeSettings
 
@@ -63,3 +68,59 @@ class Optimized:
 
 
 MODELS: weakref.WeakKeyDictionary[nn.Module, Optimized] = weakref.WeakKeyDictionary()
+
+
+def elastic_proxy_of(model: nn.Module, proxy: LoaderProxy) -> LoaderProxy:
+    """Return the proxy of a loader whose batches accel deals out."""
+    from accel.elastic.run import elastic_proxy
+
+    elastic = elastic_proxy(proxy)
+    loader = elastic._accel_loader
+    others = [other for key, other in MODELS.items() if key is not model]
+    if any(other.elastic is not None and other.elastic.loader is loader for other in others):
+        raise InvalidArgument(
+            "max_batch_size and checkpoint must be given for one model of a loop, got a loader whose batches another "
+            "model's call deals out; leave them out of this call"
+        )
+    return elastic
+
+
+def elastic_run_of(
+    session: Session,
+    optimizer: Optimizer | None,
+    settings: OptimizeSettings,
+    announcer: Announcer,
+    previous: ElasticRun | None,
+    restart: Callable[[Callable[[], None]], None],
+) -> ElasticRun | None:
+    """Return what changes the batch size and saves the run; None if nothing does."""
+    if not settings.is_elastic:
+        return None
+    from accel.elastic.run import ElasticRun
+
+    try:
+        return ElasticRun(
+            session,
+            optimizer,
+            settings,
+            announcer.say,
+            restart=restart,
+            is_alone=lambda: len(MODELS) <= 1,
+            previous=previous,
+        )
+    except BaseException:
+        session.close()
+        raise
+
+
+def conclude() -> None:
+    """Write the reports of this process, which ends."""
+    for optimized in list(MODELS.values()):
+        if optimized.process != os.getpid():  # the end of a forked child is not that of the run
+            continue
+        # A report that can't be written must not change the exit status of a good run.
+        try:
+            optimized.journal.finish()
+            optimized.journal.say_how_it_ended()
+        except ours() as error:
+            stderr.write(f"accel: the report could not be written: {error}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import sys
 import time
 from collections.abc import Iterator
 
@@ -78,3 +79,8 @@ def ran_s() -> float:
         return 0.0
     _has_aged = True
     return min(_OLDEST_S, time.thread_time())
+
+
+def is_interactive() -> bool:
+    """Return whether the interpreter goes on after what was interrupted: a statement typed, or a script with -i."""
+    return hasattr(sys, "ps1") or bool(sys.flags.interactive)

@@ -15,7 +15,6 @@ The cache lies below the collate function: order, batches and what collates them
 
 from __future__ import annotations
 
-import functools
 import math
 import mmap
 import random
@@ -24,6 +23,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from enum import IntEnum
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -37,7 +37,7 @@ from accel.dataio.samples.layout import NotKept, SampleLayout
 from accel.dataio.samples.store import KEPT, UNKNOWN, Places, SampleStore
 from accel.profiler.host import available_memory
 
-_OWN = frozenset({"dataset", "_store", "_in_file", "_share_memory", "_notes", "_counts", "_own", "_available_at_first"})
+_OWN = frozenset({"dataset", "cache_book", "cache_recorder", "cache_server"})
 # Of what is available: of memory, and of the disk.
 _SHARE = 0.25
 # Nothing more is kept once less than this share is left of the memory that was available at the beginning.
@@ -52,6 +52,10 @@ _COMPARED_FIRST, _COMPARED_LATER = 1024, 8
 _TIMED, _REST_OF_NOTING = 5, 1.3
 # From here on a fetch is long: it is timed once.
 _LONG_S = 1e-3
+
+
+Fetch = Callable[[list[Any]], Any]
+"""Returns the samples of a list of indices."""
 
 
 class CacheMode(IntEnum):
@@ -81,6 +85,289 @@ class CacheStats(NamedTuple):
     """Kept, and fetched all the same to be compared."""
     dropped: str
     """Why the cache has been given up; '' if it hasn't."""
+
+
+class CacheBook:
+    """What processes that share a cache tell each other of it: whether it serves, what was counted, why it was dropped.
+
+    Args:
+        store: where samples are kept; None in a process that the cache was copied into.
+
+    Attributes:
+        notes, counts: numbers by their place; forked processes share them, as they do what is kept.
+    """
+
+    def __init__(self, store: SampleStore | None) -> None:
+        self.store = store
+        self.notes = np.frombuffer(mmap.mmap(-1, 64), np.int64)
+        self.counts = np.frombuffer(mmap.mmap(-1, 128), np.int64)
+        self.mode = CacheMode.RESTING if store is None else CacheMode.SERVING
+
+    @property
+    def mode(self) -> CacheMode:
+        """What the cache does, in all processes."""
+        return CacheMode(int(self.notes[_MODE]))
+
+    @mode.setter
+    def mode(self, mode: CacheMode) -> None:
+        self.notes[_MODE] = mode
+
+    @property
+    def generation(self) -> int:
+        """How often the dataset has changed."""
+        return int(self.notes[_GENERATION])
+
+    @property
+    def places(self) -> int:
+        """How many samples fit into the memory."""
+        return 0 if self.store is None else self.store.places
+
+    def usable(self) -> SampleStore | None:
+        """Return where samples are kept; None if they are no more."""
+        return None if self.notes[_REASON] else self.store
+
+    @property
+    def serves(self) -> bool:
+        """Whether it hands out what is kept."""
+        return self.usable() is not None and self.mode == CacheMode.SERVING
+
+    def forget(self) -> None:
+        """Keep nothing of what there is: the dataset has changed."""
+        self.notes[_GENERATION] += 1
+        if self.store is not None:
+            self.store.forget()
+
+    def give_up(self, reason: str, sample: int = 0) -> None:
+        """Drop all that is kept, in all processes, for ever."""
+        if self.store is None or self.notes[_REASON]:
+            return
+        self.notes[_SAMPLE] = sample
+        self.notes[_REASON] = _REASONS.index(reason) + 1
+        self.store.free()
+
+    @property
+    def dropped(self) -> str:
+        """Why it has been given up; '' if it hasn't."""
+        if self.store is None:
+            return "it was copied into another process, where nothing is kept"
+        reason = int(self.notes[_REASON])
+        return _REASONS[reason - 1].format(int(self.notes[_SAMPLE])) if reason else ""
+
+    def recent_hits(self) -> tuple[int, int]:
+        """Return of how many samples it was looked up since the last call of this whether they are kept, and how many
+        were."""
+        asked, kept = int(self.counts[_ASKED]), int(self.counts[_FOUND])
+        self.counts[_ASKED] = self.counts[_FOUND] = 0
+        return asked, kept
+
+    def stats(self, samples: int) -> CacheStats:
+        """Return what has been done so far, of a dataset of so many samples."""
+        store = self.usable()
+        kept = 0 if store is None else int((store.state == KEPT).sum())
+        size = 0 if store is None else kept * store.layout.size
+        served, fetched, checked = (int(self.counts[each]) for each in (_SERVED, _FETCHED, _CHECKS))
+        return CacheStats(samples, kept, size, served, fetched, checked, self.dropped)
+
+
+class SampleRecorder:
+    """Fetches samples, and keeps those that come out the same twice.
+
+    Args:
+        book: of the cache.
+        in_file: a file holds them, and no memory.
+    """
+
+    def __init__(self, book: CacheBook, in_file: bool) -> None:
+        self._book, self._in_file = book, in_file
+        self._available_at_first = available_memory() or 0
+
+    def recorded(self, store: SampleStore, indices: list[Any], places: Places, fetch: Fetch) -> Any:
+        """Fetch samples, and keep those that come out as before."""
+        generation = self._book.generation
+        samples = self._drawn_nothing(indices, fetch)
+        if self._book.usable() is None or self._book.generation != generation:
+            return samples
+        if type(samples) is not list or len(samples) != len(indices):
+            self._book.give_up(_NO_LIST)
+            return samples
+        # What is kept came out the same twice; whether it still does, checks tell.
+        new = np.flatnonzero(_has_place(store, places) & (store.state[places % store.places] != KEPT))
+        if len(new):
+            self._note(store, places[new], [samples[place] for place in new])
+            if self._book.generation != generation:  # the dataset has changed meanwhile
+                store.state[places[new]] = UNKNOWN
+        return samples
+
+    def _drawn_nothing(self, indices: list[Any], fetch: Fetch) -> Any:
+        """Fetch samples; give up if random numbers were drawn meanwhile, by the dataset or by another thread."""
+        # In a thread of this package the loop may draw meanwhile: whoever moved fetching there has looked before.
+        compares = not threading.current_thread().name.startswith("accel-") and self._compares()
+        before = random_state() if compares else ()
+        samples = fetch(indices)
+        self._book.counts[_FETCHED] += len(indices)
+        if compares and len(before) == len(streams()) and random_state() != before:
+            self._book.give_up(_DRAWS_OR_OTHERS if others_could_draw() else _DRAWS)
+        return samples
+
+    def _compares(self) -> bool:
+        """Return whether the generators' states are read for this batch: whoever draws does so for most samples."""
+        self._book.counts[_BATCHES] += 1
+        return bool(self._book.counts[_FETCHED] < _COMPARED_FIRST or self._book.counts[_BATCHES] % _COMPARED_LATER == 0)
+
+    def _note(self, store: SampleStore, places: Places, samples: Sequence[Any]) -> None:
+        """Note samples all at once, or one by one where one has another layout or comes twice."""
+        rows = store.layout.rows(samples) if len(set(places.tolist())) == len(samples) else None
+        if rows is not None:
+            differs = store.note(places, rows, self._has_room)
+            if differs is not None:
+                self._book.give_up(_DIFFERS, differs)
+        elif len(samples) > 1:
+            for place in range(len(samples)):
+                self._note(store, places[place : place + 1], samples[place : place + 1])
+
+    def _has_room(self, more: int) -> bool:
+        """Return whether memory is left for more samples: others may need it since."""
+        store = self._book.store
+        sample_bytes = 0 if store is None else store.layout.size
+        before = int(self._book.counts[_STORED])
+        self._book.counts[_STORED] += more
+        if (before + more) * sample_bytes // _LOOK_AFTER != before * sample_bytes // _LOOK_AFTER:
+            available = None if self._in_file else available_memory()
+            self._book.counts[_FULL] = available is not None and available < _RESERVE * self._available_at_first
+        return not self._book.counts[_FULL]
+
+    def noting_share(self, fetch: Fetch, clock: Callable[[], float] = time.perf_counter) -> float:
+        """Return how long noting a sample takes in the first epoch, in the time of its fetch; sample 0 is timed.
+
+        Args:
+            fetch: of the cache.
+            clock: returns seconds.
+        """
+        store = self._book.store
+        assert store is not None
+        fetch_s = note_s = math.inf
+        with states_of_their_own():
+            for _ in range(_TIMED):
+                began = clock()
+                (sample,) = fetch([0])
+                fetched = clock()
+                hash(tuple(store.layout.pack(sample) or ()))
+                fetch_s, note_s = min(fetch_s, fetched - began), min(note_s, clock() - fetched)
+                if fetch_s > _LONG_S:
+                    break
+        return _REST_OF_NOTING * note_s / fetch_s if fetch_s > 0 else math.inf
+
+
+class SampleServer:
+    """Hands out what is kept, and fetches some of it all the same to compare.
+
+    Args:
+        book: of the cache.
+        recorder: gets what is not kept.
+
+    Attributes:
+        share_memory: a batch's tensors may lie in memory of that batch, which is faster: they are stacked at once.
+    """
+
+    def __init__(self, book: CacheBook, recorder: SampleRecorder) -> None:
+        self._book, self._recorder = book, recorder
+        self.share_memory = False
+        self._own = random.Random(0)
+
+    def get(self, indices: list[Any], fetch: Fetch, samples: int, *, whole: bool) -> Any:
+        """Return samples, from memory what is kept.
+
+        Args:
+            indices: of them.
+            fetch: gets those that are not.
+            samples: of the dataset.
+            whole: it is asked for all of them or none.
+        """
+        store, mode = self._book.usable(), int(self._book.notes[_MODE])
+        if store is None or mode == CacheMode.RESTING:
+            return fetch(indices)
+        places = _places(indices)
+        if places is None:
+            return fetch(indices)
+        has_place = _has_place(store, places)
+        kept = has_place.copy()
+        kept[has_place] = store.state[places[has_place]] == KEPT
+        hits = int(kept.sum())
+        self._book.counts[_ASKED] += len(indices)
+        self._book.counts[_FOUND] += hits
+        if mode == CacheMode.SERVING and hits and (hits == len(indices) or not whole):
+            chosen = self._to_check(indices, kept, whole, samples)
+            generation = self._book.generation
+            if not chosen or self._same(store, chosen, fetch):
+                served = self._served(store, indices, places, kept, fetch, generation)
+                if served is not None:
+                    return served
+        return self._recorder.recorded(store, indices, places, fetch)
+
+    def _served(
+        self,
+        store: SampleStore,
+        indices: list[Any],
+        places: Places,
+        kept: np.ndarray[Any, Any],
+        fetch: Fetch,
+        generation: int,
+    ) -> list[Any] | None:
+        """Return a batch some of which is kept; None if that may not be handed out."""
+        samples = store.layout.unpack(store.read(places[kept]), share=self.share_memory)
+        # Another process may have dropped it all, and freed the memory, meanwhile.
+        if self._book.usable() is None or self._book.generation != generation:
+            return None
+        self._book.counts[_SERVED] += len(samples)
+        if len(samples) == len(indices):
+            return samples
+        others = [i for i, there in zip(indices, kept, strict=True) if not there]
+        missing = self._recorder.recorded(store, others, places[~kept], fetch)
+        if self._book.usable() is None:  # as these have shown: the others of the batch are fetched, too
+            samples = fetch([i for i, there in zip(indices, kept, strict=True) if there])
+        from_memory, fetched = iter(samples), iter(missing)
+        return [next(from_memory if there else fetched) for there in kept]
+
+    def _to_check(self, indices: list[int], kept: np.ndarray[Any, Any], whole: bool, samples: int) -> list[int]:
+        """Return which samples of a batch are fetched all the same: at random, by a generator of its own."""
+        if whole:
+            return indices if self._own.random() < _CHECKED or self._owes_check(samples) else []
+        count = int(_CHECKED * kept.sum() + self._own.random()) or int(self._owes_check(samples))
+        return [indices[place] for place in self._own.sample(np.flatnonzero(kept).tolist(), count)] if count else []
+
+    def _owes_check(self, samples: int) -> bool:
+        """Return whether nothing was compared for as many samples as there are in an epoch."""
+        since = int(self._book.counts[_SERVED] - self._book.notes[_CHECKED_AT])
+        if since and since < samples:
+            return False
+        self._book.notes[_CHECKED_AT] = self._book.counts[_SERVED]
+        return True
+
+    def _same(self, store: SampleStore, indices: list[int], fetch: Fetch) -> bool:
+        """Fetch samples that are kept, and drop everything if one is another than before."""
+        generation = self._book.generation
+        samples = fetch(indices)
+        self._book.counts[_FETCHED] += len(indices)
+        if self._book.usable() is None:
+            return False
+        self._book.counts[_CHECKS] += len(indices)
+        for index, sample in zip(indices, samples, strict=True):
+            parts = store.layout.pack(sample)
+            if self._book.generation != generation or store.state[index] != KEPT:
+                return False
+            if parts is None or not store.holds(index, parts):
+                self._book.give_up(_DIFFERS, index)
+                return False
+        return True
+
+    def check(self, most: int, fetch: Fetch) -> bool:
+        """Fetch up to `most` samples that are kept, compare, and return whether they are the same."""
+        store = self._book.usable()
+        if store is None:
+            return False
+        kept = np.flatnonzero(store.state == KEPT).tolist()
+        chosen = self._own.sample(kept, min(most, len(kept)))
+        return not chosen or self._same(store, chosen, fetch)
 
 
 class SampleCache(Dataset[Any]):
@@ -113,7 +400,7 @@ class SampleCache(Dataset[Any]):
         (2, '')
     """
 
-    accel_hides: ClassVar[frozenset[str]] = frozenset({"_store", "_notes", "_counts", "_own"})
+    accel_hides: ClassVar[frozenset[str]] = _OWN - {"dataset"}
 
     def __init__(self, dataset: Any, *, memory: int | None = None, directory: str | Path | None = None) -> None:
         if isinstance(dataset, SampleCache):
@@ -127,21 +414,9 @@ class SampleCache(Dataset[Any]):
             raise ValueError("the dataset is empty: there is no sample to keep")
         self.dataset = dataset
         folder = None if directory is None else Path(directory)
-        self._in_file = folder is not None
         bound = memory if memory is not None else _bound(folder)
-        self._store: SampleStore | None = _store(dataset, bound, folder)
-        self._share_memory = False
-        self._begin()
-        self.serve()
-
-    def _begin(self) -> None:
-        # Shared by processes that are forked from now on, as is what is kept.
-        self._notes = np.frombuffer(mmap.mmap(-1, 64), np.int64)
-        self._counts = np.frombuffer(mmap.mmap(-1, 128), np.int64)
-        self._own = random.Random(0)
-        self._available_at_first = available_memory() or 0
-
-    # -- as a dataset --------------------------------------------------------------------------------------------------
+        parts = _parts(_store(dataset, bound, folder), in_file=folder is not None)
+        self.cache_book, self.cache_recorder, self.cache_server = parts
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -150,7 +425,14 @@ class SampleCache(Dataset[Any]):
         if name == "dataset" or name.startswith("__"):
             raise AttributeError(name)  # while it is being made, or copied
         value = getattr(self.dataset, name)
-        return functools.partial(self._set_epoch, value) if name == "set_epoch" else value
+        if name != "set_epoch":
+            return value
+
+        def set_epoch(epoch: int) -> Any:  # under which it may yield other samples
+            self.forget()
+            return value(epoch)
+
+        return set_epoch
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in _OWN:
@@ -159,30 +441,32 @@ class SampleCache(Dataset[Any]):
             setattr(self.dataset, name, value)
             self.forget()
 
-    def _set_epoch(self, function: Callable[[int], Any], epoch: int) -> Any:
-        """Tell the dataset its epoch, under which it may yield other samples."""
-        self.forget()
-        return function(epoch)
-
     def __repr__(self) -> str:
         return f"SampleCache({self.dataset!r})"
 
     def __getitem__(self, index: Any) -> Any:
         """Return a sample, from memory if it is kept."""
-        return self._get([index], lambda indices: [sample_of(self.dataset, each) for each in indices])[0]
+        one_by_one = partial(_fetch_each, self.dataset)
+        return self.cache_server.get([index], one_by_one, len(self), whole=False)[0]
 
     def __getitems__(self, indices: list[Any]) -> list[Any]:
         """Return the samples of a batch, from memory what is kept."""
-        samples: list[Any] = self._get(indices, self._fetch)
+        # What `__getitems__` returns for an index may depend on the others: then it is asked for all of them or none.
+        whole = getattr(self.dataset, "__getitems__", None) is not None
+        samples: list[Any] = self.cache_server.get(indices, self.fetch, len(self), whole=whole)
         return samples
+
+    def fetch(self, indices: list[Any]) -> Any:
+        """Return samples of the dataset, whether they are kept or not."""
+        many = getattr(self.dataset, "__getitems__", None)
+        return many(indices) if many else _fetch_each(self.dataset, indices)
 
     def __getstate__(self) -> dict[str, Any]:
         return {"dataset": self.dataset}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.dataset = state["dataset"]
-        self._store, self._in_file, self._share_memory = None, False, False
-        self._begin()
+        self.cache_book, self.cache_recorder, self.cache_server = _parts(None)
 
     @property
     def thread_safe(self) -> bool:
@@ -192,260 +476,22 @@ class SampleCache(Dataset[Any]):
         safe = declared(self.dataset, "thread_safe")
         return safe if isinstance(safe, bool) else not unsafe(self.dataset)
 
-    # -- what it does --------------------------------------------------------------------------------------------------
-
-    def serve(self) -> None:
-        """Hand out what is kept, and keep more; as after creation."""
-        self._notes[_MODE] = CacheMode.SERVING
-
-    def record(self) -> None:
-        """Hand out nothing, but keep what is fetched and comes out the same twice."""
-        self._notes[_MODE] = CacheMode.RECORDING
-
-    def rest(self) -> None:
-        """Hand out nothing and keep nothing more; what is kept stays."""
-        self._notes[_MODE] = CacheMode.RESTING
-
     def forget(self) -> None:
         """Begin anew: call this after a change of the dataset."""
-        self._notes[_GENERATION] += 1
-        if self._store is not None:
-            self._store.forget()
+        self.cache_book.forget()
 
     def close(self) -> None:
         """Give the memory back; from now on each sample is fetched."""
-        self._give_up("it was closed")
+        self.cache_book.give_up("it was closed")
 
     def stats(self) -> CacheStats:
         """Return what has been done so far."""
-        store, counts = self._store, self._counts
-        kept = 0 if store is None or self.dropped else int((store.state == KEPT).sum())
-        size = 0 if store is None else kept * store.layout.size
-        served, fetched, checked = (int(counts[each]) for each in (_SERVED, _FETCHED, _CHECKS))
-        return CacheStats(len(self.dataset), kept, size, served, fetched, checked, self.dropped)
+        return self.cache_book.stats(len(self.dataset))
 
     @property
     def dropped(self) -> str:
         """Why the cache has been given up; '' if it hasn't."""
-        if self._store is None:
-            return "it was copied into another process, where nothing is kept"
-        reason = int(self._notes[_REASON])
-        if not reason:
-            return ""
-        return _REASONS[reason - 1].format(int(self._notes[_SAMPLE]))
-
-    @property
-    def serves(self) -> bool:
-        """Whether it hands out what is kept."""
-        return self._usable() is not None and self._notes[_MODE] == CacheMode.SERVING
-
-    @property
-    def places(self) -> int:
-        """How many samples fit into the memory."""
-        return 0 if self._store is None else self._store.places
-
-    @property
-    def sample_bytes(self) -> int:
-        """Bytes of a sample."""
-        return 0 if self._store is None else self._store.layout.size
-
-    def share_memory_of_batch(self, share: bool) -> None:
-        """Say whether a batch's tensors may lie in memory of that batch, which is faster: they are stacked at once."""
-        self._share_memory = share
-
-    def noting_share(self, clock: Callable[[], float] = time.perf_counter) -> float:
-        """Return how long noting a sample takes in the first epoch, in the time of its fetch; sample 0 is timed.
-
-        Args:
-            clock: returns seconds.
-        """
-        assert self._store is not None
-        fetch_s = note_s = math.inf
-        with states_of_their_own():
-            for _ in range(_TIMED):
-                began = clock()
-                (sample,) = self._fetch([0])
-                fetched = clock()
-                hash(tuple(self._store.layout.pack(sample) or ()))
-                fetch_s, note_s = min(fetch_s, fetched - began), min(note_s, clock() - fetched)
-                if fetch_s > _LONG_S:
-                    break
-        return _REST_OF_NOTING * note_s / fetch_s if fetch_s > 0 else math.inf
-
-    def recent_hits(self) -> tuple[int, int]:
-        """Return of how many samples it was looked up since the last call of this whether they are kept, and how many
-        were."""
-        asked, kept = int(self._counts[_ASKED]), int(self._counts[_FOUND])
-        self._counts[_ASKED] = self._counts[_FOUND] = 0
-        return asked, kept
-
-    def check(self, most: int) -> bool:
-        """Fetch up to `most` samples that are kept, compare, and return whether they are the same."""
-        store = self._usable()
-        if store is None:
-            return False
-        kept = np.flatnonzero(store.state == KEPT).tolist()
-        chosen = self._own.sample(kept, min(most, len(kept)))
-        return not chosen or self._same(store, chosen, self._fetch)
-
-    # -- handing out ---------------------------------------------------------------------------------------------------
-
-    def _fetch(self, indices: list[Any]) -> Any:
-        many = getattr(self.dataset, "__getitems__", None)
-        return many(indices) if many else [sample_of(self.dataset, index) for index in indices]
-
-    def _usable(self) -> SampleStore | None:
-        return None if self._notes[_REASON] else self._store
-
-    def _get(self, indices: list[Any], fetch: Callable[[list[Any]], Any]) -> Any:
-        store, mode = self._usable(), int(self._notes[_MODE])
-        if store is None or mode == CacheMode.RESTING:
-            return fetch(indices)
-        places = _places(indices)
-        if places is None:
-            return fetch(indices)
-        has_place = self._has_place(store, places)
-        kept = has_place.copy()
-        kept[has_place] = store.state[places[has_place]] == KEPT
-        hits = int(kept.sum())
-        self._counts[_ASKED] += len(indices)
-        self._counts[_FOUND] += hits
-        # What `__getitems__` returns for an index may depend on the others: then it is asked for all of them or none.
-        whole = fetch == self._fetch and getattr(self.dataset, "__getitems__", None) is not None
-        if mode == CacheMode.SERVING and hits and (hits == len(indices) or not whole):
-            samples = self._served(store, indices, places, kept, fetch, whole)
-            if samples is not None:
-                return samples
-        return self._recorded(store, indices, places, fetch)
-
-    @staticmethod
-    def _has_place(store: SampleStore, places: Places) -> np.ndarray[Any, Any]:
-        return (places >= 0) & (places < store.places)
-
-    def _served(
-        self,
-        store: SampleStore,
-        indices: list[Any],
-        places: Places,
-        kept: np.ndarray[Any, Any],
-        fetch: Callable[[list[Any]], Any],
-        whole: bool,
-    ) -> list[Any] | None:
-        """Return a batch some of which is kept; None if that may not be handed out."""
-        generation = int(self._notes[_GENERATION])
-        chosen = self._to_check(indices, kept, whole)
-        if chosen and not self._same(store, chosen, fetch):
-            return None
-        samples = store.layout.unpack(store.read(places[kept]), share=self._share_memory)
-        # Another process may have dropped it all, and freed the memory, meanwhile.
-        if self._usable() is None or self._notes[_GENERATION] != generation:
-            return None
-        self._counts[_SERVED] += len(samples)
-        if len(samples) == len(indices):
-            return samples
-        others = [i for i, there in zip(indices, kept, strict=True) if not there]
-        missing = self._recorded(store, others, places[~kept], fetch)
-        if self._usable() is None:  # as these have shown: the others of the batch are fetched, too
-            samples = fetch([i for i, there in zip(indices, kept, strict=True) if there])
-        from_memory, fetched = iter(samples), iter(missing)
-        return [next(from_memory if there else fetched) for there in kept]
-
-    def _to_check(self, indices: list[int], kept: np.ndarray[Any, Any], whole: bool) -> list[int]:
-        """Return which samples of a batch are fetched all the same: at random, by a generator of its own."""
-        if whole:
-            return indices if self._own.random() < _CHECKED or self._owes_check() else []
-        count = int(_CHECKED * kept.sum() + self._own.random()) or int(self._owes_check())
-        return [indices[place] for place in self._own.sample(np.flatnonzero(kept).tolist(), count)] if count else []
-
-    def _owes_check(self) -> bool:
-        """Return whether nothing was compared for as many samples as there are in an epoch."""
-        since = int(self._counts[_SERVED] - self._notes[_CHECKED_AT])
-        if since and since < len(self.dataset):
-            return False
-        self._notes[_CHECKED_AT] = self._counts[_SERVED]
-        return True
-
-    def _same(self, store: SampleStore, indices: list[int], fetch: Callable[[list[Any]], Any]) -> bool:
-        """Fetch samples that are kept, and drop everything if one is another than before."""
-        generation = int(self._notes[_GENERATION])
-        samples = fetch(indices)
-        self._counts[_FETCHED] += len(indices)
-        if self._usable() is None:
-            return False
-        self._counts[_CHECKS] += len(indices)
-        for index, sample in zip(indices, samples, strict=True):
-            parts = store.layout.pack(sample)
-            if self._notes[_GENERATION] != generation or store.state[index] != KEPT:
-                return False
-            if parts is None or not store.holds(index, parts):
-                self._give_up(_DIFFERS, index)
-                return False
-        return True
-
-    # -- keeping -------------------------------------------------------------------------------------------------------
-
-    def _recorded(
-        self, store: SampleStore, indices: list[Any], places: Places, fetch: Callable[[list[Any]], Any]
-    ) -> Any:
-        """Fetch samples, and keep those that come out as before."""
-        generation = int(self._notes[_GENERATION])
-        samples = self._drawn_nothing(indices, fetch)
-        if self._usable() is None or self._notes[_GENERATION] != generation:
-            return samples
-        if type(samples) is not list or len(samples) != len(indices):
-            self._give_up(_NO_LIST)
-            return samples
-        # What is kept came out the same twice; whether it still does, checks tell.
-        new = np.flatnonzero(self._has_place(store, places) & (store.state[places % store.places] != KEPT))
-        if len(new):
-            self._note(store, places[new], [samples[place] for place in new])
-            if self._notes[_GENERATION] != generation:  # the dataset has changed meanwhile
-                store.state[places[new]] = UNKNOWN
-        return samples
-
-    def _drawn_nothing(self, indices: list[Any], fetch: Callable[[list[Any]], Any]) -> Any:
-        """Fetch samples; give up if random numbers were drawn meanwhile, by the dataset or by another thread."""
-        # In a thread of this package the loop may draw meanwhile: whoever moved fetching there has looked before.
-        compares = not threading.current_thread().name.startswith("accel-") and self._compares()
-        before = random_state() if compares else ()
-        samples = fetch(indices)
-        self._counts[_FETCHED] += len(indices)
-        if compares and len(before) == len(streams()) and random_state() != before:
-            self._give_up(_DRAWS_OR_OTHERS if others_could_draw() else _DRAWS)
-        return samples
-
-    def _compares(self) -> bool:
-        """Return whether the generators' states are read for this batch: whoever draws does so for most samples."""
-        self._counts[_BATCHES] += 1
-        return bool(self._counts[_FETCHED] < _COMPARED_FIRST or self._counts[_BATCHES] % _COMPARED_LATER == 0)
-
-    def _note(self, store: SampleStore, places: Places, samples: Sequence[Any]) -> None:
-        """Note samples all at once, or one by one where one has another layout or comes twice."""
-        rows = store.layout.rows(samples) if len(set(places.tolist())) == len(samples) else None
-        if rows is not None:
-            differs = store.note(places, rows, self._has_room)
-            if differs is not None:
-                self._give_up(_DIFFERS, differs)
-        elif len(samples) > 1:
-            for place in range(len(samples)):
-                self._note(store, places[place : place + 1], samples[place : place + 1])
-
-    def _has_room(self, more: int) -> bool:
-        """Return whether memory is left for more samples: others may need it since."""
-        before = int(self._counts[_STORED])
-        self._counts[_STORED] += more
-        if (before + more) * self.sample_bytes // _LOOK_AFTER != before * self.sample_bytes // _LOOK_AFTER:
-            available = None if self._in_file else available_memory()
-            self._counts[_FULL] = available is not None and available < _RESERVE * self._available_at_first
-        return not self._counts[_FULL]
-
-    def _give_up(self, reason: str, sample: int = 0) -> None:
-        """Drop all that is kept, in all processes, for ever."""
-        if self._store is None or self._notes[_REASON]:
-            return
-        self._notes[_SAMPLE] = sample
-        self._notes[_REASON] = _REASONS.index(reason) + 1
-        self._store.free()
+        return self.cache_book.dropped
 
 
 _DIFFERS = "sample {} came out differently when it was fetched again"
@@ -458,9 +504,23 @@ _MODE, _REASON, _SAMPLE, _GENERATION, _CHECKED_AT = range(5)
 _SERVED, _FETCHED, _CHECKS, _ASKED, _FOUND, _STORED, _FULL, _BATCHES = range(8)
 
 
+def _fetch_each(dataset: Any, indices: list[Any]) -> list[Any]:
+    return [sample_of(dataset, each) for each in indices]
+
+
+def _has_place(store: SampleStore, places: Places) -> np.ndarray[Any, Any]:
+    return (places >= 0) & (places < store.places)
+
+
 def _bound(directory: Path | None) -> int:
     free = available_memory() if directory is None else shutil.disk_usage(directory).free
     return int(_SHARE * (free or 0))
+
+
+def _parts(store: SampleStore | None, in_file: bool = False) -> tuple[CacheBook, SampleRecorder, SampleServer]:
+    book = CacheBook(store)
+    recorder = SampleRecorder(book, in_file)
+    return book, recorder, SampleServer(book, recorder)
 
 
 def _store(dataset: Any, most_bytes: int, directory: Path | None) -> SampleStore:

@@ -16,11 +16,11 @@ from accel.dataio.passes.proxy import LoaderProxy
 from accel.elastic.batch_size.driver import BatchRun
 from accel.elastic.batch_size.loader import elastic_loader
 from accel.elastic.batch_size.report import ProfileFile, TimeBook
-from accel.elastic.checkpointing import Checkpointing
 from accel.elastic.in_place import InPlace, Restart, has_joined, orders_of_job
 from accel.elastic.meeting import deal_alike
 from accel.elastic.sample_position import SamplePosition
 from accel.elastic.saving.run import CheckpointRun
+from accel.elastic.saving.training import TrainingCheckpoints, settings_of
 from accel.profiler.loop.observers import follow, is_followed, leave, observers_of
 from accel.session.session import Session
 
@@ -62,8 +62,7 @@ class ElasticRun:
         self.batch: BatchRun | None = None
         self.checkpoint: CheckpointRun | None = None
         self._in_place: InPlace | None = None
-        wanted = settings.checkpoint
-        how = wanted if wanted is None or isinstance(wanted, Checkpointing) else Checkpointing(folder=wanted)
+        how = None if settings.checkpoint is None else settings_of(settings.checkpoint)
         deal_alike(sampler, settings, is_new=has_joined())
         self._position = SamplePosition(sampler)
         self._profile_file = None if how is None else ProfileFile(how.folder)
@@ -88,15 +87,9 @@ class ElasticRun:
                 model = session.run.model
                 if (orders := orders_of_job()) is not None:
                     self._in_place = InPlace(orders, model, optimizer, sampler, restart, is_alone, say)
+                training = TrainingCheckpoints(model, optimizer, sampler, how, self.batch, say)
                 self.checkpoint = CheckpointRun(
-                    model,
-                    optimizer,
-                    sampler,
-                    how,
-                    batch=self.batch,
-                    say=say,
-                    in_place=self._in_place,
-                    saved=lambda: self._decided(is_saved=True),
+                    training, say=say, in_place=self._in_place, saved=lambda: self._decided(is_saved=True)
                 )
                 if self._in_place is not None and self._in_place.is_added:
                     self._in_place.wait()

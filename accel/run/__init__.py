@@ -3,5 +3,6 @@
 from __future__ import annotations
 
 from accel.run.context import Observed, Run
+from accel.run.gate import Gate
 
-__all__ = ["Observed", "Run"]
+__all__ = ["Gate", "Observed", "Run"]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import DataLoader, DistributedSampler
 
-from accel.dataio.passes.movable import movable, not_read_ahead
+from accel.dataio.passes.movable import movable, not_elsewhere, not_read_ahead
 from accel.profiler.bottleneck import Bottleneck
 from accel.profiler.host import available_memory
 from accel.run import Run
@@ -58,18 +58,7 @@ class LoaderWorkers(Strategy):
         if run.cores < 2:
             return "there is only one core, which the model needs"
         short = "there is no memory for a worker process that comes to have all of this one's"
-        if run.exact and (reason := self._unseen(run)):
-            return reason
-        from accel.dataio.dataset.handles import shared_handle
-
-        return shared_handle(run.loader) or ("" if self.settings(run) else short)
-
-    def _unseen(self, run: Run) -> str:
-        from accel.dataio.dataset.watch import DatasetWatch
-        from accel.dataio.fetching.fetch import fetch_of
-
-        unseen = DatasetWatch(fetch_of(run.loader), share=0.0).unseen
-        return unseen and f"the loop could change {unseen}, within an epoch without being seen: allow='exact' leaves it"
+        return not_elsewhere(run.loader, exact=run.exact) or ("" if self.settings(run) else short)
 
     def comparison(self, run: Run) -> TrialDesign:
         """Judge in whole epochs where the loader has workers of its own, which it starts for each epoch."""

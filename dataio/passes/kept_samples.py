@@ -18,7 +18,7 @@ from accel.dataio.dataset.files import NamedFiles
 from accel.dataio.dataset.watch import DatasetWatch
 from accel.dataio.fetching.fetch import Fetch, keep_samples, whole_tensors
 from accel.dataio.fetching.randomness import states_of_their_own
-from accel.dataio.sample_cache import SampleCache
+from accel.dataio.sample_cache import CacheMode, SampleCache
 from accel.profiler.interruptions import ours
 
 # Of what a look at an epoch's beginning may take for workers: an epoch's decoding takes longer. CIFAR-10 is 154 MB.
@@ -77,7 +77,7 @@ class KeptSamples:
         self._files = NamedFiles(loader.dataset)
         try:
             self._cache = cache = SampleCache(loader.dataset)
-            noting = cache.noting_share()
+            noting = cache.cache_recorder.noting_share(cache.fetch)
             own = _hands_out_its_own(loader)
         except ours(TypeError, ValueError) as error:
             self.finding = str(error)
@@ -85,8 +85,8 @@ class KeptSamples:
         except ours() as error:  # whatever the dataset raises: the loop may never ask for that sample
             self.finding = f"sample 0 can't be fetched: {type(error).__name__}: {error}"
             return
-        if cache.places < _LEAST * len(cache):
-            self._drop(f"only {cache.places / len(cache):.1%} of its samples fit into the memory that may be used")
+        if (fits := cache.cache_book.places / len(cache)) < _LEAST:
+            self._drop(f"only {fits:.1%} of its samples fit into the memory that may be used")
             return
         if noting > _MOST_NOTING:
             self._drop(f"noting a sample takes {noting:.0%} of the time of its fetch: there is little to be won")
@@ -94,7 +94,7 @@ class KeptSamples:
         if own:
             self._drop("samples are the dataset's own objects: what the loop writes into them must stay there")
             return
-        cache.record()
+        cache.cache_book.mode = CacheMode.RECORDING
         self.look()
         if not self.finding:
             keep_samples(loader, cache)
@@ -114,11 +114,11 @@ class KeptSamples:
         cache = self.cache
         if cache is None or self._is_worth_it:
             return ""
-        asked, hits = cache.recent_hits()
+        asked, hits = cache.cache_book.recent_hits()
         self._asked, self._hits = self._asked + asked, self._hits + hits
         if self._asked < min(1024, len(cache) / 4):
             return self._wait_text
-        share, fits = self._hits / self._asked, cache.places / len(cache)
+        share, fits = self._hits / self._asked, cache.cache_book.places / len(cache)
         self._rounds += self._asked
         self._asked = self._hits = 0
         if share < _WORTH * fits and self._rounds < _MOST_ROUNDS * len(cache):
@@ -145,13 +145,13 @@ class KeptSamples:
             self.look()
         if not cache.stats().served and not self._check(cache):
             raise ValueError(self.finding or "the dataset has changed")
-        cache.serve()
+        cache.cache_book.mode = CacheMode.SERVING
 
     def _check(self, cache: SampleCache) -> bool:
         """Compare some samples, and return whether nothing speaks against handing out what is kept."""
         most = max(1, min(_CHECKED_FIRST, int(_CHECKED_SHARE * len(cache))))
         try:
-            return cache.check(most) and self.cache is not None
+            return cache.cache_server.check(most, cache.fetch) and self.cache is not None
         except ours() as error:  # it is for the loop to come upon, if it asks for that sample
             self._drop(f"a sample can't be fetched again: {type(error).__name__}: {error}")
             return False
@@ -159,12 +159,12 @@ class KeptSamples:
     def record(self) -> None:
         """Hand out nothing, and go on to keep what comes out the same."""
         if (cache := self.cache) is not None:
-            cache.record()
+            cache.cache_book.mode = CacheMode.RECORDING
 
     def rest(self) -> None:
         """Have all samples fetched plainly."""
         if (cache := self.cache) is not None:
-            cache.rest()
+            cache.cache_book.mode = CacheMode.RESTING
 
     def close(self) -> None:
         """Give up what is kept."""
@@ -183,7 +183,7 @@ class KeptSamples:
         """Compare the dataset with what it was when the last epoch began, and some samples with what is kept."""
         if self.cache is not None:
             self.look()
-        if (cache := self.cache) is not None and cache.serves:
+        if (cache := self.cache) is not None and cache.cache_book.serves:
             self._check(cache)
 
     def before_batch(self, rest: Any) -> None:
@@ -206,7 +206,7 @@ class KeptSamples:
         if cache is None:
             return
         # What stacks its samples at once copies them; another collate function may hold on to one.
-        cache.share_memory_of_batch(self.loader.collate_fn is default_collate)
+        cache.cache_server.share_memory = self.loader.collate_fn is default_collate
         is_other = self._files.changed()
         if self._watch is None or self._watch.changed(thoroughly=True):
             is_other = is_other or self._watch is not None

@@ -71,6 +71,22 @@ def not_read_ahead(loader: DataLoader[Any]) -> str:
     return ""
 
 
+def not_elsewhere(loader: DataLoader[Any], *, exact: bool) -> str:
+    """Return '' if the dataset may be read in other processes, as far as can be seen of it, else the reason why not.
+
+    Args:
+        loader: that is movable.
+        exact: what the loop could change without being seen is a reason, too.
+    """
+    from accel.dataio.dataset.handles import shared_handle
+    from accel.dataio.dataset.watch import DatasetWatch
+    from accel.dataio.fetching.fetch import fetch_of
+
+    if exact and (unseen := DatasetWatch(fetch_of(loader), share=0.0).unseen):
+        return f"the loop could change {unseen}, within an epoch without being seen: allow='exact' leaves it"
+    return shared_handle(loader)
+
+
 _READ_AHEAD = (
     *(SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler),
     *(range, tuple),

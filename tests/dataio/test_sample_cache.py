@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from accel.dataio import sample_cache
 from accel.dataio.loader import ContinuousLoader
-from accel.dataio.sample_cache import SampleCache
+from accel.dataio.sample_cache import CacheMode, SampleCache, SampleServer
 
 
 class Counted(Dataset[Any]):
@@ -54,7 +54,7 @@ def checks() -> None:
 def _without_checks(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     if "checks" not in request.fixturenames:
         monkeypatch.setattr(sample_cache, "_CHECKED", 0.0)
-        monkeypatch.setattr(SampleCache, "_owes_check", lambda self: False)
+        monkeypatch.setattr(SampleServer, "_owes_check", lambda self, samples: False)
 
 
 def epochs(cache: SampleCache, count: int, batch: int = 4) -> list[Any]:
@@ -267,7 +267,7 @@ def test_what_noting_costs_is_timed_on_sample_0_and_draws_nothing(fetch_s: float
     dataset = Slow()
     cache = SampleCache(dataset)
     before, states = dataset.fetched[0], (torch.get_rng_state(), random.getstate())
-    assert cache.noting_share(clock) == pytest.approx(1.3 * 1e-6 / (fetch_s + 1e-6))
+    assert cache.cache_recorder.noting_share(cache.fetch, clock) == pytest.approx(1.3 * 1e-6 / (fetch_s + 1e-6))
     assert dataset.fetched[0] - before == fetches
     assert torch.equal(torch.get_rng_state(), states[0])
     assert random.getstate() == states[1]
@@ -325,24 +325,24 @@ def test_a_closed_cache_fetches() -> None:
     assert (cache[3][0] == 3.0).all()
 
 
-@pytest.mark.parametrize("mode", ["rest", "record"])
-def test_a_cache_that_does_not_serve_fetches(mode: str) -> None:
+@pytest.mark.parametrize("mode", [CacheMode.RESTING, CacheMode.RECORDING])
+def test_a_cache_that_does_not_serve_fetches(mode: CacheMode) -> None:
     cache = SampleCache(Counted())
-    getattr(cache, mode)()
+    cache.cache_book.mode = mode
     epochs(cache, 3)
-    assert cache.stats().kept == (12 if mode == "record" else 0) and cache.stats().served == 0
+    assert cache.stats().kept == (12 if mode is CacheMode.RECORDING else 0) and cache.stats().served == 0
     assert sum(cache.dataset.fetched) == 37
-    cache.serve()
+    cache.cache_book.mode = CacheMode.SERVING
     epochs(cache, 3)
-    assert cache.stats().served == (36 if mode == "record" else 12)
+    assert cache.stats().served == (36 if mode is CacheMode.RECORDING else 12)
 
 
 def test_recent_hits_are_those_since_the_last_call() -> None:
     cache = SampleCache(Counted())
-    cache.record()
+    cache.cache_book.mode = CacheMode.RECORDING
     epochs(cache, 3)
-    assert cache.recent_hits() == (36, 12)
-    assert cache.recent_hits() == (0, 0)
+    assert cache.cache_book.recent_hits() == (36, 12)
+    assert cache.cache_book.recent_hits() == (0, 0)
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------
@@ -351,13 +351,13 @@ def test_recent_hits_are_those_since_the_last_call() -> None:
 def test_what_does_not_fit_is_fetched_each_time() -> None:
     cache = SampleCache(Counted(), memory=5 * 32 + 31)
     epochs(cache, 4)
-    assert cache.places == cache.stats().kept == 5
+    assert cache.cache_book.places == cache.stats().kept == 5
     assert cache.dataset.fetched == [3, 2, 2, 2, 2] + 7 * [4]
 
 
 def test_the_default_is_a_share_of_what_is_available(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sample_cache, "available_memory", lambda: 8 * 32)
-    assert SampleCache(Counted()).places == 2
+    assert SampleCache(Counted()).cache_book.places == 2
 
 
 def test_nothing_more_is_kept_once_memory_has_become_scarce(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -432,7 +432,7 @@ def test_forked_processes_share_what_is_kept_and_why_it_ended() -> None:
     elsewhere(lambda: cache.__getitems__([2, 1]))
     assert cache.stats().kept == 2
     assert (cache[2][0] == 2.0).all() and cache.dataset.fetched[2] == 0
-    elsewhere(lambda: cache._give_up(sample_cache._DIFFERS, 7))
+    elsewhere(lambda: cache.cache_book.give_up(sample_cache._DIFFERS, 7))
     assert cache.dropped.startswith("sample 7 came out differently")
     assert (cache[2][0] == 2.0).all() and cache.dataset.fetched[2] == 1
 
@@ -502,17 +502,17 @@ def test_a_sample_that_comes_twice_in_a_batch_is_noted_twice() -> None:
 def test_samples_of_a_dataset_that_changes_while_they_are_noted_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     cache = SampleCache(Counted())
     cache.__getitems__(list(range(6)))
-    note = cache._store.note  # type: ignore[union-attr]
+    note = cache.cache_book.store.note  # type: ignore[union-attr]
 
     def changes_meanwhile(*arguments: Any) -> Any:
         differs = note(*arguments)
         cache.forget()
         return differs
 
-    monkeypatch.setattr(cache._store, "note", changes_meanwhile)
+    monkeypatch.setattr(cache.cache_book.store, "note", changes_meanwhile)
     cache.__getitems__(list(range(6)))
     assert cache.stats().kept == 0
-    monkeypatch.setattr(cache._store, "note", note)
+    monkeypatch.setattr(cache.cache_book.store, "note", note)
     cache.__getitems__(list(range(6)))
     assert cache.stats().kept == 0  # noted anew, once
 

@@ -19,15 +19,12 @@ from functools import partial
 from threading import get_ident
 from typing import Any
 
-from torch import nn
 from torch.optim import Optimizer
 
-from accel.dataio.elastic_sampler import ElasticSampler
 from accel.dataio.passes.proxy import LoaderProxy
-from accel.elastic.checkpointing import Checkpointing
 from accel.elastic.in_place import InPlace, ResizeOrder
 from accel.elastic.save_policy import SavePolicy
-from accel.elastic.saving.training import BatchState, TrainingCheckpoints
+from accel.elastic.saving.training import TrainingCheckpoints
 from accel.profiler.interruptions import ours
 from accel.profiler.loop import backward
 from accel.profiler.loop.observers import LoopObserver
@@ -136,10 +133,7 @@ class CheckpointRun(LoopObserver):
     """Save a loop's training, and restore it.
 
     Args:
-        model, optimizer: the user's.
-        sampler: of the training loader.
-        settings: the user's.
-        batch: decides the batch size; None if nothing does.
+        training: what is saved, and where.
         say: prints one line for the user.
         in_place: carries out orders to go on with other ranks; None if there are none.
         saved: called after each save.
@@ -147,24 +141,19 @@ class CheckpointRun(LoopObserver):
 
     def __init__(
         self,
-        model: nn.Module,
-        optimizer: Optimizer,
-        sampler: ElasticSampler,
-        settings: Checkpointing,
+        training: TrainingCheckpoints,
         *,
-        batch: BatchState | None = None,
         say: Callable[[str], None] = lambda line: None,
         in_place: InPlace | None = None,
         saved: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__()
-        self.training = TrainingCheckpoints(model, optimizer, sampler, settings, batch, say)
-        self._settings, self._sampler = settings, sampler
+        self.training = training
         self._say, self._in_place, self._saved = say, in_place, saved
         self._terminate: Callable[[], None] = lambda: os.kill(os.getpid(), signal.SIGTERM)
         self._ordered: ResizeOrder | None = None
         """To be carried out before the next step."""
-        self.updates = UpdateCount(optimizer)
+        self.updates = UpdateCount(training.optimizer)
         self._is_asked_elsewhere = self._has_warned = False
         """Another thread asks for batches."""
         self._forget_updates = UPDATES.add_weakly(self.updated)
@@ -194,9 +183,8 @@ class CheckpointRun(LoopObserver):
         if not self.training.is_that_of(earlier.training):
             return False
         self.updates.resume(earlier.updates.step)
-        self._say(
-            f"goes on from step {self.updates.step} in this process: nothing is loaded from {self._settings.folder}"
-        )
+        folder = self.training.settings.folder
+        self._say(f"goes on from step {self.updates.step} in this process: nothing is loaded from {folder}")
         return True
 
     # -- the loop (observers.LoopObserver, optimizer hooks, update listener) -------------------------------------------
@@ -259,7 +247,7 @@ class CheckpointRun(LoopObserver):
             return False
         if not is_due:
             return policy.stop and not self._is_put_off
-        is_put_off = self._sampler.steps_left == 0 and not self._is_put_off
+        is_put_off = self.training.sampler.steps_left == 0 and not self._is_put_off
         self._is_put_off = False
         if policy.is_wanted or not is_put_off:
             self.save()
@@ -321,7 +309,7 @@ class CheckpointRun(LoopObserver):
                 missed = "did not come to save a checkpoint"
                 self._gather = partial(self._ranks.decide, decision=list, missed=missed)
             look = ResizeOrder if self._in_place is None else self._in_place.order
-            self.policy = SavePolicy(self._settings.interval_s, gather=self._gather, look=look)
+            self.policy = SavePolicy(self.training.settings.interval_s, gather=self._gather, look=look)
             if self._is_requested:
                 self.policy.request()
         return self.policy

@@ -32,6 +32,11 @@ class BatchState(Stateful, Protocol):
     """Bytes of this rank's device, or of the one that has the least."""
 
 
+def settings_of(wanted: str | Checkpointing) -> Checkpointing:
+    """Return the settings of checkpoints, of which a folder alone may be given."""
+    return wanted if isinstance(wanted, Checkpointing) else Checkpointing(folder=wanted)
+
+
 class TrainingCheckpoints:
     """The checkpoints of a training.
 
@@ -55,14 +60,14 @@ class TrainingCheckpoints:
         self.checkpoints = Checkpoints(settings.folder, settings.keep, alone=True)
         if advice := remedy():
             say(advice)
-        self._model, self._optimizer, self._sampler = model, optimizer, sampler
-        self._settings, self._batch, self._say = settings, batch, say
+        self._model, self.optimizer, self.sampler = model, optimizer, sampler
+        self.settings, self._batch, self._say = settings, batch, say
         own = {"sampler": sampler, "buckets": BucketOrder(model)} | ({} if batch is None else {"batch": batch})
         self._parts: dict[str, Any] = {"schedulers": list(settings.schedulers), **own, **settings.more}
 
     def is_that_of(self, earlier: TrainingCheckpoints) -> bool:
         """Return whether earlier ones are of the same loop, in the same folder."""
-        same_loop = self._optimizer is earlier._optimizer and self._sampler is earlier._sampler
+        same_loop = self.optimizer is earlier.optimizer and self.sampler is earlier.sampler
         return same_loop and self.checkpoints.are_in(earlier.checkpoints.folder)
 
     def restore(self, called_at: float) -> int:
@@ -87,14 +92,14 @@ class TrainingCheckpoints:
         notes: list[str] = []
 
         def take(state: dict[str, Any]) -> None:
-            notes[:] = restore_state(state, self._model, self._optimizer, **self._parts)
+            notes[:] = restore_state(state, self._model, self.optimizer, **self._parts)
 
         state = self.checkpoints.load_latest(gather, take)
         for sentence in self.checkpoints.refused:
             self._say(sentence)
         if state is None:
             return 0
-        self._say(f"goes on from step {state['step']}, saved in {self._settings.folder}")
+        self._say(f"goes on from step {state['step']}, saved in {self.settings.folder}")
         for sentence in notes:
             self._say(sentence)
         step: int = state["step"]
@@ -104,7 +109,7 @@ class TrainingCheckpoints:
         """Take the epoch of the newest checkpoint alone: what else it has is loaded once this process has joined."""
         state = self.checkpoints.load_latest()
         if state is not None:
-            self._sampler.load_state_dict(state["parts"]["'sampler'"])
+            self.sampler.load_state_dict(state["parts"]["'sampler'"])
 
     def save(self, step: int, gather: Callable[[Any], list[Any]] | None, *, writes: bool) -> bool:
         """Save between two steps, and return whether that could be done; True on ranks that don't write.
@@ -114,7 +119,7 @@ class TrainingCheckpoints:
             gather: see `capture_state`.
             writes: this rank does.
         """
-        state = capture_state(self._model, self._optimizer, step=step, gather=gather, **self._parts)
+        state = capture_state(self._model, self.optimizer, step=step, gather=gather, **self._parts)
         try:
             if writes:
                 self.checkpoints.save(state)
@@ -126,7 +131,7 @@ class TrainingCheckpoints:
     def _check_states(self) -> None:
         """Raise if a state can't be held; the model's is of tensors, which it may not have yet (`LazyLinear`)."""
         try:
-            state = capture_state(nn.Module(), self._optimizer, **self._parts)
+            state = capture_state(nn.Module(), self.optimizer, **self._parts)
         except InvalidArgument:
             raise
         except ours():  # of what has no state yet, as an optimizer that is sharded
@@ -135,9 +140,9 @@ class TrainingCheckpoints:
 
     def _look_for_schedulers(self) -> None:
         """Warn of a learning-rate scheduler that no checkpoint would hold; torch's and timm's mark the groups."""
-        settings = self._settings
+        settings = self.settings
         steps = (hasattr(each, "step") for each in settings.more.values() if each is not settings.scaler)
-        is_scheduled = any("initial_lr" in group for group in self._optimizer.param_groups)
+        is_scheduled = any("initial_lr" in group for group in self.optimizer.param_groups)
         if is_scheduled and not settings.schedulers and not any(steps) and leads():
             warn(
                 "a learning-rate scheduler acts on the optimizer and is in no checkpoint, so that a resume begins it "

@@ -23,6 +23,7 @@ from accel.elastic.checkpointing import Checkpointing
 from accel.elastic.running import save_checkpoint
 from accel.elastic.sample_position import remaining_epochs
 from accel.elastic.saving.run import CheckpointRun
+from accel.elastic.saving.training import TrainingCheckpoints
 from accel.errors import CheckpointError, InvalidArgument
 
 PLAIN = {"cache": False, "allow": "exact"}
@@ -199,7 +200,8 @@ def test_ranks_go_on_by_the_memory_of_the_one_that_has_least(tmp_path: Path, mon
     monkeypatch.setattr("accel.elastic.saving.training.Ranks", TwoRanks)
     model, batch = nn.Linear(2, 1), Batch()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    run = CheckpointRun(model, optimizer, ElasticSampler(8, batch_size=2), Checkpointing(folder=tmp_path), batch=batch)
+    sampler, folder = ElasticSampler(8, batch_size=2), Checkpointing(folder=tmp_path)
+    run = CheckpointRun(TrainingCheckpoints(model, optimizer, sampler, folder, batch, print))
     run.restore()
     run.close()
     assert batch.memory == 40

@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import accel
-from accel import entry
+from accel import entry, startup
 from accel.elastic.checkpoint import Checkpoints
 from accel.elastic.running import save_checkpoint
 from accel.errors import CheckpointError, InvalidArgument
@@ -74,7 +74,7 @@ def test_a_cell_that_is_run_again_goes_on(
     tmp_path: Path, trained_before: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two models of one cell are refused there, too: the first has made no step."""
-    monkeypatch.setattr(entry, "is_interactive", lambda: True)
+    monkeypatch.setattr(startup, "is_interactive", lambda: True)
     first = begun(tmp_path, 1.0)
     if not trained_before:
         with pytest.raises(InvalidArgument):

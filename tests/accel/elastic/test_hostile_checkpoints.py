@@ -20,6 +20,7 @@ from accel.elastic import checkpoint
 from accel.elastic.checkpoint import Checkpoints, Manifest
 from accel.elastic.checkpointing import Checkpointing
 from accel.elastic.saving.run import CheckpointRun
+from accel.elastic.saving.training import TrainingCheckpoints
 from accel.elastic.training_state import capture_state
 from accel.errors import CheckpointError, OtherVersion
 from tests.sampling import examples
@@ -37,7 +38,9 @@ class Training:
         self.schedule = torch.optim.lr_scheduler.MultiStepLR(self.optimizer, [1, 3])
         self.sampler = ElasticSampler(SAMPLES, batch_size=BATCH)
         how = Checkpointing(folder=folder, schedulers=[self.schedule])
-        self.run = CheckpointRun(self.model, self.optimizer, self.sampler, how, say=said)
+        self.run = CheckpointRun(
+            TrainingCheckpoints(self.model, self.optimizer, self.sampler, how, None, said), say=said
+        )
 
     def step(self) -> None:
         self.model(torch.randn(BATCH, 3)).sum().backward()

@@ -20,7 +20,7 @@ from accel.dataio.dataset import files
 from accel.dataio.passes import kept_samples
 from accel.dataio.passes.movable import movable
 from accel.dataio.passes.proxy import LoaderProxy
-from accel.dataio.sample_cache import SampleCache
+from accel.dataio.sample_cache import SampleCache, SampleRecorder, SampleServer
 from accel.run import Run
 from accel.run.gate import Gate
 from accel.strategies.base import NothingHelps
@@ -80,7 +80,7 @@ def any_cost(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_samples_that_are_fetched_as_fast_as_they_are_noted_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Noting them doubled the time of the first epoch's fetches, and took longer than it could ever win."""
     monkeypatch.setattr(kept_samples, "_MOST_NOTING", 0.2)
-    monkeypatch.setattr(SampleCache, "noting_share", lambda cache: 0.21)
+    monkeypatch.setattr(SampleRecorder, "noting_share", lambda self, fetch: 0.21)
     strategy, run, loop = make()
     before = loop.dataset.fetched[0]
     assert strategy.waits(run) == strategy.refusal(run)
@@ -88,7 +88,7 @@ def test_samples_that_are_fetched_as_fast_as_they_are_noted_are_left_alone(monke
     assert fetches(loop) == len(loop.dataset)
     assert loop.dataset.fetched[0] - before == len(loop.dataset) + 1  # sample 0, to see what samples are like
 
-    monkeypatch.setattr(SampleCache, "noting_share", lambda cache: 0.19)
+    monkeypatch.setattr(SampleRecorder, "noting_share", lambda self, fetch: 0.19)
     strategy, run, loop = make()
     assert strategy.waits(run).startswith("it waits until most samples have come twice")
     assert strategy.refusal(run) == ""
@@ -104,8 +104,8 @@ def _without_checks(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequ
     if "checks" in request.fixturenames:
         return
     monkeypatch.setattr(sample_cache, "_CHECKED", 0.0)
-    monkeypatch.setattr(SampleCache, "_owes_check", lambda self: False)
-    monkeypatch.setattr(SampleCache, "check", lambda self, most: True)
+    monkeypatch.setattr(SampleServer, "_owes_check", lambda self, samples: False)
+    monkeypatch.setattr(SampleServer, "check", lambda self, most, fetch: True)
 
 
 def prepared(data: Any = None, **options: Any) -> tuple[KeepSamples, Run, Any]:
