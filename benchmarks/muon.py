@@ -1,6 +1,6 @@
-"""Muon against torch's, on a CPU: `accel.optim.Muon`, and torch's own under the strategy `batched_muon`.
+"""Muon against torch's: `accel.optim.Muon`, and torch's own under the strategy `batched_muon`.
 
-    python -m benchmarks.muon [--rounds 5] [--threads 2] [--record]
+    python -m benchmarks.muon [--rounds 5] [--threads 2] [--device cuda] [--record]
 
 24 weights of 256 x 256, and tall and wide ones, as a transformer's layers have. The two of a race run in turns, rival
 ours ours rival; each round gives a ratio. Before anything is timed the weights must agree.
@@ -52,25 +52,34 @@ WAYS: dict[str, Callable[[list[nn.Parameter]], Step]] = {"accel.optim.Muon": _ou
 
 
 def races(
-    rounds: int, shapes: dict[str, list[tuple[int, int]]] = SHAPES, clock: Callable[[], float] = time.perf_counter
+    rounds: int,
+    shapes: dict[str, list[tuple[int, int]]] = SHAPES,
+    clock: Callable[[], float] = time.perf_counter,
+    device: str = "cpu",
 ) -> Iterator[Row]:
     """Yield a row for each way and set of weights."""
     for own in shapes.values():
         for name, way in WAYS.items():
-            ours, theirs = (params_of(own, "cpu", torch.float32) for _ in range(2))
+            ours, theirs = (params_of(own, device, torch.float32) for _ in range(2))
             rival = torch.optim.Muon(theirs).step
             yield in_turns(name, "torch.optim.Muon", (way(ours), ours), (rival, theirs), rounds, clock, _NEAR)
+
+
+def _when_done() -> float:
+    torch.cuda.synchronize()
+    return time.perf_counter()
 
 
 @click.command()
 @click.option("--rounds", default=5, show_default=True)
 @click.option("--threads", default=torch.get_num_threads, type=int, help="Of torch.  [default: cores]")
+@click.option("--device", default="cpu", show_default=True, help="Where the weights are, waited for at each look.")
 @click.option("--record", is_flag=True, help="Write the figures to benchmarks/results/.")
-def main(rounds: int, threads: int, record: bool) -> None:
+def main(rounds: int, threads: int, device: str, record: bool) -> None:
     """Measure."""
     torch.set_num_threads(threads)
     measured = []
-    for row in races(rounds):
+    for row in races(rounds, clock=time.perf_counter if device == "cpu" else _when_done, device=device):
         measured.append(row)
         print(LINE.format_map(row), flush=True)
     if record:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DistributedSampler
 
+from accel.dataio.engine.transfer import pin
 from accel.dataio.image.dali_graph import Batch, Graph
 from accel.dataio.images import ImageDataset
 from accel.dataio.sampling.round_robin import world
@@ -171,7 +172,9 @@ class DaliLoader:
                 indices = under_way.popleft()
                 labels = torch.tensor([self.dataset.samples[index][1] for index in indices], dtype=torch.int64)
                 self._given += 1
-                yield images, labels.to(self.device)
+                # From pageable memory the host would wait for all that the device has queued.
+                labels = pin(labels) if self.device.type == "cuda" else labels
+                yield images, labels.to(self.device, non_blocking=True)
             # Kept for the next epoch; after a break or an error batches are left inside, and it is thrown away.
             self._graph = graph
         finally:

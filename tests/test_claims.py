@@ -37,6 +37,7 @@ IN_RECORDS = {
     r"the strategy has had no trial": r"\"amp_o2\", \"status\": \"(?:kept|undone)\"",
     r"[Bb]y its source": r"memory formats of the state",
     r"comm/": r"nccl",
+    r"`batched_muon`": r"\"batched_muon\", \"status\"",
     r"\bscheduler\b": r"\"scheduler\": \"accel cluster up\"",
     r"this version": r"\"weights\": \"float32\"",  # of benchmarks/gpu/mixed_precision.py
 }

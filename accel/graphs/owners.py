@@ -5,6 +5,8 @@ from __future__ import annotations
 import weakref
 from collections.abc import Hashable, Iterable
 from collections.abc import Set as AbstractSet
+from itertools import repeat, starmap
+from operator import attrgetter
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -16,6 +18,7 @@ from accel.profiler.loop import callslot
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 """Attributes that torch gives each module; of these only the mode decides, which is asked by itself."""
+_REQUIRES_GRAD, _CLASS, _TRAINING = (attrgetter(name) for name in ("requires_grad", "__class__", "training"))
 _MOST_KINDS = 1024
 """Kinds of calls of which it is known what they replace."""
 
@@ -46,6 +49,7 @@ class Owners:
         self.every: list[nn.Module] = []
         """The modules with all those inside of them."""
         self._inner: list[nn.Module] = []
+        self._inner_contents: list[dict[str, Any]] = []
         self.refresh()
 
     def refresh(self) -> None:
@@ -56,6 +60,7 @@ class Owners:
         dicts: list[dict[str, Any]] = [d for each in self.every for d in (each._parameters, each._buffers)]
         self._slots = [(d, name) for d in dicts for name in d]
         self._contents = [vars(each) for each in self.every]
+        self._inner_contents = [vars(each) for each in self._inner]
         self._settings = [(d, name) for d in self._contents for name in d if _is_setting(name, d[name])]
         owned = {id(d[name]) for d, name in self._slots}
         stepped = [p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]]
@@ -78,12 +83,14 @@ class Owners:
 
     def form(self) -> Hashable:
         """Return what a model's graph has frozen: modes, code, numbers of modules, where tensors lie, which train."""
-        places = tuple([(t.data_ptr(), t.requires_grad) for t in self.tensors()])
-        return tuple([module.training for module in self.every]), self._code(), self._values(), places
+        # In a key at every call, so each line goes through all tensors or modules without Python for each.
+        tensors = self.tensors()
+        places = tuple(map(Tensor.data_ptr, tensors)), tuple(map(_REQUIRES_GRAD, tensors))
+        return tuple(map(_TRAINING, self.every)), self._code(), self._values(), places
 
     def _values(self) -> Hashable:
         """Return the values and tensors of modules, and how much each module holds: a value may have come."""
-        values: list[Any] = [d.get(name) for d, name in self._settings]
+        values: list[Any] = list(starmap(dict.get, self._settings))
         kinds = tuple(map(type, values))  # 1 and 1.0 are equal, and not the same factor
         if not PLAIN.issuperset(kinds):
             values = list(map(_frozen, values))
@@ -94,8 +101,11 @@ class Owners:
 
         A model's own slot is left out: the captured call stands there.
         """
-        own = [(module.__class__, _same(module.__dict__.get("forward"))) for module in self.every]
-        return tuple(own), tuple([_same(module.__dict__.get(callslot.NAME)) for module in self._inner])
+        forwards = map(dict.get, self._contents, repeat("forward"))
+        slots = map(dict.get, self._inner_contents, repeat(callslot.NAME))
+        return tuple(map(_CLASS, self.every)), *(
+            tuple([None if v is None else _Same(v) for v in each]) for each in (forwards, slots)
+        )
 
     def entries(self) -> list[Any]:
         """Return what optimizers keep for each parameter: someone may clear it, or load another."""
@@ -187,10 +197,6 @@ class _SameAlive:
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _SameAlive) and self._of() is not None and other._of() is self._of()
-
-
-def _same(value: object) -> Hashable:
-    return None if value is None else _Same(value)
 
 
 def _hashable(value: Any, kind: str) -> Hashable:

@@ -6,7 +6,8 @@ finite or far above any in the plain loop, or that raises what a strategy may ha
 the step goes on with that result. If the plain result is fine, the strategies are at fault and are
 switched off at once. If it is no better, the fault is the run's own and no strategy is blamed; if
 it raises too, the error is the user's and propagates, as all other errors do from the first call.
-What can't be judged is passed over: no check raises anything into the loop.
+What can't be judged is passed over: no check raises anything into the loop. Before a call that ran
+out of memory is repeated, strategies give up what they keep, such as graphs.
 
 With several ranks, the repeated call sends nothing that the first one has sent already. A model
 that exchanges more within its call than `DistributedDataParallel` does can't be called on one rank
@@ -36,7 +37,7 @@ from accel.profiler.interruptions import Tolerated
 from accel.profiler.loop import backward
 from accel.profiler.trees import leaves
 from accel.run import ranks
-from accel.run.gate import Call, Gate
+from accel.run.gate import Call, Gate, make_room
 
 _RAISED = "it raised"
 _LONGEST_EXCUSE = 64
@@ -116,10 +117,12 @@ class Watch:
         # In what the loop has compiled a hook would become a part of the graph.
         is_compiled = self._gate.compiled_by_user or hasattr(self._gate.model, "_orig_mod")
         reached = list(self._parallel) if is_compiled else []
+        has_no_room = False
         try:
             with _noting([] if is_compiled else self._parallel, reached):
                 outputs = call(*args, **kwargs)
         except of_strategies() as error:
+            has_no_room = isinstance(error, torch.OutOfMemoryError)
             problem = f"{_RAISED} {type(error).__name__}: {error}"
             if not before.put_arguments_back():
                 self._trip(f"{problem}, and what it has done to its inputs can't be undone, to make the call again")
@@ -137,6 +140,8 @@ class Watch:
                 return outputs
             del outputs  # beside their activations there may be no room for others
         # Outside the handler: the user's own error must have no context, and its activations no company in memory.
+        if has_no_room:
+            make_room(self._gate)
         return self._again(before, reached, problem, args, kwargs)
 
     def _before(self, args: Any, kwargs: Any) -> _Before | None:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import nn
 
+from accel.device_memory import give_memory_back
 from accel.profiler.loop import callslot
 
 Call = Callable[..., Any]
@@ -35,6 +36,7 @@ class _Wrapper(NamedTuple):
     wrap: Wrap
     before_plain: Callable[[], None] | None
     compiles: bool
+    make_room: Callable[[], None] | None
 
 
 class Gate:
@@ -94,7 +96,13 @@ class Gate:
         return any(wrapper.compiles for wrapper in self._wrappers.values())
 
     def add(
-        self, name: str, wrap: Wrap, before_plain: Callable[[], None] | None = None, *, compiles: bool = False
+        self,
+        name: str,
+        wrap: Wrap,
+        before_plain: Callable[[], None] | None = None,
+        *,
+        compiles: bool = False,
+        make_room: Callable[[], None] | None = None,
     ) -> None:
         """Add a wrapper, at its place in the order.
 
@@ -103,8 +111,9 @@ class Gate:
             wrap: given a call, returns the wrapped one.
             before_plain: called before a call along the plain path, for a wrapper that acts inside the model too.
             compiles: what it wraps runs compiled.
+            make_room: gives up memory that it keeps from call to call, for a call that has none left.
         """
-        self._wrappers[name] = _Wrapper(wrap, before_plain, compiles)
+        self._wrappers[name] = _Wrapper(wrap, before_plain, compiles, make_room)
         self._install(is_changed=True)
 
     def within(self, name: str) -> Hashable:
@@ -167,3 +176,11 @@ class Gate:
         self.watcher, self.passes = None, False
         self._wrappers.clear()
         self._install(is_changed=True)
+
+
+def make_room(gate: Gate) -> None:
+    """Let wrappers give up the memory that they keep, and the allocator what it holds unused, after a call without."""
+    for wrapper in gate._wrappers.values():
+        if wrapper.make_room is not None:
+            wrapper.make_room()
+    give_memory_back()

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from accel.kernels.optimizers import muon_update
 from accel.profiler.bottleneck import Bottleneck
 from accel.run import Run
 from accel.strategies.base import Exactness, Strategy
@@ -34,6 +33,8 @@ def _update(params: list[Tensor], grads: list[Tensor], buffers: list[Tensor], **
     if type(options[_COEFFICIENTS]) is not _Batched:
         _torchs[0](params, grads, buffers, **options)
         return
+    from accel.kernels.optimizers import muon_update
+
     options.pop("foreach", None)
     options.pop("has_complex")
     muon_update(params, grads, buffers, **options)

@@ -168,7 +168,8 @@ class CudaGraphs(Strategy):
 
             return run_call
 
-        run.gate.add(self.name, wrap)
+        # Not of those whose backward pass may come: a step that has begun is finished with them.
+        run.gate.add(self.name, wrap, make_room=partial(calls.drop_graphs, awaited=False))
 
 
 @dataclass(frozen=True)

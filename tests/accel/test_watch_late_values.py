@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from accel.guard import output_sizes
-from accel.guard.output_sizes import LateValues
+from accel.guard.output_sizes import LateValues, sample
 from accel.guard.watch import Watch
 from accel.run.gate import Call, Gate
 
@@ -169,3 +169,20 @@ def test_the_watch_learns_from_plain_calls_without_waiting(device: Device) -> No
     device.runs(4)
     watch.call(watch._gate.call, (torch.ones(1, 2),), {})
     assert (watch._sizes._plain_max, device.waited) == (7.0, 0)  # the last plain ones, in the first call of the plan
+
+
+@pytest.mark.parametrize("shape", [(5,), (1 << 20,), (3, 1 << 20), (1 << 11, 1 << 11)])
+def test_of_a_large_output_a_sample_from_all_over_it_is_looked_at(shape: tuple[int, ...]) -> None:
+    tensor = torch.arange(float(torch.Size(shape).numel())).view(shape)
+    part = sample(tensor)
+    assert part.numel() <= 1 << 20
+    assert part.numel() == tensor.numel() or part.numel() > 1 << 18
+    assert (part.unique() % shape[-1]).unique().numel() == min(shape[-1], part.numel())  # of all columns
+    assert float(part[-1].max()) > 0.99 * float(tensor.max())
+    scaled = torch.linalg.vector_norm(part) * (tensor.numel() / part.numel()) ** 0.5
+    torch.testing.assert_close(scaled, torch.linalg.vector_norm(tensor), rtol=1e-3, atol=0.0)
+
+
+def test_what_is_not_contiguous_is_looked_at_whole() -> None:
+    tensor = torch.ones(1 << 11, 1 << 10).T
+    assert sample(tensor) is tensor

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import weakref
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from accel.run.gate import Call
+from accel.guard.watch import Watch
+from accel.run.gate import Call, Gate
 from tests.accel.test_watch_outputs import broken
 
 
@@ -36,9 +38,9 @@ class Activates(nn.Module):
         return activation
 
 
-def has_no_room(call: Call) -> Call:
+def has_no_room(call: Call, first: Call | None = None) -> Call:
     def run_call(x: Tensor) -> Any:
-        _activations = call(x)
+        _activations = (first or call)(x)
         raise torch.OutOfMemoryError("no room")
 
     return run_call
@@ -64,3 +66,25 @@ def test_an_error_of_the_user_s_own_leaves_nothing_in_memory() -> None:
     with contextlib.suppress(RuntimeError):
         watch.call(gate.call, (torch.ones(1, 2),), {})
     assert (model._held, model.held, trips) == ([0, 0], 0, [])
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_what_a_strategy_keeps_is_given_up_before_a_call_is_made_again(
+    trains: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step or an evaluation that fitted died beside captured graphs: the plain call had no more room than theirs."""
+    kept, model, trips = [torch.empty(1)], nn.Linear(2, 2), list[str]()
+    forward = nn.Linear.forward
+
+    def needs_all(self: nn.Linear, x: Tensor) -> Tensor:
+        if kept:
+            raise torch.OutOfMemoryError("no room")
+        return forward(self, x)
+
+    monkeypatch.setattr(nn.Linear, "forward", needs_all)
+    gate = Gate(model, ["keeps"])
+    gate.add("keeps", partial(has_no_room, first=torch.tanh), make_room=kept.clear)
+    watch = Watch(gate, torch.device("cpu"), lambda why: (trips.append(why), gate.remove("keeps"))[1])
+    with torch.set_grad_enabled(trains):
+        assert watch.call(gate.call, (torch.ones(1, 2),), {}).isfinite().all()
+    assert trips == ["it raised OutOfMemoryError: no room"]

@@ -265,3 +265,28 @@ def test_a_sparse_gradient_is_refused() -> None:
     weight.grad = torch.ones(2, 2).to_sparse()
     with pytest.raises(InvalidArgument, match="dense"):
         Muon([weight]).step()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", OPTIONS[:4], ids=NAMES[:4])
+def test_on_a_gpu_it_rounds_as_torch_does_and_waits_for_nothing(options: dict[str, Any]) -> None:
+    theirs, ours = ([nn.Parameter(p.detach().cuda()) for p in params_of(torch.float32)] for _ in range(2))
+    bias = nn.Parameter(torch.ones(5, device="cuda"))
+    for i, (p, q) in enumerate(zip(ours, theirs, strict=True)):
+        torch.manual_seed(i)
+        p.grad = torch.randn_like(p)
+        q.grad = p.grad.clone()
+    bias.grad = torch.ones_like(bias)
+    options = {"lr": 0.02, **options}
+    torch.optim.Muon(theirs, **options).step()
+    optimizer = Muon([{"params": ours}, {"params": [bias], "use_muon": False}], **options)
+    optimizer.step()  # compiles AdamW's kernel
+    optimizer.param_groups[0]["lr"] = torch.tensor(0.0, device="cuda")
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        optimizer.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for a, b, start in zip(ours, theirs, params_of(torch.float32), strict=True):
+        assert (a - b).norm() <= 0.05 * (b - start.cuda()).norm() + 1e-6
+    assert float(bias.detach()[0]) < 1

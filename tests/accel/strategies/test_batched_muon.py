@@ -16,7 +16,7 @@ import accel
 from accel import entry
 from accel.exactness import Exactness
 from accel.guard import update_guard
-from accel.strategies import batched_muon
+from accel.kernels import optimizers
 from accel.strategies.batched_muon import BatchedMuon
 from tests.accel.loops import advance, make_loader, training
 
@@ -46,14 +46,14 @@ def test_the_weights_are_those_of_torch_and_off_is_off(options: dict[str, Any]) 
     assert not strategy.refusal(run)
     strategy.enable(run, None)
     batches: list[int] = []
-    real = batched_muon.muon_update
-    batched_muon.muon_update = lambda params, *args, **more: (batches.append(len(params)), real(params, *args, **more))  # type: ignore[assignment]
+    real = optimizers.muon_update
+    optimizers.muon_update = lambda params, *args, **more: (batches.append(len(params)), real(params, *args, **more))  # type: ignore[assignment]
     try:
         for _ in range(3):
             step(model, optimizer)
             step(plain, of_plain)  # another model's optimizer in the same process goes on as it did
     finally:
-        batched_muon.muon_update = real
+        optimizers.muon_update = real
     assert batches == [5, 5, 5]
     for p, q in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=0.0, atol=3 * 0.01 * 0.05)
@@ -121,12 +121,12 @@ def test_the_guard_compares_the_update(monkeypatch: pytest.MonkeyPatch) -> None:
         return update_guard.compare(plain, candidate, start, Exactness.REORDERED, coarsest)
 
     assert not compared().problem
-    real = batched_muon.muon_update
+    real = optimizers.muon_update
 
     def wrong(*args: Any, **options: Any) -> None:
         real(*args, **{**options, "lr": 1.2 * options["lr"]})
 
-    monkeypatch.setattr(batched_muon, "muon_update", wrong)
+    monkeypatch.setattr(optimizers, "muon_update", wrong)
     assert "its update is off by" in compared().problem
 
 
