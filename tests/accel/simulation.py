@@ -26,7 +26,9 @@ PLAIN_S = 0.020
 INPUT = frozenset({Bottleneck.INPUT})
 CROWDED, QUIET = ThreadShare(run=0.5, wait=0.45, blocked=0.05), ThreadShare(run=0.98, wait=0.01, blocked=0.01)
 _EPOCH = 10
-RUN: Any = SimpleNamespace(observed=SimpleNamespace(uncalled=""), refused_elsewhere={}, waits_elsewhere={}, model=None)
+RUN: Any = SimpleNamespace(
+    observed=SimpleNamespace(uncalled=""), refused_elsewhere={}, model=None, preparing=set(), world_size=1
+)
 """Of a loop that calls its model, on one rank."""
 
 
