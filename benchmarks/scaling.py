@@ -1,12 +1,15 @@
 """Scaling: how many samples a second 1, 2, 4 … ranks train, with and without accel.
 
     python -m benchmarks.scaling [MODEL …] [--shape 1x1 --shape 2x1 …] [--rate 1gbit] [--allow lossy] [--record]
+    python -m benchmarks.scaling resnet mlp bert --shape 1x2 --kind weak --pinned --by-hand
     python -m benchmarks.scaling --plot docs/scaling.svg
 
 Strong scaling keeps the batch of the whole group, weak scaling that of each rank. Ranks run under torchrun. As root
 with iproute2 each host of a shape (hosts x ranks of each) is a network namespace whose link is shaped to `--rate`; with
 GPUs, or without root, there is one host. Each launch trains one variant, plain and accelerated ones in turns A B B A; a
-step is that of the slowest rank, after the search. `--plot` draws what is recorded, and measures nothing.
+step is that of the slowest rank, after the search. `--by-hand` launches what an expert writes beside them: the module
+compiled before it is wrapped, and a fused optimizer. `--pinned` gives each rank one core. At the end stands the
+geometric mean of all speed-ups. `--plot` draws what is recorded, and measures nothing.
 """
 
 from __future__ import annotations
@@ -109,6 +112,10 @@ class Launch(NamedTuple):
     """That are measured."""
     settle_s: float
     """The longest search."""
+    by_hand: bool = False
+    """Compiled and with a fused optimizer, without accel."""
+    pinned: bool = False
+    """Each rank on a core of its own."""
 
 
 # One rank
@@ -117,6 +124,9 @@ class Launch(NamedTuple):
 def work(launch: Launch) -> None:
     """Train as one rank; rank 0 prints step times and what was kept."""
     cuda = torch.cuda.is_available()
+    if launch.pinned:
+        cores = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, {cores[int(os.environ["LOCAL_RANK"]) % len(cores)]})
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
@@ -124,7 +134,12 @@ def work(launch: Launch) -> None:
         torch.set_num_threads(1)
     dist.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(seconds=300))
     torch.manual_seed(0)
-    workload = sharded(MODELS[launch.model](launch.size), launch.batch, device)
+    workload = MODELS[launch.model](launch.size)
+    if launch.by_hand:
+        workload.model.compile()
+        for group in workload.optimizer.param_groups:
+            group["fused"] = True
+    workload = sharded(workload, launch.batch, device)
     if launch.accelerated:
         workload = optimized(workload, allow=launch.allow, cache=False)
     over = _search_is_over(workload) if launch.accelerated else lambda: True
@@ -267,6 +282,16 @@ def compare(launch: Launch, shape: tuple[int, int], rate: str, rounds: int, star
     }
 
 
+def by_hand(
+    launch: Launch, row: Row, shape: tuple[int, int], rate: str, rounds: int, start: Callable[..., Row]
+) -> float:
+    """Return the speed-up of what an expert writes over the plain step of a row."""
+    hand = launch._replace(by_hand=True)
+    seconds = [start(hand, *shape, rate, 600.0 + launch.settle_s)["step_s"] for _ in range(rounds)]
+    plain_s: float = row["plain_s"]
+    return plain_s / float(statistics.median(seconds))
+
+
 def with_efficiency(rows: Sequence[Row]) -> list[Row]:
     """Return the rows of one curve with their efficiency: samples a second over those of as many ranks alone.
 
@@ -354,6 +379,8 @@ def _shape(text: str) -> tuple[int, int]:
 @click.option("--steps", default=30, show_default=True, type=click.IntRange(2), help="Measured in a launch.")
 @click.option("--settle", default=120.0, show_default=True, help="Longest search, s.")
 @click.option("--rounds", default=2, show_default=True, type=click.IntRange(1), help="Launches of each variant.")
+@click.option("--by-hand", "expert", is_flag=True, help="Launch a compiled model with a fused optimizer too.")
+@click.option("--pinned", is_flag=True, help="Give each rank one core.")
 @click.option("--plot", type=click.Path(path_type=Path, dir_okay=False), help="Draw what is recorded to this file.")
 @click.option("--record", is_flag=True, help="Write the figures to benchmarks/results/, after each curve.")
 @click.option("--worker", hidden=True)
@@ -367,6 +394,8 @@ def main(
     steps: int,
     settle: float,
     rounds: int,
+    expert: bool,
+    pinned: bool,
     plot: Path | None,
     record: bool,
     worker: str | None,
@@ -384,6 +413,7 @@ def main(
     wanted = [_shape(text) for text in shapes or default_shapes(gpus, usable_cores(), not reason)]
     if reason and any(hosts > 1 for hosts, _ in wanted):
         raise click.ClickException(f"shapes with several hosts can't be had: {reason}")
+    gains: dict[str, list[float]] = {"accel": [], "by hand": []}
     for model, kind in itertools.product(models or ("resnet",), kinds):
         batch = MODELS[model](size).loader.batch_size
         curve = []
@@ -392,11 +422,18 @@ def main(
                 share = batch_of_a_rank(batch, shape[0] * shape[1], kind)
             except ValueError as error:
                 raise click.ClickException(str(error)) from None
-            launch = Launch(model, size, share, False, allow, steps, settle)
+            launch = Launch(model, size, share, False, allow, steps, settle, pinned=pinned)
             curve.append({**compare(launch, shape, "" if reason else rate, rounds, launched), "kind": kind})
             console.print(LINE.format_map({**curve[-1], "words": ", ".join(curve[-1]["kept"]) or "nothing"}))
+            gains["accel"].append(curve[-1]["speedup"])
+            if expert:
+                gains["by hand"].append(by_hand(launch, curve[-1], shape, "" if reason else rate, rounds, launched))
+                console.print(f"  by hand {gains['by hand'][-1]:.2f}x")
         if record:
             RECORD.write(with_efficiency([*curve, *_alone(launch, kind, "" if reason else rate)])[: len(curve)])
+    for what, each in gains.items():
+        if each:
+            console.print(f"geometric mean of {len(each)}, {what}: {geometric_mean(each):.2f}x, least {min(each):.2f}x")
 
 
 if __name__ == "__main__":

@@ -209,6 +209,11 @@ class RunJob(ScriptJob):
             has_workers = self._training is not None and self._training.loaders.has_workers
             if not has_workers and (children := training_in_children("run")):  # else the loaders' own may have run
                 say(children)
+        torch: Any = sys.modules.get("torch")
+        if torch is not None and "RANK" not in os.environ and torch.cuda.is_available():
+            used = [torch.cuda.memory_reserved(gpu) > 0 for gpu in range(torch.cuda.device_count())]
+            if unused := unused_gpus(used):
+                say(unused)
 
     def _write_patch(self, target: Path) -> str:
         """Write the kept plan as a diff of the script, and say what is in it."""
@@ -233,3 +238,17 @@ class RunJob(ScriptJob):
         if not result.written:
             return f"no patch: {left}"
         return f"wrote {target} with {', '.join(result.written)} (patch -p1 < {target})" + (f"; {left}" if left else "")
+
+
+def unused_gpus(used: list[bool]) -> str:
+    """Return what DistributedDataParallel would give a script that has used some of the machine's GPUs; '' if all.
+
+    Args:
+        used: of each GPU, whether this process has memory there.
+    """
+    if all(used) or not any(used):
+        return ""
+    return (
+        f"accel: the script used {sum(used)} of {len(used)} GPUs; with DistributedDataParallel, started by accel run "
+        f"--nproc {len(used)}, it could train up to {len(used) / sum(used):g} times as many samples a second"
+    )

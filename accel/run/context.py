@@ -138,8 +138,10 @@ class Run:
     observed: Observed = field(default_factory=Observed)
     refused_elsewhere: dict[str, str] = field(default_factory=dict)
     """Strategies that apply on this rank and don't on another, and why."""
+    preparing: set[str] = field(default_factory=set)
+    """Strategies that had to wait in the loop on rank 0, and are not ready to be tried on all ranks yet."""
     waits_elsewhere: dict[str, str] = field(default_factory=dict)
-    """Strategies that could be tried on this rank and not yet on another, and what that waits for."""
+    """What these wait for on other ranks; '' if they could be tried there."""
     cores: int = field(default_factory=usable_cores)
     threads: int = field(default_factory=torch.get_num_threads)
     """Intra-op threads of plain steps: when the run began, or when `intraop_threads` was last switched on."""

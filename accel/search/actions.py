@@ -83,7 +83,7 @@ class Result:
     refusals: dict[str, str] = field(default_factory=dict)
     """Strategy → why it does not apply on another rank."""
     waits: dict[str, str] = field(default_factory=dict)
-    """Strategy → what another rank waits for before it can be tried."""
+    """Strategy that is prepared → what another rank waits for before it can be tried; '' if for nothing."""
     alike: tuple[str, ...] = ()
     """What all ranks must have alike, in words, at their first meeting."""
     load: HostLoad | None = None
@@ -149,7 +149,8 @@ class Result:
             merged.load = max(loads, key=lambda load: load.foreign_cores / load.cores)
         for rank, other in enumerate(results[1:], 1):
             merged.refusals.update({name: f"on rank {rank} {why}" for name, why in other.refusals.items()})
-            merged.waits.update({name: f"on rank {rank} {why}" for name, why in other.waits.items()})
+            for name, why in other.waits.items():
+                merged.waits[name] = (why and f"on rank {rank} {why}") or merged.waits.get(name, "")
             merged.trips.update({name: why for name, why in other.trips.items() if name not in merged.trips})
             if other.finding is not None:
                 merged.finding = other.finding if merged.finding is None else merged.finding.beside(other.finding)

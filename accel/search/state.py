@@ -44,6 +44,7 @@ from accel.strategies.trial_design import TrialDesign
 if TYPE_CHECKING:
     from accel.profiler.naming import Diagnosis
 
+_NOT_ASKED = "the other ranks are about to prepare it"
 _ALIKE = 3.0
 """Times as large a batch, or as small, for which a plan is not searched for again. When each change of the batch did
 that, the plan went, and a gain of 8 % with it for seconds."""
@@ -130,9 +131,15 @@ class Candidate:
     def waits(self) -> str:
         """Return what it waits for in the loop, '' if it can be tried; begins what that takes."""
         try:
-            return self.comparison.prepare() or self.run.waits_elsewhere.get(self.name, "")
+            why = self.comparison.prepare()
         except ours() as error:
             return f"its preparation failed: {type(error).__name__}: {error}"
+        begun = self.run.preparing
+        if why and self.run.world_size > 1:
+            begun.add(self.name)
+        elif self.name in begun and not (why := self.run.waits_elsewhere.get(self.name, _NOT_ASKED)):
+            begun.discard(self.name)
+        return why
 
     def settings(self) -> list[Any]:
         """Return the settings that are left, at first all of them."""

@@ -29,7 +29,7 @@ from accel.run.ranks import Failure, Ranks, refuse_unlike
 from accel.search.actions import Action, Decisions, Result, must_be_alike
 from accel.session.state import Mode
 from accel.session.turns import TURNS
-from accel.strategies.base import asked, designed, preparing_of
+from accel.strategies.base import asked, designed, why_not
 
 if TYPE_CHECKING:
     from accel.session.events import StepEvents
@@ -250,9 +250,8 @@ class ActionRunner:
             merged = Result.merged(results)
             self._run.refused_elsewhere, self._run.waits_elsewhere = merged.refusals, merged.waits
             chosen = next(self._decisions) if first else self._decisions.send(merged)
-            if ranks.size == 1:
-                return chosen
-            return replace(chosen, preparing=preparing_of(switchboard.strategies, self._run))
+            begun = (name for name in self._run.preparing if not why_not(session.strategies[name], self._run))
+            return replace(chosen, preparing=frozenset(begun))
 
         missed = f"did not come to the end of step {events.steps + first}"
         step_s = self._clock.now() - self._boundary_ended
@@ -289,8 +288,7 @@ def _for_rank_0(own: Result, switchboard: Switchboard, run: Run, before: Action 
     """
     off = {name: each for name, each in switchboard.strategies.items() if name not in switchboard.active}
     refusals = {name: why for name, each in off.items() if (why := asked(partial(each.refusal, run)))}
-    begun = preparing_of(off, run) | (before.preparing if before is not None else frozenset())
-    begun -= refusals.keys()
-    waits = {name: why for name in begun & off.keys() if (why := asked(designed(off[name], run).prepare))}
+    begun = set() if before is None else (before.preparing & off.keys()) - refusals.keys()
+    waits = {name: asked(designed(off[name], run).prepare) for name in begun}
     sent: dict[str, Any] = {"trips": own.trips, "finding": own.finding, "alike": own.alike, "load": own.load}
     return Result(refusals=refusals, waits=waits, **sent)

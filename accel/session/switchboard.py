@@ -10,7 +10,7 @@ from accel.profiler.interruptions import Tolerated, ours
 from accel.run.context import Run
 from accel.run.ranks import Ranks
 from accel.search.plan import Choices
-from accel.strategies.base import Exactness, NothingHelps, Strategy, is_collective, preparing_of
+from accel.strategies.base import Exactness, NothingHelps, Strategy, designed, is_collective
 
 log = logging.getLogger("accel")
 
@@ -142,8 +142,8 @@ class Switchboard:
 
     def idle(self) -> list[str]:
         """Return the strategies that are off, and prepare nothing."""
-        preparing = preparing_of(self.strategies, self._run)
-        return [name for name in self.strategies if name not in self.active and name not in preparing]
+        off = [name for name in self.strategies if name not in self.active]
+        return [name for name in off if not designed(self.strategies[name], self._run).is_preparing]
 
     def close(self, names: Iterable[str]) -> None:
         """Release what these strategies, which are off, have made."""

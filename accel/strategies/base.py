@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from accel.exactness import Exactness as Exactness
@@ -107,6 +107,8 @@ def why_not(strategy: Strategy, run: Run) -> str:
         return why
     if acts_on_model and is_sharded(run.model):  # after it: that looks at all modules
         return "the model is sharded (FSDP, tensor parallel), which replays can't compare"
+    if acts_on_model and len(devices := sorted({str(p.device) for p in run.model.parameters()})) > 1:
+        return f"the model is spread over {', '.join(devices)}, and is left whole"
     return run.refused_elsewhere.get(strategy.name, "")
 
 
@@ -116,11 +118,6 @@ def designed(strategy: Strategy, run: Run) -> TrialDesign:
         return strategy.comparison(run)
     except ours():
         return TrialDesign()
-
-
-def preparing_of(strategies: Mapping[str, Strategy], run: Run) -> frozenset[str]:
-    """Return the names of those of some strategies that prepare a trial."""
-    return frozenset(name for name, strategy in strategies.items() if designed(strategy, run).is_preparing)
 
 
 def needs_cuda(run: Run) -> str:

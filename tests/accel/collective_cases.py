@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 import accel
 import accel.compile.compiled_draws as draws
@@ -72,6 +73,17 @@ def sharded(net: nn.Module) -> nn.Module:
     return fully_shard(net)
 
 
+def spread(net: nn.Module) -> nn.Module:
+    """Return it with the layers of its blocks split over ranks (tensor parallel)."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for block in net.blocks:  # type: ignore[union-attr]
+        parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})  # type: ignore[arg-type]
+    return net
+
+
 def train(
     rank: int,
     world: int,
@@ -85,7 +97,7 @@ def train(
     torch.manual_seed(0)
     model = wrap(Images())
     prepare(rank)
-    loader: Any = batches(rank, STEPS * accumulate)
+    loader: Any = batches(0 if wrap is spread else rank, STEPS * accumulate)
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
     if choices is not None:
         plan = Plan(fingerprint=fingerprint(model), model="Images", strategies=choices, allow="reduced")
@@ -119,6 +131,52 @@ def train(
 
 def _whole(weight: Tensor) -> Tensor:
     return (weight.full_tensor() if hasattr(weight, "full_tensor") else weight).detach().clone()
+
+
+class Samples(Dataset[tuple[Tensor, Tensor]]):
+    """Sample `i` is known from its index."""
+
+    def __len__(self) -> int:
+        return 160
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        time.sleep(500e-6)  # beside which noting it takes little
+        return torch.full((3, 6, 6), index / 160.0), torch.tensor(index % 4)
+
+
+def fed(rank: int, world: int, choices: dict[str, Any] | None) -> dict[str, Any]:
+    """Train on each rank's shard, dealt anew in each epoch; tell which samples came, and what is left."""
+    outlook.is_crowded = lambda diagnosis: False  # type: ignore[assignment]
+    torch.manual_seed(0)
+    model: Any = wrapped(Images())
+    data = Samples()
+    loader: Any = DataLoader(data, 8, sampler=DistributedSampler(data, seed=3))
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.02)
+    if choices is not None:
+        plan = Plan(fingerprint=fingerprint(model), model="Images", strategies=choices, allow="exact")
+        model, loader, optimizer = accel.optimize(model, loader, optimizer, plan=plan)
+    came: list[float] = []
+    on: set[str] = set()
+    for epoch in range(6):
+        loader.sampler.set_epoch(epoch)
+        for images, target in loader:
+            came += (160 * images[:, 0, 0, 0]).round().tolist()
+            optimizer.zero_grad()
+            functional.cross_entropy(model(images), target).backward()
+            optimizer.step()
+            if choices is not None:
+                on |= entry.MODELS[model].session.active.keys()
+    found = {"came": came, "weights": {name: _whole(weight) for name, weight in model.state_dict().items()}}
+    if choices is not None:
+        found |= {"on": sorted(on), "failed": entry.MODELS[model].session.failed}
+        found["rows"] = {row.name: (row.status, row.why) for row in accel.explain(model).rows if row.name in choices}
+        accel.undo(model)
+    return found
+
+
+def fed_by_each(rank: int, world: int, which: list[dict[str, Any] | None]) -> list[dict[str, Any]]:
+    """Train once for each, on the same ranks."""
+    return [fed(rank, world, one) for one in which]
 
 
 def many(rank: int, world: int, which: list[tuple[Any, ...]]) -> list[dict[str, Any]]:

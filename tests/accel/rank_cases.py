@@ -17,6 +17,7 @@ import accel
 import accel.run.ranks
 from accel import entry, strategies
 from accel.search import outlook
+from accel.strategies.trial_design import TrialDesign
 from tests.accel import loops
 from tests.accel.loops import Net, Quick, loss_of
 
@@ -207,6 +208,42 @@ def halfway(rank: int, world: int) -> dict[str, Any]:
         model, _ = _train(rank, [60] * world, lambda epoch, step: ever.append(Quick.on), True, **options)
     found["ever on"] = any(ever)
     found["rows"] = {row.name: (row.status, row.why) for row in accel.explain(model).rows}
+    found["own collective"] = _own_collective(rank)
+    accel.undo(model)
+    return found
+
+
+class Prepared(Quick):
+    """Must be prepared on each rank before it can be switched on there; on rank 0 that takes two looks."""
+
+    name = "prepared"
+
+    def __init__(self) -> None:
+        self._asked, self._is_ready = 0, False
+
+    def comparison(self, run: Any) -> TrialDesign:
+        preparing = self._asked > 0 and not self._is_ready
+        return TrialDesign(settle_steps=0, prepare=self._waits, is_preparing=preparing)
+
+    def _waits(self) -> str:
+        self._asked += 1
+        self._is_ready = self._asked > 1 - dist.get_rank()
+        return "" if self._is_ready else "it is being prepared"
+
+    def enable(self, run: Any, setting: Any) -> None:
+        if not self._is_ready:
+            raise OSError("it is not ready")
+        super().enable(run, setting)
+
+
+def prepared(rank: int, world: int) -> dict[str, Any]:
+    """Try what each rank has to prepare."""
+    _prepare(LONG_S)
+    strategies.REGISTRY[:] = [Prepared]
+    with _noted() as found:
+        model, _ = _train(rank, [600] * world, nothing, True, epochs=1, ddp=True, join=False)
+    found["rows"] = {row.name: (row.status, row.why) for row in accel.explain(model).rows}
+    found["alive"] = entry.MODELS[model].session.alive
     found["own collective"] = _own_collective(rank)
     accel.undo(model)
     return found

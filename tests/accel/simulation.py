@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+from torch import nn
+
 from accel.guard.guard import Comparison as Finding
 from accel.profiler.bottleneck import Bottleneck
 from accel.profiler.evidence import Evidence, ThreadShare
@@ -26,7 +28,9 @@ PLAIN_S = 0.020
 INPUT = frozenset({Bottleneck.INPUT})
 CROWDED, QUIET = ThreadShare(run=0.5, wait=0.45, blocked=0.05), ThreadShare(run=0.98, wait=0.01, blocked=0.01)
 _EPOCH = 10
-RUN: Any = SimpleNamespace(observed=SimpleNamespace(uncalled=""), refused_elsewhere={}, waits_elsewhere={}, model=None)
+RUN: Any = SimpleNamespace(
+    observed=SimpleNamespace(uncalled=""), refused_elsewhere={}, model=nn.Module(), preparing=set(), world_size=1
+)
 """Of a loop that calls its model, on one rank."""
 
 

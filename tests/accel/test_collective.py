@@ -7,7 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
+from accel.dataio.passes.proxy import Fetching
+from accel.run import Run
+from accel.run.gate import Gate
+from accel.strategies.base import why_not
+from accel.strategies.torch_compile import TorchCompile
 from tests.accel import collective_cases as cases
 from tests.comm.ranks import run_ranks
 from tests.conftest import Once
@@ -76,6 +82,8 @@ def faults(once: Once) -> Callable[[str], Ranks]:
         "stages": ({}, cases.plainly, cases.as_stages),
         "sharded": ({"fused_optimizer": "foreach"}, cases.plainly, cases.sharded),
         "sharded plainly": (None, cases.plainly, cases.sharded),
+        "spread": ({"fused_optimizer": "foreach", **COMPILED}, cases.plainly, cases.spread),
+        "spread plainly": (None, cases.plainly, cases.spread),
         "unfit for shards": ({"fused_optimizer": "fused"}, cases.plainly, cases.sharded),
     }
 
@@ -128,6 +136,30 @@ def test_the_optimizer_of_a_sharded_model_takes_the_foreach_path(faults: Callabl
     for rank in faults("unfit for shards"):
         assert rank["on"] == []
         assert rank["failed"] == rank["ended"] == ""
+
+
+def test_a_tensor_parallel_model_is_left_whole_and_says_so(faults: Callable[[str], Ranks]) -> None:
+    for rank, plain in zip(faults("spread"), faults("spread plainly"), strict=True):
+        assert rank["failed"] == rank["ended"] == ""
+        assert_equal(rank["weights"], plain["weights"], 1e-4)
+    why = "the model is sharded (FSDP, tensor parallel), which replays can't compare"
+    assert faults("spread")[0]["rows"]["torch_compile"] == ("not applicable", why)
+
+
+def test_a_model_on_several_devices_is_left_whole_and_says_so() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
+    run = Run(model, [], [], Gate(model, []), Fetching())
+    assert why_not(TorchCompile(), run) == "the model is spread over cpu, meta, and is left whole"
+
+
+def test_loaders_under_ranks_deal_each_its_shard_in_the_plain_order() -> None:
+    plans: list[dict[str, Any] | None] = [None, {"loader_workers": "threads=1"}, {"sample_cache": None}]
+    for plain, *fed in run_ranks(cases.fed_by_each, 2, plans):
+        for plan, found in zip(plans[1:], fed, strict=True):
+            assert found["failed"] == ""
+            assert found["on"] == list(plan or ()), found["rows"]
+            assert found["came"] == plain["came"]
+            assert_equal(found["weights"], plain["weights"])
 
 
 def test_where_a_rank_dies_as_it_compiles_the_others_get_the_error_of_the_plain_loop() -> None:

@@ -99,7 +99,7 @@ class NoLength(Sampler[list[int]]):
         ({"batch_size": 2}, 1, ""),
         ({"batch_size": 1, "sampler": [0] * 501}, 1, "an epoch has 501 batches"),
         ({"batch_sampler": NoLength()}, 1, "no length"),
-        ({"batch_size": 2}, 2, "with several ranks"),
+        ({"batch_size": 2}, 2, "without a DistributedSampler"),
         ({"batch_size": 2, "in_order": False}, 1, "in_order=False"),
         ({"batch_size": None}, 1, "no batch sampler"),
     ],

@@ -35,6 +35,7 @@ CASES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "fail": (cases.leaves, ("fail",)),
     "fail with hooks on": (cases.keeps, ()),
     "halfway": (cases.halfway, ()),
+    "prepared": (cases.prepared, ()),
     "rank 0 fails": (cases.deciding_fails, ()),
     "even again": (cases.joined, ([20, 20],)),
 }
@@ -159,3 +160,9 @@ def test_a_rank_dies() -> None:
     assert len(found[0]["told"]) == 1
     assert "rank 0 waits for rank 1, which did not come to the end of step " in found[0]["told"][0]
     assert found[0]["seconds"] < MOST_S
+
+
+def test_what_is_prepared_on_all_ranks_is_tried_once_all_are_ready(everyone: Everyone) -> None:
+    found = everyone("prepared")
+    assert found[0]["rows"]["prepared"][0] == "kept", found[0]["rows"]
+    assert [one["alive"] for one in found] == [True, True]

@@ -25,6 +25,7 @@ from tests import warm
 from tests.accel.loops import QUIET, make_loader
 from tests.accel.profiled import ONE_THREAD, script
 from tests.accel.script_followed import OPTIONS
+from tests.forks import ROOT
 
 TRAINING = """
 if __name__ == "__main__":
@@ -157,6 +158,49 @@ def test_bad_input_is_one_sentence_before_the_script_runs(
 def test_the_levels_are_those_of_the_strategies() -> None:
     assert tuple(level.word for level in Exactness) == ALLOW
     assert registered_strategies() == set(strategies.names())
+
+
+@pytest.mark.parametrize("option", [["--nproc", "2"], ["--nproc=2"]])
+def test_nproc_is_torchrun_s_launcher_on_the_same_command(
+    option: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train, started = tmp_path / "train.py", list[list[str]]()
+    train.write_text("")
+    monkeypatch.setattr("torch.distributed.run.main", started.append)
+    arguments = ["run", *option, "--no-cache", str(train), "--nproc", "5"]
+    monkeypatch.setattr(sys, "argv", ["accel", *arguments])
+    assert CliRunner().invoke(main, arguments).exit_code == 0
+    own = ["run", "--no-cache", str(train), "--nproc", "5"]
+    assert started == [["--standalone", "--nproc-per-node=2", "-m", "accel", *own]]
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    assert "must not be given under torchrun" in CliRunner().invoke(main, arguments).output
+
+
+@pytest.mark.slow
+def test_nproc_starts_ranks_with_the_script_and_its_arguments(tmp_path: Path) -> None:
+    train = tmp_path / "train.py"
+    train.write_text("import os, sys; print('rank', os.environ['RANK'], 'of', os.environ['WORLD_SIZE'], sys.argv[1:])")
+    done = warm.run(["-m", "accel", "run", "--nproc", "2", str(train), "--", "--nproc", "5"], cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == [f"rank {rank} of 2 ['--nproc', '5']" for rank in range(2)]
+
+
+@pytest.mark.parametrize(
+    ("used", "said"),
+    [
+        ([True], ""),
+        ([True, True], ""),
+        ([False, False], ""),
+        (
+            [True, False, False, False],
+            "the script used 1 of 4 GPUs; with DistributedDataParallel, started by accel run ",
+        ),
+    ],
+)
+def test_gpus_that_a_script_has_not_used_are_told_in_a_line(used: list[bool], said: str) -> None:
+    line = run_module.unused_gpus(used)
+    assert line.startswith(f"accel: {said}" if said else "") and bool(line) == bool(said)
+    assert "\n" not in line
 
 
 def test_ranks_follow_their_models_at_the_same_step(tmp_path: Path) -> None:

@@ -287,7 +287,6 @@ def sees(text: str, data: Any, **options: Any) -> tuple[Any, ...]:
         sees("workers of its own", Decoded(), num_workers=1),
         sees("is a SampleCache already", SampleCache(Decoded())),
         sees("tensors in memory", TensorDataset(torch.ones(4))),
-        sees("with several ranks", Decoded(), ranks=2),
         sees(
             "draws random numbers: a sample may not be the same",
             Decoded(),
