@@ -181,7 +181,7 @@ class RayActuator:
         group = placement_group([self._amount(count) for count in replicas.values()], bundle_label_selector=labels)
         hosts = [self._host(group, index, count, row) for index, count in enumerate(replicas.values())]
         try:
-            if not group.wait(_PLACED_S):
+            if not _is_placed(group):
                 raise ClusterUnreachable(f"Ray has no room for {len(list(replicas.elements()))} replicas; asked again")
             addresses = self._answers([host.address.remote() for host in hosts], SAVE_S + _ANSWER_S)
             begun = [
@@ -258,6 +258,20 @@ class RayActuator:
                 with contextlib.suppress(self._ray.exceptions.RayError):  # a node that is lost by now runs nothing
                     self._ray.get(each, timeout=SAVE_S + _ANSWER_S)
         return False
+
+
+def _is_placed(group: Any) -> bool:
+    """Wait for a placement group; return whether it is there in time.
+
+    Raises:
+        ClusterUnreachable: if it went with Ray's head.
+    """
+    try:
+        return bool(group.wait(_PLACED_S))
+    except Exception as error:
+        if type(error) is not Exception:  # Ray has no class for this one
+            raise
+        raise ClusterUnreachable(f"Ray has lost what it was to place: {error}; asked again") from None
 
 
 def _kind(resources: dict[str, float]) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from accel.cluster import ray_actuator
 from accel.cluster.actuators import LOG, ClusterUnreachable
 from accel.cluster.job_table import JobRow, JobSpec, JobTable
 from accel.cluster.local_actuator import end_processes, processes_of
@@ -246,6 +247,22 @@ def test_what_is_killed_costs_no_sample(nodes: RayNodes, tmp_path: Path, kind: s
 def test_three_jobs_see_every_sample_once_whatever_is_killed(nodes: RayNodes, tmp_path: Path, seed: int) -> None:
     draw = random.Random(seed)
     check_faults(tmp_path, nodes, draw, draw.choices(Faults.KINDS, k=3))
+
+
+def test_a_group_that_went_with_the_head_is_asked_for_again() -> None:
+    """The job had failed: Ray raises a plain Exception."""
+
+    class LostGroup:
+        def __init__(self, error: Exception) -> None:
+            self._error = error
+
+        def wait(self, seconds: float) -> bool:
+            raise self._error
+
+    with pytest.raises(ClusterUnreachable, match="Placement group 1 does not exist; asked again"):
+        ray_actuator._is_placed(LostGroup(Exception("Placement group 1 does not exist")))
+    with pytest.raises(ZeroDivisionError):
+        ray_actuator._is_placed(LostGroup(ZeroDivisionError()))
 
 
 def test_a_cluster_that_is_not_there_is_said_to_be_so() -> None:

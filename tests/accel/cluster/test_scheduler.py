@@ -215,7 +215,8 @@ def test_what_an_earlier_scheduler_has_left_is_ended_before_anything_is_written_
     row = JobRow("a", spec(tmp_path), 0.0)
     killed = LocalActuator(1)
     killed.change(row, ("localhost",))
-    assert processes_of(row.spec.checkpoint)
+    while not processes_of(row.spec.checkpoint):  # its environment is not there at once
+        time.sleep(0.01)
     assert not LocalActuator(1).recover(row)
     assert not processes_of(row.spec.checkpoint)
     assert killed._jobs["a"]._launched[0].wait() != 0
