@@ -86,6 +86,8 @@ class Comparison:
     """It draws other random numbers than the plain path, of the same distributions: as with another seed."""
     seconds: float = field(default=0.0, compare=False)
     """What the comparison took, in the last step in which it was made; 0 if that isn't known."""
+    replays_s: tuple[float, float] = field(default=(0.0, 0.0), compare=False)
+    """What the plain call took, and that under the plan, when they were replayed last; 0 if they weren't."""
 
     def beside(self, other: Comparison) -> Comparison:
         """Return the worse of two comparisons of different things; it is unsure if one of them is."""
@@ -101,6 +103,7 @@ class Comparison:
             other.unsure and self.unsure,  # the first reason
             self.other_draws or other.other_draws,
             max(self.seconds, other.seconds),
+            other.replays_s if any(other.replays_s) else self.replays_s,
         )
 
 

@@ -48,8 +48,8 @@ class TrainingCallback:
         """Follow the training of this thread from now on; does nothing where ACCEL=0.
 
         Args:
-            steps: that it will have, None if the framework doesn't know.
-            epochs: likewise.
+            steps: that it will have, None or less than 1 if the framework doesn't know.
+            epochs: likewise, where `steps` isn't known.
 
         The models of the previous training are restored and released: each fold of a cross validation has another one,
         and one that is trained again starts with what is remembered of it. So are the models of another callback that
@@ -63,7 +63,9 @@ class TrainingCallback:
 
             _under_way[get_ident()] = self
             whole = "print(callback.report)"
-            options = {**self._options, "steps": steps, "epochs": epochs}
+            has_steps, has_epochs = steps is not None and steps > 0, epochs is not None and epochs > 0
+            length = {"steps": steps} if has_steps else {"epochs": epochs} if has_epochs else {}
+            options = {**self._options, **length}
             self._training = ScriptTraining(options, get_ident(), whole, self._earlier)
             self._training.start()
 

@@ -32,8 +32,8 @@ class LightningCallback(TrainingCallback, Callback):
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Follow the training, before its loaders are asked for an iterator."""
-        steps, epochs = trainer.max_steps - trainer.global_step, (trainer.max_epochs or -1) - trainer.current_epoch
-        self._begin(steps=steps if steps > 0 else None, epochs=epochs if epochs > 0 >= steps else None)
+        epochs = (trainer.max_epochs or -1) - trainer.current_epoch
+        self._begin(steps=trainer.max_steps - trainer.global_step, epochs=epochs)
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
         """Restore torch, and log the figures."""

@@ -41,7 +41,7 @@ class TransformersCallback(TrainingCallback, TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Follow the training, whose length is known."""
-        self._begin(steps=state.max_steps - state.global_step if state.max_steps > state.global_step else None)
+        self._begin(steps=state.max_steps - state.global_step)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Restore torch."""

@@ -142,6 +142,8 @@ class RunReport(ReportHead):
     """What would treat it, one sentence."""
     anatomy_before: dict[str, float] = field(default_factory=dict)
     anatomy_after: dict[str, float] = field(default_factory=dict)
+    offers: dict[str, float] = field(default_factory=dict)
+    """Number format that `allow` leaves out → about how many times as fast a step would be with it."""
     rows: list[StrategyRow] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
     plan: dict[str, Any] = field(default_factory=dict)

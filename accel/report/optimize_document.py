@@ -34,6 +34,7 @@ from accel.report.words import (
     ms_text,
     name_text,
     numerics_text,
+    offers_text,
     percent_text,
     ratio_text,
     run_verdict_text,
@@ -70,6 +71,8 @@ def decision_line(row: StrategyRow) -> str:
 def document(report: RunReport) -> Document:
     """Lay out what the report of a run under `accel.optimize` shows."""
     lead = [Paragraph(text=f"training the same: {report.training_same or 'not known'}")]
+    if text := offers_text(report):
+        lead.append(Paragraph(text=text))
     if report.speedup is not None:
         lead.insert(0, Paragraph(text=f"speed-up: {ratio_text(report.speedup)}x, {interval_text(report)}"))
     remembered = ("remembered", report.remembered)

@@ -12,6 +12,7 @@ from accel.report.words import (
     gain_text,
     limit_text,
     name_text,
+    offers_text,
     run_verdict_text,
     search_text,
     throughput_text,
@@ -50,6 +51,8 @@ def _sentences(report: RunReport) -> Iterator[str]:
         yield f"batch size: {text}"
     yield f"limits the run now: {limit_text(report, remedy=False)}"
     yield f"search: {search_text(report)}"
+    if text := offers_text(report):
+        yield text
     if report.cache.startswith(NOTHING_REMEMBERED):
         yield report.cache
 

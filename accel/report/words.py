@@ -208,6 +208,15 @@ def search_text(report: RunReport) -> str:
     return f"{trials}, cost {seconds_text(report.search_s)}; {pay_back_text(report)}"
 
 
+def offers_text(report: RunReport) -> str:
+    """Return what a wider `allow` would give; '' if nothing is known."""
+    if not report.offers:
+        return ""
+    (first, gain), *others = report.offers.items()
+    more = "".join(f", {gain:.1f}x ({name})" for name, gain in others)
+    return f"allow='reduced' would make a step about {gain:.1f}x as fast ({first}){more}"
+
+
 def limit_text(report: RunReport, *, remedy: bool = True) -> str:
     """Return what limits the run now, its share of the step and, with `remedy`, what would treat it."""
     if not report.bottleneck:

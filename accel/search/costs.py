@@ -28,6 +28,8 @@ _REPLAYS = {"model": 3.0, "optimizer": 0.5, "input": 0.0}
 nothing."""
 _OVERSPENT = 0.01
 """Share of the run so far that a trial may cost where less than that is left of the budget."""
+_LEAST_RATIO = 0.1
+"""Part of what one-off work declares that the next such work is expected to take at the least: some is done already."""
 _MARGIN = 1.1
 """The run may have become faster since the plain step was measured."""
 
@@ -94,7 +96,7 @@ def note_work(state: SearchState, candidate: Candidate, setting: Any, seconds: f
     if is_dear(candidate):
         known_s, declared = state.recollection.cost_s, declared_s(candidate, setting)
         if declared and work not in known_s:
-            state.work_ratio[candidate.name] = seconds / declared
+            state.work_ratio[candidate.name] = max(seconds / declared, _LEAST_RATIO)
         known_s[work] = max(seconds, known_s.get(work, 0.0) if work in candidate.done else 0.0)
         if expected_s and work not in candidate.done:
             state.note(f"{work}: one-off work took {seconds:.1f} s, expected {expected_s:.1f} s")
@@ -149,7 +151,7 @@ def affordable(state: SearchState, seconds: float, *, to_win: float = TO_WIN) ->
         spent=state.cost_s,
         expected=seconds,
         elapsed=state.lasted_s,
-        saved=_to_save_s(state),
+        saved=_to_save_s(state, seconds),
         to_come=state.to_come_s,
         to_win=to_win,
     )
@@ -171,9 +173,13 @@ def can_do_at_once(state: SearchState, candidate: Candidate, setting: Any, befor
     return once_s <= min(DEAR_S, TO_WIN * state.lasted_s) or can_pay(state, candidate, before_s + once_s)
 
 
-def _to_save_s(state: SearchState) -> float:
-    """Return what the plan has saved, and will as far as it is known how long the run goes on, s."""
-    return state.saved_s + (state.to_come_s or 0.0) * (state.shown_gain(state.plan) - 1)
+def _to_save_s(state: SearchState, lost_s: float = 0.0) -> float:
+    """Return what the plan has saved, and will as far as it is known how long the run goes on, s.
+
+    Args:
+        lost_s: of the time that is to come; a run may be one of so many seconds.
+    """
+    return state.saved_s + max(0.0, (state.to_come_s or 0.0) - lost_s) * (state.shown_gain(state.plan) - 1)
 
 
 def affordable_in(state: SearchState, length_s: float, saved_s: float) -> Callable[[float], bool]:

@@ -83,6 +83,8 @@ def _is_another_regime(state: SearchState, result: Result) -> bool:
 def _record_trip(state: SearchState, name: str, why: str, action: Action) -> None:
     """Undo a strategy; where another setting of it was being tried, the kept one stays."""
     candidate, tried = state.candidates[name], {**action.plan, **(action.check or {})}
+    if candidate.stage is CandidateStage.RULED_OUT:  # it was only replayed
+        return
     if name in state.plan and name in tried and tried[name] != state.plan[name]:
         setting = candidate.describe(tried[name])
         state.note(f"{name} {setting} undone: {why}; {candidate.row.setting} stays")

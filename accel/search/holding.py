@@ -18,6 +18,7 @@ from accel.run.host_load import HostLoad
 from accel.search import costs, priority, verdicts
 from accel.search.actions import Action, Decisions, Result
 from accel.search.experiment import act, charged_to, close, look, trial, watching
+from accel.search.offers import ask_for_more
 from accel.search.plan import Choices
 from accel.search.state import Candidate, CandidateStage, SearchState
 from accel.search.trying import try_settings
@@ -77,6 +78,7 @@ def hold(state: SearchState) -> Decisions:
     gap = state.pace.recheck  # from one later check by the guard to the next: ever larger
     next_check = state.steps + gap
     while True:
+        yield from ask_for_more(state)
         if state.plan and state.steps >= next_check:
             yield from _check_again(state)
             gap *= 2

@@ -6,6 +6,7 @@ import math
 
 from accel.report import Report
 from accel.search import costs, priority
+from accel.search.offers import FORMATS, LEAST
 from accel.search.state import SearchState
 
 _SILENT_S = 60.0
@@ -77,6 +78,12 @@ def why_open(state: SearchState) -> tuple[str, str]:
     if state.lasted_s < from_s < math.inf:
         return f"the budget of {state.budget.text} allows the next trial {from_s:.0f} s into the run", longer
     return "trials were under way", longer
+
+
+def offers_of(state: SearchState) -> dict[str, float]:
+    """Return number format → what it would gain, the largest first, as far as the user's level leaves that out."""
+    offers = sorted(state.offers.items(), key=lambda offer: -offer[1])
+    return {FORMATS[name]: gain for name, gain in offers if gain >= LEAST}
 
 
 def limit(report: Report, state: SearchState) -> None:

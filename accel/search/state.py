@@ -265,6 +265,8 @@ class SearchState:
     """The closing trial: plain against the whole plan."""
     closed_plan: Choices = field(default_factory=dict)
     """The plan that it was about."""
+    offers: dict[str, float] = field(default_factory=dict)
+    """Strategy that the user's level leaves out → by how much a step would be faster with it, as a ratio."""
     last_trial: tuple[Choices, Choices, Outcome] | None = None
     """Both plans of the last trial in blocks of this search, and what it has found."""
 

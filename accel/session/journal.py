@@ -263,6 +263,7 @@ class Journal:
         report.remembered, report.cache = controller.recollection.text, controller.recollection.note
         report.samples_per_step = session.samples_per_step or None
         report.break_even_step = controller.break_even_step()
+        report.offers = outlook.offers_of(controller)
         _speed(report, controller)
         _anatomy(report, controller)
         outlook.limit(report, controller)

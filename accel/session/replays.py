@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial, reduce
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -70,7 +71,9 @@ class Replays:
         Raises:
             NotReplayable: if the plain call fails.
         """
-        exactness, switchboard, replay = self.switchboard.exactness(plan), self.switchboard, replay or guard.replay
+        exactness, switchboard = self.switchboard.exactness(plan), self.switchboard
+        took_s: list[float] = []
+        replay = self._timed(replay or guard.replay, took_s)
         canonical = exactness != Exactness.EXACT
         switchboard.switch(beside or {})
         recording.before.restore()
@@ -85,7 +88,26 @@ class Replays:
         candidate = self.under(switchboard.acting_on("model", plan), recording, noting, beside)
         if compiles:
             candidate.draws = plain.draws
-        return guard.compare(plain, candidate, exactness), plain
+        finding = guard.compare(plain, candidate, exactness)
+        finding.replays_s = (took_s[0], took_s[-1])
+        return finding, plain
+
+    def _timed(self, replay: Callable[..., Replayed], took_s: list[float]) -> Callable[..., Replayed]:
+        """Return what replays a call, and notes the seconds that it takes; a device is idle before and after."""
+
+        def timed(*args: Any, **kwargs: Any) -> Replayed:
+            self._drain()
+            began = time.perf_counter()
+            replayed = replay(*args, **kwargs)
+            self._drain()
+            took_s.append(time.perf_counter() - began)
+            return replayed
+
+        return timed
+
+    def _drain(self) -> None:
+        if self.run.cuda:
+            torch.cuda.synchronize(self.run.device)
 
     def under(
         self,

@@ -93,7 +93,7 @@ class H200(Machine):
             if result.finding is not None:
                 result.finding.seconds = took_s / action.steps
         self.seconds_of_run += result.elapsed_s + result.aside_s
-        self.now_s = self.parts.ms(action.plan) / 1e3
+        self.now_s = self.seconds(action.plan)
         return result
 
     def steps_in(self, seconds: float) -> float:
