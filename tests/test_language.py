@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,19 +15,12 @@ ROOT = Path(__file__).resolve().parent.parent
 HISTORY = ROOT / "docs/contributing/history.md"
 OLD = [ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "SECURITY.md"]
 PAGES = [*OLD, *(page for page in sorted((ROOT / "docs").rglob("*.md")) if page != HISTORY)]
-LEFT: dict[str, int] = json.loads((ROOT / "tests/language.json").read_text(encoding="utf-8"))
-"""Pages that were written before the list, and how many uses are left there: these numbers only shrink."""
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_a_page_has_no_more_of_them_than_before(page: Path) -> None:
+def test_a_page_has_none(page: Path) -> None:
     uses = [use for part in prose(page.read_text(encoding="utf-8")) for use in found(part)]
-    assert len(uses) <= LEFT.get(page.relative_to(ROOT).as_posix(), 0), uses
-
-
-def test_only_pages_that_are_there_have_some_left() -> None:
-    assert {ROOT / page for page in LEFT} <= set(PAGES)
-    assert all(LEFT.values())
+    assert uses == []
 
 
 def test_messages_have_none() -> None:
