@@ -14,7 +14,6 @@ import click
 
 from accel import __version__
 from accel.commands.script_job import ScriptJob, check_report, check_script, own_arguments, say, training_in_children
-from accel.errors import InvalidArgument
 from accel.files import write_atomic
 
 if TYPE_CHECKING:
@@ -64,9 +63,7 @@ def profile(
     The script runs to its end, unmodified; its output and its exit status are its own. The report goes to stderr.
     """
     check_script(script, module)
-    if report.suffix.lower() == ".html":
-        raise InvalidArgument(f"--report must be a folder or a .json file, got {str(report)!r}")
-    check_report(report)
+    check_report(report, may_be_page=False)
     files = ReportFiles.at(report)
     script_arguments = own_arguments(arguments)
 

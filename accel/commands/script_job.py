@@ -159,8 +159,10 @@ def check_script(script: str, module: bool) -> None:
         )
 
 
-def check_report(report: Path) -> None:
+def check_report(report: Path, *, may_be_page: bool = True) -> None:
     """Raise InvalidArgument if the report can't go there; folders that are not there yet are made with it."""
+    if report.suffix.lower() == ".html" and not may_be_page:
+        raise InvalidArgument(f"--report must be a folder or a .json file, got {str(report)!r}")
     place = next(place for place in (report, *report.parents) if is_there("--report", place))
     is_file = report.suffix in (".json", ".html")
     if place.is_dir() == (is_file and place == report):

@@ -17,7 +17,7 @@ from accel.profiler.trial import Verdict
 from accel.run.host_load import HostLoad
 from accel.search import costs, priority, verdicts
 from accel.search.actions import Action, Decisions, Result
-from accel.search.experiment import act, charged_to, close, look, trial, watching
+from accel.search.experiment import act, close, trial, watching
 from accel.search.offers import ask_for_more
 from accel.search.plan import Choices
 from accel.search.state import Candidate, CandidateStage, SearchState
@@ -205,33 +205,6 @@ def retry(
         why = f"it no longer pays: {result.outcome.gain:.2f}x when tried again at step {state.steps}"
         verdicts.remove(state, name, why, is_slower=True)
     return result.outcome.verdict
-
-
-def leave_out(state: SearchState, candidate: Candidate) -> Decisions:
-    """Try the plan without a strategy that was not tried by itself: the gain of it is known then, and it may go.
-
-    Steps without it that are much slower end the trial at once.
-    """
-    name, plan = candidate.name, dict(state.plan)
-    without: Choices = {n: setting for n, setting in plan.items() if n != name}
-    config = state.config.of_kept()
-    with charged_to(state, candidate):
-        result = yield from trial(
-            state,
-            TrialDesign(),
-            plan,
-            without,
-            settle=candidate.comparison.settling(plan[name]),
-            config=config.brief() or config,
-            if_much_slower="drop",
-            limit_s=lambda: costs.trial_limit_s(state),
-        )
-    if result is None or result.outcome is None or name not in state.plan:
-        return
-    verdicts.judge_left_out(candidate, result.outcome)
-    if result.outcome.verdict == "keep":
-        verdicts.remove(state, name, "the plan is faster without it", is_slower=True)
-        yield from look(state)
 
 
 # -- out of turn -------------------------------------------------------------------------------------------------------

@@ -8,12 +8,11 @@ from accel.profiler.trial_driver import TrialResult
 from accel.search import costs, priority, verdicts
 from accel.search.actions import Decisions
 from accel.search.experiment import charged_to, check, check_whole, close, has_news, look
-from accel.search.holding import leave_out
 from accel.search.plan import Choices
 from accel.search.recipes import Recipe
 from accel.search.remembered import RememberedPlan
 from accel.search.state import CandidateStage, SearchState
-from accel.search.trying import consider
+from accel.search.trying import consider, leave_out
 
 _AT_ONCE_S = 1.0
 """What a first check of the recipe, or a trial of it, may cost beyond the budget."""

@@ -13,6 +13,7 @@ from accel.search.actions import Action, Decisions, Result
 from accel.search.experiment import act, charged_to, check, has_news, look, trial
 from accel.search.plan import Choices
 from accel.search.state import Candidate, CandidateStage, SearchState
+from accel.strategies.trial_design import TrialDesign
 
 _SOON_STEADY = 2
 """What needs more settling steps may need a few more the first time: its first steps say little."""
@@ -213,3 +214,30 @@ def _may_be_tried_at_once(state: SearchState, candidate: Candidate) -> bool:
     is_urgent = priority.is_urgent(state, candidate)
     cost_s = costs.work_s(state, candidate) if is_urgent else costs.expected_s(state, candidate)
     return costs.affordable(state, cost_s) and not priority.waits_in_loop(state, candidate)
+
+
+def leave_out(state: SearchState, candidate: Candidate) -> Decisions:
+    """Try the plan without a strategy that was not tried by itself: the gain of it is known then, and it may go.
+
+    Steps without it that are much slower end the trial at once.
+    """
+    name, plan = candidate.name, dict(state.plan)
+    without: Choices = {n: setting for n, setting in plan.items() if n != name}
+    config = state.config.of_kept()
+    with charged_to(state, candidate):
+        result = yield from trial(
+            state,
+            TrialDesign(),
+            plan,
+            without,
+            settle=candidate.comparison.settling(plan[name]),
+            config=config.brief() or config,
+            if_much_slower="drop",
+            limit_s=lambda: costs.trial_limit_s(state),
+        )
+    if result is None or result.outcome is None or name not in state.plan:
+        return
+    verdicts.judge_left_out(candidate, result.outcome)
+    if result.outcome.verdict == "keep":
+        verdicts.remove(state, name, "the plan is faster without it", is_slower=True)
+        yield from look(state)
