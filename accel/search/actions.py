@@ -6,15 +6,11 @@ from collections.abc import Generator, Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-import torch
-from torch import nn
-
-from accel.guard.alone import is_sharded
 from accel.guard.comparison import Comparison
 from accel.profiler.evidence import Evidence
 from accel.profiler.phases import Measurement
 from accel.run.host_load import HostLoad
-from accel.search.plan import Choices, fingerprint
+from accel.search.plan import Choices
 
 if TYPE_CHECKING:
     from accel.profiler.naming import Diagnosis
@@ -159,15 +155,6 @@ class Result:
 
 Decisions = Generator[Action, Result, None]
 """What the search consists of: it yields actions, and is sent their results."""
-
-
-def must_be_alike(model: nn.Module) -> tuple[str, ...]:
-    """Return in words what all ranks must have alike.
-
-    The state of a sharded model may be gathered by all ranks, and its parts have any shape.
-    """
-    weights = f"{len(list(model.parameters()))} weights" if is_sharded(model) else fingerprint(model)
-    return f"torch {torch.__version__}", f"the model {type(model).__name__} ({weights})"
 
 
 def _scale(measured: Measurement, seconds: float) -> None:

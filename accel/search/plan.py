@@ -11,11 +11,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from accel.errors import PlanError
 from accel.files import write_atomic
+from accel.guard.alone import is_sharded
 from accel.profiler.typed_json import UnreadableJson, decode, read
 
 SCHEMA = 1
@@ -101,3 +103,12 @@ class Plan:
                 f"the plan was made for another model ({self.model}, {self.fingerprint}), this one is "
                 f"{type(model).__name__}, {mine}; leave out plan= to search again."
             )
+
+
+def must_be_alike(model: nn.Module) -> tuple[str, ...]:
+    """Return in words what all ranks must have alike.
+
+    The state of a sharded model may be gathered by all ranks, and its parts have any shape.
+    """
+    weights = f"{len(list(model.parameters()))} weights" if is_sharded(model) else fingerprint(model)
+    return f"torch {torch.__version__}", f"the model {type(model).__name__} ({weights})"

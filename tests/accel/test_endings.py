@@ -102,7 +102,7 @@ def test_a_run_that_was_too_short_for_a_trial_says_what_would_bring_one(
     entry.MODELS[model].journal._controller.diagnosis = naming.diagnose(Evidence())  # of a quiet machine
     entry._at_exit()
     told = capsys.readouterr().err
-    assert told.count("\n") == 1 and "kept so far: nothing" in told
+    assert told.startswith("accel: following a loop of ") and told.count("\n") == 2 and "kept so far: nothing" in told
     assert "the budget of 3% allows the next trial" in told and told.endswith(f"; {SOONER}\n")
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import accel
-from accel import entry
+from accel import entry, starting
 from accel.run import Run
 from tests.accel.loops import (
     Net,
@@ -144,7 +144,7 @@ def test_where_the_model_was_trained_is_remembered_when_it_has_left(
     monkeypatch.setattr(Run, "cuda", property(lambda run: True))
     made = make()
     with monkeypatch.context() as patched:
-        patched.setattr(entry.Session, "start", lambda self, settled: None)  # which would ask the GPU
+        patched.setattr(starting.Session, "start", lambda self, settled: None)  # which would ask the GPU
         model, *_ = accel.optimize(*made, budget=60)
     monkeypatch.setattr(Run, "cuda", property(lambda run: False))
     assert text not in accel.explain(model).unseen

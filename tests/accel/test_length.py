@@ -14,6 +14,7 @@ import accel
 from accel.errors import InvalidArgument
 from accel.integrations import callback
 from accel.run import Run
+from accel.script import training as script_training
 from accel.search.actions import Action, Result
 from accel.search.budget import Budget
 from accel.search.state import SearchState
@@ -238,7 +239,7 @@ def test_a_framework_that_knows_no_length_says_nothing(
     made = callback.TrainingCallback()
     begun: list[dict[str, Any]] = []
     follow = SimpleNamespace(start=lambda: None, stop=lambda: None, models=SimpleNamespace(end_trials=lambda _: None))
-    monkeypatch.setattr(callback, "ScriptTraining", lambda options, *others: begun.append(options) or follow)
+    monkeypatch.setattr(script_training, "ScriptTraining", lambda options, *others: begun.append(options) or follow)
     made._begin(**told)
     made._end()
     assert {name: begun[0][name] for name in ("steps", "epochs") if name in begun[0]} == passed_on

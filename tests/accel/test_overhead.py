@@ -51,12 +51,12 @@ def test_an_idle_session_adds_a_fixed_number_of_instructions_to_a_step() -> None
         disabled = of_a_step(loader) - plain
     accel.undo(model)
 
-    assert idle.calls <= 33 and idle.instructions <= 585, idle
+    assert idle.calls <= 35 and idle.instructions <= 670, idle
     assert disabled.calls <= 14 and disabled.instructions <= 212, disabled
 
 
 def test_another_model_s_optimizer_adds_little_to_a_step() -> None:
-    """That of a GAN: in Python 3.11 11 calls and 155 instructions, since it is looked up by its place, not its hash."""
+    """That of a GAN: in Python 3.11 12 calls and 213 instructions, since it is looked up by its place, not its hash."""
     model, optimizer, batches = make()
     critic = torch.optim.SGD(nn.Linear(4, 4).parameters(), lr=0.1)
 
@@ -73,7 +73,7 @@ def test_another_model_s_optimizer_adds_little_to_a_step() -> None:
     accel.undo(model)
 
     more = idle - plain
-    assert more.calls <= 12 and more.instructions <= 165, more
+    assert more.calls <= 12 and more.instructions <= 215, more
 
 
 def test_calls_are_let_be_where_nothing_that_is_kept_could_make_them_wrong(monkeypatch: pytest.MonkeyPatch) -> None:

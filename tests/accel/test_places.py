@@ -15,7 +15,9 @@ from accel.cache import folder
 from accel.cache.folder import cache_folder
 from accel.commands import profile
 from accel.elastic.checkpointing import Checkpointing
+from accel.profiler.gather import Exchange
 from accel.profiler.report import ProfileReport
+from accel.profiler.script import Script
 from accel.report import Report
 from accel.settings import check_settings
 from tests.accel import profile_reports
@@ -109,5 +111,6 @@ def test_a_report_that_can_not_be_put_into_words_costs_nothing_but_itself(
     advance_until(training(model, loader, optimizer), settled(model))
     accel.undo(model)
     assert "the report could not be written: Out of range" in capsys.readouterr().err
-    profile._write(profile_reports.full(), tmp_path / "profile.json")
+    job = profile.ProfileJob(Script("none.py", []), Exchange(), profile.ReportFiles.at(tmp_path), "", True, True)
+    job._write(profile_reports.full())
     assert "the report could not be written: Out of range" in capsys.readouterr().err
