@@ -6,8 +6,10 @@ first of them) and those by name; what comes before a step may return others in 
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -23,8 +25,6 @@ class UpdateHooks:
         self._before: tuple[Function, ...] = ()
         self._after: tuple[Function, ...] = ()
         self._handles: list[Any] = []
-        self._depth = 0
-        """Steps whose functions are being called: torch goes through its hooks then, and none may be taken out."""
 
     def add(self, before: Function | None = None, after: Function | None = None) -> Callable[[], None]:
         """Call functions from now on, and return what ends it."""
@@ -38,7 +38,7 @@ class UpdateHooks:
 
         def remove() -> None:
             self._forget(before, after)
-            if not (self._before or self._after or self._depth):
+            if not (self._before or self._after or _is_within_a_step()):
                 for handle in self._handles:
                     handle.remove()
                 self._handles = []
@@ -61,22 +61,31 @@ class UpdateHooks:
 
     def _step_begins(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         changed = None
-        self._depth += 1
-        try:
-            for function in self._before:
-                if (others := function(optimizer, args, kwargs)) is not None:
-                    args, kwargs = changed = others
-        finally:
-            self._depth -= 1
+        for function in self._before:
+            if (others := function(optimizer, args, kwargs)) is not None:
+                args, kwargs = changed = others
         return changed
 
     def _step_ended(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self._depth += 1
-        try:
-            for function in self._after:
-                function(optimizer, args, kwargs)
-        finally:
-            self._depth -= 1
+        for function in self._after:
+            function(optimizer, args, kwargs)
+
+
+_CALLERS = (UpdateHooks._step_begins.__code__, UpdateHooks._step_ended.__code__)
+
+
+def _is_within_a_step() -> bool:
+    """Tell whether functions are being called: torch goes through its hooks then, and none may be taken out.
+
+    Asked when somebody stops to listen, so that a step pays nothing for it.
+    """
+    for frame in sys._current_frames().values():
+        at: FrameType | None = frame
+        while at is not None:
+            if at.f_code in _CALLERS:
+                return True
+            at = at.f_back
+    return False
 
 
 UPDATES = UpdateHooks()

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import accel
 import accel.run.ranks
-from accel import entry, strategies
+from accel import entry, starting, strategies
 from accel.search import outlook
 from accel.strategies.trial_design import TrialDesign
 from tests.accel import loops
@@ -275,17 +275,17 @@ def keeps(rank: int, world: int) -> dict[str, Any]:
 
 def deciding_fails(rank: int, world: int) -> dict[str, Any]:
     """Let rank 0 fail while the others wait for its decision."""
-    decisions = entry.decisions
+    decisions = starting.decisions
 
     def broken(state: Any) -> Any:
         raise OSError("no room left")
         yield
 
-    entry.decisions = broken  # type: ignore[assignment]
+    starting.decisions = broken  # type: ignore[assignment]
     try:
         return _compared(rank, world, [20] * world, nothing, epochs=1)
     finally:
-        entry.decisions = decisions
+        starting.decisions = decisions
 
 
 def one_after_the_other(rank: int, world: int, which: list[tuple[Callable[..., Any], Any]]) -> list[dict[str, Any]]:
