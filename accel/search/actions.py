@@ -11,6 +11,7 @@ from accel.profiler.evidence import Evidence
 from accel.profiler.phases import Measurement
 from accel.run.host_load import HostLoad
 from accel.search.plan import Choices
+from accel.search.plan import must_be_alike as must_be_alike
 
 if TYPE_CHECKING:
     from accel.profiler.naming import Diagnosis

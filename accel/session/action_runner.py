@@ -26,8 +26,7 @@ from accel.profiler.loop import backward
 from accel.run.context import Run
 from accel.run.host_load import HostMeter
 from accel.run.ranks import Failure, Ranks, refuse_unlike
-from accel.search.actions import Action, Decisions, Result
-from accel.search.plan import must_be_alike
+from accel.search.actions import Action, Decisions, Result, must_be_alike
 from accel.session.state import Mode
 from accel.session.turns import TURNS
 from accel.strategies.base import asked, designed, why_not
