@@ -25,6 +25,7 @@ from accel.cluster.jobs import ClusterNode
 from accel.cluster.local_actuator import end_processes
 from accel.elastic.local_job import TORCHRUN, LocalJob
 from accel.errors import InvalidArgument
+from accel.profiler.interruptions import ours
 
 _ANSWER_S = 30.0
 """How long a node may take to answer; then it is lost."""
@@ -268,7 +269,7 @@ def _is_placed(group: Any) -> bool:
     """
     try:
         return bool(group.wait(_PLACED_S))
-    except Exception as error:
+    except ours() as error:
         if type(error) is not Exception:  # Ray has no class for this one
             raise
         raise ClusterUnreachable(f"Ray has lost what it was to place: {error}; asked again") from None

@@ -47,11 +47,14 @@ def up(
     with claimed(folder):
         options = PolicyOptions(keeps_links_apart=apart)
         scheduler = Scheduler(jobs, _actuator(slots, **where), interval, options, say=click.echo)
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, lambda *_: scheduler.stop())
         if metrics_port is not None:
             serve(jobs, metrics_port)
-        scheduler.run(until_empty)
+        own = {number: signal.signal(number, lambda *_: scheduler.stop()) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            scheduler.run(until_empty)
+        finally:
+            for number, handler in own.items():
+                signal.signal(number, handler)
 
 
 def _actuator(

@@ -144,8 +144,9 @@ def _check_suggested(
 ) -> Decisions:
     standing, kept, cost_s = state.standing_plan(), dict(state.plan), state.cost_s
     only = state.candidates[next(iter(plan))] if len(plan) == 1 else None
+    beside = {name: setting for name, setting in kept.items() if name not in standing}  # whose trial was its own
     with charged_to(state, only):
-        problem = yield from check_whole(state, {**kept, **plan}, steps)
+        problem = yield from check_whole(state, {**beside, **plan}, steps)
     dear = [state.candidates[name] for name in plan if costs.is_dear(state.candidates[name])]
     if len(dear) == 1:
         costs.note_work(state, dear[0], plan[dear[0].name], state.cost_s - cost_s)

@@ -6,6 +6,7 @@ import dataclasses
 import errno
 import fcntl
 import json
+import signal
 import sqlite3
 import subprocess
 import sys
@@ -605,7 +606,9 @@ def test_jobs_of_several_nodes_are_kept_apart_if_asked(
 
     monkeypatch.setattr(scheduler, "allocate", noted)
     command = ["cluster", "up", "--cluster", str(tmp_path), "--slots", "1", "--until-empty", *apart]
+    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     assert CliRunner().invoke(main, command).exit_code == 0
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
     assert {options.keeps_links_apart for options in asked if options} == {bool(apart)}
 
 
