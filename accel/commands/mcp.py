@@ -29,11 +29,8 @@ _RUN_FIELDS = (
 def mcp() -> None:
     """Serve profile, optimize, explain and compare to a coding agent, on stdin and stdout.
 
-    \b
-        claude mcp add accel -- accel mcp
-
-    The scripts that the agent names are run, in the directory where this command was started. See
-    https://modelcontextprotocol.io.
+    Name `accel mcp` as the command of a server in the agent's settings. The scripts that the agent names are run, in
+    the directory where this command was started. See https://modelcontextprotocol.io.
     """
     server().run()
 

@@ -124,7 +124,7 @@ class ScriptTraining:
 
     def why_nothing(self) -> str:
         """Say why no model was optimized, '' if one was or that was said."""
-        if self.models.count or self.has_failed or self._has_stood_back:
+        if self.models.count or self.has_failed or self._has_stood_back or entry.MODELS:  # by the script's own call
             return ""
         if self.updates_elsewhere:
             return f"{self.updates_elsewhere} updates ran in other threads; train in the thread that runs the script"

@@ -199,7 +199,9 @@ class Journal:
 
     def _ending(self, report: Report) -> str:
         if report.state == "done" and self._reported is None:
-            untried = ", ".join(row.name for row in report.rows if row.status == "not tried")
+            candidates = self._controller.candidates
+            left = [row.name for row in report.rows if row.status == "not tried" and not candidates[row.name].refusal()]
+            untried = ", ".join(left)
             what = f"{report.model} {report.verdict()}" + (f"; not tried yet: {untried}" if untried else "")
             why, remedy = outlook.why_open(self._controller)
             return f"{what}: {why}; {remedy}" if untried and why else what

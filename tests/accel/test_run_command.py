@@ -266,3 +266,19 @@ def test_what_waits_for_an_import_waits_for_the_module_of_accel_s_own_that_impor
     assert not [finder for finder in sys.meta_path if type(finder).__module__ == "accel.script.after_import"]
     for name in ("waited_for", "ours", "ours.outer", "ours.inner"):
         del sys.modules[name]
+
+
+def test_a_script_that_calls_optimize_itself_hears_of_that_call_alone(tmp_path: Path) -> None:
+    script(
+        tmp_path,
+        """
+        import accel
+        model, loader, optimizer = accel.optimize(model, loader, optimizer)
+        for x, y in loader:
+            step(x, y)
+        """,
+    )
+    done = accel_run(tmp_path, "train.py")
+    assert done.returncode == 0
+    assert "nothing was made faster" not in done.stderr
+    assert "following a loop" in done.stderr
