@@ -47,7 +47,6 @@ def _hook_in() -> None:
 
 
 @torch._disable_dynamo  # type: ignore[attr-defined]  # of a compiled step too
-@torch.no_grad()
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if not _models:
         return
@@ -57,7 +56,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if not scales:
         return
     _check(optimizer, args, kwargs)
-    overflow = _overflow([p.grad for p in params if p.grad is not None])
+    overflow = _overflow([p.grad.detach() for p in params if p.grad is not None])
     if overflow is None:
         return
     for scale in scales.values():

@@ -18,6 +18,7 @@ import torch
 from torch.optim.optimizer import Optimizer
 
 from accel import entry, startup
+from accel.optimized import MODELS
 from accel.profiler.interruptions import ours
 from accel.profiler.loop.called_modules import RegisteredModules
 from accel.profiler.loop.steps import is_between_steps, is_described
@@ -124,7 +125,7 @@ class ScriptTraining:
 
     def why_nothing(self) -> str:
         """Say why no model was optimized, '' if one was or that was said."""
-        if self.models.count or self.has_failed or self._has_stood_back or entry.MODELS:  # by the script's own call
+        if self.models.count or self.has_failed or self._has_stood_back or MODELS:  # by the script's own call
             return ""
         if self.updates_elsewhere:
             return f"{self.updates_elsewhere} updates ran in other threads; train in the thread that runs the script"
