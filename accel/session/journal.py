@@ -209,6 +209,7 @@ class Journal:
             return ""
         if report.steps == 0:
             what = f"no training step of {report.model} was seen"
+            what += "; iterate the loader that optimize returned, and call the model that it was given"
             return "" if self._announcer.has_printed else what
         why, remedy = outlook.why_open(self._controller)
         what = f"the run ended after {report.steps} steps, before the search for {report.model} had a verdict"
