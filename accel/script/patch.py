@@ -15,8 +15,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
+from accel.errors import AccelError
 
-class NotWritable(Exception):
+
+class NotWritable(AccelError):
     """A strategy can't be written into this script; the message says why."""
 
 
@@ -246,7 +248,7 @@ def _fused(script: _Source, setting: Any) -> Iterator[Edit]:
 
 def _workers(script: _Source, setting: Any) -> Iterator[Edit]:
     if not isinstance(setting, int):
-        raise NotWritable("a DataLoader has no threads; accel.dataio.loader.ContinuousLoader(loader) has")
+        raise NotWritable("a DataLoader has no threads; accel.ContinuousLoader(loader) has")
     loader = script.loader()
     yield script.argument(loader, "num_workers", str(setting))
     if setting:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from accel.errors import AccelError
 from accel.exactness import Exactness
 from accel.guard import guard, update_guard
 from accel.guard.draws import ReplayedDraws
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from accel.strategies.trial_design import FurtherCheck
 
 
-class NotReplayable(Exception):
+class NotReplayable(AccelError):
     """The plain call can't be made again, whatever the candidate does."""
 
 

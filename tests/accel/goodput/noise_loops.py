@@ -57,7 +57,9 @@ class StepClock:
 
 def meter_for(model: nn.Module, *optimizers: Optimizer, **options: Any) -> NoiseMeter:
     """Return a meter that measures every other step of `train`."""
-    return NoiseMeter(model, list(optimizers), **{"clock": StepClock(), **options})
+    meter = NoiseMeter(model, list(optimizers), **options)
+    meter.clock = StepClock()
+    return meter
 
 
 def train(

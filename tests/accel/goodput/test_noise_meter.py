@@ -324,7 +324,8 @@ def test_nothing_is_installed_between_measured_steps() -> None:
     torch.manual_seed(0)
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), 1e-3)
-    meter = NoiseMeter(model, [optimizer], clock=Readings())
+    meter = NoiseMeter(model, [optimizer])
+    meter.clock = Readings()
     meter._schedule = NoiseSchedule(0.05)
     batch, loss = classifier(model)
     seen = []
@@ -376,7 +377,8 @@ def test_measuring_takes_its_share_of_the_run(overhead: float) -> None:
     clock = Clock()
     model = nn.Linear(12, 5)
     optimizer = torch.optim.SGD(model.parameters(), 0.0)
-    meter = NoiseMeter(model, [optimizer], clock=clock)
+    meter = NoiseMeter(model, [optimizer])
+    meter.clock = clock
     meter._schedule = NoiseSchedule(overhead)
     batch, _ = classifier(model)
 
