@@ -62,7 +62,7 @@ def by_accel(folder: Path, address: str) -> Iterator[None]:
     """Submit the job to accel's scheduler."""
     from accel.cluster.ray_actuator import RayActuator
 
-    scheduler.allocate = everything  # type: ignore[attr-defined]
+    scheduler.allocate = everything  # type: ignore[assignment, attr-defined]
     table = JobTable(folder / "cluster")
     running = scheduler.Scheduler(table, RayActuator(address))
     thread = threading.Thread(target=running.run)

@@ -225,7 +225,7 @@ def test_optimizer_with_a_closure_is_refused() -> None:
             return value
 
         optimizer.step(closure)
-        meter._clock.now += 1  # type: ignore[attr-defined]
+        meter.clock.now += 1  # type: ignore[attr-defined]
         meter.end_step()
     assert "no gradient has arrived at the parameters before the optimizer's step" in meter.refusal
     assert not any(p._backward_hooks for p in model.parameters())
