@@ -19,8 +19,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from accel.errors import AccelError
 
-class NotWritable(Exception):
+
+class NotWritable(AccelError):
     """A strategy can't be written into this script; the message says why."""
 
 
@@ -285,7 +287,7 @@ def _fused(script: _Source, setting: Any) -> Iterator[Edit]:
 
 def _workers(script: _Source, setting: Any) -> Iterator[Edit]:
     if not isinstance(setting, int):
-        raise NotWritable("a DataLoader has no threads; accel.dataio.loader.ContinuousLoader(loader) has")
+        raise NotWritable("a DataLoader has no threads; accel.ContinuousLoader(loader) has")
     # No persistent workers: their later epochs draw no seed, so that the next one is shuffled otherwise.
     yield from script.argument(script.loader(), "num_workers", str(setting))
 
