@@ -115,17 +115,17 @@ def run_verdict_text(report: RunReport) -> str:
     if report.speedup is None or report.plain_ms is None or report.accel_ms is None:
         return _without_speedup_text(report)
     if not report.plan:
-        if any(row.status in ("undone", "refused") for row in report.rows):
+        if any(row.status in ("undone", "inconclusive") for row in report.rows):
             why = "nothing tried made the step faster"
         else:
             why = "no trial came to a verdict" if any(row.steps for row in report.rows) else "nothing was tried"
         return f"left as it was: {why} ({ms_text(report.plain_ms)} ms)"
     same = f", {report.training_same}" if report.training_same else ""
+    whole = gain_text(report.speedup, report.speedup_low, report.speedup_high)
     if not report.is_settled:
-        whole = gain_text(report.speedup, report.speedup_low, report.speedup_high)
         alone = kept_text(report)
         return f"at least {report.speedup_low:.2f}x, not settled: {whole} as a whole; each alone: {alone}"
-    return f"{report.speedup:.2f}x: {throughput_text(report)}{same}"
+    return f"{whole}: {throughput_text(report)}{same}"
 
 
 def _without_speedup_text(report: RunReport) -> str:
@@ -329,8 +329,8 @@ def effect_text(finding: Finding) -> str:
 
 def _why_predicted(experiment: str) -> str:
     """Say why a saving is not measured, in brief."""
-    if experiment.startswith("tried, too noisy"):
-        return "too noisy to measure"
+    if experiment.startswith("tried, inconclusive"):
+        return "inconclusive"
     return "tried only with another cause" if experiment.startswith("tried") else "not tried"
 
 

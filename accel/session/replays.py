@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from accel.errors import AccelError
 from accel.exactness import Exactness
 from accel.guard import guard, together, update_guard
 from accel.guard.draws import ReplayedDraws
@@ -31,7 +32,7 @@ Ask = Callable[..., Any]
 """Is given what this rank brings, and a function that decides from what all of them bring; returns its answer."""
 
 
-class NotReplayable(Exception):
+class NotReplayable(AccelError):
     """The plain call can't be made again, whatever the candidate does."""
 
 
