@@ -147,12 +147,14 @@ def work(launch: Launch) -> None:
     over = _search_is_over(workload) if launch.accelerated else lambda: True
     times = _timed(workload, device, over, launch.steps, launch.settle_s)
     step_s = slowest(statistics.median(times))
-    kept = []
+    kept, left = [], {}
     if launch.accelerated:
         import accel
 
-        kept = [row.name for row in accel.explain(workload.model).rows if row.status == "kept"]
-    report({"step_s": step_s, "kept": kept})
+        rows = accel.explain(workload.model).rows
+        kept = [row.name for row in rows if row.status == "kept"]
+        left = {row.name: row.why for row in rows if row.name not in kept and row.status != "not applicable"}
+    report({"step_s": step_s, "kept": kept, "left": left})
     dist.barrier()
     dist.destroy_process_group()
 
@@ -209,7 +211,7 @@ def _as_rank_0(flag: bool, device: torch.device) -> bool:
 
 
 def launched(launch: Launch, hosts: int, ranks: int, rate: str, timeout_s: float) -> Row:
-    """Launch ranks under torchrun and return what rank 0 printed.
+    """Launch ranks under torchrun and return what rank 0 printed; say why strategies that apply were not kept.
 
     Raises:
         RuntimeError: if they fail.
@@ -227,7 +229,10 @@ def launched(launch: Launch, hosts: int, ranks: int, rate: str, timeout_s: float
         if done.returncode:
             raise RuntimeError(f"{ranks} ranks failed:\n{done.stderr[-3000:]}")
         output = done.stdout
-    return next(result for line in output.splitlines() if (result := reported(line)) is not None)
+    result = next(result for line in output.splitlines() if (result := reported(line)) is not None)
+    for name, why in result.pop("left").items():
+        click.echo(f"  {name}: {why}", err=True)
+    return result
 
 
 def batch_of_a_rank(batch: int, ranks: int, kind: str) -> int:
