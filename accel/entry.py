@@ -264,7 +264,8 @@ def explain(model: nn.Module) -> Report:
     record = optimized(model)
     if record is None:
         raise InvalidArgument(
-            "the model must have been passed to accel.optimize (and not undone); accel holds no report for it"
+            "the model must have been passed to accel.optimize (and not undone); accel holds no report for this "
+            f"{type(model).__name__}. Pass the object that optimize got or returned"
         )
     return record.journal.report()
 

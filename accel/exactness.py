@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 from enum import IntEnum
+from typing import Any
+
+from accel.errors import InvalidArgument
 
 
 class Exactness(IntEnum):
@@ -21,3 +25,26 @@ class Exactness(IntEnum):
     def word(self) -> str:
         """The name users write in `allow=`."""
         return self.name.lower()
+
+
+LEVELS = {level.word: level for level in Exactness}
+"""The words of `allow=` and their levels."""
+_OF_PRECISION = dict.fromkeys(("bf16", "bfloat16", "tf32", "half", "mixed"), "reduced")
+
+
+def check_level(option: str, allow: Any) -> Exactness:
+    """Return the level that a user has written.
+
+    Args:
+        option: as it is written: on the command line, or of `accel.optimize`.
+        allow: its value.
+
+    Raises:
+        InvalidArgument: if it is none; the message says which was likely meant.
+    """
+    if not isinstance(allow, str) or allow not in LEVELS:
+        known = ", ".join(map(repr, LEVELS))
+        near = difflib.get_close_matches(str(allow), [*LEVELS, *_OF_PRECISION], n=1)
+        hint = f"; did you mean {_OF_PRECISION.get(near[0], near[0])!r}?" if near else ""
+        raise InvalidArgument(f"{option} must be one of {known}, got {allow!r}{hint}")
+    return LEVELS[allow]

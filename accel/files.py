@@ -110,3 +110,31 @@ def is_there(option: str, target: str | os.PathLike[str], use: str = "written") 
             f"{option} must be a place that can be {use}, got {str(target)!r} ({error.strerror}); name another one"
         ) from error
     return True
+
+
+def check_report(option: str, report: Path, *, may_be_page: bool = True) -> None:
+    """Raise InvalidArgument if a report can't go there; folders that are not there yet are made with it.
+
+    Args:
+        option: as it is written: on the command line, or of `accel.optimize`.
+        report: the place.
+        may_be_page: it may be a page alone.
+    """
+    if report.suffix.lower() == ".html" and not may_be_page:
+        raise InvalidArgument(
+            f"{option} must be a folder or a .json file, got {str(report)!r}; the page is written beside that"
+        )
+    place = next(place for place in (report, *report.parents) if is_there(option, place))
+    is_file = report.suffix in (".json", ".html")
+    if report.suffix in _OTHER_FILES or place.is_dir() == (is_file and place == report):
+        raise InvalidArgument(
+            f"{option} must be a folder, a .json or a .html file, got {str(report)!r}"
+            + (f", and {str(place)!r} is not" if place != report and not place.is_dir() else ", which is not")
+            + "; name another one"
+        )
+    if not os.access(place, os.W_OK):
+        raise InvalidArgument(f"{option} must be a place that can be written, got {str(place)!r}; name another one")
+
+
+_OTHER_FILES = frozenset({".txt", ".log", ".md", ".csv", ".yaml", ".yml", ".pdf"})
+"""Endings of files that a report is not written to; "runs/lr0.001" may be a folder."""

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import math
 import os
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -14,16 +14,14 @@ from torch.optim import Optimizer
 
 from accel import strategies
 from accel.errors import InvalidArgument
+from accel.exactness import Exactness, check_level
+from accel.files import check_report
 from accel.search.budget import Budget
 from accel.search.plan import Plan
-from accel.strategies.base import Exactness
 
 if TYPE_CHECKING:
     from accel.elastic.checkpointing import Checkpointing
     from accel.elastic.scaling_rules import Rule
-
-_ALLOW = {level.word: level for level in Exactness}
-_LEVEL_OF_PRECISION = dict.fromkeys(("bf16", "bfloat16", "tf32", "half", "mixed"), "reduced")
 
 
 @dataclass(frozen=True)
@@ -72,7 +70,7 @@ def check_settings(
     epochs: Any = None,
 ) -> OptimizeSettings:
     """Return checked arguments of `optimize`; raises InvalidArgument for one that is wrong."""
-    level = _check_allow(allow)
+    level = check_level("allow", allow)
     enabled, disabled = strategies.check_names("enable", enable), strategies.check_names("disable", disable)
     if enabled & disabled:
         raise InvalidArgument(f"{sorted(enabled & disabled)} are in both enable and disable; keep them in one")
@@ -81,7 +79,11 @@ def check_settings(
         enabled |= frozenset(replayed.strategies) - disabled
     if not isinstance(cache, bool):
         raise InvalidArgument(f"cache must be True or False, got {cache!r}; ACCEL_CACHE=FOLDER names the folder")
+    if not isinstance(report, str | os.PathLike | None):
+        raise InvalidArgument(f"report must be a path, or None for the terminal alone, got {report!r}")
     target = None if report is None else os.fspath(report)
+    if target is not None:
+        check_report("report", Path(os.path.abspath(target)))
     most, rule, checkpoint = _check_elastic(elastic)
     saved = os.fspath(checkpoint) if isinstance(checkpoint, str | os.PathLike) else checkpoint
     _check_length(steps, epochs)
@@ -136,11 +138,13 @@ def _check_length(steps: Any, epochs: Any) -> None:
 def check_objects(model: Any, loader: Any, optimizer: Any) -> None:
     if not isinstance(model, nn.Module):
         swapped = " (model and loader are swapped)" if isinstance(loader, nn.Module) else ""
-        raise InvalidArgument(f"model must be a torch.nn.Module, got {_kind(model)}{swapped}; pass the module itself")
-    if not hasattr(loader, "__iter__") and not hasattr(loader, "__getitem__"):
+        remedy = "call it for each" if isinstance(model, list | tuple) else "pass the module itself"
+        raise InvalidArgument(f"model must be a torch.nn.Module, got {_kind(model)}{swapped}; {remedy}")
+    has_batches = hasattr(loader, "__iter__") or hasattr(loader, "__getitem__")
+    if not has_batches or isinstance(loader, str | bytes | dict):
         is_swapped = isinstance(loader, Optimizer) and hasattr(optimizer, "__iter__")
         remedy = "the order is model, loader, optimizer" if is_swapped else "pass the DataLoader of the training loop"
-        raise InvalidArgument(f"loader must be iterable, got {_kind(loader)}; {remedy}")
+        raise InvalidArgument(f"loader must be an iterable of batches, got {_kind(loader)}; {remedy}")
     with contextlib.suppress(TypeError, NotImplementedError):  # an iterable dataset has no length
         if len(loader) == 0:
             raise InvalidArgument("loader must hold at least one batch, it is empty; check the dataset and drop_last")
@@ -160,15 +164,6 @@ def check_objects(model: Any, loader: Any, optimizer: Any) -> None:
 
 def _kind(thing: Any) -> str:
     return f"a {type(thing).__name__}" if thing is not None else "None"
-
-
-def _check_allow(allow: Any) -> Exactness:
-    if not isinstance(allow, str) or allow not in _ALLOW:
-        known = ", ".join(map(repr, _ALLOW))
-        near = difflib.get_close_matches(str(allow), [*_ALLOW, *_LEVEL_OF_PRECISION], n=1)
-        hint = f"; did you mean {_LEVEL_OF_PRECISION.get(near[0], near[0])!r}?" if near else ""
-        raise InvalidArgument(f"allow must be one of {known}, got {allow!r}{hint}")
-    return _ALLOW[allow]
 
 
 def _check_plan(plan: Any, model: nn.Module) -> Plan | None:

@@ -19,7 +19,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -27,9 +27,9 @@ from typing import Any
 import click
 from rich.console import Console
 
-from accel.cluster import scheduler
 from accel.cluster.job_table import JobSpec, JobTable
-from accel.cluster.jobs import ClusterNode, JobView
+from accel.cluster.jobs import Allocation, ClusterNode, JobView
+from accel.cluster.scheduler import Scheduler
 from benchmarks.record import ROOT, Column, Record
 from benchmarks.recovery import Workers
 from benchmarks.render import SOURCE, Row
@@ -52,7 +52,7 @@ _STEPS = 40
 """Of all ranks between two events."""
 
 
-def everything(jobs: list[JobView], nodes: list[ClusterNode], *_: object) -> Mapping[str, tuple[str, ...]]:
+def everything(jobs: Sequence[JobView], nodes: Sequence[ClusterNode], *_: object) -> Allocation:
     """Give the one job all nodes: what is measured is the mechanism, not the policy."""
     return {job.name: tuple(node.name for node in nodes) for job in jobs}
 
@@ -62,9 +62,8 @@ def by_accel(folder: Path, address: str) -> Iterator[None]:
     """Submit the job to accel's scheduler."""
     from accel.cluster.ray_actuator import RayActuator
 
-    scheduler.allocate = everything  # type: ignore[assignment, attr-defined]
     table = JobTable(folder / "cluster")
-    running = scheduler.Scheduler(table, RayActuator(address))
+    running = Scheduler(table, RayActuator(address), policy=everything)
     thread = threading.Thread(target=running.run)
     thread.start()
     arguments = ("-m", "benchmarks.recovery_worker", "accel", str(folder))

@@ -20,8 +20,9 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
 import click
@@ -78,6 +79,7 @@ class Ending:
         files: each file it wrote, by its path, as a hash of its content.
         seconds: of the whole process.
         said: what accel said.
+        step_s: between the ends of two steps of an optimizer, the median of the run's second half; None without steps.
     """
 
     status: int
@@ -85,6 +87,7 @@ class Ending:
     files: dict[str, str]
     seconds: float
     said: str
+    step_s: float | None = None
 
     def differs(self, other: Ending) -> str:
         """Return in what two runs differ, '' if in nothing."""
@@ -100,7 +103,9 @@ class Ending:
         return f"files: {', '.join(different)}" if different else ""
 
 
-def run(script: PublicScript, source: Path, accel_options: Sequence[str] | None, scratch: Path) -> Ending:
+def run(
+    script: PublicScript, source: Path, accel_options: Sequence[str] | None, scratch: Path, patch: Path | None = None
+) -> Ending:
     """Run a script in a fresh copy of its repository, at the same place each time.
 
     Args:
@@ -108,10 +113,14 @@ def run(script: PublicScript, source: Path, accel_options: Sequence[str] | None,
         source: the repository.
         accel_options: of `accel run`; None runs it plainly.
         scratch: a folder for the copy, and for what accel remembers.
+        patch: a diff of `accel run --patch` to apply before.
     """
-    copy = scratch / "copy"
+    copy, steps = scratch / "copy", scratch / "steps.json"
     shutil.rmtree(copy, ignore_errors=True)
+    steps.unlink(missing_ok=True)
     path = script.prepare(source, copy)
+    if patch is not None:
+        subprocess.run(["patch", "-s", "-p1", "-i", str(patch)], cwd=path.parent, check=True)
     before = _files(copy)
     command = [sys.executable, str(path), *script.arguments]
     if accel_options is not None:
@@ -120,13 +129,26 @@ def run(script: PublicScript, source: Path, accel_options: Sequence[str] | None,
     environment = {
         **os.environ,
         **script.environment,
-        **{"PYTHONPATH": search, "ACCEL_CACHE": str(scratch / "cache"), "PYTHONHASHSEED": "0"},
+        **{
+            "PYTHONPATH": search,
+            "ACCEL_CACHE": str(scratch / "cache"),
+            "PYTHONHASHSEED": "0",
+            "STEP_TIMES": str(steps),
+        },
     }
     began = time.perf_counter()
     done = subprocess.run(command, cwd=path.parent, env=environment, capture_output=True, text=True, timeout=1800)
     seconds = time.perf_counter() - began
     written = {name: content for name, content in _files(copy).items() if before.get(name) != content}
-    return Ending(done.returncode, _TIMES.sub("", done.stdout), written, seconds, done.stderr)
+    output = _TIMES.sub("", done.stdout)
+    return Ending(done.returncode, output, written, seconds, done.stderr, _step_s(steps))
+
+
+def _step_s(file: Path) -> float | None:
+    """Return the median time from one step to the next, in the second half of a run."""
+    ends: list[float] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else []
+    later = ends[len(ends) // 2 :]
+    return median(b - a for a, b in pairwise(later)) if len(later) > 1 else None
 
 
 def _files(folder: Path) -> dict[str, str]:

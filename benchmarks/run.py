@@ -12,7 +12,7 @@ import click
 
 SUITES: dict[str, tuple[str, ...]] = {
     "never_slower": ("never_slower", "--record"),
-    "demo": ("demo", "--record"),
+    "demo": ("demo", "--full", "--record"),
     "end_to_end": ("end_to_end", "--record"),
     "tuned_by_hand": ("end_to_end", "--variant", "by_hand", "--record"),
     "rivals": (

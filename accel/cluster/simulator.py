@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import csv
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
-from accel.cluster.jobs import Allocation, ClusterNode, JobView
+from accel.cluster.jobs import ClusterNode, JobView, Policy
 from accel.cluster.profiles import Application, Noise, StepTime
 from accel.errors import InvalidArgument
 from accel.goodput.efficiency import NoiseInterval
@@ -33,8 +33,6 @@ MOST_REPLICAS = 64
 MOST_ACCUMULATION = 15
 ONE_BATCH = {"ncf": 32768}
 """Applications that run at this batch, on one replica, under every policy that chooses batches itself."""
-
-Policy = Callable[[Sequence[JobView], Sequence[ClusterNode], Allocation, float], Mapping[str, tuple[str, ...]]]
 
 
 class Submission(NamedTuple):

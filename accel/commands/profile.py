@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import click
 
 from accel import __version__
-from accel.commands.script_job import ScriptJob, check_report, check_script, own_arguments, say, training_in_children
-from accel.files import write_atomic
+from accel.commands.script_job import ScriptJob, check_script, own_arguments, say, training_in_children
+from accel.files import check_report, write_atomic
 
 if TYPE_CHECKING:
     from accel.profiler.gather import Exchange
@@ -63,7 +63,7 @@ def profile(
     The script runs to its end, unmodified; its output and its exit status are its own. The report goes to stderr.
     """
     check_script(script, module)
-    check_report(report, may_be_page=False)
+    check_report("--report", report, may_be_page=False)
     files = ReportFiles.at(report)
     script_arguments = own_arguments(arguments)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import sys
 import threading
 from pathlib import Path
@@ -12,17 +13,15 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from accel import startup
-from accel.commands.script_job import ScriptJob, check_report, check_script, own_arguments, say, training_in_children
+from accel.commands.script_job import ScriptJob, check_script, own_arguments, say, training_in_children
 from accel.errors import InvalidArgument
-from accel.files import check_folder, save
+from accel.exactness import LEVELS, check_level
+from accel.files import check_folder, check_report, save
 
 if TYPE_CHECKING:
     from accel.commands.time_limit import TimeLimit
     from accel.profiler.script import Script
     from accel.script.training import ScriptTraining
-
-ALLOW = ("exact", "reordered", "reduced", "lossy")
-"""The words of `accel.strategies.Exactness`, which is not imported before the script imports torch."""
 
 
 @click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
@@ -30,7 +29,7 @@ ALLOW = ("exact", "reordered", "reduced", "lossy")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 @click.option("-m", "--module", is_flag=True, help="SCRIPT is a module's name, as with python -m.")
 @click.option(
-    "--allow", default="reordered", show_default=True, metavar="|".join(ALLOW), help="How far the numbers may move."
+    "--allow", default="reordered", show_default=True, metavar="|".join(LEVELS), help="How far the numbers may move."
 )
 @click.option("--budget", default="3%", show_default=True, metavar="90s|3%", help="What the search may cost.")
 @click.option("--report", type=click.Path(path_type=Path), help="A folder, a .json or a .html file for the report.")
@@ -122,18 +121,17 @@ def _checked(
     """Return the options as `accel.optimize` takes them."""
     from accel.search.budget import Budget
 
-    if allow not in ALLOW:
-        raise InvalidArgument(f"--allow must be one of {', '.join(map(repr, ALLOW))}, got {allow!r}")
+    check_level("--allow", allow)
     Budget.parse(budget)
     if report is not None:
         report = report.absolute()  # the script may change its directory
-        check_report(report)
+        check_report("--report", report)
     if enable or disable:
         _check_names("--enable", enable)
         _check_names("--disable", disable)
         both = set(enable) & set(disable)
         if both:
-            raise InvalidArgument(f"--enable and --disable must differ, both have {', '.join(sorted(both))}")
+            raise InvalidArgument(f"--enable and --disable both name {', '.join(sorted(both))}; keep it in one")
     return {"allow": allow, "budget": budget, "report": report, "enable": enable, "disable": disable}
 
 
@@ -216,28 +214,35 @@ class RunJob(ScriptJob):
                 say(unused)
 
     def _write_patch(self, target: Path) -> str:
-        """Write the kept plan as a diff of the script, and say what is in it."""
+        """Write the kept plan as a diff of the script and its own modules, and say what is in it."""
         from accel.optimized import MODELS
-        from accel.script.patch import patch_script
+        from accel.script.patch import own_files, patch_script
 
         plans = [(each.session.run, each.journal.kept) for each in MODELS.values() if each.journal.kept]
         if len(plans) != 1:
             return f"no patch: {'nothing was kept' if not plans else f'{len(plans)} models have plans of their own'}"
         ((run, choices),) = plans
-        file = str(self.script.globals.get("__file__"))
-        optimizers = {type(each).__name__ for each in run.optimizers}
+        folder = Path(self._folder).resolve()
+        files = own_files(Path(str(self.script.globals.get("__file__"))), folder)
+        root = Path(os.path.commonpath([folder, *files]))  # patch refuses paths that lead out of where it runs
+        optimizers = ", ".join(sorted({type(each).__name__ for each in run.optimizers}))
+        diff, written, left = "", list[str](), dict[str, str]()
         try:
-            source = Path(file).read_text(encoding="utf-8")
-            name = os.path.relpath(file, self._folder)
-            result = patch_script(source, name, choices, ", ".join(sorted(optimizers)), run.device.type)
-            if result.written:
-                save("--patch", target, result.diff)
+            for file in files:
+                rest = {name: setting for name, setting in choices.items() if name not in written}
+                name = file.relative_to(root).as_posix()
+                part = patch_script(file.read_text(encoding="utf-8"), name, rest, optimizers, run.device.type)
+                diff, written, left = diff + part.diff, [*written, *part.written], {**part.left, **left}
+            if written:
+                save("--patch", target, diff)
         except (OSError, ValueError, InvalidArgument) as error:
             return f"no patch: {error}"
-        left = "; ".join(f"{strategy} is left out: {why}" for strategy, why in result.left.items())
-        if not result.written:
-            return f"no patch: {left}"
-        return f"wrote {target} with {', '.join(result.written)} (patch -p1 < {target})" + (f"; {left}" if left else "")
+        told = "; ".join(f"{strategy} is left out: {why}" for strategy, why in left.items() if strategy not in written)
+        if not written:
+            return f"no patch: {told}"
+        where = "" if root == folder else f" -d {shlex.quote(str(root))}"
+        how = f"patch -p1{where} < {shlex.quote(str(target))}"
+        return f"wrote {target} with {', '.join(written)} ({how})" + (f"; {told}" if told else "")
 
 
 def unused_gpus(used: list[bool]) -> str:

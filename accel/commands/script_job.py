@@ -7,14 +7,12 @@ import contextlib
 import os
 import sys
 import threading
-from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, NoReturn
 
 import click
 
 from accel.errors import InvalidArgument
-from accel.files import is_there
 
 if TYPE_CHECKING:
     from accel.profiler.script import Script
@@ -157,18 +155,6 @@ def check_script(script: str, module: bool) -> None:
         raise InvalidArgument(
             f"SCRIPT must be Python source, got {script!r}, which is compiled or an archive; name its source, or use -m"
         )
-
-
-def check_report(report: Path, *, may_be_page: bool = True) -> None:
-    """Raise InvalidArgument if the report can't go there; folders that are not there yet are made with it."""
-    if report.suffix.lower() == ".html" and not may_be_page:
-        raise InvalidArgument(f"--report must be a folder or a .json file, got {str(report)!r}")
-    place = next(place for place in (report, *report.parents) if is_there("--report", place))
-    is_file = report.suffix in (".json", ".html")
-    if place.is_dir() == (is_file and place == report):
-        raise InvalidArgument(f"--report must be a folder, a .json or a .html file, got {str(place)!r}, which is not")
-    if not os.access(place, os.W_OK):
-        raise InvalidArgument(f"--report must be a place that can be written, got {str(place)!r}; name another one")
 
 
 def _holds_null_bytes(script: str) -> bool:

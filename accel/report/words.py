@@ -121,11 +121,11 @@ def run_verdict_text(report: RunReport) -> str:
             why = "no trial came to a verdict" if any(row.steps for row in report.rows) else "nothing was tried"
         return f"left as it was: {why} ({ms_text(report.plain_ms)} ms)"
     same = f", {report.training_same}" if report.training_same else ""
+    whole = gain_text(report.speedup, report.speedup_low, report.speedup_high)
     if not report.is_settled:
-        whole = gain_text(report.speedup, report.speedup_low, report.speedup_high)
         alone = kept_text(report)
         return f"at least {report.speedup_low:.2f}x, not settled: {whole} as a whole; each alone: {alone}"
-    return f"{report.speedup:.2f}x: {throughput_text(report)}{same}"
+    return f"{whole}: {throughput_text(report)}{same}"
 
 
 def _without_speedup_text(report: RunReport) -> str:

@@ -2,17 +2,21 @@
 
     source ─▶ where the optimizer, the loader and the model's call are ─▶ an edit for each strategy ─▶ diff
 
-Places are found in the syntax tree, by the names that the script uses. What is not found, or found twice, is not
-guessed: the strategy is named with the reason. `patch -p1 -R` takes the change back.
+Places are found in the syntax tree, by the names that the script uses; settings of the process follow the imports. What
+is not found, or found twice, is not guessed: the strategy is named with the reason. `patch -p1 -R` takes the change
+back.
 """
 
 from __future__ import annotations
 
 import ast
 import difflib
+import itertools
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from accel.errors import AccelError
@@ -92,6 +96,21 @@ def patch_script(source: str, name: str, choices: Mapping[str, Any], optimizer: 
     return result
 
 
+def own_files(script: Path, folder: Path) -> list[Path]:
+    """Return a script and the modules that it has imported from beside it or from a folder, itself first.
+
+    Args:
+        script: its path.
+        folder: where it was started.
+    """
+    script = script.resolve()
+    loaded = {name: getattr(module, "__file__", None) or "" for name, module in list(sys.modules.items())}
+    found = [Path(file).resolve() for name, file in loaded.items() if file.endswith(".py") and name[:6] != "accel."]
+    beside, installed = (script.parent, folder.resolve()), Path(sys.prefix).resolve()
+    own = (each for each in found if any(map(each.is_relative_to, beside)) and not each.is_relative_to(installed))
+    return list(dict.fromkeys([script, *own]))
+
+
 def _applied(source: str, edits: list[Edit]) -> str:
     """Return the source with its edits; of those at one place the first comes first."""
     merged: dict[tuple[int, int], str] = {}
@@ -131,7 +150,7 @@ class _Source:
         """Return the call that makes the optimizer."""
         calls = self.calls(self._optimizer)
         if len(calls) != 1:
-            raise NotWritable(f"{self._optimizer}(…) must stand once in the script, found {len(calls)} times")
+            raise NotWritable(f"{self._optimizer}(…) must stand once in the file, found {len(calls)} times")
         return calls[0]
 
     def model(self) -> str:
@@ -143,15 +162,28 @@ class _Source:
                     return ast.unparse(owner.value)
         raise NotWritable(f"the call of {self._optimizer} does not name the model's parameters()")
 
-    def before_optimizer(self, lines: str) -> Edit:
-        """Return the edit that puts lines before the statement that makes the optimizer."""
-        call = self.optimizer()
-        statement = self.statement(call)
+    def before_optimizer(self, line: str) -> Edit:
+        """Return the edit that puts a line before the statement that makes the optimizer."""
+        statement = self.statement(self.optimizer())
         start = self._starts[statement.lineno - 1]
         indent = self._lines[statement.lineno - 1][: statement.col_offset]
         if indent.strip():
             raise NotWritable("the optimizer is not made on a line of its own")
-        return Edit(start, start, "".join(f"{indent}{line}\n" for line in lines.splitlines()))
+        return Edit(start, start, f"{indent}{line}\n")
+
+    def after_imports(self, lines: str) -> Edit:
+        """Return the edit that puts lines after the last import at the top of the file; `torch` is a name there."""
+        top = itertools.takewhile(lambda each: not isinstance(each, _BODIES), self._tree.body)
+        imports = [each for each in top if isinstance(each, ast.Import | ast.ImportFrom)]
+        if not imports:
+            raise NotWritable("the file has no import at its top")
+        names = {
+            each.name for part in imports if isinstance(part, ast.Import) for each in part.names if not each.asname
+        }
+        if "torch." in lines and "torch" not in {name.partition(".")[0] for name in names}:
+            lines = f"import torch\n{lines}"
+        end = self._starts[imports[-1].end_lineno or imports[-1].lineno]
+        return Edit(end, end, f"{lines}\n")
 
     def statement(self, node: ast.AST) -> ast.stmt:
         """Return the smallest statement that a node is in."""
@@ -175,17 +207,23 @@ class _Source:
             raise NotWritable(f"one DataLoader(…) must feed the loop, found {len(named or calls)}")
         return (named or calls)[0]
 
-    def argument(self, call: ast.Call, name: str, value: str) -> Edit:
-        """Return the edit that sets a keyword argument of a call."""
+    def argument(self, call: ast.Call, name: str, value: str) -> Iterator[Edit]:
+        """Yield the edits that set a keyword argument of a call."""
         for keyword in call.keywords:
-            if keyword.arg is None:
-                raise NotWritable(f"the call of {_called(call)} takes arguments from a dict; set {name}={value} there")
             if keyword.arg == name:
-                return Edit(self.offset(keyword.value.lineno, keyword.value.col_offset), self.end(keyword.value), value)
+                yield Edit(self.offset(keyword.value.lineno, keyword.value.col_offset), self.end(keyword.value), value)
+                return
+        from_dicts = [keyword.value for keyword in call.keywords if keyword.arg is None]
+        if from_dicts:  # which may hold this one already
+            start, end = self.offset(from_dicts[0].lineno, from_dicts[0].col_offset), self.end(from_dicts[0])
+            if len(from_dicts) > 1:
+                raise NotWritable(f"the call of {_called(call)} takes arguments from dicts; set {name}={value} there")
+            yield from (Edit(start, start, "{**"), Edit(end, end, f', "{name}": {value}}}'))
+            return
         last = max([*call.args, *(keyword.value for keyword in call.keywords)], key=self.end, default=None)
         if last is None:
             raise NotWritable(f"the call of {_called(call)} has no arguments")
-        return Edit(self.end(last), self.end(last), f", {name}={value}")
+        yield Edit(self.end(last), self.end(last), f", {name}={value}")
 
     def in_context(self, context: str) -> Edit:
         """Return the edit that puts the statement with the model's call under a `with`."""
@@ -205,10 +243,8 @@ class _Source:
             text = text.rstrip("\n") + "\n" + _to_float32(statement.targets, indent)
         return Edit(self._starts[first], self._starts[last], text)
 
-    def imports_torch(self) -> bool:
-        """Tell whether `torch` is a name of the script."""
-        imports = (each for each in ast.walk(self._tree) if isinstance(each, ast.Import))
-        return any(alias.name.split(".")[0] == "torch" and not alias.asname for each in imports for alias in each.names)
+
+_BODIES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.For, ast.While, ast.With)
 
 
 def _called(call: ast.Call) -> str:
@@ -235,50 +271,47 @@ def _to_float32(targets: list[ast.expr], indent: str) -> str:
 # -- strategies --------------------------------------------------------------------------------------------------------
 
 
-def _line(text: str, script: _Source, setting: Any) -> Iterator[Edit]:
-    """Put a line before the optimizer is made."""
-    needs_import = "torch" in text and not script.imports_torch()
-    line = text.format(model=script.model() if "{model}" in text else "", setting=setting)
-    yield script.before_optimizer(("import torch\n" if needs_import else "") + line)
+def _setting(text: str, script: _Source, setting: Any) -> Iterator[Edit]:
+    """Put a setting of the process after the imports."""
+    yield script.after_imports(text.format(setting=setting))
+
+
+def _of_model(text: str, script: _Source, setting: Any) -> Iterator[Edit]:
+    """Put a line about the model before the optimizer is made."""
+    yield script.before_optimizer(text.format(model=script.model()))
 
 
 def _fused(script: _Source, setting: Any) -> Iterator[Edit]:
-    yield script.argument(script.optimizer(), str(setting), "True")
+    yield from script.argument(script.optimizer(), str(setting), "True")
 
 
 def _workers(script: _Source, setting: Any) -> Iterator[Edit]:
     if not isinstance(setting, int):
         raise NotWritable("a DataLoader has no threads; accel.ContinuousLoader(loader) has")
-    loader = script.loader()
-    yield script.argument(loader, "num_workers", str(setting))
-    if setting:
-        yield script.argument(loader, "persistent_workers", "True")
+    # No persistent workers: their later epochs draw no seed, so that the next one is shuffled otherwise.
+    yield from script.argument(script.loader(), "num_workers", str(setting))
 
 
 def _pinned(script: _Source, setting: Any) -> Iterator[Edit]:
-    yield script.argument(script.loader(), "pin_memory", "True")
+    yield from script.argument(script.loader(), "pin_memory", "True")
 
 
 def _autocast(script: _Source, setting: Any) -> Iterator[Edit]:
     yield script.in_context(f'torch.autocast("{script.device}", dtype=torch.bfloat16)')
 
 
-def _whole_model(script: _Source, setting: Any) -> Iterator[Edit]:
-    yield from _line("{model}.compile()", script, setting)
-
-
 _WRITERS: dict[str, Callable[[_Source, Any], Iterator[Edit]]] = {
-    "channels_last": partial(_line, "{model}.to(memory_format=torch.channels_last)"),
-    "torch_compile": _whole_model,
+    "channels_last": partial(_of_model, "{model}.to(memory_format=torch.channels_last)"),
+    "torch_compile": partial(_of_model, "{model}.compile()"),
     "autocast_bf16": _autocast,
-    "tf32": partial(_line, 'torch.set_float32_matmul_precision("high")'),
-    "cudnn_benchmark": partial(_line, "torch.backends.cudnn.benchmark = True"),
-    "intraop_threads": partial(_line, "torch.set_num_threads({setting})"),
+    "tf32": partial(_setting, 'torch.set_float32_matmul_precision("high")'),
+    "cudnn_benchmark": partial(_setting, "torch.backends.cudnn.benchmark = True"),
+    "intraop_threads": partial(_setting, "torch.set_num_threads({setting})"),
     "fused_optimizer": _fused,
     "loader_workers": _workers,
     "pin_memory": _pinned,
     "allocator": partial(
-        _line,
+        _setting,
         "import ctypes\n"
         "ctypes.CDLL(None).mallopt(-4, 0)  # glibc: no mmap for single requests,\n"
         "ctypes.CDLL(None).mallopt(-1, 2**31 - 1)  # and freed memory stays with the process",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch.utils.data import DataLoader
 
 from benchmarks.loading.data import load
 from benchmarks.losses import Losses
+from benchmarks.pairs import Turn
 
 
 def network(classes: int, width: int = 32) -> nn.Module:
@@ -45,12 +47,12 @@ def accuracy(model: nn.Module, loader: DataLoader[Any]) -> float:
 def train(
     seed: int,
     accelerate: dict[str, Any] | None,
-    on_step: Callable[..., None],
+    on_step: Turn,
     folder: str | None = None,
     batch_size: int = 64,
     epochs: int = 1,
 ) -> dict[str, Any]:
-    """Train for some epochs, plainly or with `accel.optimize(…, **accelerate)`, and return what came of it."""
+    """Train until epochs or turns are over, plainly or with `accel.optimize(…, **accelerate)`, and tell the outcome."""
     torch.manual_seed(seed)
     data = load(folder)
     model = network(data.classes)
@@ -75,9 +77,14 @@ def train(
             scheduler.step()
             losses.add(loss)
             on_step(len(losses), report)
+            if on_step.is_over():
+                break
+        if on_step.is_over():
+            break
 
-    test = DataLoader(data.test, batch_size=1000)
-    outcome: dict[str, Any] = {"accuracy": accuracy(model, test), "losses": losses.numbers()}
+    outcome: dict[str, Any] = {"accuracy": math.nan, "losses": losses.numbers()}
+    if not on_step.is_over():
+        outcome["accuracy"] = accuracy(model, DataLoader(data.test, batch_size=1000))
     if accelerate is not None:
         outcome["report"] = accel.explain(model).to_json()
     return outcome

@@ -34,6 +34,7 @@ class PublicScript:
         data: makes what it reads.
         data_at: where, from the script's folder.
         before: scripts of the same folder to run first.
+        longer: of a run in which a search comes to its end, after the others; None if it can't be longer.
         repeats: two plain runs give the same result.
         environment: variables that it needs.
     """
@@ -44,6 +45,7 @@ class PublicScript:
     data: Callable[[Path], None] = _nothing
     data_at: str = "."
     before: tuple[str, ...] = ()
+    longer: tuple[str, ...] | None = None
     repeats: bool = True
     environment: Mapping[str, str] = field(default_factory=dict)
 
@@ -63,13 +65,15 @@ _EXAMPLES, _TUTORIAL = "pytorch/examples", "yunjey/pytorch-tutorial"
 _TUTORIALS = "tutorials/02-intermediate"
 
 
-def _mnist(repo: str, script: str, *arguments: str, data_at: str = "../data") -> PublicScript:
-    return PublicScript(repo, script, arguments, data=data.mnist, data_at=data_at)
+def _mnist(
+    repo: str, script: str, *arguments: str, data_at: str = "../data", longer: tuple[str, ...] | None = None
+) -> PublicScript:
+    return PublicScript(repo, script, arguments, data=data.mnist, data_at=data_at, longer=longer)
 
 
 SCRIPTS = {
-    "mnist": _mnist(_EXAMPLES, "mnist/main.py", "--epochs", "5", "--save-model"),
-    "mnist_rnn": _mnist(_EXAMPLES, "mnist_rnn/main.py", "--epochs", "5", "--save-model"),
+    "mnist": _mnist(_EXAMPLES, "mnist/main.py", "--epochs", "5", "--save-model", longer=("--epochs", "8")),
+    "mnist_rnn": _mnist(_EXAMPLES, "mnist_rnn/main.py", "--epochs", "5", "--save-model", longer=("--epochs", "40")),
     # Its processes race each other.
     "mnist_hogwild": replace(_mnist(_EXAMPLES, "mnist_hogwild/main.py", "--epochs", "1"), repeats=False),
     "forward_forward": _mnist(
@@ -77,12 +81,13 @@ SCRIPTS = {
         *("mnist_forward_forward/main.py", "--epochs", "60", "--train_size", "2000", "--save_model"),
         data_at="data",
     ),
-    "siamese": _mnist(_EXAMPLES, "siamese_network/main.py", "--epochs", "1", "--save-model"),
-    "vae": _mnist(_EXAMPLES, "vae/main.py", "--epochs", "8"),
+    "siamese": _mnist(_EXAMPLES, "siamese_network/main.py", "--epochs", "1", "--save-model", longer=("--epochs", "3")),
+    "vae": _mnist(_EXAMPLES, "vae/main.py", "--epochs", "8", longer=("--epochs", "60")),
     "word_language_model": PublicScript(
         _EXAMPLES,
         "word_language_model/main.py",
         ("--epochs", "1", "--use-optimizer", "--lr", "0.01"),
+        longer=("--epochs", "4"),
         data=data.wikitext,
         data_at="data/wikitext-2",
     ),
@@ -94,7 +99,9 @@ SCRIPTS = {
         environment={"TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1"},  # it reads an array of numpy's
     ),
     "regression": PublicScript(_EXAMPLES, "regression/main.py"),
-    "tutorial_cnn": _mnist(_TUTORIAL, f"{_TUTORIALS}/convolutional_neural_network/main.py", data_at="../../data"),
+    "tutorial_cnn": _mnist(
+        _TUTORIAL, f"{_TUTORIALS}/convolutional_neural_network/main.py", data_at="../../data", longer=()
+    ),
     "tutorial_rnn": _mnist(_TUTORIAL, f"{_TUTORIALS}/recurrent_neural_network/main.py", data_at="../../data"),
     "nanogpt": PublicScript(
         "karpathy/nanoGPT",
@@ -105,11 +112,15 @@ SCRIPTS = {
             *("--block_size=64", "--batch_size=12", "--n_layer=4", "--n_head=4", "--n_embd=128", "--dropout=0.1"),
             *("--max_iters=300", "--lr_decay_iters=300", "--always_save_checkpoint=True"),
         ),
+        longer=("--max_iters=800",),
         data=data.characters,
         data_at="data/shakespeare_char",
     ),
     "mingpt_adder": PublicScript(
-        "karpathy/minGPT", "projects/adder/adder.py", ("--trainer.max_iters=300", "--trainer.num_workers=0")
+        "karpathy/minGPT",
+        "projects/adder/adder.py",
+        ("--trainer.max_iters=300", "--trainer.num_workers=0"),
+        longer=("--trainer.max_iters=490",),
     ),
 }
 

@@ -173,8 +173,8 @@ def test_a_training_in_a_forked_process_has_its_report_in_the_end(only_quick: No
 def test_a_report_that_can_not_be_written_costs_nothing_but_itself(
     only_quick: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "file").write_text("in the way")
     model, loader, optimizer = accel.optimize(*make(), budget=60, report=tmp_path / "file" / "report.json")
+    (tmp_path / "file").write_text("in the way")
     go_to("hold", training(model, loader, optimizer), model)
     assert accel.explain(model).plan == {"quick": None}
     assert "the report could not be written" in capsys.readouterr().err

@@ -28,7 +28,8 @@ def test_a_run_that_ends_before_its_search_says_so(only_quick: None, capsys: pyt
 def test_a_run_without_a_step_says_so(only_quick: None, capsys: pytest.CaptureFixture[str]) -> None:
     accel.optimize(*make(), budget=60)
     entry._at_exit()
-    assert capsys.readouterr().err == "accel: no training step of Net was seen\n"
+    remedy = "iterate the loader that optimize returned, and call the model that it was given"
+    assert capsys.readouterr().err == f"accel: no training step of Net was seen; {remedy}\n"
 
 
 def test_a_run_that_was_told_of_its_loader_is_not_told_again(
@@ -129,7 +130,7 @@ def test_a_run_that_ends_after_a_pass_that_trains_nothing_says_so(
         list(loader)
     assert capsys.readouterr().err == ""
     entry._at_exit()
-    assert capsys.readouterr().err == "accel: no training step of Net was seen\n"
+    assert capsys.readouterr().err.startswith("accel: no training step of Net was seen; iterate the loader")
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import contextlib
 import io
 import shutil
 import subprocess
+import sys
 import textwrap
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from accel import optimized as entry
 from accel.commands.run import RunJob
 from accel.profiler.script import Script
 from accel.script.patch import patch_script
@@ -105,15 +107,15 @@ def test_a_whole_plan_is_written_applied_run_and_taken_back(tmp_path: Path) -> N
         ({"channels_last": None}, "    model.to(memory_format=torch.channels_last)\n    optimizer = "),
         ({"torch_compile": "whole model"}, "    model.compile()\n    optimizer = "),
         ({"fused_optimizer": "foreach"}, "optim.AdamW(model.parameters(), lr=1e-3, foreach=True)"),
-        ({"loader_workers": 2}, "batch_size=8, num_workers=2, persistent_workers=True,\n"),
+        ({"loader_workers": 2}, "batch_size=8, num_workers=2,\n"),
         ({"pin_memory": None}, "batch_size=8, pin_memory=True,\n"),
         (
             {"autocast_bf16": None},
             '        with torch.autocast("cpu", dtype=torch.bfloat16):\n            out = model(x)\n',
         ),
         ({"autocast_bf16": None}, "            out = model(x)\n        out = out.float()\n"),
-        ({"allocator": None}, "ctypes.CDLL(None).mallopt(-4, 0)"),
-        ({"intraop_threads": 1}, "    torch.set_num_threads(1)\n"),
+        ({"allocator": None}, "TensorDataset\nimport ctypes\nctypes.CDLL(None).mallopt(-4, 0)"),
+        ({"intraop_threads": 1}, "TensorDataset\ntorch.set_num_threads(1)\n"),
     ],
 )
 def test_each_strategy_is_one_change(tmp_path: Path, choices: dict[str, Any], line: str) -> None:
@@ -124,6 +126,30 @@ def test_an_argument_that_is_there_is_replaced(tmp_path: Path) -> None:
     source = SCRIPT.replace("batch_size=8,", "batch_size=8, num_workers=int('0'),").replace("lr=1e-3", "fused=False")
     text = patched(tmp_path, {"loader_workers": 2, "fused_optimizer": "fused"}, source)
     assert "num_workers=2," in text and "fused=True)" in text and "fused=False" not in text
+
+
+def test_arguments_from_a_dict_are_added_to_whatever_it_holds(tmp_path: Path) -> None:
+    source = SCRIPT.replace("batch_size=8,", "**{'batch_size': 8, 'num_workers': 0},")
+    text = patched(tmp_path, {"loader_workers": 1, "pin_memory": None}, source)
+    assert """**{**{**{'batch_size': 8, 'num_workers': 0}, "num_workers": 1}, "pin_memory": True},\n""" in text
+    assert printed(text.replace('"pin_memory": True', '"pin_memory": False')) == printed(source)
+
+
+def test_epochs_with_workers_have_the_order_that_they_have_without(tmp_path: Path) -> None:
+    """With `persistent_workers` the second epoch was shuffled otherwise."""
+    source = SCRIPT.replace("batch_size=8,", "batch_size=8, shuffle=True,").replace(
+        "print(", "train(model, batches, optimizer)\n    train(model, batches, optimizer)\n    print("
+    )
+    assert printed(patched(tmp_path, {"loader_workers": 1}, source)) == printed(source)
+
+
+def test_a_setting_of_the_process_needs_neither_optimizer_nor_an_import_of_torch_that_is_not_there() -> None:
+    source = '"""Train."""\nfrom torch import nn\nfrom lib import train\n\n\ndef main():\n    import torch\n'
+    found = patch_script(source, "train.py", {"intraop_threads": 1}, "AdamW", "cpu")
+    assert "+import torch\n+torch.set_num_threads(1)\n" in found.diff
+    assert (
+        "no import at its top" in patch_script("train()\n", "a.py", {"allocator": None}, "SGD", "cpu").left["allocator"]
+    )
 
 
 def test_a_call_within_a_larger_expression_keeps_its_meaning(tmp_path: Path) -> None:
@@ -139,9 +165,9 @@ def test_a_call_within_a_larger_expression_keeps_its_meaning(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("change", "choices", "reason"),
     [
-        (("optim.AdamW(model", "make(model"), {"fused_optimizer": "fused"}, "must stand once in the script, found 0"),
+        (("optim.AdamW(model", "make(model"), {"fused_optimizer": "fused"}, "must stand once in the file, found 0"),
         (("AdamW(model.parameters()", "AdamW(params"), {"channels_last": None}, "does not name the model's"),
-        (("batch_size=8,", "**options,"), {"pin_memory": None}, "takes arguments from a dict; set pin_memory=True"),
+        (("batch_size=8,", "**a, **b,"), {"pin_memory": None}, "takes arguments from dicts; set pin_memory=True"),
         (("batches = DataLoader(", "batches = make("), {"loader_workers": 1}, "one DataLoader(…) must feed the loop"),
         (("loss.backward()", "step(loss)"), {"autocast_bf16": None}, "one loop must call backward(), found 0"),
         (("out = model(x)", "out = predict(x)"), {"autocast_bf16": None}, "must call model(…), found 0"),
@@ -170,7 +196,9 @@ def test_every_registered_strategy_is_written_or_named() -> None:
     assert "model.compile()" in added
 
 
-def test_the_command_writes_the_plan_of_the_only_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunJob:
+    """A run of a script, started beside it, that has kept the fused optimizer and a cache of samples."""
     (tmp_path / "train.py").write_text(SCRIPT, encoding="utf-8")
     job = RunJob(Script("train.py", []), {}, tmp_path / "out.diff")
     job.script.globals["__file__"] = str(tmp_path / "train.py")
@@ -180,11 +208,29 @@ def test_the_command_writes_the_plan_of_the_only_model(tmp_path: Path, monkeypat
     kept: dict[str, Any] = {"fused_optimizer": "fused", "sample_cache": None}
     models = {1: SimpleNamespace(session=SimpleNamespace(run=run), journal=SimpleNamespace(kept=kept))}
     monkeypatch.setattr("accel.optimized.MODELS", models)
+    return job
 
+
+def test_the_command_writes_the_plan_of_the_only_model(job: RunJob, tmp_path: Path) -> None:
     said = job._write_patch(tmp_path / "out.diff")
 
     assert "with fused_optimizer (patch -p1 < " in said and "sample_cache is left out: no line" in said
     assert (tmp_path / "out.diff").read_text().startswith("--- a/train.py\n+++ b/train.py\n")
-    kept.clear()
+    entry.MODELS[1].journal.kept.clear()  # type: ignore[index]
     assert job._write_patch(tmp_path / "none.diff") == "no patch: nothing was kept"
     assert not (tmp_path / "none.diff").exists()
+
+
+def test_what_a_module_of_the_scripts_own_makes_is_changed_there_from_wherever_it_was_started(
+    job: RunJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "train.py").write_text("from lib import main\n\nmain()\n", encoding="utf-8")
+    (tmp_path / "lib.py").write_text(SCRIPT, encoding="utf-8")
+    (tmp_path / "below").mkdir()
+    monkeypatch.setitem(sys.modules, "lib_of_this_test", SimpleNamespace(__file__=str(tmp_path / "lib.py")))
+    job._folder = str(tmp_path / "below")
+
+    said = job._write_patch(tmp_path / "out.diff")
+
+    assert f"with fused_optimizer (patch -p1 -d {tmp_path} < " in said and "sample_cache is left out: no line" in said
+    assert (tmp_path / "out.diff").read_text().startswith("--- a/lib.py\n+++ b/lib.py\n")

@@ -67,7 +67,7 @@ def test_recorded_runs_are_told_from_the_committed_results(tmp_path: Path) -> No
 
 
 def finished(turns: list[list[float]], report: dict[str, Any] | None = None) -> Racer:
-    result = {"accuracy": 90.0, "report": json.dumps(report or {})}
+    result = {"accuracy": 90.0, "losses": [0.5] * 9, "report": json.dumps(report or {})}
     return Racer("x", None, None, turns=turns, result=result, done=True)  # type: ignore[arg-type]
 
 
@@ -97,3 +97,47 @@ def test_times_and_speed_up_of_the_summary_are_one_estimate() -> None:
 def test_the_tables_of_the_committed_results_can_still_be_made() -> None:
     for recorded in demo_promise.RESULTS.glob("demo-*.json"):
         assert "promised" in demo.table_block(json.loads(recorded.read_text()))
+
+
+@pytest.mark.parametrize(
+    ("changes", "passed", "line"),
+    [
+        ({}, True, "as promised for a CPU without bfloat16 instructions, 2 cores: yes"),
+        (
+            {"speedup": 1.02, "low": 1.0, "high": 1.04},
+            False,
+            "2 cores: NO: reduced 1.02x [1.00, 1.04], promised 1.2x to 1.5x. Next: run it while nothing else does",
+        ),
+        ({"accuracy_difference": -0.8}, False, "NO: reduced accuracy -0.80, promised ±0.7. Next: "),
+        (
+            {"pairs": 0, "reported": [None]},
+            None,
+            "no verdict: the search had no verdict in time: reduced (nothing ",
+        ),
+        (
+            {"high": 1.04, "speedup": 1.02, "low": 1.0, "reported": [None]},
+            None,
+            "in time: reduced (1.02x [1.00, 1.04] so far). Next: run it while nothing else does, or make demo-full",
+        ),
+    ],
+)
+def test_the_last_line_is_a_verdict_or_says_what_is_missing_and_what_to_do(
+    changes: dict[str, Any], passed: bool | None, line: str
+) -> None:
+    figures = {"pairs": 9, "speedup": 1.3, "low": 1.2, "high": 1.4, "reported": [1.3], "accuracy_difference": 0.1}
+    figures["wanted"] = (1.2, 1.5)  # type: ignore[assignment]
+    summary: dict[str, Any] = {"promised_for": "a CPU without bfloat16 instructions, 2 cores"}
+    summary["variants"] = {"default": figures, "reduced": {**figures, **changes}}
+
+    demo._judge(summary, seeds=1, is_cut=False)
+
+    assert summary["passed"] is passed
+    assert line in demo._verdict(summary)
+
+
+def test_a_training_that_was_cut_short_is_not_judged_by_its_accuracy() -> None:
+    ended = finished([[0.02] * 8])
+    assert not demo._is_cut([{"plain": ended, "default": ended}])
+    other = finished([[0.02] * 8])
+    other.result["losses"] = [0.5] * 3
+    assert demo._is_cut([{"plain": ended, "default": other}])

@@ -252,10 +252,6 @@ class Holds(Dataset[Any]):
         return 1
 
 
-class Native:
-    """As a class of C code of a package that nobody knows."""
-
-
 SHARED: dict[str, tuple[Callable[[Path], Any], str]] = {
     "text file": (lambda path: path.open(), "an open file"),
     "gzip": (lambda path: gzip.GzipFile(path), "an open file"),

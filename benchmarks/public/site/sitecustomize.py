@@ -1,15 +1,22 @@
 """Read by Python as it starts, for plain and accelerated runs alike: scripts without a seed get one.
 
+Where $STEP_TIMES names a file, the time at the end of each step of an optimizer is written there, in seconds.
+
 torchvision is let import beside any torch: see `benchmarks.suite.packages`, whose package imports all models.
 """
 
 from __future__ import annotations
 
+import atexit
+import json
+import os
 import random
 import sys
+import time
 from collections.abc import Callable
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -19,6 +26,11 @@ _Execute = Callable[[ModuleType], None]
 def _seed_torch(execute: _Execute, module: ModuleType) -> None:
     execute(module)
     module.manual_seed(0)
+    if "STEP_TIMES" in os.environ:
+        times: list[float] = []
+        module.optim.optimizer.register_optimizer_step_post_hook(lambda *_: times.append(time.perf_counter()))
+        path, process = Path(os.environ["STEP_TIMES"]), os.getpid()
+        atexit.register(lambda: os.getpid() == process and path.write_text(json.dumps(times), encoding="utf-8"))
 
 
 def _seed_numpy(execute: _Execute, module: ModuleType) -> None:

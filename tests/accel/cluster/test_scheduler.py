@@ -21,15 +21,16 @@ from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from accel.cluster import local_actuator, scheduler
+from accel.cluster import local_actuator
 from accel.cluster.actuators import LOG, RESTARTS, ClusterUnreachable, Status
 from accel.cluster.job_table import ENDED, FILE, JobRow, JobSpec, JobTable, TableUnwritable, claimed, scheduler_of
 from accel.cluster.jobs import ClusterNode
 from accel.cluster.local_actuator import LocalActuator, processes_of
 from accel.cluster.metrics import JobCollector
-from accel.cluster.policy import PolicyOptions
+from accel.cluster.policy import PolicyOptions, allocate
 from accel.cluster.scheduler import Scheduler
 from accel.cluster.status import job_status, to_html, to_json
+from accel.commands import cluster_up
 from accel.commands.cli import main
 from accel.elastic import local_job
 from accel.elastic.batch_size.report import PROFILE
@@ -599,19 +600,18 @@ def test_metrics_are_those_of_the_table(tmp_path: Path) -> None:
 def test_jobs_of_several_nodes_are_kept_apart_if_asked(
     apart: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[PolicyOptions | None] = []
-    allocate = scheduler.allocate
+    asked: list[PolicyOptions] = []
 
-    def noted(*args: Any) -> dict[str, tuple[str, ...]]:
-        asked.append(args[4])
-        return allocate(*args)
+    def noted(*args: Any, options: PolicyOptions) -> dict[str, tuple[str, ...]]:
+        asked.append(options)
+        return allocate(*args, options)
 
-    monkeypatch.setattr(scheduler, "allocate", noted)
+    monkeypatch.setattr(cluster_up, "allocate", noted)
     command = ["cluster", "up", "--cluster", str(tmp_path), "--slots", "1", "--until-empty", *apart]
     handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     assert CliRunner().invoke(main, command).exit_code == 0
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
-    assert {options.keeps_links_apart for options in asked if options} == {bool(apart)}
+    assert {options.keeps_links_apart for options in asked} == {bool(apart)}
 
 
 def test_a_scheduler_is_ended_from_elsewhere(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from accel.dataio.elastic_sampler import ElasticSampler
 from accel.elastic import in_place
 from accel.elastic.batch_size import rehearsal, run_noise
 from accel.elastic.batch_size.accumulation import GradientAccumulation
+from accel.elastic.batch_size.driver import BatchRun
 from accel.elastic.checkpoint import Checkpoints
 from accel.elastic.run import ElasticRun
 from accel.elastic.running import save_checkpoint
@@ -38,6 +40,13 @@ from accel.run.ranks import Ranks
 from tests.hooked import hooked
 
 SIGNAL_AT = 15
+
+
+def played_clock() -> SimpleNamespace:
+    """Time the steps of batches that may grow by a clock that the loop itself moves, and return it."""
+    clock = SimpleNamespace(now=0.0)
+    BatchRun.__init__.__kwdefaults__["clock"] = lambda: clock.now
+    return clock
 
 
 def gathering() -> Callable[[Any], list[Any]]:
@@ -184,7 +193,7 @@ def one_rank_has_less_memory(rank: int, world: int, is_asked: bool) -> dict[str,
     noise = NoiseInterval(5000.0, 4000.0, 6000.0)
     run_noise.interval_of = lambda estimate: noise  # type: ignore[assignment]
     model = DistributedDataParallel(_Bounded(4 if rank == 1 else 10**6))
-    data = TensorDataset(torch.randn(SAMPLES, 3))
+    data = TensorDataset(torch.randn(1600, 3))
     loader: Any = DataLoader(data, batch_size=4, sampler=DistributedSampler(data))
     optimizer = torch.optim.SGD(model.parameters(), 1e-3)
     settings: dict[str, Any] = {"allow": "exact", "cache": False, "budget": "0.0001s"}
@@ -265,11 +274,12 @@ def optimized_accumulates(rank: int, world: int) -> dict[str, Any]:
     """Train under `max_batch_size` where no more than 8 samples fit at once and the exchange takes long."""
     noise = NoiseInterval(50000.0, 40000.0, 60000.0)
     run_noise.interval_of = lambda estimate: noise  # type: ignore[assignment]
+    clock = played_clock()
     torch.manual_seed(0)
     model: Any = DistributedDataParallel(_Bounded(8))
 
     def slowly(state, bucket):  # type: ignore[no-untyped-def]  # DDP reads annotations
-        time.sleep(0.02)
+        clock.now += 0.02
         work: Any = torch.distributed.all_reduce(bucket.buffer().div_(world), async_op=True)
         return work.get_future().then(lambda future: future.value()[0])
 
@@ -286,6 +296,7 @@ def optimized_accumulates(rank: int, world: int) -> dict[str, Any]:
     for x, index in loader:
         optimizer.zero_grad()
         model(x).square().mean().backward()
+        clock.now += 1e-3 + 1e-6 * len(x)
         optimizer.step()
         taken += index.tolist()
         most = max(most, len(x))
@@ -398,7 +409,7 @@ def rank_0_writes_slowly(rank: int, world: int, folder: Path) -> dict[str, Any]:
     raise AssertionError("it was not ended")
 
 
-ODD_STEPS, ODD_PATIENCE_S, PAUSE_S = 120, 0.5, 2.0
+ODD_STEPS, ODD_PATIENCE_S, PAUSE_S = 120, 0.5, 1.2
 
 
 def odd(rank: int, world: int, kind: str) -> dict[str, Any]:
@@ -406,6 +417,7 @@ def odd(rank: int, world: int, kind: str) -> dict[str, Any]:
 
     Return the samples taken, how long the longest step took, and what was warned and noted.
     """
+    clock = played_clock()
     accel_ranks.PATIENCE_S = ODD_PATIENCE_S
     run_noise.interval_of = lambda estimate: NoiseInterval(5000.0, 4000.0, 6000.0)  # type: ignore[assignment]
     model, optimizer = made(0)
@@ -425,6 +437,7 @@ def odd(rank: int, world: int, kind: str) -> dict[str, Any]:
                 for step, (batch, index) in enumerate(loader):
                     optimizer.zero_grad()
                     model(batch).square().sum().backward()
+                    clock.now += 1e-3 + 1e-6 * len(batch)
                     optimizer.step()
                     taken.append((epoch, index.tolist()[: loader.batch_sampler.fresh]))
                     longest, began = max(longest, time.monotonic() - began), time.monotonic()

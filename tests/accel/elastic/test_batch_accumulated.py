@@ -44,7 +44,9 @@ def test_a_loop_that_accumulates_keeps_its_batches_per_step(
     assert sorted(seen) == list(range(3000))
 
 
-@pytest.mark.parametrize("clips", [False, True], ids=["plain", "clips"])
+@pytest.mark.parametrize(
+    "clips", [pytest.param(False, marks=pytest.mark.slow, id="plain"), pytest.param(True, id="clips")]
+)
 def test_a_step_of_several_batches_is_one_of_all_their_samples(
     job: Any, clock: Clock, monkeypatch: pytest.MonkeyPatch, clips: bool
 ) -> None:

@@ -79,7 +79,12 @@ def models() -> Iterator[list[nn.Module]]:
 
 @pytest.mark.parametrize(
     ("most", "where"),
-    [(8, "forward"), (23, "forward"), (100, "forward"), (23, "backward"), (23, "allocator"), (23, "shape")],
+    [
+        (8, "forward"),
+        (23, "backward"),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((23, "forward"), (100, "forward"))),
+        *(pytest.param(23, where, marks=pytest.mark.slow) for where in ("allocator", "shape")),
+    ],
 )
 def test_the_loop_never_gets_a_batch_that_does_not_fit(
     models: list[nn.Module], clock: Clock, monkeypatch: pytest.MonkeyPatch, most: int, where: str
