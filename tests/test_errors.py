@@ -41,7 +41,8 @@ def test_the_library_raises_its_own_errors() -> None:
 
 
 def test_what_is_foreign_is_seen() -> None:
-    source = "class Lost(RuntimeError): ...\ndef f():\n    raise ValueError('x')\n    raise Lost\n    raise OSError\n    raise TypeError"
+    lines = ["class Lost(RuntimeError): ...", "def f():", "    raise ValueError('x')", "    raise Lost"]
+    source = "\n".join([*lines, "    raise OSError", "    raise TypeError"])
     assert sorted(foreign(source)) == ["1: Lost is no AccelError", "3: makes ValueError", "6: raises TypeError"]
 
 
