@@ -12,6 +12,8 @@ from __future__ import annotations
 import ast
 import difflib
 import itertools
+import os
+import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -20,6 +22,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from accel.errors import AccelError
+from accel.files import save
+from accel.optimized import MODELS
 
 
 class NotWritable(AccelError):
@@ -105,10 +109,48 @@ def own_files(script: Path, folder: Path) -> list[Path]:
     """
     script = script.resolve()
     loaded = {name: getattr(module, "__file__", None) or "" for name, module in list(sys.modules.items())}
-    found = [Path(file).resolve() for name, file in loaded.items() if file.endswith(".py") and name[:6] != "accel."]
+    loaded_files = [
+        Path(file).resolve() for name, file in loaded.items() if file.endswith(".py") and name[:6] != "accel."
+    ]
     beside, installed = (script.parent, folder.resolve()), Path(sys.prefix).resolve()
-    own = (each for each in found if any(map(each.is_relative_to, beside)) and not each.is_relative_to(installed))
+    own = (
+        each for each in loaded_files if any(map(each.is_relative_to, beside)) and not each.is_relative_to(installed)
+    )
     return list(dict.fromkeys([script, *own]))
+
+
+def write_patch(target: Path, script: Path, folder: Path) -> str:
+    """Write the plan that a run has kept as a diff of its script and the script's own modules; say what is in it.
+
+    Args:
+        target: file of the diff.
+        script: its path.
+        folder: where it was started.
+    """
+    plans = [(each.session.run, each.journal.kept) for each in MODELS.values() if each.journal.kept]
+    if len(plans) != 1:
+        return f"no patch: {'nothing was kept' if not plans else f'{len(plans)} models have plans of their own'}"
+    ((run, choices),) = plans
+    files = own_files(script, folder)
+    root = Path(os.path.commonpath([folder, *files]))  # patch refuses paths that lead out of where it runs
+    optimizers = ", ".join(sorted({type(each).__name__ for each in run.optimizers}))
+    diff, written, left = "", list[str](), dict[str, str]()
+    try:
+        for file in files:
+            rest = {name: setting for name, setting in choices.items() if name not in written}
+            name = file.relative_to(root).as_posix()
+            part = patch_script(file.read_text(encoding="utf-8"), name, rest, optimizers, run.device.type)
+            diff, written, left = diff + part.diff, [*written, *part.written], {**part.left, **left}
+        if written:
+            save("--patch", target, diff)
+    except (OSError, ValueError, AccelError) as error:
+        return f"no patch: {error}"
+    reasons = "; ".join(f"{strategy} is left out: {why}" for strategy, why in left.items() if strategy not in written)
+    if not written:
+        return f"no patch: {reasons}"
+    where = "" if root == folder else f" -d {shlex.quote(str(root))}"
+    how = f"patch -p1{where} < {shlex.quote(str(target))}"
+    return f"wrote {target} with {', '.join(written)} ({how})" + (f"; {reasons}" if reasons else "")
 
 
 def _applied(source: str, edits: list[Edit]) -> str:
