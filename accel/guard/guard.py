@@ -37,10 +37,6 @@ _MOST_IN_AN_ATTRIBUTE = 100
 """Tensors of a list or dict that are looked at: it may be a whole data set."""
 
 
-class NotReplayable(AccelError):
-    """The plain call can't be made again, whatever the candidate does."""
-
-
 class NotRestorable(AccelError):
     """A model holds more state than a snapshot keeps, so that its calls can't be made again without a trace."""
 
