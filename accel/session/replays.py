@@ -12,11 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from accel.errors import AccelError
 from accel.exactness import Exactness
 from accel.guard import guard, together, update_guard
 from accel.guard.draws import ReplayedDraws
-from accel.guard.guard import Comparison, Recording, Replayed
+from accel.guard.guard import Comparison, NotReplayable, Recording, Replayed
 from accel.profiler.interruptions import ours
 from accel.run.context import Run
 from accel.search.plan import Choices
@@ -30,10 +29,6 @@ if TYPE_CHECKING:
 
 Ask = Callable[..., Any]
 """Is given what this rank brings, and a function that decides from what all of them bring; returns its answer."""
-
-
-class NotReplayable(AccelError):
-    """The plain call can't be made again, whatever the candidate does."""
 
 
 class Replays:
