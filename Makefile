@@ -47,7 +47,7 @@ test: $(ready) ## the tests that need neither a GPU nor patience
 	$(run) -m pytest -q -m "not slow and not gpu and not integration" $(workers)
 
 integrations: $(ready) $(dali) $(ray) $(site) ## the tests under frameworks, with DALI, on a Ray cluster, on hosts under c10d and etcd; the notebook
-	$(run) -m pytest -v -m integration $(workers) --ignore $(dali_tests)
+	$(run) -m pytest -v -m "integration and not slow" $(workers) --ignore $(dali_tests)
 	$(run) -m pytest -v -m integration $(dali_tests) -o faulthandler_timeout=120 -o faulthandler_exit_on_timeout=true \
 		|| [ $$? = 5 ] # no test, without simplejpeg
 

@@ -119,7 +119,7 @@ def _key(row: Row, key: Sequence[str]) -> tuple[Any, ...]:
 
 def header(what: str, command: str) -> Row:
     """Return what every result says of itself."""
-    from accel.run.machine import machine_name
+    from accel.profiler.host import machine_name
 
     return {
         "what": what,

@@ -111,7 +111,9 @@ def accel_checkpoint(folder: Path) -> None:
     model, counted, optimizer, loader = _distributed()
     # As often as the script does; by default it is at most every ten minutes.
     saving = Checkpointing(folder=str(folder / "checkpoints"), interval_s=SAVE_EVERY * 1.25 * PACE_S)
-    model, loaded, optimizer = accel.optimize(model, loader, optimizer, checkpoint=saving, cache=False)
+    model, loaded, optimizer = accel.optimize(
+        model, loader, optimizer, elastic=accel.Elastic(checkpoint=saving), cache=False
+    )
     log = Log(folder)
     for batch in endlessly(loaded):
         log(step_of(model, counted, optimizer, batch), dist.get_world_size())
@@ -144,6 +146,35 @@ def torchft(folder: Path) -> None:
     for batch in endlessly(DataLoader(samples(), 16, shuffle=True)):
         step_of(model, counted, optimizer, batch)
         log(manager.current_step(), manager.num_participants())
+
+
+def ray_train(config: dict[str, str]) -> None:
+    """Be a worker of Ray Train's, which keeps the checkpoints that it is handed."""
+    import tempfile
+
+    import ray.train
+
+    torch.set_num_threads(1)
+    counted, data = Counted(), samples()
+    optimizer, model = torch.optim.AdamW(counted.parameters()), DistributedDataParallel(counted)
+    if (saved := ray.train.get_checkpoint()) is not None:
+        with saved.as_directory() as folder:
+            state = torch.load(Path(folder) / "checkpoint.pt", weights_only=True)
+        counted.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+    log = Log(Path(config["folder"]))
+    for batch in endlessly(DataLoader(data, 16, sampler=DistributedSampler(data))):
+        step = step_of(model, counted, optimizer, batch)
+        log(step, dist.get_world_size())
+        if step % SAVE_EVERY:
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            checkpoint = None
+            if dist.get_rank() == 0:
+                state = {"model": counted.state_dict(), "optimizer": optimizer.state_dict()}
+                torch.save(state, Path(folder) / "checkpoint.pt")
+                checkpoint = ray.train.Checkpoint.from_directory(folder)
+            ray.train.report({}, checkpoint=checkpoint)
 
 
 WAYS: dict[str, Callable[[Path], None]] = {"script": script, "accel": accel_checkpoint, "torchft": torchft}

@@ -62,7 +62,7 @@ def change(job: LocalJob, workers: Workers, ranks: int) -> Change:
     """Let a running job go on with so many ranks, and return what that cost."""
     called = time.time()
     job.resize(ranks)
-    whole = _wait_for(workers, ranks, 1, since=called)
+    whole = wait_for(workers, ranks, 1, since=called)
     lines = [line for own in workers.steps().values() for line in own]
     ends = sorted(line["at"] for line in lines if called - 1.0 <= line["at"] <= whole)
     gap_s = max(later - earlier for earlier, later in itertools.pairwise(ends))
@@ -71,7 +71,7 @@ def change(job: LocalJob, workers: Workers, ranks: int) -> Change:
     return Change(job.kept, gap_s, whole - called, max(0, before - again + 1))
 
 
-def _wait_for(workers: Workers, ranks: int, count: int, since: float) -> float:
+def wait_for(workers: Workers, ranks: int, count: int, since: float) -> float:
     """Wait until so many ranks have each taken steps together; return when the last of those steps ended."""
     deadline = time.monotonic() + _TIMEOUT_S
     while time.monotonic() < deadline:
@@ -98,7 +98,7 @@ def changes(way: str, rounds: int) -> dict[str, list[Change]]:
             job.resize(1)
             for _ in range(rounds):
                 for ranks, kind in ((2, "1 to 2"), (1, "2 to 1")):
-                    _wait_for(workers, 3 - ranks, _STEPS, since=began)
+                    wait_for(workers, 3 - ranks, _STEPS, since=began)
                     began = time.time()
                     found[kind].append(change(job, workers, ranks))
         finally:

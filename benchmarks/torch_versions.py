@@ -20,7 +20,7 @@ import tomllib
 import torch
 from rich.console import Console
 
-from accel.run.machine import machine_name
+from accel.profiler.host import machine_name
 from benchmarks.record import ROOT, Column, Record
 from benchmarks.render import Row
 from benchmarks.repeated_tests import is_green, run_tests

@@ -15,11 +15,14 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from accel.profiler import cgroup
 from accel.profiler.evidence import ThreadShare
 from accel.profiler.interruptions import Tolerated, ours
+
+if TYPE_CHECKING:
+    import torch
 
 TICK_S = 1 / os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 0.01
 
@@ -121,6 +124,15 @@ def cpu_name() -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
+
+
+def machine_name(device: torch.device) -> str:
+    """Return the name of the device that a model is on, e.g. `cpu (AMD EPYC)`."""
+    if device.type == "cuda":
+        import torch
+
+        return f"cuda ({torch.cuda.get_device_name(device)})"
+    return f"cpu ({cpu_name()})" if device.type == "cpu" else device.type
 
 
 @functools.cache

@@ -36,7 +36,7 @@ os.environ.update(_WITHOUT_CACHE)
 
 # A busy machine is no failure. The default run tries the same examples every time, so that what has passed goes on to
 # pass; `make slow` tries more, and others each time.
-settings.register_profile("few", settings(deadline=None, max_examples=40, derandomize=True))
+settings.register_profile("few", settings(deadline=None, max_examples=25, derandomize=True))
 settings.register_profile("as many as usual", settings(deadline=None))  # of tests that name no number of their own
 settings.load_profile("few")
 

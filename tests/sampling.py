@@ -58,7 +58,7 @@ def sample(values: Sequence[set[Any]], names: Sequence[str], one_in: int) -> set
 
 
 def examples(usual: int) -> int:
-    """Return how many examples a property test tries: `usual` by `make slow`, and two fifths by default."""
+    """Return how many examples a property test tries: `usual` by `make slow`, and a quarter by default."""
     return max(1, usual * settings.default.max_examples // 100)
 
 

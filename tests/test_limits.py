@@ -70,6 +70,7 @@ def test_a_setting_is_no_patch() -> None:
     assert not list(structure.patched("import torch\ntorch.backends.cudnn.benchmark = True\nsettings.x = 1"))
 
 
+@pytest.mark.slow
 def test_sizes_are_printed() -> None:
     result = CliRunner().invoke(structure.main)
     assert result.exit_code == 0, result.output

@@ -17,11 +17,11 @@ from torch import nn
 
 import accel
 from accel.cache.folder import NoFolder, cache_folder, delete_file, file_name, read_file, write_file
+from accel.profiler.host import machine_name
 from accel.profiler.interruptions import ours
 from accel.profiler.typed_json import UnreadableJson, decode, read
 from accel.report.model import NOTHING_REMEMBERED
 from accel.run import Run
-from accel.run.machine import machine_name
 from accel.search.plan import fingerprint
 from accel.search.remembered import RememberedSearch
 

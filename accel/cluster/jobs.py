@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from accel.errors import InvalidArgument
@@ -86,3 +86,7 @@ class JobView:
             )
         if not 0 < self.weight < math.inf:
             raise InvalidArgument(f"weight must be positive and finite. Found: {self.weight} of {self.name}")
+
+
+Policy = Callable[[Sequence[JobView], Sequence[ClusterNode], Allocation, float], Mapping[str, tuple[str, ...]]]
+"""Returns the nodes of each job's replicas; of jobs, nodes, what they have now, and the time in s."""

@@ -14,7 +14,7 @@ import torch
 from accel.cluster.actuators import LOG, RESTARTS, SAVE_S, Status
 from accel.cluster.job_table import JobRow
 from accel.cluster.jobs import ClusterNode
-from accel.elastic.local_job import TORCHRUN, LocalJob
+from accel.elastic.local_job import LocalJob
 from accel.errors import InvalidArgument
 from accel.profiler.host import usable_cores
 from accel.scores import CHECKPOINT
@@ -43,7 +43,7 @@ class LocalActuator:
         self._held: dict[str, list[int]] = {}
         """GPUs of each job's processes."""
         self._restarts: dict[str, int] = {}
-        """How often a job that is resized in place is started again after one of its ranks has failed."""
+        """How often each job is still started again after one of its ranks has failed."""
         self._lost = set[str]()
         """Jobs that are to be."""
         self._lock = threading.Lock()
@@ -71,30 +71,27 @@ class LocalActuator:
         return row.spec.in_place and not self._gpus
 
     def _made(self, row: JobRow, ranks: int) -> LocalJob:
-        restarts = RESTARTS
-        if self._is_in_place(row):  # torchrun would start its ranks again as many as it has begun with
-            restarts = 0
-            self._restarts.setdefault(row.name, RESTARTS)
+        self._restarts.setdefault(row.name, RESTARTS)
         folder = Path(row.spec.checkpoint)
         return LocalJob(
             row.spec.arguments,
             folder,
             save_s=SAVE_S,
-            launcher=[*self._on_gpus(row.name, ranks), *TORCHRUN, f"--max-restarts={restarts}"],
+            variables=self._on_gpus(row.name, ranks),
             in_place=self._is_in_place(row),
             work_folder=row.spec.folder,
             output=folder / LOG,
         )
 
-    def _on_gpus(self, name: str, replicas: int) -> list[str]:
-        """Choose GPUs for a job that has stopped; return what puts a command on them."""
+    def _on_gpus(self, name: str, replicas: int) -> dict[str, str]:
+        """Choose GPUs for a job that has stopped; return the variable that puts it on them."""
         if not self._gpus:
-            return []
+            return {}
         with self._lock:
             self._held.pop(name, None)
             taken = {gpu for other, gpus in self._held.items() if self._jobs[other].ranks for gpu in gpus}
             self._held[name] = [gpu for gpu in self._gpus if gpu not in taken][:replicas]
-            return ["env", f"CUDA_VISIBLE_DEVICES={','.join(map(str, self._held[name]))}"]
+            return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, self._held[name]))}
 
     def status(self, name: str) -> Status:
         """Return the exit status of a job that has ended by itself; it is lost while it may be started again."""

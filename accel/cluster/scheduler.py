@@ -17,8 +17,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from accel.cluster.actuators import Actuator, ClusterUnreachable, Status
 from accel.cluster.job_table import ENDED, JobRow, JobTable, TableUnwritable
-from accel.cluster.jobs import ClusterNode, JobView
-from accel.cluster.policy import PolicyOptions, allocate
+from accel.cluster.jobs import ClusterNode, JobView, Policy
+from accel.cluster.policy import allocate
 from accel.goodput.job import EXPLORED
 
 INTERVAL_S = 60.0
@@ -38,7 +38,7 @@ class Scheduler:
         table: of the jobs.
         actuator: starts and stops them.
         interval_s: time between two decisions, s; jobs that come or end are seen within a second.
-        options: of the policy.
+        policy: decides who gets what, as in the simulator.
         clock: seconds since 1970.
         say: told in a line of each change of a job. Default: nobody is.
     """
@@ -48,13 +48,13 @@ class Scheduler:
         table: JobTable,
         actuator: Actuator,
         interval_s: float = INTERVAL_S,
-        options: PolicyOptions | None = None,
+        policy: Policy = allocate,
         clock: Callable[[], float] = time.time,
         say: Callable[[str], object] = lambda _: None,
     ) -> None:
-        self._say = say
+        self._say, self._policy = say, policy
         self._table, self._actuator, self._interval_s = table, actuator, interval_s
-        self._options, self._clock = options, clock
+        self._clock = clock
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="accel-cluster")
         self._changing: dict[str, tuple[Future[None], float]] = {}
         """Changes under way, and since when."""
@@ -138,7 +138,7 @@ class Scheduler:
         views, nodes = [self._view(row) for row in rows if row in free or row.nodes], self._actuator.nodes()
         self._nodes, self._nodes_s = nodes, self._clock()
         room = sum(node.gpus for node in nodes)
-        given = allocate(views, nodes, current, self._clock(), self._options)
+        given = self._policy(views, nodes, current, self._clock())
         for row in free:
             if not row.nodes and row.spec.min_replicas > room:
                 row.note = f"needs {row.spec.min_replicas} replicas; there is room for {room}"

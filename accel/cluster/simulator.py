@@ -11,17 +11,17 @@ from __future__ import annotations
 
 import csv
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
-from accel.cluster.jobs import Allocation, ClusterNode, JobView
+from accel.cluster.jobs import ClusterNode, JobView, Policy
 from accel.cluster.profiles import Application, Noise, StepTime
 from accel.errors import InvalidArgument
 from accel.goodput.efficiency import NoiseInterval
-from accel.goodput.fit import fit
+from accel.goodput.fit import fit_throughput
 from accel.goodput.goodput import BatchLimits, SpeedTable
 from accel.goodput.job import EXPLORED, JobProfile
 from accel.goodput.observations import Configuration, Observations
@@ -33,8 +33,6 @@ MOST_REPLICAS = 64
 MOST_ACCUMULATION = 15
 ONE_BATCH = {"ncf": 32768}
 """Applications that run at this batch, on one replica, under every policy that chooses batches itself."""
-
-Policy = Callable[[Sequence[JobView], Sequence[ClusterNode], Allocation, float], Mapping[str, tuple[str, ...]]]
 
 
 class Submission(NamedTuple):
@@ -276,7 +274,7 @@ class SimulatedJob:
         self._observed.add(Configuration(*key), time.step_s)
         if time.compute_s > 0:
             self._observed.add(Configuration(*key, communication_scale=0.0), time.compute_s)
-        self._model = fit(self._observed.step_times(), self._model)
+        self._model = fit_throughput(self._observed.step_times(), self._model)
 
     def _choose_batch(self) -> None:
         application, replicas = self.application, sum(self.placement)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import signal
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from accel.cluster.actuators import Actuator
 from accel.cluster.job_table import JobTable, claimed
 from accel.cluster.local_actuator import on_this_machine
 from accel.cluster.metrics import serve
-from accel.cluster.policy import PolicyOptions
+from accel.cluster.policy import PolicyOptions, allocate
 from accel.cluster.scheduler import INTERVAL_S, Scheduler
 from accel.commands.cluster_folder import FOLDER
 from accel.errors import InvalidArgument
@@ -45,8 +46,8 @@ def up(
     """Run the jobs of a cluster until it is interrupted; then each job is saved and stopped."""
     jobs = JobTable(folder)
     with claimed(folder):
-        options = PolicyOptions(keeps_links_apart=apart)
-        scheduler = Scheduler(jobs, _actuator(slots, **where), interval, options, say=click.echo)
+        policy = functools.partial(allocate, options=PolicyOptions(keeps_links_apart=apart))
+        scheduler = Scheduler(jobs, _actuator(slots, **where), interval, policy, say=click.echo)
         if metrics_port is not None:
             serve(jobs, metrics_port)
         own = {number: signal.signal(number, lambda *_: scheduler.stop()) for number in (signal.SIGINT, signal.SIGTERM)}

@@ -10,11 +10,11 @@ import click
 
 from accel.cluster.baselines import Optimus, Tiresias, equal_shares, first_come, optimus_seconds
 from accel.cluster.genetic import Pollux
-from accel.cluster.jobs import ClusterNode
+from accel.cluster.jobs import ClusterNode, Policy
 from accel.cluster.outcome import SimulationOutcome, draw, outcome
 from accel.cluster.policy import allocate
 from accel.cluster.profiles import Application
-from accel.cluster.simulator import RESTART_S, JobRules, Policy, Simulation, read_outages, read_workload
+from accel.cluster.simulator import RESTART_S, JobRules, Simulation, read_outages, read_workload
 from accel.errors import InvalidArgument
 from accel.files import write_atomic
 from accel.report.quiet_rich import Console, Table

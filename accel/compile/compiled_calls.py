@@ -17,13 +17,15 @@ import contextlib
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import FunctionType
 from typing import Any
 
 import torch
 from torch import fx, nn
 
-from accel.guard.alone import on_this_rank_alone
+from accel.guard.alone import is_sharded, on_this_rank_alone
+from accel.guard.faults import of_strategies
 from accel.profiler.loop import backward, callslot
 from accel.profiler.trees import tensors
 from accel.run.context import Shapes, shapes_of
@@ -43,7 +45,8 @@ class CompiledCalls:
     """Run a model's calls compiled: the whole model, or the blocks that it repeats.
 
     Args:
-        groups: blocks that share a graph; [] compiles the whole model.
+        groups: blocks that share a graph; [] compiles the whole model. Those of a sharded model are compiled within the
+            hooks that gather their weights.
         usual: shapes of the tensors in the usual call; None if they vary.
         compiler: compiles a captured graph; a backend for `torch.compile`.
     """
@@ -58,6 +61,7 @@ class CompiledCalls:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._model, self._groups, self._clock = model, groups, clock
+        self._are_sharded = is_sharded(model)
         self.usual = usual
         """Shapes of the tensors in the usual call; None if they vary."""
         self._compiler = compiler
@@ -101,7 +105,7 @@ class CompiledCalls:
         if self._slots:
             return
         if not self._block_calls:
-            self._block_calls = [self._compile(_block_frame()) for _ in self._groups]
+            self._block_calls = [self._compile(_block_frame(are_sharded=self._are_sharded)) for _ in self._groups]
         for group, compiled in zip(self._groups, self._block_calls, strict=True):
             for block in group:
                 self._slots.append((block, callslot.contents(block)))
@@ -190,12 +194,45 @@ class CompiledCalls:
         return self._is_compiled
 
     def _block_call(self, compiled: Call, block: nn.Module) -> Call:
+        if self._are_sharded:
+            return _sharded_call(self, compiled, block)
+
         def run(*args: Any, **kwargs: Any) -> Any:
             if self._block_is_compiled(args, kwargs):
                 return compiled(block, *args, **kwargs)
             return block._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
 
         return run
+
+
+def _sharded_call(calls: CompiledCalls, compiled: Call, block: nn.Module) -> Call:
+    """Return the call of a block with its `forward` compiled, within the hooks by which FSDP2 gathers its weights.
+
+    What fails in there is made again plainly on this rank, which so stays in step with the others.
+    """
+    plainly = partial(type(block).forward, block)
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if calls.stopped:
+            return plainly(*args, **kwargs)
+        try:
+            # With the backward half, whose failure in the backward pass nobody could make good.
+            with torch._functorch.config.patch(force_non_lazy_backward_lowering=True):
+                return compiled(block, *args, **kwargs)
+        except of_strategies() as error:
+            calls.stopped = f"it raised {type(error).__name__}: {error}"
+        return plainly(*args, **kwargs)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if not calls._block_is_compiled(args, kwargs):
+            return block._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+        vars(block)["forward"] = forward
+        try:
+            return block._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+        finally:
+            del vars(block)["forward"]
+
+    return run
 
 
 def compile_once(calls: CompiledCalls, model: nn.Module, call: Call, args: tuple[Any, ...], kwargs: Any) -> None:
@@ -230,11 +267,14 @@ def _call_frame(call: Call) -> Any:
     return _with_own_code(run_call)
 
 
-def _block_frame() -> Any:
+def _block_frame(*, are_sharded: bool) -> Any:
     def run_block(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return block._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
 
-    return _with_own_code(run_block)
+    def run_forward(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return type(block).forward(block, *args, **kwargs)
+
+    return _with_own_code(run_forward if are_sharded else run_block)
 
 
 def _with_own_code(function: Any) -> Any:

@@ -50,6 +50,26 @@ def repeated_blocks(model: nn.Module) -> list[list[nn.Module]]:
     return repeated if inside >= _LEAST_SHARE * leaves(model) else []
 
 
+def sharded_blocks(model: nn.Module) -> list[list[nn.Module]]:
+    """Return the innermost modules that `fully_shard` was given, by what a graph can serve; other hooks leave one out.
+
+    FSDP2 gathers their weights in hooks around their `forward`, which is what is compiled.
+    """
+    from torch.distributed.fsdp import FSDPModule
+
+    groups: dict[Hashable, list[nn.Module]] = {}
+    for block in model.modules():
+        inner = [module for module in block.modules() if isinstance(module, FSDPModule)]
+        others = [hook for hooks in hooks_of(block) for hook in hooks.values() if not _is_of_fsdp(hook)]
+        if inner == [block] and not others and not _has_own_forward(block):
+            groups.setdefault(_alike(block), []).append(block)
+    return list(groups.values())
+
+
+def _is_of_fsdp(hook: Any) -> bool:
+    return getattr(hook, "__module__", "").startswith("torch.distributed.fsdp")
+
+
 def leaves(module: nn.Module) -> int:
     """Return the number of modules that hold no others: how many layers there are to compile."""
     return sum(next(child.children(), None) is None for child in module.modules())
@@ -83,8 +103,14 @@ def _listed(model: nn.Module) -> Iterator[nn.Module]:
 
 def _signature(block: nn.Module) -> Hashable | None:
     """Return what two blocks must share to run the same graph; None if this one is left as it is."""
-    if any(map(len, hooks_of(block))) or any("forward" in vars(module) for module in block.modules()):
-        return None
+    return None if any(map(len, hooks_of(block))) or _has_own_forward(block) else _alike(block)
+
+
+def _has_own_forward(block: nn.Module) -> bool:
+    return any("forward" in vars(module) for module in block.modules())
+
+
+def _alike(block: nn.Module) -> Hashable:
     modules = tuple((name, type(module), _numbers(module)) for name, module in block.named_modules())
     parameters = tuple((name, *_layout(p)) for name, p in block.named_parameters(remove_duplicate=False))
     buffers = tuple((name, *_layout(b)) for name, b in block.named_buffers(remove_duplicate=False))

@@ -1,13 +1,13 @@
 """A training on this machine whose number of ranks is changed by one call: what a scheduler holds of it.
 
     job = LocalJob(["train.py", "--epochs=30"], folder="runs/one")
-    job.resize(2)  ──torchrun──▶ 2 ranks, which save checkpoints in the folder
+    job.resize(2)  ──torchrun──▶ 2 ranks, which save checkpoints in the folder (one rank needs no torchrun)
     job.resize(4)  ──SIGTERM──▶ a checkpoint after the step under way ──torchrun──▶ 4 ranks go on from it
     job.profile()     step times, noise and bounds, as the job has measured them
 
-The script passes `checkpoint=` of the same folder to `accel.optimize`; the variable ACCEL_CHECKPOINT has it. What a
-change costs, the start of a process and the step under way, the profile's `restart_s` tells. With `in_place` the
-processes that stay go on:
+The script passes `accel.Elastic(checkpoint=)` of the same folder to `accel.optimize`; the variable ACCEL_CHECKPOINT
+has it. What a change costs, the start of a process and the step under way, the profile's `restart_s` tells. With
+`in_place` the processes that stay go on:
 
     job.resize(4)  ──python──▶   2 more processes, which come to accel.optimize while the others train
                    ──order──▶    a checkpoint after the step under way; all 4 form a group, and go on from it
@@ -41,14 +41,15 @@ TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone")
 
 
 class LocalJob:
-    """Start a training under torchrun, and change its size.
+    """Start a training, under torchrun if it has several ranks, and change its size.
 
     Args:
         arguments: of torchrun from the script on, such as `["train.py", "--epochs=30"]` or `["-m", "package.train"]`.
-        folder: that the script passes as `checkpoint=`.
+        folder: that the script passes as `accel.Elastic(checkpoint=)`.
         save_s: how long ranks may take for the step under way and their checkpoint, s; after that they are killed, and
             the next start goes on from the checkpoint before. Default 60.
-        launcher: what starts the ranks, in place of torchrun; `--nproc-per-node=N` and the arguments follow.
+        launcher: what starts the ranks, in place of torchrun; `--nproc-per-node=N` and the arguments follow. Default:
+            torchrun, and for a single rank nothing, which saves the import of torch in a process more.
         in_place: keep the processes of ranks that stay, and form their process group anew. The script asks
             `torch.distributed` for rank and size where it needs them, since the size changes while it runs. Where that
             can't be (it has made groups of its own, say), ranks are started anew. Default False.
@@ -56,6 +57,7 @@ class LocalJob:
             started anew. Default 120.
         work_folder: in which the script runs. Default: that of this process.
         output: file that what the script prints is appended to. Default: it goes where this process's goes.
+        variables: of the environment, beside those of this process.
 
     Raises:
         InvalidArgument: if there are no arguments, or a time is not positive.
@@ -74,18 +76,20 @@ class LocalJob:
         folder: str | os.PathLike[str],
         *,
         save_s: float = 60.0,
-        launcher: Sequence[str] = TORCHRUN,
+        launcher: Sequence[str] | None = None,
         in_place: bool = False,
         join_s: float = 120.0,
         work_folder: str | os.PathLike[str] | None = None,
         output: str | os.PathLike[str] | None = None,
+        variables: Mapping[str, str] | None = None,
     ) -> None:
         if not arguments:
             raise InvalidArgument("arguments must name the script. Found: none")
         for name, seconds in {"save_s": save_s, "join_s": join_s}.items():
             if not seconds > 0:
                 raise InvalidArgument(f"{name} must be positive, in seconds. Found: {seconds}")
-        self._arguments, self._launcher, self._save_s, self._join_s = list(arguments), list(launcher), save_s, join_s
+        self._arguments, self._launcher, self._save_s, self._join_s = list(arguments), launcher, save_s, join_s
+        self._variables = dict(variables or {})
         self._folder, self._work_folder, self._output = Path(folder), work_folder, output
         self._orders: Any = open_store() if in_place else None
         self._number = 0
@@ -137,13 +141,16 @@ class LocalJob:
 
     def _start(self, ranks: int) -> subprocess.Popen[bytes]:
         """Launch so many ranks of the script."""
-        return self._popen([*self._launcher, f"--nproc-per-node={ranks}", *self._arguments], {})
+        if ranks == 1 and self._launcher is None:
+            return self._popen([sys.executable, *self._arguments], _alone(0, 1))
+        return self._popen([*(self._launcher or TORCHRUN), f"--nproc-per-node={ranks}", *self._arguments], {})
 
     def _popen(self, command: Sequence[str], variables: Mapping[str, str]) -> subprocess.Popen[bytes]:
         # By itself torchrun kills its workers 30 s after it has told them to end.
         environment = {
             VARIABLE: "1",
             **os.environ,
+            **self._variables,
             CHECKPOINT: str(self._folder),
             "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(math.ceil(self._save_s)),
         }
@@ -177,12 +184,7 @@ class LocalJob:
 
     def _add(self, rank: int, ranks: int) -> subprocess.Popen[bytes]:
         """Start a process that is to be a rank, alone in a group of its own at first."""
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        variables = {**alone, "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(ranks), RANK: str(rank)}
-        return self._popen([sys.executable, *self._arguments], variables)
+        return self._popen([sys.executable, *self._arguments], {**_alone(rank, ranks), RANK: str(rank)})
 
     def _carried_out(self, ranks: int, added: Sequence[subprocess.Popen[bytes]]) -> str:
         """Give an order once those that are added have come; return '', or why it is not carried out."""
@@ -266,6 +268,20 @@ class LocalJob:
             InvalidArgument: if the file is no profile.
         """
         return JobProfile.load(path) if (path := self._folder / PROFILE).exists() else None
+
+
+def _alone(rank: int, ranks: int) -> dict[str, str]:
+    """Return the variables, as torchrun sets them, of a process in a group of its own.
+
+    Args:
+        rank: on this machine.
+        ranks: on this machine.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    group = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    return {**group, "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(ranks)}
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:

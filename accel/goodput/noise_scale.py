@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from accel.errors import InvalidArgument
-from accel.profiler import t_distribution as student
+from accel.profiler.trial import student_cdf, student_quantile
 
 _LEAST_KEPT, _MOST_KEPT = 12, 256
 """Measurements: fewer say little; of more, the oldest are dropped."""
@@ -150,7 +150,7 @@ class _Signal:
         if self.count < _FEWEST:
             return False
         deviation = math.sqrt(self.squares / (self.count - 1) / self.count)
-        return self.mean > student.quantile(1 - _ZERO_LEVEL, min(round(self.count) - 1, _MOST_KEPT)) * deviation
+        return self.mean > student_quantile(1 - _ZERO_LEVEL, min(round(self.count) - 1, _MOST_KEPT)) * deviation
 
 
 class NoiseScale:
@@ -255,9 +255,9 @@ class NoiseScale:
     def _interval(self, means: _Means, learns: bool) -> tuple[float, float]:
         """Return all φ for which tr(Σ) - φ ‖μ‖² is not significantly different from 0."""
         count, x, y, _, xx, xy, yy = means
-        if x <= student.quantile(1 - _ZERO_LEVEL, count - 1) * math.sqrt(xx):
+        if x <= student_quantile(1 - _ZERO_LEVEL, count - 1) * math.sqrt(xx):
             return (self._sure_ratio(means) if learns else 0.0), math.inf
-        t2 = student.quantile(0.5 + self._confidence / 2, count - 1) ** 2
+        t2 = student_quantile(0.5 + self._confidence / 2, count - 1) ** 2
         # a φ² - 2 b φ + c ≤ 0
         a, b, c = x * x - t2 * xx, x * y - t2 * xy, y * y - t2 * yy
         root = math.sqrt(max(b * b - a * c, 0.0))
@@ -271,7 +271,7 @@ class NoiseScale:
         That it is above 0 counts: a mean that happens to come out below leaves ‖μ‖² at some share of its deviation, and
         not at next to nothing, which would make φ as large as you like (1e5 where the truth was some hundreds).
         """
-        t = student.quantile(0.5 + self._confidence / 2, means.number - 1)
+        t = student_quantile(0.5 + self._confidence / 2, means.number - 1)
         longest = _longest(means.x, math.sqrt(means.xx), means.number - 1, 0.5 + self._confidence / 2)
         return max(means.y - t * math.sqrt(means.yy), 0.0) / longest if longest > 0 else 0.0
 
@@ -296,7 +296,7 @@ class NoiseScale:
             kept = [_Measurement(*map(float, each)) for each in state["kept"]]
             signal = _Signal(**{name: float(value) for name, value in state["signal"].items()})
             if not all(map(math.isfinite, [samples, *vars(signal).values(), *itertools.chain.from_iterable(kept)])):
-                raise ValueError("all numbers must be finite")
+                raise InvalidArgument("all numbers must be finite")
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise InvalidArgument(
                 "the state of a noise scale has measured, skipped, samples, kept and signal, as state_dict returns "
@@ -317,5 +317,5 @@ def _longest(mean: float, deviation: float, degrees: int, p: float) -> float:
     """
     if deviation == 0:
         return max(mean, 0.0)
-    below = student.cdf(-max(mean / deviation, _FAR_BELOW), degrees)
-    return max(mean, _FAR_BELOW * deviation) + deviation * student.quantile(below + p * (1 - below), degrees)
+    below = student_cdf(-max(mean / deviation, _FAR_BELOW), degrees)
+    return max(mean, _FAR_BELOW * deviation) + deviation * student_quantile(below + p * (1 - below), degrees)

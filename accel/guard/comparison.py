@@ -129,10 +129,14 @@ class Replayed:
     """Tensors in attributes of the modules after the call."""
     coarsest: torch.dtype = FINEST
     """The coarsest format that the plain call computes in."""
+    stopped: str = ""
+    """Why a strategy has stopped acting in it; '' if none has."""
 
 
 def compare(plain: Replayed, candidate: Replayed, exactness: Exactness) -> Comparison:
     """Compare a candidate's replay with the plain one under the tolerance of its exactness."""
+    if candidate.stopped:
+        return Comparison(unsure=candidate.stopped)
     if len(plain.outputs) != len(candidate.outputs):
         return Comparison(f"it returns {len(candidate.outputs)} tensors, the plain path {len(plain.outputs)}")
     if exactness != Exactness.EXACT and not all(map(_is_finite, plain.outputs)):

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -23,7 +23,8 @@ from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
 from accel.errors import AccelError
-from accel.guard.alone import on_this_rank_alone
+from accel.guard import together
+from accel.guard.alone import is_sharded, on_this_rank_alone
 from accel.guard.comparison import Comparison, Replayed, Tolerance, compare, noise_like, same_bits
 from accel.guard.draws import ReplayedDraws
 from accel.guard.rounding import Rounding, rounding_of
@@ -38,6 +39,10 @@ _MOST_IN_AN_ATTRIBUTE = 100
 
 class NotRestorable(AccelError):
     """A model holds more state than a snapshot keeps, so that its calls can't be made again without a trace."""
+
+
+class NotReplayable(AccelError):
+    """The plain call can't be made again, whatever the candidate does."""
 
 
 class CallFlags:
@@ -186,7 +191,8 @@ def replay(model: nn.Module, call: Any, recording: Recording, draws: ReplayedDra
         with draws or contextlib.nullcontext():
             outputs = called(model, call, recording, args, kwargs)
             coarsest = recording.coarsest(model, outputs)
-            gradients = _sent_back(recording, outputs, [tensor for _, tensor in named])
+            differentiate = partial(together.sent_back, model) if is_sharded(model) else _differentiated
+            gradients = _sent_back(recording, outputs, [tensor for _, tensor in named], differentiate)
         left, known = list(leaves((args, kwargs))), set(map(id, inputs))
         return Replayed(
             [output.detach() for output in outputs],
@@ -264,14 +270,20 @@ def _tensors_in_attributes(model: nn.Module) -> dict[str, list[Tensor]]:
     return by_place
 
 
-def _sent_back(recording: Recording, outputs: list[Tensor], inputs: list[Tensor]) -> list[Tensor | None]:
+def _differentiated(outputs: list[Tensor], sent: list[Tensor], inputs: list[Tensor]) -> list[Tensor | None]:
+    return list(torch.autograd.grad(outputs, inputs, sent, allow_unused=True))
+
+
+def _sent_back(
+    recording: Recording, outputs: list[Tensor], inputs: list[Tensor], differentiate: Callable[..., list[Tensor | None]]
+) -> list[Tensor | None]:
     """Return the gradients of `inputs`, from those that arrived at the outputs."""
     roots = [(i, t) for i, t in enumerate(outputs) if t.requires_grad]
     backward_roots = [(i, t) for i, t in roots if i in recording.arrived] or roots
     if not backward_roots or not inputs:
         return [None] * len(inputs)
     sent = [_cotangent(recording, i, t) for i, t in backward_roots]
-    return list(torch.autograd.grad([t for _, t in backward_roots], inputs, sent, allow_unused=True))
+    return differentiate([t for _, t in backward_roots], sent, inputs)
 
 
 def _cotangent(recording: Recording, number: int, output: Tensor) -> Tensor:

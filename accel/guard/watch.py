@@ -11,9 +11,10 @@ out of memory is repeated, strategies give up what they keep, such as graphs.
 
 With several ranks, the repeated call sends nothing that the first one has sent already. A model
 that exchanges more within its call than `DistributedDataParallel` does can't be called on one rank
-alone: the loop gets the outputs as they are, and the strategies go. Only a call that has raised is
+alone: the loop gets the outputs as they are, and the strategies go. A call that has raised is
 repeated in such a model, too: there are no outputs to hand on, and ranks mostly meet the same error
-together.
+together. In a sharded model it isn't: the others are in the midst of that call, and FSDP2 expects
+its end.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from accel.guard.alone import talks_within_calls, without_forward
+from accel.guard.alone import is_sharded, talks_within_calls, without_forward
 from accel.guard.faults import of_strategies
 from accel.guard.output_sizes import OutputSizes
 from accel.guard.snapshot import FEW_ENTRIES, Changes, ModelSnapshot, as_now, devices_of, generators_in, refill, within
@@ -40,6 +41,7 @@ from accel.run import ranks
 from accel.run.gate import Call, Gate, make_room
 
 _RAISED = "it raised"
+_ALONE = "and no rank can make this model's call again alone"
 _LONGEST_EXCUSE = 64
 
 
@@ -124,6 +126,9 @@ class Watch:
         except of_strategies() as error:
             has_no_room = isinstance(error, torch.OutOfMemoryError)
             problem = f"{_RAISED} {type(error).__name__}: {error}"
+            if is_sharded(self._gate.model):
+                self._trip(f"{problem}, {_ALONE}")
+                raise
             if not before.put_arguments_back():
                 self._trip(f"{problem}, and what it has done to its inputs can't be undone, to make the call again")
                 raise
@@ -134,7 +139,7 @@ class Watch:
                     self.learn_changes(before.snapshot)
                 return outputs
             if talks_within_calls(self._gate.model):
-                self._trip(f"{problem}, and no rank can make this model's call again alone")
+                self._trip(f"{problem}, {_ALONE}")
                 return outputs
             if not before.put_arguments_back():
                 return outputs

@@ -13,7 +13,6 @@ from accel.search import costs, outlook, priority, verdicts
 from accel.search.actions import Action, Decisions
 from accel.search.experiment import Interrupted, act, close, has_news, look, watching
 from accel.search.holding import follow, hold
-from accel.search.reopening import reopen_verdicts
 from accel.search.state import BatchGrowth, CandidateStage, SearchState
 from accel.search.takeover import affordable_recipe, follow_recipe, recall, take_over
 from accel.search.trying import consider, say_what_does_not_apply_anyway, try_at_once
@@ -139,7 +138,7 @@ def _search(state: SearchState) -> Decisions:
             candidate.waits()  # begins what that takes, which costs next to nothing, while others are tried
     while True:
         yield from follow(state)
-        reopen_verdicts(state)
+        priority.reopen_verdicts(state)
         if recipe := affordable_recipe(state):
             yield from follow_recipe(state, recipe)
             continue

@@ -42,7 +42,7 @@ class RecipeMember:
 
 @cache
 def members(device: str) -> tuple[RecipeMember, ...]:
-    """Return the recipe for a kind of device (`accel.run.machine.device_kind`), empty for one without."""
+    """Return the recipe for a kind of device (`Run.device_kind`), empty for one without."""
     recipes = decode(PATH.read_text("utf-8"))["recipes"]
     return tuple(read(RecipeMember, each, device) for each in recipes.get(device, ()))
 

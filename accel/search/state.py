@@ -217,7 +217,7 @@ class SearchState:
     startup_s: Callable[[], float] = lambda: 0.0
     ran_s: Callable[[], float] = lambda: 0.0
     device: str = ""
-    """The kind of device, which has a recipe or not; see `accel.run.machine.device_kind`."""
+    """The kind of device, which has a recipe or not; see `Run.device_kind`."""
     steps_in_all: Callable[[], float | None] = lambda: None
     """How many steps the run will have; None if that isn't known."""
 

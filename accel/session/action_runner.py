@@ -195,7 +195,8 @@ class ActionRunner:
             assert self._ranks is not None
             self._drain()
             with self._ranks.at_work():  # a candidate may compile in its replay, on one rank for longer than on others
-                events.calls.check.check(action.check)
+                missed = f"did not come to the comparison after step {events.steps}"
+                events.calls.check.check(action.check, partial(self._ranks.decide, missed=missed))
         if not has_ended:
             return
         if disturbed and action.settled and action.check is None and not switchboard.trips:

@@ -21,11 +21,11 @@ from torch.nn.parameter import is_lazy
 
 import accel
 from accel.profiler import stderr
+from accel.profiler.host import machine_name
 from accel.profiler.interruptions import ours
 from accel.profiler.report import utf8
 from accel.report import NOTHING_REMEMBERED, BatchRow, Machine, Report, State, StrategyRow
 from accel.run import Run, ranks
-from accel.run.machine import machine_name
 from accel.search import outlook
 from accel.search.plan import Choices, Plan, fingerprint
 from accel.search.state import SearchState

@@ -18,15 +18,18 @@ from accel.device_memory import give_memory_back
 from accel.exactness import Exactness
 from accel.guard import guard, rounding, watch
 from accel.guard.faults import may_be_of_strategies
-from accel.guard.guard import Comparison, NotRestorable, Recording
+from accel.guard.guard import Comparison, NotReplayable, NotRestorable, Recording
 from accel.guard.snapshot import WrittenParameters
 from accel.profiler.interruptions import ours
 from accel.profiler.trees import tensors
 from accel.search.plan import Choices
-from accel.session.replays import NotReplayable, Replays
+from accel.session import replays
+from accel.session.replays import Ask, Replays
 from accel.session.step_watch import StepWatch
 
 log = logging.getLogger("accel")
+
+_NOT_CALLED = "the model was not called in the recorded steps"
 
 
 class PlanCheck:
@@ -37,8 +40,8 @@ class PlanCheck:
         clock: the session's, by which its budget is counted, too.
     """
 
-    def __init__(self, replays: Replays, watch: StepWatch, clock: Callable[[], float]) -> None:
-        self._replays, self._run, self._switchboard = replays, replays.run, replays.switchboard
+    def __init__(self, made: Replays, watch: StepWatch, clock: Callable[[], float]) -> None:
+        self._replays, self._run, self._switchboard = made, made.run, made.switchboard
         self._watch, self._clock = watch, clock
         self._plan: Choices | None = None
         self._recording: Recording | None = None
@@ -66,7 +69,7 @@ class PlanCheck:
         """Return whether the next call of the model is to be recorded."""
         if not self._plan or self._recording is not None:
             return False
-        return "model" in self._replays.touched(self._switchboard.new_in(self._plan))
+        return replays.touch_model(self._replays, self._plan) and replays.may_be_recorded(self._run.model)
 
     def recorded(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make a plain call and record it."""
@@ -103,14 +106,21 @@ class PlanCheck:
         else:
             self._recording = recording
 
-    def check(self, plan: Choices) -> None:
-        """Compare a plan with the plain path, in the objects that it touches."""
+    def check(self, plan: Choices, ask: Ask) -> None:
+        """Compare a plan with the plain path, in the objects that it touches.
+
+        Args:
+            ask: gives all ranks what is decided from what each of them brings.
+        """
         recording, self._recording = self._recording, None
         if recording is not None:
             recording.forget()
         before, began = dict(self._switchboard.active), self._clock()
         findings: list[Comparison] = []
         has_failed = False
+        if why := replays.refused_together(self._replays, plan, _NOT_CALLED * (recording is None), ask):
+            self._note(Comparison(unsure=why))
+            return
         try:
             self._check_touched(plan, recording, findings)
         except ours() as error:
@@ -146,7 +156,7 @@ class PlanCheck:
                         self._switchboard.close(bound)
                         self._made_otherwise.update(set(new) - on)  # the next of these steps can use it
         elif "model" in touched:
-            findings.append(Comparison(unsure="the model was not called in the recorded steps"))
+            findings.append(Comparison(unsure=_NOT_CALLED))
         if "optimizer" in touched:
             findings.append(self._replays.compared_updates(plan, exactness))
         if touched <= {"input"}:
@@ -161,6 +171,8 @@ class PlanCheck:
             draws = bool(plain.draws)
             del plain  # both replays are freed before others are made
             if finding.unsure:  # what is compared beside this call would hide it
+                return finding
+            if self._replays.are_together:  # all ranks make these two, and no more
                 return finding
             if not finding.problem:
                 finding = self._further_checks(finding, plan, recording, exactness)

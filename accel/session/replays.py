@@ -9,13 +9,13 @@ from functools import partial, reduce
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from accel.exactness import Exactness
-from accel.guard import guard, update_guard
+from accel.guard import guard, together, update_guard
 from accel.guard.draws import ReplayedDraws
-from accel.guard.guard import Comparison, Recording, Replayed
+from accel.guard.guard import Comparison, NotReplayable, Recording, Replayed
 from accel.profiler.interruptions import ours
 from accel.run.context import Run
 from accel.search.plan import Choices
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from accel.strategies.trial_design import FurtherCheck
 
 
-class NotReplayable(Exception):
-    """The plain call can't be made again, whatever the candidate does."""
+Ask = Callable[..., Any]
+"""Is given what this rank brings, and a function that decides from what all of them bring; returns its answer."""
 
 
 class Replays:
@@ -51,6 +51,11 @@ class Replays:
         with as_it_was, self.state.suspended():
             yield
 
+    @property
+    def are_together(self) -> bool:
+        """All ranks make the same replays, as none can make a sharded model's call alone."""
+        return together.is_sharded(self.run.model)
+
     def compared(
         self,
         plan: Choices,
@@ -70,7 +75,20 @@ class Replays:
 
         Raises:
             NotReplayable: if the plain call fails.
+            accel.guard.together.OutOfStep: if a call fails that all ranks make together.
         """
+        with together.in_step() if self.are_together else contextlib.nullcontext():
+            return self._compared(plan, recording, replay, compiles=compiles, beside=beside)
+
+    def _compared(
+        self,
+        plan: Choices,
+        recording: Recording,
+        replay: Callable[..., Replayed] | None,
+        *,
+        compiles: bool,
+        beside: Choices | None,
+    ) -> tuple[Comparison, Replayed]:
         exactness, switchboard = self.switchboard.exactness(plan), self.switchboard
         took_s: list[float] = []
         replay = self._timed(replay or guard.replay, took_s)
@@ -122,7 +140,9 @@ class Replays:
         recording.before.restore()
         try:
             self.switchboard.switch({**beside, **plan})
-            return replay(self.run.model, self.run.gate.call, recording)
+            replayed = replay(self.run.model, self.run.gate.call, recording)
+            replayed.stopped = next(filter(None, (self.switchboard.strategies[n].failure(self.run) for n in plan)), "")
+            return replayed
         finally:
             self.switchboard.switch(beside)  # before attributes are restored: a strategy undoes its own changes
 
@@ -185,3 +205,35 @@ class Replays:
         now = [update_guard.options_of(optimizer) for optimizer in optimizers]
         pairs = zip(optimizers, before, now, strict=True)
         return [optimizer for optimizer, old, new in pairs if update_guard.differ(old, new)] or optimizers
+
+
+def touch_model(replays: Replays, plan: Choices) -> bool:
+    """Return whether a plan is to be compared by calls of the model."""
+    return "model" in replays.touched(replays.switchboard.new_in(plan))
+
+
+def may_be_recorded(model: nn.Module) -> bool:
+    """Return whether a call made now can be made again: none of a sharded model that has gathered weights."""
+    return not together.is_sharded(model) or together.is_resharded(model)
+
+
+def refused_together(replays: Replays, plan: Choices, why: str, ask: Ask) -> str:
+    """Return why the ranks don't make a sharded model's call again, the same on all of them; '' if they do.
+
+    Args:
+        why: what speaks against it on this rank.
+    """
+    if not replays.are_together:
+        return ""
+    model, touches = replays.run.model, touch_model(replays, plan)
+    refused: str = ask((touches, (together.why_not_together(model) or why) * touches), _agreed)
+    if not refused:
+        together.reshard(model)
+    return refused
+
+
+def _agreed(by_rank: list[tuple[bool, str]]) -> str:
+    """Return what speaks against replays on any rank; '' if nothing does, or none makes any."""
+    if why := next((why for _, why in by_rank if why), ""):
+        return why
+    return "" if len({touches for touches, _ in by_rank}) == 1 else "other strategies are on, on another rank"

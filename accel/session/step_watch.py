@@ -6,11 +6,13 @@ in each step     its gradients; if one is not finite, the step's calls are repla
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
+from accel.guard.alone import is_sharded
 from accel.guard.blame import Blame
 from accel.guard.comparison import Comparison, Replayed
 from accel.guard.guard import Recording
@@ -42,12 +44,17 @@ class StepWatch:
 
     def call(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make a call, check its outputs, and keep it until its gradients have been checked."""
-        if not self._run.gate.wrapped or self._run.device.type != "cpu" or backward.is_running():
+        if not self._run.gate.wrapped or self._run.device.type != "cpu" or backward.is_running() or self._is_sharded:
             return self.calls.call(call, args, kwargs)
         kept_call = self._blame.begin(args, kwargs)
         outputs = self.calls.call(call, args, kwargs)
         self._blame.keep(kept_call, outputs)
         return outputs
+
+    @cached_property
+    def _is_sharded(self) -> bool:
+        """This rank can't make calls of the model again alone."""
+        return is_sharded(self._run.model)
 
     def learn(self, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> bool:
         """Learn the usual inputs and outputs of a plain call; return whether it was one, since nothing is on."""

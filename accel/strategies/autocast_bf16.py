@@ -29,6 +29,7 @@ class AutocastBf16(Strategy):
     summary = "forward and backward in bfloat16, weights in fp32"
     treats = frozenset({Bottleneck.COMPUTE, Bottleneck.MEMORY})
     exactness = Exactness.REDUCED
+    touches = frozenset({"model", "shards"})
 
     def __init__(self) -> None:
         self._device = "cpu"

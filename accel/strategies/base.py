@@ -6,8 +6,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from accel.errors import AccelError
 from accel.exactness import Exactness as Exactness
 from accel.guard.alone import is_sharded
+from accel.guard.together import why_not_together
 from accel.profiler.bottleneck import Bottleneck
 from accel.profiler.interruptions import ours
 from accel.strategies.trial_design import TrialDesign
@@ -16,7 +18,7 @@ if TYPE_CHECKING:
     from accel.run import Run
 
 
-class NothingHelps(Exception):
+class NothingHelps(AccelError):
     """What `Strategy.enable` raises to decline: it looked, and its message says with numbers why nothing would help."""
 
 
@@ -60,7 +62,8 @@ class Strategy(ABC):
     touches: ClassVar[frozenset[str]] = frozenset({"model"})
     """What the guard compares: `model` (outputs and gradients), `optimizer` (the update), `input` (the batch). Empty if
     nothing has to be compared, or it compares its numbers itself. With several ranks all switch it on at the same step,
-    or none; what touches the `optimizer`, or `ranks` (how they talk, which isn't compared), one can't leave alone."""
+    or none; what touches the `optimizer`, or `ranks` (how they talk, which isn't compared), one can't leave alone. One
+    of the model that says `shards` too can do with weights that are gathered in each call (FSDP2)."""
 
     @abstractmethod
     def refusal(self, run: Run) -> str:
@@ -105,11 +108,19 @@ def why_not(strategy: Strategy, run: Run) -> str:
         return run.observed.uncalled
     if why := asked(lambda: strategy.refusal(run)):
         return why
-    if acts_on_model and is_sharded(run.model):  # after it: that looks at all modules
-        return "the model is sharded (FSDP, tensor parallel), which replays can't compare"
+    if acts_on_model and (why := _not_on_shards(strategy, run)):  # after it: that looks at all modules
+        return why
     if acts_on_model and len(devices := sorted({str(p.device) for p in run.model.parameters()})) > 1:
         return f"the model is spread over {', '.join(devices)}, and is left whole"
     return run.refused_elsewhere.get(strategy.name, "")
+
+
+def _not_on_shards(strategy: Strategy, run: Run) -> str:
+    if not is_sharded(run.model):
+        return ""
+    if why := why_not_together(run.model):
+        return why
+    return "" if "shards" in strategy.touches else "the model is sharded (FSDP2), and gathers its weights in each call"
 
 
 def designed(strategy: Strategy, run: Run) -> TrialDesign:
@@ -132,4 +143,4 @@ def is_collective(strategy: Strategy) -> bool:
 
 def is_compared(strategy: Strategy) -> bool:
     """Tell whether the guard compares a strategy with the plain path."""
-    return bool(strategy.touches - {"ranks"})
+    return bool(strategy.touches - {"ranks", "shards"})

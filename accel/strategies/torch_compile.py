@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from accel.guard.alone import is_sharded
 from accel.profiler.bottleneck import Bottleneck
 from accel.profiler.loop import callslot
 from accel.run import Run
@@ -48,6 +49,7 @@ class TorchCompile(Strategy):
     summary = "compiled graph of the model (TorchInductor)"
     treats = frozenset({Bottleneck.LAUNCH, Bottleneck.MEMORY, Bottleneck.COMPUTE})
     exactness = Exactness.REORDERED
+    touches = frozenset({"model", "shards"})
 
     def __init__(self) -> None:
         self._calls: dict[str, CompiledCalls] = {}
@@ -72,12 +74,16 @@ class TorchCompile(Strategy):
             return "a part of the model is compiled already"
         if run.world_size > 1 and (why := _not_in_parallel(run)):
             return why
+        if is_sharded(run.model) and not self._blocks(run):
+            return "no block of the sharded model can be compiled by itself; give each one to fully_shard"
         if run.observed.needs_graphs:
             return f"{run.observed.needs_graphs}, which a compiled one does not bear"
         return ""
 
     def settings(self, run: Run) -> list[Any]:
         """Return the repeated blocks, if there are any, and the whole model: what compiles faster comes first."""
+        if is_sharded(run.model):
+            return [BLOCKS]
         return [BLOCKS, WHOLE] if self._blocks(run) else [WHOLE]
 
     def comparison(self, run: Run) -> TrialDesign:
@@ -165,16 +171,16 @@ class TorchCompile(Strategy):
 
     def _blocks(self, run: Run) -> list[list[torch.nn.Module]]:
         if self._groups is None:
-            from accel.compile.repeated_blocks import repeated_blocks
+            from accel.compile.repeated_blocks import repeated_blocks, sharded_blocks
 
-            self._groups = repeated_blocks(run.model)
+            self._groups = (sharded_blocks if is_sharded(run.model) else repeated_blocks)(run.model)
         return self._groups
 
     def _new_calls(self, run: Run, setting: str) -> CompiledCalls:
         from accel.compile.compiled_calls import CompiledCalls
         from accel.compile.compiled_draws import compile_with_plain_draws
 
-        groups = self._blocks(run) if setting == BLOCKS else []
+        groups = self._blocks(run) if setting == BLOCKS or is_sharded(run.model) else []
         if run.inner is not run.model:  # DistributedDataParallel's own call stays as it is, with its hooks around it
             groups = groups or [[run.inner]]
         return CompiledCalls(run.inner, groups, usual=run.observed.usual_shapes, compiler=compile_with_plain_draws)
@@ -230,6 +236,8 @@ def _no_room(run: Run) -> str:
     """Return why no helper process may compile beside this run; '' if one may."""
     if _idle_cores(run) < 1:
         return "the loop uses all cores"
+    if is_sharded(run.model):
+        return "its calls gather weights from all ranks"
     if run.device.type != "cpu":
         return "the model is not on the CPU"
     from accel.compile.compile_ahead import unavailable
@@ -241,6 +249,8 @@ def _not_in_parallel(run: Run) -> str:
     """Say why the model can't be compiled inside DistributedDataParallel, or beside one that is a part of it."""
     if any(isinstance(module, DistributedDataParallel) for module in run.inner.modules()):
         return "a part of the model is in DistributedDataParallel; pass that one"
+    if is_sharded(run.model):
+        return ""
     first: int = dist._DEFAULT_FIRST_BUCKET_BYTES  # type: ignore[attr-defined]
     if not isinstance(run.model, DistributedDataParallel) or run.model.bucket_bytes_cap >= first:
         return ""

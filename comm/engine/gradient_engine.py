@@ -39,7 +39,7 @@ Averaged = torch.futures.Future[Tensor]
 
 
 class GradientEngine:
-    """Averages buckets over ranks by a scheme that may change between two steps; state of `accel.comm.hooks.hook`.
+    """Averages buckets over ranks by a scheme that may change between two steps; state of `accel.hook`.
 
     Every rank makes one and gives it the same schemes before the same steps. It is DDP's own all-reduce until `use`
     says otherwise. While DDP itself reduces a bucket, its residual waits.
@@ -206,7 +206,7 @@ class GradientEngine:
         """Go on with a saved memory, on every rank.
 
         Args:
-            state: what this rank saved, or this rank's part of `accel.comm.memory.reshard`.
+            state: what this rank saved, or this rank's part of `accel.reshard`.
 
         Raises:
             ValueError: if it is of another version; at the next step, if it is of another model.

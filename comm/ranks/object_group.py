@@ -28,7 +28,7 @@ class ObjectGroup:
     Args:
         channel: of these objects alone; its timeout is how long a rank is waited for.
         lost: makes the error for a rank that has gone or did not come in time, by default a
-            `accel.comm.ranks.failure.CommError`.
+            `accel.CommError`.
     """
 
     def __init__(self, channel: GlooChannel, lost: Callable[[ConnectionBroken], Exception] | None = None) -> None:

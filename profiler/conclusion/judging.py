@@ -15,7 +15,7 @@ from accel.profiler.report import Experiment, Finding
 
 _INCONCLUSIVE = {
     "void": "could not be tried, the switch had no effect in this loop; intended: ",
-    "refused": "tried, too noisy to tell: ",
+    "inconclusive": "tried, inconclusive: ",
 }
 """Verdicts that measure nothing: the prediction from the clocks stands."""
 

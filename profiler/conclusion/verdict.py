@@ -153,7 +153,7 @@ def tree(evidence: Evidence, anatomy: Anatomy) -> Node:
         if phase == "data":
             parts = _data_parts(evidence, anatomy, node)
         elif phase == "outside":
-            parts = _outside_parts(evidence, anatomy, node)
+            parts = _outside_parts(anatomy, node)
         else:
             parts = _parts(evidence, anatomy, phase, node)
         on_host = evidence.host_ms.get(phase)
@@ -212,7 +212,7 @@ def _kinds_of_step(evidence: Evidence, anatomy: Anatomy) -> str:
     return f"; of the model's operators {products}, {elementwise}, by the trace of two steps"
 
 
-def _outside_parts(evidence: Evidence, anatomy: Anatomy, node: Any) -> list[Node]:
+def _outside_parts(anatomy: Anatomy, node: Any) -> list[Node]:
     share = anatomy.shares["outside"]
     own = min(share, anatomy.batches.get("outside", 0.0))
     stalls = min(share - own, max(0.0, anatomy.stalls - anatomy.shares["evaluation"]))

@@ -59,13 +59,13 @@ _ALL = (
         "input.handover",
         "taking batches over from the loader's workers costs the training process",
         "fewer and larger tensors in a batch; for cheap samples, no workers, or "
-        "accel.dataio.loader.ContinuousLoader(loader), which finds out what is fastest",
+        "accel.ContinuousLoader(loader), which finds out what is fastest",
         phases=("data",),
     ),
     Cause(
         "input.epoch_start",
         "each epoch begins with a wait for the loader's workers",
-        "accel.dataio.loader.ContinuousLoader(loader), whose workers go on across epochs, or persistent_workers=True",
+        "accel.ContinuousLoader(loader), whose workers go on across epochs, or persistent_workers=True",
         "loader_workers",
         phases=("data", "forward", "loss", "backward", "optimizer"),
     ),

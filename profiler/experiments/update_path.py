@@ -30,7 +30,10 @@ _CPU = torch.device("cpu")
 _CPU_DTYPES = (torch.float32, torch.float64)
 """The CPU's fused SGD without momentum leaves 16-bit weights as they are, without a word (torch 2.13)."""
 _DTYPES = (*_CPU_DTYPES, torch.float16, torch.bfloat16)
-_PARAMS, _GRAD, _DTYPE = itemgetter("params"), attrgetter("grad"), attrgetter("dtype")
+_PARAMS, _DTYPE = itemgetter("params"), attrgetter("dtype")
+_BASE: Any = torch._C.TensorBase
+_GRAD = _BASE.grad.__get__
+"""Past a property that may stand before it: where gradients lie is asked, not what they are."""
 _CONTIGUOUS, _IS_NONE = Tensor.is_contiguous, partial(is_, None)
 _OTHERWISE = "a weight, its gradient and its state are no longer of one shape, dtype and memory layout"
 _TENSOR = "a number of its parameter groups, such as the learning rate, is a tensor"

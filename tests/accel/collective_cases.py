@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import random
+import signal
+import subprocess
 import time
 from collections.abc import Callable
 from typing import Any
@@ -17,13 +21,16 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 import accel
 import accel.compile.compiled_draws as draws
 import accel.run.ranks
-from accel import entry
+from accel import entry, strategies
+from accel.guard.together import OutOfStep
 from accel.search import outlook
 from accel.search.plan import Plan, fingerprint
+from accel.strategies.torch_compile import TorchCompile
 
 STEPS = 40
 PATIENCE_S = 1.0
 VERSION = torch.__version__
+KINDS = ["killed", "stopped", "slow", "no room"]
 
 
 class Block(nn.Module):
@@ -110,6 +117,8 @@ def train(
             is_last = (step + 1) % accumulate == 0
             if isinstance(model, DistributedDataParallel):
                 model.require_backward_grad_sync = is_last
+            elif wrap is sharded:
+                model.set_requires_gradient_sync(is_last)
             functional.cross_entropy(model(images), target).backward()
             if is_last:
                 optimizer.step()
@@ -131,6 +140,47 @@ def train(
 
 def _whole(weight: Tensor) -> Tensor:
     return (weight.full_tensor() if hasattr(weight, "full_tensor") else weight).detach().clone()
+
+
+def checkpointed(rank: int, world: int, folder: str) -> dict[str, Any]:
+    """Save a sharded model and its optimizer while blocks run compiled, and load both into one without accel."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+    def made() -> tuple[Any, Any]:
+        model = sharded(Images())
+        return model, torch.optim.AdamW(model.parameters(), lr=0.01)
+
+    def step(model: Any, optimizer: Any, images: Tensor, target: Tensor) -> None:
+        functional.cross_entropy(model(images), target).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    with_aot(rank)
+    torch.manual_seed(0)
+    model, optimizer = made()
+    keys = list(model.state_dict())
+    choices: dict[str, Any] = {"torch_compile": "blocks", "fused_optimizer": "fused"}
+    plan = Plan(fingerprint=fingerprint(model), model="Images", strategies=choices, allow="reordered")
+    model, loader, optimizer = accel.optimize(model, batches(rank), optimizer, plan=plan)
+    found: dict[str, Any] = {}
+    for number, batch in enumerate(loader):
+        if number == STEPS - 1:
+            found["on"] = sorted(entry.MODELS[model].session.active)
+            found["same keys"] = list(model.state_dict()) == keys
+            states = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+            dcp.save(states, checkpoint_id=folder)
+            copy, its_optimizer = made()
+            loaded = dict(zip(("model", "optimizer"), get_state_dict(copy, its_optimizer), strict=True))
+            dcp.load(loaded, checkpoint_id=folder)
+            set_state_dict(copy, its_optimizer, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"])
+            step(copy, its_optimizer, *batch)
+        step(model, optimizer, *batch)
+    found["rows"] = {row.name: (row.status, row.why) for row in accel.explain(model).rows if row.name in choices}
+    weights = [dict(each.named_parameters()) for each in (model, copy)]  # buffers are saved from one rank
+    found["weights"], found["loaded"] = ({name: _whole(w) for name, w in each.items()} for each in weights)
+    accel.undo(model)
+    return found
 
 
 class Samples(Dataset[tuple[Tensor, Tensor]]):
@@ -218,6 +268,66 @@ def without_room(rank: int) -> None:
 
     plainly(rank)
     draws.compile_with_plain_draws = compiled  # type: ignore[assignment]
+
+
+def with_aot(rank: int) -> None:
+    """Let autograd's graphs be captured too, as the compiler does, and run as they are."""
+    from torch._dynamo.backends.debugging import aot_eager
+
+    plainly(rank)
+    draws.compile_with_plain_draws = aot_eager  # type: ignore[assignment]
+
+
+def failing_to_compile(rank: int) -> None:
+    """Let the compiler fail on rank 1."""
+    plainly(rank)
+    _compile(lambda: 1 / (1 - rank))
+
+
+def schedule(rank: int, world: int, seed: int) -> dict[str, Any]:
+    """Search while one rank is killed, stopped for a while, slow to compile or out of memory, where chance puts it."""
+    chance = random.Random(seed)
+    kind, wrap = KINDS[seed % 4], (wrapped, sharded)[seed // 4 % 2]
+    whose, at, compiled = chance.randrange(world), chance.randrange(5, 150), 0
+    outlook.is_crowded = lambda diagnosis: False  # type: ignore[assignment]
+    strategies.REGISTRY[:] = [TorchCompile]
+    plainly(rank)
+    telling: list[str] = []
+    log = logging.Handler()
+    log.emit = lambda record: telling.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("accel").addHandler(log)
+
+    def before() -> None:
+        nonlocal compiled
+        compiled += 1
+        if rank == whose and kind == "slow":
+            time.sleep(chance.uniform(0.5, 2.5) * PATIENCE_S)
+        elif rank == whose and kind == "no room" and compiled > chance.randrange(3):
+            raise torch.OutOfMemoryError("no room")
+
+    _compile(before)
+    torch.manual_seed(0)
+    model, loader = wrap(Images()), batches(rank, 200)
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.02)
+    began, ended = time.monotonic(), ""
+    model, loader, optimizer = accel.optimize(model, loader, optimizer, budget=60, cache=False)
+    try:
+        for step, (images, target) in enumerate(loader):
+            if (rank, step, kind) == (whose, at, "killed"):
+                os._exit(3)
+            if (rank, step, kind) == (whose, at, "stopped"):
+                subprocess.Popen(["sh", "-c", f"sleep {2 * PATIENCE_S}; kill -CONT {os.getpid()}"])
+                os.kill(os.getpid(), signal.SIGSTOP)
+            functional.cross_entropy(model(images), target).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    except (RuntimeError, OutOfStep) as error:  # of gloo, where another rank has died
+        ended = str(error)
+    found = {"ended": ended, "seconds": time.monotonic() - began, "told": telling, "compiled": compiled}
+    if not ended:
+        found["weights"] = {name: _whole(weight) for name, weight in model.state_dict().items()}
+    accel.undo(model)
+    return found
 
 
 def with_another_torch(rank: int) -> None:

@@ -179,7 +179,7 @@ def bound_of(plan: dict[str, Any], change: str) -> float:
     return 0.04 if exactness is Exactness.REDUCED else 0.01 if "float16" in change else 1e-5
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("plan", PLANS)
 def test_weights_are_those_of_the_plain_loop(plan: str, change: str, monkeypatch: pytest.MonkeyPatch) -> None:

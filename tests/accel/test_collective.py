@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,11 +21,12 @@ from tests.conftest import Once
 
 SLOW = pytest.mark.slow
 COMPILED: dict[str, Any] = {"torch_compile": "whole model"}
+BLOCKS: dict[str, Any] = {"torch_compile": "blocks"}
 PLANS: dict[str, tuple[dict[str, Any] | None, float]] = {
     "plain": (None, 0.0),
     # Captured and run as they are, graphs compute the same bits.
     "whole model": (COMPILED, 0.0),
-    "blocks": ({"torch_compile": "blocks"}, 0.0),
+    "blocks": (BLOCKS, 0.0),
     "channels_last": ({"channels_last": None}, 1e-4),
     "fused_optimizer": ({"fused_optimizer": "fused"}, 1e-4),
     # 40 steps on other roundings of 8 bits: a mistake of a factor in a gradient is off by more than ten times that.
@@ -84,6 +86,13 @@ def faults(once: Once) -> Callable[[str], Ranks]:
         "sharded plainly": (None, cases.plainly, cases.sharded),
         "spread": ({"fused_optimizer": "foreach", **COMPILED}, cases.plainly, cases.spread),
         "spread plainly": (None, cases.plainly, cases.spread),
+        "sharded blocks": (BLOCKS, cases.with_aot, cases.sharded),
+        "sharded blocks, accumulated": (BLOCKS, cases.with_aot, cases.sharded, 4),
+        "sharded, accumulated plainly": (None, cases.plainly, cases.sharded, 4),
+        "sharded, slow to compile": (BLOCKS, cases.slowly, cases.sharded),
+        "sharded, no room": (BLOCKS, cases.without_room, cases.sharded),
+        "sharded, failing": (BLOCKS, cases.failing_to_compile, cases.sharded),
+        "sharded in bfloat16": ({"autocast_bf16": None}, cases.plainly, cases.sharded),
         "unfit for shards": ({"fused_optimizer": "fused"}, cases.plainly, cases.sharded),
     }
 
@@ -138,6 +147,48 @@ def test_the_optimizer_of_a_sharded_model_takes_the_foreach_path(faults: Callabl
         assert rank["failed"] == rank["ended"] == ""
 
 
+@pytest.mark.parametrize(
+    ("name", "plainly", "tolerance"),
+    [
+        ("sharded blocks", "sharded plainly", 1e-5),
+        ("sharded blocks, accumulated", "sharded, accumulated plainly", 1e-5),
+        ("sharded, slow to compile", "sharded plainly", 0.0),
+        ("sharded in bfloat16", "sharded plainly", 5e-2),
+    ],
+)
+def test_what_acts_on_a_sharded_model_is_compared_on_all_ranks_and_kept(
+    faults: Callable[[str], Ranks], name: str, plainly: str, tolerance: float
+) -> None:
+    for rank, plain in zip(faults(name), faults(plainly), strict=True):
+        assert rank["failed"] == rank["ended"] == ""
+        assert len(rank["still"]) == 1
+        assert_equal(rank["weights"], plain["weights"], tolerance)
+    (row,) = faults(name)[0]["rows"].values()
+    assert row[0] == "kept"
+
+
+@pytest.mark.parametrize(
+    ("name", "why"), [("sharded, no room", "OutOfMemoryError: no room"), ("sharded, failing", "BackendCompilerFailed")]
+)
+def test_a_rank_whose_compiled_block_fails_stays_in_step_and_the_strategy_goes_everywhere(
+    faults: Callable[[str], Ranks], name: str, why: str
+) -> None:
+    for rank, plain in zip(faults(name), faults("sharded plainly"), strict=True):
+        assert rank["failed"] == rank["ended"] == ""
+        assert rank["still"] == []
+        assert_equal(rank["weights"], plain["weights"])
+    status, said = faults(name)[0]["rows"]["torch_compile"]
+    assert status == "not tried"
+    assert said.startswith(f"the guard could compare nothing: it raised {why}")
+
+
+def test_a_sharded_model_is_saved_and_loaded_as_without_accel(tmp_path: Path) -> None:
+    for rank in run_ranks(cases.checkpointed, 2, str(tmp_path)):
+        assert rank["on"] == ["fused_optimizer", "torch_compile"], rank["rows"]
+        assert rank["same keys"]
+        assert_equal(rank["weights"], rank["loaded"], 1e-5)
+
+
 def test_a_tensor_parallel_model_is_left_whole_and_says_so(faults: Callable[[str], Ranks]) -> None:
     for rank, plain in zip(faults("spread"), faults("spread plainly"), strict=True):
         assert rank["failed"] == rank["ended"] == ""
@@ -167,3 +218,21 @@ def test_where_a_rank_dies_as_it_compiles_the_others_get_the_error_of_the_plain_
     assert found[1] == 3
     assert "Connection" in found[0]["ended"]
     assert found[0]["seconds"] < 30
+
+
+@pytest.mark.parametrize(
+    "seed", [pytest.param(seed, marks=SLOW if seed not in (1, 6, 15) else []) for seed in range(20)]
+)
+def test_whatever_befalls_a_rank_no_other_hangs_and_each_says_one_sentence(seed: int) -> None:
+    kind = cases.KINDS[seed % 4]
+    found = run_ranks(cases.schedule, 2, seed, meet=kind != "killed", timeout_s=120)
+    left = [rank for rank in found if isinstance(rank, dict)]
+    assert len(left) == 2 - (kind == "killed"), found
+    for rank in left:
+        assert rank["seconds"] < 30
+        assert len(rank["told"]) < 2, rank["told"]
+        assert rank["compiled"] or kind in ("killed", "stopped")
+        assert all("\n" not in told for told in rank["told"])
+        assert bool(rank["ended"]) == (kind == "killed"), rank["ended"]
+    if kind != "killed":
+        assert_equal(*trained(left))

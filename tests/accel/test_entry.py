@@ -43,7 +43,7 @@ PHASES = ("observe", "trial", "hold")
 
 
 def hooks() -> tuple[int, int]:
-    return len(UPDATES._before), len(UPDATES._after)
+    return len(UPDATES._before.functions), len(UPDATES._after.functions)
 
 
 # -- what comes back ---------------------------------------------------------------------------------------------------

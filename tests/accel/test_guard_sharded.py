@@ -15,6 +15,7 @@ import accel
 from accel import strategies
 from accel.guard import guard
 from accel.guard.alone import is_sharded
+from accel.guard.together import OutOfStep, why_not_together
 from accel.strategies.autocast_bf16 import AutocastBf16
 from accel.strategies.base import Exactness
 from tests.accel import loops
@@ -22,7 +23,8 @@ from tests.process_group import group_of_one
 
 distributed = pytest.importorskip("torch.distributed")
 CPU = torch.device("cpu")
-SHARDED = "the model is sharded (FSDP, tensor parallel), which replays can't compare"
+SPREAD = "the model is sharded (FSDP, tensor parallel), which replays can't compare"
+SHARDED = "the model is sharded (FSDP2), and gathers its weights in each call"
 
 
 @pytest.fixture
@@ -53,9 +55,14 @@ def tensor_parallel() -> nn.Module:
 
 
 @pytest.mark.usefixtures("group")
-@pytest.mark.parametrize("make", [fully_sharded, tensor_parallel])
-def test_strategies_of_the_model_do_not_apply(monkeypatch: pytest.MonkeyPatch, make: Any) -> None:
+@pytest.mark.parametrize(
+    ("make", "touches", "why"), [(fully_sharded, {"model"}, SHARDED), (tensor_parallel, {"model", "shards"}, SPREAD)]
+)
+def test_strategies_of_the_model_do_not_apply(
+    monkeypatch: pytest.MonkeyPatch, make: Any, touches: set[str], why: str
+) -> None:
     monkeypatch.setattr(strategies, "REGISTRY", [AutocastBf16])  # others may take their time on a busy machine
+    monkeypatch.setattr(AutocastBf16, "touches", frozenset(touches))
     loops.play_clock(monkeypatch.setattr)
     loader: Any = DataLoader(TensorDataset(torch.randn(16, 3), torch.randn(16, 2)), batch_size=4)
     model = make()
@@ -69,7 +76,46 @@ def test_strategies_of_the_model_do_not_apply(monkeypatch: pytest.MonkeyPatch, m
     report = accel.explain(model)
     accel.undo(model)
     (row,) = report.rows
-    assert (row.status, row.why) == ("not applicable", SHARDED), report
+    assert (row.status, row.why) == ("not applicable", why), report
+
+
+@pytest.mark.usefixtures("group")
+def test_a_rank_that_fails_while_all_make_a_call_again_can_not_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(strategies, "REGISTRY", [AutocastBf16])
+    monkeypatch.setattr(guard, "called", failing)
+    loops.play_clock(monkeypatch.setattr)
+    model = fully_sharded()
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    batches: Any = [torch.randn(4, 3)] * 100
+    model, batches = accel.optimize(model, batches, budget=60, enable=("autocast_bf16",), cache=False)
+
+    def train() -> None:
+        for x in batches:
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+
+    with pytest.raises(OutOfStep, match="OutOfMemoryError: no room; name the strategy in disable="):
+        train()
+    accel.undo(model)
+
+
+@pytest.mark.usefixtures("group")
+def test_calls_that_replays_would_not_leave_without_a_trace_are_not_made_again() -> None:
+    model: Any = fully_sharded()
+    assert why_not_together(model) == ""
+    model.set_requires_gradient_sync(False)
+    assert why_not_together(model).startswith("the last backward pass of a step exchanges no gradients")
+    model.set_requires_gradient_sync(True)
+    model.set_all_reduce_hook(lambda gradient: None)
+    assert why_not_together(model).startswith("a hook of the loop's reduces the sharded model's gradients")
+    model = fully_sharded()
+    model[0].weight.register_post_accumulate_grad_hook(lambda weight: None)  # an update, say
+    assert why_not_together(model).startswith("hooks of the loop's act on each gradient")
+    assert why_not_together(tensor_parallel()) == SPREAD
 
 
 class Elsewhere(nn.Linear):

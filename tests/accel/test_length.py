@@ -216,6 +216,7 @@ def test_a_wrong_length_is_refused(given_: dict[str, Any], message: str) -> None
         accel.optimize(*make(), **given_)
 
 
+@pytest.mark.integration
 def test_the_trainer_of_transformers_tells_its_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     callback = pytest.importorskip("accel.integrations.transformers").TransformersCallback()
     begun: list[dict[str, Any]] = []

@@ -342,29 +342,3 @@ def test_a_module_and_a_plain_iterator(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert causes(found)[0] == "input.iterator"
     assert any("train.py:" in sentence for sentence in found.findings[0].why)
-
-
-@pytest.mark.slow
-def test_a_wait_between_forward_and_backward_is_input(tmp_path: Path) -> None:
-    """The order of many loops: the next batch is made once the forward pass has been issued."""
-    script(
-        tmp_path,
-        """
-        torch.set_num_threads(1)
-
-        def get_batch():
-            time.sleep(0.03)
-            return data.tensors[0][:8], data.tensors[1][:8]
-
-        x, y = get_batch()
-        for _ in range(80):
-            outputs = model(x)
-            loss = nn.functional.cross_entropy(outputs, y)
-            x, y = get_batch()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-        """,
-    )
-    assert accel_profile(tmp_path, "train.py").returncode == 0
-    assert causes(report(tmp_path))[0] == "input.iterator"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-import time
 from typing import Any, ClassVar
 
 import pytest
@@ -18,6 +17,7 @@ from accel.report import Report
 from accel.run import Run
 from accel.strategies.base import Exactness, Strategy
 from accel.strategies.trial_design import TrialDesign
+from tests.accel import loops
 from tests.accel.loops import Longer
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -68,8 +68,15 @@ class Slow(nn.Sequential):
 
     def forward(self, x: Tensor) -> Tensor:
         if Slow.on:
-            time.sleep(0.002)
+            assert loops.clock is not None
+            loops.clock.sleep(0.002)
         return super().forward(x)
+
+
+@pytest.fixture(autouse=True)
+def played(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What else runs on the machine makes no trial noisy."""
+    loops.play_clock(monkeypatch.setattr)
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import pytest
 from accel.commands.script_job import say
 from accel.profiler import stderr
 from accel.session.journal import Announcer
+from tests import warm
 
 
 class Gone(io.StringIO):
@@ -81,6 +81,6 @@ print("trained")
 def test_a_whole_run_goes_on_and_writes_nothing_to_stdout(tmp_path: Path, leaves: str) -> None:
     """Its report can't be written either, of which there is a line, too."""
     (tmp_path / "report.json").mkdir()
-    script = SCRIPT.format(leaves=leaves, report=str(tmp_path / "report.json"))
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=120)
+    (tmp_path / "script.py").write_text(SCRIPT.format(leaves=leaves, report=str(tmp_path / "report.json")))
+    done = warm.run(["script.py"], cwd=tmp_path)
     assert (done.returncode, done.stdout) == (0, "trained\n"), done.stderr

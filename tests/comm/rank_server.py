@@ -14,10 +14,16 @@ import os
 os.environ["OMP_NUM_THREADS"] = "1"
 
 import pytest
+import scipy.optimize
 import torch._dynamo
+import torch.profiler._cupti_monitor
+import torch.utils.serialization
 
 import accel.comm.bandwidth
 import accel.comm.selector
+import accel.dataio.passes.kept_samples
+import accel.kernels.bernoulli
+import accel.profiler.naming
 import tests.accel.elastic.scheduled_job
 import tests.comm.cases
 import tests.comm.test_bandwidth

@@ -372,7 +372,7 @@ def test_nothing_more_is_kept_once_memory_has_become_scarce(monkeypatch: pytest.
 
 
 def test_samples_in_a_file_leave_nothing_behind(tmp_path: Path) -> None:
-    cache = SampleCache(Counted(), directory=tmp_path)
+    cache = SampleCache(Counted(), folder=tmp_path)
     assert not list(tmp_path.iterdir())
     epochs(cache, 3)
     assert cache.stats().served == 12 and cache.stats().kept == 12

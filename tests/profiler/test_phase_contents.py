@@ -164,10 +164,10 @@ def logging_free(bench: Bench) -> None:
         (between_forward_and_backward, "input.iterator"),
         (the_same_accumulated, "input.iterator"),
         (between_backward_and_update, "input.iterator"),
-        (the_targets_after_the_forward_pass, "input.iterator"),
         (in_the_call_of_the_model, "input.iterator"),
         (in_a_method, "input.iterator"),
         (handed_back_by_the_step, "input.iterator"),
+        (the_targets_after_the_forward_pass, "host.step_code"),  # they belong to the present batch, not to the next
         (a_slow_loss, "host.step_code"),
         (logging_before_the_backward_pass, "host.step_code"),
         (a_slow_forward_pass, "host.step_code"),

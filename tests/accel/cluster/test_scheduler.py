@@ -21,16 +21,18 @@ from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from accel.cluster import local_actuator, scheduler
+from accel.cluster import local_actuator
 from accel.cluster.actuators import LOG, RESTARTS, ClusterUnreachable, Status
 from accel.cluster.job_table import ENDED, FILE, JobRow, JobSpec, JobTable, TableUnwritable, claimed, scheduler_of
 from accel.cluster.jobs import ClusterNode
 from accel.cluster.local_actuator import LocalActuator, processes_of
 from accel.cluster.metrics import JobCollector
-from accel.cluster.policy import PolicyOptions
+from accel.cluster.policy import PolicyOptions, allocate
 from accel.cluster.scheduler import Scheduler
 from accel.cluster.status import job_status, to_html, to_json
+from accel.commands import cluster_up
 from accel.commands.cli import main
+from accel.elastic import local_job
 from accel.elastic.batch_size.report import PROFILE
 from accel.errors import InvalidArgument
 from accel.goodput.job import LostTime
@@ -38,7 +40,8 @@ from tests.accel.cluster.cluster_cases import profile
 
 
 def spec(folder: Path, name: str = "one", **options: Any) -> JobSpec:
-    return JobSpec(arguments=("train.py",), folder=str(folder), checkpoint=str(folder / name), **options)
+    given = {"arguments": ("train.py",), "folder": str(folder), "checkpoint": str(folder / name)}
+    return JobSpec(**{**given, **options})
 
 
 class PlayedActuator:
@@ -193,12 +196,11 @@ def draw_events(cluster: Played, data: st.DataObject) -> None:
     assert all(row.state in ENDED or row.spec.min_replicas > cluster.actuator.slots for row in rows.values())
 
 
-def test_a_job_that_ends_while_it_is_resized_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_that_ends_while_it_is_resized_has_ended(tmp_path: Path) -> None:
     """It stayed "running" for good."""
-    launcher = tmp_path / "launcher.py"
-    launcher.write_text("")
-    monkeypatch.setattr(local_actuator, "TORCHRUN", (sys.executable, str(launcher)))
-    actuator, row = LocalActuator(2), JobRow("a", spec(tmp_path), 0.0)
+    script = tmp_path / "train.py"
+    script.write_text("")
+    actuator, row = LocalActuator(2), JobRow("a", spec(tmp_path, arguments=(str(script),)), 0.0)
     actuator.change(row, ("localhost",))
     actuator._jobs["a"]._launched[0].wait()
     actuator.change(row, ("localhost",) * 2)
@@ -211,7 +213,7 @@ def test_what_an_earlier_scheduler_has_left_is_ended_before_anything_is_written_
     """A scheduler that was killed while it started a job left it running beside the next start."""
     launcher = tmp_path / "launcher.py"
     launcher.write_text("import subprocess, sys\nsubprocess.run([sys.executable, '-c', 'import time; time.sleep(60)'])")
-    monkeypatch.setattr(local_actuator, "TORCHRUN", (sys.executable, str(launcher)))
+    monkeypatch.setattr(local_job, "TORCHRUN", (sys.executable, str(launcher)))
     monkeypatch.setattr(local_actuator, "SAVE_S", 5.0)
     row = JobRow("a", spec(tmp_path), 0.0)
     killed = LocalActuator(1)
@@ -274,9 +276,9 @@ def test_nodes_that_change_are_seen_before_the_next_decision(tmp_path: Path, mon
 def test_each_replica_has_a_gpu_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     launcher = tmp_path / "launcher.py"
     launcher.write_text("import os, time\nprint(os.environ['CUDA_VISIBLE_DEVICES'], flush=True)\ntime.sleep(60)")
-    monkeypatch.setattr(local_actuator, "TORCHRUN", (sys.executable, str(launcher)))
+    monkeypatch.setattr(local_job, "TORCHRUN", (sys.executable, str(launcher)))
     actuator = LocalActuator(4, (0, 1, 2, 5))
-    rows = [JobRow(name, spec(tmp_path, name), 0.0) for name in ("a", "b")]
+    rows = [JobRow(name, spec(tmp_path, name, arguments=(str(launcher),)), 0.0) for name in ("a", "b")]
     used: list[str] = []
     for row, replicas in ((rows[0], 2), (rows[1], 1), (rows[0], 1), (rows[1], 3), (rows[0], 0), (rows[1], 4)):
         actuator.change(row, ("localhost",) * replicas)
@@ -319,8 +321,9 @@ def test_processes_stay_where_the_job_allows_it(tmp_path: Path, played_ranks: li
     assert not any(each.options["in_place"] for each in anew)
 
 
-def test_a_rank_that_fails_under_a_job_resized_in_place_costs_no_job(tmp_path: Path, played_ranks: list[Any]) -> None:
-    actuator, row = LocalActuator(4), JobRow("a", spec(tmp_path, in_place=True), 0.0)
+@pytest.mark.parametrize("in_place", [True, False])
+def test_a_rank_that_fails_costs_no_job(tmp_path: Path, played_ranks: list[Any], in_place: bool) -> None:
+    actuator, row = LocalActuator(4), JobRow("a", spec(tmp_path, in_place=in_place), 0.0)
     seen: list[Status] = []
     for _ in range(5):
         actuator.change(row, ("localhost",))
@@ -597,19 +600,18 @@ def test_metrics_are_those_of_the_table(tmp_path: Path) -> None:
 def test_jobs_of_several_nodes_are_kept_apart_if_asked(
     apart: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[PolicyOptions | None] = []
-    allocate = scheduler.allocate
+    asked: list[PolicyOptions] = []
 
-    def noted(*args: Any) -> dict[str, tuple[str, ...]]:
-        asked.append(args[4])
-        return allocate(*args)
+    def noted(*args: Any, options: PolicyOptions) -> dict[str, tuple[str, ...]]:
+        asked.append(options)
+        return allocate(*args, options)
 
-    monkeypatch.setattr(scheduler, "allocate", noted)
+    monkeypatch.setattr(cluster_up, "allocate", noted)
     command = ["cluster", "up", "--cluster", str(tmp_path), "--slots", "1", "--until-empty", *apart]
     handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     assert CliRunner().invoke(main, command).exit_code == 0
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
-    assert {options.keeps_links_apart for options in asked if options} == {bool(apart)}
+    assert {options.keeps_links_apart for options in asked} == {bool(apart)}
 
 
 def test_a_scheduler_is_ended_from_elsewhere(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from accel.dataio.elastic_sampler import ElasticSampler
 from accel.elastic import in_place
 from accel.elastic.batch_size import rehearsal, run_noise
 from accel.elastic.batch_size.accumulation import GradientAccumulation
+from accel.elastic.batch_size.driver import BatchRun
 from accel.elastic.checkpoint import Checkpoints
 from accel.elastic.run import ElasticRun
 from accel.elastic.running import save_checkpoint
@@ -35,8 +37,16 @@ from accel.errors import InvalidArgument
 from accel.goodput.efficiency import NoiseInterval
 from accel.run import ranks as accel_ranks
 from accel.run.ranks import Ranks
+from tests.hooked import hooked
 
 SIGNAL_AT = 15
+
+
+def played_clock() -> SimpleNamespace:
+    """Time the steps of batches that may grow by a clock that the loop itself moves, and return it."""
+    clock = SimpleNamespace(now=0.0)
+    BatchRun.__init__.__kwdefaults__["clock"] = lambda: clock.now
+    return clock
 
 
 def gathering() -> Callable[[Any], list[Any]]:
@@ -60,7 +70,7 @@ def until_terminated(rank: int, world: int, folder: Path) -> dict[str, Any]:
     gather = gathering()
     model, optimizer = made(rank)
     checkpoints = Checkpoints(folder)
-    with SavePolicy(1e6, gather=gather, meeting_s=0.05) as policy:
+    with hooked(SavePolicy, meeting_s=0.05)(1e6, gather=gather) as policy:
         for step in range(1, 500):
             optimizer.zero_grad()
             model(torch.randn(2, 3)).sum().backward()
@@ -133,9 +143,9 @@ def optimized(rank: int, world: int, folder: Path, signal_at: int) -> dict[str, 
     data = TensorDataset(x, torch.arange(SAMPLES))
     sampler: DistributedSampler[Any] = DistributedSampler(data, seed=4)
     loader: Any = DataLoader(data, batch_size=4, sampler=sampler)
-    settings: dict[str, Any] = {"max_batch_size": 96, "checkpoint": folder, "allow": "exact", "cache": False}
-    model, loader, optimizer = accel.optimize(model, loader, optimizer, **settings)
-    elastic = _raise_at_the_end(model)
+    elastic = accel.Elastic(max_batch_size=96, checkpoint=folder)
+    model, loader, optimizer = accel.optimize(model, loader, optimizer, elastic=elastic, allow="exact", cache=False)
+    run = _raise_at_the_end(model)
     taken: dict[int, list[list[int]]] = {}
     steps = 0
     try:
@@ -151,7 +161,7 @@ def optimized(rank: int, world: int, folder: Path, signal_at: int) -> dict[str, 
     except _Ended:
         pass
     weights = numbers(model)
-    batch = elastic.batch
+    batch = run.batch
     decisions = batch.controller.decisions if batch and batch.controller else []
     note = batch.note if batch else ""
     base = batch._base if batch else None
@@ -183,11 +193,12 @@ def one_rank_has_less_memory(rank: int, world: int, is_asked: bool) -> dict[str,
     noise = NoiseInterval(5000.0, 4000.0, 6000.0)
     run_noise.interval_of = lambda estimate: noise  # type: ignore[assignment]
     model = DistributedDataParallel(_Bounded(4 if rank == 1 else 10**6))
-    data = TensorDataset(torch.randn(SAMPLES, 3))
+    data = TensorDataset(torch.randn(1600, 3))
     loader: Any = DataLoader(data, batch_size=4, sampler=DistributedSampler(data))
     optimizer = torch.optim.SGD(model.parameters(), 1e-3)
-    settings: dict[str, Any] = {"max_batch_size": 256, "allow": "exact", "cache": False, "budget": "0.0001s"}
-    model, loader, optimizer = accel.optimize(model, loader, optimizer, **settings)
+    settings: dict[str, Any] = {"allow": "exact", "cache": False, "budget": "0.0001s"}
+    elastic = accel.Elastic(max_batch_size=256)
+    model, loader, optimizer = accel.optimize(model, loader, optimizer, elastic=elastic, **settings)
     taken = []
     for _ in range(2):
         for (x,) in loader:
@@ -263,11 +274,12 @@ def optimized_accumulates(rank: int, world: int) -> dict[str, Any]:
     """Train under `max_batch_size` where no more than 8 samples fit at once and the exchange takes long."""
     noise = NoiseInterval(50000.0, 40000.0, 60000.0)
     run_noise.interval_of = lambda estimate: noise  # type: ignore[assignment]
+    clock = played_clock()
     torch.manual_seed(0)
     model: Any = DistributedDataParallel(_Bounded(8))
 
     def slowly(state, bucket):  # type: ignore[no-untyped-def]  # DDP reads annotations
-        time.sleep(0.02)
+        clock.now += 0.02
         work: Any = torch.distributed.all_reduce(bucket.buffer().div_(world), async_op=True)
         return work.get_future().then(lambda future: future.value()[0])
 
@@ -275,14 +287,16 @@ def optimized_accumulates(rank: int, world: int) -> dict[str, Any]:
     data = TensorDataset(torch.randn(4000, 3), torch.arange(4000))
     loader: Any = DataLoader(data, batch_size=4, sampler=DistributedSampler(data))
     optimizer = torch.optim.SGD(model.parameters(), 1e-3)
-    settings: dict[str, Any] = {"max_batch_size": 64, "allow": "exact", "cache": False, "budget": "0.0001s"}
-    model, loader, optimizer = accel.optimize(model, loader, optimizer, **settings)
+    settings: dict[str, Any] = {"allow": "exact", "cache": False, "budget": "0.0001s"}
+    elastic = accel.Elastic(max_batch_size=64)
+    model, loader, optimizer = accel.optimize(model, loader, optimizer, elastic=elastic, **settings)
     taken, most = [], 0
     steps: list[int] = []
     optimizer.register_step_post_hook(lambda *_: steps.append(1))
     for x, index in loader:
         optimizer.zero_grad()
         model(x).square().mean().backward()
+        clock.now += 1e-3 + 1e-6 * len(x)
         optimizer.step()
         taken += index.tolist()
         most = max(most, len(x))
@@ -312,12 +326,12 @@ def late(rank: int, world: int, folder: Path, late_rank: int) -> dict[str, Any]:
     Return what was said and warned, and how long each step took.
     """
     accel_ranks.PATIENCE_S = 0.5
-    SavePolicy.__init__.__kwdefaults__["meeting_s"] = 1e-9  # ranks meet after every step
+    SavePolicy._meeting_s = 1e-9  # ranks meet after every step
     model, optimizer = made(rank)
     data = TensorDataset(torch.randn(4 * world * LATE_STEPS, 3))
     loader: Any = DataLoader(data, batch_size=4, sampler=DistributedSampler(data))
     model, loader, optimizer = accel.optimize(
-        model, loader, optimizer, checkpoint=folder, allow="exact", cache=False, budget="0.0001s"
+        model, loader, optimizer, elastic=accel.Elastic(checkpoint=folder), allow="exact", cache=False, budget="0.0001s"
     )
     run = entry.optimized(model)
     assert run is not None and run.elastic is not None and run.elastic.checkpoint is not None
@@ -349,7 +363,7 @@ def one_has_left(rank: int, world: int, folder: Path, leaving: int) -> list[str]
     data = TensorDataset(torch.randn(16 * world, 3))
     loader: Any = DataLoader(data, batch_size=4, sampler=DistributedSampler(data))
     model, loader, optimizer = accel.optimize(
-        model, loader, optimizer, checkpoint=folder, allow="exact", cache=False, budget="0.0001s"
+        model, loader, optimizer, elastic=accel.Elastic(checkpoint=folder), allow="exact", cache=False, budget="0.0001s"
     )
     for (batch,) in loader:
         model(batch).sum().backward()
@@ -380,8 +394,8 @@ def rank_0_writes_slowly(rank: int, world: int, folder: Path) -> dict[str, Any]:
     model, optimizer = made(rank)
     data = TensorDataset(torch.randn(4000, 3))
     loader: Any = DataLoader(data, batch_size=4, sampler=DistributedSampler(data))
-    settings: dict[str, Any] = {"checkpoint": folder, "allow": "exact", "cache": False}
-    model, loader, optimizer = accel.optimize(model, loader, optimizer, **settings)
+    elastic = accel.Elastic(checkpoint=folder)
+    model, loader, optimizer = accel.optimize(model, loader, optimizer, elastic=elastic, allow="exact", cache=False)
     _raise_at_the_end(model)
     try:
         for step, (x,) in enumerate(loader):
@@ -395,7 +409,7 @@ def rank_0_writes_slowly(rank: int, world: int, folder: Path) -> dict[str, Any]:
     raise AssertionError("it was not ended")
 
 
-ODD_STEPS, ODD_PATIENCE_S, PAUSE_S = 120, 0.5, 2.0
+ODD_STEPS, ODD_PATIENCE_S, PAUSE_S = 120, 0.5, 1.2
 
 
 def odd(rank: int, world: int, kind: str) -> dict[str, Any]:
@@ -403,13 +417,14 @@ def odd(rank: int, world: int, kind: str) -> dict[str, Any]:
 
     Return the samples taken, how long the longest step took, and what was warned and noted.
     """
+    clock = played_clock()
     accel_ranks.PATIENCE_S = ODD_PATIENCE_S
     run_noise.interval_of = lambda estimate: NoiseInterval(5000.0, 4000.0, 6000.0)  # type: ignore[assignment]
     model, optimizer = made(0)
     data = TensorDataset(torch.randn(4 * world * ODD_STEPS, 3), torch.arange(4 * world * ODD_STEPS))
     loader: Any = DataLoader(data, batch_size=4, sampler=DistributedSampler(data))
     model, loader, optimizer = accel.optimize(
-        model, loader, optimizer, max_batch_size=64, allow="exact", cache=False, budget="0.0001s"
+        model, loader, optimizer, elastic=accel.Elastic(max_batch_size=64), allow="exact", cache=False, budget="0.0001s"
     )
     run = entry.optimized(model)
     assert run is not None and run.elastic is not None and run.elastic.batch is not None
@@ -422,6 +437,7 @@ def odd(rank: int, world: int, kind: str) -> dict[str, Any]:
                 for step, (batch, index) in enumerate(loader):
                     optimizer.zero_grad()
                     model(batch).square().sum().backward()
+                    clock.now += 1e-3 + 1e-6 * len(batch)
                     optimizer.step()
                     taken.append((epoch, index.tolist()[: loader.batch_sampler.fresh]))
                     longest, began = max(longest, time.monotonic() - began), time.monotonic()
@@ -447,22 +463,22 @@ def odd(rank: int, world: int, kind: str) -> dict[str, Any]:
     }
 
 
-def _loader_and_settings(rank: int, odd: str, folder: Path) -> tuple[DataLoader[Any], dict[str, Any]]:
+def _loader_and_elastic(rank: int, odd: str, folder: Path) -> tuple[DataLoader[Any], accel.Elastic]:
     """Return what a rank passes to `optimize`; rank 1 passes something else than the others."""
     odd = odd if rank == 1 else ""
     data = TensorDataset(torch.randn(48 if odd == "samples" else 24, 3))
     dealt = {"seed": {"seed": 1}, "shuffle": {"shuffle": False}, "tail": {"drop_last": True}}.get(odd, {})
     sampler: DistributedSampler[Any] = DistributedSampler(data, **dealt)  # type: ignore[arg-type]
-    settings: dict[str, Any] = {"checkpoint": folder, "max_batch_size": 32 if odd == "max_batch_size" else 64}
-    if odd == "checkpoint":
-        del settings["checkpoint"]
-    if odd == "scaling_rule":
-        settings["scaling_rule"] = Linear()
+    elastic = accel.Elastic(
+        max_batch_size=32 if odd == "max_batch_size" else 64,
+        scaling_rule=Linear() if odd == "scaling_rule" else None,
+        checkpoint=None if odd == "checkpoint" else folder,
+    )
     if odd == "an ElasticSampler":
-        return DataLoader(data, batch_sampler=ElasticSampler(data, batch_size=8, order="torch", tail="fill")), settings
+        return DataLoader(data, batch_sampler=ElasticSampler(data, batch_size=8, order="torch", tail="fill")), elastic
     if odd == "a BatchSampler":
-        return DataLoader(data, batch_sampler=BatchSampler(sampler, 8, False)), settings
-    return DataLoader(data, 8 if odd == "batch_size" else 4, sampler=sampler, drop_last=odd == "drop_last"), settings
+        return DataLoader(data, batch_sampler=BatchSampler(sampler, 8, False)), elastic
+    return DataLoader(data, 8 if odd == "batch_size" else 4, sampler=sampler, drop_last=odd == "drop_last"), elastic
 
 
 def one_rank_is_unlike(rank: int, world: int, kinds: list[str], folder: Path) -> list[str]:
@@ -470,9 +486,9 @@ def one_rank_is_unlike(rank: int, world: int, kinds: list[str], folder: Path) ->
     told = []
     for kind in kinds:
         model, optimizer = made(0)
-        loader, settings = _loader_and_settings(rank, kind, folder / kind)
+        loader, elastic = _loader_and_elastic(rank, kind, folder / kind)
         try:
-            accel.optimize(model, loader, optimizer, **settings, allow="exact", cache=False)
+            accel.optimize(model, loader, optimizer, elastic=elastic, allow="exact", cache=False)
             told.append("")
         except InvalidArgument as error:
             told.append(str(error))
@@ -485,8 +501,8 @@ def one_rank_has_joined(rank: int, world: int, odd: str, folder: Path) -> dict[s
     if rank == 1:
         in_place._has_joined = True
     model, optimizer = made(0)
-    loader, settings = _loader_and_settings(rank, odd, folder)
-    model, loader, optimizer = accel.optimize(model, loader, optimizer, **settings, allow="exact", cache=False)
+    loader, elastic = _loader_and_elastic(rank, odd, folder)
+    model, loader, optimizer = accel.optimize(model, loader, optimizer, elastic=elastic, allow="exact", cache=False)
     sampler = loader.batch_sampler
     taken = [index for step in sampler for index in step]
     accel.undo(model)
@@ -500,7 +516,7 @@ def dealt_by_a_list(rank: int, world: int, folder: Path, stop_at: int) -> list[l
     own = ElasticSampler(data, batch_size=[4, 8], tail="uneven")
     loader: Any = DataLoader(data, batch_sampler=own)
     model, loader, optimizer = accel.optimize(
-        model, loader, optimizer, checkpoint=folder, allow="exact", cache=False, budget="0.0001s"
+        model, loader, optimizer, elastic=accel.Elastic(checkpoint=folder), allow="exact", cache=False, budget="0.0001s"
     )
     taken = []
     for step, (x, index) in enumerate(loader, start=1):

@@ -109,7 +109,7 @@ def test_ranks_that_part_hold_up_no_loop_whose_batch_may_grow(kind: str) -> None
     assert max(rank["longest"] for rank in ranks) < pause_s + 3.0
     told = [sentence for rank in ranks for sentence in rank["told"]]
     if kind == "none":
-        assert told == []  # whether the batch grows is a matter of measured times
+        assert told == [] and ranks[0]["batch"] > 4
         assert [rank["note"] for rank in ranks] == ["", ""]
     else:
         assert len(told) <= 4 and all(len(sentence) < 400 for sentence in told)

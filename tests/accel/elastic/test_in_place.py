@@ -94,7 +94,7 @@ def resized(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
 @pytest.mark.parametrize(
     ("kind", "ranks"),
     [
-        pytest.param("plain", (1, 3, 2)),
+        pytest.param("plain", (1, 3, 2), marks=pytest.mark.integration),
         pytest.param("grows", (2, 3, 1, 2), marks=pytest.mark.integration),
         pytest.param("workers", (1, 2), marks=pytest.mark.slow),
         pytest.param("divides", (1, 2), marks=pytest.mark.slow),

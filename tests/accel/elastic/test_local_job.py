@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from accel.elastic import local_job
 from accel.elastic.batch_size.report import PROFILE
 from accel.elastic.local_job import LocalJob
 from accel.errors import InvalidArgument
@@ -96,7 +97,8 @@ def test_it_is_started_stopped_and_started_with_another_number_of_ranks(stand_in
     assert len(stand_in.starts()) == 3
 
 
-def test_ranks_that_do_not_end_in_time_are_killed(stand_in: StandIn) -> None:
+def test_ranks_that_do_not_end_in_time_are_killed(stand_in: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local_job, "_LONGER_S", 0.2)
     job = stand_in.made("deaf", save_s=0.3)
     stand_in.resize(2)
     rank = int(stand_in.starts()[-1][1])

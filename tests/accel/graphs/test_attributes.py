@@ -16,14 +16,6 @@ from tests.accel.graphs.test_frozen import taped_step
 pytestmark = pytest.mark.filterwarnings("ignore:accel.graphs.capture:RuntimeWarning")
 
 
-@torch.no_grad()
-def descend(model: nn.Module) -> None:
-    """Take a step of plain gradient descent."""
-    for p in model.parameters():
-        assert p.grad is not None
-        p.sub_(0.1 * p.grad)
-
-
 class Stateful(nn.Module):
     """Begins with what the call before has left, a tensor or a pair with one."""
 
