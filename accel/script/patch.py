@@ -299,8 +299,10 @@ def _targets(statement: ast.stmt) -> set[str]:
 
 
 def _to_float32(targets: list[ast.expr], indent: str) -> str:
-    """Return the line that gives a loss float32, as accel's autocast does; nothing where several are unpacked."""
-    return "".join(f"{indent}{each.id} = {each.id}.float()\n" for each in targets if isinstance(each, ast.Name))
+    """Return the line that gives a loss float32, as accel's autocast does."""
+    if not all(isinstance(each, ast.Name) for each in targets):
+        raise NotWritable("the model's outputs are unpacked, and each of them must be cast back to float32")
+    return "".join(f"{indent}{name} = {name}.float()\n" for name in map(ast.unparse, targets))
 
 
 # -- strategies --------------------------------------------------------------------------------------------------------

@@ -169,6 +169,7 @@ def test_a_call_within_a_larger_expression_keeps_its_meaning(tmp_path: Path) -> 
         (("batches = DataLoader(", "batches = make("), {"loader_workers": 1}, "one DataLoader(…) must feed the loop"),
         (("loss.backward()", "step(loss)"), {"autocast_bf16": None}, "one loop must call backward(), found 0"),
         (("out = model(x)", "out = predict(x)"), {"autocast_bf16": None}, "must call model(…), found 0"),
+        (("out = model(x)", "out, _ = model(x)"), {"autocast_bf16": None}, "outputs are unpacked, and each of them"),
         (("out = model(x)", "a = 1; out = model(x)"), {"autocast_bf16": None}, "not called on a line of its own"),
         (("model.parameters(), lr=1e-3", "p for p in model.parameters()"), {"fused_optimizer": "fused"}, "unusual way"),
         (("", ""), {"loader_workers": "threads=2"}, "ContinuousLoader(loader) has"),
