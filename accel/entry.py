@@ -18,14 +18,14 @@ from accel import startup
 from accel.dataio.passes.proxy import LoaderProxy, is_proxy
 from accel.errors import InvalidArgument
 from accel.optimized import MODELS, Optimized, conclude, elastic_proxy_of
+from accel.profiler import renamed
 from accel.report import Report
 from accel.run.ranks import are_several
 from accel.settings import OptimizeSettings, check_objects, check_settings
 from accel.starting import start
 
 if TYPE_CHECKING:
-    from accel.elastic.checkpointing import Checkpointing
-    from accel.elastic.scaling_rules import Rule
+    from accel.elastic.options import Elastic
     from accel.search.plan import Plan
 
 M = TypeVar("M", bound=nn.Module)
@@ -42,6 +42,12 @@ class _LeftOut(Enum):
     OPTIMIZER = "detected at its first step"
 
 
+def _elastic(**old: Any) -> Elastic:
+    from accel.elastic.options import Elastic
+
+    return Elastic(**old)
+
+
 @overload
 def optimize(
     model: M,
@@ -54,9 +60,7 @@ def optimize(
     report: str | os.PathLike[str] | None = ...,
     budget: float | str = ...,
     cache: bool = ...,
-    max_batch_size: int | None = ...,
-    scaling_rule: Rule | None = ...,
-    checkpoint: str | os.PathLike[str] | Checkpointing | None = ...,
+    elastic: Elastic | None = ...,
     steps: int | None = ...,
     epochs: float | None = ...,
 ) -> tuple[M, L]: ...
@@ -75,14 +79,13 @@ def optimize(
     report: str | os.PathLike[str] | None = ...,
     budget: float | str = ...,
     cache: bool = ...,
-    max_batch_size: int | None = ...,
-    scaling_rule: Rule | None = ...,
-    checkpoint: str | os.PathLike[str] | Checkpointing | None = ...,
+    elastic: Elastic | None = ...,
     steps: int | None = ...,
     epochs: float | None = ...,
 ) -> tuple[M, L, O]: ...
 
 
+@renamed.gathered("elastic", _elastic, "max_batch_size", "scaling_rule", "checkpoint")
 def optimize(
     model: nn.Module,
     loader: Any,
@@ -95,9 +98,7 @@ def optimize(
     report: str | os.PathLike[str] | None = None,
     budget: float | str = "3%",
     cache: bool = True,
-    max_batch_size: int | None = None,
-    scaling_rule: Rule | None = None,
-    checkpoint: str | os.PathLike[str] | Checkpointing | None = None,
+    elastic: Elastic | None = None,
     steps: int | None = None,
     epochs: float | None = None,
 ) -> tuple[Any, ...]:
@@ -126,14 +127,9 @@ def optimize(
         cache: whether what is found is remembered for the next run of this kind, and what was remembered is tried
             first; default True. The folder is `$ACCEL_CACHE`, or accel's in the user's cache; `ACCEL_CACHE=0` means
             False.
-        max_batch_size: let the batch size grow while training, by goodput, up to so many samples of a step over all
-            ranks, never below the loader's; each sample still comes once an epoch, and the learning rate of each step
-            follows its batch. None (default) keeps the batch. It changes what is trained, which `allow` never does.
-        scaling_rule: how the learning rate follows the batch size, of `accel.elastic.scaling_rules` or a function;
-            None (default) takes that of the optimizer: AdaScale for SGD, the square root for Adam.
-        checkpoint: a folder, or `accel.elastic.checkpointing.Checkpointing`: the training is saved in it while it
-            goes on and when the process is sent SIGTERM, and this call goes on from the newest one there, on any
-            number of ranks. Loop over `remaining_epochs(loader, epochs)`. It needs `optimizer`.
+        elastic: `accel.Elastic(max_batch_size=…, checkpoint=…)`: the batch size grows while training, the training is
+            saved and goes on from what is saved, or both. None (default) does neither. It changes what is trained,
+            which `allow` never does.
         steps: steps of the optimizer that the run will have, from this call on, as far as you know: the search then
             spends its share of the whole run early, and on nothing that the rest of it would not pay back. None
             (default) spends it by and by, and so does a run that says neither this nor `epochs`.
@@ -157,30 +153,18 @@ def optimize(
     """
     arguments = (model, loader) if isinstance(optimizer, _LeftOut) else (model, loader, optimizer)
     if os.environ.get("ACCEL") == "0" or _switched_off:
-        if max_batch_size is not None or checkpoint is not None:
+        if elastic is not None:
             from accel.elastic.left_alone import leave_alone
 
             leave_alone(model, loader, optimizer)
         return arguments
     optimizer_if_passed = None if isinstance(optimizer, _LeftOut) else optimizer
     check_objects(model, loader, optimizer_if_passed)
-    settings = check_settings(
-        model,
-        allow,
-        enable,
-        disable,
-        plan,
-        budget,
-        report,
-        cache,
-        max_batch_size,
-        scaling_rule,
-        checkpoint,
-        steps,
-        epochs,
-    )
+    settings = check_settings(model, allow, enable, disable, plan, budget, report, cache, elastic, steps, epochs)
     if settings.checkpoint is not None and optimizer_if_passed is None:
-        raise InvalidArgument("checkpoint needs the optimizer, whose state it holds; pass it as the third argument")
+        raise InvalidArgument(
+            "elastic.checkpoint needs the optimizer, whose state it holds. Found: none; pass it as the third argument"
+        )
     proxy = _proxy_of(loader)
 
     optimized = MODELS.get(model)

@@ -2,23 +2,32 @@
 
 AccelError
 ├── InvalidArgument   an argument of a public call is wrong   (also a ValueError)
+│   └── InvalidType   it is of another kind                   (also a TypeError)
+├── InvalidState      a call comes when it can't be answered  (also a RuntimeError)
+├── CommError         a rank is gone, or the network          (also a RuntimeError)
 ├── CheckpointError   a checkpoint can't be written, or is of another training
 │   └── OtherVersion  it is of another version of accel
 ├── PlanError         a plan file is corrupt or made for another model (also a ValueError)
 └── ReportError       a report file is corrupt or of another schema    (also a ValueError)
 
-A failing acceleration never raises: it is dropped and reported.
+Errors of the system and of Python's protocols keep their names (OSError, ImportError, IndexError, …). A failing
+acceleration never raises: it is dropped and reported.
 """
 
 from __future__ import annotations
 
+from accel.profiler.errors import AccelError, InvalidArgument, InvalidState, InvalidType
 
-class AccelError(Exception):
-    """Base class of every error that accel raises on purpose."""
-
-
-class InvalidArgument(AccelError, ValueError):
-    """An argument of a public call breaks its contract; the text names the remedy."""
+__all__ = [
+    "AccelError",
+    "CheckpointError",
+    "InvalidArgument",
+    "InvalidState",
+    "InvalidType",
+    "OtherVersion",
+    "PlanError",
+    "ReportError",
+]
 
 
 class CheckpointError(AccelError):

@@ -79,8 +79,8 @@ def elastic_proxy_of(model: nn.Module, proxy: LoaderProxy) -> LoaderProxy:
     others = [other for key, other in MODELS.items() if key is not model]
     if any(other.elastic is not None and other.elastic.loader is loader for other in others):
         raise InvalidArgument(
-            "max_batch_size and checkpoint must be given for one model of a loop, got a loader whose batches another "
-            "model's call deals out; leave them out of this call"
+            "elastic must be given for one model of a loop. Found: a loader whose batches another model's call deals "
+            "out; leave it out of this call"
         )
     return elastic
 

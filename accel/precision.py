@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from accel.errors import InvalidArgument
+
 if TYPE_CHECKING:
     from accel.run import Run
 
@@ -30,7 +32,7 @@ class fp32_precision:  # noqa: N801  it is called as torch.set_grad_enabled is
         convolutions: of convolutions and recurrent layers; default as `matmul`. torch's own default is "tf32".
 
     Raises:
-        ValueError: for another word.
+        InvalidArgument: for another word.
 
     Example:
         >>> with fp32_precision("tf32"):
@@ -43,7 +45,7 @@ class fp32_precision:  # noqa: N801  it is called as torch.set_grad_enabled is
         convolutions = matmul if convolutions is None else convolutions
         for name, value in (("matmul", matmul), ("convolutions", convolutions)):
             if value not in ("ieee", "tf32"):
-                raise ValueError(f'fp32_precision: {name} must be "ieee" or "tf32". Found: {value!r}')
+                raise InvalidArgument(f'fp32_precision: {name} must be "ieee" or "tf32". Found: {value!r}')
         self._restore = [_products(), _convolutions()]
         if matmul == "tf32":
             if not _read(lambda: torch.backends.cuda.matmul.allow_tf32):  # "medium" allows it already

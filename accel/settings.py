@@ -65,9 +65,7 @@ def check_settings(
     budget: Any,
     report: Any,
     cache: Any,
-    max_batch_size: Any = None,
-    scaling_rule: Any = None,
-    checkpoint: Any = None,
+    elastic: Any = None,
     steps: Any = None,
     epochs: Any = None,
 ) -> OptimizeSettings:
@@ -86,14 +84,9 @@ def check_settings(
     target = None if report is None else os.fspath(report)
     if target is not None:
         check_report("report", Path(os.path.abspath(target)))
-    _check_batch(max_batch_size, scaling_rule)
-    _check_length(steps, epochs)
+    most, rule, checkpoint = _check_elastic(elastic)
     saved = os.fspath(checkpoint) if isinstance(checkpoint, str | os.PathLike) else checkpoint
-    if not (saved is None or isinstance(saved, str) or hasattr(saved, "interval_s")):
-        raise InvalidArgument(
-            "checkpoint must be a folder or accel.elastic.checkpointing.Checkpointing(folder=...), got "
-            f"{_kind(checkpoint)}"
-        )
+    _check_length(steps, epochs)
     return OptimizeSettings(
         level=level,
         enable=enabled,
@@ -102,8 +95,8 @@ def check_settings(
         budget=Budget.parse(budget),
         report=None if target is None else os.path.abspath(target),
         cache=cache,
-        max_batch_size=max_batch_size,
-        scaling_rule=scaling_rule,
+        max_batch_size=most,
+        scaling_rule=rule,
         checkpoint=_absolute(saved),
         steps=steps,
         epochs=epochs,
@@ -118,16 +111,16 @@ def _absolute(checkpoint: str | Checkpointing | None) -> str | Checkpointing | N
     return None if checkpoint is None else replace(checkpoint, folder=os.path.abspath(checkpoint.folder))
 
 
-def _check_batch(max_batch_size: Any, scaling_rule: Any) -> None:
-    if scaling_rule is not None and max_batch_size is None:
-        raise InvalidArgument("scaling_rule needs max_batch_size: at a fixed batch there is nothing to scale by")
-    if max_batch_size is not None and (not isinstance(max_batch_size, int) or isinstance(max_batch_size, bool)):
-        raise InvalidArgument(f"max_batch_size must be a number of samples or None, got {max_batch_size!r}")
-    if scaling_rule is not None and not (callable(scaling_rule) or hasattr(scaling_rule, "multipliers")):
+def _check_elastic(elastic: Any) -> tuple[int | None, Rule | None, str | os.PathLike[str] | Checkpointing | None]:
+    if elastic is None:
+        return None, None, None
+    from accel.elastic.options import Elastic
+
+    if not isinstance(elastic, Elastic):
         raise InvalidArgument(
-            "scaling_rule must be a rule of accel.elastic.scaling_rules or a function of a BatchScale, got "
-            f"{_kind(scaling_rule)}; AdaScale() is one"
+            f"elastic must be an accel.Elastic or None. Found: {_kind(elastic)}; pass accel.Elastic(max_batch_size=512)"
         )
+    return elastic.max_batch_size, elastic.scaling_rule, elastic.checkpoint
 
 
 def _check_length(steps: Any, epochs: Any) -> None:

@@ -131,7 +131,7 @@ def restart(model: nn.Module, change: Callable[[], None]) -> None:
     """Begin anew, from the checkpoint, what is done with a model; its loop goes on in the pass that it is in.
 
     Args:
-        model: under `checkpoint=`; all ranks call this at the same step.
+        model: under `elastic.checkpoint`; all ranks call this at the same step.
         change: called in between, as long as nothing is done with the model.
     """
     began, before = time.monotonic(), MODELS.pop(model)

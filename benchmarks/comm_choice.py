@@ -27,8 +27,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from accel.comm.catalogue import Scheme, allowed
+from accel.comm.hooks import hook
 from accel.comm.selection.planner import Planner
-from accel.comm.selector import AutoComm, hook
+from accel.comm.selector import AutoComm
 from benchmarks.comm.gradient_profiles import PROFILES, Replayed
 from benchmarks.comm.lab import why_not
 from benchmarks.comm.ranks import group, mlp, replicas_equal, report, run_in_lab, slowest

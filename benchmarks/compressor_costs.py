@@ -14,7 +14,7 @@ from collections.abc import Callable
 import click
 import torch
 
-from accel.comm.catalogue import CATALOGUE, Scheme, register
+from accel.comm.catalogue import CATALOGUE, Scheme, register_compressor
 from accel.comm.compressor import RESIDUAL, Compressor
 from accel.comm.cost_model.dry_run import dry_run
 from accel.comm.dgc import DGC
@@ -82,7 +82,7 @@ def main(rounds: int, record: bool) -> None:
     """Measure each compressor."""
     torch.set_num_threads(1)
     for name, make in MORE.items():
-        register(name, make, "lossy")
+        register_compressor(name, make, "lossy")
     layout = bucket()
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in CATALOGUE}
     for _ in range(rounds):

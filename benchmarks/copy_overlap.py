@@ -63,7 +63,7 @@ def ways(batch: int, batches: int) -> dict[str, Batches]:
     def loader(pinned: bool) -> DataLoader[Any]:
         return DataLoader(data, batch, num_workers=WORKERS, persistent_workers=True, pin_memory=pinned)
 
-    ahead = ContinuousLoader(DataLoader(data, batch), mode="threads", workers=WORKERS, device="cuda")
+    ahead = ContinuousLoader(DataLoader(data, batch), mode="threads", num_workers=WORKERS, device="cuda")
     found: dict[str, Batches | None] = {
         "on the device": _on_device(DataLoader(data, batch)),
         "plain": _copied(loader(False), non_blocking=False),

@@ -105,7 +105,7 @@ def plain(job: Job, workers: int = 0, kind: Any = DataLoader, **options: Any) ->
 
 def ours(job: Job, mode: Any, workers: int | None = None) -> ContinuousLoader:
     """Return a continuous loader."""
-    return ContinuousLoader(plain(job), mode=mode, workers=workers)
+    return ContinuousLoader(plain(job), mode=mode, num_workers=workers)
 
 
 def stateful(job: Job, workers: int) -> Any:

@@ -6,7 +6,7 @@
 |---|---|---|
 | `noise` | a `NoiseMeter` that gets all events | batches from a list |
 | `goodput` | the same, and a `BatchPolicy` that gets step times and decides: all that is measured | the same |
-| `controller` | `accel.optimize(…, max_batch_size=…)` at the loop's own batch: all it does | a `DataLoader` |
+| `controller` | `accel.optimize(…, elastic=…)` at the loop's own batch: all it does | a `DataLoader` |
 
 Two loops train alike models in one process, in pieces of 0.4 s, A B B A … Of a piece the mean step counts, not the
 median: most steps are not measured, and those that are must weigh in it. The ratio is that of neighbouring pieces, with
@@ -251,7 +251,7 @@ class Controlled(Loaded):
             self._model,
             super()._batches(),
             self._optimizer,
-            max_batch_size=self._batch,
+            elastic=accel.Elastic(max_batch_size=self._batch),
             disable=strategies.names(),
             cache=False,
         )

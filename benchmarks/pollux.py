@@ -21,7 +21,7 @@ import click
 import numpy as np
 
 from accel.goodput.efficiency import UNMEASURED_SHARE
-from accel.goodput.fit import fit
+from accel.goodput.fit import fit_throughput
 from accel.goodput.observations import StepTimes
 from accel.goodput.throughput import Floats, ThroughputModel
 from benchmarks.goodput.iterations import Application, measured_share, predicted_over_real, share_of_others, usable
@@ -117,17 +117,17 @@ def judge(table: Table, rounds: int, clock: Callable[[], float] = time.process_t
     whole, few, many = table.all(), table.up_to(FEW), table.above(FEW)
     online, started = [], []
     for seed in range(rounds):
-        times, earlier = table.drawn(ONLINE, seed), fit(table.drawn(ONLINE - 10, seed))
-        online.append(milliseconds(partial(fit, times), clock))
-        started.append(milliseconds(partial(fit, times, earlier), clock))
+        times, earlier = table.drawn(ONLINE, seed), fit_throughput(table.drawn(ONLINE - 10, seed))
+        online.append(milliseconds(partial(fit_throughput, times), clock))
+        started.append(milliseconds(partial(fit_throughput, times, earlier), clock))
     return {
         "table": f"{table.application}, {table.gpu}",
         "rows": len(table.configurations),
-        "fit": by_model(fit(whole), whole),
-        "extrapolation": by_model(fit(few), many),
+        "fit": by_model(fit_throughput(whole), whole),
+        "extrapolation": by_model(fit_throughput(few), many),
         "pollux_fit": by_pollux_form(whole, whole),
         "pollux_extrapolation": by_pollux_form(few, many),
-        "fit_ms": milliseconds(lambda: fit(whole), clock),
+        "fit_ms": milliseconds(lambda: fit_throughput(whole), clock),
         **fifths(online).named("refit_ms", "refit_p20", "refit_p80"),
         **fifths(started).named("started_ms", "started_p20", "started_p80"),
     }

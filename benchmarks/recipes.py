@@ -97,7 +97,7 @@ def _in_rows(figures: Any) -> Iterator[Verdict]:
 
 def _of_row(name: str, row: dict[str, Any]) -> Iterator[Verdict]:
     gain, high = row.get("gain"), row.get("gain_high")
-    if gain is not None and row["status"] in ("kept", "undone", "refused"):
+    if gain is not None and row["status"] in ("kept", "undone", "inconclusive", "refused"):
         yield Verdict(name, "", row["status"] == "kept", high is not None and high < 1, gain)
 
 

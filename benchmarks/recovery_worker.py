@@ -111,7 +111,9 @@ def accel_checkpoint(folder: Path) -> None:
     model, counted, optimizer, loader = _distributed()
     # As often as the script does; by default it is at most every ten minutes.
     saving = Checkpointing(folder=str(folder / "checkpoints"), interval_s=SAVE_EVERY * 1.25 * PACE_S)
-    model, loaded, optimizer = accel.optimize(model, loader, optimizer, checkpoint=saving, cache=False)
+    model, loaded, optimizer = accel.optimize(
+        model, loader, optimizer, elastic=accel.Elastic(checkpoint=saving), cache=False
+    )
     log = Log(folder)
     for batch in endlessly(loaded):
         log(step_of(model, counted, optimizer, batch), dist.get_world_size())

@@ -22,7 +22,7 @@ RECORD = Record(
         "size": Column('"tiny" or "full"'),
         "data": Column('"synthetic" or "real"'),
         "strategy": Column("by its name"),
-        "status": Column("kept, undone, refused, not tried, not applicable, not allowed"),
+        "status": Column("kept, undone, inconclusive, not tried, not applicable, not allowed"),
         "setting": Column("kept or tried last"),
         "gain": Column("in its own trial; none without one"),
         "gain_low": Column("of its interval"),
@@ -31,7 +31,7 @@ RECORD = Record(
     },
     key=("model", "variant", "strategy"),
 )
-_TRIED = ("kept", "undone", "refused")
+_TRIED = ("kept", "undone", "inconclusive", "refused")  # the last is what records before version 0.1.0 call it
 
 
 def rows_of(process: Row, report: Sequence[dict[str, Any]]) -> list[Row]:
@@ -84,6 +84,6 @@ def _cell(model: str) -> Cell:
             return None
         gain = "failed" if row["gain"] is None and row["status"] == "undone" else "-"
         gain = f"{row['gain']:.2f}x" if row["gain"] is not None else gain
-        return {"kept": f"**{gain}**", "undone": gain, "refused": f"{gain} ?"}[row["status"]]
+        return {"kept": f"**{gain}**", "undone": gain}.get(row["status"], f"{gain} ?")
 
     return cell

@@ -52,7 +52,7 @@ def train(lr: float, width: int, decay: float, report: Callable[[float, int], No
     if with_accel:
         folder = os.environ["ACCEL_CHECKPOINT"]
         model, loader, optimizer = accel.optimize(
-            model, loader, optimizer, max_batch_size=128, checkpoint=folder, cache=False
+            model, loader, optimizer, elastic=accel.Elastic(max_batch_size=128, checkpoint=folder), cache=False
         )
     loss = float("nan")
     for epoch in remaining_epochs(loader, EPOCHS) if with_accel else range(EPOCHS):

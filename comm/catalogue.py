@@ -22,6 +22,8 @@ from accel.comm.half import Half
 from accel.comm.int8 import Int8
 from accel.comm.one_bit import OneBit
 from accel.comm.powersgd import PowerSGD
+from accel.profiler import renamed
+from accel.profiler.errors import InvalidArgument
 
 LEVELS = ("exact", "reordered", "reduced", "lossy")
 
@@ -57,7 +59,7 @@ CATALOGUE: dict[str, Entry] = {
 }
 
 
-def register(name: str, make: Callable[[], Compressor], level: str) -> None:
+def register_compressor(name: str, make: Callable[[], Compressor], level: str) -> None:
     """Add a compressor to what is chosen from; call it on every rank before choosing.
 
     Args:
@@ -66,24 +68,27 @@ def register(name: str, make: Callable[[], Compressor], level: str) -> None:
         level: "reduced" or "lossy", what a user must allow. Lossy ones that can use error feedback get it.
 
     Raises:
-        ValueError: if an argument is out of range, or the compressor must see a whole step at once.
+        InvalidArgument: if an argument is out of range, or the compressor must see a whole step at once.
 
     Example:
-        >>> register("int8 fine", lambda: Int8(block=64), "lossy")
+        >>> register_compressor("int8 fine", lambda: Int8(block=64), "lossy")
     """
     if level not in ("reduced", "lossy"):
-        raise ValueError(f"level must be 'reduced' or 'lossy', got {level!r}; exact sums need no other compressor")
+        raise InvalidArgument(f"level must be 'reduced' or 'lossy', got {level!r}; exact sums need no other compressor")
     if name in CATALOGUE or not name:
-        raise ValueError(f"name must be new, got {name!r}, which is taken; known: {', '.join(CATALOGUE)}")
+        raise InvalidArgument(f"name must be new, got {name!r}, which is taken; known: {', '.join(CATALOGUE)}")
     if make().needs_whole_step:
-        raise ValueError(f"{name!r} must see all buckets of a step, but some stay with DDP; use it with CommState")
+        raise InvalidArgument(f"{name!r} must see all buckets of a step, but some stay with DDP; use it with CommState")
     CATALOGUE[name] = Entry(make, level)
 
 
+register = renamed.function("register", register_compressor)
+
+
 def check_level(allow: str) -> str:
-    """Return `allow`, or raise ValueError unless it is one of `LEVELS`."""
+    """Return `allow`, or raise InvalidArgument unless it is one of `LEVELS`."""
     if allow not in LEVELS:
-        raise ValueError(f"allow must be one of {', '.join(map(repr, LEVELS))}, got {allow!r}")
+        raise InvalidArgument(f"allow must be one of {', '.join(map(repr, LEVELS))}, got {allow!r}")
     return allow
 
 
@@ -114,13 +119,13 @@ class SchemeSettings(NamedTuple):
 
 
 def catalogue_settings(scheme: Scheme) -> SchemeSettings:
-    """Return the settings of a scheme of the catalogue, or raise ValueError if there is no such compressor.
+    """Return the settings of a scheme of the catalogue, or raise InvalidArgument if there is no such compressor.
 
     Lossy compressors are used with error feedback where they take it.
     """
     entry = CATALOGUE.get(scheme.compressor)
     if entry is None:
-        raise ValueError(f"schemes must be of the catalogue ({', '.join(CATALOGUE)}), got {scheme.compressor!r}")
+        raise InvalidArgument(f"schemes must be of the catalogue ({', '.join(CATALOGUE)}), got {scheme.compressor!r}")
     compressor = entry.make()
     feedback = compressor.takes_feedback and (entry.level == "lossy" or compressor.feedback)
     return SchemeSettings(compressor, scheme.hierarchical, feedback)

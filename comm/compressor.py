@@ -27,6 +27,7 @@ from torch import Tensor
 
 from accel.comm.layout import Layout, Piece, equal_cuts
 from accel.comm.ranks.channel import Channel
+from accel.profiler.errors import InvalidArgument
 
 RESIDUAL = "residual"
 _ALIGNED = 16  # bytes of the widest load: ranks' codes begin at multiples of it
@@ -58,7 +59,7 @@ class Compressor(ABC):
         return False
 
     def begin_pass(self) -> None:  # noqa: B027  (most take all)
-        """Raise ValueError if a backward pass can't be averaged yet; `CommState` calls it before the first bucket."""
+        """Raise InvalidArgument if no backward pass can be averaged yet; `CommState` calls it at the first bucket."""
 
     def whole_step(self, buckets: Sequence[Tensor], ranks: int, scale: float) -> None:  # noqa: B027  (most need nothing)
         """Change this rank's gradients of a step, all buckets of them.
@@ -78,7 +79,7 @@ class Compressor(ABC):
         return equal_cuts(layout.numel, parts)
 
     def check(self, layout: Layout) -> None:  # noqa: B027  (most take all)
-        """Raise ValueError if the compressor can't handle a bucket; called once for each layout."""
+        """Raise InvalidArgument if the compressor can't handle a bucket; called once for each layout."""
 
     def bytes_per_element(self) -> float:
         """Return encoded bytes per element, for tables; a compressor is used without."""
@@ -90,11 +91,11 @@ class Compressor(ABC):
 
 
 def check_compressor(compressor: object, error_feedback: bool | None) -> None:
-    """Raise ValueError unless this is a compressor, and one that uses error feedback if that is asked for."""
+    """Raise InvalidArgument unless this is a compressor, and one that uses error feedback if that is asked for."""
     if not isinstance(compressor, Compressor):
-        raise ValueError(f"compressor must be a Compressor, got {compressor!r}; pass for example Int8()")
+        raise InvalidArgument(f"compressor must be a Compressor, got {compressor!r}; pass for example Int8()")
     if error_feedback and not compressor.takes_feedback:
-        raise ValueError(
+        raise InvalidArgument(
             f"error_feedback=True needs a compressor that uses it, got {compressor!r}; leave the argument out"
         )
 

@@ -35,12 +35,14 @@ from accel.comm.compression.top_k import largest
 from accel.comm.compressor import RESIDUAL, Stage, any_nonzero
 from accel.comm.layout import Layout, Piece
 from accel.comm.ranks.channel import Channel
+from accel.profiler import renamed
+from accel.profiler.errors import InvalidArgument
 
 
 class DGC(MomentumCorrection):
     """Send the largest of the accumulated, momentum-corrected gradients; 8 bytes for each.
 
-    With momentum, hand the optimizer's over before the first step: `accel.comm.sgd_momentum.take_momentum`.
+    With momentum, hand the optimizer's over before the first step: `accel.take_momentum`.
 
     Args:
         ratio: share of elements sent at each step, in (0, 1], default 0.001.
@@ -48,17 +50,19 @@ class DGC(MomentumCorrection):
             optimizers: plain top-k with error feedback, which is less accurate where the optimizer has momentum.
         masking: drop the momentum of what was sent, as in the paper, default False: a small convolution network lost
             0.6 points of accuracy with it, 0.2 without (`python -m benchmarks.comm_accuracy`).
-        clip_norm: clip each rank's gradient, divided by the number of ranks N, to this norm by √N before it is
-            accumulated, so one that is not divided to clip_norm · √N: where ranks differ by noise alone, their mean is
-            held to about clip_norm. None (default) doesn't. The norm is that of all gradients, so nothing is sent
-            before backward ends. Don't clip again after backward: that would clip what has gathered over many steps.
+        max_grad_norm: clip each rank's gradient, divided by the number of ranks N, to this norm by √N before it is
+            accumulated, so one that is not divided to max_grad_norm · √N: where ranks differ by noise alone, their mean
+            is held to about max_grad_norm. None (default) doesn't. The norm is that of all gradients, so nothing is
+            sent before backward ends. Don't clip again after backward: that would clip what has gathered over many
+            steps.
         warmup: ratios to begin with, default (0.25, 0.0625, 0.015625, 0.004); a smaller one than `ratio` counts as it.
         warmup_steps: steps that each of them lasts, an epoch in the paper; default 0: no warm-up.
-        dense_below: parameters of fewer elements, and all of less than two dimensions, are sent as they are; default
+        exact_below: parameters of fewer elements, and all of less than two dimensions, are sent as they are; default
             1024.
 
     Raises:
-        ValueError: if an argument is out of range; from `loss.backward()`, if the optimizer's momentum was not taken.
+        InvalidArgument: if an argument is out of range; from `loss.backward()`, if the optimizer's momentum was not
+            taken.
 
     Example:
         >>> state = CommState(ddp, DGC(0.001, warmup_steps=len(loader)), hierarchical=True)
@@ -68,33 +72,38 @@ class DGC(MomentumCorrection):
 
     feedback = True
 
+    @renamed.arguments(clip_norm="max_grad_norm", dense_below="exact_below")
     def __init__(
         self,
         ratio: float = 0.001,
         *,
         momentum: bool = True,
         masking: bool = False,
-        clip_norm: float | None = None,
+        max_grad_norm: float | None = None,
         warmup: Sequence[float] = (0.25, 0.0625, 0.015625, 0.004),
         warmup_steps: int = 0,
-        dense_below: int = 1024,
+        exact_below: int = 1024,
     ) -> None:
         for value in (ratio, *warmup):
             if not 0 < value <= 1:
-                raise ValueError(f"ratio and those of warmup must be in (0, 1], got {value}; 0.001 sends a thousandth")
-        if clip_norm is not None and not clip_norm > 0:
-            raise ValueError(f"clip_norm must be positive, got {clip_norm}; None leaves gradients unclipped")
-        if warmup_steps < 0 or dense_below < 0:
-            raise ValueError(f"warmup_steps and dense_below must be ≥ 0, got {warmup_steps} and {dense_below}")
-        self.ratio, self.momentum, self.masking, self.clip_norm = ratio, momentum, masking, clip_norm
-        self.warmup, self.warmup_steps, self.dense_below = tuple(warmup), warmup_steps, dense_below
+                raise InvalidArgument(
+                    f"ratio and those of warmup must be in (0, 1], got {value}; 0.001 sends a thousandth"
+                )
+        if max_grad_norm is not None and not max_grad_norm > 0:
+            raise InvalidArgument(
+                f"max_grad_norm must be positive, got {max_grad_norm}; None leaves gradients unclipped"
+            )
+        if warmup_steps < 0 or exact_below < 0:
+            raise InvalidArgument(f"warmup_steps and exact_below must be ≥ 0, got {warmup_steps} and {exact_below}")
+        self.ratio, self.momentum, self.masking, self.max_grad_norm = ratio, momentum, masking, max_grad_norm
+        self.warmup, self.warmup_steps, self.exact_below = tuple(warmup), warmup_steps, exact_below
         self._bind(None)
 
     # -- settings ----------------------------------------------------------------------------------------------------
 
     @property
     def needs_whole_step(self) -> bool:
-        return self.clip_norm is not None
+        return self.max_grad_norm is not None
 
     def ratio_at(self, step: int) -> float:
         """Return the share of elements sent at a step, counted from 1."""
@@ -103,7 +112,7 @@ class DGC(MomentumCorrection):
 
     def is_dense(self, shape: torch.Size) -> bool:
         """Return whether parameters of this shape are sent as they are."""
-        return len(shape) < 2 or shape.numel() < self.dense_below
+        return len(shape) < 2 or shape.numel() < self.exact_below
 
     def bytes_per_element(self) -> float:
         return 8.0 * self.ratio
@@ -111,17 +120,17 @@ class DGC(MomentumCorrection):
     def check(self, layout: Layout) -> None:
         super().check(layout)
         if layout.numel >= 1 << 31:
-            raise ValueError(
+            raise InvalidArgument(
                 f"DGC sends positions as 32 bits, got {layout}; pass a smaller bucket_cap_mb, or divide the parameter"
             )
 
     # -- one step ----------------------------------------------------------------------------------------------------
 
     def whole_step(self, buckets: Sequence[Tensor], ranks: int, scale: float) -> None:
-        """Clip this rank's gradients to clip_norm · √ranks: divided by the ranks later, to clip_norm by √ranks."""
-        assert self.clip_norm is not None
+        """Clip this rank's gradients to max_grad_norm · √ranks: once divided by the ranks, max_grad_norm by √ranks."""
+        assert self.max_grad_norm is not None
         source = self._momentum_source()
-        limit = self.clip_norm * (scale if source is None else source.loss_scale()) * math.sqrt(ranks)
+        limit = self.max_grad_norm * (scale if source is None else source.loss_scale()) * math.sqrt(ranks)
         # In float64, where no square of a float32 overflows: a large gradient is clipped, not lost.
         norms = torch.stack([torch.linalg.vector_norm(bucket, dtype=torch.float64) for bucket in buckets])
         factor = (limit / torch.linalg.vector_norm(norms)).clamp(max=1.0)

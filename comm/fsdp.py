@@ -35,6 +35,7 @@ from accel.comm.periodic.fsdp_groups import ShardGroup, check_mesh, contents, sh
 from accel.comm.ranks.channel import Channel, ConnectionBroken, GlooChannel, NcclChannel
 from accel.comm.ranks.failure import CommError
 from accel.comm.ranks.object_group import ObjectGroup
+from accel.profiler.errors import InvalidArgument
 
 _made: weakref.WeakKeyDictionary[Any, itertools.count[int]] = weakref.WeakKeyDictionary()
 """Channels of this process, by process group."""
@@ -52,7 +53,7 @@ class FSDPComm:
 
     Residuals belong to the shards: save `state_dict()` on each rank, load it on the rank with the same place in the
     mesh. Σ over replicas of residuals of one shard is what its mean gradient still lacks; for another number of
-    replicas, `accel.comm.memory.reshard` the states of those with the same shard. On another number of shards, begin
+    replicas, `accel.reshard` the states of those with the same shard. On another number of shards, begin
     without.
 
     Args:
@@ -66,8 +67,8 @@ class FSDPComm:
         scaler: the GradScaler in use, so that what was not sent yet follows its scale; default None.
 
     Raises:
-        ValueError: if mesh, model and compressor don't go together, or differ between ranks.
-        accel.comm.ranks.failure.CommError: from `loss.backward()`, if communication fails.
+        InvalidArgument: if mesh, model and compressor don't go together, or differ between ranks.
+        accel.CommError: from `loss.backward()`, if communication fails.
 
     Example:
         >>> comm = FSDPComm(model, mesh, Int8(), error_feedback=True)
@@ -87,7 +88,7 @@ class FSDPComm:
         compressor = Exact() if compressor is None else compressor
         _check(compressor, error_feedback)
         if timeout <= timedelta():
-            raise ValueError(f"timeout must be positive, got {timeout}")
+            raise InvalidArgument(f"timeout must be positive, got {timeout}")
         check_mesh(model, mesh)
         self.compressor = compressor
         self.error_feedback = compressor.feedback if error_feedback is None else error_feedback
@@ -135,7 +136,7 @@ class FSDPComm:
                     if theirs[name] != value and (objects is self._between or name != "weights"):
                         self._disconnect()
                         kind = "replica" if objects is self._between else "shard"
-                        raise ValueError(
+                        raise InvalidArgument(
                             f"all ranks must have the same {name}, got another on {kind} {rank} than on this rank; "
                             "pass the same to FSDPComm everywhere, and begin with the same weights on all replicas"
                         )
@@ -146,9 +147,9 @@ class FSDPComm:
     def _hook(self, group: ShardGroup, shard: Tensor) -> None:
         """Replace a module's gradient shard, the mean over shards, by its mean over replicas too."""
         if self._closed:
-            raise ValueError("an FSDPComm that was closed can't average over replicas any more; make a new one")
+            raise InvalidArgument("an FSDPComm that was closed can't average over replicas any more; make a new one")
         if shard.numel() != group.layout.numel:
-            raise ValueError(
+            raise InvalidArgument(
                 f"all parameters of {group.name} must take part in backward, got gradients of {shard.numel():,} of "
                 f"{group.layout.numel:,} elements; FSDP2 does not tell a hook which are there: use all, freeze them "
                 "before FSDPComm is made, or set_reduce_scatter_unused_params(True) where PyTorch has it"
@@ -213,7 +214,7 @@ class FSDPComm:
         """Go on with a saved memory, on every rank.
 
         Raises:
-            ValueError: if it is of another version; at the next step, if it is of another model or mesh.
+            InvalidArgument: if it is of another version; at the next step, if it is of another model or mesh.
         """
         self._memory.load_state_dict(state)
         self.step, self._loss_scale.value = state["step"], state.get("scale", 1.0)
@@ -233,7 +234,7 @@ class FSDPComm:
 def _check(compressor: Any, error_feedback: bool | None) -> None:
     check_compressor(compressor, error_feedback)
     if compressor.fields or compressor.needs_whole_step:
-        raise ValueError(
+        raise InvalidArgument(
             f"{compressor!r} works on the whole gradient or takes the optimizer's momentum, which shards don't have; "
-            "with DGC, pass momentum=False and no clip_norm"
+            "with DGC, pass momentum=False and no max_grad_norm"
         )

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from accel.comm.compressor import Quantised
+from accel.profiler.errors import InvalidArgument
 
 
 class Half(Quantised):
@@ -21,7 +22,7 @@ class Half(Quantised):
 
     def __init__(self, dtype: torch.dtype = torch.bfloat16) -> None:
         if dtype not in (torch.float16, torch.bfloat16):
-            raise ValueError(f"dtype must be torch.float16 or torch.bfloat16, got {dtype}")
+            raise InvalidArgument(f"dtype must be torch.float16 or torch.bfloat16, got {dtype}")
         self.dtype = dtype
 
     def encoded_bytes(self, numel: int) -> int:

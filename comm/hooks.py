@@ -19,6 +19,7 @@ from torch import nn
 from accel.comm.catalogue import Scheme, SchemeSettings
 from accel.comm.compressor import Compressor, Exact, check_compressor
 from accel.comm.engine.gradient_engine import GradientEngine
+from accel.profiler.errors import InvalidArgument
 
 
 def hook(state: GradientEngine, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
@@ -39,7 +40,7 @@ def hook(state: GradientEngine, bucket: dist.GradBucket) -> torch.futures.Future
         >>> ddp.register_comm_hook(CommState(ddp, Half()), hook)
     """
     if not isinstance(state, GradientEngine):
-        raise ValueError(f"the state of this hook must be a CommState or an AutoComm, got {type(state).__name__}")
+        raise InvalidArgument(f"the state of this hook must be a CommState or an AutoComm, got {type(state).__name__}")
     return state.reduce(bucket)
 
 
@@ -47,7 +48,7 @@ class CommState(GradientEngine):
     """What a hook needs: configuration, groups, threads, and the memory of what was not sent yet.
 
     Every rank of the group makes one, with the same arguments, for each DDP module. Threads end with `close()`, or when
-    the state is dropped. Saving: `state_dict()` on each rank; on another number of ranks `accel.comm.memory.reshard`
+    the state is dropped. Saving: `state_dict()` on each rank; on another number of ranks `accel.reshard`
     first. A pickled state leaves groups, threads and the scaler behind; `bind(model, scaler=scaler)` gives it new ones.
 
     Args:
@@ -63,7 +64,7 @@ class CommState(GradientEngine):
             Default None: at a change of the scale it counts by the old one, and norms are those of scaled gradients.
 
     Raises:
-        ValueError: if arguments or models differ between ranks, or don't fit the model or the hosts.
+        InvalidArgument: if arguments or models differ between ranks, or don't fit the model or the hosts.
         CommError: if a rank makes no state within the timeout; from `loss.backward()`, if communication fails: the
             message names the rank and the cause, and the state can't be used any more.
 
@@ -91,7 +92,7 @@ class CommState(GradientEngine):
         compressor = Exact() if compressor is None else compressor
         check_compressor(compressor, error_feedback)
         if timeout <= timedelta():
-            raise ValueError(f"timeout must be positive, got {timeout}")
+            raise InvalidArgument(f"timeout must be positive, got {timeout}")
         super().__init__(timeout=timeout)
         self.compressor, self.hierarchical = compressor, hierarchical
         self.error_feedback = compressor.feedback if error_feedback is None else error_feedback
@@ -106,10 +107,11 @@ class CommState(GradientEngine):
             scaler: the GradScaler in use, if the state was pickled with one; default: the one that it has.
 
         Raises:
-            ValueError: if the state was pickled with a scaler and none is given, or the compressor takes it elsewhere.
+            InvalidArgument: if the state was pickled with a scaler and none is given, or the compressor takes it
+                elsewhere.
         """
         if scaler is not None and self.compressor.fields:
-            raise ValueError(
+            raise InvalidArgument(
                 f"{self.compressor!r} takes the scaler from take_momentum; pass it there, not to CommState"
             )
         super().bind(model, process_group, scaler=scaler)

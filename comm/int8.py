@@ -15,6 +15,7 @@ from torch import Tensor
 from accel.comm.compression.block_compressor import BlockCompressor
 from accel.kernels import quantise
 from accel.kernels.codes.block_code import LARGEST_TILE, BlockCode
+from accel.profiler.errors import InvalidArgument
 
 
 class Int8(BlockCompressor):
@@ -28,7 +29,7 @@ class Int8(BlockCompressor):
 
     def __init__(self, block: int = 1024) -> None:
         if block < 8 or block > LARGEST_TILE:
-            raise ValueError(f"block must be from 8 to {LARGEST_TILE:,} elements, got {block}")
+            raise InvalidArgument(f"block must be from 8 to {LARGEST_TILE:,} elements, got {block}")
         self.block = block
 
     def finite(self, encoded: Tensor, numel: int) -> Tensor | None:

@@ -33,6 +33,7 @@ from accel.comm.hooks import CommState
 from accel.comm.periodic.local_mean import HostMean, Named, WeightMean, fingerprint
 from accel.comm.periodic.local_state import is_master, masters_of, round_off, same_state
 from accel.comm.selection.reducer import unhook
+from accel.profiler.errors import InvalidArgument
 
 T = TypeVar("T")
 
@@ -66,8 +67,8 @@ class LocalSGD:
         timeout: for each collective, default 5 minutes: the longest that ranks may be apart.
 
     Raises:
-        ValueError: if an argument is out of range, or module, optimizer and states don't go together.
-        accel.comm.ranks.failure.CommError: from `optimizer.step()`, if communication fails.
+        InvalidArgument: if an argument is out of range, or module, optimizer and states don't go together.
+        accel.CommError: from `optimizer.step()`, if communication fails.
 
     Example:
         >>> ddp = DistributedDataParallel(model)
@@ -134,7 +135,7 @@ class LocalSGD:
         if not self.local:
             return allreduce_hook(self._group, bucket) if self._dense is None else self._dense.reduce(bucket)
         if self._ddp._join_config.enable:
-            raise ValueError("LocalSGD can't run within DDP's join(), where ranks take different numbers of steps")
+            raise InvalidArgument("LocalSGD can't run within DDP's join(), where ranks take different numbers of steps")
         if self._host is not None:
             return self._host.reduce(bucket)
         buffer = bucket.buffer()
@@ -170,7 +171,7 @@ class LocalSGD:
         own = (self.step, self._backwards, fingerprint(named))
         for rank, theirs in enumerate(self._weights.objects.gather(own)):
             if theirs != own:
-                raise ValueError(_difference(own, theirs, rank))
+                raise InvalidArgument(_difference(own, theirs, rank))
         self._weights.average(named, self.step)
         round_off(masters)
         self._apart = False
@@ -193,7 +194,7 @@ class LocalSGD:
         return {name: tensor for name, tensor in named if name not in self._ignored}
 
     def _named(self, masters: Mapping[Tensor, Tensor]) -> Named:
-        """Return what is averaged, in the order of the model; raise ValueError if something can't be.
+        """Return what is averaged, in the order of the model; raise InvalidArgument if something can't be.
 
         Args:
             masters: tensors that are averaged in place of parameters.
@@ -202,7 +203,7 @@ class LocalSGD:
         named: list[tuple[str, Tensor]] = []
         for name, parameter in self._not_ignored(self._ddp.module.named_parameters()).items():
             if parameter.requires_grad and name not in owned:
-                raise ValueError(
+                raise InvalidArgument(
                     f"the optimizer must have all parameters that require gradients, got none of {name!r}; it would "
                     "drift apart unseen: give one optimizer all of them"
                 )
@@ -215,16 +216,16 @@ class LocalSGD:
             named += [(name, tensor) for name, tensor in buffers if tensor.is_floating_point()]
         for name, tensor in named:
             if not tensor.is_floating_point() or tensor.layout != torch.strided:
-                raise ValueError(f"LocalSGD averages dense, real floating point, got {tensor.dtype} in {name!r}")
+                raise InvalidArgument(f"LocalSGD averages dense, real floating point, got {tensor.dtype} in {name!r}")
         return named
 
     def _owned(self) -> dict[str, nn.Parameter]:
-        """Return the optimizer's parameters by name, or raise ValueError if one is not of the module."""
+        """Return the optimizer's parameters by name, or raise InvalidArgument if one is not of the module."""
         owned: dict[str, nn.Parameter] = {}
         for group in self._optimizer.param_groups:
             for parameter in group["params"]:
                 if id(parameter) not in self._names:
-                    raise ValueError(
+                    raise InvalidArgument(
                         "the optimizer's parameters must all be of the DDP module, got one of shape "
                         f"{tuple(parameter.shape)} that is not; give others an optimizer of their own"
                     )
@@ -241,10 +242,10 @@ class LocalSGD:
         """Go on at a saved step, on every rank.
 
         Raises:
-            ValueError: if it is of another version.
+            InvalidArgument: if it is of another version.
         """
         if state.get("version") != _VERSION:
-            raise ValueError(f"the state's version must be {_VERSION}, got {state.get('version')!r}")
+            raise InvalidArgument(f"the state's version must be {_VERSION}, got {state.get('version')!r}")
         self.step, self._apart, self._backwards = state["step"], state["apart"], 0
         self._moved = set(state["moved"])
         self._enter_phase()
@@ -293,36 +294,38 @@ def _moments(name: str, parameter: Tensor, state: Mapping[str, Any]) -> list[tup
 
 
 def _check_arguments(start_step: int, every: int, within: str) -> None:
-    """Raise ValueError unless the numbers are in range."""
+    """Raise InvalidArgument unless the numbers are in range."""
     if start_step < 0:
-        raise ValueError(f"start_step must be at least 0, got {start_step}")
+        raise InvalidArgument(f"start_step must be at least 0, got {start_step}")
     if every < 1:
-        raise ValueError(f"every must be at least 1 step, got {every}")
+        raise InvalidArgument(f"every must be at least 1 step, got {every}")
     if within not in ("host", "rank"):
-        raise ValueError(f'within must be "host" or "rank", got {within!r}')
+        raise InvalidArgument(f'within must be "host" or "rank", got {within!r}')
 
 
 def _check_parts(ddp: Any, optimizer: Any, dense: Any) -> None:
-    """Raise ValueError unless module, optimizer and dense state can go together."""
+    """Raise InvalidArgument unless module, optimizer and dense state can go together."""
     if not isinstance(ddp, DistributedDataParallel):
-        raise ValueError(
+        raise InvalidArgument(
             f"LocalSGD needs a DistributedDataParallel module, got {type(ddp).__name__}; sharded weights "
             "differ by rank and can't be averaged"
         )
     if ddp._comm_hooks:
-        raise ValueError("the module must have no communication hook yet; pass its CommState as dense= instead")
+        raise InvalidArgument("the module must have no communication hook yet; pass its CommState as dense= instead")
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise ValueError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
+        raise InvalidArgument(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
     if any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(optimizer).__mro__):
-        raise ValueError(
+        raise InvalidArgument(
             "ZeroRedundancyOptimizer can't take local steps: each rank steps its own part of the weights; use "
             "the plain optimizer"
         )
     if dense is not None and not isinstance(dense, CommState):
-        raise ValueError(f"dense must be a CommState, got {type(dense).__name__}; AutoComm switches hooks by itself")
+        raise InvalidArgument(
+            f"dense must be a CommState, got {type(dense).__name__}; AutoComm switches hooks by itself"
+        )
     if dense is not None and isinstance(dense.compressor, MomentumCorrection) and dense.compressor.momentum:
         name = type(dense.compressor).__name__
-        raise ValueError(
+        raise InvalidArgument(
             f"{name} with momentum takes it from the optimizer, which local steps need; pass "
             f"{name}(..., momentum=False)"
         )

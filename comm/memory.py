@@ -23,6 +23,7 @@ from torch import Tensor
 
 from accel.comm.compressor import RESIDUAL
 from accel.comm.layout import Layout
+from accel.profiler.errors import InvalidArgument
 
 _VERSION = 1
 _Pieces = list[tuple[int, Tensor]]  # (elements of the parameter before it, values)
@@ -126,7 +127,7 @@ class Memory:
         for extent, parts in restored:
             for skipped, values in parts:
                 if skipped + values.numel() > extent.length:
-                    raise ValueError(
+                    raise InvalidArgument(
                         f"the memory of {extent.name!r} must be of its {extent.length:,} elements, got "
                         f"{skipped + values.numel():,}; load a state of the same model"
                     )
@@ -185,7 +186,7 @@ class Memory:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Replace all fields by those of a state; they move to the ranks that need them at the next step."""
         if state.get("version") != _VERSION:
-            raise ValueError(f"the state's version must be {_VERSION}, got {state.get('version')!r}")
+            raise InvalidArgument(f"the state's version must be {_VERSION}, got {state.get('version')!r}")
         self._slots, self._finite = {}, []
         self._loose = {
             field: {name: [(skipped, values.clone()) for skipped, values in pieces] for name, pieces in names.items()}
@@ -220,9 +221,9 @@ class LossScale:
         self._awaited = value and self._scaler is None
 
     def take(self, scaler: Any, kind: str) -> None:
-        """Take another scaler, or keep the one there is; raise ValueError if it was left behind in a `kind`."""
+        """Take another scaler, or keep the one there is; raise InvalidArgument if it was left behind in a `kind`."""
         if scaler is None and self._awaited:
-            raise ValueError(
+            raise InvalidArgument(
                 f"this {kind} was used with a GradScaler, which a pickle leaves behind: give it back, "
                 "state.bind(model, scaler=scaler)"
             )
@@ -233,7 +234,7 @@ class LossScale:
     @staticmethod
     def _check(scaler: Any) -> None:
         if scaler is not None and not hasattr(scaler, "get_scale"):
-            raise ValueError(
+            raise InvalidArgument(
                 f"scaler must be a torch.amp.GradScaler, got {type(scaler).__name__}; gradients of a model that is "
                 "decorated by accel.amp have no scale"
             )
@@ -288,7 +289,7 @@ def reshard(
         The state of the new rank; without `rank` a list, by new rank.
 
     Raises:
-        ValueError: if numbers are out of range, or `rank` or `saved` is missing beside a function.
+        InvalidArgument: if numbers are out of range, or `rank` or `saved` is missing beside a function.
 
     Example:
         >>> state.load_state_dict(reshard(lambda old: torch.load(f"comm-{old}.pt"), world_size=4, rank=rank, saved=8))
@@ -296,11 +297,11 @@ def reshard(
     """
     load, count = (states, saved) if callable(states) else (states.__getitem__, len(states))
     if count is None or (callable(states) and rank is None):
-        raise ValueError("a function that reads states needs rank= and saved=, the number of states; pass both")
+        raise InvalidArgument("a function that reads states needs rank= and saved=, the number of states; pass both")
     if world_size < 1 or count < 1:
-        raise ValueError(f"there must be at least one state and one rank, got {count} and {world_size}")
+        raise InvalidArgument(f"there must be at least one state and one rank, got {count} and {world_size}")
     if rank is not None and not 0 <= rank < world_size:
-        raise ValueError(f"rank must be from 0 to {world_size - 1}, got {rank}")
+        raise InvalidArgument(f"rank must be from 0 to {world_size - 1}, got {rank}")
     if rank is not None:
         return _dealt([load(old) for old in range(rank, count, world_size)] or [load(rank % count)], rank < count)
     resharded = [reshard(states, world_size, rank=new) for new in range(world_size)]

@@ -37,6 +37,7 @@ from accel.comm.layout import Piece
 from accel.comm.ranks.channel import Channel
 from accel.kernels import sign_pack
 from accel.kernels.codes.block_code import BlockCode
+from accel.profiler.errors import InvalidArgument
 
 
 class ParameterPart(NamedTuple):
@@ -59,10 +60,10 @@ class OneBit(MomentumCorrection, BlockCompressor):
         start_step: steps at first, ≥ 0, that send gradients as they are, default 0. While gradients change fast, their
             signs mislead: a fifth of the training is usual.
         momentum: accumulate SGD's momentum here, default False: two more copies of the gradients, and several times
-            more accurate. Hand it over before the first step: `accel.comm.sgd_momentum.take_momentum`.
+            more accurate. Hand it over before the first step: `accel.take_momentum`.
 
     Raises:
-        ValueError: if an argument is out of range; from `loss.backward()`, if momentum was not handed over.
+        InvalidArgument: if an argument is out of range; from `loss.backward()`, if momentum was not handed over.
 
     Example:
         >>> state = CommState(ddp, OneBit(momentum=True, start_step=1000))
@@ -80,10 +81,10 @@ class OneBit(MomentumCorrection, BlockCompressor):
         self, block: int = 256, *, exact_below: int = 1024, start_step: int = 0, momentum: bool = False
     ) -> None:
         if block < 8 or block % 8 or block > 1 << 16:
-            raise ValueError(f"block must be a multiple of 8 from 8 to 65,536 elements, got {block}")
+            raise InvalidArgument(f"block must be a multiple of 8 from 8 to 65,536 elements, got {block}")
         for name, value in (("exact_below", exact_below), ("start_step", start_step)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-                raise ValueError(f"{name} must be a whole number ≥ 0, got {value!r}")
+                raise InvalidArgument(f"{name} must be a whole number ≥ 0, got {value!r}")
         self.block, self.exact_below, self.start_step, self.momentum = block, exact_below, start_step, momentum
         self._bind(None)
 

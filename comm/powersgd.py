@@ -40,6 +40,7 @@ from accel.comm.compression.low_rank_plan import (
 from accel.comm.compressor import RESIDUAL, Compressor, Stage, add_residual, used_spans
 from accel.comm.layout import Layout, Piece, between
 from accel.comm.ranks.channel import Channel
+from accel.profiler.errors import InvalidArgument
 
 Rank = int | Mapping[tuple[int, ...], int]
 
@@ -65,7 +66,7 @@ class PowerSGD(Compressor):
         seed: of the first right factors, which are the same on all ranks.
 
     Raises:
-        ValueError: if an argument is out of range.
+        InvalidArgument: if an argument is out of range.
 
     Example:
         >>> state = CommState(ddp, PowerSGD(rank=4, start_step=100))
@@ -90,16 +91,18 @@ class PowerSGD(Compressor):
         else:
             wrong = [] if _whole(rank, 1) else [rank]
         if wrong:
-            raise ValueError(
+            raise InvalidArgument(
                 f"rank must be a whole number from 1, or by shape from 0, got {wrong[0]!r}; use Exact() to send "
                 "gradients as they are"
             )
         if not _whole(start_step, 0):
-            raise ValueError(f"start_step must be a whole number of steps from 0, got {start_step!r}")
+            raise InvalidArgument(f"start_step must be a whole number of steps from 0, got {start_step!r}")
         if not _whole(seed, 0):
-            raise ValueError(f"seed must be a whole number from 0, got {seed!r}")
+            raise InvalidArgument(f"seed must be a whole number from 0, got {seed!r}")
         if not min_compression >= 0:
-            raise ValueError(f"min_compression must be 0 or more, got {min_compression!r}; 0 compresses all matrices")
+            raise InvalidArgument(
+                f"min_compression must be 0 or more, got {min_compression!r}; 0 compresses all matrices"
+            )
         self.rank, self.alternate, self.start_step = rank, alternate, start_step
         self.min_compression, self.seed = min_compression, seed
 

@@ -26,13 +26,13 @@ from accel.comm.catalogue import Scheme, allowed, check_level
 from accel.comm.cost_model.choice import Choice, Option, choose, costs_of
 from accel.comm.cost_model.cost import Network
 from accel.comm.cost_model.probe import probe
-from accel.comm.hooks import hook
 from accel.comm.selection.planner import Planner
 from accel.comm.selection.search import search
 from accel.profiler import stderr
+from accel.profiler.errors import InvalidArgument
 from accel.profiler.trial_driver import Block, Steps
 
-__all__ = ["AutoComm", "Choice", "choose", "hook"]
+__all__ = ["AutoComm", "Choice", "choose"]
 
 WARM_UP = 3
 """First steps, which are no measure: DDP makes new buckets after the first, memory is touched for the first time."""
@@ -57,8 +57,8 @@ class AutoComm(Planner):
             default None.
 
     Raises:
-        ValueError: if an argument is out of range, or the module has a hook or a process group of its own.
-        accel.comm.ranks.failure.CommError: from `loss.backward()`, if communication fails.
+        InvalidArgument: if an argument is out of range, or the module has a hook or a process group of its own.
+        accel.CommError: from `loss.backward()`, if communication fails.
 
     Example:
         >>> ddp = DistributedDataParallel(model)
@@ -94,7 +94,7 @@ class AutoComm(Planner):
         check_level(allow)
         for name, value in (("watch", watch), ("check", check)):
             if value < 1:
-                raise ValueError(f"{name} must be at least 1 step, got {value}")
+                raise InvalidArgument(f"{name} must be at least 1 step, got {value}")
         self.allow, self.watch, self.check, self.verbose = allow, watch, check, verbose
         self._network = network
         super().__init__(ddp, timeout=timeout, scaler=scaler)
@@ -108,7 +108,8 @@ class AutoComm(Planner):
             scaler: the GradScaler in use, if the state was pickled with one; default: the one that it has.
 
         Raises:
-            ValueError: if the state was pickled with a scaler and none is given, or the module can't have the hook.
+            InvalidArgument: if the state was pickled with a scaler and none is given, or the module can't have the
+                hook.
         """
         super().bind(model, process_group, scaler=scaler)
         self.choice, self.chosen, self._best, self.settled, self._broke_off = None, None, None, False, False
@@ -120,7 +121,7 @@ class AutoComm(Planner):
     def _probed(self) -> Network:
         size = dist.get_world_size()
         if self.topology.size != size:
-            raise ValueError(
+            raise InvalidArgument(
                 f"the module's process group must have all {size} ranks for its links to be measured, got "
                 f"{self.topology.size}; pass network="
             )

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from accel.comm.compression.momentum import VELOCITY, MomentumCorrection
 from accel.comm.hooks import CommState
 from accel.comm.layout import as_laid_out
+from accel.profiler.errors import InvalidArgument
 
 BUFFER = "momentum_buffer"
 
@@ -50,8 +51,8 @@ def take_momentum(state: CommState, optimizer: torch.optim.Optimizer, scaler: An
         What gives the momentum back.
 
     Raises:
-        ValueError: if the state has no such compressor, or the optimizer is another or has an option that isn't linear
-            or not seen from outside: dampening, fused.
+        InvalidArgument: if the state has no such compressor, or the optimizer is another or has an option that isn't
+            linear or not seen from outside: dampening, fused.
 
     Example:
         >>> optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4)
@@ -68,14 +69,14 @@ class SGDMomentum:
     def __init__(self, state: CommState, optimizer: torch.optim.Optimizer, scaler: Any) -> None:
         compressor = state.compressor
         if not isinstance(compressor, MomentumCorrection) or not compressor.momentum:
-            raise ValueError(
+            raise InvalidArgument(
                 "the state must have a compressor with momentum to hand it over to, DGC() or OneBit(momentum=True), "
                 f"got {compressor!r}"
             )
         if compressor._source is not None:
-            raise ValueError("the state has taken an optimizer's momentum already; close() that hand-over first")
+            raise InvalidArgument("the state has taken an optimizer's momentum already; close() that hand-over first")
         if type(optimizer) is not torch.optim.SGD:
-            raise ValueError(
+            raise InvalidArgument(
                 f"the momentum of torch.optim.SGD alone can be taken over, got {type(optimizer).__name__}; "
                 f"use {type(compressor).__name__}(momentum=False) with others"
             )
@@ -96,16 +97,18 @@ class SGDMomentum:
         ]
 
     def _index(self) -> None:
-        """Note the group of each parameter by name, or raise ValueError."""
+        """Note the group of each parameter by name, or raise InvalidArgument."""
         self._shape = self._shape_now()
         self._group: dict[str, int] = {}
         for number, group in enumerate(self._optimizer.param_groups):
             for option in ("dampening", "fused"):
                 if group.get(option):
-                    raise ValueError(f"SGD's momentum can't be taken over with {option}={group[option]}; leave it out")
+                    raise InvalidArgument(
+                        f"SGD's momentum can't be taken over with {option}={group[option]}; leave it out"
+                    )
             for parameter in group["params"]:
                 if id(parameter) not in self._names:
-                    raise ValueError(
+                    raise InvalidArgument(
                         "the optimizer's parameters must all be of the state's model, got one of shape "
                         f"{tuple(parameter.shape)} that is not; give it an optimizer of its own"
                     )
@@ -132,13 +135,13 @@ class SGDMomentum:
         return 1.0 if self._scaler is None else float(self._scaler.get_scale())
 
     def begin_pass(self) -> None:
-        """Raise ValueError if the last pass was finite, so that momentum has been applied, and no step came after it.
+        """Raise InvalidArgument if the last pass was finite, so that momentum was applied, and no step came after it.
 
         GradScaler makes no step of a pass that was not finite, nor does a rank within `join()` that has no more data.
         """
         own = torch._C._current_graph_task_id() != -1
         if own and self._due and self._memory.noted and self._memory.finite():
-            raise ValueError(
+            raise InvalidArgument(
                 "with its momentum taken over, the optimizer must make a step after each averaged backward pass, got "
                 "another pass first, which would apply momentum twice; accumulate gradients under ddp.no_sync()"
             )
@@ -150,7 +153,7 @@ class SGDMomentum:
     def _before(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Move the weights by the momentum that the optimizer has kept, and let `step` do the rest without any."""
         if len(args) > 1 or kwargs.get("closure") is not None:  # the first is the optimizer
-            raise ValueError("with its momentum taken over, step() takes no closure; call backward() before it")
+            raise InvalidArgument("with its momentum taken over, step() takes no closure; call backward() before it")
         self._restore()
         self._due = False
         if self._shape != self._shape_now():

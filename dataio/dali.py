@@ -4,7 +4,7 @@ DALI decodes and resizes, nothing else. Order, sharding, crops and epochs are th
 computed here: DALI's own readers cannot resume without a checkpoint of their state, and their shards and last batches
 differ from `DistributedSampler`'s. So the loader can be put in place of
 
-    DataLoader(dataset, batch_size, sampler=DistributedSampler(dataset, …), collate_fn=collate)
+    DataLoader(dataset, batch_size, sampler=DistributedSampler(dataset, …), collate_fn=collate_images)
 
 and the same samples come in the same batches with the same crops.
 """
@@ -25,6 +25,8 @@ from accel.dataio.engine.transfer import pin
 from accel.dataio.image.dali_graph import Batch, Graph
 from accel.dataio.images import ImageDataset
 from accel.dataio.sampling.round_robin import world
+from accel.profiler import renamed
+from accel.profiler.errors import InvalidArgument
 
 LastBatch = Literal["partial", "drop", "fill"]
 Batches = Generator[tuple[Tensor, Tensor], None, None]
@@ -44,7 +46,7 @@ class DaliLoader:
         last_batch: what becomes of samples that don't fill a batch, see below.
         device: to decode on and to leave the batches on; default the current CUDA device, else the CPU.
         threads: of DALI, default 2.
-        prefetch: batches under way, at least 1, default 2.
+        prefetch_factor: batches under way, at least 1, default 2.
 
     | last_batch | ranks with unequal shares | the last batch of a rank |
     |---|---|---|
@@ -55,7 +57,7 @@ class DaliLoader:
     Images are (B, 3, H, W) uint8 in channels_last on `device`, labels (B,) int64 there too.
 
     Raises:
-        ValueError: if an argument is out of range; while iterating, if an image cannot be decoded.
+        InvalidArgument: if an argument is out of range; while iterating, if an image cannot be decoded.
         ImportError: if DALI is not installed.
 
     Example:
@@ -66,6 +68,7 @@ class DaliLoader:
         ...         loss = criterion(model(normalize(images)), labels)
     """
 
+    @renamed.arguments(prefetch="prefetch_factor")
     def __init__(
         self,
         dataset: ImageDataset,
@@ -78,20 +81,20 @@ class DaliLoader:
         last_batch: LastBatch = "partial",
         device: torch.device | str | None = None,
         threads: int = 2,
-        prefetch: int = 2,
+        prefetch_factor: int = 2,
     ) -> None:
-        for name, value in (("batch_size", batch_size), ("threads", threads), ("prefetch", prefetch)):
+        for name, value in (("batch_size", batch_size), ("threads", threads), ("prefetch_factor", prefetch_factor)):
             if value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
+                raise InvalidArgument(f"{name} must be at least 1, got {value}")
         if last_batch not in get_args(LastBatch):
-            raise ValueError(f"last_batch must be one of {get_args(LastBatch)}, got {last_batch!r}")
+            raise InvalidArgument(f"last_batch must be one of {get_args(LastBatch)}, got {last_batch!r}")
         self.dataset, self.batch_size, self.last_batch = dataset, batch_size, last_batch
         self.num_replicas, self.rank = world(num_replicas, rank)
         self.sampler: DistributedSampler[int] = DistributedSampler(
             dataset, self.num_replicas, self.rank, shuffle, seed, drop_last=last_batch == "drop"
         )
         self.device = _device(device)
-        self._threads, self._prefetch = threads, prefetch
+        self._threads, self._prefetch = threads, prefetch_factor
         self._graph: Graph | None = None
         self._running: Batches | None = None
         self._start = self._given = 0
@@ -141,16 +144,16 @@ class DaliLoader:
         """Go on where `state` was taken, with the very samples and crops that would have come.
 
         Raises:
-            ValueError: if it was taken with another data set, order, batch size or number of ranks.
+            InvalidArgument: if it was taken with another data set, order, batch size or number of ranks.
         """
         if state["settings"] != self._fingerprint():
-            raise ValueError(
+            raise InvalidArgument(
                 f"the state must be of the same samples, seeds, batch_size, ranks and last_batch, got settings "
                 f"{state['settings']}, these are {self._fingerprint()}; go on at the next epoch with "
                 f"set_epoch({state['epoch'] + 1})"
             )
         if not 0 <= state["batch"] <= len(self):
-            raise ValueError(f"batch must be 0 to {len(self)}, got {state['batch']}")
+            raise InvalidArgument(f"batch must be 0 to {len(self)}, got {state['batch']}")
         self.set_epoch(state["epoch"])
         self._start = self._given = state["batch"]
 
@@ -216,7 +219,7 @@ class DaliLoader:
         except RuntimeError as error:
             indices = under_way[0]
             self.dataset.__getitems__(indices)  # says which one it is, if it cannot be read without DALI either
-            raise ValueError(f"samples must be readable by DALI, one of {indices} is not: {error}") from error
+            raise InvalidArgument(f"samples must be readable by DALI, one of {indices} is not: {error}") from error
 
 
 def _device(device: torch.device | str | None) -> torch.device:

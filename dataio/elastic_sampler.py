@@ -25,6 +25,7 @@ from accel.dataio.peek import PeekedEpoch
 from accel.dataio.sampling.permutation import Items, Permutation
 from accel.dataio.sampling.places import DealtStep, SamplerPlace
 from accel.dataio.sampling.round_robin import RoundRobin, Tail, world
+from accel.profiler.errors import InvalidArgument, InvalidState
 
 T = TypeVar("T")
 _VERSION = 1
@@ -55,7 +56,7 @@ class ElasticSampler(Sampler[list[int]]):
             left when a state was loaded. "fill": as "uneven", but a repeat in place of an empty batch.
 
     Raises:
-        ValueError: if an argument is out of range, or torchrun started several ranks and there is no process group.
+        InvalidArgument: if an argument is out of range, or torchrun started several ranks and there is no group.
 
     Attributes:
         trained: the step that the loop trains on, or has trained on last, where that is known; default None.
@@ -133,7 +134,7 @@ class ElasticSampler(Sampler[list[int]]):
             batches: the loader built on this sampler, or what wraps it (the outermost, if one looks ahead).
 
         Raises:
-            ValueError: if the loader has in_order=False: what it passed over would be lost with the state.
+            InvalidArgument: if the loader has in_order=False: what it passed over would be lost with the state.
 
         Example:
             >>> sampler = ElasticSampler(10, batch_size=4)
@@ -141,7 +142,9 @@ class ElasticSampler(Sampler[list[int]]):
             [4, 4, 2]
         """
         if getattr(batches, "in_order", True) is False:
-            raise ValueError("batches must come in order to be counted, got a loader with in_order=False; remove that")
+            raise InvalidArgument(
+                "batches must come in order to be counted, got a loader with in_order=False; remove that"
+            )
         self._counting = True
         return self._count(batches)
 
@@ -167,10 +170,10 @@ class ElasticSampler(Sampler[list[int]]):
         """Count one batch as consumed; for loops that cannot iterate over `consumed`.
 
         Raises:
-            RuntimeError: if no batch of this sampler's running pass is left to be counted.
+            InvalidState: if no batch of this sampler's running pass is left to be counted.
         """
         if not self._under_way:
-            raise RuntimeError(
+            raise InvalidState(
                 "only batches that this sampler dealt can be counted, got one more; build the loader with "
                 "DataLoader(batch_sampler=sampler), and neither load a state nor change the epoch while iterating it"
             )
@@ -254,7 +257,7 @@ class ElasticSampler(Sampler[list[int]]):
                 that `set_epoch` at the head of a loop does not undo `load_state_dict`.
 
         Raises:
-            ValueError: if an argument is out of range.
+            InvalidArgument: if an argument is out of range.
         """
         _check(type(epoch) is int and epoch >= 0, f"epoch must be a whole number, at least 0, got {epoch!r}")
         if position is None and epoch == self.epoch:
@@ -282,7 +285,7 @@ class ElasticSampler(Sampler[list[int]]):
                 all ranks only if their loaders run ahead equally far. If not, give a number.
 
         Raises:
-            ValueError: if a size is less than 1, or batches after `delay` more are dealt already.
+            InvalidArgument: if a size is less than 1, or batches after `delay` more are dealt already.
         """
         dealt = self.dealt_ahead
         delay = dealt if delay is None else delay
@@ -308,10 +311,10 @@ class ElasticSampler(Sampler[list[int]]):
         """Return what it takes to go on from here: a few numbers, whatever n is, and equal on all ranks.
 
         Raises:
-            RuntimeError: if batches have been dealt and nothing counts what the loop took of them.
+            InvalidState: if batches have been dealt and nothing counts what the loop took of them.
         """
         if self._under_way and not self._counting:
-            raise RuntimeError(
+            raise InvalidState(
                 f"consumed batches must be counted, got {len(self._under_way)} dealt and none counted; iterate over "
                 "sampler.consumed(loader), or call sampler.advance() after each batch"
             )
@@ -326,7 +329,7 @@ class ElasticSampler(Sampler[list[int]]):
             state: from any of the old ranks; load it on all new ones.
 
         Raises:
-            ValueError: if it is of another dataset length, seed or order, or not a state of this class.
+            InvalidArgument: if it is of another dataset length, seed or order, or not a state of this class.
         """
         _check(state.get("version") == _VERSION, f"a state must have version {_VERSION}, got {state.get('version')!r}")
         for name, own in self._identity().items():
@@ -457,4 +460,4 @@ class ElasticSampler(Sampler[list[int]]):
 
 def _check(holds: bool, message: str) -> None:
     if not holds:
-        raise ValueError(message)
+        raise InvalidArgument(message)

@@ -15,6 +15,8 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from accel.profiler.errors import InvalidArgument
+
 Pair = tuple[int, int]
 
 # The constants of SplitMix64 (Steele, Lea and Flood 2014, https://doi.org/10.1145/2660193.2660195).
@@ -68,7 +70,7 @@ class RandomResizedCrop:
         flip: probability of mirroring, default 0.5.
 
     Raises:
-        ValueError: if an argument is out of range.
+        InvalidArgument: if an argument is out of range.
 
     Example:
         >>> RandomResizedCrop(224).place(375, 500, [0.5] * 41).size
@@ -88,11 +90,11 @@ class RandomResizedCrop:
     ) -> None:
         self.size, self.scale, self.ratio, self.flip = _pair(size, "size"), scale, ratio, flip
         if not 0 < scale[0] <= scale[1] <= 1:
-            raise ValueError(f"scale must be two shares of the area with 0 < least <= most <= 1, got {scale}")
+            raise InvalidArgument(f"scale must be two shares of the area with 0 < least <= most <= 1, got {scale}")
         if not 0 < ratio[0] <= ratio[1] < math.inf:
-            raise ValueError(f"ratio must be two quotients width ÷ height with 0 < least <= most, got {ratio}")
+            raise InvalidArgument(f"ratio must be two quotients width ÷ height with 0 < least <= most, got {ratio}")
         if not 0 <= flip <= 1:
-            raise ValueError(f"flip must be a probability, 0 to 1, got {flip}")
+            raise InvalidArgument(f"flip must be a probability, 0 to 1, got {flip}")
         self._logs = math.log(ratio[0]), math.log(ratio[1])
 
     def place(self, height: int, width: int, draws: Sequence[float]) -> Placement:
@@ -128,7 +130,7 @@ class ResizeCenterCrop:
             256 for 224.
 
     Raises:
-        ValueError: if an argument is out of range.
+        InvalidArgument: if an argument is out of range.
 
     Example:
         >>> ResizeCenterCrop(224).place(375, 500, [])
@@ -141,7 +143,7 @@ class ResizeCenterCrop:
         self.size = _pair(size, "size")
         self.resize = round(max(self.size) / 0.875) if resize is None else resize
         if self.resize < max(self.size):
-            raise ValueError(f"resize must be at least the output's {max(self.size)} pixels, got {self.resize}")
+            raise InvalidArgument(f"resize must be at least the output's {max(self.size)} pixels, got {self.resize}")
 
     def place(self, height: int, width: int, draws: Sequence[float]) -> Placement:
         """Return the placement; nothing is random."""
@@ -158,7 +160,7 @@ class Resize:
         size: of the output, pixels, one number or (height, width).
 
     Raises:
-        ValueError: if it is less than 1.
+        InvalidArgument: if it is less than 1.
     """
 
     draws = 0
@@ -174,7 +176,7 @@ class Resize:
 def _pair(size: int | Pair, name: str) -> Pair:
     pair = (size, size) if isinstance(size, int) else (int(size[0]), int(size[1]))
     if min(pair) < 1:
-        raise ValueError(f"{name} must be at least 1 pixel, got {size}")
+        raise InvalidArgument(f"{name} must be at least 1 pixel, got {size}")
     return pair
 
 

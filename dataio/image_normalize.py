@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from accel.profiler.errors import InvalidArgument
+
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
 
@@ -24,7 +26,7 @@ class Normalize(nn.Module):
         memory_format: of the result; default that of the input, channels_last for batches of `ImageDataset`.
 
     Raises:
-        ValueError: if there are not as many `std` as `mean`, or one is not more than 0.
+        InvalidArgument: if there are not as many `std` as `mean`, or one is not more than 0.
 
     Example:
         >>> normalize = Normalize(dtype=torch.bfloat16)
@@ -41,9 +43,9 @@ class Normalize(nn.Module):
     ) -> None:
         super().__init__()
         if len(mean) != len(std) or not mean or min(std) <= 0:
-            raise ValueError(f"mean and std must be as many, std more than 0, got {tuple(mean)} and {tuple(std)}")
+            raise InvalidArgument(f"mean and std must be as many, std more than 0, got {tuple(mean)} and {tuple(std)}")
         if not dtype.is_floating_point:
-            raise ValueError(f"dtype must be a floating-point one, got {dtype}")
+            raise InvalidArgument(f"dtype must be a floating-point one, got {dtype}")
         self.mean, self.std = tuple(map(float, mean)), tuple(map(float, std))
         self.dtype, self.memory_format = dtype, memory_format
         # No buffers: `model.half()` would round them, and each pixel with them.
@@ -56,12 +58,12 @@ class Normalize(nn.Module):
             images: (B, C, H, W) or (C, H, W) uint8.
 
         Raises:
-            ValueError: if they are of another type, or have another number of channels.
+            InvalidArgument: if they are of another type, or have another number of channels.
         """
         if images.dtype != torch.uint8:
-            raise ValueError(f"images must be uint8, 0 to 255, got {images.dtype}; normalise once only")
+            raise InvalidArgument(f"images must be uint8, 0 to 255, got {images.dtype}; normalise once only")
         if images.dim() not in (3, 4) or images.shape[-3] != len(self.mean):
-            raise ValueError(
+            raise InvalidArgument(
                 f"images must be (B, {len(self.mean)}, H, W) or without B, got {tuple(images.shape)}; permute them"
             )
         scale, shift = self._on(images.device)

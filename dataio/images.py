@@ -29,6 +29,8 @@ from accel.dataio.image.epoch import Epoch
 from accel.dataio.image.resize import Interpolation, Resizer
 from accel.dataio.image.sources import EXTENSIONS, Sample, folder_samples, name, read
 from accel.dataio.image_geometry import Placement, Transform, uniforms
+from accel.profiler import renamed
+from accel.profiler.errors import InvalidArgument
 from accel.profiler.host import usable_cores
 
 
@@ -53,13 +55,16 @@ class ImageBatch(Sequence[tuple[Tensor, int]]):
         return zip(self.images, self.labels.tolist(), strict=True)
 
 
-def collate(batch: Sequence[tuple[Tensor, int]]) -> tuple[Tensor, Tensor]:
+def collate_images(batch: Sequence[tuple[Tensor, int]]) -> tuple[Tensor, Tensor]:
     """Return (images, labels) without copying a batch that `ImageDataset` made; `collate_fn` of a loader."""
     if isinstance(batch, ImageBatch):
         return batch.images, batch.labels
     images, labels = zip(*batch, strict=True)
     stacked = torch.stack([image.permute(1, 2, 0) for image in images])
     return stacked.permute(0, 3, 1, 2), torch.tensor(labels)
+
+
+collate = renamed.function("collate", collate_images)
 
 
 class ImageDataset(Dataset[tuple[Tensor, int]]):
@@ -80,11 +85,11 @@ class ImageDataset(Dataset[tuple[Tensor, int]]):
         exif: turn images as their EXIF orientation says; default no, as torchvision's `ImageFolder`.
 
     Raises:
-        ValueError: if an argument is out of range; when a sample is read, if it holds no readable image.
+        InvalidArgument: if an argument is out of range; when a sample is read, if it holds no readable image.
 
     Example:
         >>> dataset = ImageDataset([("cat.jpg", 0), ("dog.jpg", 1)], RandomResizedCrop(224))
-        >>> loader = DataLoader(dataset, batch_size=64, shuffle=True, collate_fn=collate)
+        >>> loader = DataLoader(dataset, batch_size=64, shuffle=True, collate_fn=collate_images)
         >>> for epoch in range(3):
         ...     dataset.set_epoch(epoch)
         ...     for images, labels in loader:
@@ -106,9 +111,9 @@ class ImageDataset(Dataset[tuple[Tensor, int]]):
         exif: bool = False,
     ) -> None:
         if threads is not None and threads < 1:
-            raise ValueError(f"threads must be at least 1, got {threads}")
+            raise InvalidArgument(f"threads must be at least 1, got {threads}")
         if reducing_gap is not None and not reducing_gap >= 1:
-            raise ValueError(f"reducing_gap must be at least 1, or None, got {reducing_gap}")
+            raise InvalidArgument(f"reducing_gap must be at least 1, or None, got {reducing_gap}")
         self.samples, self.transform, self.seed, self.threads = samples, transform, seed, threads
         self.reducing_gap, self.exif = reducing_gap, exif
         self._resizer = Resizer(interpolation)
@@ -186,7 +191,7 @@ class ImageDataset(Dataset[tuple[Tensor, int]]):
         """Yield the file of each sample and its placement in this epoch, for a decoder other than the one built in.
 
         Raises:
-            ValueError: if a file cannot be read or is no image.
+            InvalidArgument: if a file cannot be read or is no image.
         """
         for index, draws in zip(indices, self._draws(indices), strict=True):
             with self._named(index):
@@ -210,7 +215,7 @@ class ImageDataset(Dataset[tuple[Tensor, int]]):
         try:
             yield
         except (OSError, ValueError) as error:
-            raise ValueError(
+            raise InvalidArgument(
                 f"samples must be readable images, sample {index} ({name(self.samples[index][0])}) is not: {error}; "
                 "remove or replace it"
             ) from error

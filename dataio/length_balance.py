@@ -51,6 +51,7 @@ from accel.dataio.sampling.balance_plan import (
     spread,
     take,
 )
+from accel.profiler.errors import InvalidArgument
 
 Cost = Callable[[Floats], Any]
 
@@ -89,7 +90,7 @@ def attention_cost(crossover: float) -> Cost:
         >>> sampler = LengthBalancedBatchSampler(lengths, max_tokens=8192, cost=attention_cost(2048))
     """
     if not crossover > 0:
-        raise ValueError(f"crossover must be larger than 0 tokens, got {crossover}")
+        raise InvalidArgument(f"crossover must be larger than 0 tokens, got {crossover}")
     return lambda lengths: lengths * (1.0 + lengths / crossover)
 
 
@@ -126,7 +127,7 @@ class LengthBalancedBatchSampler(Sampler[list[int]]):
             unpadded, where packs are random anyway.
 
     Raises:
-        ValueError: if an argument is out of range or a sample is longer than `max_tokens`.
+        InvalidArgument: if an argument is out of range or a sample is longer than `max_tokens`.
 
     Example:
         >>> sampler = LengthBalancedBatchSampler([len(s) for s in samples], max_tokens=8192)
@@ -169,12 +170,12 @@ class LengthBalancedBatchSampler(Sampler[list[int]]):
 
     def _limits(self, max_tokens: int | None, batch_size: int | None, jitter: float | None) -> None:
         if (max_tokens is None) == (batch_size is None):
-            raise ValueError(f"give either max_tokens or batch_size, got {max_tokens} and {batch_size}")
+            raise InvalidArgument(f"give either max_tokens or batch_size, got {max_tokens} and {batch_size}")
         limit = batch_size if max_tokens is None else max_tokens
         if limit is not None and limit < 1:
-            raise ValueError(f"max_tokens and batch_size must be at least 1, got {limit}")
+            raise InvalidArgument(f"max_tokens and batch_size must be at least 1, got {limit}")
         if jitter is not None and not 0 <= jitter < 1:
-            raise ValueError(f"jitter must be 0 or more and less than 1, got {jitter}")
+            raise InvalidArgument(f"jitter must be 0 or more and less than 1, got {jitter}")
         if max_tokens is not None:
             check_longest(self._lengths, max_tokens, "max_tokens", "or leave them out")
 
@@ -229,15 +230,17 @@ class LengthBalancedBatchSampler(Sampler[list[int]]):
         """Go on where `state` was taken; after the last batch of an epoch nothing is left of it.
 
         Raises:
-            ValueError: if it was taken with other lengths, costs, ranks or settings, or the step is out of range.
+            InvalidArgument: if it was taken with other lengths, costs, ranks or settings, or the step is out of range.
         """
         if state["plan"] != self._fingerprint():
-            raise ValueError(
+            raise InvalidArgument(
                 f"the state must be of the same lengths, costs, ranks and settings, got plan {state['plan']}, this is "
                 f"{self._fingerprint()}; go on at the next epoch with set_epoch({state['epoch'] + 1})"
             )
         if not 0 <= state["step"] <= self._steps:
-            raise ValueError(f"step must be 0 to {self._steps}, got {state['step']}; count batches of this epoch only")
+            raise InvalidArgument(
+                f"step must be 0 to {self._steps}, got {state['step']}; count batches of this epoch only"
+            )
         self.epoch, self._start, self._drawn = state["epoch"], state["step"], _Drawn(state["step"])
 
     def _fingerprint(self) -> int:
@@ -372,7 +375,7 @@ def _place(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
     ranks = num_replicas if num_replicas is not None else dist.get_world_size() if running else 1
     here = rank if rank is not None else dist.get_rank() if running else 0
     if ranks < 1 or not 0 <= here < ranks:
-        raise ValueError(
+        raise InvalidArgument(
             f"rank must be 0 to num_replicas - 1, got rank {here} of {ranks}; give both, or start torch.distributed"
         )
     return ranks, here
@@ -382,7 +385,7 @@ def _costs(cost: Cost | None, lengths: Ints) -> Floats:
     wide = lengths.astype(np.float64)
     costs = wide if cost is None else np.asarray(cost(wide.copy()), dtype=np.float64)
     if costs.shape != lengths.shape or not np.isfinite(costs).all() or (costs < 0).any():
-        raise ValueError(
+        raise InvalidArgument(
             f"cost must return one finite number ≥ 0 per length, shape {lengths.shape}, got shape {costs.shape}, "
             f"{int((~np.isfinite(costs)).sum())} not finite; it takes the array of all lengths"
         )

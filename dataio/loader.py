@@ -24,6 +24,8 @@ from accel.dataio.passes import epochs, resume
 from accel.dataio.passes.engines import MODES, Mode, Options
 from accel.dataio.passes.loader_core import CoreIterator, LoaderCore, LoaderPass
 from accel.dataio.passes.movable import not_movable
+from accel.profiler import renamed
+from accel.profiler.errors import InvalidArgument, InvalidType
 
 # Attributes of a `DataLoader` that may be set, and that batches depend on.
 _FETCHES_BY = frozenset(
@@ -43,19 +45,19 @@ class ContinuousLoader(DataLoader[Any]):
         mode: how batches are made. "inline" in the loop's thread; "threads" (the dataset must bear it); "processes" by
             the loader's own context, or "fork", "forkserver", "spawn"; "auto" (default) tries them on the running loop
             and chooses, see `explain`; with a worker_init_fn it tries processes only.
-        workers: threads or processes; default the loader's num_workers, or else the cores this process may use. With
-            "auto" it is measured, and this is the most that is tried; default the cores, and more where fetching waits
-            for something other than a core.
-        prefetch: batches each worker may be ahead; default the loader's prefetch_factor, or 2, and with `mode="auto"`
-            more, up to 64 in all, where that shortens the loop's wait.
+        num_workers: threads or processes; default the loader's, or else the cores this process may use. With "auto"
+            it is measured, and this is the most that is tried; default the cores, and more where fetching waits for
+            something other than a core.
+        prefetch_factor: batches each worker may be ahead; default the loader's, or 2, and with `mode="auto"` more, up
+            to 64 in all, where that shortens the loop's wait.
         thread_safe: whether several threads may read the dataset at once; only then does "auto" try them, unless
             fetching draws random numbers. Default: its attribute `thread_safe`, or else whether it holds nothing but
             data and isn't changed by reading, see `accel.dataio.dataset.thread_safety`.
         device: where to copy batches to, one ahead, on a stream of its own; default: nowhere.
 
     Raises:
-        TypeError: if `loader` is not a `DataLoader`.
-        ValueError: if an argument is out of range, or a mode is not to be had for this loader.
+        InvalidType: if `loader` is not a `DataLoader`.
+        InvalidArgument: if an argument is out of range, or a mode is not to be had for this loader.
 
     Example:
         >>> from torch.utils.data import DataLoader
@@ -64,31 +66,32 @@ class ContinuousLoader(DataLoader[Any]):
         [[0, 1], [2, 3], [4, 5]]
     """
 
+    @renamed.arguments(workers="num_workers", prefetch="prefetch_factor")
     def __init__(
         self,
         loader: DataLoader[Any],
         *,
         mode: Mode = "auto",
-        workers: int | None = None,
-        prefetch: int | None = None,
+        num_workers: int | None = None,
+        prefetch_factor: int | None = None,
         thread_safe: bool | None = None,
         device: torch.device | str | None = None,
     ) -> None:
         if not isinstance(loader, DataLoader):
-            raise TypeError(f"a ContinuousLoader wraps a torch.utils.data.DataLoader, got {type(loader).__name__}")
+            raise InvalidType(f"a ContinuousLoader wraps a torch.utils.data.DataLoader, got {type(loader).__name__}")
         if isinstance(loader, ContinuousLoader):
-            raise ValueError("the loader is a ContinuousLoader already; wrap the DataLoader inside it")
+            raise InvalidArgument("the loader is a ContinuousLoader already; wrap the DataLoader inside it")
         if mode not in MODES:
-            raise ValueError(f"mode must be one of {', '.join(MODES)}, got {mode!r}")
-        for name, value in (("workers", workers), ("prefetch", prefetch)):
+            raise InvalidArgument(f"mode must be one of {', '.join(MODES)}, got {mode!r}")
+        for name, value in (("num_workers", num_workers), ("prefetch_factor", prefetch_factor)):
             if value is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
+                raise InvalidArgument(f"{name} must be at least 1, got {value}")
         reason = not_movable(loader)
         if reason and mode not in ("auto", "inline"):
-            raise ValueError(f"mode={mode!r} needs a map-style loader, but {reason}; use mode='auto'")
+            raise InvalidArgument(f"mode={mode!r} needs a map-style loader, but {reason}; use mode='auto'")
         # A DataLoader with the very objects of the wrapped one: attributes, len() and isinstance() are its own.
         self.__dict__.update(loader.__dict__)
-        self.__dict__["_core"] = LoaderCore(loader, Options(mode, workers, prefetch, thread_safe, device))
+        self.__dict__["_core"] = LoaderCore(loader, Options(mode, num_workers, prefetch_factor, thread_safe, device))
 
     _core: LoaderCore
 
@@ -139,7 +142,7 @@ class ContinuousLoader(DataLoader[Any]):
         the epoch is then dealt anew, each sample once. The samplers must be made with the same seed.
 
         Raises:
-            ValueError: if it is not a state of this class, or of another dataset length or kind of sampler.
+            InvalidArgument: if it is not a state of this class, or of another dataset length or kind of sampler.
         """
         if not self._core.passed_through:
             resume.check(self._core.loader, state)
@@ -178,8 +181,16 @@ class ContinuousLoader(DataLoader[Any]):
         self.close()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _wrap, (self._core.loader, self._core.options._asdict())
+        return _wrap, (self._core.loader, *self._core.options)
 
 
-def _wrap(loader: DataLoader[Any], options: dict[str, Any]) -> ContinuousLoader:
-    return ContinuousLoader(loader, **options)
+def _wrap(
+    loader: DataLoader[Any],
+    mode: Mode,
+    workers: int | None,
+    prefetch: int | None,
+    thread_safe: bool | None,
+    device: Any,
+) -> ContinuousLoader:
+    options = {"num_workers": workers, "prefetch_factor": prefetch, "thread_safe": thread_safe, "device": device}
+    return ContinuousLoader(loader, mode=mode, **options)

@@ -25,6 +25,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import pad
 
+from accel.profiler.errors import InvalidArgument, InvalidType
+
 PADDING = -1  # the sequence id of padding
 _INT32_MAX = 2**31 - 1
 
@@ -73,7 +75,7 @@ def pack(
         The row, T = sum of lengths, or `capacity`.
 
     Raises:
-        ValueError: if there is no sequence, one is not 1-D, labels do not fit, or the row exceeds `capacity`.
+        InvalidArgument: if there is no sequence, one is not 1-D, labels do not fit, or the row exceeds `capacity`.
 
     Example:
         >>> row = pack([torch.tensor([5, 6, 7]), torch.tensor([8, 9])])
@@ -82,7 +84,7 @@ def pack(
     """
     rows = [_row(sequence, "sequence", i) for i, sequence in enumerate(sequences)]
     if not rows:
-        raise ValueError("pack needs at least one sequence, got none; skip the empty batch")
+        raise InvalidArgument("pack needs at least one sequence, got none; skip the empty batch")
     lengths = [len(row) for row in rows]
     targets = rows if labels is None else _labels(labels, lengths)
     total, filler = sum(lengths), _filler(sum(lengths), capacity)
@@ -109,11 +111,11 @@ def unpack(packed: Packed, values: Tensor | None = None) -> list[Tensor]:
         values: (T, …), what a model made of the tokens; default: the tokens. The n results are views of it.
 
     Raises:
-        ValueError: if `values` has no T entries.
+        InvalidArgument: if `values` has no T entries.
     """
     values = packed.tokens if values is None else values
     if values.dim() == 0 or len(values) != len(packed.tokens):
-        raise ValueError(
+        raise InvalidArgument(
             f"values must have one entry per token, ({len(packed.tokens)}, …), got {tuple(values.shape)}; "
             "squeeze a batch dimension of 1 first"
         )
@@ -131,7 +133,7 @@ class PackCollate:
         **options: of `pack`: capacity, pad_id, ignore_index, shift.
 
     Raises:
-        TypeError: if an option is none of `pack`'s.
+        InvalidType: if an option is none of `pack`'s.
 
     Example:
         >>> loader = DataLoader(samples, batch_sampler=sampler, collate_fn=PackCollate())
@@ -141,7 +143,7 @@ class PackCollate:
     def __init__(self, tokens: str = "input_ids", labels: str = "labels", **options: Any) -> None:
         unknown = sorted(options.keys() - {"capacity", "pad_id", "ignore_index", "shift"})
         if unknown:
-            raise TypeError(f"PackCollate takes capacity, pad_id, ignore_index and shift, got {', '.join(unknown)}")
+            raise InvalidType(f"PackCollate takes capacity, pad_id, ignore_index and shift, got {', '.join(unknown)}")
         self.tokens, self.labels, self.options = tokens, labels, options
 
     def __call__(self, samples: Sequence[Any]) -> Packed:
@@ -149,7 +151,9 @@ class PackCollate:
         mapped = [sample if isinstance(sample, Mapping) else {self.tokens: sample} for sample in samples]
         labelled = [self.labels in sample for sample in mapped]
         if any(labelled) and not all(labelled):
-            raise ValueError(f"all samples or none must have {self.labels!r}, got {sum(labelled)} of {len(samples)}")
+            raise InvalidArgument(
+                f"all samples or none must have {self.labels!r}, got {sum(labelled)} of {len(samples)}"
+            )
         labels = [sample[self.labels] for sample in mapped] if any(labelled) else None
         return pack([sample[self.tokens] for sample in mapped], labels, **self.options)
 
@@ -192,7 +196,7 @@ def plan_rows(
         The rows, longest pieces first; each sequence stands in them exactly once.
 
     Raises:
-        ValueError: if a sequence is longer than a row and may not be split, or an argument is out of range.
+        InvalidArgument: if a sequence is longer than a row and may not be split, or an argument is out of range.
 
     Example:
         >>> plan = plan_rows([len(s) for s in sequences], 4096)
@@ -200,9 +204,9 @@ def plan_rows(
     """
     whole = check_lengths(lengths)
     if capacity < 1:
-        raise ValueError(f"capacity must be at least 1 token, got {capacity}")
+        raise InvalidArgument(f"capacity must be at least 1 token, got {capacity}")
     if long not in ("error", "split"):
-        raise ValueError(f"long must be 'error' or 'split', got {long!r}")
+        raise InvalidArgument(f"long must be 'error' or 'split', got {long!r}")
     if long == "error":
         check_longest(whole, capacity, "capacity", "or pass long='split'")
     pieces = [
@@ -254,20 +258,20 @@ def best_fit(lengths: NDArray[np.int64], capacity: int) -> NDArray[np.int64]:
 
 
 def check_lengths(lengths: Sequence[int] | NDArray[Any]) -> NDArray[np.int64]:
-    """Return the lengths as an array (n,) of int64; raise ValueError unless they are whole numbers ≥ 0."""
+    """Return the lengths as an array (n,) of int64; raise InvalidArgument unless they are whole numbers ≥ 0."""
     array = np.asarray(lengths)
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
-        raise ValueError(f"lengths must be a flat list of whole numbers, got {array.dtype} of shape {array.shape}")
+        raise InvalidArgument(f"lengths must be a flat list of whole numbers, got {array.dtype} of shape {array.shape}")
     if array.size and array.min() < 0:
-        raise ValueError(f"lengths must be at least 0, got {array.min()} at index {array.argmin()}")
+        raise InvalidArgument(f"lengths must be at least 0, got {array.min()} at index {array.argmin()}")
     return array.astype(np.int64)
 
 
 def check_longest(lengths: NDArray[np.int64], limit: int, name: str, remedy: str) -> None:
-    """Raise ValueError if a sequence is longer than `limit`."""
+    """Raise InvalidArgument if a sequence is longer than `limit`."""
     if lengths.size and lengths.max() > limit:
         at = int(lengths.argmax())
-        raise ValueError(
+        raise InvalidArgument(
             f"no sequence may be longer than {name} = {limit}, got {lengths[at]} tokens at index {at}, "
             f"{int((lengths > limit).sum())} of {len(lengths)} in all; raise {name}, shorten them {remedy}".rstrip()
         )
@@ -276,14 +280,14 @@ def check_longest(lengths: NDArray[np.int64], limit: int, name: str, remedy: str
 def _row(values: Any, what: str, index: int) -> Tensor:
     row = torch.as_tensor(values) if isinstance(values, Tensor) or len(values) else torch.zeros(0, dtype=torch.int64)
     if row.dim() != 1:
-        raise ValueError(f"each {what} must be 1-D, got {tuple(row.shape)} at index {index}; flatten it")
+        raise InvalidArgument(f"each {what} must be 1-D, got {tuple(row.shape)} at index {index}; flatten it")
     return row
 
 
 def _labels(labels: Sequence[Any], lengths: list[int]) -> list[Tensor]:
     rows = [_row(label, "sequence of labels", i) for i, label in enumerate(labels)]
     if [len(row) for row in rows] != lengths:
-        raise ValueError(f"labels must be as long as their sequences, {lengths}, got {[len(row) for row in rows]}")
+        raise InvalidArgument(f"labels must be as long as their sequences, {lengths}, got {[len(row) for row in rows]}")
     return rows
 
 
@@ -295,5 +299,7 @@ def _border(labels: Tensor, ignore_index: int, shift: bool) -> Tensor:
 def _filler(total: int, capacity: int | None) -> int:
     most = _INT32_MAX if capacity is None else capacity
     if total > most:
-        raise ValueError(f"the row must hold at most {most} tokens, got {total}; plan the rows with plan_rows first")
+        raise InvalidArgument(
+            f"the row must hold at most {most} tokens, got {total}; plan the rows with plan_rows first"
+        )
     return 0 if capacity is None else capacity - total

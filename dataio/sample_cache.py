@@ -35,6 +35,8 @@ from accel.dataio.fetching.fetch import sample_of
 from accel.dataio.fetching.randomness import others_could_draw, random_state, states_of_their_own, streams
 from accel.dataio.samples.layout import NotKept, SampleLayout
 from accel.dataio.samples.store import KEPT, UNKNOWN, Places, SampleStore
+from accel.profiler import renamed
+from accel.profiler.errors import InvalidArgument, InvalidType
 from accel.profiler.host import available_memory
 
 _OWN = frozenset({"dataset", "cache_book", "cache_recorder", "cache_server"})
@@ -382,13 +384,13 @@ class SampleCache(Dataset[Any]):
             time.
         memory: bytes that may be kept at most; default a quarter of what is available to this process, its control
             group respected. Where not all samples fit, those with the lowest indices are kept.
-        directory: folder on a local disk for a file without a name that holds the samples in place of memory; `memory`
+        folder: on a local disk, for a file without a name that holds the samples in place of memory; `memory`
             then bounds that file, default a quarter of what is free there.
 
     Raises:
-        TypeError: if the dataset has no length, or is iterable.
-        ValueError: if it is empty, if samples of its kind can't be kept, or not one fits into `memory`.
-        OSError: if `directory` has no room.
+        InvalidType: if the dataset has no length, or is iterable.
+        InvalidArgument: if it is empty, if samples of its kind can't be kept, or not one fits into `memory`.
+        OSError: if `folder` has no room.
 
     Example:
         >>> cache = SampleCache([(torch.tensor([float(i)]), i) for i in range(4)])
@@ -402,20 +404,21 @@ class SampleCache(Dataset[Any]):
 
     accel_hides: ClassVar[frozenset[str]] = _OWN - {"dataset"}
 
-    def __init__(self, dataset: Any, *, memory: int | None = None, directory: str | Path | None = None) -> None:
+    @renamed.arguments(directory="folder")
+    def __init__(self, dataset: Any, *, memory: int | None = None, folder: str | Path | None = None) -> None:
         if isinstance(dataset, SampleCache):
-            raise ValueError("the dataset is a SampleCache already; wrap the dataset inside it")
+            raise InvalidArgument("the dataset is a SampleCache already; wrap the dataset inside it")
         indexed = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
         if not indexed or isinstance(dataset, IterableDataset):
-            raise TypeError(f"a SampleCache needs a dataset with a length and indices, got {type(dataset).__name__}")
+            raise InvalidType(f"a SampleCache needs a dataset with a length and indices, got {type(dataset).__name__}")
         if memory is not None and memory < 1:
-            raise ValueError(f"memory must be at least 1 byte, got {memory}")
+            raise InvalidArgument(f"memory must be at least 1 byte, got {memory}")
         if not len(dataset):
-            raise ValueError("the dataset is empty: there is no sample to keep")
+            raise InvalidArgument("the dataset is empty: there is no sample to keep")
         self.dataset = dataset
-        folder = None if directory is None else Path(directory)
-        bound = memory if memory is not None else _bound(folder)
-        parts = _parts(_store(dataset, bound, folder), in_file=folder is not None)
+        path = None if folder is None else Path(folder)
+        bound = memory if memory is not None else _bound(path)
+        parts = _parts(_store(dataset, bound, path), in_file=path is not None)
         self.cache_book, self.cache_recorder, self.cache_server = parts
 
     def __len__(self) -> int:
@@ -529,10 +532,10 @@ def _store(dataset: Any, most_bytes: int, directory: Path | None) -> SampleStore
         with states_of_their_own():
             layout = SampleLayout(dataset[0])
     except NotKept as reason:
-        raise ValueError(f"samples can't be kept: one holds {reason}") from None
+        raise InvalidArgument(f"samples can't be kept: one holds {reason}") from None
     store = SampleStore(layout, len(dataset), most_bytes, directory)
     if not store.places:
-        raise ValueError(f"not one sample of {layout.size:,} bytes fits into memory={most_bytes:,} bytes")
+        raise InvalidArgument(f"not one sample of {layout.size:,} bytes fits into memory={most_bytes:,} bytes")
     return store
 
 

@@ -23,6 +23,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from accel.profiler.errors import InvalidArgument
+
 
 def token_mean(
     loss_sum: Tensor,
@@ -50,7 +52,7 @@ def token_mean(
         A scalar in fp32, or fp64 if `loss_sum` is. It is 0, with gradients of 0, if no rank has a token.
 
     Raises:
-        ValueError: if `loss_sum` is no scalar, or a number is out of range.
+        InvalidArgument: if `loss_sum` is no scalar, or a number is out of range.
 
     Example:
         >>> logits = model(row.tokens[None])
@@ -65,7 +67,7 @@ def token_mean(
         ...     token_mean(loss_sum(row), count_tokens(row.labels), total=total).backward()
     """
     if loss_sum.numel() != 1:
-        raise ValueError(
+        raise InvalidArgument(
             f"loss_sum must be a scalar, got shape {tuple(loss_sum.shape)}; use reduction='sum', not 'none'"
         )
     if total is None:
@@ -86,14 +88,14 @@ def global_tokens(tokens: int | Tensor, *, device: torch.device | str | None = N
         A scalar int64 on `device`. The host does not wait for it.
 
     Raises:
-        ValueError: if `tokens` is negative, or a tensor with more than one entry.
+        InvalidArgument: if `tokens` is negative, or a tensor with more than one entry.
 
     Example:
         >>> total = global_tokens(count_tokens(labels), device="cuda")
     """
     count = torch.as_tensor(tokens, device=device).detach()
     if count.numel() != 1 or (not isinstance(tokens, Tensor) and tokens < 0):
-        raise ValueError(f"tokens must be one number, at least 0, got {tokens}; sum the micro-batches' counts")
+        raise InvalidArgument(f"tokens must be one number, at least 0, got {tokens}; sum the micro-batches' counts")
     # A copy: the all-reduce writes into it.
     summed = count.reshape(()).to(torch.int64, copy=True)
     if _ranks(group) > 1:
@@ -139,7 +141,7 @@ def scale_gradients(
         Tokens on all ranks, a scalar int64.
 
     Raises:
-        ValueError: if a number is out of range.
+        InvalidArgument: if a number is out of range.
 
     Example:
         >>> scale_gradients(model.parameters(), seen)
@@ -158,7 +160,7 @@ def _scale(total: Tensor, averaged_over: int | None, group: Any) -> Tensor:
     """Return averaged_over / total in fp64, and 0 where there is no token, without waiting for the device."""
     ranks = _ranks(group) if averaged_over is None else averaged_over
     if ranks < 1:
-        raise ValueError(f"averaged_over must be at least 1 rank, got {ranks}; 1 is for summed gradients")
+        raise InvalidArgument(f"averaged_over must be at least 1 rank, got {ranks}; 1 is for summed gradients")
     # Nothing to divide by: the sums are 0 then, and so must the gradients be, not NaN.
     return torch.where(total > 0, ranks / total.clamp(min=1).to(torch.float64), 0.0)
 

@@ -8,85 +8,24 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-API = {
-    "accel": ["accel", "accel.precision", "accel.errors"],
-    "amp": ["accel.amp"],
-    "graphs": ["accel.graphs"],
-    "optim": ["accel.optim"],
-    "elastic": [
-        "accel.elastic.checkpoint",
-        "accel.elastic.checkpointing",
-        "accel.elastic.learning_rate",
-        "accel.elastic.local_job",
-        "accel.elastic.progress",
-        "accel.elastic.running",
-        "accel.elastic.sample_position",
-        "accel.elastic.save_policy",
-        "accel.elastic.scaling_rules",
-        "accel.elastic.training_state",
-        "accel.elastic.worker_signals",
-    ],
-    "goodput": [
-        "accel.goodput.efficiency",
-        "accel.goodput.fit",
-        "accel.goodput.goodput",
-        "accel.goodput.job",
-        "accel.goodput.noise_meter",
-        "accel.goodput.observations",
-        "accel.goodput.throughput",
-    ],
-    "integrations": [
-        "accel.integrations.lightning",
-        "accel.integrations.trackers",
-        "accel.integrations.transformers",
-    ],
-    "comm": [
-        "accel.comm.hooks",
-        "accel.comm.selector",
-        "accel.comm.int8",
-        "accel.comm.half",
-        "accel.comm.one_bit",
-        "accel.comm.powersgd",
-        "accel.comm.dgc",
-        "accel.comm.sgd_momentum",
-        "accel.comm.local_sgd",
-        "accel.comm.fsdp",
-        "accel.comm.compressor",
-        "accel.comm.catalogue",
-        "accel.comm.layout.between",
-        "accel.comm.memory.reshard",
-        "accel.comm.bandwidth",
-    ],
-    "dataio": [
-        "accel.dataio.loader",
-        "accel.dataio.sample_cache",
-        "accel.dataio.images",
-        "accel.dataio.image_geometry",
-        "accel.dataio.image_normalize",
-        "accel.dataio.dali",
-        "accel.dataio.length_balance",
-        "accel.dataio.elastic_sampler",
-        "accel.dataio.packing",
-        "accel.dataio.token_loss",
-        "accel.dataio.peek",
-    ],
-    "kernels": [
-        "accel.kernels.bernoulli",
-        "accel.kernels.compact",
-        "accel.kernels.fcos_heads",
-        "accel.kernels.fcos_targets",
-        "accel.kernels.gather_rows",
-        "accel.kernels.quantise",
-        "accel.kernels.sign_pack",
-        "accel.kernels.simota",
-        "accel.kernels.simota_heads",
-        "accel.kernels.simota_yolov7",
-        "accel.kernels.threshold",
-        "accel.kernels.window_attention",
-        "accel.kernels.window_dropins",
-    ],
-}
-"""API page → the public modules on it. tests/test_site.py compares them with the imports that the manual shows."""
+import accel
+
+GROUPS = ("comm", "dataio", "elastic", "goodput", "kernels")
+PACKAGES = ("amp", "graphs", "optim")
+
+
+def _api() -> dict[str, list[str]]:
+    """Return API page → what is on it: the public names by the folder that holds them, and the packages."""
+    pages: dict[str, list[str]] = {"accel": [], **{group: [] for group in GROUPS}}
+    for name, module in accel._HOMES.items():
+        group = module.split(".")[1]
+        pages[group if group in GROUPS else "accel"].append(f"accel.{name}")
+    pages["elastic"].append("accel.elastic.scaling_rules")
+    pages["integrations"] = ["accel.integrations.lightning", "accel.integrations.transformers"]
+    return {**pages, **{package: [f"accel.{package}"] for package in PACKAGES}}
+
+
+API = _api()
 
 _LINK = re.compile(r"\[([^\]\n]*)\]\((?!\w+:)([^)#\s]+)(#[^)\s]*)?\)")
 
@@ -107,9 +46,8 @@ def on_files(files: Any, config: Any) -> Any:
     """Add a page of the Python API for each row of `API`."""
     from mkdocs.structure.files import File
 
-    for name, modules in API.items():
-        content = f"# {modules[0] if len(modules) == 1 or name == 'accel' else f'accel.{name}'}\n\n"
-        content += "\n\n".join(f"::: {module}" for module in modules) + "\n"
+    for name, shown in API.items():
+        content = "\n\n".join((f"# {name}", *(f"::: {each}" for each in shown))) + "\n"
         files.append(File.generated(config, f"api/{name}.md", content=content))
     return files
 

@@ -64,9 +64,7 @@ def bernoulli_(tensor: Tensor, p: float = 0.5, *, generator: Generator | None = 
         RuntimeError: if p is not in [0, 1], as torch does.
         accel.kernels.draws.library.NotCompiled: if there is no C compiler; see `why_not`.
     """
-    if not 0.0 <= p <= 1.0:
-        raise RuntimeError(f"bernoulli_ expects p to be in [0, 1], but got p={p}")
-    if not takes(tensor):
+    if not (takes(tensor) and 0.0 <= p <= 1.0):
         return torchs(tensor, p, generator)
     if not _lock.acquire(blocking=False):  # nor does a process wait that was forked while another thread drew
         return torchs(tensor, p, generator)

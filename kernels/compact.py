@@ -19,6 +19,7 @@ from torch import Tensor
 
 from accel.kernels.rows.linear import RowsOp, pair
 from accel.kernels.support import Cost, is_plain, runs_triton
+from accel.profiler.errors import InvalidArgument
 
 
 class Compacted(NamedTuple):
@@ -125,7 +126,7 @@ def compact(x: Tensor, mask: Tensor, size: int | None = None, pad: float = 0.0) 
             out; reading it from the host waits for the device.
 
     Raises:
-        ValueError: if the mask is not bool [P] on x's device, or the size is below 0.
+        InvalidArgument: if the mask is not bool [P] on x's device, or the size is below 0.
 
     Example:
         >>> rows, count = compact(torch.tensor([1.0, 2.0, 3.0]), torch.tensor([True, False, True]), size=4)
@@ -152,13 +153,13 @@ def compact(x: Tensor, mask: Tensor, size: int | None = None, pad: float = 0.0) 
 
 def _check(x: Tensor, mask: Tensor, size: int | None) -> None:
     if x.dim() == 0 or mask.shape != x.shape[:1] or mask.dtype != torch.bool or mask.device != x.device:
-        raise ValueError(
+        raise InvalidArgument(
             "compact: mask must be bool [P] on x's device, x [P, ...]. Found: "
             f"mask {mask.dtype} {list(mask.shape)} on {mask.device}, x {list(x.shape)} on {x.device}. "
             "Flatten both over what the mask selects, and compare the mask to make it bool."
         )
     if size is not None and size < 0:
-        raise ValueError(f"compact: size must be 0 or more rows. Found: {size}. None keeps all rows.")
+        raise InvalidArgument(f"compact: size must be 0 or more rows. Found: {size}. None keeps all rows.")
 
 
 def cost(total: int, size: int, columns: int, itemsize: int) -> Cost:

@@ -23,6 +23,7 @@ from torch.nn.utils.rnn import pad_sequence
 from accel.kernels.fcos_targets import fcos3d_targets, fcos_targets
 from accel.kernels.fcos_targets.inputs import Fcos3dGts, FcosConfig, FcosGts, FcosPoints
 from accel.kernels.tables import kept
+from accel.profiler.errors import InvalidArgument
 
 _SIGNATURES = {
     ("points", "batch_gt_instances"): "fcos",
@@ -50,8 +51,8 @@ def patch_fcos_head(head: Any) -> Any:
         The head, changed in place; `unpatch_fcos_head` changes it back.
 
     Raises:
-        ValueError: if `get_targets` has another signature or an attribute is missing, as with heads that add targets
-            of their own; the head is then as it was.
+        InvalidArgument: if `get_targets` has another signature or an attribute is missing, as with heads that add
+            targets of their own; the head is then as it was.
 
     Example:
         >>> patch_fcos_head(model.bbox_head)  # doctest: +SKIP
@@ -80,14 +81,14 @@ def _kind(head: Any) -> str:
     kind = _SIGNATURES.get(names)
     if kind is None:
         supported = " or ".join(f"get_targets({', '.join(signature)})" for signature in _SIGNATURES)
-        raise ValueError(
+        raise InvalidArgument(
             f"patch_fcos_head: the head must have {supported}. Found: {type(head).__name__}, get_targets"
             f"({', '.join(names)}). Call accel.kernels.fcos_targets from its get_targets instead."
         )
     missing = [name for name in _NEEDED[kind] if not hasattr(head, name)]
     if missing or getattr(head, "pred_bbox2d", False):
         wrong = f"without {', '.join(missing)}" if missing else "with pred_bbox2d, whose targets hold 2D boxes as well"
-        raise ValueError(
+        raise InvalidArgument(
             f"patch_fcos_head: the head must be set up as the published one. Found: {type(head).__name__} {wrong}. "
             "Call accel.kernels.fcos_targets from its get_targets instead."
         )
@@ -166,7 +167,7 @@ def _padded(lists: dict[str, list[Tensor]]) -> dict[str, Tensor]:
 def _points(head: Any, points: Levels) -> FcosPoints:
     """Return the points of all levels; on a CPU, as regular grids where they are."""
     if len(points) != len(head.regress_ranges):
-        raise ValueError(
+        raise InvalidArgument(
             f"get_targets: points must have one level for each regress range. Found: {len(points)} levels, "
             f"{len(head.regress_ranges)} ranges. Give the head as many ranges as the neck has levels."
         )

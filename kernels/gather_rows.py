@@ -16,6 +16,7 @@ from torch import Tensor
 from accel.kernels.rows.linear import RowsOp, pair
 from accel.kernels.support import Cost, is_plain, runs_triton
 from accel.kernels.tables import kept
+from accel.profiler.errors import InvalidArgument
 
 _WHOLE = {8: torch.int64, 16: torch.complex128}
 """Bytes of a row → a dtype of that size: a CPU copies elements 3 times as fast as rows of 4 numbers."""
@@ -125,7 +126,7 @@ def gather_rows(x: Tensor, index: Tensor) -> Tensor:
         [..., P, C], of x's dtype and device; differentiable in x, twice too.
 
     Raises:
-        ValueError: if the shapes, the devices or the index's dtype don't fit.
+        InvalidArgument: if the shapes, the devices or the index's dtype don't fit.
         IndexError: on a CPU, if an index lies outside its group.
 
     Example:
@@ -153,14 +154,16 @@ def gather_rows(x: Tensor, index: Tensor) -> Tensor:
 
 def _check(x: Tensor, index: Tensor) -> None:
     if x.dim() < 3 or index.shape != x.shape[:-2]:
-        raise ValueError(
+        raise InvalidArgument(
             f"gather_rows: x must be [..., P, G, C] and index [..., P]. Found: {list(x.shape)} and "
             f"{list(index.shape)}. Give x a last dimension of 1 if it has no columns."
         )
     if index.dtype not in (torch.int32, torch.int64):
-        raise ValueError(f"gather_rows: index must be int32 or int64. Found: {index.dtype}. Convert it with .long().")
+        raise InvalidArgument(
+            f"gather_rows: index must be int32 or int64. Found: {index.dtype}. Convert it with .long()."
+        )
     if index.device != x.device:
-        raise ValueError(
+        raise InvalidArgument(
             f"gather_rows: x and index must be on one device. Found: {x.device} and {index.device}. Move the index."
         )
 

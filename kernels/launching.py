@@ -27,6 +27,8 @@ import torch
 import triton
 from torch import Tensor
 
+from accel.profiler.errors import InvalidArgument, InvalidType
+
 PLANS = 512
 """Shapes whose plans an op keeps: a loop with other shapes in each step must not fill the memory."""
 _MOST_PROGRAMS = 65_535
@@ -85,8 +87,8 @@ class LaunchPlan:
         constants: the compile-time arguments, and options of the compiler.
 
     Raises:
-        TypeError: if a tensor comes after a number.
-        ValueError: if the grid is larger than a GPU takes.
+        InvalidType: if a tensor comes after a number.
+        InvalidArgument: if the grid is larger than a GPU takes.
     """
 
     __slots__ = ("_bound", "_constants", "_grid", "_kernels", "_lacks", "_last", "_launched", "_numbers", "compiles")
@@ -95,10 +97,10 @@ class LaunchPlan:
         self._watch([kernel])
         self._grid, self._numbers, self._constants = grid, numbers, constants
         if wrong := [type(number).__name__ for number in numbers if isinstance(number, Tensor)]:
-            raise TypeError(f"a kernel's tensors must come before its numbers. Found: {wrong[0]} after a number")
+            raise InvalidType(f"a kernel's tensors must come before its numbers. Found: {wrong[0]} after a number")
         self._launched = (*grid, 1, 1)[:3]
         if max(self._launched[1:]) > _MOST_PROGRAMS:
-            raise ValueError(
+            raise InvalidArgument(
                 f"a GPU runs at most {_MOST_PROGRAMS:,} programs along the second and the third axis of a grid. "
                 f"Found: {grid}"
             )

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from accel.kernels.simota import simota_assign
 from accel.kernels.simota.inputs import VARIANTS, Assignment, Rules
+from accel.profiler.errors import InvalidArgument
 
 # A head's method → the variant that its matching is.
 _VARIANT_BY_METHOD = {"get_geometry_constraint": "yolox", "get_in_boxes_info": "yolox-2021"}
@@ -39,18 +40,18 @@ def patch_yolox_head(head: nn.Module, *, variant: str | Rules | None = None) -> 
         The head.
 
     Raises:
-        ValueError: if the head lacks these methods.
+        InvalidArgument: if the head lacks these methods.
 
     Example:
         patch_yolox_head(model.head)  # then train as before
     """
     for name in ("get_losses", "get_assignments"):
         if not callable(getattr(head, name, None)):
-            raise ValueError(f"patch_yolox_head: the head must have {name}(). Found: {type(head).__name__}")
+            raise InvalidArgument(f"patch_yolox_head: the head must have {name}(). Found: {type(head).__name__}")
     if variant is None:
         variant = next((rules for method, rules in _VARIANT_BY_METHOD.items() if hasattr(head, method)), None)
     if variant is None:
-        raise ValueError(
+        raise InvalidArgument(
             f"patch_yolox_head: a head has {' or '.join(_VARIANT_BY_METHOD)}(). "
             f"Found: {type(head).__name__} with neither; "
             "name its rules: variant='yolox'"
@@ -190,7 +191,7 @@ class BatchedSimOTAAssigner:
     def assign_batch(self, pred_instances: Sequence[Any], gt_instances: Sequence[Any]) -> list[Any]:
         """Assign all images of a batch at once; an argument per image as for `assign`, with one number of priors."""
         if len(pred_instances) != len(gt_instances):
-            raise ValueError(
+            raise InvalidArgument(
                 f"assign_batch: as many gt_instances as pred_instances are needed. Found: {len(gt_instances)} and "
                 f"{len(pred_instances)}"
             )

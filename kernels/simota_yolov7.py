@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from accel.kernels.simota import simota_assign
+from accel.profiler.errors import InvalidArgument
 
 _NEEDED = ("build_targets", "find_3_positive", "nl", "stride")
 _OTHERS = {
@@ -42,8 +43,8 @@ def patch_yolov7_loss(loss: Any) -> Any:
         The loss; `unpatch_yolov7_loss` changes it back.
 
     Raises:
-        ValueError: if it lacks a method or an attribute, or matches otherwise (ComputeLossAuxOTA, ComputeLossBinOTA);
-            it is then as it was.
+        InvalidArgument: if it lacks a method or an attribute, or matches otherwise (ComputeLossAuxOTA,
+            ComputeLossBinOTA); it is then as it was.
 
     Example:
         compute_loss_ota = patch_yolov7_loss(ComputeLossOTA(model))  # then train as before
@@ -51,9 +52,9 @@ def patch_yolov7_loss(loss: Any) -> Any:
     wrong = [f"has no {name}" for name in _NEEDED if not hasattr(loss, name)]
     wrong += [does for name, does in _OTHERS.items() if hasattr(loss, name)]
     if wrong:
-        raise ValueError(
+        raise InvalidArgument(
             f"patch_yolov7_loss: the loss must match as YOLOv7's ComputeLossOTA. Found: {type(loss).__name__}, which "
-            f"{' and '.join(wrong)}. Leave it as it is, or call accel.kernels.simota.simota_assign from its own."
+            f"{' and '.join(wrong)}. Leave it as it is, or call accel.simota_assign from its own."
         )
     unpatch_yolov7_loss(loss)
     vars(loss)["build_targets"] = functools.partial(_build_targets, loss)

@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from accel.profiler.errors import InvalidState
+
 _interpreted = False
 
 
@@ -93,11 +95,11 @@ def interpreted() -> Iterator[None]:
     """Run Triton kernels on CPU tensors, in Triton's interpreter: for tests.
 
     Raises:
-        RuntimeError: unless TRITON_INTERPRET=1 was set before the kernels were imported.
+        InvalidState: unless TRITON_INTERPRET=1 was set before the kernels were imported.
     """
     global _interpreted
     if os.environ.get("TRITON_INTERPRET") != "1":
-        raise RuntimeError("TRITON_INTERPRET must be 1 before a kernel is imported; found it unset")
+        raise InvalidState("TRITON_INTERPRET must be 1 before a kernel is imported; found it unset")
     before, _interpreted = _interpreted, True
     try:
         yield

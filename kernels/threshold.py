@@ -22,6 +22,7 @@ from torch import Tensor
 from accel.kernels.compact import sources_ref
 from accel.kernels.rows import BLOCK
 from accel.kernels.support import Cost, runs_triton
+from accel.profiler.errors import InvalidArgument
 
 
 class Selected(NamedTuple):
@@ -106,7 +107,7 @@ def block_maxima(values: Tensor) -> Tensor:
         [⌈N/64⌉], float32; NaN where a block holds one.
 
     Raises:
-        ValueError: if the values are of another kind.
+        InvalidArgument: if the values are of another kind.
 
     Example:
         >>> block_maxima(torch.tensor([1.0, -3.0, 2.0]))
@@ -132,7 +133,7 @@ def at_least(values: Tensor, least: Tensor, size: int | None = None, maxima: Ten
         count: [], int64, on the device: how many there are, whatever the size.
 
     Raises:
-        ValueError: if the tensors don't fit, or the size is below 0.
+        InvalidArgument: if the tensors don't fit, or the size is below 0.
 
     Example:
         >>> at_least(torch.tensor([1.0, -3.0, 2.0]), torch.tensor(2.0), size=3)
@@ -147,7 +148,7 @@ def at_least(values: Tensor, least: Tensor, size: int | None = None, maxima: Ten
 def _check(values: Tensor) -> None:
     if values.dtype != torch.float32 or values.dim() != 1 or not values.is_contiguous():
         layout = "" if values.is_contiguous() else ", not contiguous"
-        raise ValueError(
+        raise InvalidArgument(
             "threshold: values must be contiguous float32 [N]. "
             f"Found: {values.dtype} {list(values.shape)}{layout}. Flatten or convert them."
         )
@@ -155,18 +156,18 @@ def _check(values: Tensor) -> None:
 
 def _check_threshold(values: Tensor, least: Tensor, size: int | None, maxima: Tensor | None) -> None:
     if least.dtype != torch.float32 or least.dim() or least.device != values.device:
-        raise ValueError(
+        raise InvalidArgument(
             f"threshold: least must be float32 [] on {values.device}, as the values. "
             f"Found: {least.dtype} {list(least.shape)} on {least.device}. Use values.new_tensor(number)."
         )
     if size is not None and size < 0:
-        raise ValueError(f"threshold: size must be 0 or more. Found: {size}. None returns as many as there are.")
+        raise InvalidArgument(f"threshold: size must be 0 or more. Found: {size}. None returns as many as there are.")
     if maxima is None:
         return
     blocks = -(-len(values) // BLOCK)
     fits = maxima.dtype == torch.float32 and maxima.shape == (blocks,) and maxima.is_contiguous()
     if not fits or maxima.device != values.device:
-        raise ValueError(
+        raise InvalidArgument(
             f"threshold: maxima must be contiguous float32 [{blocks}] on {values.device}, one for each {BLOCK} values. "
             f"Found: {maxima.dtype} {list(maxima.shape)} on {maxima.device}. Use block_maxima(values)."
         )

@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
+from accel.profiler.errors import AccelError, InvalidArgument
 from accel.profiler.interruptions import ours
 
 T = TypeVar("T")
@@ -39,7 +40,7 @@ _NAMED = 8
 """Ranks that a message names."""
 
 
-class RanksDiverged(RuntimeError):
+class RanksDiverged(AccelError, RuntimeError):
     """Ranks did not meet; the message is a sentence that says who was missing and what to do.
 
     Attributes:
@@ -109,7 +110,7 @@ class Rendezvous:
 
         Raises:
             RanksDiverged: on every rank, if one does not come in time, has left, or `answer` fails or raises it.
-            ValueError: on every rank, if `answer` raises it.
+            InvalidArgument: on every rank, if `answer` raises it.
         """
         self.arrive(own)
         pause_s = _SHORTEST_S
@@ -216,7 +217,7 @@ class Rendezvous:
                 self._forget(self._number - 1, "outcome", "closed")
         self._number += 1
         if outcome.kind == "refused":
-            raise ValueError(outcome.value)
+            raise InvalidArgument(outcome.value)
         if outcome.kind != "answer":
             diverged = (RankLeft if outcome.kind == "left" else RanksDiverged)(outcome.value)
             diverged.by = outcome.by

@@ -131,7 +131,7 @@ class Experiment:
     saving: Saving
     pairs: int
     verdict: str
-    """`keep` (shown to help), `drop` (shown not to), `refused` (too noisy) or `void` (the switch had no effect)."""
+    """`keep` (shown to help), `drop` (shown not to), `inconclusive` or `void` (the switch had no effect)."""
     changes_learning: bool = False
     """True if the B steps learned something else; the state from before them was restored."""
 

@@ -5,12 +5,12 @@ of the machine cancels. A pair of neighbouring blocks gives one number, d = log(
 with Student's interval is the answer. Medians drop single stalls, pairs drop drifts, differences beyond five robust
 standard deviations are pulled in (a burst of another process), and the interval expresses the remaining noise.
 
-    keep        the whole interval lies above `keep_gain`; asked only at a few looks (6, 12, 24, 36 pairs), whose error
-                probabilities add up to `alpha`, so that peeking does not create false keeps
-    drop        the interval lies below `drop_gain`; asked after every pair from the third on, at a laxer level: a wrong
-                drop loses a chance, a wrong keep loses trust
-    refused     still open when the pairs run out: the machine is too noisy for an effect this small. Pairs of fast
-                steps take little time, so they run out later where B looks faster by more than `worth_gain`
+    keep          the whole interval lies above `keep_gain`; asked only at a few looks (6, 12, 24, 36 pairs), whose
+                  error probabilities add up to `alpha`, so that peeking does not create false keeps
+    drop          the interval lies below `drop_gain`; asked after every pair from the third on, at a laxer level: a
+                  wrong drop loses a chance, a wrong keep loses trust
+    inconclusive  still open when the pairs run out: the machine is too noisy for an effect this small. Pairs of fast
+                  steps take little time, so they run out later where B looks faster by more than `worth_gain`
 
 This is the statistics; which blocks are run, and what they cost, is the part of `accel.profiler.trial_driver`. Loaders
 compare many settings at once: they run them there and back again, and judge them by the same ratios and intervals.
@@ -25,8 +25,10 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Literal, get_args
 
+from accel.profiler.errors import InvalidArgument, InvalidState
+
 Arm = Literal["A", "B"]
-Verdict = Literal["keep", "drop", "refused"]
+Verdict = Literal["keep", "drop", "inconclusive"]
 
 
 _BLOCK_S = 0.4
@@ -67,16 +69,16 @@ class TrialConfig:
 
     def __post_init__(self) -> None:
         if self.block_steps < 1:
-            raise ValueError(f"block_steps must be at least 1, got {self.block_steps}")
+            raise InvalidArgument(f"block_steps must be at least 1, got {self.block_steps}")
         looks = (*self.looks, *self.more_looks)
         if not self.looks or any(b <= a for a, b in zip((1, *looks), looks, strict=False)):
-            raise ValueError(f"looks must be increasing and start at 2 or more, got {looks}")
+            raise InvalidArgument(f"looks must be increasing and start at 2 or more, got {looks}")
         if not 0 < self.alpha < 0.5 or not 0 < self.drop_alpha < 0.5:
-            raise ValueError(f"alpha and drop_alpha must lie in (0, 0.5), got {self.alpha} and {self.drop_alpha}")
+            raise InvalidArgument(f"alpha and drop_alpha must lie in (0, 0.5), got {self.alpha} and {self.drop_alpha}")
         if self.first not in get_args(Arm):
-            raise ValueError(f"first must be one of {get_args(Arm)}, got {self.first!r}")
+            raise InvalidArgument(f"first must be one of {get_args(Arm)}, got {self.first!r}")
         if self.min_pairs < 2:
-            raise ValueError(f"min_pairs must be at least 2, got {self.min_pairs}")
+            raise InvalidArgument(f"min_pairs must be at least 2, got {self.min_pairs}")
 
     def brief(self) -> TrialConfig | None:
         """Return the knobs of a first trial, which ends after twelve pairs; None if these do so themselves.
@@ -173,9 +175,9 @@ class Trial:
     def record(self, seconds: Sequence[float]) -> None:
         """Take the step times of one block of the current arm, s; sets `verdict` once it is decided."""
         if self.verdict is not None:
-            raise RuntimeError("the trial is decided; a block came after its verdict")
+            raise InvalidState("the trial is decided; a block came after its verdict")
         if not seconds or min(seconds) <= 0:
-            raise ValueError(f"a block needs positive step times, got {list(seconds)}")
+            raise InvalidArgument(f"a block needs positive step times, got {list(seconds)}")
         arm = self.arm
         self.blocks[arm].append(self.reduce(seconds))
         self.steps[arm].extend(seconds)
@@ -199,16 +201,16 @@ class Trial:
         if pairs < config.looks[-1]:
             return None
         is_promising = statistics.fmean(self._differences()) > math.log1p(config.worth_gain)
-        return None if is_promising and pairs < looks[-1] else "refused"
+        return None if is_promising and pairs < looks[-1] else "inconclusive"
 
     def outcome(self) -> Outcome:
         """Return the result of the trial.
 
         Raises:
-            RuntimeError: before a verdict.
+            InvalidState: before a verdict.
         """
         if self.verdict is None:
-            raise RuntimeError("the trial has no verdict yet")
+            raise InvalidState("the trial has no verdict yet")
         differences = self._differences()
         low, high = interval(differences, 0.025)
         gain = math.exp(statistics.fmean(differences))
@@ -264,11 +266,11 @@ def interval(differences: Sequence[float], alpha: float) -> tuple[float, float]:
         alpha: probability left out at each end.
 
     Raises:
-        ValueError: with fewer than two differences.
+        InvalidArgument: with fewer than two differences.
     """
     n = len(differences)
     if n < 2:
-        raise ValueError(f"an interval needs at least 2 pairs, got {n}")
+        raise InvalidArgument(f"an interval needs at least 2 pairs, got {n}")
     mean = statistics.fmean(differences)
     half = student_quantile(1 - alpha, n - 1) * statistics.stdev(differences) / math.sqrt(n)
     return mean - half, mean + half

@@ -133,7 +133,7 @@ def by_blocks(
         trial.record(seconds)
         slower_s = _slower_s(trial, reduce)
         if arm == "B" and trial.steps["A"] and trial.verdict is None and settling_s + slower_s > limit_s():
-            outcome = _ended_early(trial.steps["A"], trial.steps["B"], "refused", reduce)
+            outcome = _ended_early(trial.steps["A"], trial.steps["B"], "inconclusive", reduce)
             return TrialResult(outcome, max(0.0, settling_s) + max(0.0, slower_s), cut_short=True)
     return TrialResult(trial.outcome(), max(0.0, settling_s) + max(0.0, _slower_s(trial, reduce)))
 

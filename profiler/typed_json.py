@@ -10,10 +10,12 @@ from collections.abc import Collection
 from functools import cache
 from typing import Any, TypeVar
 
+from accel.profiler.errors import InvalidArgument
+
 T = TypeVar("T")
 
 
-class UnreadableJson(ValueError):
+class UnreadableJson(InvalidArgument):
     """A text is no JSON, or a value is not of the declared type; the message says where, and what was expected."""
 
 
@@ -55,6 +57,8 @@ def _value(target: Any, value: Any, where: str) -> Any:
         (option,) = (option for option in options if option is not type(None))
         return None if value is None else _value(option, value, where)
     if origin is typing.Literal:
+        if value == "refused" and "inconclusive" in options:  # as reports before version 0.1.0 call it
+            value = "inconclusive"
         _require(value in options, where, f"one of {', '.join(map(repr, options))}", value)
         return value
     if origin is list:

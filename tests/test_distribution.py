@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
+import tomllib
+from packaging.requirements import Requirement
+
+import accel
 
 ROOT = Path(__file__).resolve().parent.parent
+PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 TRY = """
 import torch, accel
-from accel.comm.hooks import hook
-from accel.dataio.loader import ContinuousLoader
-from accel.kernels.gather_rows import gather_rows
+from accel import ContinuousLoader, gather_rows, hook
 from torch.utils.data import DataLoader, TensorDataset
 model = torch.nn.Linear(4, 2)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -66,3 +71,26 @@ def test_the_wheel_of_the_sdist_trains_without_the_checkout(tmp_path: Path) -> N
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == str(tmp_path / "site" / "accel" / "__init__.py")
     assert (tmp_path / "report.html").exists()
+
+
+def test_the_version_is_written_once_and_the_changelog_begins_with_it() -> None:
+    assert re.search(r"^## \[(.+?)\]", text("CHANGELOG.md"), re.MULTILINE)[1] == accel.__version__  # type: ignore[index]
+    assert not re.search(r"^version:", text("CITATION.cff"), re.MULTILINE)
+    assert "version" in PROJECT["project"]["dynamic"]
+
+
+@pytest.mark.parametrize("name", ["CITATION.cff", "SECURITY.md", "LICENSE"])
+def test_nothing_in_it_is_left_to_fill_in_and_no_contact_is_invented(name: str) -> None:
+    assert not re.search(r"TODO|TBD|FIXME|<[a-z ]+>|example\.(?:com|org)|\w@\w", text(name))
+
+
+def test_extras_name_what_there_is() -> None:
+    extras = PROJECT["project"]["optional-dependencies"]
+    for requirements in extras.values():
+        for requirement in map(Requirement, requirements):
+            if requirement.name == "accel-train":
+                assert requirement.extras <= extras.keys()
+
+
+def text(name: str) -> str:
+    return (ROOT / name).read_text(encoding="utf-8")

@@ -140,7 +140,7 @@ def test_the_strategy_of_the_manual_gets_a_verdict_and_is_taken_back(
     code = next(code for _, _, code in code_blocks() if "CpuBf16Products" in code)
     torch.set_num_threads(1)
     exec(compile(code, "docs/contributing/strategies.md", "exec"), {"__name__": "docs"})
-    assert capsys.readouterr().out.split()[0] in {"kept", "undone", "refused"}
+    assert capsys.readouterr().out.split()[0] in {"kept", "undone", "inconclusive"}
     assert torch.backends.mkldnn.matmul.fp32_precision == before
 
 
@@ -220,7 +220,7 @@ def test_every_status_is_documented(literal: object) -> None:
 
 def test_every_argument_of_optimize_and_every_public_call_is_documented() -> None:
     assert set(inspect.signature(accel.optimize).parameters) <= names_in_first_cells("docs/optimize.md")
-    calls = [name for name in accel.__all__ if callable(getattr(accel, name)) and name.islower()]
+    calls = [name for name, module in accel._HOMES.items() if module in ("accel.entry", "accel.scores")]
     assert not [name for name in calls if name not in text("docs/optimize.md")]
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
+import accel
 from tests.language import prose
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -60,24 +61,37 @@ def test_the_groups_are_tutorials_how_to_reference_explanation_and_contributing(
     ]
 
 
-def test_each_module_that_the_manual_imports_from_is_on_an_api_page() -> None:
-    shown = {module for modules in hooks().API.values() for module in modules}
-    imported = {
-        module
-        for page in DOCS.glob("*.md")
-        for module in re.findall(r"^from (accel[\w.]*) import (?!\(?Strategy)", page.read_text(encoding="utf-8"), re.M)
-    }
-    internal = {"accel.strategies", "accel.strategies.process_setting"}  # of those who write a strategy
-    internal |= {module for module in imported if module.startswith("accel.profiler.")}
-    missing = {name for name in imported - internal if not any(each.startswith(name) for each in shown)}
-    assert not missing
+IMPORTS = re.compile(r"^ *from (accel(?:\.\w+)*) import ([\w, ]+)|^ *import (accel\.[\w.]+)", re.MULTILINE)
+GROUPS = {"accel.amp", "accel.graphs", "accel.optim", "accel.integrations.lightning", "accel.integrations.transformers"}
+FOR_AUTHORS = {"accel.strategies", "accel.profiler.bottleneck", "accel.run"}
+"""Of strategies: they import what the library's own do."""
 
 
-@pytest.mark.parametrize("module", [module for modules in hooks().API.values() for module in modules])
-def test_each_module_on_an_api_page_is_there(module: str) -> None:
-    path = ROOT / module.replace(".", "/")
-    is_name = path.parent.with_suffix(".py").is_file()  # one function of a module
-    assert is_name or path.with_suffix(".py").is_file() or path.is_dir()
+@pytest.mark.parametrize("page", [*USERS, *(ROOT / "examples").rglob("*.py")], ids=lambda page: page.name)
+def test_the_manual_has_one_way_to_import(page: Path) -> None:
+    shown = IMPORTS.findall(page.read_text(encoding="utf-8"))
+    for module, names, whole in shown:
+        assert not whole
+        if module == "accel":
+            assert set(names.split(", ")) <= {*accel.__all__, "strategies"}
+        else:
+            assert module in GROUPS | (FOR_AUTHORS if page.stem == "own_strategy" else set())
+
+
+def test_the_way_to_import_that_the_manual_has_is_seen() -> None:
+    text = "from accel import Int8, hook\n    from accel.amp import decorate\nimport accel.comm.hooks\nimport accel"
+    assert [tuple(filter(None, found)) for found in IMPORTS.findall(text)] == [
+        ("accel", "Int8, hook"),
+        ("accel.amp", "decorate"),
+        ("accel.comm.hooks",),
+    ]
+
+
+def test_each_public_name_is_on_one_api_page() -> None:
+    shown = [name for names in hooks().API.values() for name in names]
+    assert len(shown) == len(set(shown))
+    public = {f"accel.{name}" for name in accel.__all__} - {"accel.__version__", "accel.scaling_rules"}
+    assert set(shown) == {*public, "accel.elastic.scaling_rules", *GROUPS}
 
 
 def test_nothing_is_loaded_from_the_network() -> None:

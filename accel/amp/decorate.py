@@ -261,7 +261,9 @@ def _scale(given: LossScale, dtype: torch.dtype) -> DynamicLossScale | None:
             f'loss_scale must be "dynamic", a number > 0, a DynamicLossScale or None. Found: {given!r}.'
         )
     number = float(given)
-    return DynamicLossScale(initial=number, growth=1.0, backoff=1.0, least=number, most=number)
+    return DynamicLossScale(
+        init_scale=number, growth_factor=1.0, backoff_factor=1.0, min_scale=number, max_scale=number
+    )
 
 
 def _kept(model: nn.Module, level: str, keep: Collection[type[nn.Module] | str]) -> list[nn.Module]:

@@ -18,50 +18,63 @@ import torch
 from torch import Tensor
 
 from accel.errors import InvalidArgument
+from accel.profiler import renamed
 
 
 class DynamicLossScale:
     """A factor on gradients that halves when they overflow, and doubles when they haven't for long.
 
     Args:
-        initial: the first scale, a power of two; default 2¹⁶.
-        growth: factor after `interval` steps without overflow, ≥ 1; default 2. 1 keeps the scale from growing.
-        backoff: factor after an overflow, in (0, 1]; default 0.5. 1 keeps it from falling.
-        interval: steps without overflow before it grows; default 2000.
-        least: the smallest scale; default 1.
-        most: the largest; default 2²⁴.
+        init_scale: the first scale, a power of two; default 2¹⁶.
+        growth_factor: factor after `growth_interval` steps without overflow, ≥ 1; default 2. 1 keeps it from growing.
+        backoff_factor: factor after an overflow, in (0, 1]; default 0.5. 1 keeps it from falling.
+        growth_interval: steps without overflow before it grows; default 2000.
+        min_scale: the smallest scale; default 1.
+        max_scale: the largest; default 2²⁴.
         hysteresis: overflows in a row before it falls; default 1.
 
     Raises:
         InvalidArgument: if a number is out of its range.
 
     Example:
-        >>> scale = DynamicLossScale(initial=1024.0, interval=500)
+        >>> scale = DynamicLossScale(init_scale=1024.0, growth_interval=500)
         >>> scale.update(torch.tensor(1.0))
         >>> float(scale.value)
         512.0
     """
 
+    @renamed.arguments(
+        **{"initial": "init_scale", "growth": "growth_factor", "backoff": "backoff_factor"},
+        **{"interval": "growth_interval", "least": "min_scale", "most": "max_scale"},
+    )
     def __init__(
         self,
         *,
-        initial: float = 2.0**16,
-        growth: float = 2.0,
-        backoff: float = 0.5,
-        interval: int = 2000,
-        least: float = 1.0,
-        most: float = 2.0**24,
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        min_scale: float = 1.0,
+        max_scale: float = 2.0**24,
         hysteresis: int = 1,
     ) -> None:
-        if not 0 < least <= initial <= most:
-            raise InvalidArgument(f"0 < least <= initial <= most must hold. Found: {least:g}, {initial:g}, {most:g}.")
-        if growth < 1 or not 0 < backoff <= 1:
-            raise InvalidArgument(f"growth must be at least 1 and backoff in (0, 1]. Found: {growth:g}, {backoff:g}.")
-        if interval < 1 or hysteresis < 1:
-            raise InvalidArgument(f"interval and hysteresis must be at least 1. Found: {interval}, {hysteresis}.")
-        self._growth, self._backoff, self._interval = growth, backoff, interval
-        self._least, self._most, self._hysteresis = least, most, hysteresis
-        self.value = torch.tensor(float(initial))
+        if not 0 < min_scale <= init_scale <= max_scale:
+            raise InvalidArgument(
+                "0 < min_scale <= init_scale <= max_scale must hold. Found: "
+                f"{min_scale:g}, {init_scale:g}, {max_scale:g}."
+            )
+        if growth_factor < 1 or not 0 < backoff_factor <= 1:
+            raise InvalidArgument(
+                "growth_factor must be at least 1 and backoff_factor in (0, 1]. Found: "
+                f"{growth_factor:g}, {backoff_factor:g}."
+            )
+        if growth_interval < 1 or hysteresis < 1:
+            raise InvalidArgument(
+                f"growth_interval and hysteresis must be at least 1. Found: {growth_interval}, {hysteresis}."
+            )
+        self._growth, self._backoff, self._interval = growth_factor, backoff_factor, growth_interval
+        self._least, self._most, self._hysteresis = min_scale, max_scale, hysteresis
+        self.value = torch.tensor(float(init_scale))
         """The scale now, float32 of no dimension, on the model's device."""
         self._good_steps = torch.tensor(0)
         self._overflows_left = torch.tensor(hysteresis)

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from accel import _imported_in
+from accel.errors import AccelError, InvalidArgument
 from accel.files import write_atomic
 
 VARIABLE = "ACCEL_CACHE"
@@ -25,7 +26,7 @@ _OWN_NAME = re.compile(r"\w{1,40}-[0-9a-f]{24}\.json")
 _LEFTOVER = re.compile(rf"\.{_OWN_NAME.pattern}\.\w+\.tmp")
 
 
-class NoFolder(Exception):
+class NoFolder(AccelError):
     """There is no cache folder; the message says why, and nothing if it is switched off."""
 
 
@@ -61,12 +62,12 @@ def read_file(path: Path) -> str | None:
 
     Raises:
         OSError: if it can't be read.
-        ValueError: if it is no ordinary file of a sensible size, or no text.
+        InvalidArgument: if it is no ordinary file of a sensible size, or no text.
     """
     if not path.exists():
         return None
     if not path.is_file() or path.stat().st_size > MOST_BYTES:  # a pipe of that name must not hold the run up
-        raise ValueError("it is no ordinary file of less than a megabyte")
+        raise InvalidArgument("it is no ordinary file of less than a megabyte")
     return path.read_text(encoding="utf-8")
 
 

@@ -60,7 +60,7 @@ class JobSpec:
     Args:
         arguments: of Python from the script on, such as `("train.py", "--epochs=30")`.
         folder: absolute; the script runs there.
-        checkpoint: folder that the script passes as `checkpoint=`, absolute.
+        checkpoint: folder that the script passes as `accel.Elastic(checkpoint=)`, absolute.
         min_replicas: fewest replicas that it can run on.
         max_replicas: most.
         weight: how much its speed counts beside the others'.

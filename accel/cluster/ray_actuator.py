@@ -128,7 +128,7 @@ class RayActuator:
                     self._ray.init(self._address, namespace="accel", log_to_driver=False, logging_level="ERROR")
             yield
         except errors.RayTaskError as error:  # raised by what was to be done there
-            raise ValueError(f"{error.cause}") from None
+            raise InvalidArgument(f"{error.cause}") from None
         except (errors.RayError, OSError, RuntimeError) as error:
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise ClusterUnreachable(f"the Ray cluster ({self._address}) does not answer: {reason}") from None

@@ -21,7 +21,7 @@ from accel.cluster.jobs import ClusterNode, JobView, Policy
 from accel.cluster.profiles import Application, Noise, StepTime
 from accel.errors import InvalidArgument
 from accel.goodput.efficiency import NoiseInterval
-from accel.goodput.fit import fit
+from accel.goodput.fit import fit_throughput
 from accel.goodput.goodput import BatchLimits, SpeedTable
 from accel.goodput.job import EXPLORED, JobProfile
 from accel.goodput.observations import Configuration, Observations
@@ -274,7 +274,7 @@ class SimulatedJob:
         self._observed.add(Configuration(*key), time.step_s)
         if time.compute_s > 0:
             self._observed.add(Configuration(*key, communication_scale=0.0), time.compute_s)
-        self._model = fit(self._observed.step_times(), self._model)
+        self._model = fit_throughput(self._observed.step_times(), self._model)
 
     def _choose_batch(self) -> None:
         application, replicas = self.application, sum(self.placement)

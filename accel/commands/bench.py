@@ -60,7 +60,7 @@ def bench() -> None:
 @_option("--warmup", type=click.IntRange(1, 100), default=2, help="Runs before them.")
 @_option("--row-seconds", "row_s", type=click.FloatRange(0.01, 600), default=2.0, help="For timed runs.")
 @_option("--timeout", "timeout_s", type=click.FloatRange(1, 3600), default=30.0, help="Seconds; then given up.")
-@click.option("--json", "target", type=click.Path(dir_okay=False), default="", metavar="FILE", help="Also write it.")
+@click.option("--report", "--json", "target", type=click.Path(dir_okay=False), default="", metavar="FILE", help="JSON.")
 @click.pass_context
 def comm(ctx: click.Context, /, smallest: int, largest: int, factor: int, ranks: int | None, **options: Any) -> None:
     """Time the collective operations over the links of this job and check their results.
@@ -78,7 +78,7 @@ def comm(ctx: click.Context, /, smallest: int, largest: int, factor: int, ranks:
     if launched and ranks is not None:
         raise InvalidArgument(f"--ranks must not be given under torchrun, which started {os.environ['WORLD_SIZE']}")
     if options["target"] and (not launched or os.environ["RANK"] == "0"):  # the process that writes it
-        check_folder("--json", options["target"])
+        check_folder("--report", options["target"])
     sizes = [smallest]
     while sizes[-1] * factor <= largest:
         sizes.append(sizes[-1] * factor)
@@ -185,7 +185,7 @@ def _measured(request: Request, rank: int, ranks: int, backend: str) -> int:
     import torch
     import torch.distributed as dist
 
-    from accel.comm.bandwidth import PeerLost, Settings, measure
+    from accel.comm.bandwidth import PeerLost, Settings, measure_links
 
     torch.set_num_threads(1)
     table = BandwidthTable(request, backend, ranks) if rank == 0 else None
@@ -205,7 +205,7 @@ def _measured(request: Request, rank: int, ranks: int, backend: str) -> int:
     )
     problem, result = "", None
     try:
-        result = measure(
+        result = measure_links(
             request.operations,
             request.sizes,
             links=request.links or None,

@@ -144,7 +144,7 @@ class BandwidthTable:
             click.echo(f"error: {clean(problem)}", err=True)
         if target := self._request.target:
             document = self._document(rows, fits, result, problem)
-            save("--json", target, json.dumps(document, indent=1, allow_nan=False) + "\n")
+            save("--report", target, json.dumps(document, indent=1, allow_nan=False) + "\n")
             click.echo(f"wrote {target}", err=True)
 
     def _document(

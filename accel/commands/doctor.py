@@ -33,11 +33,12 @@ _WORDS = {"error": "error", "warn": "warning", "info": "note"}
     help="Also read what NCCL_DEBUG=INFO printed.",
 )
 @click.option(
+    "--report",
     "--json",
     "target",
     type=click.Path(path_type=Path, dir_okay=False),
     metavar="FILE",
-    help="Also write the findings there.",
+    help="Also write the findings there, as JSON.",
 )
 @click.pass_context
 def doctor(ctx: click.Context, what: str, log: Path | None, target: Path | None) -> None:
@@ -54,7 +55,7 @@ def doctor(ctx: click.Context, what: str, log: Path | None, target: Path | None)
     if log is not None and what == "environment":
         raise InvalidArgument("--log must come with the network's checks, got `accel doctor environment`; leave it out")
     if target is not None:
-        check_folder("--json", target)
+        check_folder("--report", target)
     read = None if log is None else _read_log(log)
     document: dict[str, Any] = {"kind": what, "schema": SCHEMA}
     found_bad = False
@@ -71,7 +72,7 @@ def doctor(ctx: click.Context, what: str, log: Path | None, target: Path | None)
         document.update(asdict(examination))
         found_bad = examination.bad
     if target is not None:
-        save("--json", target, json.dumps(document, indent=1) + "\n")
+        save("--report", target, json.dumps(document, indent=1) + "\n")
         click.echo(f"wrote {target}", err=True)
     ctx.exit(EXIT_FINDINGS if found_bad else 0)
 

@@ -19,7 +19,9 @@ from accel.commands.cluster_folder import FOLDER, opened_table
 @click.option("--min", "least", default=1, show_default=True, type=click.IntRange(1), help="Fewest replicas.")
 @click.option("--max", "most", default=1, show_default=True, type=click.IntRange(1), help="Most replicas.")
 @click.option(
-    "--checkpoint", type=click.Path(path_type=Path, file_okay=False), help="What the script passes as checkpoint=."
+    "--checkpoint",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="What the script passes as accel.Elastic(checkpoint=).",
 )
 @click.option("--weight", default=1.0, show_default=True, help="How much its speed counts beside the others'.")
 @click.option("--deadline-h", type=click.FloatRange(0, min_open=True), help="Hours from now at which it is wanted.")
@@ -43,7 +45,7 @@ def submit(
     """Submit a training script as a job of a cluster.
 
     The script's ARGUMENTS follow it. It passes the environment variable ACCEL_CHECKPOINT, or the folder given here, to
-    accel.optimize as checkpoint=, and max_batch_size= too: without that it measures nothing of itself, and gets --min.
+    accel.Elastic as checkpoint=, and max_batch_size= too: without that it measures nothing of itself, and gets --min.
     """
     jobs = JobTable(folder)
     taken = {row.name for row in jobs.jobs()}

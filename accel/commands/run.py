@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shlex
 import sys
 import threading
 from pathlib import Path
@@ -16,7 +15,7 @@ from accel import startup
 from accel.commands.script_job import ScriptJob, check_script, own_arguments, say, training_in_children
 from accel.errors import InvalidArgument
 from accel.exactness import LEVELS, check_level
-from accel.files import check_folder, check_report, save
+from accel.files import check_folder, check_report
 
 if TYPE_CHECKING:
     from accel.commands.time_limit import TimeLimit
@@ -165,7 +164,7 @@ class RunJob(ScriptJob):
         super().__init__(script)
         self._limit = limit
         self._options, self._thread = options, threading.get_ident()
-        self._patch, self._folder = patch and patch.absolute(), os.getcwd()  # the script may change its directory
+        self._patch, self._folder = patch and patch.absolute(), Path.cwd()  # the script may change its directory
         self._training: ScriptTraining | None = None
 
     def __enter__(self) -> None:
@@ -196,12 +195,14 @@ class RunJob(ScriptJob):
         """Restore torch, and say why nothing was made faster if that is so; a report comes when the process ends."""
         if self._limit is not None:
             self.script.ending = self._limit.ending(self.script.ending)
-        why = "the script did not import torch"
+        why = "the script did not import torch, so nothing in it can be made faster"
         if self._training is not None:
             self._training.stop()
             why = self._training.why_nothing()
             if self._patch is not None and os.environ.get("RANK", "0") == "0":
-                say(f"accel: {self._write_patch(self._patch)}")
+                from accel.script.patch import write_patch
+
+                say(f"accel: {write_patch(Path(str(self.script.globals.get('__file__'))), self._folder, self._patch)}")
         if why and os.environ.get("ACCEL") != "0" and os.environ.get("RANK", "0") == "0":
             say(f"accel: nothing was made faster: {why}")
             has_workers = self._training is not None and self._training.loaders.has_workers
@@ -212,37 +213,6 @@ class RunJob(ScriptJob):
             used = [torch.cuda.memory_reserved(gpu) > 0 for gpu in range(torch.cuda.device_count())]
             if unused := unused_gpus(used):
                 say(unused)
-
-    def _write_patch(self, target: Path) -> str:
-        """Write the kept plan as a diff of the script and its own modules, and say what is in it."""
-        from accel.optimized import MODELS
-        from accel.script.patch import own_files, patch_script
-
-        plans = [(each.session.run, each.journal.kept) for each in MODELS.values() if each.journal.kept]
-        if len(plans) != 1:
-            return f"no patch: {'nothing was kept' if not plans else f'{len(plans)} models have plans of their own'}"
-        ((run, choices),) = plans
-        folder = Path(self._folder).resolve()
-        files = own_files(Path(str(self.script.globals.get("__file__"))), folder)
-        root = Path(os.path.commonpath([folder, *files]))  # patch refuses paths that lead out of where it runs
-        optimizers = ", ".join(sorted({type(each).__name__ for each in run.optimizers}))
-        diff, written, left = "", list[str](), dict[str, str]()
-        try:
-            for file in files:
-                rest = {name: setting for name, setting in choices.items() if name not in written}
-                name = file.relative_to(root).as_posix()
-                part = patch_script(file.read_text(encoding="utf-8"), name, rest, optimizers, run.device.type)
-                diff, written, left = diff + part.diff, [*written, *part.written], {**part.left, **left}
-            if written:
-                save("--patch", target, diff)
-        except (OSError, ValueError, InvalidArgument) as error:
-            return f"no patch: {error}"
-        told = "; ".join(f"{strategy} is left out: {why}" for strategy, why in left.items() if strategy not in written)
-        if not written:
-            return f"no patch: {told}"
-        where = "" if root == folder else f" -d {shlex.quote(str(root))}"
-        how = f"patch -p1{where} < {shlex.quote(str(target))}"
-        return f"wrote {target} with {', '.join(written)} ({how})" + (f"; {told}" if told else "")
 
 
 def unused_gpus(used: list[bool]) -> str:

@@ -61,7 +61,7 @@ def first_node(nodes: str) -> str:
     """
     first = re.match(r"[^,\[]+(?:\[([^,\-\]]+)[^\]]*\])?[^,\[]*", nodes)
     if first is None:
-        raise ValueError(nodes)
+        raise InvalidArgument(nodes)
     return first[0] if first[1] is None else re.sub(r"\[.*\]", first[1], first[0])
 
 

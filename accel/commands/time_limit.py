@@ -79,9 +79,7 @@ class TimeLimit:
     def _over(self) -> None:
         elastic = sys.modules.get("accel.elastic.run")
         self.is_saved = elastic is not None and any(run.checkpoint is not None for run in elastic.RUNS.values())
-        saved = (
-            "it saves and ends" if self.is_saved else "it ends; nothing is saved without accel.optimize(checkpoint=)"
-        )
+        saved = "it saves and ends" if self.is_saved else "it ends; nothing is saved without accel.Elastic(checkpoint=)"
         if os.environ.get("RANK", "0") == "0":
             say(f"accel: the time of the script is over: {saved}")
         os.kill(os.getpid(), signal.SIGTERM)

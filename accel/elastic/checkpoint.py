@@ -34,7 +34,7 @@ import torch
 
 from accel.elastic.saving.disk import Disk, FolderLock
 from accel.elastic.saving.plain_values import check_plain
-from accel.errors import CheckpointError, InvalidArgument, OtherVersion
+from accel.errors import AccelError, CheckpointError, InvalidArgument, OtherVersion
 from accel.profiler.interruptions import ours
 
 _NAME = re.compile(r"(\d{8,})-step-(\d+)")
@@ -72,20 +72,20 @@ class Manifest:
         """Read it from text.
 
         Raises:
-            ValueError: if it is not a manifest, or of a version that is not known here.
+            InvalidArgument: if it is not a manifest, or of a version that is not known here.
         """
         try:
             values = json.loads(text) if len(text) <= _LONGEST else None
         except (ValueError, RecursionError):
             values = None
         if not isinstance(values, dict):
-            raise ValueError("its manifest is no JSON object")
+            raise InvalidArgument("its manifest is no JSON object")
         if values.get("version") != VERSION:
-            raise ValueError(f"its manifest has version {values.get('version')!r}, and {VERSION} is known here")
+            raise InvalidArgument(f"its manifest has version {values.get('version')!r}, and {VERSION} is known here")
         kinds = {"size_bytes": int, "sha256": str, "step": int, "world_size": int, "version": int}
         for name, kind in kinds.items():
             if type(values.get(name)) is not kind:
-                raise ValueError(f"its manifest has no {kind.__name__} {name!r}")
+                raise InvalidArgument(f"its manifest has no {kind.__name__} {name!r}")
         return cls(**{name: values[name] for name in kinds})
 
 
@@ -95,7 +95,6 @@ class Checkpoints:
     Args:
         folder: where they are kept; made when the first is saved. With several ranks one that all of them can read.
         keep: how many of them, the newest ones, at least 1; default 3. While one is saved there is one more.
-        disk: what reaches the file system; default the system's own.
         alone: no others of this process may save here with this until `release`, nor from the first save on those of
             other processes, until that or this one's end.
 
@@ -113,12 +112,14 @@ class Checkpoints:
         ('00000001-step-3', 3)
     """
 
+    _disk = Disk()
+    """What reaches the file system."""
+
     def __init__(
         self,
         folder: str | os.PathLike[str],
         keep: int = 3,
         *,
-        disk: Disk | None = None,
         alone: bool = False,
     ) -> None:
         if type(keep) is not int or keep < 1:
@@ -126,7 +127,6 @@ class Checkpoints:
         self.folder, self.keep = Path(folder), keep
         self.refused: list[str] = []
         self._bad: set[int] = set()
-        self._disk = disk or Disk()
         self._alone = alone
         self._lock: FolderLock | None = None
         if alone:
@@ -349,7 +349,7 @@ def _keep(checkpoints: Checkpoints) -> None:
         _OWNERS[checkpoints] = os.getpid()
 
 
-class _Refused(Exception):
+class _Refused(AccelError):
     """Why a checkpoint is not loaded."""
 
 

@@ -1,4 +1,4 @@
-"""How a run under `accel.optimize` is saved: the argument `checkpoint`."""
+"""How a run under `accel.optimize` is saved: the field `checkpoint` of its `elastic`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ class Checkpointing:
     Example:
         >>> schedule = torch.optim.lr_scheduler.StepLR(optimizer, 10)
         >>> checkpoint = Checkpointing(folder="runs/one", schedulers=[schedule])
-        >>> model, loader, optimizer = accel.optimize(model, loader, optimizer, checkpoint=checkpoint)
+        >>> elastic = accel.Elastic(checkpoint=checkpoint)
+        >>> model, loader, optimizer = accel.optimize(model, loader, optimizer, elastic=elastic)
     """
 
     folder: str | os.PathLike[str]

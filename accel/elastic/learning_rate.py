@@ -19,7 +19,7 @@ import torch
 from torch.optim import LBFGS, Optimizer
 
 from accel.elastic.scaling_rules import AdaScale, BatchScale, Linear, Multipliers, NoScaling, Rule, Sqrt, rule_for
-from accel.errors import InvalidArgument
+from accel.errors import InvalidArgument, InvalidState
 from accel.goodput.efficiency import NoiseInterval
 from accel.profiler.loop.optimizers import Optimizers
 
@@ -152,7 +152,7 @@ class LearningRateScaler:
         if self.multipliers is _ONE:
             return
         if _is_capturing():
-            raise RuntimeError(
+            raise InvalidState(
                 "a step at a scaled learning rate can't be captured as a CUDA graph or compiled, which would keep that "
                 "rate; capture it at the base batch size, or step outside of it"
             )

@@ -5,9 +5,9 @@
     job.resize(4)  ──SIGTERM──▶ a checkpoint after the step under way ──torchrun──▶ 4 ranks go on from it
     job.profile()     step times, noise and bounds, as the job has measured them
 
-The script passes `checkpoint=` of the same folder to `accel.optimize`; the variable ACCEL_CHECKPOINT has it. What a
-change costs, the start of a process and the step under way, the profile's `restart_s` tells. With `in_place` the
-processes that stay go on:
+The script passes `accel.Elastic(checkpoint=)` of the same folder to `accel.optimize`; the variable ACCEL_CHECKPOINT
+has it. What a change costs, the start of a process and the step under way, the profile's `restart_s` tells. With
+`in_place` the processes that stay go on:
 
     job.resize(4)  ──python──▶   2 more processes, which come to accel.optimize while the others train
                    ──order──▶    a checkpoint after the step under way; all 4 form a group, and go on from it
@@ -45,7 +45,7 @@ class LocalJob:
 
     Args:
         arguments: of torchrun from the script on, such as `["train.py", "--epochs=30"]` or `["-m", "package.train"]`.
-        folder: that the script passes as `checkpoint=`.
+        folder: that the script passes as `accel.Elastic(checkpoint=)`.
         save_s: how long ranks may take for the step under way and their checkpoint, s; after that they are killed, and
             the next start goes on from the checkpoint before. Default 60.
         launcher: what starts the ranks, in place of torchrun; `--nproc-per-node=N` and the arguments follow. Default:

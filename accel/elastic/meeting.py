@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from accel.dataio.elastic_sampler import ElasticSampler
-from accel.errors import InvalidArgument
+from accel.errors import InvalidArgument, InvalidState
 from accel.run.ranks import Ranks
 
 if TYPE_CHECKING:
@@ -37,12 +37,12 @@ def met(ranks: Ranks, what: str, mine: Any, answer: Callable[[list[Any]], T]) ->
         answer: makes it of what all of them bring, by rank; called on rank 0 only.
 
     Raises:
-        RuntimeError: on all ranks, if one has come for something else.
+        InvalidState: on all ranks, if one has come for something else.
     """
 
     def checked(brought: list[tuple[str, Any]]) -> T:
         if any(other != what for other, _ in brought):
-            raise RuntimeError(f"ranks are not at the same point: {', '.join(other for other, _ in brought)}")
+            raise InvalidState(f"ranks are not at the same point: {', '.join(other for other, _ in brought)}")
         return answer([own for _, own in brought])
 
     return ranks.decide((what, mine), checked, f"did not come to {what}")
@@ -80,7 +80,7 @@ def deal_alike(sampler: ElasticSampler, settings: OptimizeSettings, *, is_new: b
     if problem:
         raise InvalidArgument(
             f"loader and settings must be the same on all ranks, {problem}; if batches are to have several sizes, give "
-            "every rank batch_sampler=accel.dataio.elastic_sampler.ElasticSampler(..., batch_size=[one for each rank])"
+            "every rank batch_sampler=accel.ElasticSampler(..., batch_size=[one for each rank])"
         )
     if is_new:
         vars(sampler).update({name: first[name] for name in _DEALT_BY})

@@ -18,7 +18,7 @@ _ROUNDING = 1e-6
 
 
 class CountsProgress(Protocol):
-    """A `LearningRateScaler`, or `accel.elastic.running.progress_of` a model."""
+    """A `LearningRateScaler`, or `accel.progress_of` a model."""
 
     @property
     def progress(self) -> float:
@@ -37,7 +37,7 @@ class ProgressSchedule:
 
     Args:
         scheduler: of torch, stepped by nobody else.
-        scaler: counts the progress: a `LearningRateScaler`, or `progress_of(model)` under `optimize(max_batch_size=)`.
+        scaler: counts the progress: a `LearningRateScaler`, or `progress_of(model)` under `optimize(elastic=)`.
 
     Raises:
         InvalidArgument: if the scheduler waits for a metric (ReduceLROnPlateau), not for steps.

@@ -1,4 +1,4 @@
-"""What a script, or whoever schedules it, may ask of a training under `accel.optimize(max_batch_size=, checkpoint=)`.
+"""What a script, or whoever schedules it, may ask of a training under `accel.optimize(elastic=)`.
 
     request_checkpoint(model)    a checkpoint at the end of the step under way
     save_checkpoint(model)       one now, between two steps
@@ -128,8 +128,8 @@ def _checkpoint(model: nn.Module, asked: str) -> CheckpointRun:
     run = RUNS.get(model)
     if run is None or run.checkpoint is None:
         raise InvalidArgument(
-            f"{asked} needs a model that is optimized with checkpoint=. Found: a {type(model).__name__} that is not; "
-            "pass checkpoint=FOLDER to accel.optimize"
+            f"{asked} needs a model that is optimized with elastic.checkpoint. Found: a {type(model).__name__} that is "
+            "not; pass elastic=accel.Elastic(checkpoint=FOLDER) to accel.optimize"
         )
     return run.checkpoint
 
@@ -138,7 +138,7 @@ def _batch(model: nn.Module, asked: str) -> BatchRun:
     run = RUNS.get(model)
     if run is None or run.batch is None:
         raise InvalidArgument(
-            f"{asked} needs a model that is optimized with max_batch_size=. Found: a {type(model).__name__} that is "
-            "not; pass max_batch_size=N to accel.optimize"
+            f"{asked} needs a model that is optimized with elastic.max_batch_size. Found: a {type(model).__name__} "
+            "that is not; pass elastic=accel.Elastic(max_batch_size=N) to accel.optimize"
         )
     return run.batch

@@ -29,6 +29,7 @@ from accel.dataio.elastic_sampler import ElasticSampler
 from accel.dataio.passes.proxy import LoaderProxy, PassesUnderWay
 from accel.dataio.sampling.places import DealtStep, SamplerPlace
 from accel.elastic.left_alone import is_left_alone
+from accel.errors import InvalidArgument
 from accel.profiler.loop import backward
 from accel.profiler.loop.observers import LoopObserver
 from accel.profiler.loop.update_hooks import UPDATES
@@ -293,15 +294,16 @@ def remaining_epochs(loader: Any, total: int) -> Sequence[int]:
     Loop over what this returns: where the loop leaves its passes early, by a `break`, an epoch is one turn of it.
 
     Args:
-        loader: that `accel.optimize` returned under `checkpoint=` or `max_batch_size=`; of one that it returned as it
+        loader: that `accel.optimize` returned under `elastic=`; of one that it returned as it
             was, since accel is switched off, these are all epochs.
         total: epochs of the whole training.
 
     Raises:
-        ValueError: if it is another loader.
+        InvalidArgument: if it is another loader.
 
     Example:
-        >>> model, loader, optimizer = accel.optimize(model, loader, optimizer, checkpoint="runs/one")
+        >>> elastic = accel.Elastic(checkpoint="runs/one")
+        >>> model, loader, optimizer = accel.optimize(model, loader, optimizer, elastic=elastic)
         >>> for epoch in remaining_epochs(loader, 10):
         ...     for batch, target in loader:
         ...         ...
@@ -310,8 +312,8 @@ def remaining_epochs(loader: Any, total: int) -> Sequence[int]:
         return range(total)
     sampler = getattr(loader, "batch_sampler", None)
     if not isinstance(sampler, ElasticSampler):
-        raise ValueError(
-            "loader must be the one that accel.optimize returned under checkpoint= or max_batch_size=, got "
+        raise InvalidArgument(
+            "loader must be the one that accel.optimize returned under elastic=, got "
             f"{type(loader).__name__} without an ElasticSampler"
         )
     sampler.total_epochs = total

@@ -47,12 +47,10 @@ class SavePolicy:
         sigterm: note SIGTERM, save after the step under way, then set `stop`; default True. See `Termination`.
         gather: with several ranks, gives each the values that all of them passed, by rank. Every rank then calls `due`
             after each of its steps, and `saving` where it is True.
-        meeting_s: seconds from one such meeting to the next, about; default 1. Signals and requests wait so long.
-        look: returns the newest order to go on with other ranks; by default there are none.
-        clock: seconds; default time.monotonic.
 
     Attributes:
         stop: True on all ranks once one of them was sent SIGTERM, from the step on that is to be saved.
+        look: returns the newest order to go on with other ranks; there are none unless one sets it.
         order: the newest order that rank 0 knew when ranks met last.
         save_s: seconds that the last save took; 0.0 before the first.
         saved_s: seconds that all of them took.
@@ -62,14 +60,17 @@ class SavePolicy:
         InvalidArgument: if a number is out of its range.
 
     Example:
-        >>> now = 0.0
-        >>> policy = SavePolicy(60, sigterm=False, clock=lambda: now)
+        >>> policy = SavePolicy(60, sigterm=False)
         >>> policy.due()
         False
-        >>> now = 61.0
+        >>> policy.request()
         >>> policy.due()
         True
     """
+
+    _clock = staticmethod(time.monotonic)
+    _meeting_s = 1.0
+    """From one meeting of the ranks to the next, about: signals and requests wait so long."""
 
     def __init__(
         self,
@@ -78,22 +79,16 @@ class SavePolicy:
         share: float = 0.01,
         sigterm: bool = True,
         gather: Callable[[Any], list[Any]] | None = None,
-        meeting_s: float = 1.0,
-        look: Callable[[], ResizeOrder] = ResizeOrder,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        for name, value, most in (
-            ("interval_s", interval_s, 1e12),
-            ("share", share, 1),
-            ("meeting_s", meeting_s, 1e12),
-        ):
+        for name, value, most in (("interval_s", interval_s, 1e12), ("share", share, 1)):
             if not 0 < value <= most:
                 raise InvalidArgument(f"{name} must be more than 0 and at most {most:g}, got {value!r}")
         self._interval_s, self._share = interval_s, share
-        self._gather, self._meeting_s, self._look, self._clock = gather, meeting_s, look, clock
+        self._gather = gather
+        self.look: Callable[[], ResizeOrder] = ResizeOrder
         self.order = ResizeOrder()
         self._termination = Termination() if sigterm else None
-        self._last_save = self._last_meeting = clock()
+        self._last_save = self._last_meeting = self._clock()
         self.save_s = self.saved_s = 0.0
         self._asked = self._answered = False
         self._steps = self._to_next = 0
@@ -172,7 +167,7 @@ class SavePolicy:
         step_s = max(now - self._last_meeting, 1e-9) / max(self._steps, 1)
         # At most twice as many as before: steps that were quick at first are no measure.
         to_next = max(1, min(int(self._meeting_s / step_s), 2 * max(self._steps, 1)))
-        return _RankReport(now - self._last_save, self.save_s, self._asked, self.terminated, to_next, self._look())
+        return _RankReport(now - self._last_save, self.save_s, self._asked, self.terminated, to_next, self.look())
 
     def _decide(self, reports: list[_RankReport]) -> bool:
         """Return whether to save: the same on all ranks, since the reports are."""

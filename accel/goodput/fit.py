@@ -20,6 +20,7 @@ import numpy as np
 from accel.errors import InvalidArgument
 from accel.goodput.observations import StepTimes
 from accel.goodput.throughput import MOST, SYNC_TERMS, Floats, ThroughputModel, log_or_none, power_sum, sync_terms
+from accel.profiler import renamed
 
 
 class Prior(NamedTuple):
@@ -61,7 +62,7 @@ _FARTHEST = 10.0
 """A start is brought to within e^10 of what the priors say: times of 0 have no logarithm."""
 
 
-def fit(times: StepTimes, start: ThroughputModel | None = None) -> ThroughputModel:
+def fit_throughput(times: StepTimes, start: ThroughputModel | None = None) -> ThroughputModel:
     """Return the model of a job's step times.
 
     Args:
@@ -77,12 +78,15 @@ def fit(times: StepTimes, start: ThroughputModel | None = None) -> ThroughputMod
         >>> observations = Observations()
         >>> for replicas, seconds in ((1, 0.10), (2, 0.12), (4, 0.13)):
         ...     observations.add(Configuration(nodes=1, replicas=replicas, local_batch=32), seconds)
-        >>> model = fit(observations.step_times())
+        >>> model = fit_throughput(observations.step_times())
         >>> round(model.step_s(nodes=1, replicas=2, local_batch=32), 2)
         0.12
     """
     problem = Problem(times)
     return model_of(problem.minimise(None if start is None else theta_of(start)))
+
+
+fit = renamed.function("fit", fit_throughput)
 
 
 def solver() -> Callable[..., Any]:

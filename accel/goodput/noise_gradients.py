@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from accel.errors import AccelError
 from accel.goodput.noise_scale import NoiseSums
 
 Gather = Callable[[Any], list[Any]]
@@ -41,7 +42,7 @@ _SKETCH = 16384
 """Numbers of a sketch: the squared length has a standard deviation of √(2/m), 1.1 %, or less."""
 
 
-class Unmeasurable(Exception):  # not an error of the user's: the meter leaves the step out, and says why
+class Unmeasurable(AccelError):  # not an error of the user's: the meter leaves the step out, and says why
     """The step says nothing of the noise; the text is the reason."""
 
 

@@ -49,7 +49,6 @@ class NoiseMeter:
         replicas: ranks that train copies of the model, each with batches of its own; default 1.
         gather: gives each rank what all of them passed, by rank; needed where there are several.
         scaler: the loop's GradScaler, if it has one.
-        clock: returns seconds.
 
     Attributes:
         noise: the statistics.
@@ -88,7 +87,6 @@ class NoiseMeter:
         replicas: int = 1,
         gather: Gather | None = None,
         scaler: torch.amp.GradScaler | None = None,
-        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         if replicas < 1:
             raise InvalidArgument(f"replicas must be at least 1. Found: {replicas}.")
@@ -98,7 +96,8 @@ class NoiseMeter:
         self.reason = self.refusal = ""
         self.last_cost_s = 0.0
         self._model, self._optimizers, self._scaler = model, optimizers, scaler
-        self._replicas, self._clock = replicas, clock
+        self._replicas = replicas
+        self.clock: Callable[[], float] = time.perf_counter
         self._gather = gather if replicas > 1 else None
         self._schedule = NoiseSchedule()
         self._replay = ReplayedParts(model)
@@ -126,7 +125,7 @@ class NoiseMeter:
         self._batches = 0
         self._is_timed = self._schedule.wants_time
         if self._is_timed:
-            self._began_s = self._clock()
+            self._began_s = self.clock()
             if self._schedule.is_due() and not self.refusal:
 
                 def loss_scale() -> float:  # averaged with those of other steps, gradients must not have a factor
@@ -136,7 +135,7 @@ class NoiseMeter:
                     self._measured = _MeasuredStep(self._model, self._optimizers, loss_scale, self._sketch)
                 except Unmeasurable as refusal:
                     self.refusal = self.reason = str(refusal)
-                self._own_s = self._clock() - self._began_s
+                self._own_s = self.clock() - self._began_s
         return self._measured is not None
 
     def begin_batch(self, samples: int, accumulated: int = 1) -> None:
@@ -207,7 +206,7 @@ class NoiseMeter:
         elif not self._is_timed:
             self._schedule.skip_step()
         else:
-            self._schedule.note_step(self._clock() - self._began_s)
+            self._schedule.note_step(self.clock() - self._began_s)
 
     def skip_step(self, samples: int) -> None:
         """A step has ended that was not passed otherwise, of so many samples on this rank: it pays for measurements."""
@@ -231,13 +230,13 @@ class NoiseMeter:
     @contextmanager
     def _working(self) -> Iterator[None]:
         """Count the time of a block as the measurement's own."""
-        began = self._clock()
+        began = self.clock()
         yield
-        self._own_s += self._clock() - began
+        self._own_s += self.clock() - began
 
     def _end_measuring(self) -> None:
         """Take in what the measured step says, and wait for as many steps as pay for it."""
-        step, began = self._measured, self._clock()
+        step, began = self._measured, self.clock()
         assert step is not None
         with self._working():
             self._leave_out()
@@ -247,12 +246,12 @@ class NoiseMeter:
         cost_s = min(max(self._own_s, took), 2 * self._own_s)
         sums = None if step.reason else step.sums
         if self._gather is not None:
-            began = self._clock()
+            began = self.clock()
             own = None if step.reason else step.parts.on_host()
             ranks, costs, usual = zip(*self._gather((own, cost_s + self._exchange_s, usual_s)), strict=True)
             sums = None if None in ranks else step_sums(ranks)
             cost_s, usual_s = fmean(costs), fmean(usual)
-            self._exchange_s = self._clock() - began
+            self._exchange_s = self.clock() - began
         self._schedule.pay(cost_s, usual_s)
         self.last_cost_s = cost_s
         if sums is not None:

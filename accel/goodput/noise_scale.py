@@ -296,7 +296,7 @@ class NoiseScale:
             kept = [_Measurement(*map(float, each)) for each in state["kept"]]
             signal = _Signal(**{name: float(value) for name, value in state["signal"].items()})
             if not all(map(math.isfinite, [samples, *vars(signal).values(), *itertools.chain.from_iterable(kept)])):
-                raise ValueError("all numbers must be finite")
+                raise InvalidArgument("all numbers must be finite")
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise InvalidArgument(
                 "the state of a noise scale has measured, skipped, samples, kept and signal, as state_dict returns "

@@ -161,7 +161,9 @@ class Observations:
                 count, seconds = values.pop("count"), values.pop("seconds")
                 configuration = Configuration(**values)
                 if type(count) is not int or not 1 <= len(seconds) <= count:
-                    raise ValueError(f"each configuration must have 1 to count step times, got {len(seconds)}, {count}")
+                    raise InvalidArgument(
+                        f"each configuration must have 1 to count step times, got {len(seconds)}, {count}"
+                    )
                 for one in seconds:
                     fresh.add(configuration, one)
                 fresh._entries[_checked(configuration)].count = count

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from accel.errors import InvalidArgument
+
 
 class Buckets:
     """Pads one dimension to the next of a few sizes.
@@ -19,7 +21,7 @@ class Buckets:
         dim: which dimension, default 0.
 
     Raises:
-        ValueError: if the sizes are not increasing whole numbers above 0.
+        InvalidArgument: if the sizes are not increasing whole numbers above 0.
 
     Example:
         >>> buckets = Buckets([4, 8])
@@ -29,18 +31,18 @@ class Buckets:
 
     def __init__(self, sizes: Sequence[int], dim: int = 0) -> None:
         if not sizes or any(type(size) is not int or size < 1 for size in sizes) or sorted(set(sizes)) != list(sizes):
-            raise ValueError(f"Buckets: sizes must be increasing whole numbers above 0. Found: {list(sizes)}")
+            raise InvalidArgument(f"Buckets: sizes must be increasing whole numbers above 0. Found: {list(sizes)}")
         self.sizes, self.dim = tuple(sizes), dim
 
     def size(self, count: int) -> int:
         """Return the size that a count is padded to.
 
         Raises:
-            ValueError: if the count is beyond the largest.
+            InvalidArgument: if the count is beyond the largest.
         """
         place = bisect.bisect_left(self.sizes, count)
         if place == len(self.sizes):
-            raise ValueError(f"Buckets: at most {self.sizes[-1]} fit. Found: {count}; give a larger size")
+            raise InvalidArgument(f"Buckets: at most {self.sizes[-1]} fit. Found: {count}; give a larger size")
         return self.sizes[place]
 
     def pad(self, x: Tensor, value: float = 0) -> Tensor:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from accel.device_memory import give_memory_back
+from accel.errors import InvalidArgument, InvalidType
 from accel.graphs.checks import (
     Contents,
     NotCapturable,
@@ -91,13 +92,13 @@ def capture(
             on the device, or that of an optimizer of `accel.optim`, follows its scheduler; any other that is a number
             takes a graph for each value.
         strict: raise CaptureError where a step can't be captured. By default it goes on eagerly, with a warning.
-        fixed: for a step, raise ValueError where arguments are not of the form of the first call's. By default another
-            form takes a graph of its own.
+        fixed: for a step, raise InvalidArgument where arguments are not of the form of the first call's. By default
+            another form takes a graph of its own.
 
     Raises:
-        ValueError: if `warmup` or `most` is out of range, or `modules`, `optimizers` or `fixed` are given for a model;
-            in a call of a step, with `fixed`.
-        TypeError: if `step` is neither, or the model is wrapped for data parallelism; in a call of a step, if an
+        InvalidArgument: if `warmup` or `most` is out of range, or `modules`, `optimizers` or `fixed` are given for a
+            model; in a call of a step, with `fixed`.
+        InvalidType: if `step` is neither, or the model is wrapped for data parallelism; in a call of a step, if an
             argument or a result is of another kind, or an input requires gradients.
         CaptureError: in a call, with `strict`.
 
@@ -108,12 +109,12 @@ def capture(
     Source: https://pytorch.org/blog/accelerating-pytorch-with-cuda-graphs/
     """
     if not callable(step) or isinstance(step, type):
-        raise TypeError(f"capture: step must be a model or a function that makes a step. Found: {step!r}")
+        raise InvalidType(f"capture: step must be a model or a function that makes a step. Found: {step!r}")
     if warmup < 0 or most < 1:
-        raise ValueError(f"capture: warmup must be 0 or more and most 1 or more. Found: {warmup} and {most}")
+        raise InvalidArgument(f"capture: warmup must be 0 or more and most 1 or more. Found: {warmup} and {most}")
     if isinstance(step, nn.Module):
         if modules is not None or optimizers is not None or fixed:
-            raise ValueError("capture: modules, optimizers and fixed are for a step. Found: a model")
+            raise InvalidArgument("capture: modules, optimizers and fixed are for a step. Found: a model")
         return capture_model(step, ModelCalls(step, warmup=warmup, most=most, strict=strict))
     by_itself = found(step)
     owners = Owners(by_itself[0] if modules is None else modules, by_itself[1] if optimizers is None else optimizers)
@@ -203,7 +204,7 @@ class CapturedStep:
             self._first = description
         elif self._fixed and description != self._first:
             other = _difference(self._first, description)
-            raise ValueError(f"capture: arguments must be of the form of the first call's. Found at {other}")
+            raise InvalidArgument(f"capture: arguments must be of the form of the first call's. Found at {other}")
         recorder = self._recorder or self._made(inputs)
         if recorder is None:
             return _detached(self._step(*args, **kwargs))
@@ -277,7 +278,7 @@ class CapturedStep:
     def _captured(self, recorder: GraphRecorder, description: Any, inputs: list[Tensor], args: Any, kwargs: Any) -> Any:
         """Capture a graph for these inputs and replay it; run eagerly if that fails."""
         if any(tensor.requires_grad for tensor in inputs):
-            raise TypeError(
+            raise InvalidType(
                 "capture: inputs must not require gradients, they are copied into a graph's own; detach them"
             )
         own = [tensor.clone() for tensor in inputs]

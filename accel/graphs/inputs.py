@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from accel.errors import InvalidType
+
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, Enum)
 
 
@@ -56,7 +58,7 @@ def described(value: Any, tensors: list[Tensor], what: str, remedy: str = _REMED
         what: the value is, for the message.
 
     Raises:
-        TypeError: for anything else: a graph would go on with what it was at the capture.
+        InvalidType: for anything else: a graph would go on with what it was at the capture.
     """
     if isinstance(value, Tensor):
         tensors.append(value)
@@ -68,7 +70,7 @@ def described(value: Any, tensors: list[Tensor], what: str, remedy: str = _REMED
         return _Mapping(type(value), items)
     if isinstance(value, _PLAIN):
         return _Value(type(value), value)
-    raise TypeError(
+    raise InvalidType(
         f"capture: {what} must be tensors, numbers, words, None, or tuples, lists and dicts of them. "
         f"Found: {type(value).__name__}; {remedy}"
     )

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from accel.errors import InvalidState
 from accel.graphs.checks import NotCapturable, unwritten
 from accel.graphs.inputs import described, rebuilt
 from accel.graphs.leaves import Leaves, reached
@@ -119,16 +120,16 @@ class ModelGraph:
     def backward(self, use: _Use, gradients: tuple[Tensor | None, ...]) -> list[Tensor | None]:
         """Replay the backward pass, and return copies of the gradients of inputs and parameters."""
         if not self._backwards:
-            raise RuntimeError("capture: a backward pass must come before its graphs are dropped. Found: one after")
+            raise InvalidState("capture: a backward pass must come before its graphs are dropped. Found: one after")
         if self._use is None or self._use() is not use:
-            raise RuntimeError(
+            raise InvalidState(
                 "capture: a second backward pass must come before the model's next call. Found: one after it, which "
                 "has overwritten the activations; pass retain_graph=True to the first, so that they are kept"
             )
         if not torch._C._autograd._get_current_graph_task_keep_graph():
             self._use = None
         elif any(backward.frees for backward in self._backwards.values()):
-            raise RuntimeError(
+            raise InvalidState(
                 "capture: the backward pass of a compiled model must come once: it is compiled to write to its "
                 "activations. Found: retain_graph=True"
             )
@@ -237,7 +238,7 @@ class _Replayed(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         """Replay the backward pass."""
         if torch.is_grad_enabled():
-            raise RuntimeError(
+            raise InvalidState(
                 "capture: gradients of a captured model can't be differentiated again. Found: create_graph=True; don't "
                 "capture this model (accel.graphs.release)"
             )

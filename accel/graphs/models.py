@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
+from accel.errors import InvalidType
 from accel.graphs.model_calls import ModelCalls
 from accel.profiler.loop import callslot
 
@@ -32,7 +33,7 @@ _Model = TypeVar("_Model", bound=nn.Module)
 def capture_model(model: _Model, calls: ModelCalls) -> _Model:
     """Run the calls of a model by graphs, in place."""
     if _distributes(model):
-        raise TypeError(
+        raise InvalidType(
             "capture: a model must be captured inside of what distributes it. "
             f"Found: {type(model).__name__}; capture the model that was passed to it"
         )

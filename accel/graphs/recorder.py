@@ -9,6 +9,8 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
+from accel.errors import InvalidState
+
 _T = TypeVar("_T")
 _STILL_HELD = (
     "autograd holds on to an earlier step on another stream, by its loss or an output; delete those (del loss) before "
@@ -111,7 +113,7 @@ class CudaRecorder:
                 raise
         try:
             if first is not None and "legacy stream" in str(first):
-                raise RuntimeError(_STILL_HELD) from first
+                raise InvalidState(_STILL_HELD) from first
             if first is not None:
                 raise first
         finally:

@@ -41,6 +41,10 @@ class NotRestorable(AccelError):
     """A model holds more state than a snapshot keeps, so that its calls can't be made again without a trace."""
 
 
+class NotReplayable(AccelError):
+    """The plain call can't be made again, whatever the candidate does."""
+
+
 class CallFlags:
     """Which modules of a model train, and which parameters get gradients, as it is now.
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from accel.errors import InvalidArgument
+from accel.errors import InvalidArgument, InvalidState
 from accel.kernels.optimizers import Batch, Hypers, Kind, Scaling, UpdateOutcome, Updater, work_dtype
 from accel.kernels.support import runs_triton
 from accel.optim import checks, stored
@@ -113,12 +113,12 @@ class MultiTensorOptimizer(Optimizer):
 
         Raises:
             InvalidArgument: if a gradient is sparse; nothing has been changed then.
-            RuntimeError: within the capture of a CUDA graph: given a closure, or if no step has been run before.
+            InvalidState: within the capture of a CUDA graph: given a closure, or if no step has been run before.
         """
         loss = None
         if closure is not None:
             if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-                raise RuntimeError(
+                raise InvalidState(
                     f"{type(self).__name__}: a captured step takes no closure. Found: one. Compute loss and gradients "
                     "before step(), within the capture."
                 )

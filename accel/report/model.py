@@ -13,7 +13,7 @@ from accel.profiler.report import MachineFacts, ReportHead
 NOTHING_REMEMBERED = "nothing is remembered"
 """How `Report.cache` begins where the result could not be written."""
 
-Status = Literal["kept", "undone", "refused", "not applicable", "not allowed", "disabled", "not tried"]
+Status = Literal["kept", "undone", "inconclusive", "not applicable", "not allowed", "disabled", "not tried"]
 State = Literal["searching", "done", "interrupted", "replayed", "undone"]
 
 
@@ -30,7 +30,7 @@ class StrategyRow:
     exactness: str
     """`exact`, `reordered`, `reduced` or `lossy`."""
     status: Status = "not tried"
-    """`kept`; `undone` (slower, wrong or failed); `refused` (too noisy to decide); or why it was never tried."""
+    """`kept`; `undone` (slower, wrong or failed); `inconclusive` (too noisy to decide); or why it was never tried."""
     why: str = ""
     """One sentence that explains the status."""
     setting: str = ""

@@ -44,7 +44,7 @@ from accel.report.words import (
 )
 
 EVENT_LIMIT = 20
-TONE_OF = {"kept": "good", "undone": "bad", "refused": "warn"}
+TONE_OF = {"kept": "good", "undone": "bad", "inconclusive": "warn"}
 """Status of a strategy → tone; `idle` for any other."""
 _NOT_APPLICABLE = "not applicable"
 

@@ -46,7 +46,7 @@ TALL = 4.0
 _OUTCOMES = {
     "keep": ("helps", "good"),
     "drop": ("does not help", "bad"),
-    "refused": ("too noisy to tell", "warn"),
+    "inconclusive": ("inconclusive", "warn"),
     "void": ("could not be tried", "idle"),
 }
 """Verdict of an experiment → its text and tone."""

@@ -58,7 +58,8 @@ def _sentences(report: RunReport) -> Iterator[str]:
 
 
 def _tried_text(report: RunReport) -> str:
-    tried = ", ".join(f"{name_text(row)} ({row.why})" for row in report.rows if row.status in ("undone", "refused"))
+    off = [row for row in report.rows if row.status in ("undone", "inconclusive")]
+    tried = ", ".join(f"{name_text(row)} ({row.why})" for row in off)
     untried = ", ".join(row.name for row in report.rows if row.status == "not tried")
     if not untried:
         return f"tried: {tried or 'nothing, no strategy fits this run'}"

@@ -115,7 +115,7 @@ def run_verdict_text(report: RunReport) -> str:
     if report.speedup is None or report.plain_ms is None or report.accel_ms is None:
         return _without_speedup_text(report)
     if not report.plan:
-        if any(row.status in ("undone", "refused") for row in report.rows):
+        if any(row.status in ("undone", "inconclusive") for row in report.rows):
             why = "nothing tried made the step faster"
         else:
             why = "no trial came to a verdict" if any(row.steps for row in report.rows) else "nothing was tried"
@@ -329,8 +329,8 @@ def effect_text(finding: Finding) -> str:
 
 def _why_predicted(experiment: str) -> str:
     """Say why a saving is not measured, in brief."""
-    if experiment.startswith("tried, too noisy"):
-        return "too noisy to measure"
+    if experiment.startswith("tried, inconclusive"):
+        return "inconclusive"
     return "tried only with another cause" if experiment.startswith("tried") else "not tried"
 
 

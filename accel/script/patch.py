@@ -12,6 +12,8 @@ from __future__ import annotations
 import ast
 import difflib
 import itertools
+import os
+import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -19,8 +21,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from accel.errors import AccelError
+from accel.files import save
+from accel.optimized import MODELS
 
-class NotWritable(Exception):
+
+class NotWritable(AccelError):
     """A strategy can't be written into this script; the message says why."""
 
 
@@ -94,18 +100,49 @@ def patch_script(source: str, name: str, choices: Mapping[str, Any], optimizer: 
     return result
 
 
-def own_files(script: Path, folder: Path) -> list[Path]:
-    """Return a script and the modules that it has imported from beside it or from a folder, itself first.
+def write_patch(script: Path, folder: Path, target: Path) -> str:
+    """Write the plan that was kept as a diff of a script and its own modules, and say what is in it.
 
     Args:
         script: its path.
         folder: where it was started.
+        target: the diff.
     """
+    plans = [(each.session.run, each.journal.kept) for each in MODELS.values() if each.journal.kept]
+    if len(plans) != 1:
+        return f"no patch: {'nothing was kept' if not plans else f'{len(plans)} models have plans of their own'}"
+    ((run, choices),) = plans
+    folder = folder.resolve()
+    files = _own_files(script, folder)
+    root = Path(os.path.commonpath([folder, *files]))  # patch refuses paths that lead out of where it runs
+    optimizers = ", ".join(sorted({type(each).__name__ for each in run.optimizers}))
+    whole = ScriptPatch()
+    try:
+        for file in files:
+            rest = {name: setting for name, setting in choices.items() if name not in whole.written}
+            name, source = file.relative_to(root).as_posix(), file.read_text(encoding="utf-8")
+            part = patch_script(source, name, rest, optimizers, run.device.type)
+            left = {**part.left, **whole.left}  # the reason is that of the script itself
+            whole = ScriptPatch(whole.diff + part.diff, [*whole.written, *part.written], left)
+        if whole.written:
+            save("--patch", target, whole.diff)
+    except (OSError, ValueError) as error:
+        return f"no patch: {error}"
+    reasons = "; ".join(f"{name} is left out: {why}" for name, why in whole.left.items() if name not in whole.written)
+    if not whole.written:
+        return f"no patch: {reasons}"
+    where = "" if root == folder else f" -d {shlex.quote(str(root))}"
+    how = f"patch -p1{where} < {shlex.quote(str(target))}"
+    return f"wrote {target} with {', '.join(whole.written)} ({how})" + (f"; {reasons}" if reasons else "")
+
+
+def _own_files(script: Path, folder: Path) -> list[Path]:
+    """Return the script, then the modules that it has imported from beside it or from where it was started."""
     script = script.resolve()
     loaded = {name: getattr(module, "__file__", None) or "" for name, module in list(sys.modules.items())}
-    found = [Path(file).resolve() for name, file in loaded.items() if file.endswith(".py") and name[:6] != "accel."]
-    beside, installed = (script.parent, folder.resolve()), Path(sys.prefix).resolve()
-    own = (each for each in found if any(map(each.is_relative_to, beside)) and not each.is_relative_to(installed))
+    files = [Path(file).resolve() for name, file in loaded.items() if file.endswith(".py") and name[:6] != "accel."]
+    beside, installed = (script.parent, folder), Path(sys.prefix).resolve()
+    own = (each for each in files if any(map(each.is_relative_to, beside)) and not each.is_relative_to(installed))
     return list(dict.fromkeys([script, *own]))
 
 
@@ -285,7 +322,7 @@ def _fused(script: _Source, setting: Any) -> Iterator[Edit]:
 
 def _workers(script: _Source, setting: Any) -> Iterator[Edit]:
     if not isinstance(setting, int):
-        raise NotWritable("a DataLoader has no threads; accel.dataio.loader.ContinuousLoader(loader) has")
+        raise NotWritable("a DataLoader has no threads; accel.ContinuousLoader(loader) has")
     # No persistent workers: their later epochs draw no seed, so that the next one is shuffled otherwise.
     yield from script.argument(script.loader(), "num_workers", str(setting))
 

@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import replace
 
+from accel.errors import AccelError
 from accel.profiler.trial import Outcome, TrialConfig, Verdict
 from accel.profiler.trial_driver import Block, Steps, TrialResult, drive, together
 from accel.search import costs, verdicts
@@ -20,11 +21,11 @@ _PAIRS = 6
 """Pairs of blocks that a closing trial has at the least, and so a trial that stands for it."""
 
 
-class Interrupted(Exception):
+class Interrupted(AccelError):
     """The conditions (batch shape, loader, world size, threads) are others: what was measured says nothing any more."""
 
 
-class _Tripped(Exception):
+class _Tripped(AccelError):
     """A strategy was switched off in a trial, whose steps say nothing then."""
 
 
@@ -262,7 +263,7 @@ def close(
         own = [state.candidates[name].standing for name in standing]
         outcomes = [each for each in (*own, outcome) if each is not None]
         state.closing, state.closed_plan = functools.reduce(together, outcomes), plan
-        if outcome is None or outcome.verdict == "keep" or (outcome.verdict == "refused" and outcome.gain > 1):
+        if outcome is None or outcome.verdict == "keep" or (outcome.verdict == "inconclusive" and outcome.gain > 1):
             yield from look(state)
             return
         for name in _first_undone(state, plan):

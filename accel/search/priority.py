@@ -106,7 +106,7 @@ def _may_matter(state: SearchState, candidate: Candidate) -> bool:
     row = candidate.row
     if row.status == "not tried":  # it could win too little; else it has steps, of a check that could compare nothing
         return bool(candidate.comparison.phase) and not row.steps and not too_little(state, candidate)
-    if row.status not in ("undone", "refused") or row.before_ms is None or row.gain_high is None:
+    if row.status not in ("undone", "inconclusive") or row.before_ms is None or row.gain_high is None:
         return False
     if candidate.judged_ms >= _OTHER_LIMIT * state.step_s * 1e3 or candidate.strategy.treats == {Bottleneck.LAUNCH}:
         return True  # with less work on the device the host may limit the step

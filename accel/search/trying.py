@@ -177,7 +177,7 @@ def _if_much_slower(state: SearchState, candidate: Candidate, config: TrialConfi
     """Return the verdict where the first steps are much slower: two such trials end in a drop."""
     if candidate.at_length:
         return "drop"
-    return "refused" if config == state.config.brief() else None
+    return "inconclusive" if config == state.config.brief() else None
 
 
 def try_at_once(state: SearchState, follow: Callable[[SearchState], Decisions]) -> Decisions:

@@ -104,7 +104,7 @@ def is_open(state: SearchState, candidate: Candidate) -> bool:
     row = candidate.row
     if row.status == "undone" and row.gain_high is not None:
         return row.gain_high > _highest_of_small(state.config.drop_gain)
-    return row.status == "refused"
+    return row.status == "inconclusive"
 
 
 def announce(state: SearchState, candidate: Candidate) -> None:
@@ -153,8 +153,8 @@ def _highest_of_small(drop_gain: float) -> float:
 def _why_not(result: TrialResult, drop_gain: float) -> tuple[Status, str]:
     outcome = result.outcome
     assert outcome is not None
-    if outcome.verdict == "refused":
-        return "refused", result.why or f"too noisy to tell after {outcome.pairs} pairs of blocks; left off"
+    if outcome.verdict == "inconclusive":
+        return "inconclusive", result.why or f"too noisy to tell after {outcome.pairs} pairs of blocks; left off"
     if outcome.high < 1:
         return "undone", "slower"
     if outcome.high <= _highest_of_small(drop_gain):

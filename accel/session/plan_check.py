@@ -18,13 +18,13 @@ from accel.device_memory import give_memory_back
 from accel.exactness import Exactness
 from accel.guard import guard, rounding, watch
 from accel.guard.faults import may_be_of_strategies
-from accel.guard.guard import Comparison, NotRestorable, Recording
+from accel.guard.guard import Comparison, NotReplayable, NotRestorable, Recording
 from accel.guard.snapshot import WrittenParameters
 from accel.profiler.interruptions import ours
 from accel.profiler.trees import tensors
 from accel.search.plan import Choices
 from accel.session import replays
-from accel.session.replays import Ask, NotReplayable, Replays
+from accel.session.replays import Ask, Replays
 from accel.session.step_watch import StepWatch
 
 log = logging.getLogger("accel")

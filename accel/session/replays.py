@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from accel.exactness import Exactness
 from accel.guard import guard, together, update_guard
 from accel.guard.draws import ReplayedDraws
-from accel.guard.guard import Comparison, Recording, Replayed
+from accel.guard.guard import Comparison, NotReplayable, Recording, Replayed
 from accel.profiler.interruptions import ours
 from accel.run.context import Run
 from accel.search.plan import Choices
@@ -29,10 +29,6 @@ if TYPE_CHECKING:
 
 Ask = Callable[..., Any]
 """Is given what this rank brings, and a function that decides from what all of them bring; returns its answer."""
-
-
-class NotReplayable(Exception):
-    """The plain call can't be made again, whatever the candidate does."""
 
 
 class Replays:

@@ -242,7 +242,7 @@ def _judged(result: TrialResult, share: float, saved: float, config: TrialConfig
     if outcome.verdict == "keep":
         return result._replace(outcome=outcome)
     if not saved:
-        return result._replace(outcome=replace(outcome, verdict="refused"), why=SAVES_NONE)
+        return result._replace(outcome=replace(outcome, verdict="inconclusive"), why=SAVES_NONE)
     if outcome.gain >= 1 and outcome.high > 1 + config.drop_gain:
         why = f"looks faster than the steps before it, and saves {saved:,.0f} page faults in each"
         return result._replace(outcome=replace(outcome, verdict="keep"), why=why)

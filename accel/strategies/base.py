@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from accel.errors import AccelError
 from accel.exactness import Exactness as Exactness
 from accel.guard.alone import is_sharded
 from accel.guard.together import why_not_together
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from accel.run import Run
 
 
-class NothingHelps(Exception):
+class NothingHelps(AccelError):
     """What `Strategy.enable` raises to decline: it looked, and its message says with numbers why nothing would help."""
 
 

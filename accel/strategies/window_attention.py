@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from accel.errors import InvalidArgument
 from accel.profiler.bottleneck import Bottleneck
 from accel.run import Run
 from accel.strategies.base import Exactness, Strategy
@@ -53,7 +54,7 @@ class WindowAttention(Strategy):
 
         fused = fuse_window_attention(run.model)
         if not fused.names:
-            raise ValueError("; ".join(f"{name}: {why}" for name, why in fused.refused.items()))
+            raise InvalidArgument("; ".join(f"{name}: {why}" for name, why in fused.refused.items()))
         self._fused = fused
 
     def disable(self, run: Run) -> None:

@@ -132,7 +132,7 @@ FAULTS = [
         "trial",
         "goes on where noise hides the gain",
         "accel.profiler.trial:Trial._decide",
-        result_becomes(lambda verdict: None if verdict == "refused" else verdict),
+        result_becomes(lambda verdict: None if verdict == "inconclusive" else verdict),
         _TRIAL,
     ),
     Fault(

@@ -13,7 +13,7 @@ from benchmarks.spread import geometric_mean
 ACCEL = ("reduced", "second", "reordered")
 RACES = ("overhead", "swin_graphs", "graphs", "gradient_kernels", "simota_warps")
 """Sections of `second`; all but the first need a GPU."""
-DECIDED = ("refused", "undone", "not tried")
+DECIDED = ("inconclusive", "refused", "undone", "not tried")
 
 
 def ways(figures: Row) -> dict[str, dict[str, Row]]:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from accel.dataio.image_geometry import Resize
-from accel.dataio.images import ImageDataset, collate
+from accel.dataio.images import ImageDataset, collate_images
 from benchmarks.loading import data, photos
 
 
@@ -136,7 +136,7 @@ def _fashion(count: int) -> tuple[Tensor, Tensor]:
 SMALL = Job("2,000 small images, 3 ms step", lambda: SmallImages(2000), 64, 0.003)
 PHOTOS = Job("500 small JPEG, 12 ms step", lambda: Photos(500), 32, 0.012)
 LARGE = Job("512 JPEG 500x375 to 224x224, 30 ms step", lambda: Photos(512, 500, 375, 224), 64, 0.03)
-LARGE_OURS = Job(LARGE.name, lambda: decoded_by_us(512, 500, 375, 224), LARGE.batch_size, LARGE.step_s, collate)
+LARGE_OURS = Job(LARGE.name, lambda: decoded_by_us(512, 500, 375, 224), LARGE.batch_size, LARGE.step_s, collate_images)
 """The same job, its files decoded by `ImageDataset`."""
 TINY = Job("60,000 tiny samples, no step", lambda: WholeBatches(60000), 64, 0.0, as_it_is, epochs=3)
 FAR = Job("256 samples from far away, 3 ms step", Remote, 8, 0.003)

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from accel.dataio.image_geometry import Placement, RandomResizedCrop, Resize, uniforms
-from accel.dataio.images import ImageDataset, collate
+from accel.dataio.images import ImageDataset, collate_images
 
 SIZE = 224
 WIDTH, HEIGHT = 500, 375  # of the files
@@ -89,7 +89,7 @@ def _count(batches: Any) -> int:
 def ours(files: Sequence[Path], batch: int, job: str) -> Epoch:
     """Return `ImageDataset` in a DataLoader without workers, two threads."""
     dataset = ImageDataset([(path, index) for index, path in enumerate(files)], transform(job), threads=THREADS)
-    loader = DataLoader(dataset, batch, collate_fn=collate)
+    loader = DataLoader(dataset, batch, collate_fn=collate_images)
     return lambda: _count(loader)
 
 

@@ -6,7 +6,7 @@
 |---|---|---|
 | `x1` | as the job has it | as the job has it |
 | `x4` | four times that, throughout | by the rule that accel takes for the optimizer, at the job's noise scale |
-| `accel` | `accel.optimize(…, max_batch_size=…)`, all strategies disabled | as accel does |
+| `accel` | `accel.optimize(…, elastic=…)`, all strategies disabled | as accel does |
 | `accel and strategies` | the same, and strategies are searched for by default | as accel does |
 
 All variants of a seed have the same weights at first and the same order of samples, that in which accel deals them: in
@@ -205,7 +205,7 @@ def _prepared(
 
     loader: Any = DataLoader(source.train, batch, shuffle=True, drop_last=True)
     model, loader, optimizer = accel.optimize(
-        model, loader, optimizer, max_batch_size=job.batch * MOST_TIMES, cache=False, **arguments
+        model, loader, optimizer, elastic=accel.Elastic(max_batch_size=job.batch * MOST_TIMES), cache=False, **arguments
     )
 
     def close() -> None:

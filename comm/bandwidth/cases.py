@@ -30,6 +30,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from accel.profiler.errors import InvalidArgument
+
 _PRIME = 127  # fits int8, and neighbouring blocks never look alike
 _CHUNK = 1 << 22  # elements compared or made at once: 32 MiB of whole numbers beside a buffer of any size
 
@@ -101,12 +103,12 @@ def modulus(dtype: torch.dtype, ranks: int) -> int:
     """Return m, as large as the exact sum of `ranks` numbers below m allows, 127 at most.
 
     Raises:
-        ValueError: if not even zeros and ones can be summed exactly.
+        InvalidArgument: if not even zeros and ones can be summed exactly.
     """
     largest = torch.iinfo(dtype).max if not dtype.is_floating_point else int(2 / torch.finfo(dtype).eps)
     m = min(_PRIME, largest // ranks + 1)
     if m < 2:
-        raise ValueError(
+        raise InvalidArgument(
             f"a sum over {ranks} ranks can't be checked exactly in {str(dtype).removeprefix('torch.')}, which holds "
             f"whole numbers up to {largest}; choose a wider type"
         )

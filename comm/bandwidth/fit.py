@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from accel.profiler.errors import InvalidArgument
+
 
 class Fit(NamedTuple):
     """The line t(S) = alpha_s + beta_s_per_byte · S."""
@@ -33,7 +35,7 @@ def fit_line(points: Sequence[tuple[float, float]]) -> Fit:
         points: (S in bytes, t in seconds), two different sizes at least.
 
     Raises:
-        ValueError: if there are fewer than two sizes.
+        InvalidArgument: if there are fewer than two sizes.
 
     Example:
         >>> fit_line([(1000, 0.002), (2000, 0.003)])[:2]
@@ -42,7 +44,7 @@ def fit_line(points: Sequence[tuple[float, float]]) -> Fit:
     sizes = np.array([size for size, _ in points], dtype=float)
     times = np.array([seconds for _, seconds in points], dtype=float)
     if len(set(sizes)) < 2:
-        raise ValueError(f"a line needs two different sizes, got {sorted(set(sizes))}; measure another size")
+        raise InvalidArgument(f"a line needs two different sizes, got {sorted(set(sizes))}; measure another size")
     matrix = np.stack([1 / times, sizes / times], axis=1)
     (alpha, beta), *_ = np.linalg.lstsq(matrix / matrix.max(0), np.ones(len(times)), rcond=None)[0] / matrix.max(0), 0
     if alpha < 0:

@@ -35,6 +35,7 @@ from accel.comm.bandwidth.links import LinkClass
 from accel.comm.ranks.channel import GlooChannel
 from accel.comm.ranks.object_group import ObjectGroup
 from accel.comm.ranks.topology import by_machine, identity
+from accel.profiler.errors import AccelError, InvalidArgument
 
 PROBE_SIZES = (1 << 12, 1 << 19, 1 << 21)
 PROBE_OPERATIONS = ("all_reduce", "all_gather", "all_to_all")
@@ -44,7 +45,7 @@ _FEWEST = 2  # runs of a row; sizes of a fit
 _measured = itertools.count()
 
 
-class PeerLost(RuntimeError):
+class PeerLost(AccelError, RuntimeError):
     """A rank has gone, or an operation failed on some ranks only: the group can't be used any more."""
 
 
@@ -110,14 +111,14 @@ class Bandwidth:
         On one node `world` and `inter` are `intra`, with one rank a node `world` and `intra` are `inter`.
         """
         if name not in bandwidth_links.LINKS:
-            raise ValueError(f"link must be one of {', '.join(bandwidth_links.LINKS)}, got {name!r}")
+            raise InvalidArgument(f"link must be one of {', '.join(bandwidth_links.LINKS)}, got {name!r}")
         return name if name in self.links else self.links[0]
 
     def fit(self, operation: str, link: str = "world") -> Fit:
         """Return the line of `operation` over `link`.
 
         Raises:
-            ValueError: if the operation was not measured there on two sizes.
+            InvalidArgument: if the operation was not measured there on two sizes.
         """
         name = self.link(link)
         rows = [row for row in self.rows if row.link == name and row.operation == operation]
@@ -144,10 +145,10 @@ class Settings:
         for name, least in (("warmup", 1), ("runs", _FEWEST), ("row_s", 0), ("budget_s", 0), ("timeout_s", 1)):
             value = getattr(self, name)
             if not value >= least:
-                raise ValueError(f"{name} must be at least {least}, got {value}")
+                raise InvalidArgument(f"{name} must be at least {least}, got {value}")
 
 
-def measure(
+def measure_links(
     operations: Sequence[str] = PROBE_OPERATIONS,
     sizes: Sequence[int] = PROBE_SIZES,
     *,
@@ -178,11 +179,11 @@ def measure(
         Rows and, through `Bandwidth.fit`, lines. The same on every rank.
 
     Raises:
-        ValueError: if an argument is out of range.
+        InvalidArgument: if an argument is out of range.
         Lost: if a rank has died, or an operation failed on some ranks only or timed out.
 
     Example:
-        >>> speed = measure()
+        >>> speed = measure_links()
         >>> speed.fit("all_reduce", "inter").seconds(25 << 20)
     """
     settings = settings or Settings(budget_s=1.5)
@@ -194,7 +195,7 @@ def measure(
         classes = [link for link in bandwidth_links.links_of(nodes) if links is None or link.name in links]
         if not classes:
             there = ", ".join(link.name for link in bandwidth_links.links_of(nodes))
-            raise ValueError(f"links must hold one that is there ({there}), got {', '.join(links or ())}")
+            raise InvalidArgument(f"links must hold one that is there ({there}), got {', '.join(links or ())}")
         name = backend or dist.get_backend()
         groups = bandwidth_links.groups_of(classes, name, timedelta(seconds=settings.timeout_s))
         sweep = _Sweep(objects, groups, nodes, _device(name, device), settings, began)
@@ -214,11 +215,11 @@ def _nothing(row: Row) -> None:
 def _check(operations: Sequence[str], sizes: Sequence[int], links: Sequence[str] | None) -> None:
     unknown = [name for name in operations if name not in OPERATIONS]
     if unknown or not operations:
-        raise ValueError(f"operations must be among {', '.join(OPERATIONS)}, got {', '.join(unknown) or 'none'}")
+        raise InvalidArgument(f"operations must be among {', '.join(OPERATIONS)}, got {', '.join(unknown) or 'none'}")
     if not sizes or min(sizes) < 1 or list(sizes) != sorted(set(sizes)):
-        raise ValueError(f"sizes must be increasing numbers of bytes, got {list(sizes)}")
+        raise InvalidArgument(f"sizes must be increasing numbers of bytes, got {list(sizes)}")
     if strange := [name for name in links or () if name not in bandwidth_links.LINKS]:
-        raise ValueError(f"links must be among {', '.join(bandwidth_links.LINKS)}, got {', '.join(strange)}")
+        raise InvalidArgument(f"links must be among {', '.join(bandwidth_links.LINKS)}, got {', '.join(strange)}")
 
 
 def _device(backend: str, device: torch.device | str | None) -> torch.device:

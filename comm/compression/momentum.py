@@ -20,6 +20,7 @@ from torch import Tensor
 
 from accel.comm.compressor import Compressor
 from accel.comm.layout import Layout, Piece
+from accel.profiler.errors import InvalidArgument
 
 if TYPE_CHECKING:
     from accel.comm.sgd_momentum import SGDMomentum
@@ -58,9 +59,9 @@ class MomentumCorrection(Compressor):
     def _momentum_source(self) -> SGDMomentum | None:
         if self.momentum and self._source is None:
             kind = type(self).__name__
-            raise ValueError(
+            raise InvalidArgument(
                 f"{kind} accumulates the optimizer's momentum, which was not handed over: call "
-                f"accel.comm.sgd_momentum.take_momentum(state, optimizer) first, or use {kind}(momentum=False)"
+                f"accel.take_momentum(state, optimizer) first, or use {kind}(momentum=False)"
             )
         return self._source
 

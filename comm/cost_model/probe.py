@@ -1,6 +1,6 @@
 """The network parameters of the cost model: measured over gloo or NCCL at the start of a run, the same on every rank.
 
-α and β come from `accel.comm.bandwidth.measure`. The bytes that a host sends are what counts between hosts, so β of an
+α and β come from `measure_links`. The bytes that a host sends are what counts between hosts, so β of an
 all-reduce of S bytes is divided by 2 (n − 1)/n. The cores that a transfer keeps busy are the CPU time of all-reduces
 over their bytes.
 """
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from accel.comm.bandwidth import Bandwidth, Settings, measure
+from accel.comm.bandwidth import Bandwidth, Settings, measure_links
 from accel.comm.cost_model.cost import Link, Network
 from accel.comm.ranks import topology as hosts
 from accel.comm.ranks.topology import Topology
@@ -64,7 +64,7 @@ def probe(topology: Topology, device: torch.device) -> Network:
 
 
 def _measured(topology: Topology, device: torch.device, machines: tuple[str, ...]) -> Network:
-    speed = measure(_OPERATIONS, _SIZES, device=device, settings=Settings(budget_s=1.0))
+    speed = measure_links(_OPERATIONS, _SIZES, device=device, settings=Settings(budget_s=1.0))
     # The link classes of `measure` are by network namespace, those here by torchrun's agent where there is one.
     measured = Topology(speed.nodes)
     network = network_of(speed, measured if measured.even else topology, 1.0)

@@ -14,10 +14,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from accel.profiler.errors import AccelError
+
 Runner = Callable[[Sequence[str]], str]
 
 
-class NotSeen(Exception):
+class NotSeen(AccelError):
     """Something could not be looked at; the text says what and why."""
 
 

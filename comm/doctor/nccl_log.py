@@ -15,6 +15,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from accel.profiler.errors import InvalidArgument
+
 _LINE = re.compile(r"(?:(?P<host>[\w.-]+):\d+:\d+ )?\[\d+\] (?P<where>\S+:\d+ )?NCCL (?P<kind>INFO|WARN) (?P<text>.*)")
 _BARE = re.compile(r"NCCL (?P<kind>INFO|WARN) (?P<text>.*)")
 _VERSION = re.compile(r"NCCL version (\d+\.\d+\.\d+)")
@@ -38,7 +40,7 @@ _TROUBLES = {
 """What goes wrong → lines that say so, after INFO or WARN; the first that fits counts."""
 
 
-class NotALog(ValueError):
+class NotALog(InvalidArgument):
     """The text holds no line of NCCL."""
 
 

@@ -20,6 +20,7 @@ from accel.comm.ranks.channel import GlooChannel
 from accel.comm.ranks.failure import CommError
 from accel.comm.ranks.object_group import ObjectGroup
 from accel.comm.ranks.topology import Topology
+from accel.profiler.errors import InvalidArgument
 from accel.profiler.rendezvous import RanksDiverged, Rendezvous
 
 A = TypeVar("A")
@@ -37,7 +38,7 @@ class Binding:
         kind: what the user makes one of, for messages.
 
     Raises:
-        ValueError: if there is no process group, this rank is not in it, the DDP module has other ranks or leaves
+        InvalidArgument: if there is no process group, this rank is not in it, the DDP module has other ranks or leaves
             buckets out, or the model has no parameters.
     """
 
@@ -54,7 +55,7 @@ class Binding:
         self.group = _group(process_group, ddp, kind)
         self.rank, self.size = self.group.rank(), self.group.size()
         if not named:
-            raise ValueError("the model must have parameters, got none")
+            raise InvalidArgument("the model must have parameters, got none")
         self.names = {id(parameter): name for name, parameter in named}
         """Of the parameters, by identity."""
         self.device: torch.device = named[0][1].device
@@ -76,16 +77,16 @@ class Binding:
         return list(self._layouts.values())
 
     def check_mean(self) -> None:
-        """Raise ValueError if gradients are to be divided by another number than that of all ranks."""
+        """Raise InvalidArgument if gradients are to be divided by another number than that of all ranks."""
         ddp = self.ddp()
         if ddp is not None and divides_by_active(ddp):
-            raise ValueError(
+            raise InvalidArgument(
                 "DDP hands gradients to a hook without the number of ranks that still have data; leave out "
                 "join(divide_by_initial_world_size=False), or the hook"
             )
 
     def layout(self, bucket: dist.GradBucket) -> Layout:  # type: ignore[name-defined]
-        """Return what a bucket holds, or raise ValueError if it holds parameters of another model."""
+        """Return what a bucket holds, or raise InvalidArgument if it holds parameters of another model."""
         parameters = bucket.parameters()
         key = (bucket.index(), bucket.is_last(), *map(id, parameters))
         if key not in self._layouts:
@@ -95,7 +96,7 @@ class Binding:
     def _new_layout(self, bucket: dist.GradBucket, parameters: list[Tensor]) -> Layout:  # type: ignore[name-defined]
         unknown = [tuple(parameter.shape) for parameter in parameters if id(parameter) not in self.names]
         if unknown:
-            raise ValueError(
+            raise InvalidArgument(
                 f"a bucket must hold parameters of the model that {self.kind} got, got one of shape {unknown[0]} that "
                 "is not; pass the module that DDP wraps, and make one state for each DDP module"
             )
@@ -154,11 +155,11 @@ def why_no_steps(ddp: nn.parallel.DistributedDataParallel) -> str:
 
 
 def check_same(described: Sequence[Mapping[str, object]], kind: str) -> None:
-    """Raise ValueError unless all ranks describe the same."""
+    """Raise InvalidArgument unless all ranks describe the same."""
     for rank, theirs in enumerate(described):
         for name, value in theirs.items():
             if value != (first := described[0][name]):
-                raise ValueError(
+                raise InvalidArgument(
                     f"all ranks must have the same {name}, got {first} on rank 0 and {value} on rank {rank}; pass the "
                     f"same to {kind} everywhere"
                 )
@@ -168,11 +169,11 @@ def _group(
     process_group: dist.ProcessGroup | None, ddp: nn.parallel.DistributedDataParallel | None, kind: str
 ) -> dist.ProcessGroup:
     if not dist.is_initialized():
-        raise ValueError(f"{kind} needs a process group: call torch.distributed.init_process_group first")
+        raise InvalidArgument(f"{kind} needs a process group: call torch.distributed.init_process_group first")
     of_ddp = dist.group.WORLD if ddp is None else ddp.process_group
     group = of_ddp if process_group is None else process_group
     if not isinstance(group, dist.ProcessGroup):  # what new_group returns to those outside is no group
-        raise ValueError(f"rank {dist.get_rank()} is not in process_group; make {kind} only on its members")
+        raise InvalidArgument(f"rank {dist.get_rank()} is not in process_group; make {kind} only on its members")
     if ddp is not None:
         _check_ddp(ddp, group, kind)
     return group
@@ -182,8 +183,8 @@ def _check_ddp(ddp: nn.parallel.DistributedDataParallel, group: dist.ProcessGrou
     if group is not ddp.process_group:
         ranks, of_ddp = (sorted(dist.get_process_group_ranks(one)) for one in (group, ddp.process_group))
         if ranks != of_ddp:
-            raise ValueError(
+            raise InvalidArgument(
                 f"process_group must be of the ranks that DDP reduces over, {of_ddp}, got one of {ranks}; leave it out"
             )
     if reason := why_no_steps(ddp):
-        raise ValueError(f"{reason}; leave it out of the module, or {kind}")
+        raise InvalidArgument(f"{reason}; leave it out of the module, or {kind}")

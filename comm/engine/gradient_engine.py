@@ -34,12 +34,13 @@ from accel.comm.engine.reduction import Arrangement, arranged, is_finite
 from accel.comm.engine.route import Route, unfit
 from accel.comm.memory import LossScale, Memory
 from accel.comm.ranks.topology import Topology
+from accel.profiler.errors import InvalidArgument
 
 Averaged = torch.futures.Future[Tensor]
 
 
 class GradientEngine:
-    """Averages buckets over ranks by a scheme that may change between two steps; state of `accel.comm.hooks.hook`.
+    """Averages buckets over ranks by a scheme that may change between two steps; state of `accel.hook`.
 
     Every rank makes one and gives it the same schemes before the same steps. It is DDP's own all-reduce until `use`
     says otherwise. While DDP itself reduces a bucket, its residual waits.
@@ -206,7 +207,7 @@ class GradientEngine:
         """Go on with a saved memory, on every rank.
 
         Args:
-            state: what this rank saved, or this rank's part of `accel.comm.memory.reshard`.
+            state: what this rank saved, or this rank's part of `accel.reshard`.
 
         Raises:
             ValueError: if it is of another version; at the next step, if it is of another model.
@@ -244,7 +245,7 @@ def _all_reduced(buffer: Tensor, group: dist.ProcessGroup) -> Averaged:
     return averaged
 
 
-def _unbound(kind: str) -> ValueError:
+def _unbound(kind: str) -> InvalidArgument:
     """Return the error of an engine whose groups are missing."""
     article = "an" if kind[0] in "AEIOU" else "a"
-    return ValueError(f"{article} {kind} that was closed or unpickled must be bound first: state.bind(model)")
+    return InvalidArgument(f"{article} {kind} that was closed or unpickled must be bound first: state.bind(model)")

@@ -27,6 +27,7 @@ from accel.comm.layout import Layout, Piece
 from accel.comm.memory import Slot
 from accel.comm.ranks.channel import Channel, ConnectionBroken
 from accel.comm.ranks.failure import CommError, RankReport, explained
+from accel.profiler.errors import InvalidArgument
 from accel.profiler.rendezvous import Rendezvous
 from accel.profiler.torch_threads import compute_alone
 
@@ -214,7 +215,7 @@ class Pipeline:
 
 
 def _agree(job: BucketJob, channel: Channel) -> None:
-    """Raise ValueError unless all ranks of the channel have the same bucket; done once for each layout."""
+    """Raise InvalidArgument unless all ranks of the channel have the same bucket; done once for each layout."""
     layout = job.layout
     content = zlib.crc32(repr((layout.names, layout.shapes, str(layout.dtype))).encode())
     own = torch.tensor([layout.index, layout.numel, int(layout.is_last), content, job.step], device=job.buffer.device)
@@ -225,7 +226,7 @@ def _agree(job: BucketJob, channel: Channel) -> None:
         theirs = row.tolist()
         if theirs != expected:
             index, numel, last, _, step = theirs
-            raise ValueError(
+            raise InvalidArgument(
                 f"all ranks must have the same buckets, got {layout} at step {job.step} here and bucket {index}"
                 f"{' (the last)' if last else ''} of {numel:,} at step {step} on rank {rank}; "
                 "give every rank the same model, bucket_cap_mb and hook, and load a state on all ranks or on none"

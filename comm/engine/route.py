@@ -19,6 +19,7 @@ from accel.comm.layout import Layout
 from accel.comm.memory import Memory
 from accel.comm.ranks.channel import Channel, GlooChannel, NcclChannel
 from accel.comm.ranks.failure import PATIENCE_S
+from accel.profiler.errors import InvalidArgument
 
 
 class Route:
@@ -33,7 +34,7 @@ class Route:
         timeout: for each collective.
 
     Raises:
-        ValueError: if settings differ between ranks.
+        InvalidArgument: if settings differ between ranks.
         CommError: if a rank does not come in time.
     """
 
@@ -77,12 +78,12 @@ class Route:
         """Return a bucket with the memory of its parameters and the future of its mean.
 
         Raises:
-            ValueError: if the compressor can't handle buckets of this layout.
+            InvalidArgument: if the compressor can't handle buckets of this layout.
         """
         buffer = bucket.buffer()
         if layout not in self._taken:
             if reason := unfit(bucket):
-                raise ValueError(reason.format(name=layout.names[0]))
+                raise InvalidArgument(reason.format(name=layout.names[0]))
             assert layout.numel == buffer.numel(), "parameters don't lie end to end"
             self.settings.compressor.check(layout)
             self._taken.add(layout)

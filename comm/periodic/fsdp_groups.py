@@ -17,6 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from accel.comm.layout import Layout
+from accel.profiler.errors import InvalidArgument
 
 
 @dataclass
@@ -53,13 +54,13 @@ def _param_groups(module: FSDPModule) -> list[Any]:
 
 
 def shard_groups(model: nn.Module) -> list[ShardGroup]:
-    """Return the FSDP2 modules with parameters to train; raise ValueError where a hook could not serve one."""
+    """Return the FSDP2 modules with parameters to train; raise InvalidArgument where a hook could not serve one."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     modules: list[tuple[str, FSDPModule, list[Any]]] = []
     for name, module in _modules(model):
         groups = _param_groups(module)
         if len(groups) > 1:
-            raise ValueError(
+            raise InvalidArgument(
                 f"FSDP2 has no hook for a module whose parameters are on several meshes, got {len(groups)} of them in "
                 f"{name or 'the model'}; give all parameters of it one mesh"
             )
@@ -67,7 +68,9 @@ def shard_groups(model: nn.Module) -> list[ShardGroup]:
         if shards:
             modules.append((name or "the model", module, shards))
     if not modules:
-        raise ValueError("the model must have FSDP2 modules with parameters to train, got none; call fully_shard first")
+        raise InvalidArgument(
+            "the model must have FSDP2 modules with parameters to train, got none; call fully_shard first"
+        )
     return [
         ShardGroup(
             name,
@@ -85,23 +88,23 @@ def shard_groups(model: nn.Module) -> list[ShardGroup]:
 
 
 def check_mesh(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Raise ValueError unless the model is sharded over the second dimension of a mesh of two."""
+    """Raise InvalidArgument unless the model is sharded over the second dimension of a mesh of two."""
     if not isinstance(mesh, DeviceMesh) or mesh.ndim != 2:
-        raise ValueError(f"mesh must be a DeviceMesh of two dimensions, replicas and shards, got {mesh!r}")
+        raise InvalidArgument(f"mesh must be a DeviceMesh of two dimensions, replicas and shards, got {mesh!r}")
     shards = torch.distributed.get_process_group_ranks(mesh.get_group(1))
     for name, parameter in model.named_parameters():
         if not isinstance(parameter, DTensor):
             if parameter.requires_grad:
-                raise ValueError(f"all parameters must be sharded by fully_shard, got a plain {name!r}")
+                raise InvalidArgument(f"all parameters must be sharded by fully_shard, got a plain {name!r}")
             continue
         own = parameter.device_mesh
         if own.ndim == 2:
-            raise ValueError(
+            raise InvalidArgument(
                 f"{name!r} is sharded over two dimensions, where FSDP2 all-reduces between replicas by itself and "
                 'calls a hook only after it; pass fully_shard(..., mesh=mesh["shard"]) and the whole mesh to FSDPComm'
             )
         if own.ndim != 1 or own.mesh.flatten().tolist() != shards:
-            raise ValueError(
+            raise InvalidArgument(
                 f"parameters must be sharded over the second dimension of the mesh, ranks {shards}, got {name!r} over "
                 f"{own.mesh.tolist()}; pass the mesh that fully_shard got a part of"
             )

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_map_only
 
 from accel.comm.periodic.local_mean import Named
 from accel.comm.ranks.object_group import ObjectGroup
+from accel.profiler.errors import InvalidArgument
 
 
 class _Mean(NamedTuple):
@@ -52,7 +53,7 @@ def same_state(
         average: replaces tensors by their means over the ranks.
 
     Raises:
-        ValueError: if ranks have tensors of different shapes or dtypes in one place.
+        InvalidArgument: if ranks have tensors of different shapes or dtypes in one place.
     """
     state = optimizer.state
     own = {name: _contents(state.get(one, {}), one) for name, one in parameters.items()}
@@ -100,7 +101,7 @@ def _check_alike(name: str, first: Mapping[str, _Mean | None], other: Mapping[st
     for field in first.keys() | other.keys():
         if first.get(field) != other.get(field):
             got = " and ".join(sorted({_described(fields.get(field)) for fields in (first, other)}))
-            raise ValueError(
+            raise InvalidArgument(
                 f"ranks must have the same optimizer state, got {got} as {field!r} of {name!r}; make the optimizer "
                 "alike on every rank, and load checkpoints on all or on none"
             )

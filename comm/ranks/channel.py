@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from accel.comm.ranks import small_sums
+from accel.profiler.errors import AccelError
 from accel.profiler.interruptions import ours
 
 PIECE_BYTES = 1 << 20
@@ -36,7 +37,7 @@ thread never stops, and who frees the group waits for ever (of 50 to 250 aborts 
 P = ParamSpec("P")
 
 
-class ConnectionBroken(RuntimeError):
+class ConnectionBroken(AccelError, RuntimeError):
     """The backend failed: a peer is gone, doesn't answer in time, or the own group was aborted."""
 
 

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from accel.profiler.errors import AccelError
 from accel.profiler.rendezvous import RanksDiverged, Rendezvous, named
 
 PATIENCE_S = 5.0
@@ -19,7 +20,7 @@ _OTHERS = 4
 """Ranks of which a message says where they were."""
 
 
-class CommError(RuntimeError):
+class CommError(AccelError, RuntimeError):
     """Communication failed; the message names the rank and the cause."""
 
 

@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from accel.profiler.errors import InvalidArgument
+
 
 @dataclass(frozen=True)
 class Topology:
@@ -28,7 +30,9 @@ class Topology:
     def __post_init__(self) -> None:
         ranks = sorted(rank for host in self.hosts for rank in host)
         if ranks != list(range(len(ranks))) or not all(self.hosts):
-            raise ValueError(f"hosts must hold each of the ranks 0, 1, … once and none may be empty, got {self.hosts}")
+            raise InvalidArgument(
+                f"hosts must hold each of the ranks 0, 1, … once and none may be empty, got {self.hosts}"
+            )
 
     @property
     def size(self) -> int:
@@ -60,10 +64,10 @@ class Topology:
         return tuple(host[place] for host in self.hosts)
 
     def check_even(self) -> None:
-        """Raise ValueError unless all hosts have as many ranks."""
+        """Raise InvalidArgument unless all hosts have as many ranks."""
         if not self.even:
             sizes = ", ".join(f"{len(host)} on host {number}" for number, host in enumerate(self.hosts))
-            raise ValueError(
+            raise InvalidArgument(
                 f"a hierarchical all-reduce needs as many ranks on each host, got {sizes}; "
                 "start as many everywhere or pass hierarchical=False"
             )

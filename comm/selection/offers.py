@@ -23,6 +23,7 @@ from accel.comm.cost_model.probe import probe
 from accel.comm.ranks.failure import CommError
 from accel.comm.selection.planner import Planner, why_not
 from accel.comm.selection.self_test import self_test
+from accel.profiler.errors import AccelError
 
 WATCH = 5
 """Plain steps that must have been recorded before anything is predicted."""
@@ -34,7 +35,7 @@ _MOST = 3
 """Schemes that are offered, of those about as fast as the best."""
 
 
-class NoOffer(Exception):
+class NoOffer(AccelError):
     """Nothing is predicted to beat DDP's own all-reduce; the message says so with numbers."""
 
 

@@ -22,6 +22,7 @@ from accel.comm.engine.gradient_engine import Averaged, GradientEngine
 from accel.comm.hooks import hook
 from accel.comm.selection.recorder import StepRecorder
 from accel.comm.selection.reducer import unhook
+from accel.profiler.errors import InvalidArgument
 
 
 class Planner(GradientEngine):
@@ -37,8 +38,8 @@ class Planner(GradientEngine):
             default None.
 
     Raises:
-        ValueError: if `ddp` is no DistributedDataParallel module, or has a hook already.
-        accel.comm.ranks.failure.CommError: if a rank makes none in time.
+        InvalidArgument: if `ddp` is no DistributedDataParallel module, or has a hook already.
+        accel.CommError: if a rank makes none in time.
     """
 
     kind = "Planner"
@@ -63,10 +64,10 @@ class Planner(GradientEngine):
             scaler: the GradScaler in use, if there was one before pickling; default: the one that there is.
 
         Raises:
-            ValueError: if there was a scaler before pickling and none is given, or the module can't have the hook.
+            InvalidArgument: if there was a scaler before pickling and none is given, or the module can't have the hook.
         """
         if reason := why_not(model, self):
-            raise ValueError(reason)
+            raise InvalidArgument(reason)
         assert isinstance(model, DistributedDataParallel)
         self.close()
         super().bind(model, model.process_group, scaler=scaler)

@@ -16,6 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from accel.profiler.errors import InvalidArgument
+
 C_DATA: type = ctypes.Structure.__mro__[1]
 """Base of all classes of ctypes whose instances hold memory."""
 _CHUNK, _CHUNK_BYTES = 4096, 1 << 20
@@ -27,15 +29,15 @@ def digest_of_entries(entries: Iterable[Any], most_bytes: float) -> int:
     """Return a digest of numbers, texts, paths, tensors, and lists, tuples and dicts of such.
 
     Raises:
-        ValueError: if something else is among them, or if they take more than `most_bytes`, those of paths and tensors
-            counted eight times.
+        InvalidArgument: if something else is among them, or if they take more than `most_bytes`, those of paths and
+            tensors counted eight times.
     """
     digest, left, most = 0, iter(entries), 1
     while chunk := list(islice(left, most)):
         written, cost = _written(chunk)
         most_bytes -= cost * len(written)
         if most_bytes < 0:
-            raise ValueError("too many bytes")
+            raise InvalidArgument("too many bytes")
         digest = zlib.crc32(written, digest)
         # The first ones show how large the others may be: they are copied to be looked at.
         most = max(1, min(_CHUNK, 8 * most, len(chunk) * _CHUNK_BYTES // len(written)))

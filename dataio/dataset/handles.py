@@ -22,10 +22,11 @@ import torch
 from torch.utils.data import DataLoader
 
 from accel.dataio.dataset.reach import MOST, is_code, native, native_base, reachable
+from accel.profiler.errors import AccelError
 from accel.profiler.interruptions import ours
 
 
-class HandleShared(RuntimeError):
+class HandleShared(AccelError, RuntimeError):
     """A forked process would read through a handle that the loop has open."""
 
 

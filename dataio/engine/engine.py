@@ -30,6 +30,7 @@ from accel.dataio.fetching.randomness import (
     states_of_their_own,
     streams,
 )
+from accel.profiler.errors import AccelError, InvalidArgument, InvalidState
 from accel.profiler.interruptions import ours
 from accel.profiler.trees import tensors
 
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
     from accel.dataio.dataset.watch import DatasetWatch
 
 
-class WorkerDied(RuntimeError):
+class WorkerDied(AccelError, RuntimeError):
     """A worker process ended, and starting another did not help."""
 
 
@@ -46,19 +47,19 @@ class WorkersStuck(WorkerDied):
     """A forked worker process waits for ever, for a lock that was held when it was forked."""
 
 
-class FetchTimeout(RuntimeError):
+class FetchTimeout(AccelError, RuntimeError):
     """A batch has taken longer than the loader's `timeout`."""
 
 
-class ThreadsDraw(RuntimeError):
+class ThreadsDraw(AccelError, RuntimeError):
     """Fetching draws random numbers, which threads have in common with each other and with the loop."""
 
 
-class NotAhead(RuntimeError):
+class NotAhead(AccelError, RuntimeError):
     """Batches that nobody asked for may not be made ahead: they could be others than the loop's own."""
 
 
-class BatchHasGraph(RuntimeError):
+class BatchHasGraph(AccelError, RuntimeError):
     """A batch hangs on a graph: made ahead, it is computed with weights from before the optimizer's step."""
 
 
@@ -152,7 +153,7 @@ def _tell(error: Exception, where: str, job: BatchJob) -> None:
         object.__setattr__(error, "__cause__", place)
 
 
-class _Elsewhere(Exception):
+class _Elsewhere(AccelError):
     """Shows, as the cause of an error, where it was raised."""
 
     def __init__(self, text: str) -> None:
@@ -265,7 +266,7 @@ class ThreadEngine:
         prefetch: batches each may be ahead, default 2.
 
     Raises:
-        ValueError: if `workers` is less than 1.
+        InvalidArgument: if `workers` is less than 1.
     """
 
     copies = False
@@ -273,7 +274,7 @@ class ThreadEngine:
 
     def __init__(self, loader: DataLoader[Any], workers: int, *, prefetch: int = 2) -> None:
         if workers < 1:
-            raise ValueError(f"workers must be at least 1, got {workers}")
+            raise InvalidArgument(f"workers must be at least 1, got {workers}")
         self._loader, self._fetch = loader, fetch_of(loader)
         self.workers, self.capacity = workers, workers * prefetch
         self._timeout_s = loader.timeout or None
@@ -366,7 +367,7 @@ class ThreadEngine:
             raise
         except BaseException as error:  # sys.exit() in a dataset: it is the loop that decides
             at = f"{thread} while fetching {blame(error, job.indices)}"
-            raise RuntimeError(f"{type(error).__name__} was raised in {at}: {error}") from error
+            raise InvalidState(f"{type(error).__name__} was raised in {at}: {error}") from error
 
     def _made(self, job: BatchJob) -> Any:
         _refuse_changed(job)
@@ -427,10 +428,10 @@ def as_raised(pickled: bytes | None, text: str, where: str) -> BaseException:
     except ours():  # of a class that only the worker knows
         error = None
     if not isinstance(error, BaseException):
-        error = RuntimeError(f"in {where}:\n{text}")
+        error = InvalidState(f"in {where}:\n{text}")
     elif isinstance(error, StopIteration) or not isinstance(error, Exception):
         # It would be taken for the end of the epoch, or for a wish to end the loop's own process.
-        error = RuntimeError(f"{type(error).__name__} was raised in {where}: {error}")
+        error = InvalidState(f"{type(error).__name__} was raised in {where}: {error}")
     # Past a __setattr__ of its class.
     object.__setattr__(error, "__cause__", _Elsewhere(f"in {where}:\n\n{text}"))
     return error

@@ -26,6 +26,7 @@ from accel.dataio.engine.slots import MOST_IN_USE, SlotReader
 from accel.dataio.engine.thread_pool import at_rest
 from accel.dataio.engine.worker_handle import WorkerHandle, end_all
 from accel.dataio.fetching.fetch import blame, fetch_of
+from accel.profiler.errors import InvalidArgument, InvalidState
 from accel.profiler.interruptions import ours
 
 log = logging.getLogger("accel.dataio")
@@ -102,7 +103,7 @@ class WorkerPool:
         if self._context.get_start_method() == "fork":
             with at_rest(_REST_S) as quiet:
                 if not quiet:
-                    raise RuntimeError(
+                    raise InvalidState(
                         "a process can't be forked while threads fetch, whose locks it would inherit; one has been at "
                         f"its batch for {_REST_S:g} s"
                     )
@@ -213,7 +214,7 @@ class ProcessEngine:
             processes that nobody asked for: `accel.dataio.dataset.handles.check_fork`.
 
     Raises:
-        ValueError: if a number is less than 1 or the start method is unknown here.
+        InvalidArgument: if a number is less than 1 or the start method is unknown here.
     """
 
     copies = True
@@ -232,7 +233,7 @@ class ProcessEngine:
     ) -> None:
         for name, value in (("workers", workers), ("prefetch", prefetch), ("threads", threads)):
             if value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
+                raise InvalidArgument(f"{name} must be at least 1, got {value}")
         context = _context(loader, start_method)
         self.start_method: str = context.get_start_method()
         self.workers, self.capacity = workers, workers * prefetch
@@ -468,7 +469,7 @@ def _context(loader: DataLoader[Any], start_method: str | None) -> Any:
         return loader.multiprocessing_context or multiprocessing.get_context()
     if start_method not in multiprocessing.get_all_start_methods():
         known = ", ".join(multiprocessing.get_all_start_methods())
-        raise ValueError(f"start_method must be one of {known} on this system, got {start_method!r}")
+        raise InvalidArgument(f"start_method must be one of {known} on this system, got {start_method!r}")
     context = multiprocessing.get_context(start_method)
     if start_method == "forkserver":
         # Paid once, by the server, instead of by every worker: importing torch takes seconds.

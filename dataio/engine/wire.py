@@ -17,6 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from accel.profiler.errors import InvalidType
+
 _ALIGN = 64
 # A tensor that is a larger part of its memory than this travels with the whole of it.
 _LEAST_SHARE = 0.5
@@ -59,7 +61,7 @@ class _Pickler(pickle.Pickler):
         if not isinstance(thing, Tensor):
             return NotImplemented
         if thing.requires_grad and not thing.is_leaf:
-            raise TypeError(
+            raise InvalidType(
                 "a tensor that hangs on a graph can't be sent to another process, where it would be a leaf that "
                 f"teaches nothing. Found: grad_fn={thing.grad_fn!r}; compute it in the loop, or detach it"
             )

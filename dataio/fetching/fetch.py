@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Subset, TensorDataset, default_collate
 
+from accel.profiler.errors import InvalidState
 from accel.profiler.interruptions import Tolerated
 
 _AT = "_accel_sample"
@@ -80,7 +81,7 @@ class Fetch:
         try:
             return self._batch(indices) if self.batched else self.collate(self._one(indices))
         except StopIteration as error:
-            raise RuntimeError(f"the dataset raised StopIteration at {blame(error, indices)}") from error
+            raise InvalidState(f"the dataset raised StopIteration at {blame(error, indices)}") from error
 
     def _batch(self, indices: Any) -> Any:
         # Looked up for each batch, 2 µs: between two epochs the loop may give the dataset other tensors or places.

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from accel.dataio.image.libraries import pillow, simplejpeg
 from accel.dataio.image_geometry import Placement
+from accel.profiler.errors import InvalidArgument
 from accel.profiler.interruptions import ours
 
 Pixels = NDArray[np.uint8]
@@ -52,7 +53,7 @@ def decode(
             most 1/(2 · reducing_gap) pixels of the output.
 
     Raises:
-        ValueError: if it is no image that Pillow reads.
+        InvalidArgument: if it is no image that Pillow reads.
     """
     decoded = _decode_jpeg(data, place, exif, reducing_gap) if data[:3] == _JPEG else None
     if decoded is not None:
@@ -72,7 +73,7 @@ def size_of(data: bytes, *, exif: bool = False) -> tuple[int, int]:
         exif: after turning it as its EXIF orientation says.
 
     Raises:
-        ValueError: if it is no image that Pillow knows.
+        InvalidArgument: if it is no image that Pillow knows.
     """
     if data[:3] == _JPEG:
         try:
@@ -154,7 +155,7 @@ def _opened(data: bytes) -> Iterator[Any]:
         with library.open(io.BytesIO(data)) as image:
             yield image
     except ours() as error:  # of a broken file Pillow says so in a dozen ways: struct.error, EOFError, SyntaxError …
-        raise ValueError(f"{type(error).__name__}: {error}") from error
+        raise InvalidArgument(f"{type(error).__name__}: {error}") from error
 
 
 def _turned(pixels: Pixels, turn: int) -> Pixels:

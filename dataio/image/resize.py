@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from accel.dataio.image_geometry import Pair, Placement
+from accel.profiler.errors import InvalidArgument
 
 Pixels = NDArray[np.uint8]
 Interpolation = Literal["bilinear", "bicubic"]
@@ -34,12 +35,12 @@ class Resizer:
             Keys' kernel with a = -0.5 over four times as many; both as Pillow's.
 
     Raises:
-        ValueError: if it is neither.
+        InvalidArgument: if it is neither.
     """
 
     def __init__(self, interpolation: Interpolation = "bilinear") -> None:
         if interpolation not in get_args(Interpolation):
-            raise ValueError(f"interpolation must be one of {get_args(Interpolation)}, got {interpolation!r}")
+            raise InvalidArgument(f"interpolation must be one of {get_args(Interpolation)}, got {interpolation!r}")
         self.interpolation = interpolation
 
     def into(self, slot: Tensor, pixels: Pixels, placement: Placement) -> None:

@@ -12,6 +12,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
+from accel.profiler.errors import InvalidArgument
+
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")  # torchvision's
 
 
@@ -97,7 +99,7 @@ def tar_samples(paths: str | Path | Iterable[str | Path]) -> list[Sample]:
         paths: one or several uncompressed tar files.
 
     Raises:
-        ValueError: if a file is no uncompressed tar, or an image has no label or more than one image.
+        InvalidArgument: if a file is no uncompressed tar, or an image has no label or more than one image.
     """
     listed = [paths] if isinstance(paths, str | Path) else list(paths)
     return [sample for path in listed for sample in _shard(str(path))]
@@ -119,7 +121,9 @@ def _shard(path: str) -> Iterator[Sample]:
                 group["." + extension.lower()] = Slice(path, member.offset_data, member.size)
             yield from _sample(path, before, group)
     except tarfile.ReadError as error:
-        raise ValueError(f"shards must be uncompressed tar files, {path} is not ({error}); unpack it first") from error
+        raise InvalidArgument(
+            f"shards must be uncompressed tar files, {path} is not ({error}); unpack it first"
+        ) from error
 
 
 def _sample(path: str, key: tuple[str, str] | None, group: dict[str, Slice]) -> Iterator[Sample]:
@@ -128,7 +132,7 @@ def _sample(path: str, key: tuple[str, str] | None, group: dict[str, Slice]) -> 
         return
     label = read(group[".cls"]).strip() if ".cls" in group else b""
     if len(images) != 1 or not label.isdigit():
-        raise ValueError(
+        raise InvalidArgument(
             f"each sample must have one image and a number in .cls, {'/'.join(key or ())} in {path} has "
             f"{len(images)} images and the label {label!r}; pass other layouts as a list of (Slice, label)"
         )

@@ -16,6 +16,7 @@ from accel.dataio.dataset.thread_safety import unsafe
 from accel.dataio.engine.engine import Engine, InlineEngine, ThreadEngine
 from accel.dataio.engine.processes import STALL_S, ProcessEngine
 from accel.dataio.passes.rounds import INLINE, Setting
+from accel.profiler.errors import InvalidState
 from accel.profiler.host import usable_cores
 from accel.profiler.interruptions import ours
 
@@ -131,7 +132,7 @@ class LoaderEngines:
 
     def _check_fork(self, start_method: str) -> None:
         if not self.asked and self.changing:
-            raise RuntimeError(f"{self.changing}: each process would have a copy of its own")
+            raise InvalidState(f"{self.changing}: each process would have a copy of its own")
         if not self.asked or start_method == "fork":
             check_fork(self.loader, start_method, accepted=self._accepted)
 

@@ -15,10 +15,11 @@ from torch.utils.data import BatchSampler, DataLoader, SubsetRandomSampler
 from accel.dataio.engine.engine import BatchJob
 from accel.dataio.fetching.randomness import derived_seed
 from accel.dataio.passes.epochs import Draws, States, ordering, same
+from accel.profiler.errors import AccelError
 from accel.profiler.interruptions import ours
 
 
-class ListLost(RuntimeError):
+class ListLost(AccelError, RuntimeError):
     """An interruption came while the sampler drew an index list."""
 
     def __init__(self) -> None:

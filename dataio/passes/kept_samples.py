@@ -19,6 +19,7 @@ from accel.dataio.dataset.watch import DatasetWatch
 from accel.dataio.fetching.fetch import Fetch, keep_samples, whole_tensors
 from accel.dataio.fetching.randomness import states_of_their_own
 from accel.dataio.sample_cache import CacheMode, SampleCache
+from accel.profiler.errors import InvalidArgument
 from accel.profiler.interruptions import ours
 
 # Of what a look at an epoch's beginning may take for workers: an epoch's decoding takes longer. CIFAR-10 is 154 MB.
@@ -136,15 +137,15 @@ class KeptSamples:
         """Hand out what is kept from the next batch on.
 
         Raises:
-            ValueError: if samples can't be kept, or some that are kept are found to differ.
+            InvalidArgument: if samples can't be kept, or some that are kept are found to differ.
         """
         cache = self.cache
         if cache is None:
-            raise ValueError(self.finding)
+            raise InvalidArgument(self.finding)
         if self._watch is None or self._watch.changed():
             self.look()
         if not cache.stats().served and not self._check(cache):
-            raise ValueError(self.finding or "the dataset has changed")
+            raise InvalidArgument(self.finding or "the dataset has changed")
         cache.cache_book.mode = CacheMode.SERVING
 
     def _check(self, cache: SampleCache) -> bool:

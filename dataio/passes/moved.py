@@ -14,6 +14,7 @@ from accel.dataio.dataset.handles import check_fork
 from accel.dataio.engine.engine import Engine, ThreadEngine
 from accel.dataio.engine.processes import STALL_S, ProcessEngine
 from accel.dataio.passes.prefetch import PrefetchAcrossEpochs
+from accel.profiler.errors import InvalidArgument
 
 # Processes by another method import the user's script; where there is no fork, starting them is refused.
 _START_METHOD = "fork" if sys.platform == "linux" else None
@@ -29,14 +30,14 @@ def moved(loader: DataLoader[Any], workers: int, *, threads: bool = False, whole
         whole: see `PrefetchAcrossEpochs`.
 
     Raises:
-        ValueError: if the batches of its first samples differ from the plain loader's, or hold what is the dataset's
-            own, and processes would hand out copies.
+        InvalidArgument: if the batches of its first samples differ from the plain loader's, or hold what is the
+            dataset's own, and processes would hand out copies.
     """
     engine: Engine = ThreadEngine(loader, workers) if threads else _processes(loader, workers)
     continuous = PrefetchAcrossEpochs(loader, engine, strict=True, whole=whole)
     try:
         if not same_as_plain(loader, continuous):
-            raise ValueError("prefetched batches differ from the plain loader's")
+            raise InvalidArgument("prefetched batches differ from the plain loader's")
     except BaseException:
         continuous.close()
         raise
@@ -48,7 +49,7 @@ def _processes(loader: DataLoader[Any], workers: int) -> ProcessEngine:
     batch = _plain(loader, _first(loader))
     took_s = time.perf_counter() - began
     if one_memory(batch, _plain(loader, _first(loader))):
-        raise ValueError(
+        raise InvalidArgument(
             "batches hold the dataset's own objects: what the loop writes into them must stay there, and worker "
             "processes return copies"
         )

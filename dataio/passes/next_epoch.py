@@ -22,6 +22,7 @@ from accel.dataio.fetching.fetch import fetch_of
 from accel.dataio.passes import epochs
 from accel.dataio.passes.epochs import Ahead, Draws
 from accel.dataio.passes.movable import not_continuable
+from accel.profiler.errors import InvalidArgument
 from accel.profiler.interruptions import ours
 
 # Epochs in a row that were begun early in vain, after which none is any more.
@@ -42,12 +43,12 @@ class NextEpoch:
         used, failed_guesses: epochs that were begun early, in time and in vain.
 
     Raises:
-        ValueError: if `not_continuable`.
+        InvalidArgument: if `not_continuable`.
     """
 
     def __init__(self, loader: DataLoader[Any]) -> None:
         if reason := not_continuable(loader):
-            raise ValueError(reason)
+            raise InvalidArgument(reason)
         self._loader = loader
         self._early: _EarlyEpoch | None = None
         self._looked_from: weakref.ref[Any] | None = None

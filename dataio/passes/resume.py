@@ -19,6 +19,7 @@ from torch.utils.data import BatchSampler, DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
 from accel.dataio.passes import epochs
+from accel.profiler.errors import InvalidArgument
 
 VERSION = 2
 
@@ -84,32 +85,34 @@ def _kind(loader: DataLoader[Any]) -> str:
 
 
 def check(loader: DataLoader[Any], state: Mapping[str, Any]) -> None:
-    """Raise ValueError if `state` is not one that this loader can go on from."""
+    """Raise InvalidArgument if `state` is not one that this loader can go on from."""
     if not isinstance(state, Mapping) or state.get("version") != VERSION:
         got = state.get("version") if isinstance(state, Mapping) else type(state).__name__
-        raise ValueError(f"a loader's state must have version {VERSION}, got {got!r}; save it with state_dict()")
+        raise InvalidArgument(f"a loader's state must have version {VERSION}, got {got!r}; save it with state_dict()")
     length = len(loader.dataset)  # type: ignore[arg-type]
     if state["length"] != length:
-        raise ValueError(
+        raise InvalidArgument(
             f"a state continues the order of the dataset it was taken from, which had {state['length']} samples; this "
             f"one has {length}. Load the state with the same dataset, or restart the epoch"
         )
     kind, own = state["begun"]["kind"], _kind(loader)
     if kind != own and not state["finished"]:
-        raise ValueError(
+        raise InvalidArgument(
             f"in the middle of an epoch a state goes on only with the sampler it was taken with, a {kind}; this loader "
             f"has a {own}. Use a {kind}, or restart the epoch. Where ranks come and go, use a DistributedSampler in "
             "a single process too, with num_replicas=1 and rank=0"
         )
     old, now = len(state["begun"]["random"]), len(epochs.capture(loader))
     if old != now:
-        raise ValueError(
+        raise InvalidArgument(
             f"a state holds one random state for torch and one for each generator: {old}, but this loader has {now}; "
             "give the loader and its sampler generators as when the state was saved"
         )
     names = sorted(state["begun"]["sampler"])
     if names != sorted(name for name, _ in _stateful(loader)):
-        raise ValueError(f"the state has states of {names or 'no samplers'}, unlike this loader; use the same samplers")
+        raise InvalidArgument(
+            f"the state has states of {names or 'no samplers'}, unlike this loader; use the same samplers"
+        )
 
 
 def put_back(loader: DataLoader[Any], begun: Mapping[str, Any]) -> None:

@@ -17,6 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from accel.profiler.errors import InvalidArgument
+
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 _OF_NUMPY = (
     *(torch.float32, torch.float64, torch.float16, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8),
@@ -25,7 +27,7 @@ _OF_NUMPY = (
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-class NotKept(ValueError):
+class NotKept(InvalidArgument):
     """Samples of this kind can't be kept; the message says of which."""
 
 

@@ -22,6 +22,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from accel.profiler.errors import InvalidArgument
+
 Items = NDArray[np.int64]
 Words = NDArray[np.uint64]
 
@@ -53,7 +55,7 @@ class Permutation:
         rounds: of the network, 1 to 8, default 6.
 
     Raises:
-        ValueError: if `length` or `rounds` is out of range.
+        InvalidArgument: if `length` or `rounds` is out of range.
 
     Example:
         >>> import numpy as np
@@ -65,9 +67,9 @@ class Permutation:
 
     def __init__(self, length: int, *, seed: int, epoch: int = 0, rounds: int = ROUNDS) -> None:
         if not 0 <= length < _LONGEST:
-            raise ValueError(f"length must be from 0 to 2**62 - 1, got {length}")
+            raise InvalidArgument(f"length must be from 0 to 2**62 - 1, got {length}")
         if not 1 <= rounds <= _MOST_ROUNDS:
-            raise ValueError(f"rounds must be from 1 to {_MOST_ROUNDS}, got {rounds}")
+            raise InvalidArgument(f"rounds must be from 1 to {_MOST_ROUNDS}, got {rounds}")
         self.length = length
         digest = blake2b(f"{seed} {epoch} {length}".encode(), digest_size=8 * _MOST_ROUNDS).digest()
         self._keys = np.frombuffer(digest, dtype="<u8").astype(np.uint64)[:rounds]
@@ -88,11 +90,11 @@ class Permutation:
             The items, same shape, int64.
 
         Raises:
-            ValueError: if a position lies outside [0, n).
+            InvalidArgument: if a position lies outside [0, n).
         """
         if positions.size and not 0 <= int(positions.min()) <= int(positions.max()) < self.length:
             low, high = int(positions.min()), int(positions.max())
-            raise ValueError(f"positions must lie in [0, {self.length}), got {low} to {high}")
+            raise InvalidArgument(f"positions must lie in [0, {self.length}), got {low} to {high}")
         if self._table is not None:
             looked_up: Items = self._table[positions]
             return looked_up

@@ -31,6 +31,8 @@ import numpy as np
 import torch.distributed as dist
 from numpy.typing import NDArray
 
+from accel.profiler.errors import InvalidArgument
+
 Tail = Literal["pad", "drop", "uneven", "fill"]
 
 
@@ -45,7 +47,7 @@ class RoundRobin:
         least: samples of each rank in the last step, as far as the last two have enough for that.
 
     Raises:
-        ValueError: if a size is less than 1, or `tail` is unknown.
+        InvalidArgument: if a size is less than 1, or `tail` is unknown.
 
     Example:
         >>> [RoundRobin([4, 2], rank, "pad").mine(6).tolist() for rank in range(2)]
@@ -54,9 +56,9 @@ class RoundRobin:
 
     def __init__(self, sizes: Sequence[int], rank: int, tail: Tail, *, drops: int | None = 0, least: int = 1) -> None:
         if min(sizes) < 1:
-            raise ValueError(f"batch_size must be at least 1 on every rank, got {min(sizes)}")
+            raise InvalidArgument(f"batch_size must be at least 1 on every rank, got {min(sizes)}")
         if tail not in get_args(Tail):
-            raise ValueError(f"tail must be one of {get_args(Tail)}, got {tail!r}")
+            raise InvalidArgument(f"tail must be one of {get_args(Tail)}, got {tail!r}")
         self.sizes, self.tail, self._drops = tuple(sizes), tail, drops
         self._ranks, self._least = len(sizes), min(least, *sizes)
         self._ends = np.cumsum(_with_room(sizes, max(sizes)))
@@ -148,7 +150,7 @@ def world(num_replicas: int | None = None, rank: int | None = None) -> tuple[int
         rank: this one; default the process group's, or 0 if it is the only one.
 
     Raises:
-        ValueError: if they are out of range or cannot be known: every rank taking itself for the only one would go
+        InvalidArgument: if they are out of range or cannot be known: every rank taking itself for the only one would go
             unnoticed.
 
     Example:
@@ -160,14 +162,16 @@ def world(num_replicas: int | None = None, rank: int | None = None) -> tuple[int
         num_replicas = dist.get_world_size() if grouped else 1
         started = os.environ.get("WORLD_SIZE", "1")
         if not grouped and started != "1":
-            raise ValueError(
+            raise InvalidArgument(
                 f"num_replicas must be given or known from a process group, got None and WORLD_SIZE={started}; "
                 "call torch.distributed.init_process_group first"
             )
     if rank is None:
         if not grouped and num_replicas != 1:
-            raise ValueError(f"rank must be given without a process group, got None for num_replicas={num_replicas}")
+            raise InvalidArgument(
+                f"rank must be given without a process group, got None for num_replicas={num_replicas}"
+            )
         rank = dist.get_rank() if grouped else 0
     if not 0 <= rank < num_replicas:
-        raise ValueError(f"rank must be at least 0 and less than num_replicas={num_replicas}, got {rank}")
+        raise InvalidArgument(f"rank must be at least 0 and less than num_replicas={num_replicas}, got {rank}")
     return num_replicas, rank

@@ -10,7 +10,6 @@ from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
 import accel
-from accel.elastic.sample_position import remaining_epochs
 
 EPOCHS = int(sys.argv[1]) if len(sys.argv) > 1 else 30
 
@@ -24,9 +23,9 @@ loader = DataLoader(data, batch_size=32, sampler=DistributedSampler(data))
 
 # The two arguments that a cluster needs: where the job is saved, and how far its batch may grow with its ranks.
 model, loader, optimizer = accel.optimize(
-    model, loader, optimizer, checkpoint=os.environ["ACCEL_CHECKPOINT"], max_batch_size=512
+    model, loader, optimizer, elastic=accel.Elastic(checkpoint=os.environ["ACCEL_CHECKPOINT"], max_batch_size=512)
 )
-for epoch in remaining_epochs(loader, EPOCHS):
+for epoch in accel.remaining_epochs(loader, EPOCHS):
     for image, label in loader:
         optimizer.zero_grad()
         loss = nn.functional.mse_loss(model(image), label)

@@ -19,9 +19,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import accel
-from accel.elastic.checkpointing import Checkpointing
-from accel.elastic.running import save_checkpoint
-from accel.elastic.sample_position import remaining_epochs
 
 SAMPLES = 4096
 
@@ -47,16 +44,16 @@ def train(folder: str | None, epochs: int, pause_s: float) -> None:
         loader = DataLoader(data, batch_size=16, shuffle=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 
-    checkpoint = None if folder is None else Checkpointing(folder=folder, interval_s=2.0)
+    checkpoint = None if folder is None else accel.Checkpointing(folder=folder, interval_s=2.0)
     model, loader, optimizer = accel.optimize(
-        model, loader, optimizer, max_batch_size=512, checkpoint=checkpoint, cache=False
+        model, loader, optimizer, elastic=accel.Elastic(max_batch_size=512, checkpoint=checkpoint), cache=False
     )
 
     workers = dist.get_world_size() if is_distributed else 1
     leads = not is_distributed or dist.get_rank() == 0
     if leads:
         print(f"workers: {workers}", flush=True)
-    for epoch in remaining_epochs(loader, epochs):
+    for epoch in accel.remaining_epochs(loader, epochs):
         total, steps = 0.0, 0
         for x, label in loader:
             optimizer.zero_grad()
@@ -69,7 +66,7 @@ def train(folder: str | None, epochs: int, pause_s: float) -> None:
             per_step = workers * loader.batch_sampler.batch_sizes[0]
             print(f"epoch {epoch + 1}: loss {total / max(steps, 1):.3f}, {per_step} samples a step", flush=True)
     if folder is not None:
-        save_checkpoint(model)  # so that the next call has nothing left to do
+        accel.save_checkpoint(model)  # so that the next call has nothing left to do
 
 
 @click.command()

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from accel.kernels.support import Cost, runs_triton
+from accel.profiler.errors import InvalidArgument
 
 SMALLEST_BLOCK, LARGEST_BLOCK = 8, 2048
 """Elements of a block that a program of a kernel holds in registers; of 4,096 a thread would need up to 254."""
@@ -91,7 +92,7 @@ class BlockCode:
             factor: of the values, default 1.
 
         Raises:
-            ValueError: if shapes, dtypes, devices or layouts don't fit.
+            InvalidArgument: if shapes, dtypes, devices or layouts don't fit.
         """
         block = self.block if block is None else block
         check_block(self._encode_name, block, 8 // self.bits)
@@ -110,7 +111,7 @@ class BlockCode:
             add: begin with what `out` holds, default False.
 
         Raises:
-            ValueError: if shapes, dtypes, devices or layouts don't fit.
+            InvalidArgument: if shapes, dtypes, devices or layouts don't fit.
         """
         block = self.block if block is None else block
         check_block(self._decode_name, block, 8 // self.bits)
@@ -227,25 +228,27 @@ def tiles(flat: Tensor, numel: int, block: int, width: int, begin: int = 0) -> l
 
 
 def check_block(op: str, block: int, multiple: int) -> None:
-    """Raise ValueError unless the block is a size."""
+    """Raise InvalidArgument unless the block is a size."""
     if block < 1 or block % multiple:
-        raise ValueError(f"{op}: block must be a positive multiple of {multiple} elements. Found: {block}. Use 1024.")
+        raise InvalidArgument(
+            f"{op}: block must be a positive multiple of {multiple} elements. Found: {block}. Use 1024."
+        )
 
 
 def check_encode(
     op: str, values: Tensor, encoded: Tensor, size: int, residual: Tensor | None, lost: Tensor | None
 ) -> None:
-    """Raise ValueError unless the tensors of an encoding fit."""
+    """Raise InvalidArgument unless the tensors of an encoding fit."""
     if _encodes(values, encoded, size, residual, lost):
         return
     for name, tensor in (("values", values), ("residual", residual), ("lost", lost)):
         if tensor is not None and not (_is_flat(tensor) and _alike(tensor, values)):
             kind = _name(values.dtype) if values.is_floating_point() else "floating-point"
-            raise ValueError(
+            raise InvalidArgument(
                 f"{op}: {name} must be contiguous {kind} [N], N as of values. Found: {_described(tensor)}."
             )
     if encoded.dtype != torch.uint8 or encoded.shape != (size,) or not encoded.is_contiguous():
-        raise ValueError(
+        raise InvalidArgument(
             f"{op}: encoded must be contiguous uint8 [{size}]. Found: {_described(encoded)}. Allocate that size."
         )
     _check_place(op, encoded)
@@ -253,15 +256,17 @@ def check_encode(
 
 
 def check_decode(op: str, encoded: Tensor, out: Tensor, size: int) -> None:
-    """Raise ValueError unless the tensors of a decoding fit."""
+    """Raise InvalidArgument unless the tensors of a decoding fit."""
     if _decodes(encoded, out, size):
         return
     if not _is_flat(out):
-        raise ValueError(f"{op}: out must be contiguous floating-point [N]. Found: {_described(out)}.")
+        raise InvalidArgument(f"{op}: out must be contiguous floating-point [N]. Found: {_described(out)}.")
     if encoded.dtype != torch.uint8 or encoded.dim() != 2 or encoded.shape[1] != size or encoded.shape[0] < 1:
-        raise ValueError(f"{op}: encoded must be uint8 [R, {size}], a row for each rank. Found: {_described(encoded)}.")
+        raise InvalidArgument(
+            f"{op}: encoded must be uint8 [R, {size}], a row for each rank. Found: {_described(encoded)}."
+        )
     if size and (encoded.stride(1) != 1 or (len(encoded) > 1 and encoded.stride(0) % 4)):
-        raise ValueError(
+        raise InvalidArgument(
             f"{op}: rows of encoded must be contiguous and begin at multiples of 4 bytes, where their scales stand. "
             f"Found: strides {encoded.stride()}. Cut them out of a tensor with longer rows."
         )
@@ -317,7 +322,7 @@ def _check_place(op: str, encoded: Tensor) -> None:
     if torch.compiler.is_compiling():
         return  # a compiler's tensors have no offsets, and are allocated by its own code
     if encoded.storage_offset() % 4:
-        raise ValueError(
+        raise InvalidArgument(
             f"{op}: encoded must begin at a multiple of 4 bytes, since its scales are float32. "
             f"Found: byte {encoded.storage_offset()} of its storage. Give it a tensor of its own."
         )
@@ -326,7 +331,7 @@ def _check_place(op: str, encoded: Tensor) -> None:
 def _check_devices(op: str, first: Tensor, *others: Tensor | None) -> None:
     if any(other is not None and other.device != first.device for other in others):
         devices = {str(tensor.device) for tensor in (first, *others) if tensor is not None}
-        raise ValueError(f"{op}: all tensors must be on one device. Found: {sorted(devices)}. Move them.")
+        raise InvalidArgument(f"{op}: all tensors must be on one device. Found: {sorted(devices)}. Move them.")
 
 
 def _described(tensor: Tensor) -> str:

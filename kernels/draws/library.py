@@ -11,12 +11,14 @@ import subprocess
 import tempfile
 from pathlib import Path
 
+from accel.profiler.errors import AccelError
+
 _SOURCE = Path(__file__).with_name("bernoulli.c")
 _COMPILERS = ("cc", "gcc", "clang")
 _TIMEOUT_S = 60.0
 
 
-class NotCompiled(Exception):
+class NotCompiled(AccelError):
     """The C source can't be compiled or loaded here; the message says why."""
 
 

@@ -9,6 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from accel.profiler.errors import InvalidArgument
+
 INF = 1e8
 """Cost of a box that is no candidate, as published: a box of a larger area loses to it."""
 RELATIVE = 1.414
@@ -35,7 +37,9 @@ class FcosConfig:
 
     def __post_init__(self) -> None:
         if not self.radius > 0:
-            raise ValueError(f"FcosConfig: radius must be above 0 strides. Found: {self.radius}; 1.5 is published.")
+            raise InvalidArgument(
+                f"FcosConfig: radius must be above 0 strides. Found: {self.radius}; 1.5 is published."
+            )
 
 
 class Grid(NamedTuple):
@@ -84,7 +88,7 @@ class FcosPoints:
         """
         levels = list(zip(sizes, strides, regress_ranges, strict=True))
         if any(stride != int(stride) or stride < 1 for _, stride, _ in levels):
-            raise ValueError(
+            raise InvalidArgument(
                 f"FcosPoints: strides must be whole pixels. Found: {list(strides)}. Give other points as xy tensors."
             )
         grids = tuple(Grid(h, w, int(s), float(low), float(high)) for (h, w), s, (low, high) in levels)
@@ -276,17 +280,19 @@ def check(op: str, points: FcosPoints, gts: FcosGts) -> None:
     }
     _check_shapes(op, shapes, gts.boxes.device)
     if gts.valid.dtype != torch.bool:
-        raise ValueError(
+        raise InvalidArgument(
             f"{op}: gts.valid must be bool. Found: {gts.valid.dtype}. Compare it, e.g. arange(G) < counts."
         )
     if not gts.boxes.is_floating_point():
-        raise ValueError(f"{op}: gts.boxes must be floating. Found: {gts.boxes.dtype}. Convert them with .float().")
+        raise InvalidArgument(
+            f"{op}: gts.boxes must be floating. Found: {gts.boxes.dtype}. Convert them with .float()."
+        )
     _check_labels(op, "gts.labels", gts.labels)
 
 
 def _check_labels(op: str, name: str, labels: Tensor) -> None:
     if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
-        raise ValueError(f"{op}: {name} must be integers. Found: {labels.dtype}. Convert them with .long().")
+        raise InvalidArgument(f"{op}: {name} must be integers. Found: {labels.dtype}. Convert them with .long().")
 
 
 def _fits_3d(gts: Fcos3dGts, config: FcosConfig) -> bool:
@@ -324,9 +330,11 @@ def check_3d(gts: Fcos3dGts, config: FcosConfig) -> None:
     _check_labels("fcos3d_targets", "gts.attr_labels", gts.attr_labels)
     for name, tensor in (("gts.boxes_3d", gts.boxes_3d), ("gts.centers", gts.centers), ("gts.depths", gts.depths)):
         if not tensor.is_floating_point():
-            raise ValueError(f"fcos3d_targets: {name} must be floating. Found: {tensor.dtype}. Convert with .float().")
+            raise InvalidArgument(
+                f"fcos3d_targets: {name} must be floating. Found: {tensor.dtype}. Convert with .float()."
+            )
     if not config.center_sampling:
-        raise ValueError(
+        raise InvalidArgument(
             "fcos3d_targets: center_sampling must be True, FCOS3D is defined with it alone. Found: False. "
             "Use fcos_targets for boxes without centre sampling."
         )
@@ -335,9 +343,9 @@ def check_3d(gts: Fcos3dGts, config: FcosConfig) -> None:
 def _check_shapes(op: str, shapes: dict[str, tuple[Tensor, tuple[int, ...]]], device: torch.device) -> None:
     for name, (tensor, shape) in shapes.items():
         if tensor.shape != torch.Size(shape):
-            raise ValueError(
+            raise InvalidArgument(
                 f"{op}: {name} must be {list(shape)} with these points and gts.valid. Found: {list(tensor.shape)}. "
                 "Pad the boxes of all images to one number."
             )
         if tensor.device != device:
-            raise ValueError(f"{op}: {name} must be on {device}, as gts.boxes. Found: {tensor.device}. Move it.")
+            raise InvalidArgument(f"{op}: {name} must be on {device}, as gts.boxes. Found: {tensor.device}. Move it.")

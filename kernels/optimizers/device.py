@@ -26,6 +26,7 @@ from accel.kernels.optimizers.address_table import (
 )
 from accel.kernels.optimizers.regular import Copies, copy_back
 from accel.kernels.optimizers.rules import COLUMNS, Batch, Hypers, Kind, Scaling, UpdateOutcome, needs_norm, work_dtype
+from accel.profiler.errors import InvalidArgument, InvalidState
 
 if TYPE_CHECKING:
     from accel.kernels.launching import LaunchPlan, PreparedLaunches
@@ -72,7 +73,7 @@ class Launcher:
         """Send the numbers of the parameter groups that changed; tensors among them are copied on the device.
 
         Raises:
-            RuntimeError: if a number changed within the capture of a graph, which can't send it.
+            InvalidState: if a number changed within the capture of a graph, which can't send it.
         """
         plain = all(map(_NUMBERS.issuperset, (map(type, row) for row in rows)))
         if plain and rows == self._plain_rows:
@@ -80,7 +81,7 @@ class Launcher:
         numbers = [[None if _on_device(x) else float(x) for x in row] for row in rows]
         if numbers != self._numbers:
             if self._captures():
-                raise RuntimeError(
+                raise InvalidState(
                     "accel.optim: hyperparameters must be on the device before a capture. Found: they changed since "
                     "the last step. Call optimizer.refresh() before the capture."
                 )
@@ -145,7 +146,7 @@ class Launcher:
     def _laid_out(self, listing: TensorListing) -> AddressTable:
         if self._table is None or self._signature != listing.signature:
             if self._captures():
-                raise RuntimeError(
+                raise InvalidState(
                     "accel.optim: a captured step must update the same parameters as the step before it. Found: other "
                     "parameters, sizes or dtypes of gradients. Run one step of this kind before the capture."
                 )
@@ -181,7 +182,7 @@ class Launcher:
             for tensors in (batch.params, *batch.states, batch.masters, batch.steps):
                 for tensor in tensors:
                     if tensor is not None and tensor.device != self.device:
-                        raise ValueError(
+                        raise InvalidArgument(
                             f"accel.optim: the state must be on {self.device}, as the parameters. Found: "
                             f"{tensor.device}. Make the optimizer after model.to(device), or load its state again."
                         )
@@ -191,7 +192,7 @@ class Launcher:
         key = tuple(addresses)
         if key not in self._captured:
             if self._spare is None:
-                raise RuntimeError(
+                raise InvalidState(
                     "accel.optim: a captured step with new addresses needs an ordinary one before it. Found: none, or "
                     "another capture since. Run optimizer.step() or refresh() once, then capture."
                 )

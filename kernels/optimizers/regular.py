@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from accel.kernels.optimizers.rules import Batch, work_dtype
+from accel.profiler.errors import InvalidArgument, InvalidState
 
 Copies = list[tuple[Tensor, Tensor]]
 """Destinations and sources: what is written back after the update."""
@@ -28,8 +29,8 @@ def regular(batch: Batch, *, is_known: bool = False) -> tuple[Batch, Copies]:
         is_known: the step before had parameters of the same `sizes`; default False.
 
     Raises:
-        ValueError: if a gradient or a state is of another shape than its parameter.
-        RuntimeError: if states are to be brought to another order within the capture of a CUDA graph.
+        InvalidArgument: if a gradient or a state is of another shape than its parameter.
+        InvalidState: if states are to be brought to another order within the capture of a CUDA graph.
     """
     # A contiguous tensor is quickly known; strides of all would take longer than a small update.
     is_plain = all(all(map(Tensor.is_contiguous, column)) for column in batch.columns)
@@ -57,7 +58,7 @@ def _in_one_run(batch: Batch) -> tuple[Batch, Copies]:
     for i, param in enumerate(params):
         for tensor in (grads[i], *(column[i] for column in kept)):
             if tensor.shape != param.shape:
-                raise ValueError(
+                raise InvalidArgument(
                     f"accel.optim: a gradient and a state must have their parameter's shape, {list(param.shape)}. "
                     f"Found: {list(tensor.shape)}. Make a new optimizer for weights of another shape."
                 )
@@ -70,7 +71,7 @@ def _in_one_run(batch: Batch) -> tuple[Batch, Copies]:
             brought = column[i] if column[i] is param else _in_order(column[i], params[i], work_dtype(param.dtype))
             if brought is not column[i]:
                 if param.is_cuda and torch.cuda.is_current_stream_capturing():
-                    raise RuntimeError(
+                    raise InvalidState(
                         "accel.optim: a captured step needs states that lie as their parameters do. Found: others. Run "
                         "one step before the capture."
                     )

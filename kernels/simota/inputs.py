@@ -9,6 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from accel.profiler.errors import InvalidArgument
+
 INF_BITS = 0x7F800000
 """Bit pattern of the fp32 infinity: the cost of masked pairs."""
 
@@ -68,12 +70,12 @@ class Rules:
 
     def __post_init__(self) -> None:
         if self.region not in ("center", "box", "given"):
-            raise ValueError(f"region must be 'center', 'box' or 'given'. Found: {self.region!r}")
+            raise InvalidArgument(f"region must be 'center', 'box' or 'given'. Found: {self.region!r}")
         if not 1 <= self.topk <= 16:
-            raise ValueError(f"topk must be 1 to 16. Found: {self.topk}")
+            raise InvalidArgument(f"topk must be 1 to 16. Found: {self.topk}")
         for name in NUMBERS:
             if not getattr(self, name) >= 0:
-                raise ValueError(f"{name} must not be negative. Found: {getattr(self, name)}")
+                raise InvalidArgument(f"{name} must not be negative. Found: {getattr(self, name)}")
 
 
 VARIANTS = {
@@ -172,7 +174,9 @@ def rules_of(variant: str | Rules) -> Rules:
     if isinstance(variant, Rules):
         return variant
     if variant not in VARIANTS:
-        raise ValueError(f"simota_assign: variant must be one of {', '.join(VARIANTS)}, or Rules. Found: {variant!r}")
+        raise InvalidArgument(
+            f"simota_assign: variant must be one of {', '.join(VARIANTS)}, or Rules. Found: {variant!r}"
+        )
     return VARIANTS[variant]
 
 
@@ -214,9 +218,9 @@ def validate(given: Given, rules: Rules, chunk: int | None) -> None:
         return
     boxes, cls, _, points, strides, gt_boxes, gt_classes, gt_mask, candidates = given
     if boxes.ndim != 3 or boxes.shape[2] != 4:
-        raise ValueError(f"simota_assign: boxes must be [B, A, 4]. Found: {list(boxes.shape)}")
+        raise InvalidArgument(f"simota_assign: boxes must be [B, A, 4]. Found: {list(boxes.shape)}")
     if gt_boxes.ndim != 3:
-        raise ValueError(f"simota_assign: gt_boxes must be [B, G, 4], padded. Found: {list(gt_boxes.shape)}")
+        raise InvalidArgument(f"simota_assign: gt_boxes must be [B, G, 4], padded. Found: {list(gt_boxes.shape)}")
     device, (batch, count, _), gts = boxes.device, boxes.shape, gt_boxes.shape[1]
     of_anchors, of_truths = (batch, count), (batch, gts)
     shapes: dict[str, tuple[tuple[int, ...], ...]] = {
@@ -236,24 +240,24 @@ def validate(given: Given, rules: Rules, chunk: int | None) -> None:
         own = tensor.shape
         if own not in allowed:
             expected = " or ".join(str(list(each)) for each in allowed)
-            raise ValueError(f"simota_assign: {name} must be {expected}, as boxes are. Found: {list(own)}")
+            raise InvalidArgument(f"simota_assign: {name} must be {expected}, as boxes are. Found: {list(own)}")
         if tensor.device != device:
-            raise ValueError(f"simota_assign: {name} must be on {device}, as boxes are. Found: {tensor.device}")
+            raise InvalidArgument(f"simota_assign: {name} must be on {device}, as boxes are. Found: {tensor.device}")
     for name, mask in (("gt_mask", gt_mask), ("candidates", candidates)):
         if mask is not None and mask.dtype != torch.bool:
-            raise ValueError(f"simota_assign: {name} must be bool; compare it with 0. Found: {mask.dtype}")
+            raise InvalidArgument(f"simota_assign: {name} must be bool; compare it with 0. Found: {mask.dtype}")
     if not (boxes.is_floating_point() and cls.is_floating_point()):
-        raise ValueError(f"simota_assign: boxes and cls must be floating. Found: {boxes.dtype} and {cls.dtype}")
+        raise InvalidArgument(f"simota_assign: boxes and cls must be floating. Found: {boxes.dtype} and {cls.dtype}")
     if gt_classes.is_floating_point() or gt_classes.dtype == torch.bool:
-        raise ValueError(f"simota_assign: gt_classes must be integers; call .long(). Found: {gt_classes.dtype}")
+        raise InvalidArgument(f"simota_assign: gt_classes must be integers; call .long(). Found: {gt_classes.dtype}")
     if cls.shape[2] == 0:
-        raise ValueError(f"simota_assign: cls must have at least one class. Found: {list(cls.shape)}")
+        raise InvalidArgument(f"simota_assign: cls must have at least one class. Found: {list(cls.shape)}")
     if rules.region == "given" and candidates is None:
-        raise ValueError("simota_assign: the region 'given' needs candidates, a bool mask [B, A]. Found: None")
+        raise InvalidArgument("simota_assign: the region 'given' needs candidates, a bool mask [B, A]. Found: None")
     if rules.region != "given" and (points is None or strides is None):
-        raise ValueError(f"simota_assign: the region {rules.region!r} needs points and strides. Found: None")
+        raise InvalidArgument(f"simota_assign: the region {rules.region!r} needs points and strides. Found: None")
     if chunk is not None and chunk < 1:
-        raise ValueError(f"simota_assign: chunk must be at least 1, or None. Found: {chunk}")
+        raise InvalidArgument(f"simota_assign: chunk must be at least 1, or None. Found: {chunk}")
 
 
 def check_truths(gt_boxes: Tensor, gt_classes: Tensor, gt_mask: Tensor | None, classes: int, xyxy: bool) -> None:
@@ -266,14 +270,14 @@ def check_truths(gt_boxes: Tensor, gt_classes: Tensor, gt_mask: Tensor | None, c
     bad = ~gt_boxes.isfinite().all(-1) & gt_mask
     if bad.any() and bool((bad := bad & ~is_a_box(corners(gt_boxes, xyxy))).any()):
         image, gt = bad.nonzero()[0].tolist()
-        raise ValueError(
+        raise InvalidArgument(
             f"simota_assign: gt_boxes must be finite, but for their sides. Found: {gt_boxes[image, gt].tolist()} in "
             f"image {image}; drop that box, or set its gt_mask to False"
         )
     bad = ((gt_classes < 0) | (gt_classes >= classes)) & gt_mask
     if bad.any():
         image, gt = bad.nonzero()[0].tolist()
-        raise ValueError(
+        raise InvalidArgument(
             f"simota_assign: gt_classes must be 0 to {classes - 1}. Found: {gt_classes[image, gt].item()} in image "
             f"{image}; set gt_mask to False where gt_boxes are padded"
         )
@@ -296,10 +300,10 @@ def check_anchors(anchors: Anchors, truths: Truths, first: int = 0) -> None:
         if name == "boxes" and truths.boxes.area.isfinite().all():
             bad &= ~is_a_box(anchors.boxes)
         if bad.any():
-            raise ValueError(
+            raise InvalidArgument(
                 f"simota_assign: predictions must be finite. Found: NaN or infinity in {name} of {int(bad.sum())} "
                 f"anchors, first in image {first + int(bad.nonzero()[0, 0])}; skip this step, or look for the learning "
                 "rate or loss scale that made them"
             )
     if anchors.obj is None and bool((((anchors.cls < 0) | (anchors.cls > 1)).any(-1) & anchors.valid).any()):
-        raise ValueError("simota_assign: without obj, cls must hold probabilities, 0 to 1; pass obj with logits")
+        raise InvalidArgument("simota_assign: without obj, cls must hold probabilities, 0 to 1; pass obj with logits")

@@ -29,6 +29,7 @@ from accel.kernels import support
 from accel.kernels.support import Cost
 from accel.kernels.tables import held, hides_values
 from accel.kernels.window_attention.regions import mask_of_regions, merge, partition, relative_index, shift_regions
+from accel.profiler.errors import InvalidArgument
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _MOST_TOKENS = 256
@@ -102,7 +103,7 @@ def window_attention(
         [W, N, H·D] in qkv's dtype.
 
     Raises:
-        ValueError: if shapes, dtypes or devices don't fit; the message says which.
+        InvalidArgument: if shapes, dtypes or devices don't fit; the message says which.
 
     Example:
         >>> qkv, table = torch.randn(8, 49, 3 * 64), torch.zeros(169, 2)
@@ -150,7 +151,7 @@ def shifted_window_attention(
         [B, Y, X, H·D] in qkv's dtype.
 
     Raises:
-        ValueError: if shapes, dtypes or devices don't fit; the message says which.
+        InvalidArgument: if shapes, dtypes or devices don't fit; the message says which.
 
     Example:
         >>> qkv, table = torch.randn(2, 14, 14, 3 * 64), torch.zeros(169, 2)
@@ -326,7 +327,7 @@ def _made(check: Callable[[Tensor, Any, Any], None], qkv: Tensor, *rest: Any) ->
 def _check_windows(qkv: Tensor, window: tuple[int, int], shift: tuple[int, int]) -> None:
     _check_pair("window", window)
     if qkv.dim() != 3 or qkv.shape[1] != window[0] * window[1]:
-        raise ValueError(
+        raise InvalidArgument(
             f"window_attention: qkv must be [windows, {window[0] * window[1]}, 3·H·D] for windows of {window}. "
             f"Found: {list(qkv.shape)}; a map goes to shifted_window_attention"
         )
@@ -336,12 +337,12 @@ def _check_map(qkv: Tensor, window: tuple[int, int], shift: tuple[int, int]) -> 
     _check_pair("window", window)
     _check_pair("shift", shift)
     if qkv.dim() != 4 or qkv.shape[1] % window[0] or qkv.shape[2] % window[1]:
-        raise ValueError(
+        raise InvalidArgument(
             f"shifted_window_attention: qkv must be [B, Y, X, 3·H·D] with Y and X multiples of {window}. "
             f"Found: {list(qkv.shape)}; pad the map first"
         )
     if not all(0 <= s < w for s, w in zip(shift, window, strict=True)):
-        raise ValueError(f"shifted_window_attention: shift must be in [0, window). Found: {shift} for {window}")
+        raise InvalidArgument(f"shifted_window_attention: shift must be in [0, window). Found: {shift} for {window}")
 
 
 def _spec(
@@ -356,14 +357,14 @@ def _spec(
     dropout: float,
 ) -> Spec:
     if heads < 1 or qkv.shape[-1] % (3 * heads):
-        raise ValueError(
+        raise InvalidArgument(
             f"window_attention: the last dimension of qkv must be 3 · heads · D. Found: {qkv.shape[-1]} for "
             f"{heads} heads"
         )
     if not 0 <= dropout < 1:
-        raise ValueError(f"window_attention: dropout must be in [0, 1). Found: {dropout}")
+        raise InvalidArgument(f"window_attention: dropout must be in [0, 1). Found: {dropout}")
     if scale is not None and head_scale is not None:
-        raise ValueError("window_attention: give scale or head_scale, not both")
+        raise InvalidArgument("window_attention: give scale or head_scale, not both")
     if scale is None:
         scale = (qkv.shape[-1] // (3 * heads)) ** -0.5 if qkv.shape[-1] else 1.0
     tall, wide = (int(side) for side in window)
@@ -378,34 +379,34 @@ def _spec(
 def _check_pair(name: str, pair: object) -> None:
     # torch 2.9 can't compile `tuple | list`.
     if not isinstance(pair, (tuple, list)) or len(pair) != 2 or not all(isinstance(side, int) for side in pair):
-        raise ValueError(f"window_attention: {name} must be two whole numbers, height and width. Found: {pair!r}")
+        raise InvalidArgument(f"window_attention: {name} must be two whole numbers, height and width. Found: {pair!r}")
     if name == "window" and min(pair) < 1:
-        raise ValueError(f"window_attention: window must be at least 1 token each way. Found: {pair!r}")
+        raise InvalidArgument(f"window_attention: window must be at least 1 token each way. Found: {pair!r}")
 
 
 def _check(qkv: Tensor, table: Tensor, head_scale: Tensor | None, spec: Spec) -> None:
     if qkv.dtype not in _DTYPES:
-        raise ValueError(f"window_attention: qkv must be floating point. Found: {qkv.dtype}")
+        raise InvalidArgument(f"window_attention: qkv must be floating point. Found: {qkv.dtype}")
     if not 1 <= spec.tokens <= _MOST_TOKENS or qkv.shape[-1] // (3 * spec.heads) > _WIDEST_HEAD:
-        raise ValueError(
+        raise InvalidArgument(
             f"window_attention: windows may have 1 to {_MOST_TOKENS} tokens and heads up to {_WIDEST_HEAD} channels. "
             f"Found: windows of {spec.window}, heads of {qkv.shape[-1] // (3 * spec.heads)}"
         )
     if tuple(table.shape) != (spec.entries, spec.heads):
-        raise ValueError(
+        raise InvalidArgument(
             f"window_attention: table must be [{spec.entries}, {spec.heads}] for windows of {spec.window}. "
             f"Found: {list(table.shape)}"
         )
     if head_scale is not None and head_scale.numel() != spec.heads:
-        raise ValueError(f"window_attention: head_scale must be [{spec.heads}]. Found: {list(head_scale.shape)}")
+        raise InvalidArgument(f"window_attention: head_scale must be [{spec.heads}]. Found: {list(head_scale.shape)}")
     for name, tensor in (("table", table), ("head_scale", head_scale)):
         if tensor is not None and not tensor.is_floating_point():
-            raise ValueError(
+            raise InvalidArgument(
                 f"window_attention: {name} must be floating point, it is learned. Found: {tensor.dtype}; convert it "
                 "with .float()"
             )
         if tensor is not None and tensor.device != qkv.device:
-            raise ValueError(
+            raise InvalidArgument(
                 f"window_attention: {name} must be on qkv's device, {qkv.device}. Found: {tensor.device}; move it"
             )
 
@@ -415,10 +416,10 @@ def _checked_regions(regions: Tensor | None, qkv: Tensor, spec: Spec) -> Tensor 
         return None
     fits = regions.dim() == 2 and regions.shape[1] == spec.tokens and regions.shape[0] > 0
     if not fits or regions.dtype != torch.uint8 or qkv.shape[0] % regions.shape[0]:
-        raise ValueError(
+        raise InvalidArgument(
             f"window_attention: regions must be uint8 [n, {spec.tokens}] with n a divisor of {qkv.shape[0]} windows. "
             f"Found: {regions.dtype} {list(regions.shape)}"
         )
     if regions.device != qkv.device:
-        raise ValueError(f"window_attention: regions must be on {qkv.device}. Found: {regions.device}; move them")
+        raise InvalidArgument(f"window_attention: regions must be on {qkv.device}. Found: {regions.device}; move them")
     return regions.contiguous()

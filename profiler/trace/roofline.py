@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from accel.profiler.errors import InvalidArgument
 from accel.profiler.evidence import Evidence, Roofline
 
 _MIB = 1 << 20
@@ -53,11 +54,11 @@ def measure(device: torch.device, dtypes: Sequence[torch.dtype], *, threads: int
         threads: intra-op threads to measure a CPU with, default as many as are set.
 
     Raises:
-        ValueError: if `threads` is less than 1.
+        InvalidArgument: if `threads` is less than 1.
         torch.OutOfMemoryError: if the device has no room for the matrices.
     """
     if threads is not None and threads < 1:
-        raise ValueError(f"threads must be at least 1, got {threads}")
+        raise InvalidArgument(f"threads must be at least 1, got {threads}")
     device = torch.device(device)
     count = (threads or torch.get_num_threads()) if device.type == "cpu" else 0
     with _undisturbed(device):

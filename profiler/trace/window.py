@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch.autograd import profiler as _autograd_profiler
 
+from accel.profiler.errors import AccelError
 from accel.profiler.evidence import TraceSummary
 from accel.profiler.trace.digest import digest, located
 from accel.profiler.trace.events import Trace
@@ -39,7 +40,7 @@ _NO_KERNELS = (
 profiler: Any = _autograd_profiler
 
 
-class WindowTaken(RuntimeError):
+class WindowTaken(AccelError, RuntimeError):
     """The process's only profiler is in use by the script."""
 
 

@@ -104,7 +104,7 @@ def experiments() -> list[Experiment]:
             after_ms=209.4,
             saving=Saving(value=0.013, low=-0.02, high=0.04),
             pairs=36,
-            verdict="refused",
+            verdict="inconclusive",
         ),
         Experiment(
             name="fused optimizer",

@@ -27,7 +27,7 @@ sizes = st.sampled_from(["", "workers=2", "threads=8", "fused", "powersgd(rank=4
 @st.composite
 def rows(draw: Any) -> StrategyRow:
     row = StrategyRow(name=draw(names), summary="", treats=[], exactness="exact", setting=draw(sizes))
-    row.status = draw(st.sampled_from(["kept", "undone", "refused", "not applicable", "not tried"]))
+    row.status = draw(st.sampled_from(["kept", "undone", "inconclusive", "not applicable", "not tried"]))
     row.gain, row.gain_low, row.gain_high = draw(values), draw(values), draw(values)
     row.before_ms, row.after_ms, row.spread_ms = draw(values), draw(values), draw(values)
     row.output_error, row.gradient_error = draw(values), draw(values)

@@ -53,7 +53,7 @@ def test_a_report_lies_where_the_script_was_when_it_called(only_quick: None, tmp
 def test_so_do_checkpoints(elsewhere: Path, kind: str) -> None:
     def settings() -> Any:
         given: Any = "kept" if kind == "folder" else Checkpointing(folder="kept", keep=2)
-        return check_settings(make()[0], "exact", (), (), None, 60, None, True, checkpoint=given)
+        return check_settings(make()[0], "exact", (), (), None, 60, None, True, elastic=accel.Elastic(checkpoint=given))
 
     first = settings()
     os.chdir(elsewhere)

@@ -52,7 +52,7 @@ def train(loader: Any, epochs: int) -> None:
 def test_batches_epochs_and_workers_are_seen(recorder: Recorder, mode: Any) -> None:
     seen: list[Measurement] = []
     recorder.delivery.on_step = seen.append
-    with ContinuousLoader(DataLoader(Slow(), 4), mode=mode, workers=2) as loader:
+    with ContinuousLoader(DataLoader(Slow(), 4), mode=mode, num_workers=2) as loader:
         train(loader, 3)
         pids, facts = recorder.worker_pids(), recorder.loader_facts()
 

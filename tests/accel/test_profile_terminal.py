@@ -56,7 +56,7 @@ def test_only_a_shown_saving_is_called_confirmed(
 @pytest.mark.parametrize(
     ("experiment", "effect"),
     [
-        ("tried, too noisy to tell: it was off", "predicted, too noisy to measure: saves 8 % [5, 10] of the step"),
+        ("tried, inconclusive: it was off", "predicted, inconclusive: saves 8 % [5, 10] of the step"),
         ("could not be tried, it took no hold", "predicted, not tried: saves 8 % [5, 10] of the step"),
         ("tried, but both went", "predicted, tried only with another cause: saves 8 % [5, 10] of the step"),
     ],

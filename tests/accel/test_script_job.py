@@ -62,7 +62,8 @@ def test_a_script_that_saves_when_it_is_terminated_has_its_checkpoint(tmp_path: 
         """
         import os, signal
         import accel
-        model, loader, optimizer = accel.optimize(model, loader, optimizer, checkpoint="saved", allow="exact")
+        elastic = accel.Elastic(checkpoint="saved")
+        model, loader, optimizer = accel.optimize(model, loader, optimizer, elastic=elastic, allow="exact")
         for number, (x, y) in enumerate(loader):
             optimizer.zero_grad()
             loss = nn.functional.cross_entropy(model(x), y)

@@ -32,7 +32,7 @@ def test_six_lines_say_what_was_won_and_where_the_rest_is() -> None:
 
 
 def test_a_run_in_which_nothing_won_says_what_was_tried() -> None:
-    rows = [row(status="undone", why="slower"), row(name="fast", status="refused", why="too noisy")]
+    rows = [row(status="undone", why="slower"), row(name="fast", status="inconclusive", why="too noisy")]
     left = full(model="Net", plan={}, accel_ms=26.0, speedup=1.0, rows=rows)
     assert lines(left)[:2] == [
         "accel: Net left as it was: nothing tried made the step faster (26 ms)",

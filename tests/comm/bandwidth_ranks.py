@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from click.testing import CliRunner
 
-from accel.comm.bandwidth import PeerLost, Row, Settings, measure
+from accel.comm.bandwidth import PeerLost, Row, Settings, measure_links
 from accel.commands.bench import _measured
 from accel.commands.bench_table import Request
 from accel.commands.cli import main
@@ -60,7 +60,7 @@ def failing_alone(rank: int, world: int) -> PeerLost | None:
 def _cut_off(operations: list[str], sizes: list[int], **options: Any) -> PeerLost | None:
     """Return the error that ends the measurement."""
     try:
-        measure(operations, sizes, **options)
+        measure_links(operations, sizes, **options)
     except PeerLost as error:
         return error
     return None

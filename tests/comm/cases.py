@@ -41,7 +41,7 @@ COMPRESSORS: dict[str, Callable[[], Compressor]] = {
     "1-bit twice": lambda: OneBitTwice(64, exact_below=200),
     "PowerSGD": lambda: PowerSGD(2, min_compression=0),
     "ACP-SGD": lambda: PowerSGD(2, min_compression=0, alternate=True),
-    "DGC": lambda: DGC(0.05, momentum=False, dense_below=0),
+    "DGC": lambda: DGC(0.05, momentum=False, exact_below=0),
 }
 
 

@@ -185,9 +185,9 @@ class Published:
             self.net.zero_grad()
             loss(self.net, rank, number).backward()
             own = {p: p.grad.view(-1) / self.world for p in self.net.parameters()}  # type: ignore[union-attr]
-            if dgc.clip_norm is not None:
+            if dgc.max_grad_norm is not None:
                 norm = flat(list(own.values())).norm()
-                factor = min(1.0, dgc.clip_norm / math.sqrt(self.world) / norm.item())
+                factor = min(1.0, dgc.max_grad_norm / math.sqrt(self.world) / norm.item())
                 own = {p: factor * g for p, g in own.items()}
             gradients.append(own)
         with torch.no_grad():

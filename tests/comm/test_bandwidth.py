@@ -18,7 +18,7 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accel.comm.bandwidth import Bandwidth, PeerLost, Row, Settings, measure, table
+from accel.comm.bandwidth import Bandwidth, PeerLost, Row, Settings, measure_links, table
 from accel.comm.bandwidth import links as bandwidth_links
 from accel.comm.bandwidth.cases import DTYPES, OPERATIONS, RankPlace, elements, modulus
 from accel.comm.bandwidth.fit import fit_line
@@ -194,7 +194,7 @@ def test_a_link_that_was_not_measured_is_stood_for() -> None:
 
 def measured(operations: list[str], sizes: list[int], **options: Any) -> Bandwidth:
     """Measure, and see that all ranks have the same."""
-    speed = measure(operations, sizes, **options)
+    speed = measure_links(operations, sizes, **options)
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, speed)
     assert all(one == speed for one in everyone)
@@ -297,7 +297,7 @@ def test_arguments_out_of_range_are_refused(rank: int, world: int) -> None:
         (["all_reduce"], [4096], {"links": ["wifi"]}, "links must be among intra, inter, world, got wifi"),
     ):
         with pytest.raises(ValueError, match=text):
-            measure(operations, sizes, **options)  # type: ignore[arg-type]
+            measure_links(operations, sizes, **options)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", ["warmup", "runs", "timeout_s", "row_s"])
@@ -311,7 +311,7 @@ def test_settings_out_of_range_are_refused(name: str) -> None:
 
 def test_the_command_prints_a_table_of_eighty_columns_and_writes_it(tmp_path: Path) -> None:
     target = tmp_path / "speed.json"
-    options = ["--max-size", "64K", "--iters", "3", "--dtype", "bfloat16", "--json", str(target)]
+    options = ["--max-size", "64K", "--iters", "3", "--dtype", "bfloat16", "--report", str(target)]
     (code, printed, errors), other = run_ranks(bandwidth_ranks.command, 2, *options, meet=False)
     assert code == 0, errors
     assert other == (0, "", "")
@@ -329,9 +329,9 @@ def test_the_command_prints_a_table_of_eighty_columns_and_writes_it(tmp_path: Pa
 def test_a_file_in_a_folder_that_is_not_there_is_refused_before_anything_is_measured(tmp_path: Path) -> None:
     target = tmp_path / "new" / "speed.json"
     for words in (["bench", "comm"], ["doctor", "network"], ["doctor"]):
-        done = CliRunner().invoke(main, [*words, "--json", str(target)])
+        done = CliRunner().invoke(main, [*words, "--report", str(target)])
         assert done.exit_code == 2
-        assert f"--json must lie in a directory that exists, got {str(target)!r}; make it first" in done.output
+        assert f"--report must lie in a directory that exists, got {str(target)!r}; make it first" in done.output
     assert not target.parent.exists()
 
 
@@ -371,7 +371,7 @@ def test_one_rank_alone_says_what_needs_two() -> None:
 def test_a_killed_rank_ends_the_command_with_what_was_measured(tmp_path: Path) -> None:
     target = tmp_path / "speed.json"
     options = ["--min", "64M", "--max", "256M", "--row-seconds", "20", "--iters", "1000", "--timeout", "10"]
-    line = [sys.executable, "-m", "accel", "bench", "comm", "-o", "broadcast", *options, "--json", str(target)]
+    line = [sys.executable, "-m", "accel", "bench", "comm", "-o", "broadcast", *options, "--report", str(target)]
     process = subprocess.Popen(line, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None
     while not process.stdout.readline().startswith("accel bench comm"):  # the ranks have met
@@ -437,7 +437,7 @@ def test_the_manual_names_every_option_and_operation() -> None:
 
 
 def in_lab(lab: Lab, ranks: int, target: Path, *arguments: str, timeout_s: float = 90) -> dict[str, Any]:
-    line = ["-m", "accel", "bench", "comm", *arguments, "--json", str(target)]
+    line = ["-m", "accel", "bench", "comm", *arguments, "--report", str(target)]
     lab.run(line, ranks=ranks, timeout_s=timeout_s, check=False)
     written: dict[str, Any] = json.loads(target.read_text())
     return written

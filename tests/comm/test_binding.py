@@ -34,7 +34,8 @@ def test_gradients_and_momentum_go_over_ddps_own_group(rank: int, world: int) ->
     if rank < 2:
         ddp = DistributedDataParallel(Given(), bucket_cap_mb=0.004, process_group=pair)
         assert message(lambda: CommState(ddp, process_group=dist.group.WORLD, timeout=SOON)) == (
-            "ValueError: process_group must be of the ranks that DDP reduces over, [0, 1], got one of [0, 1, 2]; leave "
+            "InvalidArgument: process_group must be of the ranks that DDP reduces over, [0, 1], got one of [0, 1, 2]; "
+            "leave "
             "it out"
         )
         state = CommState(ddp, timeout=SOON)
@@ -42,7 +43,7 @@ def test_gradients_and_momentum_go_over_ddps_own_group(rank: int, world: int) ->
         assert lacks(backward(ddp, gradients(rank, 0)), mean_gradient(2, 0)) < 1e-6  # a sum of two in float32
         state.close()
         # Momentum that is given back is the sum of both ranks' velocities.
-        run = Training(DGC(0.02, dense_below=DENSE_BELOW), SGD, process_group=pair)
+        run = Training(DGC(0.02, exact_below=DENSE_BELOW), SGD, process_group=pair)
         for step in range(2):
             run.step(rank, step)
         want = run.own("velocity")["layers.1.weight"]
@@ -60,8 +61,8 @@ def test_a_module_that_leaves_buckets_out_is_refused(rank: int, world: int) -> N
     ddp.skip_all_reduce_unused_params = True  # as torch 2.10 and later note the argument
     reason = "DDP must call the hook for every bucket of a step, got skip_all_reduce_unused_params=True"
     said = message(lambda: CommState(ddp, timeout=SOON))
-    assert said == f"ValueError: {reason}; leave it out of the module, or CommState"
-    assert message(lambda: Planner(ddp, timeout=SOON)) == f"ValueError: {reason}"
+    assert said == f"InvalidArgument: {reason}; leave it out of the module, or CommState"
+    assert message(lambda: Planner(ddp, timeout=SOON)) == f"InvalidArgument: {reason}"
     assert offers.refusal(ddp, ()) == reason
 
 

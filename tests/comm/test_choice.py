@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accel.comm.catalogue import CATALOGUE, LEVELS, Scheme, allowed, catalogue_settings, register
+from accel.comm.catalogue import CATALOGUE, LEVELS, Scheme, allowed, catalogue_settings, register_compressor
 from accel.comm.cost_model.choice import (
     WORTH,
     ObservedStep,
@@ -86,15 +86,15 @@ def test_a_wrong_level_is_named() -> None:
 
 
 def test_own_compressors_join(catalogue_put_back: None) -> None:
-    register("fp16", lambda: Half(), "reduced")
+    register_compressor("fp16", lambda: Half(), "reduced")
     assert Scheme("fp16") in allowed("reduced", by_hosts=False)
     assert Scheme("fp16") not in allowed("reordered", by_hosts=True)
     with pytest.raises(ValueError, match="name must be new, got 'fp16'"):
-        register("fp16", Half, "reduced")
+        register_compressor("fp16", Half, "reduced")
     with pytest.raises(ValueError, match="level must be 'reduced' or 'lossy', got 'exact'"):
-        register("other", Half, "exact")
+        register_compressor("other", Half, "exact")
     with pytest.raises(ValueError, match="'whole' must see all buckets of a step"):
-        register("whole", lambda: DGC(0.01, clip_norm=1.0), "lossy")
+        register_compressor("whole", lambda: DGC(0.01, max_grad_norm=1.0), "lossy")
 
 
 # What wins

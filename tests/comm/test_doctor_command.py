@@ -44,7 +44,7 @@ def test_a_good_machine_gives_nothing_and_status_0(words: list[str], machine: Pa
 
 def test_the_environment_alone_has_what_a_bug_report_needs(tmp_path: Path) -> None:
     target = tmp_path / "environment.json"
-    done = run("environment", "--json", target)
+    done = run("environment", "--report", target)
     assert done.exit_code == 0
     assert "network:" not in done.output
     facts = json.loads(target.read_text())["environment"]
@@ -66,7 +66,7 @@ def test_a_log_without_the_network_is_refused(tmp_path: Path) -> None:
 def test_a_log_with_a_warning_gives_status_1_and_a_file(words: list[str], machine: Path) -> None:
     log, target = machine / "nccl.log", machine / "doctor.json"
     log.write_text(LOG)
-    done = run(*words, "--log", log, "--json", target)
+    done = run(*words, "--log", log, "--report", target)
     assert done.exit_code == 1
     assert "warn: GPUs of one node don't talk to each other directly (p2p_disabled)" in done.output
     assert "seen: log: NCCL_P2P_DISABLE=1" in done.output
@@ -106,10 +106,10 @@ def test_a_file_that_is_no_log_is_one_sentence(machine: Path) -> None:
 
 def test_a_file_that_can_not_be_written_is_one_sentence(machine: Path) -> None:
     (machine / "folder").mkdir()
-    assert "is a directory" in run("--json", machine / "folder").output
-    done = run("--json", machine / "missing" / "doctor.json")
+    assert "is a directory" in run("--report", machine / "folder").output
+    done = run("--report", machine / "missing" / "doctor.json")
     assert done.exit_code == 2
-    assert "--json must lie in a directory that exists" in done.output
+    assert "--report must lie in a directory that exists" in done.output
 
 
 @pytest.mark.parametrize("width", [40, 80])

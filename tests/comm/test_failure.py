@@ -117,6 +117,6 @@ def test_what_rank_0_raises_is_raised_everywhere() -> None:
             ObjectGroup(line).decide(0, decision)
         return f"{type(caught.value).__name__}: {caught.value}"
 
-    assert together(3, lambda line: decided(line, ValueError("unlike"))) == ["ValueError: unlike"] * 3
+    assert together(3, lambda line: decided(line, ValueError("unlike"))) == ["InvalidArgument: unlike"] * 3
     failed = "CommError: rank 0 failed to decide for all: KeyError: 'way'"
     assert together(3, lambda line: decided(line, KeyError("way"))) == [failed] * 3

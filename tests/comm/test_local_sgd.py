@@ -159,7 +159,7 @@ def test_ranks_that_skip_different_steps_are_told(rank: int, world: int) -> None
 
     (mine, backwards), theirs = ((3, 3), (3, 4)) if rank == 0 else ((3, 4), (3, 3))
     assert message(train) == (
-        "ValueError: ranks must come to an averaging after as many steps and backward passes, got "
+        "InvalidArgument: ranks must come to an averaging after as many steps and backward passes, got "
         f"{mine} and {backwards} here and {theirs[0]} and {theirs[1]} on rank {1 - rank}; where a GradScaler "
         "skips steps of single ranks, train in bfloat16, or with accel.amp"
     )
@@ -346,7 +346,7 @@ def test_closing_with_a_state_that_is_missing_or_unlike(rank: int, world: int) -
             assert all_same(run)
         else:
             assert said == (
-                "ValueError: ranks must have the same optimizer state, got torch.float32 of shape (3,) and "
+                "InvalidArgument: ranks must have the same optimizer state, got torch.float32 of shape (3,) and "
                 "torch.float64 of shape (37, 12) as 'momentum_buffer' of 'first.weight'; make the optimizer alike on "
                 "every rank, and load checkpoints on all or on none"
             )
@@ -410,7 +410,7 @@ def test_what_cannot_work_is_refused(rank: int, world: int) -> None:
         text: str, model: Any = ddp, optimizer: Any = sgd, start: int = 0, every: int = 2, **options: Any
     ) -> None:
         said = message(lambda: LocalSGD(model, optimizer, start, every, timeout=SECONDS, **options))
-        assert said.startswith("ValueError: "), said
+        assert said.startswith("InvalidArgument: "), said
         assert text in said, said
 
     refuses("start_step must be at least 0, got -1", start=-1)
@@ -578,7 +578,7 @@ def test_what_ddp_was_told_to_ignore_stays_each_ranks_own(rank: int, world: int)
 def test_a_decorated_model_with_a_loss_scale_takes_local_steps(rank: int, world: int) -> None:
     """Each rank finds infinities of its own."""
     ddp = DistributedDataParallel(Net(torch.float32))
-    scale = DynamicLossScale(initial=2.0**10, interval=100)
+    scale = DynamicLossScale(init_scale=2.0**10, growth_interval=100)
     optimizer: Any = torch.optim.SGD(ddp.parameters(), lr=0.01, momentum=0.9)
     ddp, optimizer = decorate(ddp, optimizer, dtype=torch.float16, loss_scale=scale)
     infinite = {0: {1}, 1: {0, 2}}

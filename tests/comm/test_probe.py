@@ -74,13 +74,13 @@ def test_with_one_rank_a_host_one_class_stands_for_all() -> None:
 @on_ranks(2)
 def test_a_topology_is_measured_once_unless_a_rank_does_not_know_it(rank: int, world: int) -> None:
     topology, cpu = Topology(((0,), (1,))), torch.device("cpu")
-    measure, calls = probe.measure, []
+    measure_links, calls = probe.measure_links, []
 
     def counted(*arguments: Any, **options: Any) -> Any:
         calls.append(1)
-        return measure(*arguments, **options)
+        return measure_links(*arguments, **options)
 
-    probe.measure = counted
+    probe.measure_links = counted
     network = probe.probe(topology, cpu)
     assert probe.probe(topology, cpu) == network
     assert len(calls) == 1

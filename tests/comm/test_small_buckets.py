@@ -40,10 +40,10 @@ COMPRESSORS: dict[str, Callable[[], Compressor]] = {
     "powersgd": lambda: PowerSGD(2, min_compression=0),
     "powersgd of none": lambda: PowerSGD(1, min_compression=100),
     "acp-sgd": lambda: PowerSGD(1, min_compression=0, alternate=True),
-    "dgc": lambda: DGC(0.1, momentum=False, dense_below=0),
+    "dgc": lambda: DGC(0.1, momentum=False, exact_below=0),
     "dgc of none": lambda: DGC(0.1, momentum=False),
-    "dgc with momentum": lambda: DGC(0.1, masking=True, dense_below=4),
-    "dgc of all": lambda: DGC(1.0, dense_below=0),
+    "dgc with momentum": lambda: DGC(0.1, masking=True, exact_below=4),
+    "dgc of all": lambda: DGC(1.0, exact_below=0),
 }
 # (hosts, ranks of each): even ones; one rank, one host, one rank a host, more ranks than a direct exchange takes.
 TOPOLOGIES = [(2, 2), (1, 1), (1, 3), (3, 1), (2, 3), (3, 2), (5, 1)]

@@ -46,7 +46,7 @@ def test_ranks_with_fewer_batches(rank: int, world: int) -> None:
 
 @on_ranks(2)
 def test_a_mean_over_the_ranks_that_still_have_data_is_refused(rank: int, world: int) -> None:
-    refused = "ValueError: DDP hands gradients to a hook without the number of ranks"
+    refused = "InvalidArgument: DDP hands gradients to a hook without the number of ranks"
     ddp, state = make(Exact())
     with ddp.join(divide_by_initial_world_size=False):
         assert message(lambda: backward(ddp, gradients(rank, 0))).startswith(refused)

@@ -29,4 +29,4 @@ _PARAMS = [pytest.param(engine, marks=[pytest.mark.slow] if engine == ("fork", 1
 @pytest.fixture(params=_PARAMS, ids=lambda engine: f"{engine[0]}{engine[1]}")
 def engine(request: pytest.FixtureRequest) -> dict[str, Any]:
     """Return the arguments of a `ContinuousLoader` that make it use one engine."""
-    return {"mode": request.param[0], "workers": request.param[1]}
+    return {"mode": request.param[0], "num_workers": request.param[1]}

@@ -67,7 +67,7 @@ def proxied(loader: Any, workers: Any = 1, listener: Silent | None = None) -> It
 
 def wrapped(loader: Any, mode: Any, workers: int = 2) -> contextlib.AbstractContextManager[Any]:
     """Return a context with a loader whose batches are made so: "proxy", or a mode of a `ContinuousLoader`."""
-    return proxied(loader, workers) if mode == "proxy" else ContinuousLoader(loader, mode=mode, workers=workers)
+    return proxied(loader, workers) if mode == "proxy" else ContinuousLoader(loader, mode=mode, num_workers=workers)
 
 
 class Squares(Dataset[Tensor]):

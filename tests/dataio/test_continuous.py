@@ -275,7 +275,7 @@ class Refilled:
 def test_a_batch_sampler_may_fill_its_list_anew(mode: Any, make: Any) -> None:
     plain = DataLoader(Squares(9), batch_sampler=Refilled(make))  # type: ignore[arg-type]
     wanted = [batch[:, 0].tolist() for batch in plain]
-    with ContinuousLoader(plain, mode=mode, workers=2) as loader:
+    with ContinuousLoader(plain, mode=mode, num_workers=2) as loader:
         for _ in range(2):
             assert [batch[:, 0].tolist() for batch in loader] == wanted
 

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 from accel.dataio.dali import DaliLoader
 from accel.dataio.image.sources import tar_samples
 from accel.dataio.image_geometry import RandomResizedCrop, Resize, ResizeCenterCrop, Transform
-from accel.dataio.images import ImageDataset, ImageFolder, collate
+from accel.dataio.images import ImageDataset, ImageFolder, collate_images
 from tests.dataio.pictures import encoded, jpeg, scene, turned
 from tests.dataio.test_images_sources import shard
 
@@ -63,7 +63,7 @@ def test_images_are_those_of_the_dataset(
         loader.set_epoch(epoch)
         found = list(loader)
         images = torch.cat([images for images, _ in found])
-        expected, labels = collate(dataset.__getitems__(range(len(dataset))))
+        expected, labels = collate_images(dataset.__getitems__(range(len(dataset))))
         assert torch.equal(torch.cat([labels for _, labels in found]), labels)
         # DALI interpolates chroma within the box, libjpeg within the image, which shows at the box's edges only; and it
         # rounds its sums once, Pillow after each axis.
@@ -82,7 +82,7 @@ def test_folders_shards_and_other_formats(tmp_path: Path) -> None:
         path.write_bytes(encoded(scene(40, 60), kind))
     folder = ImageFolder(tmp_path / "set", Resize(24))
     ((images, labels),) = DaliLoader(folder, 4, device="cpu")
-    expected, _ = collate(folder.__getitems__(range(4)))
+    expected, _ = collate_images(folder.__getitems__(range(4)))
     assert labels.tolist() == [0, 1, 2, 3]
     assert (images.int() - expected.int()).abs().float().mean() < 1
     members = [(f"{i}.{kind}", data) for i in range(5) for kind, data in (("jpg", jpeg(30, 40)), ("cls", b"%d" % i))]
@@ -134,7 +134,7 @@ def test_fill_is_what_comes(samples: list[tuple[bytes, int]]) -> None:
 @pytest.mark.parametrize("prefetch", [1, 2, 5])
 @pytest.mark.parametrize("number", [0, 1, 4, 5, 9])
 def test_short_epochs_and_depths(samples: list[tuple[bytes, int]], prefetch: int, number: int) -> None:
-    loader = loader_of(samples[:number], prefetch=prefetch)
+    loader = loader_of(samples[:number], prefetch_factor=prefetch)
     for _ in range(3):
         assert sum(labels_of(loader), []) == list(range(number))  # noqa: RUF017
 
@@ -239,7 +239,7 @@ def test_a_file_whose_header_is_whole_but_not_the_rest_is_named(tmp_path: Path) 
     ("settings", "message"),
     [
         ({"batch_size": 0}, "batch_size must be at least 1, got 0"),
-        ({"prefetch": 0}, "prefetch must be at least 1, got 0"),
+        ({"prefetch_factor": 0}, "prefetch_factor must be at least 1, got 0"),
         ({"threads": 0}, "threads must be at least 1, got 0"),
         ({"last_batch": "keep"}, r"last_batch must be one of \('partial', 'drop', 'fill'\), got 'keep'"),
         ({"rank": 2, "num_replicas": 2}, "rank must be at least 0 and less than"),
@@ -268,6 +268,6 @@ def test_gpu_decodes_the_same(samples: list[tuple[bytes, int]]) -> None:
     for images, labels in DaliLoader(dataset, 8, device="cuda"):
         assert images.is_cuda
         assert labels.is_cuda
-        expected = collate(dataset.__getitems__(labels.tolist()))[0]
+        expected = collate_images(dataset.__getitems__(labels.tolist()))[0]
         # nvJPEG's inverse DCT and chroma are its own.
         assert (images.cpu().int() - expected.int()).abs().float().mean() <= 4

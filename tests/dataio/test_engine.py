@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from accel.dataio.engine.engine import BatchJob, Engine, InlineEngine, ThreadEngine
 from accel.dataio.engine.processes import ProcessEngine
+from accel.profiler.errors import InvalidState
 from tests.dataio.engines import Draws, Squares, assert_made, expected, lists, loader_of, run
 from tests.dataio.faults import ERRORS, GARBAGE, throw
 from tests.sampling import examples
@@ -70,7 +71,7 @@ def test_an_error_takes_its_job_with_it(make: Any, error: Exception) -> None:
     made = run(make(Broken(error)))
     caught = made.pop(1)
 
-    assert type(caught) is (RuntimeError if isinstance(error, StopIteration) else type(error))
+    assert type(caught) is (InvalidState if isinstance(error, StopIteration) else type(error))
     assert_made(made, expected(indices=[each for each in lists() if 5 not in each]))
 
 

@@ -139,7 +139,7 @@ def test_datasets_that_answer_in_their_own_way(mode: Any, answer: Any) -> None:
     data = Answers(answer)
     if answer("x") != "x" if answer is not _refuse else True:
         data.__dict__["__getitems__"] = None  # torch itself asks for that one
-        with ContinuousLoader(DataLoader(data, 4), mode=mode, workers=1) as loader:
+        with ContinuousLoader(DataLoader(data, 4), mode=mode, num_workers=1) as loader:
             for _ in range(3):
                 assert [batch.tolist() for batch in loader] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
 

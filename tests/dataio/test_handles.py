@@ -143,7 +143,7 @@ def test_a_file_that_is_open_is_found(hold: Any, path: Path) -> None:
 @pytest.mark.parametrize("hold", HOLD, ids=lambda hold: hold.__name__.strip("_"))
 def test_auto_reads_every_record_of_it_right(hold: Any, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _try_everything(monkeypatch)
-    with ContinuousLoader(DataLoader(hold(path), 4, shuffle=True), workers=2) as loader:
+    with ContinuousLoader(DataLoader(hold(path), 4, shuffle=True), num_workers=2) as loader:
         for _ in range(12):
             seen = torch.cat(list(loader))
             assert (seen == seen[:, :1]).all()
@@ -155,7 +155,7 @@ def test_auto_reads_every_record_of_it_right(hold: Any, path: Path, monkeypatch:
 def test_a_file_that_no_walk_finds_is_seen_to_move(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(handles, "reachable", lambda *roots: iter(()))
     _try_everything(monkeypatch)
-    with ContinuousLoader(DataLoader(_of_the_module(path), 4), workers=2) as loader:
+    with ContinuousLoader(DataLoader(_of_the_module(path), 4), num_workers=2) as loader:
         for _ in range(12):
             assert (torch.cat(list(loader)) == torch.arange(LENGTH)[:, None]).all()
         assert "fetching reads from a file that was open before" in loader.explain()

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Subset, default_collate
 
 from accel.dataio.image.sources import tar_samples
 from accel.dataio.image_geometry import Placement, RandomResizedCrop, Resize, ResizeCenterCrop, Transform
-from accel.dataio.images import ImageBatch, ImageDataset, ImageFolder, collate
+from accel.dataio.images import ImageBatch, ImageDataset, ImageFolder, collate_images
 from tests.dataio.pictures import Image, encoded, jpeg, scene
 from tests.dataio.test_images_sources import shard
 from tests.kernels.hosts import need
@@ -100,7 +100,7 @@ def test_sources_of_all_kinds_give_the_same(tmp_path: Path) -> None:
 
 
 def batch_of(dataset: ImageDataset) -> Tensor:
-    return collate(dataset.__getitems__(range(len(dataset))))[0]
+    return collate_images(dataset.__getitems__(range(len(dataset))))[0]
 
 
 @pytest.mark.parametrize("threads", [2, 3, 8, 40])
@@ -171,7 +171,7 @@ def test_epoch_reaches_workers_that_are_kept(samples: list[tuple[bytes, int]], w
         dataset.set_epoch(epoch)
         expected.append(batch_of(dataset))  # in threads, before the workers are forked
     settings = {"persistent_workers": True, "multiprocessing_context": context} if workers else {}
-    loader = DataLoader(dataset, batch_size=5, num_workers=workers, collate_fn=collate, **settings)  # type: ignore[arg-type]
+    loader = DataLoader(dataset, batch_size=5, num_workers=workers, collate_fn=collate_images, **settings)  # type: ignore[arg-type]
     for epoch in range(3):
         dataset.set_epoch(epoch)
         found = list(loader)
@@ -194,7 +194,7 @@ def test_copies_and_pickles(samples: list[tuple[bytes, int]]) -> None:
 
 def test_batch_is_channels_last_without_a_copy(samples: list[tuple[bytes, int]]) -> None:
     batch = make(samples).__getitems__(range(4))
-    images, labels = collate(batch)
+    images, labels = collate_images(batch)
     assert images.data_ptr() == batch.images.data_ptr()
     assert images.shape == (4, 3, 24, 24)
     assert images.dtype == torch.uint8
@@ -204,14 +204,14 @@ def test_batch_is_channels_last_without_a_copy(samples: list[tuple[bytes, int]])
 
 def test_other_collate_functions_see_samples(samples: list[tuple[bytes, int]]) -> None:
     dataset = make(samples)
-    images, labels = collate(dataset.__getitems__(range(6)))
-    for other in (default_collate, collate):
+    images, labels = collate_images(dataset.__getitems__(range(6)))
+    for other in (default_collate, collate_images):
         one_by_one = other([dataset[index] for index in range(6)])
         whole = other(dataset.__getitems__(range(6)))
         for found in (one_by_one, whole):
             assert torch.equal(found[0], images)
             assert torch.equal(found[1], labels)
-    assert collate([dataset[0], dataset[1]])[0].is_contiguous(memory_format=torch.channels_last)
+    assert collate_images([dataset[0], dataset[1]])[0].is_contiguous(memory_format=torch.channels_last)
 
 
 def test_batch_is_a_sequence(samples: list[tuple[bytes, int]]) -> None:

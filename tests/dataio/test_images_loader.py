@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset, Subset
 
 from accel.dataio.dataset.fetch_watch import FetchWatch
 from accel.dataio.image_geometry import RandomResizedCrop
-from accel.dataio.images import ImageDataset, collate
+from accel.dataio.images import ImageDataset, collate_images
 from accel.dataio.loader import ContinuousLoader
 from accel.dataio.passes.proxy import Fetching
 from accel.run import Run
@@ -40,7 +40,7 @@ def make(samples: Any) -> ImageDataset:
 
 
 def loader_of(dataset: Any) -> DataLoader[Any]:
-    return DataLoader(dataset, 3, shuffle=True, generator=seeded(), collate_fn=collate)
+    return DataLoader(dataset, 3, shuffle=True, generator=seeded(), collate_fn=collate_images)
 
 
 def run(loader: Any, dataset: ImageDataset, numbers: list[int], each: Callable[[], Any] = int) -> list[list[Batch]]:
@@ -72,7 +72,7 @@ def wrong_guesses(loader: ContinuousLoader) -> int:
 def test_batches_are_the_plain_loaders(samples: Any, mode: Any, workers: int | None, numbers: str) -> None:
     plain, dataset = make(samples), make(samples)
     expected = run(loader_of(plain), plain, NUMBERS[numbers])
-    with ContinuousLoader(loader_of(dataset), mode=mode, workers=workers) as loader:
+    with ContinuousLoader(loader_of(dataset), mode=mode, num_workers=workers) as loader:
         assert_same(run(loader, dataset, NUMBERS[numbers]), expected)
 
 
@@ -87,7 +87,7 @@ def test_batches_are_the_plain_loaders_while_ways_are_tried(samples: Any) -> Non
 def test_each_next_epoch_is_made_ahead_by_the_same_workers(samples: Any, mode: Any, workers: int) -> None:
     plain, dataset = make(samples), make(samples)
     expected = run(loader_of(plain), plain, list(range(5)))
-    with ContinuousLoader(loader_of(dataset), mode=mode, workers=workers) as loader:
+    with ContinuousLoader(loader_of(dataset), mode=mode, num_workers=workers) as loader:
         pids: list[list[int]] = []
 
         def look() -> None:
@@ -104,14 +104,14 @@ def test_each_next_epoch_is_made_ahead_by_the_same_workers(samples: Any, mode: A
 def test_a_part_of_it_is_made_ahead_too(samples: Any, mode: Any, workers: int) -> None:
     plain, dataset, part = make(samples), make(samples), [2, 4, 6, 8, 10, 12, 0]
     expected = run(loader_of(Subset(plain, part)), plain, list(range(4)))
-    with ContinuousLoader(loader_of(Subset(dataset, part)), mode=mode, workers=workers) as loader:
+    with ContinuousLoader(loader_of(Subset(dataset, part)), mode=mode, num_workers=workers) as loader:
         assert_same(run(loader, dataset, list(range(4))), expected)
         assert wrong_guesses(loader) == 0
 
 
 def test_the_next_epochs_batches_are_under_way_when_one_ends(samples: Any) -> None:
     dataset = make(samples)
-    with ContinuousLoader(loader_of(dataset), mode="threads", workers=2) as loader:
+    with ContinuousLoader(loader_of(dataset), mode="threads", num_workers=2) as loader:
         run(loader, dataset, [0])
         continuous = loader._core._continuous
         assert continuous is not None
@@ -123,7 +123,7 @@ def test_the_next_epochs_batches_are_under_way_when_one_ends(samples: Any) -> No
 @pytest.mark.parametrize(("mode", "workers"), AHEAD)
 def test_an_epoch_that_never_moves_costs_one_guess(samples: Any, mode: Any, workers: int) -> None:
     dataset = make(samples)
-    with ContinuousLoader(loader_of(dataset), mode=mode, workers=workers) as loader:
+    with ContinuousLoader(loader_of(dataset), mode=mode, num_workers=workers) as loader:
         run(loader, dataset, [0, 0, 0, 0])
 
         assert wrong_guesses(loader) == 1

@@ -120,7 +120,7 @@ def test_another_collate_function() -> None:
 
 
 def test_an_attribute_of_the_users_own_ends_no_worker() -> None:
-    with ContinuousLoader(DataLoader(Table(), 64), mode="fork", workers=1) as loader:
+    with ContinuousLoader(DataLoader(Table(), 64), mode="fork", num_workers=1) as loader:
         batches = iter(loader)
         next(batches)
         (before,) = loader._core.worker_processes()

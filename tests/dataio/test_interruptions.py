@@ -45,7 +45,7 @@ def _wrapped(mode: str, own: bool) -> Any:
         proxy = LoaderProxy(plain, Silent())
         proxy._accel_fetching.workers = PrefetchAcrossEpochs(plain, ProcessEngine(plain, 1))
         return proxy
-    return ContinuousLoader(plain, mode=mode, workers=2)  # type: ignore[arg-type]
+    return ContinuousLoader(plain, mode=mode, num_workers=2)  # type: ignore[arg-type]
 
 
 def _close(loader: Any) -> None:
@@ -180,7 +180,7 @@ def test_an_interruption_in_the_dataset_shifts_nothing(mode: Any, monkeypatch: p
     # Only in the loop's own thread it comes through as it is: on a busy machine another setting could be on trial.
     monkeypatch.setattr(tuner, "candidates", lambda *_: [])
     plain = DataLoader(Impatient(), 4)
-    with ContinuousLoader(plain, mode=mode, workers=2) as loader:
+    with ContinuousLoader(plain, mode=mode, num_workers=2) as loader:
         wanted = _whole(loader)
         for _ in range(3):
             Impatient.armed = True

@@ -45,7 +45,7 @@ def test_workers_that_are_not_forked_keep_the_order(mode: Any) -> None:
 
     plain = seen(DataLoader(Numbers(), 4, shuffle=True, generator=seeded()))
     wrapped = DataLoader(Numbers(), 4, shuffle=True, generator=seeded())
-    with ContinuousLoader(wrapped, mode=mode, workers=2) as loader:
+    with ContinuousLoader(wrapped, mode=mode, num_workers=2) as loader:
         assert all(same(one, other) for one, other in zip(seen(loader), plain, strict=True))
 
 
@@ -143,7 +143,7 @@ def test_any_pattern_of_epochs(
         return DataLoader(Numbers(length), batch, shuffle=True, drop_last=drop_last, generator=seeded())
 
     plain, wrapped = make(), make()
-    with ContinuousLoader(wrapped, mode="threads", workers=workers, prefetch=prefetch) as loader:
+    with ContinuousLoader(wrapped, mode="threads", num_workers=workers, prefetch_factor=prefetch) as loader:
         for stop in stops:
             assert same(run(loader, 1, stop=stop), run(plain, 1, stop=stop))
 
@@ -216,7 +216,7 @@ def test_the_datasets_epoch_reaches_live_workers(engine: dict[str, Any], through
 def test_an_epoch_that_moves_evenly_is_fetched_ahead() -> None:
     data = Numbers()
     sampler = DistributedSampler(data, num_replicas=2, rank=0)
-    with ContinuousLoader(DataLoader(data, 4, sampler=sampler), mode="fork", workers=1) as loader:
+    with ContinuousLoader(DataLoader(data, 4, sampler=sampler), mode="fork", num_workers=1) as loader:
         seen = run(loader, 6, set_epoch=loader.set_epoch)
         continuous = loader._core._continuous
         assert continuous is not None
@@ -228,7 +228,7 @@ def test_an_epoch_that_moves_evenly_is_fetched_ahead() -> None:
 
 def test_threads_make_nothing_ahead_from_a_dataset_that_will_move() -> None:
     data = Numbers()
-    with ContinuousLoader(DataLoader(data, 4), mode="threads", workers=1) as loader:
+    with ContinuousLoader(DataLoader(data, 4), mode="threads", num_workers=1) as loader:
         seen = run(loader, 6, set_epoch=data.set_epoch)
         continuous = loader._core._continuous
         assert continuous is not None
@@ -248,7 +248,7 @@ def test_a_change_that_can_not_be_sent_starts_the_workers_anew() -> None:
             return torch.tensor([float(index), float(self.table[index])])
 
     data = Table()
-    with ContinuousLoader(DataLoader(data, 4), mode="fork", workers=2) as loader:
+    with ContinuousLoader(DataLoader(data, 4), mode="fork", num_workers=2) as loader:
         run(loader, 1)
         data.table += 3
         again = run(loader, 1)
@@ -262,7 +262,7 @@ def test_a_change_that_can_not_be_sent_starts_the_workers_anew() -> None:
 def test_random_numbers_do_not_depend_on_how_batches_are_made() -> None:
     def augmented(mode: Any, workers: int) -> tuple[list[list[Tensor]], Tensor]:
         torch.manual_seed(9)
-        with ContinuousLoader(DataLoader(Numbers(51), 4, shuffle=True), mode=mode, workers=workers) as loader:
+        with ContinuousLoader(DataLoader(Numbers(51), 4, shuffle=True), mode=mode, num_workers=workers) as loader:
             return run(loader, 3), torch.get_rng_state()
 
     (inline, state), *others = [augmented("inline", 1), augmented("fork", 1), augmented("fork", 3)]
@@ -280,7 +280,7 @@ def test_worker_init_fn_runs_once_in_each_worker() -> None:
         assert (info.id, info.num_workers) == (number, 2)
         info.dataset.epoch = 100 + number  # type: ignore[attr-defined]
 
-    with ContinuousLoader(DataLoader(Numbers(), 4, worker_init_fn=init), mode="fork", workers=2) as loader:
+    with ContinuousLoader(DataLoader(Numbers(), 4, worker_init_fn=init), mode="fork", num_workers=2) as loader:
         seen = run(loader, 2)
 
     assert {float(batch[0, 1]) for epoch in seen for batch in epoch} == {100.0, 101.0}
@@ -310,7 +310,7 @@ def test_a_changed_collate_function_is_used(engine: dict[str, Any]) -> None:
 
 
 def test_a_pickled_loader_is_one_with_the_same_options() -> None:
-    copy = pickle.loads(pickle.dumps(ContinuousLoader(DataLoader(Numbers(), 4), mode="threads", workers=3)))
+    copy = pickle.loads(pickle.dumps(ContinuousLoader(DataLoader(Numbers(), 4), mode="threads", num_workers=3)))
 
     assert copy.setting == "threads(3)"
     assert next(indices(batch) for batch in copy) == [0, 1, 2, 3]
@@ -366,8 +366,8 @@ def test_a_device_gets_each_batch_and_the_state_counts_those_handed_over(engine:
     ("options", "error", "words"),
     [
         ({"mode": "fast"}, ValueError, "mode must be one of auto, inline"),
-        ({"workers": 0}, ValueError, "workers must be at least 1, got 0"),
-        ({"prefetch": 0}, ValueError, "prefetch must be at least 1, got 0"),
+        ({"num_workers": 0}, ValueError, "num_workers must be at least 1, got 0"),
+        ({"prefetch_factor": 0}, ValueError, "prefetch_factor must be at least 1, got 0"),
     ],
 )
 def test_arguments_out_of_range(options: dict[str, Any], error: type[Exception], words: str) -> None:

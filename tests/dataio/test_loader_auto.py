@@ -37,7 +37,7 @@ def epoch(loader: Any) -> list[int]:
 def test_workers_is_the_most_that_is_tried() -> None:
     data = Slow()
     data.seconds = 0.002
-    with ContinuousLoader(DataLoader(data, 4), workers=2) as loader:
+    with ContinuousLoader(DataLoader(data, 4), num_workers=2) as loader:
         for _ in range(3):
             epoch(loader)
         told = loader.explain()
@@ -56,7 +56,7 @@ def test_a_dataset_that_becomes_slow_is_given_another_setting(monkeypatch: pytes
     monkeypatch.setattr(module, "_NEGLIGIBLE", 0.5)  # so that a busy machine is no slow dataset
     data = Slow()
     plain = DataLoader(Numbers(), 4, shuffle=True, generator=seeded())
-    with ContinuousLoader(DataLoader(data, 4, shuffle=True, generator=seeded()), workers=2) as loader:
+    with ContinuousLoader(DataLoader(data, 4, shuffle=True, generator=seeded()), num_workers=2) as loader:
         for _ in range(3):
             assert epoch(loader) == torch.cat(list(plain))[:, 0].int().tolist()
         assert loader.setting == "inline"

@@ -62,7 +62,7 @@ def later(data: Augmented, how: str, **options: Any) -> tuple[Any, Tensor]:
 
 @pytest.mark.parametrize("how", ["number", "object"])
 def test_augmentation_that_is_switched_on_later_is_seeded_inline_too(how: str) -> None:
-    wanted, state = later(Augmented(), how, mode="fork", workers=2)
+    wanted, state = later(Augmented(), how, mode="fork", num_workers=2)
     made, own_state = later(Augmented(), how, mode="inline")
 
     assert len({float(row[1]) for batch in wanted[3] for row in batch}) == 80
@@ -74,7 +74,7 @@ def test_augmentation_that_is_switched_on_later_is_seeded_inline_too(how: str) -
 def test_threads_are_left_with_a_warning_when_a_dataset_begins_to_draw(how: str) -> None:
     wanted, state = later(Augmented(), how, mode="inline")
     with pytest.warns(UserWarning, match=rf"{SAYS}.*mode='processes'"):
-        made, own_state = later(Augmented(), how, mode="threads", workers=2)
+        made, own_state = later(Augmented(), how, mode="threads", num_workers=2)
 
     assert same(made, wanted)
     assert torch.equal(own_state, state)
@@ -82,7 +82,7 @@ def test_threads_are_left_with_a_warning_when_a_dataset_begins_to_draw(how: str)
 
 def test_threads_are_left_once_with_a_warning() -> None:
     torch.manual_seed(4)
-    with ContinuousLoader(DataLoader(Augmented(1), 4), mode="threads", workers=3) as loader:
+    with ContinuousLoader(DataLoader(Augmented(1), 4), mode="threads", num_workers=3) as loader:
         with pytest.warns(UserWarning, match=SAYS) as caught:
             run_epochs(loader, 3)
         assert len(caught) == 1

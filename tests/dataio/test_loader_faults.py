@@ -52,14 +52,14 @@ def test_batches_that_can_not_be_sent(engine: dict[str, Any], kind: str) -> None
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_worker_that_is_killed_costs_no_batch(workers: int, tmp_path: Any) -> None:
     data = Squares(at=13, act=Once(tmp_path / "once", die))
-    with ContinuousLoader(DataLoader(data, 4), mode="fork", workers=workers) as loader:
+    with ContinuousLoader(DataLoader(data, 4), mode="fork", num_workers=workers) as loader:
         for _ in range(2):
             assert [index for batch in loader for index in indices(batch)] == list(range(40))
         assert loader.worker_processes == workers
 
 
 def test_a_batch_that_kills_its_workers_is_told_and_the_loop_may_go_on() -> None:
-    with ContinuousLoader(DataLoader(Squares(at=13, act=die), 4), mode="fork", workers=1) as loader:
+    with ContinuousLoader(DataLoader(Squares(at=13, act=die), 4), mode="fork", num_workers=1) as loader:
         batches = iter(loader)
         seen = [indices(next(batches)) for _ in range(3)]
         with pytest.raises(WorkerDied, match=r"SIGKILL while fetching samples \[12, 13, 14, 15\]"):
@@ -72,7 +72,7 @@ def test_a_batch_that_kills_its_workers_is_told_and_the_loop_may_go_on() -> None
 @pytest.mark.parametrize("mode", ["threads", "fork"])
 def test_nothing_is_left_of_many_epochs_that_were_left_early(mode: Any) -> None:
     before = held()
-    with ContinuousLoader(DataLoader(Numbers(), 4, shuffle=True), mode=mode, workers=2) as loader:
+    with ContinuousLoader(DataLoader(Numbers(), 4, shuffle=True), mode=mode, num_workers=2) as loader:
         counts = []
         for epoch in range(20):
             for number, _ in enumerate(loader):

@@ -57,19 +57,19 @@ def test_a_table_is_trained_as_by_the_plain_loader(options: dict[str, Any]) -> N
 
 def test_threads_go_on_in_the_loop() -> None:
     with pytest.warns(UserWarning, match="batches hang on a graph.*goes on in the loop's own thread"):
-        assert trained(lambda loader: ContinuousLoader(loader, mode="threads", workers=2)) == PLAIN
+        assert trained(lambda loader: ContinuousLoader(loader, mode="threads", num_workers=2)) == PLAIN
 
 
 def test_what_threads_made_ahead_without_gradients_is_not_trained_on() -> None:
     """It was, and was an error in the first step after an evaluation of the training samples."""
     plain = trained(lambda loader: loader, evaluates=True)
     with pytest.warns(UserWarning, match="batches hang on a graph"):
-        assert trained(lambda loader: ContinuousLoader(loader, mode="threads", workers=2), evaluates=True) == plain
+        assert trained(lambda loader: ContinuousLoader(loader, mode="threads", num_workers=2), evaluates=True) == plain
 
 
 def test_a_process_does_not_send_a_graph_as_a_leaf() -> None:
     with pytest.raises(TypeError, match="hangs on a graph can't be sent to another process"):
-        trained(lambda loader: ContinuousLoader(loader, mode="fork", workers=1))
+        trained(lambda loader: ContinuousLoader(loader, mode="fork", num_workers=1))
 
 
 def test_auto_leaves_them_to_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,7 +78,7 @@ def test_auto_leaves_them_to_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     loaders = []
 
     def wrap(loader: DataLoader[Any]) -> Any:
-        loaders.append(ContinuousLoader(loader, workers=1))
+        loaders.append(ContinuousLoader(loader, num_workers=1))
         return loaders[0]
 
     epochs = 12

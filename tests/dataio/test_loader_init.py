@@ -105,7 +105,7 @@ def open_file(number: int) -> None:
 
 def test_auto_has_only_processes_make_batches() -> None:
     torch.manual_seed(3)
-    loader = ContinuousLoader(DataLoader(Opens(), 4, worker_init_fn=open_file), workers=2)
+    loader = ContinuousLoader(DataLoader(Opens(), 4, worker_init_fn=open_file), num_workers=2)
     with loader:
         assert loader.setting.endswith("(1)")
         for _ in range(8):
@@ -148,7 +148,7 @@ def end(number: int) -> None:
 
 
 def test_auto_does_not_go_on_for_ever_when_no_worker_starts() -> None:
-    with ContinuousLoader(DataLoader(Opens(), 4, worker_init_fn=end), workers=2) as loader:
+    with ContinuousLoader(DataLoader(Opens(), 4, worker_init_fn=end), num_workers=2) as loader:
         for _ in range(2):
             with pytest.raises(WorkerDied, match="exit code 7 at its start"):
                 next(iter(loader))

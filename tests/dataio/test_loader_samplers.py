@@ -60,7 +60,7 @@ def test_balanced_batches_go_on(stops: list[int | None], at: int, number: Any) -
     """A state from the middle of a later epoch, after whole epochs and such that were left early."""
     whole = passes(balanced(), [*stops, None, None], number)
     at %= len(whole[-1]) + 1
-    with ContinuousLoader(balanced(), mode="threads", workers=2) as loader:
+    with ContinuousLoader(balanced(), mode="threads", num_workers=2) as loader:
         passes(loader, stops, number)
         if number is not None:
             loader.set_epoch(number(len(stops)))
@@ -68,7 +68,7 @@ def test_balanced_batches_go_on(stops: list[int | None], at: int, number: Any) -
         for _ in range(at):
             next(batches)
         state = saved_and_loaded(loader.state_dict())
-    with ContinuousLoader(balanced(), mode="threads", workers=2) as loader:
+    with ContinuousLoader(balanced(), mode="threads", num_workers=2) as loader:
         loader.load_state_dict(state)
         rest = passes(loader, [None, None], number, first=len(stops))
 
@@ -137,7 +137,7 @@ def test_the_batch_size_changes_where_it_does_with_the_plain_loader(told: int, h
                     loader.batch_sampler.set_batch_size(3, delay=holds - told)
         return found
 
-    with ContinuousLoader(elastic(), mode="threads", workers=2) as loader:
+    with ContinuousLoader(elastic(), mode="threads", num_workers=2) as loader:
         assert sizes(loader) == sizes(Counted(elastic()))
 
 
@@ -157,7 +157,7 @@ def test_each_sample_comes_once_per_epoch_whatever_the_runs(
         samplers = [ElasticSampler(length, rank=rank, **options) for rank in range(ranks)]
         data: Any = range(length)
         plain = [DataLoader(data, batch_sampler=each, collate_fn=list) for each in samplers]
-        loaders = [ContinuousLoader(each, mode="threads", workers=1) for each in plain]
+        loaders = [ContinuousLoader(each, mode="threads", num_workers=1) for each in plain]
         for loader in loaders:
             if state is not None:
                 loader.load_state_dict(state)
@@ -183,7 +183,7 @@ def test_epochs_are_made_ahead(monkeypatch: pytest.MonkeyPatch, make: Any, numbe
     gone_on: list[bool] = []
     resume = PrefetchAcrossEpochs.resume
     monkeypatch.setattr(PrefetchAcrossEpochs, "resume", lambda self: gone_on.append(resume(self)) or gone_on[-1])
-    with ContinuousLoader(make(), mode="threads", workers=2) as loader:
+    with ContinuousLoader(make(), mode="threads", num_workers=2) as loader:
         passes(loader, [None] * 4, NUMBERS[number])
         assert loader._core._continuous.failed_guesses == 0  # type: ignore[union-attr]
 
@@ -220,7 +220,7 @@ def test_peeking_leaves_the_sampler_as_it_is(make: Any) -> None:
 
 
 def test_a_state_loaded_into_the_sampler_is_not_passed_over() -> None:
-    with ContinuousLoader(balanced(), mode="threads", workers=2) as loader:
+    with ContinuousLoader(balanced(), mode="threads", num_workers=2) as loader:
         sampler: Any = loader.batch_sampler
         whole = passes(loader, [None, None], NUMBERS["each"])[1]
         sampler.load_state_dict(sampler.state_dict(step=2) | {"epoch": 2})

@@ -38,7 +38,7 @@ def test_going_on_in_the_middle_of_an_epoch(first: tuple[str, int], then: tuple[
         return DataLoader(Numbers(), 4, shuffle=True, generator=seeded())
 
     plain = run(make(), 4)
-    with ContinuousLoader(make(), mode=first[0], workers=first[1]) as loader:  # type: ignore[arg-type]
+    with ContinuousLoader(make(), mode=first[0], num_workers=first[1]) as loader:  # type: ignore[arg-type]
         run(loader, 1)
         batches = iter(loader)
         for _ in range(at):
@@ -46,7 +46,7 @@ def test_going_on_in_the_middle_of_an_epoch(first: tuple[str, int], then: tuple[
         if at == 13:
             assert next(batches, None) is None
         state = saved_and_loaded(loader.state_dict())
-    with ContinuousLoader(make(), mode=then[0], workers=then[1]) as other:  # type: ignore[arg-type]
+    with ContinuousLoader(make(), mode=then[0], num_workers=then[1]) as other:  # type: ignore[arg-type]
         other.load_state_dict(state)
         assert other.state_dict().keys() == state.keys()
         rest = run(other, 2)
@@ -58,7 +58,7 @@ def test_going_on_in_the_middle_of_an_epoch(first: tuple[str, int], then: tuple[
 def test_augmentation_goes_on_as_it_would_have() -> None:
     def make() -> ContinuousLoader:
         return ContinuousLoader(
-            DataLoader(Numbers(51), 4, shuffle=True, generator=seeded()), mode="fork", workers=2, prefetch=3
+            DataLoader(Numbers(51), 4, shuffle=True, generator=seeded()), mode="fork", num_workers=2, prefetch_factor=3
         )
 
     with make() as loader:

@@ -74,7 +74,7 @@ class Bursts(Dataset[Tensor]):
 @pytest.mark.parametrize("prefetch", [None, 2])
 def test_a_running_loop_gets_a_longer_queue_and_the_same_batches(prefetch: int | None) -> None:
     wrapped = DataLoader(Bursts(), 4, shuffle=True, generator=torch.Generator().manual_seed(1))
-    with ContinuousLoader(wrapped, mode="auto", prefetch=prefetch) as loader:
+    with ContinuousLoader(wrapped, mode="auto", prefetch_factor=prefetch) as loader:
         seen, told = [], []
         began = ends = time.perf_counter()
         # Settings that bursts make nearly equal are tried for up to 20 s; the look-ahead follows within 5.
@@ -100,7 +100,7 @@ def test_a_pass_in_inference_mode_does_not_make_the_next_epochs_batches_so(worke
     model = torch.nn.Linear(2, 1)
     plain = DataLoader(torch.utils.data.TensorDataset(torch.ones(24, 2)), 4)
     looked_at = []
-    with ContinuousLoader(plain, mode="threads", workers=workers) as loader:
+    with ContinuousLoader(plain, mode="threads", num_workers=workers) as loader:
         for _ in range(3):
             for (x,) in loader:
                 model(x).sum().backward()

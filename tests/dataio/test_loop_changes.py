@@ -431,7 +431,7 @@ def test_a_change_of_any_kind_is_in_the_next_batch(how: str, change: str, when: 
     plain, listener = DataLoader(data, 4, collate_fn=collate), Silent()
     assert how == "auto" or not refused(plain)
     if how == "auto":
-        loader: Any = ContinuousLoader(plain, workers=2)
+        loader: Any = ContinuousLoader(plain, num_workers=2)
         closes = loader
     else:
         loader = LoaderProxy(plain, listener)
@@ -457,7 +457,7 @@ def test_the_environment_is_read_anew_in_each_epoch(workers: int) -> None:
 
     data, _ = _begin()
     wanted = seen(DataLoader(data, 4))
-    with ContinuousLoader(DataLoader(data, 4, num_workers=workers), mode="fork", workers=1) as loader:
+    with ContinuousLoader(DataLoader(data, 4, num_workers=workers), mode="fork", num_workers=1) as loader:
         assert seen(loader) == wanted
 
 

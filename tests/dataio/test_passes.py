@@ -31,7 +31,7 @@ def all_settings_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
 def wrapped(plain: DataLoader[Any], mode: Any) -> tuple[Any, Any]:
     """Return a loader whose batches are made so, and what to close."""
     if mode != "proxy":
-        loader = ContinuousLoader(plain, mode=mode, workers=2)
+        loader = ContinuousLoader(plain, mode=mode, num_workers=2)
         return loader, loader
     proxy: Any = LoaderProxy(plain, Silent())
     proxy._accel_fetching.workers = workers = PrefetchAcrossEpochs(plain, ProcessEngine(plain, 2))
@@ -87,7 +87,7 @@ def test_a_pass_at_its_end_that_is_still_referred_to_leaves_what_was_made_ahead(
 
 def test_a_state_counts_on_when_an_option_is_set_within_an_epoch() -> None:
     def make() -> ContinuousLoader:
-        return ContinuousLoader(DataLoader(Numbers(40), 4, shuffle=True), mode="threads", workers=2)
+        return ContinuousLoader(DataLoader(Numbers(40), 4, shuffle=True), mode="threads", num_workers=2)
 
     torch.manual_seed(3)
     first = make()
@@ -147,7 +147,7 @@ def test_a_loader_is_gone_with_its_last_reference(mode: Any) -> None:
     gc.collect()
     gc.disable()
     try:
-        loader = ContinuousLoader(DataLoader(data, 4), mode=mode, workers=1)
+        loader = ContinuousLoader(DataLoader(data, 4), mode=mode, num_workers=1)
         first = next(iter(loader))
         loader.close()
         del loader, data

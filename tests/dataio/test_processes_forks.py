@@ -73,7 +73,7 @@ def test_a_loader_whose_workers_are_stuck_goes_on_in_the_loops_own_thread(
 ) -> None:
     monkeypatch.setattr(engines, "STALL_S", 0.5)
     data = Locks()
-    with ContinuousLoader(DataLoader(data, 4), mode="fork", workers=2) as loader:
+    with ContinuousLoader(DataLoader(data, 4), mode="fork", num_workers=2) as loader:
         batches = iter(loader)
         loader._core._continuous.prime()  # type: ignore[union-attr]  # the workers are forked
         held_lock.set()
@@ -190,7 +190,7 @@ def test_a_script_that_just_ends(then: str, ended_scripts: Path) -> None:
 @pytest.mark.parametrize("mode", ["fork", "threads", "inline"])
 def test_a_forked_process_goes_on_by_workers_of_its_own(mode: Any) -> None:
     data = Squares()
-    with ContinuousLoader(DataLoader(data, 4), mode=mode, workers=2) as loader:
+    with ContinuousLoader(DataLoader(data, 4), mode=mode, num_workers=2) as loader:
         wanted = [*loader]
         batches = iter(loader)
         first = [next(batches), next(batches)]

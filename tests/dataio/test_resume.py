@@ -86,7 +86,7 @@ def test_augmentation_goes_on_with_the_number_of_the_batch() -> None:
     def make(batch_size: int) -> ContinuousLoader:
         sampler = DistributedSampler(data, 1, 0)
         loader = DataLoader(data, batch_size, sampler=sampler, generator=seeded())
-        return ContinuousLoader(loader, mode="fork", workers=1)
+        return ContinuousLoader(loader, mode="fork", num_workers=1)
 
     def interrupted(batch_sizes: list[int], then: int) -> list[Tensor]:
         state = None

@@ -63,7 +63,7 @@ def test_memory_of_a_batch_is_not_handed_out_while_the_step_uses_it() -> None:
     # Whole numbers whose sums fp32 holds, in any order of adding.
     data = TensorDataset(torch.arange(64 * 1024.0).remainder(1021).view(64, 1024))
     work = torch.randn(2048, 2048, device="cuda")
-    with ContinuousLoader(DataLoader(data, 1), mode="threads", workers=2, device="cuda") as loader:
+    with ContinuousLoader(DataLoader(data, 1), mode="threads", num_workers=2, device="cuda") as loader:
         sums = []
         for (row,) in loader:
             for _ in range(20):
@@ -77,5 +77,5 @@ def test_memory_of_a_batch_is_not_handed_out_while_the_step_uses_it() -> None:
 @pytest.mark.gpu
 def test_a_loader_with_pin_memory_hands_over_pinned_batches() -> None:
     data = TensorDataset(torch.arange(12.0))
-    with ContinuousLoader(DataLoader(data, 4, pin_memory=True), mode="fork", workers=1) as loader:
+    with ContinuousLoader(DataLoader(data, 4, pin_memory=True), mode="fork", num_workers=1) as loader:
         assert all(values.is_pinned() for (values,) in loader)

@@ -54,7 +54,7 @@ class OfItsThread(Numbers):
 
 def test_a_dataset_that_other_threads_may_not_use() -> None:
     data = OfItsThread()
-    with ContinuousLoader(DataLoader(data, 4), workers=2) as loader:
+    with ContinuousLoader(DataLoader(data, 4), num_workers=2) as loader:
         told = told_after(loader, data)
 
     assert "not used: ProgrammingError: SQLite objects created in a thread" in told
@@ -62,7 +62,7 @@ def test_a_dataset_that_other_threads_may_not_use() -> None:
 
 def test_batches_that_can_not_be_pickled() -> None:
     data = Numbers()
-    with ContinuousLoader(DataLoader(data, 4, collate_fn=_with_code), workers=2, thread_safe=False) as loader:
+    with ContinuousLoader(DataLoader(data, 4, collate_fn=_with_code), num_workers=2, thread_safe=False) as loader:
         for _ in range(12):
             assert [index for batch, _ in loader for index in indices(batch)] == list(range(len(data)))
         told = loader.explain()
@@ -83,7 +83,7 @@ class Broken(Numbers):
 
 
 def test_the_datasets_own_error_is_nobody_elses_fault() -> None:
-    with ContinuousLoader(DataLoader(Broken(), 4), workers=2) as loader:
+    with ContinuousLoader(DataLoader(Broken(), 4), num_workers=2) as loader:
         for _ in range(12):
             batches, seen = iter(loader), []
             for number in range(13):
@@ -113,7 +113,7 @@ class Locked(Numbers):
 
 def test_no_process_is_forked_while_its_own_threads_hold_a_lock() -> None:
     data = Locked()
-    with ContinuousLoader(DataLoader(data, 4), workers=2) as loader:
+    with ContinuousLoader(DataLoader(data, 4), num_workers=2) as loader:
         began = time.monotonic()
         told = told_after(loader, data)
         took = time.monotonic() - began
@@ -219,7 +219,7 @@ class Collating:
 @pytest.mark.parametrize("data", [Counting(), Numbers()])
 def test_what_fetching_changes_is_not_copied_by_processes_that_nobody_asked_for(data: Any) -> None:
     collate = Collating()
-    with ContinuousLoader(DataLoader(data, 4, collate_fn=collate), workers=2) as loader:
+    with ContinuousLoader(DataLoader(data, 4, collate_fn=collate), num_workers=2) as loader:
         told = told_after(loader, data)
 
     assert "each process would have a copy of its own" in told

@@ -443,7 +443,7 @@ ROWS = iter([1])
 def test_what_can_not_be_seen_and_only_a_constructor_names_ends_no_worker() -> None:
     dataset = MadeOfAnIterator()
     assert watch_of(dataset).unseen
-    with ContinuousLoader(DataLoader(dataset, batch_size=2), mode="fork", workers=1) as loader:  # type: ignore[arg-type]
+    with ContinuousLoader(DataLoader(dataset, batch_size=2), mode="fork", num_workers=1) as loader:  # type: ignore[arg-type]
         workers = set()
         for _ in range(3):
             list(loader)

@@ -116,7 +116,7 @@ def test_what_is_named_fits_the_phases(seen: Evidence) -> None:
 
 
 @settings(max_examples=examples(100), deadline=None)
-@given(runs(), st.sampled_from(sorted(CAUSES)), shares, shares, st.sampled_from(["keep", "refused"]))
+@given(runs(), st.sampled_from(sorted(CAUSES)), shares, shares, st.sampled_from(["keep", "inconclusive"]))
 def test_any_claim_of_any_cause_fits_the_phases_or_is_taken_back(
     seen: Evidence, cause: str, share: float, saved: float, outcome: str
 ) -> None:

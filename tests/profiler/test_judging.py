@@ -68,7 +68,7 @@ def test_what_gives_nothing_is_taken_off_and_told() -> None:
     ("verdict", "text"),
     [
         ("void", "could not be tried, the switch had no effect in this loop; intended: it was off"),
-        ("refused", "tried, too noisy to tell: it was off"),
+        ("inconclusive", "tried, inconclusive: it was off"),
     ],
 )
 def test_an_experiment_that_measured_nothing_leaves_the_prediction(verdict: str, text: str) -> None:
@@ -90,7 +90,7 @@ def test_what_an_experiment_has_shown_is_not_forgotten() -> None:
     assert found.findings[0].confirmed
 
 
-@pytest.mark.parametrize("verdict", ["drop", "refused", "void"])
+@pytest.mark.parametrize("verdict", ["drop", "inconclusive", "void"])
 def test_what_no_experiment_has_shown_goes_with_its_evidence(verdict: str) -> None:
     found, _ = judged([], {"host.gc": tried(verdict, 0.3)}, [finding("host.gc")])
 

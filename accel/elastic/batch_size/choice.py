@@ -71,7 +71,7 @@ def check_largest(most: int, sizes: Sequence[int], base: int | None, multiple: i
     """
     if len(set(sizes)) > 1:
         raise InvalidArgument(
-            f"max_batch_size= needs batches of one size on all ranks, got {list(sizes)} samples; give each rank as "
+            f"max_batch_size needs batches of one size on all ranks, got {list(sizes)} samples; give each rank as "
             "many, or leave it out to keep the batch"
         )
     least = sum(sizes) if base is None else -(-base // multiple) * multiple

@@ -22,9 +22,7 @@ from accel.dataio.sampling.round_robin import world
 from accel.elastic.worker_signals import outliving
 from accel.errors import InvalidArgument
 
-_REMEDY = (
-    "make the loader with batch_sampler=accel.dataio.elastic_sampler.ElasticSampler(...), or leave max_batch_size out"
-)
+_REMEDY = "make the loader with batch_sampler=accel.ElasticSampler(...), or leave max_batch_size out"
 
 
 class EpochBatches(ElasticSampler):

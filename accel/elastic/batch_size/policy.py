@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 from accel.elastic.batch_size.choice import MARGIN, Better, Shares, better, candidates
 from accel.errors import InvalidArgument
 from accel.goodput.efficiency import NoiseInterval, efficiency
-from accel.goodput.fit import fit
+from accel.goodput.fit import fit_throughput
 from accel.goodput.observations import Configuration, Observations
 from accel.goodput.throughput import ThroughputModel
 
@@ -181,7 +181,7 @@ class BatchTimes:
     def model(self) -> ThroughputModel | None:
         """Fitted to the step times; None until the first decision with a known noise scale."""
         if self.has_news:
-            self._model, self.has_news = fit(self.observations.step_times(), self._model), False
+            self._model, self.has_news = fit_throughput(self.observations.step_times(), self._model), False
         return self._model
 
     def add(self, configuration: Configuration, seconds: float) -> None:

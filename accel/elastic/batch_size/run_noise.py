@@ -67,8 +67,8 @@ class RunNoise:
             replicas=replicas,
             gather=gather,
             scaler=self._scaler,
-            clock=self._clock,
         )
+        self.meter.clock = self._clock
         self._session.events.calls.noise = self.meter
         if state is not None:
             self.meter.noise.load_state_dict(state)

@@ -42,7 +42,7 @@ def check_plain(value: Any, path: str = "state") -> None:
         >>> check_plain({"metrics": [1.0, {2.0}]})
         Traceback (most recent call last):
         ...
-        accel.errors.InvalidArgument: a checkpoint holds tensors and plain values only, got a set at \
+        accel.InvalidArgument: a checkpoint holds tensors and plain values only, got a set at \
 state['metrics'][1]; keep tensors, str, int, float, bool, None, and dicts, lists and tuples of these (int(…) and \
 float(…) turn NumPy's numbers into such, torch.from_numpy its arrays)
     """

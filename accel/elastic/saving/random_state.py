@@ -72,7 +72,7 @@ def _set(state: Mapping[str, Any]) -> None:
     random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
     np.random.set_state(_numpy_of_plain(state["numpy"]))
     if not 0 <= np.random.get_state(legacy=False)["state"].get("pos", 0) <= _NUMPY_WORDS:
-        raise ValueError("NumPy would read beyond its words")
+        raise InvalidArgument("NumPy would read beyond its words")
     torch.set_rng_state(state["torch"])
     _set_cuda(state["cuda"])
 

@@ -199,8 +199,8 @@ class CheckpointRun(LoopObserver):
             self._has_warned = True
             warn(
                 f"no checkpoints are saved from step {self.updates.step} on: the loop asks for no more batches of the "
-                "loader that was passed with checkpoint=, or another thread does; call "
-                "accel.elastic.running.save_checkpoint(model) between two steps",
+                "loader that was passed with elastic.checkpoint, or another thread does; call "
+                "accel.save_checkpoint(model) between two steps",
                 stacklevel=6,
             )
         if (policy := self.policy) is not None and policy.terminated and not policy.is_survived:
@@ -308,8 +308,9 @@ class CheckpointRun(LoopObserver):
             if self._ranks.distributed:
                 missed = "did not come to save a checkpoint"
                 self._gather = partial(self._ranks.decide, decision=list, missed=missed)
-            look = ResizeOrder if self._in_place is None else self._in_place.order
-            self.policy = SavePolicy(self.training.settings.interval_s, gather=self._gather, look=look)
+            self.policy = SavePolicy(self.training.settings.interval_s, gather=self._gather)
+            if self._in_place is not None:
+                self.policy.look = self._in_place.order
             if self._is_requested:
                 self.policy.request()
         return self.policy

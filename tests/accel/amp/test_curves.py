@@ -108,7 +108,7 @@ def test_the_curve_on_a_gpu(digits: tuple[Tensor, Tensor], name: str, dtype: tor
 def check(data: tuple[Tensor, Tensor], name: str, dtype: torch.dtype, make: Any) -> None:
     plain = curve(data, name, lambda params: make(params, lr=0.01), level="O0")
     # From 2**16 down the first steps would overflow, as ever, on cuDNN's LSTM: the curve would come some steps late.
-    scale = {"loss_scale": DynamicLossScale(initial=2.0**10)} if dtype == torch.float16 else {}
+    scale = {"loss_scale": DynamicLossScale(init_scale=2.0**10)} if dtype == torch.float16 else {}
     own = curve(data, name, lambda params: make(params, lr=0.01), dtype=dtype, **scale)
     # The band: a twentieth of the first loss at each step, smoothed over ten.
     smooth, expected = (each.unfold(0, 10, 1).mean(1) for each in (own, plain))

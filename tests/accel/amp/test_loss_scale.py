@@ -42,7 +42,9 @@ class ByRule:
 )
 def test_it_follows_the_rule(steps: list[bool], interval: int, hysteresis: int, exponent: int) -> None:
     rule = ByRule(2.0**exponent, interval, hysteresis, 1.0, 64.0)
-    scale = DynamicLossScale(initial=2.0**exponent, interval=interval, hysteresis=hysteresis, least=1.0, most=64.0)
+    scale = DynamicLossScale(
+        init_scale=2.0**exponent, growth_interval=interval, hysteresis=hysteresis, min_scale=1.0, max_scale=64.0
+    )
     value = scale.value
     for overflow in steps:
         scale.update(torch.tensor(float(overflow)))
@@ -50,13 +52,13 @@ def test_it_follows_the_rule(steps: list[bool], interval: int, hysteresis: int, 
         assert float(scale.value) == rule.scale
     assert scale.value is value  # an optimizer, or a captured graph, holds it
 
-    twin = DynamicLossScale(interval=interval, hysteresis=hysteresis, least=1.0, most=2.0**24)
+    twin = DynamicLossScale(growth_interval=interval, hysteresis=hysteresis, min_scale=1.0, max_scale=2.0**24)
     twin.load_state_dict(scale.state_dict())
     assert twin.state_dict() == scale.state_dict()
 
 
 def test_steps_of_several_optimizers_count_once() -> None:
-    scale = DynamicLossScale(initial=8.0, interval=100)
+    scale = DynamicLossScale(init_scale=8.0, growth_interval=100)
     for overflow in (0.0, 1.0, 0.0):
         scale.note(torch.tensor(overflow))
     scale.settle()
@@ -65,7 +67,9 @@ def test_steps_of_several_optimizers_count_once() -> None:
 
 def test_a_captured_step_goes_on_noting() -> None:
     """No Python runs in a replay: what decides lies in memory that stays."""
-    eager, captured = (DynamicLossScale(initial=64.0, interval=3, hysteresis=2, most=256.0) for _ in range(2))
+    eager, captured = (
+        DynamicLossScale(init_scale=64.0, growth_interval=3, hysteresis=2, max_scale=256.0) for _ in range(2)
+    )
     overflow = torch.zeros(())
 
     def step(scale: DynamicLossScale) -> None:
@@ -89,12 +93,12 @@ def test_a_captured_step_goes_on_noting() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"initial": 0.5}, "0 < least <= initial <= most must hold"),
-        ({"most": 2.0}, "0 < least <= initial <= most must hold"),
-        ({"growth": 0.5}, "growth must be at least 1 and backoff in"),
-        ({"backoff": 0.0}, "growth must be at least 1 and backoff in"),
-        ({"interval": 0}, "interval and hysteresis must be at least 1"),
-        ({"hysteresis": 0}, "interval and hysteresis must be at least 1"),
+        ({"init_scale": 0.5}, "0 < min_scale <= init_scale <= max_scale must hold"),
+        ({"max_scale": 2.0}, "0 < min_scale <= init_scale <= max_scale must hold"),
+        ({"growth_factor": 0.5}, "growth_factor must be at least 1 and backoff_factor in"),
+        ({"backoff_factor": 0.0}, "growth_factor must be at least 1 and backoff_factor in"),
+        ({"growth_interval": 0}, "growth_interval and hysteresis must be at least 1"),
+        ({"hysteresis": 0}, "growth_interval and hysteresis must be at least 1"),
     ],
 )
 def test_numbers_out_of_range_are_refused(options: dict[str, Any], message: str) -> None:
@@ -114,14 +118,14 @@ BAD = {
 
 @pytest.mark.parametrize("case", BAD)
 def test_a_state_that_is_none_changes_nothing(case: str) -> None:
-    scale = DynamicLossScale(initial=8.0)
+    scale = DynamicLossScale(init_scale=8.0)
     with pytest.raises(InvalidArgument, match="loss scale"):
         scale.load_state_dict(BAD[case])
     assert scale.state_dict() == {"scale": 8.0, "good_steps": 0, "overflows_left": 1}
 
 
 def test_saving_counts_what_was_noted_and_changes_nothing() -> None:
-    scale = DynamicLossScale(initial=8.0, hysteresis=2)
+    scale = DynamicLossScale(init_scale=8.0, hysteresis=2)
     scale.note(torch.tensor(float("nan")))
     saved = scale.state_dict()
     assert saved == {"scale": 8.0, "good_steps": 0, "overflows_left": 1}
@@ -132,7 +136,7 @@ def test_saving_counts_what_was_noted_and_changes_nothing() -> None:
 
 
 def test_a_call_keeps_the_scale_that_it_began_with() -> None:
-    scale = DynamicLossScale(initial=8.0)
+    scale = DynamicLossScale(init_scale=8.0)
     first = scale.of_call()
     scale.note(torch.tensor(1.0))
     assert (float(first), float(scale.of_call()), float(first)) == (8.0, 4.0, 8.0)

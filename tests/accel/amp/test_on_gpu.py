@@ -40,7 +40,7 @@ def moved(count: int) -> list[tuple[Tensor, Tensor]]:
 
 @EACH
 def test_nothing_of_a_step_waits_for_the_device(name: str, waits_for_nothing: Any) -> None:
-    model, optimizer = on_gpu(name, DynamicLossScale(initial=2.0**10))
+    model, optimizer = on_gpu(name, DynamicLossScale(init_scale=2.0**10))
     data = moved(5)
     for number, (x, target) in enumerate(data):
         if number < 2:  # kernels are compiled
@@ -52,7 +52,7 @@ def test_nothing_of_a_step_waits_for_the_device(name: str, waits_for_nothing: An
 
 @EACH
 def test_a_step_that_overflows_changes_nothing(name: str) -> None:
-    scale = DynamicLossScale(initial=2.0**10)
+    scale = DynamicLossScale(init_scale=2.0**10)
     model, optimizer = on_gpu(name, scale)
     (x, target), *_ = moved(1)
     _step(model, optimizer, x, target)
@@ -66,7 +66,7 @@ def test_a_step_that_overflows_changes_nothing(name: str) -> None:
 def test_a_captured_step_follows_the_loss_scale(name: str) -> None:
     def outcome(captures: bool) -> list[Any]:
         torch.manual_seed(0)
-        scale = DynamicLossScale(initial=2.0**10, interval=5)
+        scale = DynamicLossScale(init_scale=2.0**10, growth_interval=5)
         model, optimizer = on_gpu(name, scale)
 
         def step(x: Tensor, target: Tensor) -> Tensor:

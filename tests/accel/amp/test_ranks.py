@@ -33,7 +33,7 @@ def train(after, dtype, make, as_view, seed=0):
     torch.manual_seed(seed)
     model = Branches()
     optimizer = make(model.parameters())
-    scale = DynamicLossScale(initial=256.0) if dtype == torch.float16 else None
+    scale = DynamicLossScale(init_scale=256.0) if dtype == torch.float16 else None
     options = {"gradient_as_bucket_view": as_view, "find_unused_parameters": True}
     if after:
         model = DistributedDataParallel(model, **options)

@@ -33,7 +33,7 @@ def overflow(model: nn.Module, optimizer: Any) -> None:
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_step_that_overflows_changes_nothing_and_halves_the_scale(name: str) -> None:
-    scale = DynamicLossScale(initial=2.0**10)
+    scale = DynamicLossScale(init_scale=2.0**10)
     model, optimizer = scaled(name, scale)
     train(model, optimizer, batches(2, 8))
     before = copy.deepcopy((model.state_dict(), optimizer.state_dict()["state"]))
@@ -77,7 +77,7 @@ def test_the_momentum_of_fused_sgd_begins_right(damped: float) -> None:
 
 @pytest.mark.parametrize("name", ["SGD", "FusedSGD"])
 def test_the_scale_grows_after_good_steps(name: str) -> None:
-    scale = DynamicLossScale(initial=8.0, interval=3, most=16.0)
+    scale = DynamicLossScale(init_scale=8.0, growth_interval=3, max_scale=16.0)
     model, optimizer = scaled(name, scale)
     seen = []
     for each in batches(8, 8):
@@ -89,7 +89,7 @@ def test_the_scale_grows_after_good_steps(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_only_an_optimizer_s_own_gradients_decide(name: str) -> None:
     """As of a GAN's two models, of which one overflows in the pass of the other, and is cleared before its step."""
-    scale = DynamicLossScale(initial=8.0)
+    scale = DynamicLossScale(init_scale=8.0)
     models = [nn.Linear(4, 4, bias=False), nn.Linear(4, 2, bias=False)]
     optimizers = [OPTIMIZERS[name](model.parameters()) for model in models]
     decorate(models, optimizers, dtype=torch.float16, loss_scale=scale)
@@ -106,7 +106,7 @@ def test_only_an_optimizer_s_own_gradients_decide(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_step_that_the_loop_leaves_out_holds_nothing(name: str) -> None:
-    model, optimizer = scaled(name, DynamicLossScale(initial=8.0))
+    model, optimizer = scaled(name, DynamicLossScale(init_scale=8.0))
     (x, target), *_ = batches(1, 8)
     (loss_of(model(x), target) * torch.inf).backward()
     optimizer.zero_grad()  # it looked at the norm, say
@@ -117,7 +117,7 @@ def test_a_step_that_the_loop_leaves_out_holds_nothing(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_gradients_that_a_hook_mends_before_the_step_count(name: str) -> None:
-    model, optimizer = scaled(name, DynamicLossScale(initial=8.0))
+    model, optimizer = scaled(name, DynamicLossScale(init_scale=8.0))
     (x, target), *_ = batches(1, 8)
     (loss_of(model(x), target) * torch.inf).backward()
     for p in model.parameters():
@@ -132,7 +132,7 @@ def test_optimizers_may_step_within_the_backward_pass(name: str) -> None:
     def trained(inside: bool) -> list[Tensor]:
         model = mlp()
         optimizers = {p: OPTIMIZERS[name]([p]) for p in model.parameters()}
-        scale = DynamicLossScale(initial=2.0**10, interval=2)
+        scale = DynamicLossScale(init_scale=2.0**10, growth_interval=2)
         decorate(model, list(optimizers.values()), dtype=torch.float16, loss_scale=scale)
 
         def update(p: Tensor) -> None:
@@ -154,7 +154,7 @@ def test_optimizers_may_step_within_the_backward_pass(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_clipping_by_value_hides_no_overflow(name: str) -> None:
     """It turns infinity into a number, but NaN stays."""
-    model, optimizer = scaled(name, DynamicLossScale(initial=8.0))
+    model, optimizer = scaled(name, DynamicLossScale(init_scale=8.0))
     (x, target), *_ = batches(1, 8)
     before = [p.detach().clone() for p in model.parameters()]
     (loss_of(model(x), target) * 1e7).backward()
@@ -164,7 +164,7 @@ def test_clipping_by_value_hides_no_overflow(name: str) -> None:
 
 
 def test_weights_that_stood_in_for_others_in_the_last_call_change_nothing() -> None:
-    model, optimizer = scaled("SGD", DynamicLossScale(initial=8.0))
+    model, optimizer = scaled("SGD", DynamicLossScale(init_scale=8.0))
     (x, target), *_ = batches(1, 8)
     (loss_of(model(x), target) * torch.inf).backward()
     with torch.no_grad():
@@ -182,7 +182,7 @@ class Calls(torch.optim.SGD):
 
 
 def test_a_class_that_calls_its_base_s_step() -> None:
-    model, scale = mlp(), DynamicLossScale(initial=8.0, interval=2)
+    model, scale = mlp(), DynamicLossScale(init_scale=8.0, growth_interval=2)
     optimizer = Calls(model.parameters(), 0.1)
     decorate(model, optimizer, dtype=torch.float16, loss_scale=scale)
     before = [p.detach().clone() for p in model.parameters()]

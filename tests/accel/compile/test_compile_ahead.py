@@ -369,7 +369,7 @@ def test_the_loop_goes_on_until_the_helper_has_ended_and_trains_the_same(monkeyp
         next(loop)
         steps += 1
         row = accel.explain(model).rows[0]
-    assert row.status in ("kept", "undone", "refused"), row.why
+    assert row.status in ("kept", "undone", "inconclusive"), row.why
     assert not row.why.startswith("wrong")
     texts = [event.text for event in accel.explain(model).events]
     assert any(text.startswith("torch_compile was prepared beside the loop") for text in texts), texts

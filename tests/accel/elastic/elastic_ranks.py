@@ -37,6 +37,7 @@ from accel.errors import InvalidArgument
 from accel.goodput.efficiency import NoiseInterval
 from accel.run import ranks as accel_ranks
 from accel.run.ranks import Ranks
+from tests.hooked import hooked
 
 SIGNAL_AT = 15
 
@@ -69,7 +70,7 @@ def until_terminated(rank: int, world: int, folder: Path) -> dict[str, Any]:
     gather = gathering()
     model, optimizer = made(rank)
     checkpoints = Checkpoints(folder)
-    with SavePolicy(1e6, gather=gather, meeting_s=0.05) as policy:
+    with hooked(SavePolicy, meeting_s=0.05)(1e6, gather=gather) as policy:
         for step in range(1, 500):
             optimizer.zero_grad()
             model(torch.randn(2, 3)).sum().backward()
@@ -142,9 +143,9 @@ def optimized(rank: int, world: int, folder: Path, signal_at: int) -> dict[str, 
     data = TensorDataset(x, torch.arange(SAMPLES))
     sampler: DistributedSampler[Any] = DistributedSampler(data, seed=4)
     loader: Any = DataLoader(data, batch_size=4, sampler=sampler)
-    settings: dict[str, Any] = {"max_batch_size": 96, "checkpoint": folder, "allow": "exact", "cache": False}
-    model, loader, optimizer = accel.optimize(model, loader, optimizer, **settings)
-    elastic = _raise_at_the_end(model)
+    elastic = accel.Elastic(max_batch_size=96, checkpoint=folder)
+    model, loader, optimizer = accel.optimize(model, loader, optimizer, elastic=elastic, allow="exact", cache=False)
+    run = _raise_at_the_end(model)
     taken: dict[int, list[list[int]]] = {}
     steps = 0
     try:
@@ -160,7 +161,7 @@ def optimized(rank: int, world: int, folder: Path, signal_at: int) -> dict[str, 
     except _Ended:
         pass
     weights = numbers(model)
-    batch = elastic.batch
+    batch = run.batch
     decisions = batch.controller.decisions if batch and batch.controller else []
     note = batch.note if batch else ""
     base = batch._base if batch else None
@@ -195,8 +196,9 @@ def one_rank_has_less_memory(rank: int, world: int, is_asked: bool) -> dict[str,
     data = TensorDataset(torch.randn(1600, 3))
     loader: Any = DataLoader(data, batch_size=4, sampler=DistributedSampler(data))
     optimizer = torch.optim.SGD(model.parameters(), 1e-3)
-    settings: dict[str, Any] = {"max_batch_size": 256, "allow": "exact", "cache": False, "budget": "0.0001s"}
-    model, loader, optimizer = accel.optimize(model, loader, optimizer, **settings)
+    settings: dict[str, Any] = {"allow": "exact", "cache": False, "budget": "0.0001s"}
+    elastic = accel.Elastic(max_batch_size=256)
+    model, loader, optimizer = accel.optimize(model, loader, optimizer, elastic=elastic, **settings)
     taken = []
     for _ in range(2):
         for (x,) in loader:
@@ -285,8 +287,9 @@ def optimized_accumulates(rank: int, world: int) -> dict[str, Any]:
     data = TensorDataset(torch.randn(4000, 3), torch.arange(4000))
     loader: Any = DataLoader(data, batch_size=4, sampler=DistributedSampler(data))
     optimizer = torch.optim.SGD(model.parameters(), 1e-3)
-    settings: dict[str, Any] = {"max_batch_size": 64, "allow": "exact", "cache": False, "budget": "0.0001s"}
-    model, loader, optimizer = accel.optimize(model, loader, optimizer, **settings)
+    settings: dict[str, Any] = {"allow": "exact", "cache": False, "budget": "0.0001s"}
+    elastic = accel.Elastic(max_batch_size=64)
+    model, loader, optimizer = accel.optimize(model, loader, optimizer, elastic=elastic, **settings)
     taken, most = [], 0
     steps: list[int] = []
     optimizer.register_step_post_hook(lambda *_: steps.append(1))
@@ -323,12 +326,12 @@ def late(rank: int, world: int, folder: Path, late_rank: int) -> dict[str, Any]:
     Return what was said and warned, and how long each step took.
     """
     accel_ranks.PATIENCE_S = 0.5
-    SavePolicy.__init__.__kwdefaults__["meeting_s"] = 1e-9  # ranks meet after every step
+    SavePolicy._meeting_s = 1e-9  # ranks meet after every step
     model, optimizer = made(rank)
     data = TensorDataset(torch.randn(4 * world * LATE_STEPS, 3))
     loader: Any = DataLoader(data, batch_size=4, sampler=DistributedSampler(data))
     model, loader, optimizer = accel.optimize(
-        model, loader, optimizer, checkpoint=folder, allow="exact", cache=False, budget="0.0001s"
+        model, loader, optimizer, elastic=accel.Elastic(checkpoint=folder), allow="exact", cache=False, budget="0.0001s"
     )
     run = entry.optimized(model)
     assert run is not None and run.elastic is not None and run.elastic.checkpoint is not None
@@ -360,7 +363,7 @@ def one_has_left(rank: int, world: int, folder: Path, leaving: int) -> list[str]
     data = TensorDataset(torch.randn(16 * world, 3))
     loader: Any = DataLoader(data, batch_size=4, sampler=DistributedSampler(data))
     model, loader, optimizer = accel.optimize(
-        model, loader, optimizer, checkpoint=folder, allow="exact", cache=False, budget="0.0001s"
+        model, loader, optimizer, elastic=accel.Elastic(checkpoint=folder), allow="exact", cache=False, budget="0.0001s"
     )
     for (batch,) in loader:
         model(batch).sum().backward()
@@ -391,8 +394,8 @@ def rank_0_writes_slowly(rank: int, world: int, folder: Path) -> dict[str, Any]:
     model, optimizer = made(rank)
     data = TensorDataset(torch.randn(4000, 3))
     loader: Any = DataLoader(data, batch_size=4, sampler=DistributedSampler(data))
-    settings: dict[str, Any] = {"checkpoint": folder, "allow": "exact", "cache": False}
-    model, loader, optimizer = accel.optimize(model, loader, optimizer, **settings)
+    elastic = accel.Elastic(checkpoint=folder)
+    model, loader, optimizer = accel.optimize(model, loader, optimizer, elastic=elastic, allow="exact", cache=False)
     _raise_at_the_end(model)
     try:
         for step, (x,) in enumerate(loader):
@@ -421,7 +424,7 @@ def odd(rank: int, world: int, kind: str) -> dict[str, Any]:
     data = TensorDataset(torch.randn(4 * world * ODD_STEPS, 3), torch.arange(4 * world * ODD_STEPS))
     loader: Any = DataLoader(data, batch_size=4, sampler=DistributedSampler(data))
     model, loader, optimizer = accel.optimize(
-        model, loader, optimizer, max_batch_size=64, allow="exact", cache=False, budget="0.0001s"
+        model, loader, optimizer, elastic=accel.Elastic(max_batch_size=64), allow="exact", cache=False, budget="0.0001s"
     )
     run = entry.optimized(model)
     assert run is not None and run.elastic is not None and run.elastic.batch is not None
@@ -460,22 +463,22 @@ def odd(rank: int, world: int, kind: str) -> dict[str, Any]:
     }
 
 
-def _loader_and_settings(rank: int, odd: str, folder: Path) -> tuple[DataLoader[Any], dict[str, Any]]:
+def _loader_and_elastic(rank: int, odd: str, folder: Path) -> tuple[DataLoader[Any], accel.Elastic]:
     """Return what a rank passes to `optimize`; rank 1 passes something else than the others."""
     odd = odd if rank == 1 else ""
     data = TensorDataset(torch.randn(48 if odd == "samples" else 24, 3))
     dealt = {"seed": {"seed": 1}, "shuffle": {"shuffle": False}, "tail": {"drop_last": True}}.get(odd, {})
     sampler: DistributedSampler[Any] = DistributedSampler(data, **dealt)  # type: ignore[arg-type]
-    settings: dict[str, Any] = {"checkpoint": folder, "max_batch_size": 32 if odd == "max_batch_size" else 64}
-    if odd == "checkpoint":
-        del settings["checkpoint"]
-    if odd == "scaling_rule":
-        settings["scaling_rule"] = Linear()
+    elastic = accel.Elastic(
+        max_batch_size=32 if odd == "max_batch_size" else 64,
+        scaling_rule=Linear() if odd == "scaling_rule" else None,
+        checkpoint=None if odd == "checkpoint" else folder,
+    )
     if odd == "an ElasticSampler":
-        return DataLoader(data, batch_sampler=ElasticSampler(data, batch_size=8, order="torch", tail="fill")), settings
+        return DataLoader(data, batch_sampler=ElasticSampler(data, batch_size=8, order="torch", tail="fill")), elastic
     if odd == "a BatchSampler":
-        return DataLoader(data, batch_sampler=BatchSampler(sampler, 8, False)), settings
-    return DataLoader(data, 8 if odd == "batch_size" else 4, sampler=sampler, drop_last=odd == "drop_last"), settings
+        return DataLoader(data, batch_sampler=BatchSampler(sampler, 8, False)), elastic
+    return DataLoader(data, 8 if odd == "batch_size" else 4, sampler=sampler, drop_last=odd == "drop_last"), elastic
 
 
 def one_rank_is_unlike(rank: int, world: int, kinds: list[str], folder: Path) -> list[str]:
@@ -483,9 +486,9 @@ def one_rank_is_unlike(rank: int, world: int, kinds: list[str], folder: Path) ->
     told = []
     for kind in kinds:
         model, optimizer = made(0)
-        loader, settings = _loader_and_settings(rank, kind, folder / kind)
+        loader, elastic = _loader_and_elastic(rank, kind, folder / kind)
         try:
-            accel.optimize(model, loader, optimizer, **settings, allow="exact", cache=False)
+            accel.optimize(model, loader, optimizer, elastic=elastic, allow="exact", cache=False)
             told.append("")
         except InvalidArgument as error:
             told.append(str(error))
@@ -498,8 +501,8 @@ def one_rank_has_joined(rank: int, world: int, odd: str, folder: Path) -> dict[s
     if rank == 1:
         in_place._has_joined = True
     model, optimizer = made(0)
-    loader, settings = _loader_and_settings(rank, odd, folder)
-    model, loader, optimizer = accel.optimize(model, loader, optimizer, **settings, allow="exact", cache=False)
+    loader, elastic = _loader_and_elastic(rank, odd, folder)
+    model, loader, optimizer = accel.optimize(model, loader, optimizer, elastic=elastic, allow="exact", cache=False)
     sampler = loader.batch_sampler
     taken = [index for step in sampler for index in step]
     accel.undo(model)
@@ -513,7 +516,7 @@ def dealt_by_a_list(rank: int, world: int, folder: Path, stop_at: int) -> list[l
     own = ElasticSampler(data, batch_size=[4, 8], tail="uneven")
     loader: Any = DataLoader(data, batch_sampler=own)
     model, loader, optimizer = accel.optimize(
-        model, loader, optimizer, checkpoint=folder, allow="exact", cache=False, budget="0.0001s"
+        model, loader, optimizer, elastic=accel.Elastic(checkpoint=folder), allow="exact", cache=False, budget="0.0001s"
     )
     taken = []
     for step, (x, index) in enumerate(loader, start=1):

@@ -30,8 +30,7 @@ SAMPLES, EPOCHS, PACE_S = 3000, 3, 0.25
 class Hasty(SavePolicy):
     """Ranks that meet every few steps."""
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options, meeting_s=0.05)
+    _meeting_s = 0.05
 
 
 def main(folder: Path, kind: str) -> None:
@@ -58,7 +57,12 @@ def main(folder: Path, kind: str) -> None:
     saved = Checkpointing(folder=folder / "checkpoints", schedulers=[schedule])
     most = 32 if kind == "grows" else None
     model, loader, optimizer = accel.optimize(
-        model, loader, optimizer, allow="exact", cache=False, checkpoint=saved, max_batch_size=most
+        model,
+        loader,
+        optimizer,
+        allow="exact",
+        cache=False,
+        elastic=accel.Elastic(checkpoint=saved, max_batch_size=most),
     )
     log = Log(folder / "logs" / str(os.getpid()))
     dist.barrier()  # a newcomer is alone here: the others are in the midst of their loop

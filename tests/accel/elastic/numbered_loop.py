@@ -42,7 +42,7 @@ class NumberedLoop:
         loader = DataLoader(TensorDataset(torch.arange(float(samples))[:, None]), batch_size=batch, shuffle=True)
         checkpoint = Checkpointing(folder=folder, interval_s=1e6)
         self.model, self.loader, self.optimizer = accel.optimize(
-            model, loader, optimizer, checkpoint=checkpoint, **PLAIN
+            model, loader, optimizer, elastic=accel.Elastic(checkpoint=checkpoint), **PLAIN
         )
         self.taken: list[list[int]] = []
         """Samples of each update."""

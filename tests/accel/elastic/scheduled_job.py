@@ -32,6 +32,7 @@ from accel.elastic.save_policy import SavePolicy
 from accel.elastic.saving import run as checkpoint_run
 from accel.elastic.saving.disk import Disk
 from accel.goodput.efficiency import NoiseInterval
+from tests.hooked import hooked
 
 SAMPLES, EPOCHS = 203, 2
 MOMENTS = ("forward", "backward", "stepped", "epoch", "end")
@@ -130,8 +131,8 @@ def train(run: Run, rank: int, folder: Path, log: Log, pace: Callable[[], None] 
     loader: Any = DataLoader(data, run.batch, sampler=DistributedSampler(data, seed=4))
     count = Count()
     saved = Checkpointing(folder=folder, schedulers=[schedule], more={"count": count}, interval_s=0.02)
-    settings: dict[str, Any] = {"allow": "exact", "cache": False, "checkpoint": saved, "max_batch_size": run.most}
-    model, loader, optimizer = accel.optimize(model, loader, optimizer, **settings)
+    elastic = accel.Elastic(max_batch_size=run.most, checkpoint=saved)
+    model, loader, optimizer = accel.optimize(model, loader, optimizer, elastic=elastic, allow="exact", cache=False)
 
     log(begins=count.steps)
     for epoch in remaining_epochs(loader, EPOCHS):
@@ -161,7 +162,7 @@ def _in_a_hurry(interrupted: Interrupted) -> None:
     patched: Any = (run_noise, checkpoint, checkpoint_run)
     patched[0].interval_of = lambda estimate: noise
     patched[1].Disk = partial(InterruptedDisk, interrupted)
-    patched[2].SavePolicy = partial(SavePolicy, share=0.5, meeting_s=0.01)
+    patched[2].SavePolicy = partial(hooked(SavePolicy, meeting_s=0.01), share=0.5)
 
 
 def _digest(*states: Any) -> str:

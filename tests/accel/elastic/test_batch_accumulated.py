@@ -26,7 +26,7 @@ def test_a_loop_that_accumulates_keeps_its_batches_per_step(
     job: Any, clock: Clock, monkeypatch: pytest.MonkeyPatch, most: int, reached: int
 ) -> None:
     known_noise(monkeypatch, 5000.0)
-    model, loader, optimizer = accel.optimize(*job, max_batch_size=most, **PLAIN)
+    model, loader, optimizer = accel.optimize(*job, elastic=accel.Elastic(max_batch_size=most), **PLAIN)
     seen: list[int] = []
     for number, (x, y, index) in enumerate(loader):
         (nn.functional.mse_loss(model(x), y) / 2).backward()
@@ -63,7 +63,9 @@ def test_a_step_of_several_batches_is_one_of_all_their_samples(
     plain = copy.deepcopy(job[0])
     own = torch.optim.SGD(plain.parameters(), 0.01)
     data = job[1].dataset
-    model, loader, optimizer = accel.optimize(*job, max_batch_size=32, scaling_rule=NoScaling(), **PLAIN)
+    model, loader, optimizer = accel.optimize(
+        *job, elastic=accel.Elastic(max_batch_size=32, scaling_rule=NoScaling()), **PLAIN
+    )
     pending: list[int] = []
     samples: list[int] = []
 
@@ -106,7 +108,9 @@ def test_a_step_of_several_batches_is_one_of_all_their_samples(
 
     # A run that goes on from there is not taken for one whose loop accumulates by itself.
     resumed = True
-    model, loader, optimizer = accel.optimize(model, loader, optimizer, max_batch_size=32, **PLAIN)
+    model, loader, optimizer = accel.optimize(
+        model, loader, optimizer, elastic=accel.Elastic(max_batch_size=32), **PLAIN
+    )
     batch_run(model).load_state_dict(state)
     samples.clear()
     for x, y, index in loader:
@@ -135,7 +139,7 @@ def test_a_loop_that_accumulates_nothing_is_left_to_itself_unless_it_fetches_ahe
     job: Any, clock: Clock, fetches_ahead: bool
 ) -> None:
     """That it does is seen at its epoch's end: its batches are not those that a step begins with."""
-    model, loader, optimizer = accel.optimize(*job, max_batch_size=8, **PLAIN)
+    model, loader, optimizer = accel.optimize(*job, elastic=accel.Elastic(max_batch_size=8), **PLAIN)
     for step, (x, y, _) in enumerate(holding(loader) if fetches_ahead else loader):
         if step in (5, 200):
             assert ("step" in vars(optimizer)) == (step == 5 or fetches_ahead)
@@ -169,7 +173,7 @@ def test_a_look_before_the_fourth_step_is_no_accumulation(
     job: Any, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     known_noise(monkeypatch, 5000.0)
-    model, loader, optimizer = accel.optimize(*job, max_batch_size=64, **PLAIN)
+    model, loader, optimizer = accel.optimize(*job, elastic=accel.Elastic(max_batch_size=64), **PLAIN)
     batches = iter(loader)
     for step in range(90):
         if step == 3:

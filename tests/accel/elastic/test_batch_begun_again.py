@@ -22,7 +22,7 @@ def test_undo_goes_back_to_the_loops_batch_and_each_epoch_is_whole(
     job: Any, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     known_noise(monkeypatch, 5000.0)
-    model, loader, optimizer = accel.optimize(*job, max_batch_size=64, **PLAIN)
+    model, loader, optimizer = accel.optimize(*job, elastic=accel.Elastic(max_batch_size=64), **PLAIN)
     first = train(model, loader, optimizer, clock, lambda step: accel.undo(model) if step == 80 else None)
     second = train(model, loader, optimizer, clock, nothing)
     third = train(model, loader, optimizer, clock, nothing)
@@ -37,7 +37,7 @@ def test_undo_goes_back_to_the_loops_batch_and_each_epoch_is_whole(
 def test_progress_goes_on_after_undo(job: Any, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     """A schedule by it stood still for the rest of the training."""
     known_noise(monkeypatch, 5000.0)
-    model, loader, optimizer = accel.optimize(*job, max_batch_size=64, **PLAIN)
+    model, loader, optimizer = accel.optimize(*job, elastic=accel.Elastic(max_batch_size=64), **PLAIN)
     counts, seen = progress_of(model), list[float]()
 
     def each(step: int) -> None:
@@ -113,13 +113,13 @@ def test_another_batch_of_the_loader_is_another_batch_of_the_users() -> None:
 
 
 def test_one_loader_has_one_batch_size(job: Any) -> None:
-    loader = accel.optimize(*job, max_batch_size=64, **PLAIN)[1]
-    again = accel.optimize(*job, max_batch_size=64, **PLAIN)
+    loader = accel.optimize(*job, elastic=accel.Elastic(max_batch_size=64), **PLAIN)[1]
+    again = accel.optimize(*job, elastic=accel.Elastic(max_batch_size=64), **PLAIN)
     assert again[1] is loader  # the plain loader once more, as in a loop over folds
 
     other = nn.Linear(8, 1)
-    with pytest.raises(InvalidArgument, match="max_batch_size and checkpoint must be given for one model"):
-        accel.optimize(other, loader, max_batch_size=64)
+    with pytest.raises(InvalidArgument, match="elastic must be given for one model"):
+        accel.optimize(other, loader, elastic=accel.Elastic(max_batch_size=64))
     accel.optimize(other, loader, **PLAIN)
     accel.undo(other)
 
@@ -128,12 +128,16 @@ def test_a_call_with_other_settings_and_one_after_undo_count_each_sample_once(
     job: Any, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     known_noise(monkeypatch, 5000.0)
-    model, loader, optimizer = accel.optimize(*job, max_batch_size=64, **PLAIN)
+    model, loader, optimizer = accel.optimize(*job, elastic=accel.Elastic(max_batch_size=64), **PLAIN)
     epochs = [train(model, loader, optimizer, clock, nothing)]
-    model, loader, optimizer = accel.optimize(model, loader, optimizer, max_batch_size=128, **PLAIN)
+    model, loader, optimizer = accel.optimize(
+        model, loader, optimizer, elastic=accel.Elastic(max_batch_size=128), **PLAIN
+    )
     epochs.append(train(model, loader, optimizer, clock, nothing))
     accel.undo(model)
-    model, loader, optimizer = accel.optimize(model, loader, optimizer, max_batch_size=32, **PLAIN)
+    model, loader, optimizer = accel.optimize(
+        model, loader, optimizer, elastic=accel.Elastic(max_batch_size=32), **PLAIN
+    )
     epochs.append(train(model, loader, optimizer, clock, nothing))
 
     assert [sorted(itertools.chain(*epoch)) for epoch in epochs] == [list(range(3000))] * 3

@@ -47,7 +47,7 @@ def test_an_optimizer_that_calls_its_bases_step_is_one(job: Any, clock: Clock, m
     known_noise(monkeypatch, 5000.0)
     model, loader, _ = job
     model, loader, optimizer = accel.optimize(
-        model, loader, OwnStep(model.parameters(), 0.001), max_batch_size=64, **PLAIN
+        model, loader, OwnStep(model.parameters(), 0.001), elastic=accel.Elastic(max_batch_size=64), **PLAIN
     )
     train(model, loader, optimizer, clock, nothing)
     optimized = entry.optimized(model)
@@ -62,7 +62,11 @@ def test_a_batch_leaves_an_epoch_steps_to_be_judged_by(clock: Clock, monkeypatch
     model = nn.Linear(8, 1)
     optimizer = torch.optim.SGD(model.parameters(), 1e-4)
     model, loader, optimizer = accel.optimize(
-        model, DataLoader(Numbered(1000), batch_size=8, shuffle=True), optimizer, max_batch_size=512, **PLAIN
+        model,
+        DataLoader(Numbered(1000), batch_size=8, shuffle=True),
+        optimizer,
+        elastic=accel.Elastic(max_batch_size=512),
+        **PLAIN,
     )
     for _ in range(60):
         train(model, loader, optimizer, clock, nothing)
@@ -77,7 +81,7 @@ def test_another_model_that_is_trained_before_the_loop_tells_nothing_of_its_loss
     job: Any, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     known_noise(monkeypatch, 5000.0)
-    model, loader, optimizer = accel.optimize(*job, max_batch_size=64, **PLAIN)
+    model, loader, optimizer = accel.optimize(*job, elastic=accel.Elastic(max_batch_size=64), **PLAIN)
     teacher = nn.Linear(8, 1)
     teaching = torch.optim.SGD(teacher.parameters(), 1e-3)
     for _ in range(40):
@@ -100,7 +104,7 @@ def test_a_rule_that_fails_ends_the_following_and_not_the_loop(
             raise ZeroDivisionError("a rule of the user's")
 
     monkeypatch.setattr("accel.elastic.learning_rate.StepRates.follow", failing)
-    model, loader, optimizer = accel.optimize(*job, max_batch_size=64, **PLAIN)
+    model, loader, optimizer = accel.optimize(*job, elastic=accel.Elastic(max_batch_size=64), **PLAIN)
     with pytest.warns(RuntimeWarning, match="ZeroDivisionError: a rule of the user's"):
         taken = train(model, loader, optimizer, clock, nothing)
     assert sorted(index for batch in taken for index in batch) == list(range(3000))
@@ -109,7 +113,9 @@ def test_a_rule_that_fails_ends_the_following_and_not_the_loop(
 def test_a_loss_scale_that_halves_is_no_fall_of_the_loss(job: Any, clock: Clock) -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=65536.0)
     checkpoint = Checkpointing(folder=tempfile.mkdtemp(), more={"scaler": scaler})
-    model, loader, optimizer = accel.optimize(*job, max_batch_size=64, checkpoint=checkpoint, **PLAIN)
+    model, loader, optimizer = accel.optimize(
+        *job, elastic=accel.Elastic(max_batch_size=64, checkpoint=checkpoint), **PLAIN
+    )
     for step, (x, y, _) in enumerate(loader):
         optimizer.zero_grad()
         loss = 1 + 0.1 * torch.randn(()) + 1e-3 * nn.functional.mse_loss(model(x), y)
@@ -126,7 +132,13 @@ def test_ranks_of_unequal_batches_are_refused(job: Any) -> None:
     model, loader, optimizer = job
     sampler = ElasticSampler(3000, batch_size=[20, 6], num_replicas=2, rank=0)
     with pytest.raises(InvalidArgument, match=r"needs batches of one size on all ranks, got \[20, 6\]"):
-        accel.optimize(model, DataLoader(loader.dataset, batch_sampler=sampler), optimizer, max_batch_size=64, **PLAIN)
+        accel.optimize(
+            model,
+            DataLoader(loader.dataset, batch_sampler=sampler),
+            optimizer,
+            elastic=accel.Elastic(max_batch_size=64),
+            **PLAIN,
+        )
 
 
 @pytest.mark.parametrize("options", [{"max_batch_size": 64}, {"checkpoint": True}], ids=str)
@@ -136,7 +148,7 @@ def test_looks_at_the_training_samples_take_none_from_it(
     known_noise(monkeypatch, 5000.0)
     if "checkpoint" in options:
         options = {"checkpoint": tmp_path}
-    model, loader, optimizer = accel.optimize(*job, **options, **PLAIN)
+    model, loader, optimizer = accel.optimize(*job, elastic=accel.Elastic(**options), **PLAIN)
     for epoch in range(3):
         taken = train(model, loader, optimizer, clock, lambda step: next(iter(loader)) if step in (3, 40) else None)
         assert sorted(index for batch in taken for index in batch) == list(range(3000))
@@ -169,7 +181,7 @@ def test_a_batch_that_comes_again_after_a_break_is_no_look(
 ) -> None:
     """Its backward pass was one without a batch, and gradients were not accumulated any more."""
     known_noise(monkeypatch, 5000.0)
-    model, loader, optimizer = accel.optimize(*job, max_batch_size=64, **PLAIN)
+    model, loader, optimizer = accel.optimize(*job, elastic=accel.Elastic(max_batch_size=64), **PLAIN)
     seen: list[int] = []
     for x, y, index in in_parts(steps, loader, held, most=120):
         optimizer.zero_grad()
@@ -189,7 +201,9 @@ def test_the_rate_is_that_of_the_batch_that_is_trained_on(
 ) -> None:
     """It was that of the batch fetched last: the last steps on the small batch ran at the rate of the large one."""
     known_noise(monkeypatch, 5000.0)
-    model, loader, optimizer = accel.optimize(*job, max_batch_size=64, scaling_rule=Linear(), **PLAIN)
+    model, loader, optimizer = accel.optimize(
+        *job, elastic=accel.Elastic(max_batch_size=64, scaling_rule=Linear()), **PLAIN
+    )
     in_training: list[int] = []
     rates: list[tuple[int, float]] = []
     optimizer.register_step_pre_hook(

@@ -34,7 +34,9 @@ def test_each_step_runs_at_the_learning_rate_of_its_batch(
         ratios.append(float((before[-1] - after).norm() / gradient.norm()) / 0.01)
 
     optimizer.register_step_post_hook(moved)
-    model, loader, optimizer = accel.optimize(*job, max_batch_size=64, scaling_rule=Linear(), **PLAIN)
+    model, loader, optimizer = accel.optimize(
+        *job, elastic=accel.Elastic(max_batch_size=64, scaling_rule=Linear()), **PLAIN
+    )
     taken = train(model, loader, optimizer, clock, nothing)
 
     assert optimizer.param_groups[0]["lr"] == 0.01
@@ -50,8 +52,8 @@ def test_rates_are_those_of_the_last_known_noise_when_it_is_not_known_any_more(
     """Else Adam's would fall to that of the user's batch, and SGD's rise to eight times its own."""
     known_noise(monkeypatch, 5000.0)
     model, loader, optimizer = job
-    options = {"max_batch_size": 64, **PLAIN}
-    model, loader, optimizer = accel.optimize(model, loader, kind(model.parameters(), 1e-3), **options)
+    elastic = accel.Elastic(max_batch_size=64)
+    model, loader, optimizer = accel.optimize(model, loader, kind(model.parameters(), 1e-3), elastic=elastic, **PLAIN)
     train(model, loader, optimizer, clock, nothing)
     assert len(loader) == -(-3000 // 64)
 
@@ -71,7 +73,9 @@ def test_rates_follow_the_batch_where_nothing_can_be_accumulated(
     job: Any, clock: Clock, monkeypatch: pytest.MonkeyPatch, odd: str
 ) -> None:
     known_noise(monkeypatch, 5000.0)
-    model, loader, optimizer = accel.optimize(*job, max_batch_size=256, scaling_rule=Linear(), **PLAIN)
+    model, loader, optimizer = accel.optimize(
+        *job, elastic=accel.Elastic(max_batch_size=256, scaling_rule=Linear()), **PLAIN
+    )
     other = torch.optim.SGD(model.parameters(), 0.0)
     scales: list[tuple[int, float]] = []
     for _ in range(3):
@@ -105,7 +109,9 @@ def test_a_rule_of_ones_own_is_asked(job: Any, clock: Clock, monkeypatch: pytest
         asked.append(batch)
         return 1.0
 
-    model, loader, optimizer = accel.optimize(*job, max_batch_size=16, scaling_rule=rule, **PLAIN)
+    model, loader, optimizer = accel.optimize(
+        *job, elastic=accel.Elastic(max_batch_size=16, scaling_rule=rule), **PLAIN
+    )
     train(model, loader, optimizer, clock, nothing)
     assert {batch.batch_size for batch in asked} >= {16}
     assert asked[-1].base_batch_size == 8
@@ -116,7 +122,9 @@ def test_rates_stay_those_of_the_batch_where_the_session_hears_of_no_steps(
     job: Any, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     known_noise(monkeypatch, 5000.0)
-    model, loader, optimizer = accel.optimize(*job, max_batch_size=64, scaling_rule=Linear(), **PLAIN)
+    model, loader, optimizer = accel.optimize(
+        *job, elastic=accel.Elastic(max_batch_size=64, scaling_rule=Linear()), **PLAIN
+    )
     train(model, loader, optimizer, clock, nothing)
     (_, scaler), *_ = batch_run(model)._rates._scalers
     with accel.disabled():
@@ -134,8 +142,8 @@ def test_a_rule_by_the_epoch_is_asked_all_along_also_where_the_session_hears_of_
     job: Any, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     known_noise(monkeypatch, 5000.0)
-    options = {**PLAIN, "scaling_rule": lambda batch: 1.0 + batch.epoch}
-    model, loader, optimizer = accel.optimize(*job, max_batch_size=64, **options)
+    elastic = accel.Elastic(max_batch_size=64, scaling_rule=lambda batch: 1.0 + (batch.epoch or 0.0))
+    model, loader, optimizer = accel.optimize(*job, elastic=elastic, **PLAIN)
     train(model, loader, optimizer, clock, nothing)
     (_, scaler), *_ = batch_run(model)._rates._scalers
     epochs: list[float] = []

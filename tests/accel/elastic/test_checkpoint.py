@@ -27,6 +27,7 @@ from accel.elastic.checkpoint import Checkpoints, Manifest
 from accel.elastic.saving.disk import Disk
 from accel.errors import CheckpointError, InvalidArgument
 from tests.accel.elastic.crashing_disk import CountingDisk, FailingDisk
+from tests.hooked import hooked
 
 
 def state_of(step: int) -> dict[str, Any]:
@@ -38,7 +39,7 @@ def names(folder: Path) -> list[str]:
 
 
 def saved(folder: Path, *steps: int, keep: int = 3) -> Checkpoints:
-    checkpoints = Checkpoints(folder, keep=keep, disk=CountingDisk())
+    checkpoints = hooked(Checkpoints, disk=CountingDisk())(folder, keep=keep)
     for step in steps:
         checkpoints.save(state_of(step))
     return checkpoints
@@ -100,7 +101,7 @@ def test_damaged_ones_do_not_count_among_those_kept(tmp_path: Path) -> None:
 
 def test_nothing_is_removed_before_the_new_one_is_durable(tmp_path: Path) -> None:
     disk = CountingDisk()
-    checkpoints = Checkpoints(tmp_path, keep=1, disk=disk)
+    checkpoints = hooked(Checkpoints, disk=disk)(tmp_path, keep=1)
     checkpoints.save(state_of(1))
     disk.names.clear()
     checkpoints.save(state_of(2))
@@ -327,14 +328,14 @@ def test_what_is_no_file_is_refused_without_waiting(tmp_path: Path) -> None:
 def test_a_disk_that_is_full_at_any_moment_leaves_the_others(tmp_path: Path) -> None:
     saved(tmp_path / "count", 1, 2)
     count = CountingDisk()
-    Checkpoints(tmp_path / "count", disk=count).save(state_of(3))
+    hooked(Checkpoints, disk=count)(tmp_path / "count").save(state_of(3))
     for at in range(count.count):
         folder = tmp_path / str(at)
         saved(folder, 1, 2)
         before = names(folder)
         disk = FailingDisk(at)
         with pytest.raises(CheckpointError) as caught:
-            Checkpoints(folder, disk=disk).save(state_of(3))
+            hooked(Checkpoints, disk=disk)(folder).save(state_of(3))
         assert str(caught.value).startswith(f"the checkpoint of step 3 could not be written to {folder}: No space left")
         if disk.names[-1] == "sync_folder" and "rename" in disk.names:
             assert names(folder) == [*before, "00000003-step-3"]  # whole; only its name is not known to be durable
@@ -362,7 +363,7 @@ def test_a_folder_that_is_a_file_or_forbidden(tmp_path: Path) -> None:
     with pytest.raises(
         CheckpointError, match=r"step 3 could not be written to .*: Permission denied; training can go on"
     ):
-        Checkpoints(tmp_path, disk=Forbidden()).save(state_of(3))
+        hooked(Checkpoints, disk=Forbidden())(tmp_path).save(state_of(3))
 
 
 @pytest.mark.parametrize("limit", [100, 3000, 200_000])
@@ -389,7 +390,7 @@ def test_an_interrupt_while_torch_writes_comes_through(tmp_path: Path) -> None:
 
     saved(tmp_path, 1)
     with pytest.raises(KeyboardInterrupt):
-        Checkpoints(tmp_path, disk=Interrupted()).save(state_of(2))
+        hooked(Checkpoints, disk=Interrupted())(tmp_path).save(state_of(2))
     saved(tmp_path, 3)
     assert names(tmp_path) == ["00000001-step-1", "00000002-step-3"]
 

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from accel.elastic.checkpoint import Checkpoints
 from tests.accel.elastic.crashing_disk import CountingDisk, CrashingDisk, Killed
+from tests.hooked import hooked
 
 
 def state_of(step: int) -> dict[str, Any]:
@@ -24,13 +25,13 @@ def state_of(step: int) -> dict[str, Any]:
 
 
 def prepared(folder: Path) -> None:
-    checkpoints = Checkpoints(folder, keep=2, disk=CountingDisk())
+    checkpoints = hooked(Checkpoints, disk=CountingDisk())(folder, keep=2)
     for step in (1, 2):
         checkpoints.save(state_of(step))
 
 
 def check(folder: Path, allowed: set[int]) -> None:
-    checkpoints = Checkpoints(folder, keep=2, disk=CountingDisk())
+    checkpoints = hooked(Checkpoints, disk=CountingDisk())(folder, keep=2)
     state = checkpoints.load_latest()
     assert state is not None
     assert state["step"] in allowed
@@ -44,7 +45,7 @@ def check(folder: Path, allowed: set[int]) -> None:
 def operations(folder: Path) -> int:
     prepared(folder)
     disk = CountingDisk()
-    Checkpoints(folder, keep=2, disk=disk).save(state_of(3))
+    hooked(Checkpoints, disk=disk)(folder, keep=2).save(state_of(3))
     assert disk.names[-1] == "remove"  # of the oldest
     return disk.count
 
@@ -59,7 +60,7 @@ def test_the_end_at_any_operation(tmp_path: Path, power: bool) -> None:
         prepared(folder)
         disk = CrashingDisk(at)
         with pytest.raises(Killed):
-            Checkpoints(folder, keep=2, disk=disk).save(state_of(3))
+            hooked(Checkpoints, disk=disk)(folder, keep=2).save(state_of(3))
         if power:
             disk.lose_power(draw.random)
         check(folder, {2, 3})
@@ -74,12 +75,12 @@ def test_several_ends_in_a_row(tmp_path_factory: pytest.TempPathFactory, data: s
     for step in range(3, 3 + data.draw(st.integers(1, 4))):
         disk = CrashingDisk(data.draw(st.integers(0, 40)))
         try:
-            Checkpoints(folder, keep=2, disk=disk).save(state_of(step))
+            hooked(Checkpoints, disk=disk)(folder, keep=2).save(state_of(step))
             whole = step
         except Killed:
             if data.draw(st.booleans()):
                 disk.lose_power(lambda: data.draw(st.floats(0, 1)))
-            state = Checkpoints(folder, disk=CountingDisk()).load_latest()
+            state = hooked(Checkpoints, disk=CountingDisk())(folder).load_latest()
             assert state is not None and state["step"] in (whole, step)
             whole = state["step"]
     check(folder, {whole})
@@ -96,7 +97,7 @@ def test_a_save_without_flushing_would_be_found_out(tmp_path: Path) -> None:
     prepared(tmp_path)
     disk = Careless(operations(tmp_path / "count") - 1)
     with pytest.raises(Killed):
-        Checkpoints(tmp_path, keep=2, disk=disk).save(state_of(3))
+        hooked(Checkpoints, disk=disk)(tmp_path, keep=2).save(state_of(3))
     disk.lose_power(lambda: 0.5)
     checkpoints = Checkpoints(tmp_path)
     checkpoints.load_latest()

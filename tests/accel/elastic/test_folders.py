@@ -29,7 +29,9 @@ def begun(folder: Any, value: float, **options: Any) -> tuple[nn.Module, Any, to
     nn.init.constant_(model.weight, value)
     data = TensorDataset(torch.ones(8, 2))
     optimizer = torch.optim.SGD(model.parameters(), 0.0)
-    return accel.optimize(model, DataLoader(data, 2), optimizer, checkpoint=folder, cache=False, **options)
+    return accel.optimize(
+        model, DataLoader(data, 2), optimizer, elastic=accel.Elastic(checkpoint=folder, **options), cache=False
+    )
 
 
 def trained(model: nn.Module, loader: Any, optimizer: torch.optim.Optimizer) -> None:

@@ -92,7 +92,7 @@ def test_the_loop_never_gets_a_batch_that_does_not_fit(
     known_noise(monkeypatch, 5000.0)
     model = Bounded(most, where)
     models.append(model)
-    model, loader, optimizer = accel.optimize(*job(model), max_batch_size=256, **PLAIN)  # type: ignore[assignment]
+    model, loader, optimizer = accel.optimize(*job(model), elastic=accel.Elastic(max_batch_size=256), **PLAIN)  # type: ignore[assignment]
     epochs = [train(model, loader, optimizer, clock, nothing) for _ in range(4)]
 
     taken = [len(batch) for batch in itertools.chain(*epochs)]
@@ -123,11 +123,11 @@ def test_a_rehearsal_leaves_everything_as_it_was(
         models.append(model)
         plain = job(model)
         if half:
-            scale = DynamicLossScale(initial=2.0**18, interval=20)
+            scale = DynamicLossScale(init_scale=2.0**18, growth_interval=20)
             decorate(model, plain[2], dtype=torch.float16, loss_scale=scale)
         if keeps_zeros:
             monkeypatch.setattr(plain[2], "zero_grad", partial(plain[2].zero_grad, set_to_none=False))
-        model, loader, optimizer = accel.optimize(*plain, max_batch_size=256, **PLAIN)  # type: ignore[assignment]
+        model, loader, optimizer = accel.optimize(*plain, elastic=accel.Elastic(max_batch_size=256), **PLAIN)  # type: ignore[assignment]
         clock.now = 0.0
         for _ in range(3):
             train(model, loader, optimizer, clock, nothing)

@@ -26,11 +26,13 @@ from accel.errors import InvalidArgument
 from accel.goodput.job import JobProfile, LostTime
 from tests.accel.elastic.batch_loops import Clock, batch_run, known_noise, time_by
 
+PLAIN: dict[str, Any] = {"cache": False, "budget": "0.001s", "allow": "exact"}
+
 
 class Training:
     """Steps of 1 ms whatever the batch, so that it grows as far as it may."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, phi: float = 1e6, **arguments: Any) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, phi: float = 1e6, **elastic: Any) -> None:
         self.clock = Clock()
         time_by(self.clock, monkeypatch)
         known_noise(monkeypatch, phi)
@@ -38,8 +40,9 @@ class Training:
         self.model: nn.Module = nn.Linear(4, 1)
         self.optimizer: Any = torch.optim.SGD(self.model.parameters(), 0.01)
         loader = DataLoader(TensorDataset(torch.randn(4000, 4), torch.randn(4000, 1)), batch_size=8, shuffle=True)
-        options = {"cache": False, "budget": "0.001s", "allow": "exact", **arguments}
-        self.model, self.loader, self.optimizer = accel.optimize(self.model, loader, self.optimizer, **options)
+        self.model, self.loader, self.optimizer = accel.optimize(
+            self.model, loader, self.optimizer, elastic=accel.Elastic(**elastic), **PLAIN
+        )
         self._batches = itertools.chain.from_iterable(itertools.repeat(self.loader))
 
     @property
@@ -194,7 +197,7 @@ def test_where_accel_is_switched_off_the_script_runs_all_the_same(
     with monkeypatch.context() as patch, accel.disabled() if how == "disabled" else contextlib.nullcontext():
         if how == "ACCEL=0":
             patch.setenv("ACCEL", "0")
-        passed = accel.optimize(model, loader, optimizer, max_batch_size=8, checkpoint=tmp_path)
+        passed = accel.optimize(model, loader, optimizer, elastic=accel.Elastic(max_batch_size=8, checkpoint=tmp_path))
     assert passed == (model, loader, optimizer)
     progress = progress_of(model)
     for _ in remaining_epochs(loader, 3):

@@ -235,7 +235,9 @@ def test_torchs_own_batch_sampler_gives_size_order_and_drop_last(
     loader: Any = DataLoader(data, batch_sampler=BatchSampler(order(data), 4, drop_last))
     if "checkpoint" in options:
         options = {"checkpoint": tmp_path}
-    model, loader, optimizer = accel.optimize(model, loader, optimizer, **options, **PLAIN)  # type: ignore[assignment]
+    model, loader, optimizer = accel.optimize(  # type: ignore[assignment]
+        model, loader, optimizer, elastic=accel.Elastic(**options), **PLAIN
+    )
     assert loader.batch_sampler.batch_size == 4
     for epoch in range(2):
         loader.batch_sampler.sampler.set_epoch(epoch)
@@ -270,7 +272,9 @@ def test_a_growing_batch_leaves_out_what_the_loaders_own_would(
         options = {"batch_sampler": ElasticSampler(data, batch_size=8, drop_last=True)}
     model = nn.Linear(8, 1)
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
-    made = accel.optimize(model, DataLoader(data, **options), optimizer, max_batch_size=128, **PLAIN)
+    made = accel.optimize(
+        model, DataLoader(data, **options), optimizer, elastic=accel.Elastic(max_batch_size=128), **PLAIN
+    )
     epochs = [train(*made, clock, nothing) for _ in range(4)]
     batch = batch_run(model)._sampler.batch_sizes
     accel.undo(model)
@@ -301,7 +305,9 @@ def test_so_it_does_in_an_epoch_that_is_resumed(
         torch.manual_seed(stop or 0)
         model = nn.Linear(8, 1)
         optimizer = torch.optim.SGD(model.parameters(), 0.01)
-        made = accel.optimize(model, DataLoader(data, **given), optimizer, checkpoint=tmp_path, **options, **PLAIN)
+        made = accel.optimize(
+            model, DataLoader(data, **given), optimizer, elastic=accel.Elastic(checkpoint=tmp_path, **options), **PLAIN
+        )
         sampler, steps = made[1].batch_sampler, 0
         while sampler.epoch < 3 and steps != stop:
             for x, y, index in made[1]:

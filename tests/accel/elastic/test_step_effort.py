@@ -44,7 +44,13 @@ def test_the_batch_controller_adds_a_fixed_number_of_instructions_to_a_step() ->
         next(steps)
     plainly = of_a_step(steps)
     _, loader, _ = accel.optimize(
-        model, plain, optimizer, max_batch_size=8, budget=60, disable=strategies.names(), cache=False
+        model,
+        plain,
+        optimizer,
+        elastic=accel.Elastic(max_batch_size=8),
+        budget=60,
+        disable=strategies.names(),
+        cache=False,
     )
     steps = training(model, loader, optimizer)
     for _ in range(700):

@@ -35,7 +35,7 @@ def train(folder: Path) -> None:
         optimizer = torch.optim.SGD(model.parameters(), 0.01)
         loader = DataLoader(TensorDataset(torch.randn(4000, 4)), batch_size=2, num_workers=2)
         model, loader, optimizer = accel.optimize(
-            model, loader, optimizer, checkpoint=folder / "saved", allow="exact", cache=False
+            model, loader, optimizer, elastic=accel.Elastic(checkpoint=folder / "saved"), allow="exact", cache=False
         )
         for step, (x,) in enumerate(loader):
             model(x).sum().backward()

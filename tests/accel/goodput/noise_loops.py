@@ -57,7 +57,9 @@ class StepClock:
 
 def meter_for(model: nn.Module, *optimizers: Optimizer, **options: Any) -> NoiseMeter:
     """Return a meter that measures every other step of `train`."""
-    return NoiseMeter(model, list(optimizers), **{"clock": StepClock(), **options})
+    meter = NoiseMeter(model, list(optimizers), **options)
+    meter.clock = StepClock()
+    return meter
 
 
 def train(
@@ -97,8 +99,8 @@ def train(
                 output = meter.call(model, (x,), {}) if meter.wants_call else model(x)
             backward(loss(output, y) / accumulation)
         between()
-        if isinstance(meter._clock, StepClock):
-            meter._clock.now += 1
+        if isinstance(meter.clock, StepClock):
+            meter.clock.now += 1
         (update or plain_update)()
         meter.end_step()
         yield step

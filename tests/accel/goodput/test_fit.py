@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from accel.errors import InvalidArgument
-from accel.goodput.fit import PRIORS, Problem, fit, model_of, theta_of
+from accel.goodput.fit import PRIORS, Problem, fit_throughput, model_of, theta_of
 from accel.goodput.observations import Configuration, Observations, StepTimes
 from accel.goodput.throughput import SYNC_TERMS, ThroughputModel
 from tests.accel.goodput.goodput_cases import TYPICAL
@@ -72,7 +72,7 @@ def test_the_loss_is_within_a_tenth_of_that_of_what_made_1000_noisy_points(seed:
             Configuration(nodes, replicas, int(draw.integers(16, 129)), int(draw.integers(0, most_extra + 1)))
         )
     times = made_by(true, points, noise=0.1, seed=seed)
-    fitted = fit(times)
+    fitted = fit_throughput(times)
     assert root_mean_square(times, fitted) <= 1.1 * root_mean_square(times, true)
     problem = Problem(times)
     assert problem.loss(theta_of(fitted)) <= 1.01 * problem.loss(theta_of(true))
@@ -82,7 +82,7 @@ def test_the_loss_is_within_a_tenth_of_that_of_what_made_1000_noisy_points(seed:
 def test_what_made_the_data_is_predicted_beyond_it(seed: int) -> None:
     """At twice and four times the largest batch, and at twice the nodes."""
     true = drawn_model(seed)
-    fitted = fit(made_by(true, GRID))
+    fitted = fit_throughput(made_by(true, GRID))
     for beyond in (Configuration(4, 16, 256), Configuration(3, 12, 512, 5), Configuration(8, 32, 64)):
         assert fitted.step_s(*beyond) == pytest.approx(true.step_s(*beyond), rel=0.2)
 
@@ -91,7 +91,7 @@ def test_a_tenth_of_wild_step_times_hardly_moves_the_fit() -> None:
     times = made_by(TYPICAL, GRID, noise=0.02)
     wild = times.seconds.copy()
     wild[::10] *= 30
-    fitted = fit(dataclasses.replace(times, seconds=wild))
+    fitted = fit_throughput(dataclasses.replace(times, seconds=wild))
     assert root_mean_square(times, fitted) < 0.06
 
 
@@ -99,27 +99,27 @@ def test_an_unsure_step_time_counts_less() -> None:
     twice = [Configuration(1, 1, 32), Configuration(1, 1, 32)]
     times = StepTimes.of(twice, [0.1, 0.12])
     sure = dataclasses.replace(times, deviation=np.array([0.01, 0.1]))
-    assert fit(sure).step_s(1, 1, 32) == pytest.approx(0.1, rel=0.01)
+    assert fit_throughput(sure).step_s(1, 1, 32) == pytest.approx(0.1, rel=0.01)
 
 
 def test_a_start_leads_to_the_same_loss() -> None:
     times = made_by(TYPICAL, GRID, noise=0.05)
     problem = Problem(times)
-    cold = problem.loss(theta_of(fit(times)))
+    cold = problem.loss(theta_of(fit_throughput(times)))
     starts = [
-        fit(made_by(TYPICAL, GRID[:20])),
+        fit_throughput(made_by(TYPICAL, GRID[:20])),
         # Without a logarithm, far off, and with exponents that have no logit.
         ThroughputModel(compute_fixed_s=0.0, compute_sample_s=1e9),
         ThroughputModel(compute_fixed_s=1.0, compute_sample_s=0.0, compute_exponent=10, overlap_exponent=10),
     ]
     for start in starts:
-        assert problem.loss(theta_of(fit(times, start))) <= 1.02 * cold
+        assert problem.loss(theta_of(fit_throughput(times, start))) <= 1.02 * cold
 
 
 def test_without_scipy_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "scipy.optimize", None)
     with pytest.raises(InvalidArgument, match=r"scipy, which is not installed; pip install 'accel-train\[elastic\]'"):
-        fit(made_by(TYPICAL, GRID))
+        fit_throughput(made_by(TYPICAL, GRID))
 
 
 # What was never observed
@@ -130,7 +130,7 @@ def test_without_scipy_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> N
 def test_one_observation_is_met_and_promises_no_wonder(seconds: float, batch: int) -> None:
     observations = Observations()
     observations.add(Configuration(1, 1, batch), seconds)
-    model = fit(observations.step_times())
+    model = fit_throughput(observations.step_times())
     assert model.step_s(1, 1, batch) == pytest.approx(seconds, rel=0.01)
 
     def throughput(nodes: int, replicas: int, local: int) -> float:
@@ -162,20 +162,20 @@ def test_whatever_was_observed_has_a_model(steps: list[tuple[tuple[int, int, int
     observations = Observations()
     for (nodes, each, batch, extra, scale), seconds in steps:
         observations.add(Configuration(nodes, nodes * each, batch, extra, scale), seconds)
-    step_s = fit(observations.step_times()).step_s([1, 1, 2, 16], [1, 4, 2, 128], 32)
+    step_s = fit_throughput(observations.step_times()).step_s([1, 1, 2, 16], [1, 4, 2, 128], 32)
     assert np.isfinite(step_s).all()
     assert (step_s > 0).all()
 
 
 def test_several_nodes_are_slower_than_one_before_they_are_seen() -> None:
     local = [Configuration(1, replicas, 32) for replicas in (1, 2, 4)]
-    model = fit(made_by(TYPICAL, local))
+    model = fit_throughput(made_by(TYPICAL, local))
     for nodes in (2, 3, 4):
         assert model.step_s(nodes, 4, 32) > 1.01 * model.step_s(1, 4, 32)
 
 
 def test_replicas_without_a_single_one_share_their_time_out() -> None:
-    model = fit(made_by(TYPICAL, [Configuration(2, 8, 32)]))
+    model = fit_throughput(made_by(TYPICAL, [Configuration(2, 8, 32)]))
     seconds = TYPICAL.step_s(2, 8, 32)
     assert model.step_s(2, 8, 32) == pytest.approx(seconds, rel=0.02)
     assert 0.3 * seconds < model.step_s(1, 1, 32) < seconds
@@ -183,14 +183,14 @@ def test_replicas_without_a_single_one_share_their_time_out() -> None:
 
 def test_nothing_observed_is_refused() -> None:
     with pytest.raises(InvalidArgument, match=r"there must be at least one step time to fit a model to. Found: none"):
-        fit(Observations().step_times())
+        fit_throughput(Observations().step_times())
 
 
 @pytest.mark.parametrize("scale", [1e-9, 1e6])
 def test_units_do_not_matter(scale: float) -> None:
     times = made_by(TYPICAL, GRID, noise=0.05)
-    scaled = fit(dataclasses.replace(times, seconds=times.seconds * scale))
-    assert scaled.step_s(4, 16, 64) == pytest.approx(scale * fit(times).step_s(4, 16, 64), rel=1e-6)
+    scaled = fit_throughput(dataclasses.replace(times, seconds=times.seconds * scale))
+    assert scaled.step_s(4, 16, 64) == pytest.approx(scale * fit_throughput(times).step_s(4, 16, 64), rel=1e-6)
 
 
 def test_theta_and_model_are_two_forms_of_one_thing() -> None:

@@ -225,7 +225,7 @@ def test_optimizer_with_a_closure_is_refused() -> None:
             return value
 
         optimizer.step(closure)
-        meter._clock.now += 1  # type: ignore[attr-defined]
+        meter.clock.now += 1  # type: ignore[attr-defined]
         meter.end_step()
     assert "no gradient has arrived at the parameters before the optimizer's step" in meter.refusal
     assert not any(p._backward_hooks for p in model.parameters())
@@ -324,7 +324,8 @@ def test_nothing_is_installed_between_measured_steps() -> None:
     torch.manual_seed(0)
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), 1e-3)
-    meter = NoiseMeter(model, [optimizer], clock=Readings())
+    meter = NoiseMeter(model, [optimizer])
+    meter.clock = Readings()
     meter._schedule = NoiseSchedule(0.05)
     batch, loss = classifier(model)
     seen = []
@@ -376,7 +377,8 @@ def test_measuring_takes_its_share_of_the_run(overhead: float) -> None:
     clock = Clock()
     model = nn.Linear(12, 5)
     optimizer = torch.optim.SGD(model.parameters(), 0.0)
-    meter = NoiseMeter(model, [optimizer], clock=clock)
+    meter = NoiseMeter(model, [optimizer])
+    meter.clock = clock
     meter._schedule = NoiseSchedule(overhead)
     batch, _ = classifier(model)
 

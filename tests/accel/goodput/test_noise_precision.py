@@ -58,7 +58,7 @@ def test_o2_has_the_noise_of_the_plain_model(dtype: torch.dtype, clips: bool, ac
     """Clipping by `master_params` has moved the gradients to the masters before the replay."""
     model = net()
     optimizer: Any = torch.optim.SGD(model.parameters(), 0.0)
-    scale = amp.DynamicLossScale(initial=1024.0, interval=3) if dtype == torch.float16 else None
+    scale = amp.DynamicLossScale(init_scale=1024.0, growth_interval=3) if dtype == torch.float16 else None
     model, optimizer = amp.decorate(model, optimizer, dtype=dtype, loss_scale=scale)
     noise = Kept()
     meter = meter_for(model, optimizer, noise=noise)
@@ -82,7 +82,7 @@ def test_o2_learns_the_same_with_and_without_a_meter() -> None:
     for metered in (False, True):
         model = net()
         optimizer: Any = optim.FusedAdamW(model.parameters(), 0.01)
-        scale = amp.DynamicLossScale(initial=2.0**15, interval=4)
+        scale = amp.DynamicLossScale(init_scale=2.0**15, growth_interval=4)
         model, optimizer = amp.decorate(model, optimizer, dtype=torch.float16, loss_scale=scale)
         meter = meter_for(model, optimizer)
         if not metered:

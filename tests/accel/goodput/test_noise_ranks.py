@@ -66,7 +66,7 @@ def trained(rank: int, world: int, accumulation: int, lossy: bool, faults: str) 
             (loss * math.nan if faults == "nan" and rank == 1 and step == 8 else loss).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
         # Each rank has a speed of its own.
-        meter._clock.now += 1 + rank  # type: ignore[attr-defined]
+        meter.clock.now += 1 + rank  # type: ignore[attr-defined]
         before = [p.detach().clone() for p in model.parameters()]
         if faults != "left out" or step > 16 or rank == 0:
             meter.before_update(optimizer)

@@ -471,7 +471,7 @@ def test_a_loss_scale_learns_of_overflows_in_replays() -> None:
     def outcome(captured: bool) -> tuple[list[Any], int]:
         model = network()
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
-        scale = DynamicLossScale(initial=2.0**10, interval=5)
+        scale = DynamicLossScale(init_scale=2.0**10, growth_interval=5)
         decorate(model, optimizer, dtype=torch.float16, loss_scale=scale)
 
         step = whole_step(model, optimizer)

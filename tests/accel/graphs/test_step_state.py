@@ -129,7 +129,7 @@ def test_the_step_of_a_loss_scale_may_be_outside() -> None:
         torch.manual_seed(0)
         model = nn.Linear(6, 3)
         optimizer = torch.optim.SGD(model.parameters(), 0.01)
-        decorate(model, optimizer, dtype=torch.float16, loss_scale=DynamicLossScale(initial=2.0**8))
+        decorate(model, optimizer, dtype=torch.float16, loss_scale=DynamicLossScale(init_scale=2.0**8))
 
         def backward(x: Tensor) -> Tensor:
             loss = model(x).square().mean()
@@ -164,7 +164,7 @@ def test_a_loss_scale_and_momentum_that_begins_late(name: str, warmup: int) -> N
         torch.manual_seed(0)
         model = nn.Linear(6, 3)
         optimizer = _SGD[name](model.parameters())
-        scale = DynamicLossScale(initial=2.0**10)
+        scale = DynamicLossScale(init_scale=2.0**10)
         decorate(model, optimizer, dtype=torch.float16, loss_scale=scale)
 
         whole = squares_step(model, optimizer)

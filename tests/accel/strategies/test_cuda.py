@@ -255,7 +255,7 @@ def compiled_in_a_search(device: str, setting: str, monkeypatch: pytest.MonkeyPa
 def test_on_a_gpu_a_compiled_model_with_dropout_passes_the_guard(setting: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Masks that a compiler draws otherwise than eager code does are no wrong result, and must not be taken for one."""
     row = compiled_in_a_search("cuda", setting, monkeypatch)
-    assert row.status in ("kept", "undone", "refused"), row
+    assert row.status in ("kept", "undone", "inconclusive"), row
     assert not row.why.startswith(("wrong", "failed")), row
     assert row.gradient_error is not None, row
 

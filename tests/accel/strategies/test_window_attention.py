@@ -98,7 +98,7 @@ def tried(report: dict[str, Any]) -> bool:
     """Tell whether the search timed the strategy on real steps, and found nothing wrong with it."""
     row = next(one for one in report["rows"] if one["name"] == "window_attention")
     wrong = [word for word in ("Error", "differ", "failed") if word in row["why"]]
-    assert row["status"] in ("kept", "undone", "refused") and not wrong, row
+    assert row["status"] in ("kept", "undone", "inconclusive") and not wrong, row
     return row["steps"] > 0 and row["after_ms"] is not None and row["gradient_error"] is not None
 
 
