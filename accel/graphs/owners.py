@@ -91,7 +91,7 @@ class Owners:
     def form(self) -> Hashable:
         """Return what a model's graph has frozen: modes, code, numbers of modules, where tensors lie, which train."""
         # In a key at every call, so each line goes through all tensors or modules without Python for each. As long as
-        # no module has got or lost anything, only what changes in place is looked at: a third of the time.
+        # no module's dictionary has changed, only what changes in place is looked at.
         tensors = self.tensors()
         places = [list(map(Tensor.data_ptr, tensors)), list(map(_REQUIRES_GRAD, tensors))]
         now = [list(map(dict_version, self._dicts)), list(map(_CLASS, self.every)), places]

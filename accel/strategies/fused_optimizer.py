@@ -64,7 +64,8 @@ class FusedOptimizer(Strategy):
         """Set the path, and move step counters where the fused path wants them."""
         able = [optimizer for optimizer in run.optimizers if not _refusal(optimizer)]
         self._paths.switch(able, fused=setting == "fused")
-        if setting == "fused":
+        # One rank alone may look at its gradients, and ranks would no longer round alike.
+        if setting == "fused" and run.world_size == 1:
             self._clipping.attach(able)  # behind the path's hooks: it asks which path was taken
         # A checkpoint is the plain loop's: it says nothing of the path.
         self._hooks += [optimizer.register_state_dict_post_hook(self._plain_checkpoint) for optimizer in able]

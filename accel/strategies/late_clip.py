@@ -6,8 +6,8 @@ it has ended, and are read and written once less. Nothing waits for the device.
 
 Between the two, `.grad` of parameters is a property: whoever reads or sets one, as `zero_grad` and hooks of the loop
 do, has the gradients multiplied first, and so has the next backward pass. A gradient that somebody else holds as well
-(in a list, as a view, within a bucket of DDP) could be read past that, so then all are multiplied at once. What can't
-be seen is a CUDA graph of the loop's own that is replayed between the two: it must hold both or come before both.
+(in a list, as a view) could be read past that, so then all are multiplied at once. What can't be seen is a CUDA graph
+of the loop's own that is replayed between the two: it must hold both or come before both.
 """
 
 from __future__ import annotations
@@ -39,6 +39,8 @@ _KINDS: Any = (type, attrgetter("dtype"), attrgetter("layout"), Tensor.get_devic
 _HELD, _USES = Tensor._use_count, torch._C._storage_Use_Count  # type: ignore[attr-defined]
 _CDATA = attrgetter("_cdata")
 _SCALING = ("grad_scale", "found_inf")
+FORGETS_CHANGES = sys.version_info < (3, 13)
+"""Later versions look attributes up without their cache once a class has been changed a thousand times."""
 
 
 class _Waiting(NamedTuple):
@@ -104,7 +106,10 @@ _passes = _Passes()
 
 
 def _clip(parameters: Any, max_norm: float, total_norm: Tensor, foreach: bool | None = None) -> None:
-    """Stand in for torch's function of this signature, which has the caller's gradients in no other list."""
+    """Stand in for torch's function of this signature."""
+    if torch.compiler.is_compiling():  # within a step that the loop has compiled as a whole
+        _torchs[0](parameters, max_norm, total_norm, foreach)
+        return
     _settle()
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     waiting = _prepared(parameters, float(max_norm), total_norm)
@@ -218,6 +223,8 @@ class LateClipping:
 
     def attach(self, optimizers: Iterable[Optimizer]) -> None:
         """Let their clippings wait from now on; hooks that come before their steps later end that."""
+        if not FORGETS_CHANGES:
+            return
         _FUNCTION_IN_PLACE.use(self, True)
         begins: Any = torch._disable_dynamo(_step_begins)  # type: ignore[attr-defined]
         for optimizer in optimizers:

@@ -103,7 +103,7 @@ def _is_regular(parameter: Tensor, state: dict[str, Any]) -> bool:
     like = [value for name, value in state.items() if name != "step" and isinstance(value, Tensor)]
     if not parameter.is_contiguous():
         like.append(torch.empty_like(parameter))  # of other strides if there are gaps, or elements overlap
-    if (grad := parameter.grad) is not None:
+    if (grad := _GRAD(parameter)) is not None:
         like.append(grad)
     own = parameter.shape, parameter.dtype, parameter.layout
     return all((v.shape, v.dtype, v.layout) == own and v.stride() == parameter.stride() for v in like)
@@ -152,7 +152,7 @@ def _lacks_some_buffers(optimizer: Optimizer, group: dict[str, Any]) -> bool:
     """Return whether some of the parameters to be updated have a momentum buffer, and some none."""
     if not group.get("momentum") or not isinstance(optimizer, torch.optim.SGD):
         return False
-    states = [optimizer.state.get(p) or {} for p in group["params"] if p.grad is not None]
+    states = [optimizer.state.get(p) or {} for p in group["params"] if _GRAD(p) is not None]
     return len({state.get("momentum_buffer") is None for state in states}) > 1
 
 

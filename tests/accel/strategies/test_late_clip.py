@@ -5,18 +5,23 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch._dynamo.trace_rules
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import SGD, Adagrad, Adam, AdamW
 
 import accel
 from accel import entry
-from accel.strategies.late_clip import LateClipping
+from accel.strategies.fused_optimizer import FusedOptimizer
+from accel.strategies.late_clip import FORGETS_CHANGES, LateClipping
 from tests.accel.loops import advance, make_loader, training
+
+pytestmark = pytest.mark.skipif(not FORGETS_CHANGES, reason="Python 3.13 and later: a class may not change each step")
 
 OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
     "AdamW": lambda p: AdamW(p, 0.05, weight_decay=0.1, fused=True),
@@ -79,6 +84,7 @@ def multiplied(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
             counts.append(len(tensors))
         multiply(tensors, factor)
 
+    torch._dynamo.trace_rules.get_torch_obj_rule_map()  # made once, of torch's own function
     monkeypatch.setattr(torch, "_foreach_mul_", counted)
     yield counts
     assert "grad" not in vars(nn.Parameter)
@@ -299,6 +305,32 @@ def test_a_closure_that_clips_is_clipped() -> None:
     plain = Loop()
     run(plain)
     assert_same(plain, late(Loop(), run))
+
+
+def test_a_compiled_step_takes_torchs_own_function() -> None:
+    def run(loop: Loop) -> None:
+        loop.backward()
+        clip = torch.compile(lambda: clip_grad_norm_(loop.parameters, 1.0), backend="eager", fullgraph=True)
+        loop.norms.append(clip())
+        loop.optimizer.step()
+
+    plain = Loop()
+    run(plain)
+    assert_same(plain, late(Loop(), run))
+
+
+@pytest.mark.parametrize(("ranks", "at_once"), [(1, []), (2, [4])])
+def test_with_several_ranks_it_stays_off_since_one_may_look_alone(
+    ranks: int, at_once: list[int], multiplied: list[int]
+) -> None:
+    loop = Loop(lambda p: AdamW(p, 0.05))
+    strategy, run = FusedOptimizer(), SimpleNamespace(optimizers=[loop.optimizer], world_size=ranks)
+    strategy.enable(run, "fused")  # type: ignore[arg-type]
+    loop.backward()
+    loop.clip()
+    loop.optimizer.step()
+    strategy.disable(run)  # type: ignore[arg-type]
+    assert multiplied == at_once
 
 
 def test_the_strategy_switches_it_on_and_off(multiplied: list[int]) -> None:
