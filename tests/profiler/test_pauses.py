@@ -77,6 +77,7 @@ def test_nothing_is_switched_once_a_loop_was_left_by_break(recorder: Recorder) -
     assert not switch.on
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("gradients", [True, False])
 @pytest.mark.parametrize("mode", [True, False], ids=["train", "eval"])
 @pytest.mark.parametrize("where", ["after the update", "before the forward pass", "before the backward pass"])
