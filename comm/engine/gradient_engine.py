@@ -34,6 +34,7 @@ from accel.comm.engine.reduction import Arrangement, arranged, is_finite
 from accel.comm.engine.route import Route, unfit
 from accel.comm.memory import LossScale, Memory
 from accel.comm.ranks.topology import Topology
+from accel.profiler.errors import InvalidArgument
 
 Averaged = torch.futures.Future[Tensor]
 
@@ -244,7 +245,7 @@ def _all_reduced(buffer: Tensor, group: dist.ProcessGroup) -> Averaged:
     return averaged
 
 
-def _unbound(kind: str) -> ValueError:
+def _unbound(kind: str) -> InvalidArgument:
     """Return the error of an engine whose groups are missing."""
     article = "an" if kind[0] in "AEIOU" else "a"
-    return ValueError(f"{article} {kind} that was closed or unpickled must be bound first: state.bind(model)")
+    return InvalidArgument(f"{article} {kind} that was closed or unpickled must be bound first: state.bind(model)")

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from accel.comm.ranks.channel import ConnectionBroken, GlooChannel
 from accel.comm.ranks.failure import CommError
+from accel.profiler.errors import InvalidArgument
 from accel.profiler.interruptions import ours
 
 T = TypeVar("T")
@@ -103,6 +104,6 @@ def _outcome(decision: Callable[[list[T]], A], objects: list[T]) -> tuple[Any, E
     try:
         return decision(objects), None
     except ValueError as error:
-        return None, ValueError(str(error))
+        return None, InvalidArgument(str(error))
     except ours() as error:
         return None, CommError(f"rank 0 failed to decide for all: {type(error).__name__}: {error}")

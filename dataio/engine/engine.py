@@ -428,10 +428,10 @@ def as_raised(pickled: bytes | None, text: str, where: str) -> BaseException:
     except ours():  # of a class that only the worker knows
         error = None
     if not isinstance(error, BaseException):
-        error = RuntimeError(f"in {where}:\n{text}")
+        error = InvalidState(f"in {where}:\n{text}")
     elif isinstance(error, StopIteration) or not isinstance(error, Exception):
         # It would be taken for the end of the epoch, or for a wish to end the loop's own process.
-        error = RuntimeError(f"{type(error).__name__} was raised in {where}: {error}")
+        error = InvalidState(f"{type(error).__name__} was raised in {where}: {error}")
     # Past a __setattr__ of its class.
     object.__setattr__(error, "__cause__", _Elsewhere(f"in {where}:\n\n{text}"))
     return error

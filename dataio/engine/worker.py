@@ -38,7 +38,7 @@ from accel.dataio.dataset.numbers import Numbers, set_numbers
 from accel.dataio.engine import slots, wire
 from accel.dataio.fetching.fetch import Fetch, blame
 from accel.dataio.fetching.randomness import random_state, seed_everything
-from accel.profiler.errors import AccelError
+from accel.profiler.errors import AccelError, InvalidType
 
 # How long a worker whose loop is gone may go on with the sample in hand.
 _GRACE_S = 5.0
@@ -242,7 +242,7 @@ class _Worker:
             packed = wire.pack(batch)
         except Exception as error:
             text = f"the batch is a {type(batch).__name__} that can't be sent to another process: {error!r}"
-            self._send(Failed(order.serial, _pickled(TypeError(text)), text, blame(error, indices)))
+            self._send(Failed(order.serial, _pickled(InvalidType(text)), text, blame(error, indices)))
             return
         self._deliver(order.serial, packed)
 

@@ -23,6 +23,7 @@ from accel.kernels.window_attention.tiles import (
     precision_of,
     tiles_of,
 )
+from accel.profiler.errors import InvalidState
 
 _PROGRAMS_PER_CORE = {"forward": 4, "backward": 2}
 """Of windows of one block: as many as have registers at a time, so that none waits and few partial sums are written."""
@@ -224,10 +225,10 @@ class CallPlans:
             self._backward = _backward_plan(self._layer)
         return self._backward
 
-    def too_large(self, error: OutOfResources) -> RuntimeError:
+    def too_large(self, error: OutOfResources) -> InvalidState:
         """Return an error with a remedy, for a GPU that has too little shared memory for this layer."""
         window = " x ".join(map(str, self._layer.spec.window))
-        return RuntimeError(
+        return InvalidState(
             f"window attention: windows of {window} in {self._layer.dtype} must fit this GPU, they need "
             f"{error.required} of {error.name} and it has {error.limit}; use half precision, or the model's own "
             "attention"

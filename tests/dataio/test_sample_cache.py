@@ -383,7 +383,7 @@ def test_samples_in_a_file_leave_nothing_behind(tmp_path: Path) -> None:
     [
         ({"memory": 0}, ValueError, "memory must be at least 1 byte, got 0"),
         ({"memory": 31}, ValueError, "not one sample of 32 bytes fits into memory=31 bytes"),
-        ({"directory": "/nowhere/at/all"}, OSError, "/nowhere/at/all"),
+        ({"folder": "/nowhere/at/all"}, OSError, "/nowhere/at/all"),
     ],
 )
 def test_arguments_that_can_not_be(options: dict[str, Any], error: type[Exception], text: str) -> None:

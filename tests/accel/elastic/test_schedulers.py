@@ -110,6 +110,6 @@ def test_one_that_no_checkpoint_holds_is_told_of_at_the_call(
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         accel.optimize(model, loader, optimizer, elastic=accel.Elastic(checkpoint=checkpoint), cache=False)
-    told = [str(each.message) for each in caught if "learning-rate scheduler" in str(each.message)]
-    assert len(told) == warned
-    assert not warned or "Checkpointing(folder=..., schedulers=[scheduler])" in told[0]
+    told = [each for each in caught if "learning-rate scheduler" in str(each.message)]
+    assert [each.filename for each in told] == [__file__] * warned
+    assert not warned or "Checkpointing(folder=..., schedulers=[scheduler])" in str(told[0].message)
