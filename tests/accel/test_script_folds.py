@@ -51,7 +51,7 @@ def test_ever_new_models_are_looked_at_a_bounded_number_of_times(
             copied = copy.deepcopy(model)
             steps(copied, torch.optim.SGD(copied.parameters(), lr=0.01), count)
 
-        for _ in range(18):
+        for _ in range(30):
             client(3)
         assert len(looks) == 16
         training.updates += 1000  # one more for each thousand
