@@ -25,6 +25,7 @@ from accel.search.actions import Action, Result
 from accel.session.session import Session
 from accel.strategies.base import Exactness, Strategy
 from tests.played_events import Event, counted
+from tests.sampling import examples
 
 QUEUE_S = 0.03
 """By which the host runs ahead at most."""
@@ -286,7 +287,7 @@ def changes(draw: st.DrawFn) -> tuple[Times, Times]:
 
 
 @given(change=changes(), batches=st.integers(2, 40), rest=st.sampled_from([0, 3]))
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @example(change=(HIDDEN, HIDDEN._replace(device=0.05)), batches=40, rest=0)
 @example(change=(HIDDEN, HIDDEN._replace(device=0.5)), batches=40, rest=0)
 @example(change=(UNDER_WAY, UNDER_WAY._replace(device=0.08)), batches=4, rest=3)

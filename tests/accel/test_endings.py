@@ -76,6 +76,7 @@ def test_a_closing_trial_that_has_not_ended_is_named() -> None:
     assert said == {"trials were under way", "the trial of the whole plan had not ended"}
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("steps", range(0, 2000, 97))
 @pytest.mark.parametrize("budget", ["3%", "100%", 60])
 def test_every_ending_of_a_search_that_is_under_way_has_a_reason(steps: int, budget: str | float) -> None:

@@ -74,7 +74,7 @@ def test_under_exact_200_steps_give_the_same_bits(name: str) -> None:
     assert report.steps > 100
 
 
-@pytest.mark.parametrize("allow", ["reordered", pytest.param("reduced", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("allow", ["reduced", pytest.param("reordered", marks=pytest.mark.slow)])
 @each((name for name in LOOPS if name not in _CHAOTIC), {"cnn_dropout"})
 def test_further_down_the_loss_stays_in_its_band(name: str, allow: str) -> None:
     losses = plain(name).losses

@@ -135,6 +135,7 @@ KINDS: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_number_that_all_processes_see_is_read_when_an_epoch_begins(workers: int, kind: str) -> None:

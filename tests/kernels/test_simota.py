@@ -372,8 +372,11 @@ def test_kernels_find_the_same(interpreted: None, gts: int, size: int, variant: 
 @pytest.mark.parametrize(
     "family",
     [
-        *("identical", "borders", "one anchor", "specks"),
-        *(pytest.param(family, marks=pytest.mark.slow) for family in ("outside", "few anchors", "saturated")),
+        *("identical", "specks"),
+        *(
+            pytest.param(family, marks=pytest.mark.slow)
+            for family in ("borders", "one anchor", "outside", "few anchors", "saturated")
+        ),
     ],
 )
 def test_kernels_on_hard_images(interpreted: None, family: str) -> None:

@@ -254,6 +254,7 @@ LOOPS: dict[str, tuple[dict[str, Any], dict[str, Any], float, dict[str, float]]]
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("timed", [119, 40], ids=["all timed", "a third timed"])
 @pytest.mark.parametrize("name", LOOPS)
 def test_what_holds_the_device_up_is_named(name: str, timed: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -316,6 +317,7 @@ def test_a_queue_that_fills_up_is_no_gain(monkeypatch: pytest.MonkeyPatch) -> No
     assert found.saving.value == pytest.approx(0.0, abs=0.05)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("room", [45, 1000])
 @pytest.mark.parametrize("every", range(2, 8))
 def test_steps_that_are_launched_sooner_than_done_are_compared_by_their_sum(

@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import nn
 
+from accel.profiler.experiments.process_modes import no_collector
 from accel.profiler.experiments.switch import Counterfactual
-from accel.profiler.experiments.whatif import experiment, no_collector
+from accel.profiler.experiments.whatif import experiment
 from accel.profiler.loop.recorder import Recorder
 from accel.profiler.phases import Measurement
 from accel.profiler.report import Experiment
@@ -77,6 +78,7 @@ def test_nothing_is_switched_once_a_loop_was_left_by_break(recorder: Recorder) -
     assert not switch.on
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("gradients", [True, False])
 @pytest.mark.parametrize("mode", [True, False], ids=["train", "eval"])
 @pytest.mark.parametrize("where", ["after the update", "before the forward pass", "before the backward pass"])

@@ -183,6 +183,7 @@ def evaluate(model: nn.Module, batches: Any, clock: PlayedClock, *, limit: int =
             model(x)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("mode", [True, False], ids=["train", "eval"])
 @pytest.mark.parametrize("limit", [99, 3], ids=["whole", "left by break"])
 @DEFERRED

@@ -155,6 +155,7 @@ def assert_as_plain(kind: Any, path: str, changes: list[str], **options: Any) ->
         torch.testing.assert_close(actual, expected, **close)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("path", ["fused", "foreach"])

@@ -12,17 +12,10 @@ import pytest
 import torch
 from torch import nn
 
+from accel.profiler.experiments.exchanges import no_exchange
+from accel.profiler.experiments.process_modes import all_threads, no_anomaly_mode, no_collector
 from accel.profiler.experiments.switch import Counterfactual, Snapshot
-from accel.profiler.experiments.whatif import (
-    all_threads,
-    can_update_at_once,
-    experiment,
-    fetched_ahead,
-    no_anomaly_mode,
-    no_collector,
-    no_exchange,
-    one_update,
-)
+from accel.profiler.experiments.whatif import can_update_at_once, experiment, fetched_ahead, one_update
 from accel.profiler.loop.recorder import Recorder
 from accel.profiler.phases import Measurement
 from accel.profiler.report import Experiment

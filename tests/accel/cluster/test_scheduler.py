@@ -37,6 +37,7 @@ from accel.elastic.batch_size.report import PROFILE
 from accel.errors import InvalidArgument
 from accel.goodput.job import LostTime
 from tests.accel.cluster.cluster_cases import profile
+from tests.sampling import examples
 
 
 def spec(folder: Path, name: str = "one", **options: Any) -> JobSpec:
@@ -147,7 +148,7 @@ def test_what_a_job_came_to_is_told(tmp_path: Path) -> None:
     assert "no such script" in rows["none"].note
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(60))
 @given(st.data())
 def test_no_job_is_lost_and_none_runs_twice(data: st.DataObject) -> None:
     memory = Path("/dev/shm")  # each change is written through to the disk

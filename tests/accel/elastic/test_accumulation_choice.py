@@ -12,6 +12,7 @@ from accel.elastic.batch_size.choice import MARGIN
 from accel.elastic.batch_size.policy import BatchDecision, BatchPolicy
 from accel.goodput.efficiency import efficiency
 from tests.accel.elastic.test_policy import Job, interval
+from tests.sampling import examples
 
 
 class Exchanging(Job):
@@ -136,7 +137,7 @@ def test_steps_that_take_another_time_from_now_on_are_timed_anew() -> None:
         assert job.goodput_of(*controller.batches.shares(controller.batch), 4, 128) > best / (MARGIN * 1.3 * 1.1)
 
 
-@settings(max_examples=20)  # each is some ten fits
+@settings(max_examples=examples(40))  # each is some ten fits
 @given(
     fixed=st.floats(1e-4, 0.1),
     sample=st.floats(1e-6, 1e-3),

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from accel.elastic.checkpoint import Checkpoints
 from tests.accel.elastic.crashing_disk import CountingDisk, CrashingDisk, Killed
 from tests.hooked import hooked
+from tests.sampling import examples
 
 
 def state_of(step: int) -> dict[str, Any]:
@@ -66,7 +67,7 @@ def test_the_end_at_any_operation(tmp_path: Path, power: bool) -> None:
         check(folder, {2, 3})
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(60))
 @given(st.data())
 def test_several_ends_in_a_row(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     folder = tmp_path_factory.mktemp("ends")

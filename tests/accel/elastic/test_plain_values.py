@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -48,7 +48,6 @@ def same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-@settings(max_examples=50)
 @given(PLAIN)
 def test_what_passes_is_loaded_as_it_was(value: Any) -> None:
     check_plain(value)

@@ -16,6 +16,7 @@ from accel.elastic.batch_size.choice import MARGIN, better, candidates
 from accel.elastic.batch_size.policy import BatchDecision, BatchPolicy
 from accel.errors import InvalidArgument
 from accel.goodput.efficiency import NoiseInterval, efficiency
+from tests.sampling import examples
 
 PURE_NOISE = NoiseInterval(math.inf, 0.0, math.inf)
 
@@ -63,7 +64,7 @@ jobs = st.builds(
 )
 
 
-@settings(max_examples=20)  # each is some ten fits
+@settings(max_examples=examples(40))  # each is some ten fits
 @given(
     job=jobs,
     base=st.integers(1, 300),
@@ -86,7 +87,7 @@ def test_it_stays_within_bounds_and_gets_near_the_best(
     assert job.goodput(controller.batch, base) > best / (MARGIN * 1.3 * 1.1)
 
 
-@settings(max_examples=20)  # each is some ten fits
+@settings(max_examples=examples(40))  # each is some ten fits
 @given(job=jobs)
 @example(job=Job(0.0004, 0.0004, interval(10999.0), seed=4651))  # a gain near the margin: a lucky dozen let it stay
 def test_it_does_not_oscillate_on_constant_noise(job: Job) -> None:
@@ -104,7 +105,7 @@ def test_it_does_not_oscillate_on_constant_noise(job: Job) -> None:
     assert len(entered) <= 10
 
 
-@settings(max_examples=20)  # each is some ten fits
+@settings(max_examples=examples(40))  # each is some ten fits
 @given(job=jobs)
 def test_pure_noise_and_unknown_noise_keep_the_batch(job: Job) -> None:
     for noise in (PURE_NOISE, None):

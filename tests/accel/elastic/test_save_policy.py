@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from accel.elastic.save_policy import SavePolicy
 from accel.errors import InvalidArgument
 from tests.hooked import hooked
+from tests.sampling import examples
 
 
 class Clock:
@@ -172,7 +173,7 @@ def run_ranks(size: int, steps: int, step_s: list[float], events: dict[tuple[int
     return results, meeting
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(60))
 @given(
     st.integers(1, 4),
     st.lists(st.floats(0.001, 5), min_size=4, max_size=4),

@@ -7,7 +7,7 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from accel.errors import InvalidArgument
@@ -20,7 +20,6 @@ batches = st.integers(1, 10**6)
 finite = st.floats(0, 1e9)
 
 
-@settings(max_examples=40)
 @given(batches, batches, finite)
 def test_efficiency_and_gain_are_the_published_formulas(base: int, more: int, phi: float) -> None:
     batch, exact = base + more, Fraction(phi)
@@ -28,7 +27,6 @@ def test_efficiency_and_gain_are_the_published_formulas(base: int, more: int, ph
     assert gain(batch, base, phi) == pytest.approx(float((exact / base + 1) / (exact / batch + 1)), rel=RELATIVE)
 
 
-@settings(max_examples=40)
 @given(batches, batches, st.floats(1e-6, 1e6), st.floats(1e-6, 1e6))
 def test_gain_is_that_of_adascale(base: int, times: int, variance: float, mean_square: float) -> None:
     """AdaScale: (σ² + μ²) / (σ²/S + μ²), σ² the variance of a base batch's gradient, S the scale."""
@@ -37,7 +35,6 @@ def test_gain_is_that_of_adascale(base: int, times: int, variance: float, mean_s
     assert gain(base * times, base, phi) == pytest.approx(expected, rel=1e-9)
 
 
-@settings(max_examples=40)
 @given(batches, batches, finite | st.just(math.inf))
 def test_efficiency_falls_and_gain_rises_with_the_batch(base: int, more: int, phi: float) -> None:
     assert efficiency(base, base, phi) == gain(base, base, phi) == 1.0
@@ -48,7 +45,6 @@ def test_efficiency_falls_and_gain_rises_with_the_batch(base: int, more: int, ph
     assert second <= (base + 2 * more) / base * (1 + RELATIVE)
 
 
-@settings(max_examples=40)
 @given(noises(), batches, batches)
 def test_noise_that_grows_with_the_batch_keeps_these_laws(noise: NoiseInterval, base: int, more: int) -> None:
     sizes = np.array([base, base + more, base + 2 * more], float)
@@ -78,7 +74,6 @@ def test_noise_at_its_own_batch_is_what_was_measured() -> None:
     assert noise.at(np.array([64, 128])).shape == (2,)
 
 
-@settings(max_examples=40)
 @given(st.floats(1, 1e6), st.integers(1, 1000), st.integers(1, 1000), st.floats(0, 0.99))
 def test_a_share_is_found_again(phi: float, batch: int, more: int, share: float) -> None:
     noise = NoiseInterval(phi, phi, phi, batch=batch, share=share)

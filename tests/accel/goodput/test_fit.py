@@ -17,6 +17,7 @@ from accel.goodput.fit import PRIORS, Problem, fit_throughput, model_of, theta_o
 from accel.goodput.observations import Configuration, Observations, StepTimes
 from accel.goodput.throughput import SYNC_TERMS, ThroughputModel
 from tests.accel.goodput.goodput_cases import TYPICAL
+from tests.sampling import examples
 
 GRID = [
     Configuration(nodes, nodes * each, batch, extra)
@@ -125,7 +126,7 @@ def test_without_scipy_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> N
 # What was never observed
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(60))
 @given(st.floats(1e-4, 1e2), st.integers(1, 10**5))
 def test_one_observation_is_met_and_promises_no_wonder(seconds: float, batch: int) -> None:
     observations = Observations()
@@ -155,7 +156,7 @@ observed = st.tuples(
 )
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(60))
 @given(st.lists(st.tuples(observed, st.floats(1e-9, 1e6)), min_size=1, max_size=12))
 def test_whatever_was_observed_has_a_model(steps: list[tuple[tuple[int, int, int, int, float], float]]) -> None:
     """Even step times that contradict each other."""

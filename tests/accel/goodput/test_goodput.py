@@ -6,7 +6,7 @@ import dataclasses
 import math
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from accel.errors import InvalidArgument
@@ -40,7 +40,6 @@ def limits(draw: st.DrawFn, base_batch: int) -> BatchLimits:
     )
 
 
-@settings(max_examples=40)
 @given(models(), noises(), placements(), st.integers(1, 300), st.sampled_from(["phi", "low", "high"]), st.data())
 def test_the_best_is_within_the_limits_and_hardly_worse_than_any_other(
     model: ThroughputModel,

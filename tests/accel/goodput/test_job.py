@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from accel.errors import InvalidArgument
@@ -33,7 +33,6 @@ JOB = JobProfile(
 )
 
 
-@settings(max_examples=30)
 @given(models(), noises(), st.floats(0, 1e12))
 def test_what_is_written_is_read_again(model: ThroughputModel, noise: NoiseInterval, progress: float) -> None:
     job = dataclasses.replace(JOB, model=model, noise=noise, progress=progress)
@@ -123,7 +122,6 @@ def test_speedup_is_the_ratio_of_the_best_goodputs() -> None:
     assert table[0, 1] == pytest.approx(JOB.speedup(2, 8), rel=1e-12)
 
 
-@settings(max_examples=20)
 @given(models(), noises(), st.integers(1, 64))
 def test_speedup_is_never_above_the_number_of_replicas(
     model: ThroughputModel, noise: NoiseInterval, replicas: int

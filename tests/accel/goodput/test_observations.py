@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from accel.errors import InvalidArgument
@@ -27,7 +27,6 @@ def filled(*times: float, configuration: Configuration = ONE) -> Observations:
     return observations
 
 
-@settings(max_examples=30)
 @given(st.lists(st.floats(1e-6, 1e3), min_size=1, max_size=100))
 def test_the_median_of_the_last_steps_stands_for_all(times: list[float]) -> None:
     observations = filled(*times)

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from accel.errors import InvalidArgument
@@ -40,7 +40,6 @@ def exact_step_s(model: ThroughputModel, nodes: int, replicas: int, batch: int, 
         return float(extra * compute + total(compute, Decimal(scale) * sync, model.overlap_exponent))
 
 
-@settings(max_examples=25)
 @given(models(), placements(), batches, st.integers(0, 20), st.sampled_from([0.0, 0.25, 1.0, 3.0]))
 def test_step_time_is_the_formula(
     model: ThroughputModel, placement: tuple[int, int], batch: int, extra: int, scale: float
@@ -49,13 +48,11 @@ def test_step_time_is_the_formula(
     assert model.step_s(*placement, batch, extra, scale) == pytest.approx(expected, rel=RELATIVE)
 
 
-@settings(max_examples=25)
 @given(models(), batches, st.integers(0, 20))
 def test_one_replica_never_waits_for_another(model: ThroughputModel, batch: int, extra: int) -> None:
     assert model.step_s(1, 1, batch, extra) == pytest.approx((extra + 1) * model.step_s(1, 1, batch), rel=RELATIVE)
 
 
-@settings(max_examples=25)
 @given(models(), placements(), batches)
 def test_throughput_rises_with_the_local_batch_and_less_and_less(
     model: ThroughputModel, placement: tuple[int, int], batch: int
@@ -67,7 +64,6 @@ def test_throughput_rises_with_the_local_batch_and_less_and_less(
     assert four / two <= two / one * (1 + RELATIVE)
 
 
-@settings(max_examples=25)
 @given(models(), placements(), st.integers(1, 64), batches)
 def test_throughput_of_a_replica_never_rises_with_their_number(
     model: ThroughputModel, placement: tuple[int, int], more: int, batch: int
@@ -77,13 +73,11 @@ def test_throughput_of_a_replica_never_rises_with_their_number(
     assert 0 <= many <= few * (1 + RELATIVE)
 
 
-@settings(max_examples=25)
 @given(models(), st.integers(2, 16), st.integers(16, 64), batches)
 def test_several_nodes_are_never_faster_than_one(model: ThroughputModel, nodes: int, replicas: int, batch: int) -> None:
     assert model.step_s(1, replicas, batch) <= model.step_s(nodes, replicas, batch) * (1 + RELATIVE)
 
 
-@settings(max_examples=25)
 @given(models(), placements(), batches, st.integers(1, 15))
 def test_accumulation_takes_no_less_time_than_the_same_samples_at_once(
     model: ThroughputModel, placement: tuple[int, int], batch: int, extra: int
@@ -92,7 +86,6 @@ def test_accumulation_takes_no_less_time_than_the_same_samples_at_once(
     assert at_once <= model.step_s(*placement, batch, extra) * (1 + RELATIVE)
 
 
-@settings(max_examples=25)
 @given(models(), placements(), batches, st.floats(0, 10), st.floats(0, 10))
 def test_less_communication_takes_no_more_time(
     model: ThroughputModel, placement: tuple[int, int], batch: int, one: float, other: float
@@ -102,7 +95,6 @@ def test_less_communication_takes_no_more_time(
     assert model.step_s(*placement, batch, 0, 0.0) == pytest.approx(model.step_s(1, 1, batch), rel=RELATIVE)
 
 
-@settings(max_examples=25)
 @given(times, st.integers(1, 10))
 def test_times_scale(seconds: float, exponent: int) -> None:
     small = dataclasses.replace(TYPICAL, compute_exponent=exponent)
