@@ -1,7 +1,7 @@
 """Scaling: how many samples a second 1, 2, 4 … ranks train, with and without accel.
 
     python -m benchmarks.scaling [MODEL …] [--shape 1x1 --shape 2x1 …] [--rate 1gbit] [--allow lossy] [--record]
-    python -m benchmarks.scaling resnet mlp bert --shape 1x2 --kind weak --pinned --by-hand
+    python -m benchmarks.scaling resnet bert gpt --shape 1x2 --kind weak --pinned --by-hand
     python -m benchmarks.scaling --plot docs/scaling.svg
 
 Strong scaling keeps the batch of the whole group, weak scaling that of each rank. Ranks run under torchrun. As root
@@ -116,6 +116,8 @@ class Launch(NamedTuple):
     """Compiled and with a fused optimizer, without accel."""
     pinned: bool = False
     """Each rank on a core of its own."""
+    budget: str = "60"
+    """Of accel.optimize: its 3 % of a launch would not pay for a compiler."""
 
 
 # One rank
@@ -141,7 +143,7 @@ def work(launch: Launch) -> None:
             group["fused"] = True
     workload = sharded(workload, launch.batch, device)
     if launch.accelerated:
-        workload = optimized(workload, allow=launch.allow, cache=False)
+        workload = optimized(workload, allow=launch.allow, cache=False, budget=launch.budget)
     over = _search_is_over(workload) if launch.accelerated else lambda: True
     times = _timed(workload, device, over, launch.steps, launch.settle_s)
     step_s = slowest(statistics.median(times))
@@ -378,6 +380,7 @@ def _shape(text: str) -> tuple[int, int]:
 @click.option("--size", default="tiny", show_default=True, type=click.Choice(["tiny", "full"]))
 @click.option("--steps", default=30, show_default=True, type=click.IntRange(2), help="Measured in a launch.")
 @click.option("--settle", default=120.0, show_default=True, help="Longest search, s.")
+@click.option("--budget", default="60", show_default=True, help="Of accel.optimize: s, or a share of the launch.")
 @click.option("--rounds", default=2, show_default=True, type=click.IntRange(1), help="Launches of each variant.")
 @click.option("--by-hand", "expert", is_flag=True, help="Launch a compiled model with a fused optimizer too.")
 @click.option("--pinned", is_flag=True, help="Give each rank one core.")
@@ -393,6 +396,7 @@ def main(
     size: Size,
     steps: int,
     settle: float,
+    budget: str,
     rounds: int,
     expert: bool,
     pinned: bool,
@@ -422,7 +426,7 @@ def main(
                 share = batch_of_a_rank(batch, shape[0] * shape[1], kind)
             except ValueError as error:
                 raise click.ClickException(str(error)) from None
-            launch = Launch(model, size, share, False, allow, steps, settle, pinned=pinned)
+            launch = Launch(model, size, share, False, allow, steps, settle, pinned=pinned, budget=budget)
             curve.append({**compare(launch, shape, "" if reason else rate, rounds, launched), "kind": kind})
             console.print(LINE.format_map({**curve[-1], "words": ", ".join(curve[-1]["kept"]) or "nothing"}))
             gains["accel"].append(curve[-1]["speedup"])

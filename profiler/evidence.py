@@ -224,8 +224,12 @@ class Evidence:
     is part of backward."""
     exchanges: float = 0.0
     """Of gradients in a step, by DDP's own count; 0 if that isn't known."""
-    seeks_unused: bool = False
-    """DDP looks for unused parameters in each step, and has found none."""
+    leaves_out_last: bool = False
+    """Gradients are exchanged in passes before a step's last one, and not in that."""
+    unused_search_share: float = 0.0
+    """Share of the steps' time in which DDP looks for unused parameters, and finds none."""
+    bucket_bytes: list[int] = field(default_factory=list)
+    """Of DDP's buckets."""
     host_ms: dict[str, float] = field(default_factory=dict)
     """Phase → ms per step by the host's clock, where `steps` have a GPU's times; {} where they have the host's."""
     trace: TraceSummary | None = None

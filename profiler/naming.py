@@ -211,6 +211,7 @@ _RULES: tuple[Rule, ...] = (
     rules_compute.small_ops,
     rules_compute.bandwidth,
     rules_loop.communication,
+    rules_loop.unused_search,
     rules_loop.optimizer,
     rules_loop.step_code,
     rules_loop.evaluation,

@@ -185,7 +185,8 @@ class ProfileSession:
         self._suspected = diagnose(self.evidence()).findings
         for cause in self._suspects():
             yield
-            tried = whatif.counterfactual(cause, self.recorder, self.exchange.local_size)
+            passes = round(self.instruments.ddp_wait.exchanges())
+            tried = whatif.counterfactual(cause, self.recorder, self.exchange.local_size, passes)
             if tried is None and not self.exchange.launched:
                 continue
             self.experiments[cause] = yield from whatif.experiment(

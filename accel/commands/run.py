@@ -164,7 +164,7 @@ class RunJob(ScriptJob):
         super().__init__(script)
         self._limit = limit
         self._options, self._thread = options, threading.get_ident()
-        self._patch, self._folder = patch and patch.absolute(), os.getcwd()  # the script may change its directory
+        self._patch, self._folder = patch and patch.absolute(), Path.cwd()  # the script may change its directory
         self._training: ScriptTraining | None = None
 
     def __enter__(self) -> None:
@@ -195,15 +195,14 @@ class RunJob(ScriptJob):
         """Restore torch, and say why nothing was made faster if that is so; a report comes when the process ends."""
         if self._limit is not None:
             self.script.ending = self._limit.ending(self.script.ending)
-        why = "the script did not import torch"
+        why = "the script did not import torch, so nothing in it can be made faster"
         if self._training is not None:
             self._training.stop()
             why = self._training.why_nothing()
             if self._patch is not None and os.environ.get("RANK", "0") == "0":
                 from accel.script.patch import write_patch
 
-                file = Path(str(self.script.globals.get("__file__")))
-                say(f"accel: {write_patch(self._patch, file, Path(self._folder).resolve())}")
+                say(f"accel: {write_patch(Path(str(self.script.globals.get('__file__'))), self._folder, self._patch)}")
         if why and os.environ.get("ACCEL") != "0" and os.environ.get("RANK", "0") == "0":
             say(f"accel: nothing was made faster: {why}")
             has_workers = self._training is not None and self._training.loaders.has_workers

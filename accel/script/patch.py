@@ -100,57 +100,50 @@ def patch_script(source: str, name: str, choices: Mapping[str, Any], optimizer: 
     return result
 
 
-def own_files(script: Path, folder: Path) -> list[Path]:
-    """Return a script and the modules that it has imported from beside it or from a folder, itself first.
+def write_patch(script: Path, folder: Path, target: Path) -> str:
+    """Write the plan that was kept as a diff of a script and its own modules, and say what is in it.
 
     Args:
         script: its path.
         folder: where it was started.
-    """
-    script = script.resolve()
-    loaded = {name: getattr(module, "__file__", None) or "" for name, module in list(sys.modules.items())}
-    loaded_files = [
-        Path(file).resolve() for name, file in loaded.items() if file.endswith(".py") and name[:6] != "accel."
-    ]
-    beside, installed = (script.parent, folder.resolve()), Path(sys.prefix).resolve()
-    own = (
-        each for each in loaded_files if any(map(each.is_relative_to, beside)) and not each.is_relative_to(installed)
-    )
-    return list(dict.fromkeys([script, *own]))
-
-
-def write_patch(target: Path, script: Path, folder: Path) -> str:
-    """Write the plan that a run has kept as a diff of its script and the script's own modules; say what is in it.
-
-    Args:
-        target: file of the diff.
-        script: its path.
-        folder: where it was started.
+        target: the diff.
     """
     plans = [(each.session.run, each.journal.kept) for each in MODELS.values() if each.journal.kept]
     if len(plans) != 1:
         return f"no patch: {'nothing was kept' if not plans else f'{len(plans)} models have plans of their own'}"
     ((run, choices),) = plans
-    files = own_files(script, folder)
+    folder = folder.resolve()
+    files = _own_files(script, folder)
     root = Path(os.path.commonpath([folder, *files]))  # patch refuses paths that lead out of where it runs
     optimizers = ", ".join(sorted({type(each).__name__ for each in run.optimizers}))
-    diff, written, left = "", list[str](), dict[str, str]()
+    whole = ScriptPatch()
     try:
         for file in files:
-            rest = {name: setting for name, setting in choices.items() if name not in written}
-            name = file.relative_to(root).as_posix()
-            part = patch_script(file.read_text(encoding="utf-8"), name, rest, optimizers, run.device.type)
-            diff, written, left = diff + part.diff, [*written, *part.written], {**part.left, **left}
-        if written:
-            save("--patch", target, diff)
-    except (OSError, ValueError, AccelError) as error:
+            rest = {name: setting for name, setting in choices.items() if name not in whole.written}
+            name, source = file.relative_to(root).as_posix(), file.read_text(encoding="utf-8")
+            part = patch_script(source, name, rest, optimizers, run.device.type)
+            left = {**part.left, **whole.left}  # the reason is that of the script itself
+            whole = ScriptPatch(whole.diff + part.diff, [*whole.written, *part.written], left)
+        if whole.written:
+            save("--patch", target, whole.diff)
+    except (OSError, ValueError) as error:
         return f"no patch: {error}"
-    reasons = "; ".join(f"{strategy} is left out: {why}" for strategy, why in left.items() if strategy not in written)
-    if not written:
+    reasons = "; ".join(f"{name} is left out: {why}" for name, why in whole.left.items() if name not in whole.written)
+    if not whole.written:
         return f"no patch: {reasons}"
     where = "" if root == folder else f" -d {shlex.quote(str(root))}"
     how = f"patch -p1{where} < {shlex.quote(str(target))}"
-    return f"wrote {target} with {', '.join(written)} ({how})" + (f"; {reasons}" if reasons else "")
+    return f"wrote {target} with {', '.join(whole.written)} ({how})" + (f"; {reasons}" if reasons else "")
+
+
+def _own_files(script: Path, folder: Path) -> list[Path]:
+    """Return the script, then the modules that it has imported from beside it or from where it was started."""
+    script = script.resolve()
+    loaded = {name: getattr(module, "__file__", None) or "" for name, module in list(sys.modules.items())}
+    files = [Path(file).resolve() for name, file in loaded.items() if file.endswith(".py") and name[:6] != "accel."]
+    beside, installed = (script.parent, folder), Path(sys.prefix).resolve()
+    own = (each for each in files if any(map(each.is_relative_to, beside)) and not each.is_relative_to(installed))
+    return list(dict.fromkeys([script, *own]))
 
 
 def _applied(source: str, edits: list[Edit]) -> str:

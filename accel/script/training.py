@@ -132,12 +132,15 @@ class ScriptTraining:
         if self._uncalled:
             return (
                 "the loop neither takes batches from a DataLoader nor calls a module, so its steps can't be told apart"
+                "; let it call the module itself"
             )
         if self._looks > 2 and not self._has_stepped_again:
             return f"each of the {self._looks} optimizers looked at stepped only once; make one before the loop"
         if self.updates:
-            return f"the optimizer steps seen were too few ({self.updates}), or of parameters that belong to no module"
-        return f"no step of a torch optimizer was seen ({self.loaders.delivered} batches from a DataLoader)"
+            few = f"the optimizer steps seen were too few ({self.updates}), or of parameters that belong to no module"
+            return f"{few}; it takes some steps of a torch.nn.Module"
+        none = f"no step of a torch optimizer was seen ({self.loaders.delivered} batches from a DataLoader)"
+        return f"{none}; a loop without one calls accel.optimize(model, loader) itself"
 
     # -- updates -------------------------------------------------------------------------------------------------------
 

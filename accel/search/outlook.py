@@ -45,7 +45,9 @@ def beginning(state: SearchState) -> str:
         return ""
     from_s = state.budget.allowed_from(spent=state.cost_s, expected=0.0, saved=state.saved_s)
     if costs.affordable(state, 0.0) or not state.lasted_s < from_s < math.inf:
-        when = "trials begin now"
+        when = (
+            "other processes keep the machine busy, and most trials wait" if is_crowded(state) else "trials begin now"
+        )
     else:
         when = f'trials begin {from_s:.0f} s into the run; sooner: budget="30s" (accel run --budget 30s)'
     return f"following a loop of {state.plain_ms:.3g} ms a step, budget {state.budget.text}: {when}"

@@ -101,7 +101,6 @@ class Observation:
             anomaly_mode=torch.is_anomaly_enabled(),
             ddp_wait_share=self._wait_share(steps),
             exchanges=self._ddp_wait.exchanges(),
-            seeks_unused=self._ddp_wait.seeks_unused,
         )
 
     def _wait_share(self, steps: list[Measurement]) -> float | None:

@@ -6,12 +6,12 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 
 from accel.profiler import naming
-from accel.profiler.diagnose import consistency
-from accel.profiler.diagnose.causes import CROWDS, switched_with
+from accel.profiler.diagnose import consistency, findings
+from accel.profiler.diagnose.causes import CAUSES, CROWDS, switched_with
 from accel.profiler.diagnose.consistency import PhaseShares
 from accel.profiler.diagnose.findings import WORTH
 from accel.profiler.naming import Diagnosis
-from accel.profiler.report import Experiment, Finding
+from accel.profiler.report import Experiment, Finding, Saving
 
 _INCONCLUSIVE = {
     "void": "could not be tried, the switch had no effect in this loop; intended: ",
@@ -48,6 +48,7 @@ def judge(
             kept.append(dataclasses.replace(finding, experiment=why))
         elif experiment.verdict == "drop" and experiment.saving.high < WORTH:
             dropped.append(_not_a_cause(finding, experiment))
+            kept += _otherwise(finding)
         else:
             kept.append(_with_experiment(finding, experiment))
     diagnosis.findings = naming.ordered(kept)
@@ -69,6 +70,17 @@ def _not_a_cause(finding: Finding, experiment: Experiment) -> str:
         f"{finding.cause} looked like a cause ({finding.share:.0%} of the step); the experiment shows that removing it "
         f"saves {experiment.saving.value:.1%}"
     )
+
+
+def _otherwise(finding: Finding) -> list[Finding]:
+    """Return what takes the time of a finding that an experiment has cleared, if something else must."""
+    name = CAUSES[finding.cause].otherwise
+    if not name:
+        return []
+    share = finding.share
+    predicted = Saving(value=share, low=0.7 * share, high=min(1.0, 1.1 * share))
+    untried = "not tried: it showed only once another cause was cleared"
+    return [dataclasses.replace(findings.finding(name, share, finding.why[:1], predicted), experiment=untried)]
 
 
 def _experiment_of(cause: str, experiments: Mapping[str, Experiment]) -> Experiment | None:

@@ -302,7 +302,9 @@ def merge(report: ProfileReport, ranks: Mapping[int, Mapping[str, Any]], anatomy
     # step. And a straggler hardly waits at all.
     limit = 2 * WORTH if report.host.threads * _ranks_on(report, slowest) >= report.host.cores else WORTH
     if lag_share >= limit and waits[slowest] <= 0.4 * max(waits.values()):
-        report.findings.append(_straggler(report, slowest, lag_share, anatomy))
+        straggler = _straggler(report, slowest, lag_share, anatomy)
+        same = "outside.evaluation" if straggler.cause == "straggler.evaluation" else ""
+        report.findings = [straggler, *(each for each in report.findings if each.cause != same)]
         report.ranks[sorted(ranks).index(slowest)].straggler = True
         report.findings = naming.ordered(report.findings)
     report.refused = naming.too_close(report.findings)
@@ -318,7 +320,7 @@ def _ranks_on(report: ProfileReport, rank: int) -> int:
 def _reduce_exchange(report: ProfileReport, share: float) -> None:
     """Reduce the exchange to what the rank that waits least waits; the rest is waiting for the slowest rank."""
     for finding in [*report.findings, *report.borderline]:
-        if not finding.cause.startswith("communication."):
+        if not finding.cause.startswith("communication.") or finding.cause == "communication.unused_search":
             continue
         if share < SURE:
             report.findings = [each for each in report.findings if each is not finding]
@@ -347,11 +349,13 @@ def _straggler(report: ProfileReport, slowest: int, lag_share: float, anatomy: A
         f"rank {slowest} ({slow.host}) computes {lag_share * anatomy.step_s * 1e3:.3g} ms a step longer than the "
         f"median of the others, which wait for it"
     ]
-    if differences[phase] > 0.3 * lag_share * anatomy.step_s * 1e3:
+    if differences[phase] <= 0.3 * lag_share * anatomy.step_s * 1e3:
+        phase = ""
+    if phase:
         why.append(f"{differences[phase]:.3g} ms of that in {phase}: {MEANING[phase]}")
     else:
         why.append("most of that in its backward pass")
-    cause = CAUSES["straggler.rank"]
+    cause = CAUSES["straggler.evaluation" if phase == "evaluation" else "straggler.rank"]
     return Finding(
         cause=cause.name,
         bottleneck=cause.bottleneck.value,

@@ -19,6 +19,8 @@ class Cause:
     """Strategy of `accel.optimize` that applies the remedy."""
     phases: tuple[str, ...] = ()
     """The phases whose time it takes and its remedy can save; () where it slows the whole step down."""
+    otherwise: str = ""
+    """The cause of the same time where an experiment clears this one."""
 
     @property
     def bottleneck(self) -> Bottleneck:
@@ -138,11 +140,36 @@ _ALL = (
         "all but the last of them under model.no_sync(), with the call of the model inside, too "
         "(FSDP2: model.set_requires_gradient_sync(False))",
         phases=("forward", "backward", "communication", "optimizer"),
+        otherwise="communication.exposed",
+    ),
+    Cause(
+        "communication.inverted_no_sync",
+        "the last backward pass before an update exchanges no gradients, and earlier ones do: ranks come apart",
+        "model.no_sync() around all passes but the last; a condition such as (i + 1) % n is the wrong way round",
+        phases=("forward", "backward", "communication", "optimizer"),
+    ),
+    Cause(
+        "communication.small_buckets",
+        "gradients are exchanged in many small buckets, each with the link's latency",
+        "DistributedDataParallel's default bucket_cap_mb (25), or more",
+        phases=("forward", "backward", "communication", "optimizer"),
+        otherwise="communication.exposed",
+    ),
+    Cause(
+        "communication.unused_search",
+        "DistributedDataParallel looks for unused parameters in each step, and there are none",
+        "find_unused_parameters=False",
+        phases=("forward", "backward", "communication"),
     ),
     Cause(
         "straggler.rank",
         "one rank is slower than the others, and all wait for it",
         "look at that rank's own phases: its input, its host, its share of the work",
+    ),
+    Cause(
+        "straggler.evaluation",
+        "one rank evaluates while the others wait for it",
+        "evaluate on all ranks, a shard of the data on each, or less often, or in another process",
     ),
     Cause(
         "optimizer.per_parameter",

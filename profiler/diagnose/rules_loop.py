@@ -17,6 +17,9 @@ from accel.profiler.diagnose.findings import (
 from accel.profiler.evidence import Evidence
 from accel.profiler.report import Finding, Saving
 
+_MANY_BUCKETS, _SMALL_BUCKET = 8, 2**20
+"""From so many buckets of less than so many bytes on the mean, latencies may be what is waited for."""
+
 
 def collector(evidence: Evidence, anatomy: Anatomy) -> Finding | None:
     share = collected(evidence, anatomy)
@@ -54,14 +57,27 @@ def communication(evidence: Evidence, anatomy: Anatomy) -> Finding | None:
     if evidence.world_size < 2 or share < NEAR:
         return None
     why = [f"{ms_of(anatomy, share)} are spent exchanging gradients that no computation hides"]
-    if evidence.seeks_unused:
-        why.append("find_unused_parameters=True goes through the graph in each step, and finds no unused parameter")
+    if evidence.leaves_out_last and not anatomy.shares["evaluation"]:
+        why = ["the pass before the update is under no_sync, others are not: ranks update by gradients of their own"]
+        return finding("communication.inverted_no_sync", share, why, None)
     if (exchanges := round(evidence.exchanges)) > 1:
         why.append(f"they are exchanged {exchanges} times before an update, and once suffices")
         saved = share * (1 - 1 / exchanges)
         return finding("communication.each_micro_step", share, why, Saving(value=saved, low=0.7 * saved, high=share))
+    buckets = evidence.bucket_bytes
+    if len(buckets) >= _MANY_BUCKETS and sum(buckets) < len(buckets) * _SMALL_BUCKET:
+        why.append(f"in {len(buckets)} buckets of {sum(buckets) / len(buckets) / 2**10:.3g} KiB: each has a latency")
+        return finding("communication.small_buckets", share, why, Saving(value=0.5 * share, low=0.0, high=share))
     predicted = Saving(value=share, low=0.7 * share, high=min(1.0, 1.1 * share))
     return finding("communication.exposed", share, why, predicted)
+
+
+def unused_search(evidence: Evidence, anatomy: Anatomy) -> Finding | None:
+    share = evidence.unused_search_share
+    if share < NEAR:
+        return None
+    why = [f"find_unused_parameters=True takes {ms_of(anatomy, share)} after each forward pass, and finds none"]
+    return finding("communication.unused_search", share, why, Saving(value=share, low=0.7 * share, high=1.3 * share))
 
 
 def optimizer(evidence: Evidence, anatomy: Anatomy) -> Finding | None:

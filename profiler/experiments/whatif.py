@@ -8,9 +8,8 @@ without it are interleaved and judged as a trial is.
 from __future__ import annotations
 
 import contextlib
-import gc
 import statistics
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from functools import partial
 
 import torch
@@ -18,13 +17,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from accel.profiler.diagnose.causes import switched_with
-from accel.profiler.experiments import update_path
+from accel.profiler.experiments import exchanges, process_modes, update_path
 from accel.profiler.experiments.stale_reads import StaleReads, no_waiting
 from accel.profiler.experiments.switch import Counterfactual, Switch
 from accel.profiler.experiments.update_path import Paths
-from accel.profiler.host import usable_cores
 from accel.profiler.loop.device import Backlog, events_on
-from accel.profiler.loop.patches import Patches
 from accel.profiler.loop.recorder import Recorder
 from accel.profiler.phases import Measurement
 from accel.profiler.report import Experiment, Saving
@@ -40,28 +37,29 @@ _LEAST = 1e-3
 """Of the host's time for a block is left by a correction that is itself measured, for a trial takes logarithms."""
 
 
-def counterfactual(cause: str, recorder: Recorder, local_ranks: int = 1) -> Counterfactual | None:
+def counterfactual(cause: str, recorder: Recorder, local_ranks: int = 1, passes: int = 1) -> Counterfactual | None:
     """Return what switches a cause off in this run, None if nothing does.
 
     Args:
         cause: its name.
         recorder: of the loop.
         local_ranks: that share the cores of this host.
+        passes: backward passes with an exchange before each update.
     """
     if cause in switched_with("input.cpu") and recorder.loaders.loader is not None:
         return fetched_ahead(recorder)
     if cause == "sync.read":
         return no_waiting(StaleReads())
     if cause == "host.gc":
-        return no_collector(lambda: recorder.probes.collector.seconds)
+        return process_modes.no_collector(lambda: recorder.probes.collector.seconds)
     if cause == "compute.anomaly":
-        return no_anomaly_mode()
+        return process_modes.no_anomaly_mode()
     if cause == "compute.threads":
-        return all_threads(max(1, usable_cores() // local_ranks))
+        return process_modes.all_threads(local_ranks)
     if cause.startswith("optimizer.") and any(can_update_at_once(o) for o in recorder.optimizers):
         return one_update(recorder.optimizers)
     ddp = [module for module in recorder.roots.modules if isinstance(module, DistributedDataParallel)]
-    return no_exchange(ddp) if cause == "communication.exposed" and ddp else None
+    return exchanges.counterfactual(cause, ddp, passes) if ddp else None
 
 
 def fetched_ahead(recorder: Recorder) -> Counterfactual:
@@ -80,87 +78,6 @@ def fetched_ahead(recorder: Recorder) -> Counterfactual:
 
     what = "each batch was fetched between two steps, off the clock"
     return Counterfactual("batch fetched ahead", what, off, lambda: fetched > 0)
-
-
-def no_collector(spent: Callable[[], float]) -> Counterfactual:
-    """Switch the collector off, and let `gc.collect` do nothing.
-
-    It has worked if the collector ran for less than half as long: a function that was imported by name goes on.
-
-    Args:
-        spent: returns the seconds that the collector has run for so far.
-    """
-    ran_on = ran_off = 0.0
-    at, patches = spent(), Patches()
-
-    def collecting(original: Callable[..., int]) -> Callable[..., int]:
-        return lambda *args, **kwargs: 0 if patches.on else original(*args, **kwargs)
-
-    @contextlib.contextmanager
-    def off() -> Iterator[None]:
-        nonlocal at, ran_on, ran_off
-        began, was_on = spent(), gc.isenabled()
-        ran_on += began - at
-        gc.disable()
-        patches.replace(gc, "collect", collecting)
-        try:
-            yield
-        finally:
-            at = spent()
-            ran_off += at - began
-            patches.remove()
-            if was_on:
-                gc.enable()
-
-    what = "the garbage collector was off and gc.collect() did nothing"
-    return Counterfactual("no garbage collection", what, off, lambda: ran_off < 0.5 * ran_on)
-
-
-def no_anomaly_mode() -> Counterfactual:
-    """Switch anomaly detection off; what the script sets meanwhile takes effect afterwards."""
-    requested, switched_off, patches = (False, True), 0, Patches()
-
-    def request(mode: bool, check_nan: bool = True) -> None:
-        nonlocal requested, switched_off
-        requested = mode, check_nan
-        switched_off += mode
-
-    def setting(original: Callable[..., None]) -> Callable[..., None]:
-        def set_anomaly_enabled(mode: bool, check_nan: bool = True) -> None:
-            (request if patches.on else original)(mode, check_nan)
-
-        return set_anomaly_enabled
-
-    @contextlib.contextmanager
-    def off() -> Iterator[None]:
-        request(torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled())
-        torch.set_anomaly_enabled(False)
-        patches.replace(torch, "set_anomaly_enabled", setting)
-        try:
-            yield
-        finally:
-            patches.remove()
-            torch.set_anomaly_enabled(*requested)
-
-    what = "autograd's anomaly detection was off, whatever the loop asked for"
-    return Counterfactual("no anomaly detection", what, off, lambda: switched_off > 0)
-
-
-def all_threads(cores: int) -> Counterfactual:
-    """Compute on all usable cores, unless the loop sets its threads itself."""
-    own, effective = torch.get_num_threads(), 0
-
-    @contextlib.contextmanager
-    def off() -> Iterator[None]:
-        nonlocal effective
-        torch.set_num_threads(cores)
-        try:
-            yield
-        finally:
-            effective += torch.get_num_threads() == cores != own
-            torch.set_num_threads(own)
-
-    return Counterfactual(f"{cores} threads", f"torch.set_num_threads({cores})", off, lambda: effective > 0)
 
 
 def one_update(optimizers: Sequence[Optimizer]) -> Counterfactual:
@@ -186,26 +103,6 @@ def one_update(optimizers: Sequence[Optimizer]) -> Counterfactual:
 def can_update_at_once(optimizer: Optimizer) -> bool:
     """Return whether an optimizer has another path, and is not on it."""
     return not update_path.refusal(optimizer) and not update_path.updates_at_once(optimizer)
-
-
-def no_exchange(models: Sequence[DistributedDataParallel]) -> Counterfactual:
-    """Exchange no gradients between ranks; it has worked if the loop, which may set that itself, left it off."""
-    left_off = 0
-
-    @contextlib.contextmanager
-    def off() -> Iterator[None]:
-        nonlocal left_off
-        for model in models:
-            model.require_backward_grad_sync = False
-        try:
-            yield
-        finally:
-            for model in models:
-                left_off += not model.require_backward_grad_sync
-                model.require_backward_grad_sync = True
-
-    what = "the ranks did not exchange gradients (no_sync)"
-    return Counterfactual("no gradient exchange", what, off, lambda: left_off > 0, changes_learning=True)
 
 
 def unchanged() -> Counterfactual:

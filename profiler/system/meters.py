@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+import statistics
 import time
 import weakref
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from accel.profiler.cgroup import Throttle
 from accel.profiler.evidence import WorkerShare, are_shared
 from accel.profiler.host import CrowdMeter, ThreadMeter, ThreadTime, usable_cores
+from accel.profiler.loop.patches import Patches
 
 _DDP_TIMES_EVERY = 100
 """Steps between two that DDP times; torch's default."""
@@ -125,8 +129,14 @@ class DdpWait:
         """Step, s."""
         self._exchanges: dict[int, list[int]] = {}
         """Model, by its id → exchanges of gradients so far, at each look."""
-        self.seeks_unused = False
-        """A model looks for unused parameters in each step, and has found none."""
+        self._searches: list[tuple[int, float]] = []
+        """Step, s in the search for unused parameters, of a model that has none."""
+        self._search_s = 0.0
+        self._patches = Patches()
+        self._passes = self._unsynced = 0
+        """Looks at models, and those that found the last call before the update under `no_sync`."""
+        self.bucket_bytes: list[int] = []
+        """Of the buckets of the largest model."""
         self._timed: weakref.WeakKeyDictionary[DistributedDataParallel, object] = weakref.WeakKeyDictionary()
         """Model → what was read of it last, on a GPU: the same until the next step that is timed."""
 
@@ -145,23 +155,62 @@ class DdpWait:
                     module._set_ddp_runtime_logging_sample_rate(_GPU_EVERY if on_gpu else 1)  # type: ignore[no-untyped-call]
                 times = module._get_ddp_logging_data()  # type: ignore[no-untyped-call]
                 self._exchanges.setdefault(id(module), []).append(times.get("iteration", 0))
-                self.seeks_unused = bool(module.find_unused_parameters) and not times.get("unused_parameter_size", 0)
+                self._look(module, times, step)
                 exchange, hidden = (times.get(f"backward_{n}", 0) for n in ("comm_time", "compute_comm_overlap_time"))
                 is_old = on_gpu and (is_new or self._timed[module] == (exchange, hidden))
                 self._timed[module] = (exchange, hidden)
                 if exchange and not is_old:
                     self._seconds.append((step, max(0, exchange - hidden) * 1e-9))
 
+    def _look(self, module: DistributedDataParallel, times: dict[str, Any], step: int) -> None:
+        """Note what the loop asks of DDP beside the exchange."""
+        self._passes += 1
+        self._unsynced += not module.require_forward_param_sync
+        sizes = str(times.get("rebuilt_bucket_sizes") or times.get("bucket_sizes") or "0")
+        bucket_bytes = [int(size) for size in sizes.split(",")]
+        if sum(bucket_bytes) >= sum(self.bucket_bytes):  # once they are rebuilt there may be others
+            self.bucket_bytes = bucket_bytes
+        seconds, self._search_s = self._search_s, 0.0
+        if module.find_unused_parameters and not self._patches.on:
+            self._patches.replace(DistributedDataParallel, "_post_forward", self._timing)
+        elif module.find_unused_parameters and not times.get("unused_parameter_size", 0):
+            self._searches.append((step, seconds))
+
+    def _timing(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def search(module: DistributedDataParallel, output: Any) -> Any:
+            began = time.perf_counter()
+            try:
+                return original(module, output)
+            finally:
+                self._search_s += time.perf_counter() - began
+
+        return search
+
     def exchanges(self) -> float:
         """Return how often gradients were exchanged between two looks, of the model that did so most."""
-        counts = [seen for seen in self._exchanges.values() if len(seen) > 1]
-        return max(((seen[-1] - seen[0]) / (len(seen) - 1) for seen in counts), default=0.0)
+        counts = [[later - seen for seen, later in itertools.pairwise(each)] for each in self._exchanges.values()]
+        # The median: between two looks a trace or an experiment may have passed, after which a reducer counts from 0.
+        return max((float(statistics.median(each)) for each in counts if each), default=0.0)
+
+    def leaves_out_last(self) -> bool:
+        """Tell whether gradients are exchanged in passes before the last one of a step, and not in that."""
+        return self.exchanges() > 0.9 and self._unsynced > 0.9 * self._passes
+
+    def search(self, without: Collection[int] = ()) -> float:
+        """Return what looking for unused parameters takes in a step, s; 0 where it finds some.
+
+        Args:
+            without: steps that are left out.
+        """
+        seconds = [taken for step, taken in self._searches if step not in without]
+        return statistics.fmean(seconds) if seconds else 0.0
 
     def stop(self) -> None:
         """Restore DDP's default rate of timing."""
         for module in self._timed:
             module._set_ddp_runtime_logging_sample_rate(_DDP_TIMES_EVERY)  # type: ignore[no-untyped-call]
         self._timed.clear()
+        self._patches.remove()
 
     def mean(self, without: Collection[int] = ()) -> float | None:
         """Return the mean, s; None without DDP.

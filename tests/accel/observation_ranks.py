@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 import accel
 from accel import strategies
+from accel.profiler.experiments import exchanges as experiments
 from accel.profiler.system.meters import DdpWait
 
 
@@ -25,6 +27,76 @@ def exchanges(rank: int, world: int, every: int, synced: bool) -> float:
         seen.sample([model], step)
     seen.stop()
     return seen.exchanges()
+
+
+def habits(rank: int, world: int) -> dict[str, tuple[bool, int, bool]]:
+    """Return of some loops whether the last exchange is left out, how many buckets there are, if a search is timed."""
+    inverted, right = [True, True, False], [False, False, True]
+    loops: dict[str, tuple[list[bool], dict[str, Any]]] = {
+        "inverted": (inverted, {}),
+        "right": (right, {}),
+        "small buckets": (right, {"bucket_cap_mb": 0.001}),
+        "searches": (right, {"find_unused_parameters": True}),
+        "has unused": (right, {"find_unused_parameters": True}),
+    }
+    found = {}
+    for name, (synced, options) in loops.items():
+        layers = nn.Sequential(*[nn.Linear(16, 16) for _ in range(10)])
+        if name == "has unused":
+            layers.add_module("unused", _Unused())
+        model, seen = DistributedDataParallel(layers, **options), DdpWait()
+        for step in range(5):
+            for is_synced in synced:
+                model.require_backward_grad_sync = is_synced
+                model(torch.ones(2, 16)).sum().backward()
+            seen.sample([model], step)
+        seen.stop()
+        found[name] = seen.leaves_out_last(), len(seen.bucket_bytes), seen.search() > 0
+    return found
+
+
+class _Unused(nn.Module):
+    """Has a weight that no output depends on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+def without(rank: int, world: int) -> list[tuple[int, int, bool, bool]]:
+    """Return of each experiment the buckets with and without the suspect, and whether gradients stay what they are."""
+    found = []
+    for cause in ("communication.small_buckets", "communication.unused_search", "communication.each_micro_step"):
+        torch.manual_seed(0)
+        layers = nn.Sequential(*[nn.Linear(16, 16) for _ in range(10)])
+        model = DistributedDataParallel(layers, bucket_cap_mb=0.001, find_unused_parameters="unused" in cause)
+
+        def step(model: DistributedDataParallel = model) -> tuple[int, Tensor, int]:
+            before = model._get_ddp_logging_data().get("iteration", 0)  # type: ignore[no-untyped-call]
+            model.zero_grad()
+            for _ in range(2):
+                model(torch.full((2, 16), rank + 1.0)).square().mean().backward()
+            times = model._get_ddp_logging_data()  # type: ignore[no-untyped-call]
+            sizes = str(times.get("rebuilt_bucket_sizes") or times["bucket_sizes"]).count(",") + 1
+            return (
+                sizes,
+                torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]),
+                (times["iteration"] - before),
+            )
+
+        tried = experiments.counterfactual(cause, [model], 2)
+        assert tried is not None
+        usual = [step() for _ in range(3)][-1]
+        with tried.off():
+            off = [step() for _ in range(3)][-1]
+        again = [step() for _ in range(3)][-1]
+        same = bool(torch.allclose(usual[1], off[1])) and bool(torch.equal(usual[1], again[1]))
+        count = 2 if "micro" in cause else 0
+        found.append((usual[count], off[count], same and tried.worked(), model.find_unused_parameters))
+    return found
 
 
 def waits(rank: int, world: int) -> dict[str, float]:

@@ -62,7 +62,7 @@ def test_a_crowded_machine_is_named_as_soon_as_the_search_waits(
     advance(training(model, loader, optimizer), 60)
     first, second = capsys.readouterr().err.splitlines()
     assert first.startswith("accel: following a loop of ") and first.endswith(
-        " ms a step, budget 60s: trials begin now"
+        " ms a step, budget 60s: other processes keep the machine busy, and most trials wait"
     )
     assert second == "accel: other processes keep the machine busy: what that would hide or distort is tried later"
 

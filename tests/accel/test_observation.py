@@ -66,6 +66,21 @@ def test_exchanges_of_gradients_are_counted_by_step(synced: bool, expected: floa
     assert run_ranks(observation_ranks.exchanges, 2, 3, synced) == [expected, expected]
 
 
+def test_what_a_loop_asks_of_ddp_beside_the_exchange_is_seen() -> None:
+    for found in run_ranks(observation_ranks.habits, 2):
+        assert {name: left_out for name, (left_out, _, _) in found.items() if left_out} == {"inverted": True}
+        assert found["small buckets"][1] == 10
+        assert found["right"][1] == 1
+        assert [name for name, (_, _, is_timed) in found.items() if is_timed] == ["searches"]
+
+
+def test_ddps_habits_are_switched_off_for_an_experiment_and_put_back() -> None:
+    for buckets, search, exchanges in run_ranks(observation_ranks.without, 2):
+        assert buckets == (10, 1, True, False)
+        assert search == (10, 10, True, True)
+        assert exchanges == (2, 1, True, False)
+
+
 def accel_names() -> tuple[str, ...]:
     from accel import strategies
 

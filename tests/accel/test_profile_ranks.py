@@ -148,3 +148,81 @@ dist.destroy_process_group()
 
     assert first.stdout == "ranks agree: 20\n", first.stderr + second.stderr
     assert [tried.name for tried in report(tmp_path).experiments] == ["no gradient exchange"]
+
+
+HABITS = """
+model = nn.Sequential(*[nn.Linear(128, 128) for _ in range(24)], nn.Linear(128, 2))
+
+class Wide(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(64, 2)
+
+    def forward(self, x):
+        return self.layer(x)[:, None].expand(-1, 400_000, -1)
+
+width = 128
+if cause == "communication.unused_search":
+    model = Wide()
+    width = 64
+elif cause != "communication.small_buckets":
+    width = 512
+    model = nn.Sequential(*[nn.Linear(512, 512) for _ in range(6)])
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+data = TensorDataset(torch.randn(1600, width), torch.zeros(1600, dtype=torch.long))
+loader = DataLoader(data, batch_size=8)
+import torch.distributed as dist
+dist.init_process_group("gloo")
+options = {
+    "communication.small_buckets": {"bucket_cap_mb": 0.01},
+    "communication.unused_search": {"find_unused_parameters": True},
+}
+model = nn.parallel.DistributedDataParallel(model, **(options.get(cause, {}) if planted else {}))
+for x, y in loader:
+    micro_steps = 1 if cause in options or cause.startswith("straggler") else 3
+    for micro in range(micro_steps):
+        is_last = micro == micro_steps - 1
+        model.require_backward_grad_sync = is_last
+        if planted and cause == "communication.inverted_no_sync":
+            model.require_backward_grad_sync = not is_last
+        elif planted and cause == "communication.each_micro_step":
+            model.require_backward_grad_sync = True
+        outputs = model(x)
+        (outputs.sum() / 400_000 if width == 64 else outputs.square().mean()).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    if cause == "straggler.evaluation" and planted and dist.get_rank() == 0:
+        model.eval()
+        with torch.no_grad():
+            for _ in range(10):
+                model(x)
+        model.train()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("planted", [True, False])
+@pytest.mark.parametrize(
+    ("cause", "experiment"),
+    [
+        ("communication.small_buckets", "larger buckets"),
+        ("communication.unused_search", "no search"),
+        ("communication.each_micro_step", "one exchange"),
+        ("communication.inverted_no_sync", ""),
+        ("straggler.evaluation", ""),
+    ],
+)
+def test_habits_under_ddp_are_named_where_they_are(tmp_path: Path, cause: str, experiment: str, planted: bool) -> None:
+    script(tmp_path, f"cause, planted = {cause!r}, {planted}\n" + HABITS)
+    first, second = profile_ranks(tmp_path, 2, "train.py")
+
+    assert first.returncode == second.returncode == 0, first.stderr + second.stderr
+    found = report(tmp_path)
+    tried = [each.name for each in found.experiments]
+    if planted:
+        assert cause in causes(found), found
+        assert not experiment or experiment in tried
+    else:
+        assert cause not in [*causes(found), *(each.cause for each in found.borderline)], found
+        assert not experiment or experiment not in tried

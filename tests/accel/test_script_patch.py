@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from accel.script.patch import patch_script, write_patch
+from accel.script import patch
+from accel.script.patch import patch_script
 from accel.strategies import names
 
 SCRIPT = textwrap.dedent(
@@ -195,36 +196,35 @@ def test_every_registered_strategy_is_written_or_named() -> None:
 
 @pytest.fixture
 def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Return what the only model of a script beside it has kept: the fused optimizer and a cache of samples."""
+    """What the run of a script has kept: the fused optimizer and a cache of samples."""
     (tmp_path / "train.py").write_text(SCRIPT, encoding="utf-8")
     weight = torch.nn.Parameter(torch.zeros(1))
     run = SimpleNamespace(optimizers=[torch.optim.AdamW([weight])], device=torch.device("cpu"))
     kept: dict[str, Any] = {"fused_optimizer": "fused", "sample_cache": None}
     models = {1: SimpleNamespace(session=SimpleNamespace(run=run), journal=SimpleNamespace(kept=kept))}
-    monkeypatch.setattr("accel.script.patch.MODELS", models)
+    monkeypatch.setattr(patch, "MODELS", models)
     return kept
 
 
 def test_the_plan_of_the_only_model_is_written(kept: dict[str, Any], tmp_path: Path) -> None:
-    said = write_patch(tmp_path / "out.diff", tmp_path / "train.py", tmp_path)
+    said = patch.write_patch(tmp_path / "train.py", tmp_path, tmp_path / "out.diff")
 
     assert "with fused_optimizer (patch -p1 < " in said and "sample_cache is left out: no line" in said
     assert (tmp_path / "out.diff").read_text().startswith("--- a/train.py\n+++ b/train.py\n")
     kept.clear()
-    assert write_patch(tmp_path / "none.diff", tmp_path / "train.py", tmp_path) == "no patch: nothing was kept"
+    assert patch.write_patch(tmp_path / "train.py", tmp_path, tmp_path / "none.diff") == "no patch: nothing was kept"
     assert not (tmp_path / "none.diff").exists()
 
 
-@pytest.mark.usefixtures("kept")
 def test_what_a_module_of_the_scripts_own_makes_is_changed_there_from_wherever_it_was_started(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kept: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "train.py").write_text("from lib import main\n\nmain()\n", encoding="utf-8")
     (tmp_path / "lib.py").write_text(SCRIPT, encoding="utf-8")
     (tmp_path / "below").mkdir()
     monkeypatch.setitem(sys.modules, "lib_of_this_test", SimpleNamespace(__file__=str(tmp_path / "lib.py")))
 
-    said = write_patch(tmp_path / "out.diff", tmp_path / "train.py", tmp_path / "below")
+    said = patch.write_patch(tmp_path / "train.py", tmp_path / "below", tmp_path / "out.diff")
 
     assert f"with fused_optimizer (patch -p1 -d {tmp_path} < " in said and "sample_cache is left out: no line" in said
     assert (tmp_path / "out.diff").read_text().startswith("--- a/lib.py\n+++ b/lib.py\n")

@@ -438,6 +438,7 @@ LAYOUTS: dict[str, Callable[[Batch], Batch]] = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(
     ("variant", "xyxy", "given"), [("yolox", False, False), ("yolox-2021", True, False), ("mmdet", False, True)]

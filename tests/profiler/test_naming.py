@@ -148,6 +148,14 @@ def test_a_healthy_run_has_no_cause() -> None:
         ({"trace": trace(elementwise_share=0.8)}, "memory.bound"),
         ({"world_size": 2, "ddp_wait_share": 0.4}, "communication.exposed"),
         ({"world_size": 2, "ddp_wait_share": 0.4, "exchanges": 4.0}, "communication.each_micro_step"),
+        (
+            {"world_size": 2, "ddp_wait_share": 0.4, "exchanges": 3.0, "leaves_out_last": True},
+            "communication.inverted_no_sync",
+        ),
+        ({"world_size": 2, "ddp_wait_share": 0.4, "bucket_bytes": [2**18] * 8}, "communication.small_buckets"),
+        ({"world_size": 2, "ddp_wait_share": 0.4, "bucket_bytes": [2**18] * 7}, "communication.exposed"),
+        ({"world_size": 2, "ddp_wait_share": 0.4, "bucket_bytes": [2**20] * 99}, "communication.exposed"),
+        ({"world_size": 2, "unused_search_share": 0.2}, "communication.unused_search"),
         ({"device": "cuda", "trace": trace(busy_ms=6, copy_ms=3)}, "transfer.pageable"),
         (
             {

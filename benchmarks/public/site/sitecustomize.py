@@ -28,7 +28,8 @@ def _seed_torch(execute: _Execute, module: ModuleType) -> None:
     module.manual_seed(0)
     if "STEP_TIMES" in os.environ:
         times: list[float] = []
-        module.optim.optimizer.register_optimizer_step_post_hook(lambda *_: times.append(time.perf_counter()))
+        hooks = sys.modules["torch.optim.optimizer"]
+        hooks.register_optimizer_step_post_hook(lambda *_: times.append(time.perf_counter()))
         path, process = Path(os.environ["STEP_TIMES"]), os.getpid()
         atexit.register(lambda: os.getpid() == process and path.write_text(json.dumps(times), encoding="utf-8"))
 
