@@ -28,6 +28,7 @@ import torch
 from torch import Generator, Tensor
 
 from accel.kernels.draws.library import NotCompiled, compiler, library
+from accel.profiler.errors import InvalidState
 
 __all__ = ["bernoulli_", "compiler", "takes", "why_not"]
 
@@ -61,10 +62,12 @@ def bernoulli_(tensor: Tensor, p: float = 0.5, *, generator: Generator | None = 
         The tensor.
 
     Raises:
-        RuntimeError: if p is not in [0, 1], as torch does.
+        InvalidState: if p is not in [0, 1]; it is torch's RuntimeError, too.
         accel.kernels.draws.library.NotCompiled: if there is no C compiler; see `why_not`.
     """
-    if not (takes(tensor) and 0.0 <= p <= 1.0):
+    if not 0.0 <= p <= 1.0:
+        raise InvalidState(f"bernoulli_ expects p to be in [0, 1], but got p={p}")
+    if not takes(tensor):
         return torchs(tensor, p, generator)
     if not _lock.acquire(blocking=False):  # nor does a process wait that was forked while another thread drew
         return torchs(tensor, p, generator)

@@ -10,6 +10,8 @@ import sys
 import threading
 from typing import Any
 
+from accel.profiler.errors import InvalidState
+
 
 def throw(error: BaseException) -> None:
     raise error
@@ -59,15 +61,15 @@ ERRORS = {
     "value": (ValueError("a bad picture"), ValueError, "a bad picture"),
     "key": (KeyError("missing"), KeyError, "missing"),
     "os": (FileNotFoundError(2, "No such file", "a.jpg"), FileNotFoundError, "a.jpg"),
-    "two arguments": (TwoArguments(1, 2), RuntimeError, "1 and 2"),
-    "no pickle": (NoPickle("odd"), RuntimeError, "odd"),
-    "only there": (OnlyHere("far"), RuntimeError, "far"),
-    "impostor": (Impostor("false"), RuntimeError, "false"),
+    "two arguments": (TwoArguments(1, 2), InvalidState, "1 and 2"),
+    "no pickle": (NoPickle("odd"), InvalidState, "odd"),
+    "only there": (OnlyHere("far"), InvalidState, "far"),
+    "impostor": (Impostor("false"), InvalidState, "false"),
     "slots": (Bare("bare"), Bare, "bare"),
     "timeout": (TimeoutError("the storage is slow"), TimeoutError, "the storage is slow"),
-    "stop": (StopIteration(3), RuntimeError, "StopIteration"),
-    "interrupt": (KeyboardInterrupt("not by a key"), RuntimeError, "KeyboardInterrupt"),
-    "exit": (SystemExit(3), RuntimeError, "SystemExit"),
+    "stop": (StopIteration(3), InvalidState, "StopIteration"),
+    "interrupt": (KeyboardInterrupt("not by a key"), InvalidState, "KeyboardInterrupt"),
+    "exit": (SystemExit(3), InvalidState, "SystemExit"),
     "end of file": (EOFError("cut short"), EOFError, "cut short"),
     "broken pipe": (BrokenPipeError(32, "their own pipe"), BrokenPipeError, "their own pipe"),
 }

@@ -75,7 +75,7 @@ def test_an_error_takes_its_job_with_it(make: Any, error: Exception) -> None:
     assert_made(made, expected(indices=[each for each in lists() if 5 not in each]))
 
 
-# The rest become a RuntimeError, in one engine or the other.
+# The rest become a InvalidState, in one engine or the other.
 KEPT = ["value", "key", "os", "impostor", "slots", "timeout", "end of file", "broken pipe"]
 WHERE = {"inline": "the loop's own thread", "threads": "thread [01]", "processes": "worker process [01]"}
 
@@ -183,7 +183,7 @@ def test_an_exit_in_a_thread_is_an_error_of_its_batch() -> None:
     made = run(engine, [[4], [5], [6]])
     engine.close()
 
-    assert type(made[1]) is RuntimeError
+    assert type(made[1]) is InvalidState
     assert str(made[1]) == "SystemExit was raised in thread 0 while fetching sample 5: 3"
     assert_made(made[::2], expected(indices=[[4], [6]]))
 

@@ -14,6 +14,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from accel.dataio.engine.engine import BatchJob, WorkerDied, as_raised
+from accel.profiler.errors import InvalidType
 from tests.dataio.engines import (
     Squares,
     assert_made,
@@ -59,7 +60,7 @@ def test_a_batch_that_can_not_be_sent(kind: str) -> None:
         assert not engine.deaths
 
     for caught in made:
-        assert type(caught) is TypeError
+        assert isinstance(caught, InvalidType)
         assert "can't be sent to another process" in str(caught)
     assert "samples [3]" in str(made[1].__cause__)
 

@@ -147,5 +147,5 @@ class TrainingCheckpoints:
             warn(
                 "a learning-rate scheduler acts on the optimizer and is in no checkpoint, so that a resume begins it "
                 "from its start; name it: Checkpointing(folder=..., schedulers=[scheduler])",
-                stacklevel=8,
+                stacklevel=9,
             )
