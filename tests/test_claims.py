@@ -38,7 +38,6 @@ IN_RECORDS = {
     r"[Bb]y its source": r"memory formats of the state",
     r"comm/": r"nccl",
     r"`batched_muon`": r"\"batched_muon\", \"status\"",
-    r"`clip_grad_norm_`": r"clip_grad_norm_",
     r"\bscheduler\b": r"\"scheduler\": \"accel cluster up\"",
     r"this version": r"\"weights\": \"float32\"",  # of benchmarks/gpu/mixed_precision.py
 }

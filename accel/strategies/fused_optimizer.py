@@ -15,7 +15,6 @@ from accel.profiler.experiments import update_path
 from accel.profiler.experiments.update_path import Paths
 from accel.run import Run
 from accel.strategies.base import Exactness, Strategy
-from accel.strategies.late_clip import LateClipping
 from accel.strategies.trial_design import TrialDesign
 
 _NONE_LEFT = "no optimizer takes that path any more"
@@ -26,7 +25,7 @@ class FusedOptimizer(Strategy):
     """Set `fused` (or `foreach`) in the parameter groups of torch's optimizers.
 
     The optimizer stays the same object with the same state; only the path of its next step changes. Settings: `fused`
-    where torch has it, and `foreach`. What `clip_grad_norm_` multiplies the fused update does on its way, where it can.
+    where torch has it, and `foreach`.
     """
 
     name = "fused_optimizer"
@@ -36,7 +35,7 @@ class FusedOptimizer(Strategy):
     touches = frozenset({"optimizer"})
 
     def __init__(self) -> None:
-        self._paths, self._clipping = Paths(), LateClipping()
+        self._paths = Paths()
         self._hooks: list[RemovableHandle] = []
 
     def refusal(self, run: Run) -> str:
@@ -64,9 +63,6 @@ class FusedOptimizer(Strategy):
         """Set the path, and move step counters where the fused path wants them."""
         able = [optimizer for optimizer in run.optimizers if not _refusal(optimizer)]
         self._paths.switch(able, fused=setting == "fused")
-        # One rank alone may look at its gradients, and ranks would no longer round alike.
-        if setting == "fused" and run.world_size == 1:
-            self._clipping.attach(able)  # behind the path's hooks: it asks which path was taken
         # A checkpoint is the plain loop's: it says nothing of the path.
         self._hooks += [optimizer.register_state_dict_post_hook(self._plain_checkpoint) for optimizer in able]
 
@@ -88,7 +84,6 @@ class FusedOptimizer(Strategy):
 
     def disable(self, run: Run) -> None:
         """Set the path that was set before."""
-        self._clipping.detach()
         self._paths.restore()
         for hook in self._hooks:
             hook.remove()

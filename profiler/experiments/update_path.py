@@ -30,10 +30,7 @@ _CPU = torch.device("cpu")
 _CPU_DTYPES = (torch.float32, torch.float64)
 """The CPU's fused SGD without momentum leaves 16-bit weights as they are, without a word (torch 2.13)."""
 _DTYPES = (*_CPU_DTYPES, torch.float16, torch.bfloat16)
-_PARAMS, _DTYPE = itemgetter("params"), attrgetter("dtype")
-_BASE: Any = torch._C.TensorBase
-_GRAD = _BASE.grad.__get__
-"""Past a property that may stand before it: where gradients lie is asked, not what they are."""
+_PARAMS, _GRAD, _DTYPE = itemgetter("params"), attrgetter("grad"), attrgetter("dtype")
 _CONTIGUOUS, _IS_NONE = Tensor.is_contiguous, partial(is_, None)
 _OTHERWISE = "a weight, its gradient and its state are no longer of one shape, dtype and memory layout"
 _TENSOR = "a number of its parameter groups, such as the learning rate, is a tensor"
@@ -103,7 +100,7 @@ def _is_regular(parameter: Tensor, state: dict[str, Any]) -> bool:
     like = [value for name, value in state.items() if name != "step" and isinstance(value, Tensor)]
     if not parameter.is_contiguous():
         like.append(torch.empty_like(parameter))  # of other strides if there are gaps, or elements overlap
-    if (grad := _GRAD(parameter)) is not None:
+    if (grad := parameter.grad) is not None:
         like.append(grad)
     own = parameter.shape, parameter.dtype, parameter.layout
     return all((v.shape, v.dtype, v.layout) == own and v.stride() == parameter.stride() for v in like)
@@ -152,7 +149,7 @@ def _lacks_some_buffers(optimizer: Optimizer, group: dict[str, Any]) -> bool:
     """Return whether some of the parameters to be updated have a momentum buffer, and some none."""
     if not group.get("momentum") or not isinstance(optimizer, torch.optim.SGD):
         return False
-    states = [optimizer.state.get(p) or {} for p in group["params"] if _GRAD(p) is not None]
+    states = [optimizer.state.get(p) or {} for p in group["params"] if p.grad is not None]
     return len({state.get("momentum_buffer") is None for state in states}) > 1
 
 

@@ -123,7 +123,7 @@ def test_a_checkpoint_of_a_gpu_has_the_step_counters_of_the_plain_path() -> None
         optimizer = torch.optim.Adam(params[:3])
         for p in params[:2]:  # the third has no state yet
             optimizer.state[p] = {"step": torch.tensor(3.0), "exp_avg": torch.zeros_like(p)}
-        strategy, run = FusedOptimizer(), SimpleNamespace(optimizers=[optimizer], world_size=1)
+        strategy, run = FusedOptimizer(), SimpleNamespace(optimizers=[optimizer])
         strategy.enable(run, "fused")  # type: ignore[arg-type]
         optimizer.add_param_group({"params": params[3:], "fused": True})  # the loop's own choice
         optimizer.state[params[3]] = {"step": torch.tensor(0.0, device="cuda")}
