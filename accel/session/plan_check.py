@@ -106,11 +106,11 @@ class PlanCheck:
         else:
             self._recording = recording
 
-    def check(self, plan: Choices, ask: Ask) -> None:
+    def check(self, plan: Choices, ask: Ask = replays.alone) -> None:
         """Compare a plan with the plain path, in the objects that it touches.
 
         Args:
-            ask: gives all ranks what is decided from what each of them brings.
+            ask: gives all ranks what is decided from what each of them brings; default for one process.
         """
         recording, self._recording = self._recording, None
         if recording is not None:

@@ -207,6 +207,11 @@ class Replays:
         return [optimizer for optimizer, old, new in pairs if update_guard.differ(old, new)] or optimizers
 
 
+def alone(mine: Any, decision: Callable[[list[Any]], Any]) -> Any:
+    """Decide from what one process brings."""
+    return decision([mine])
+
+
 def touch_model(replays: Replays, plan: Choices) -> bool:
     """Return whether a plan is to be compared by calls of the model."""
     return "model" in replays.touched(replays.switchboard.new_in(plan))

@@ -21,11 +21,10 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 import accel
 import accel.compile.compiled_draws as draws
 import accel.run.ranks
-from accel import entry, strategies
+from accel import entry
 from accel.guard.together import OutOfStep
 from accel.search import outlook
 from accel.search.plan import Plan, fingerprint
-from accel.strategies.torch_compile import TorchCompile
 
 STEPS = 40
 PATIENCE_S = 1.0
@@ -285,12 +284,11 @@ def failing_to_compile(rank: int) -> None:
 
 
 def schedule(rank: int, world: int, seed: int) -> dict[str, Any]:
-    """Search while one rank is killed, stopped for a while, slow to compile or out of memory, where chance puts it."""
+    """Take a plan over while one rank is killed, stopped for a while, slow or out of memory, where chance puts it."""
     chance = random.Random(seed)
     kind, wrap = KINDS[seed % 4], (wrapped, sharded)[seed // 4 % 2]
     whose, at, compiled = chance.randrange(world), chance.randrange(5, 150), 0
     outlook.is_crowded = lambda diagnosis: False  # type: ignore[assignment]
-    strategies.REGISTRY[:] = [TorchCompile]
     plainly(rank)
     telling: list[str] = []
     log = logging.Handler()
@@ -310,7 +308,9 @@ def schedule(rank: int, world: int, seed: int) -> dict[str, Any]:
     model, loader = wrap(Images()), batches(rank, 200)
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.02)
     began, ended = time.monotonic(), ""
-    model, loader, optimizer = accel.optimize(model, loader, optimizer, budget=60, cache=False)
+    choices = {"torch_compile": "blocks" if wrap is sharded else "whole model"}
+    plan = Plan(fingerprint=fingerprint(model), model="Images", strategies=choices, allow="reordered")
+    model, loader, optimizer = accel.optimize(model, loader, optimizer, plan=plan)
     try:
         for step, (images, target) in enumerate(loader):
             if (rank, step, kind) == (whose, at, "killed"):
