@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from accel.guard.alone import is_sharded
+from accel.guard.together import why_not_together
 from accel.profiler.bottleneck import Bottleneck
 from accel.profiler.loop import callslot
 from accel.run import Run
@@ -75,7 +76,8 @@ class TorchCompile(Strategy):
         if run.world_size > 1 and (why := _not_in_parallel(run)):
             return why
         if is_sharded(run.model) and not self._blocks(run):
-            return "no block of the sharded model can be compiled by itself; give each one to fully_shard"
+            alone = "no block of the sharded model can be compiled by itself; give each one to fully_shard"
+            return why_not_together(run.model) or alone
         if run.observed.needs_graphs:
             return f"{run.observed.needs_graphs}, which a compiled one does not bear"
         return ""
