@@ -9,8 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from accel.guard.alone import is_sharded
-from accel.guard.together import why_not_together
+from accel.guard.together import is_sharded, why_not_together
 from accel.profiler.bottleneck import Bottleneck
 from accel.profiler.loop import callslot
 from accel.run import Run
