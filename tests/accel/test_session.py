@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import time
 from typing import Any, ClassVar
 
 import pytest
@@ -68,8 +69,7 @@ class Slow(nn.Sequential):
 
     def forward(self, x: Tensor) -> Tensor:
         if Slow.on:
-            assert loops.clock is not None
-            loops.clock.sleep(0.002)
+            (loops.clock or time).sleep(0.002)
         return super().forward(x)
 
 

@@ -58,6 +58,7 @@ def test_a_line_goes_nowhere(stream: Any, monkeypatch: pytest.MonkeyPatch, capsy
 SCRIPT = """
 import sys
 {leaves}
+import os
 import accel, torch
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -65,6 +66,7 @@ model = torch.nn.Linear(4, 1)
 loader = DataLoader(TensorDataset(torch.randn(64, 4)), batch_size=2)
 optimizer = torch.optim.SGD(model.parameters(), 0.01)
 model, loader, optimizer = accel.optimize(model, loader, optimizer, cache=False, report={report!r}, budget="0.2s")
+os.mkdir({report!r})
 steps = 0
 while steps < 200:
     for (x,) in loader:
@@ -80,7 +82,6 @@ print("trained")
 @pytest.mark.parametrize("leaves", ["sys.stderr = None", "sys.stderr.close()"])
 def test_a_whole_run_goes_on_and_writes_nothing_to_stdout(tmp_path: Path, leaves: str) -> None:
     """Its report can't be written either, of which there is a line, too."""
-    (tmp_path / "report.json").mkdir()
     (tmp_path / "script.py").write_text(SCRIPT.format(leaves=leaves, report=str(tmp_path / "report.json")))
     done = warm.run(["script.py"], cwd=tmp_path)
     assert (done.returncode, done.stdout) == (0, "trained\n"), done.stderr

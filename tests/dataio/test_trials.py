@@ -68,7 +68,7 @@ def test_batches_that_can_not_be_pickled() -> None:
         told = loader.explain()
 
     assert loader.setting == "inline"
-    assert "not used: TypeError" in told
+    assert "not used: InvalidType" in told
 
 
 def _with_code(samples: list[Tensor]) -> Any:

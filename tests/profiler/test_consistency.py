@@ -149,7 +149,7 @@ def test_any_claim_of_any_cause_fits_the_phases_or_is_taken_back(
 @pytest.mark.parametrize("cause", sorted(CAUSES))
 def test_every_cause_has_phases_that_exist_or_slows_the_whole_step(cause: str) -> None:
     known = CAUSES[cause]
-    whole = {*CROWDS, "host.gc", "straggler.rank", "sync.read", "transfer.pageable"}
+    whole = {*CROWDS, "host.gc", "straggler.evaluation", "straggler.rank", "sync.read", "transfer.pageable"}
 
     assert set(known.phases) <= set(PHASES)
     assert (known.phases == ()) == (cause in whole)

@@ -128,7 +128,7 @@ def test_ddp_s_wait_in_a_step_that_is_left_out_is_left_out(monkeypatch: pytest.M
 
         def __init__(self) -> None:
             nn.Module.__init__(self)
-            self.find_unused_parameters = False
+            self.find_unused_parameters, self.require_forward_param_sync = False, True
             self.wait_s = 0.002
 
         def _set_ddp_runtime_logging_sample_rate(self, rate: int) -> None:
@@ -151,7 +151,7 @@ def test_on_a_gpu_ddp_times_a_few_steps_and_each_counts_once(monkeypatch: pytest
     """It waits for the device in each of those."""
 
     class Timed(nn.Linear):
-        device_type, find_unused_parameters = "cuda", False
+        device_type, find_unused_parameters, require_forward_param_sync = "cuda", False, True
         rate = comm_ns = 0
 
         def _set_ddp_runtime_logging_sample_rate(self, rate: int) -> None:
