@@ -12,6 +12,7 @@ from torch import nn
 
 import accel
 from accel import strategies
+from accel.profiler.loop.update_hooks import UPDATES
 from accel.run import Run
 from tests import effort
 from tests.accel import loops
@@ -32,6 +33,14 @@ def training(model: nn.Module, loader: Any, optimizer: torch.optim.Optimizer) ->
         optimizer.step()
         optimizer.zero_grad()
         yield
+
+
+@pytest.fixture(autouse=True)
+def alone() -> None:
+    """What an earlier test has left listening to steps isn't counted."""
+    for hook in (UPDATES._before, UPDATES._after):
+        for function in hook.functions:
+            hook.forget(function)
 
 
 def test_an_idle_session_adds_a_fixed_number_of_instructions_to_a_step() -> None:
