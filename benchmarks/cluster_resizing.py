@@ -11,15 +11,17 @@ Ray Train looks for nodes as often as its `elastic_resize_monitor_interval_s` sa
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,7 @@ from rich.console import Console
 
 from accel.cluster.job_table import JobSpec, JobTable
 from accel.cluster.jobs import Allocation, ClusterNode, JobView
+from accel.cluster.local_actuator import processes_of
 from accel.cluster.scheduler import Scheduler
 from benchmarks.record import ROOT, Column, Record
 from benchmarks.recovery import Workers
@@ -48,6 +51,7 @@ RECORD = Record(
     key=("way", "event"),
     head=f"{SOURCE}. Median, least and most.",
 )
+_ORPHANED_S = 2.0
 _STEPS = 40
 """Of all ranks between two events."""
 
@@ -100,6 +104,27 @@ WAYS: dict[str, Callable[[Path, str], Any]] = {
 }
 
 
+def lose(cluster: Any, node: Any, checkpoints: Iterable[str]) -> None:
+    """Remove a node of a Ray cluster on this machine without notice, and what it ran of jobs, as when its power fails.
+
+    Args:
+        cluster: of `ray.cluster_utils`.
+        node: of it.
+        checkpoints: of the jobs, by which their processes are known.
+    """
+    cluster.remove_node(node, allow_graceful=False)
+    deadline = time.monotonic() + _ORPHANED_S
+    while time.monotonic() < deadline:  # launchers become orphans once the node's actor has ended
+        alive = {each: parent for folder in checkpoints for each, parent in processes_of(folder).items()}
+        lost = {each for each, parent in alive.items() if parent == 1}
+        for each in lost | {each for each, parent in alive.items() if parent in lost}:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(each, signal.SIGKILL)
+        if lost:
+            return
+        time.sleep(0.05)
+
+
 def events(submitted: Callable[[Path, str], Any]) -> dict[str, float]:
     """Let a job start, gain a node and lose it; return the seconds that each took."""
     import ray
@@ -119,7 +144,7 @@ def events(submitted: Callable[[Path, str], Any]) -> dict[str, float]:
                 took["a node is added"] = wait_for(workers, 2, 1, began) - began
                 wait_for(workers, 2, _STEPS, began)
                 began = time.time()
-                cluster.remove_node(added, allow_graceful=False)
+                lose(cluster, added, [str(Path(name) / "checkpoints")])
                 took["it is lost"] = wait_for(workers, 1, 1, began) - began
     finally:
         ray.shutdown()

@@ -18,6 +18,7 @@ from accel.cluster.actuators import LOG, ClusterUnreachable
 from accel.cluster.job_table import JobRow, JobSpec, JobTable
 from accel.cluster.local_actuator import end_processes, processes_of
 from accel.cluster.ray_actuator import RayActuator
+from benchmarks.cluster_resizing import lose
 from tests.accel.cluster.test_real_jobs import kill_a_rank, logged
 from tests.accel.elastic.schedules import check_samples
 
@@ -101,7 +102,7 @@ def test_a_job_changes_nodes_loses_one_and_ends(cluster: Any, tmp_path: Path) ->
     wait_for(lambda: [len(each) for each in logged(folder)] == [1, 2])
     assert actuator.status("one") is None
     lost = next(each for each in cluster.worker_nodes if each.node_id == names[1])
-    cluster.remove_node(lost, allow_graceful=False)
+    lose(cluster, lost, [row.spec.checkpoint])
     wait_for(lambda: actuator.status("one") == "lost")
     (folder / "hurry").touch()
     wait_for(lambda: len(actuator.nodes()) == 1)
@@ -194,7 +195,8 @@ class Faults:
         if kind == "rank":
             kill_a_rank([spec.checkpoint for spec in self.specs.values()], self._draw)
         elif kind == "node":
-            started.remove_node(self._draw.choice(list(started.worker_nodes)), allow_graceful=False)
+            node = self._draw.choice(list(started.worker_nodes))
+            lose(started, node, [spec.checkpoint for spec in self.specs.values()])
             started.add_node(num_cpus=1)
         elif kind == "scheduler":
             self._start_again()
