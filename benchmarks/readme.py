@@ -18,6 +18,7 @@ from accel.files import write_atomic
 from benchmarks import (
     bernoulli,
     cluster_policy,
+    cluster_resizing,
     cluster_simulations,
     comm_accuracy,
     comm_choice,
@@ -47,6 +48,7 @@ from benchmarks import (
     strategy_table,
     time_to_accuracy,
     torch_versions,
+    tuning,
 )
 from benchmarks.gpu import decisive_tables, searches
 from benchmarks.gpu import tables as gpu
@@ -89,6 +91,8 @@ BLOCKS = (
     Block("docs/goodput.md", "step-times", "pollux-step-times", pollux.STEP_TIMES.block),
     Block("docs/goodput.md", "steps", "pollux-steps", pollux.STEPS.block),
     Block("docs/cluster.md", "simulations", "cluster-simulations", cluster_simulations.RECORD.block),
+    Block("docs/cluster.md", "ray", "cluster-resizing", cluster_resizing.RECORD.block),
+    Block("docs/cluster.md", "tuning", "tuning", tuning.RECORD.block),
     Block("docs/cluster.md", "rounds", "cluster-policy", cluster_policy.RECORD.block),
     Block("docs/noise_scale.md", "overhead", "noise-overhead", noise_overhead.RECORD.block),
     Block("docs/optimizers.md", "cpu", "optimizers", optimizers.RECORD.block),
