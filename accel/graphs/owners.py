@@ -11,10 +11,9 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
-from torch._C._dynamo.guards import dict_version
 from torch.optim import Optimizer
 
-from accel.graphs.checks import PLAIN, holds_tensors, is_looked_at
+from accel.graphs.checks import PLAIN, is_looked_at
 from accel.profiler.loop import callslot
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
@@ -51,11 +50,6 @@ class Owners:
         """The modules with all those inside of them."""
         self._inner: list[nn.Module] = []
         self._inner_contents: list[dict[str, Any]] = []
-        self._dicts: list[dict[str, Any]] = []
-        """All that modules hold, which torch counts the changes of."""
-        self._form: _Form | None = None
-        self._form_of: list[Any] = []
-        """The last form, and what was seen of the modules and tensors that it is of."""
         self.refresh()
 
     def refresh(self) -> None:
@@ -71,7 +65,6 @@ class Owners:
         owned = {id(d[name]) for d, name in self._slots}
         stepped = [p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]]
         self._stepped = [p for p in stepped if id(p) not in owned]
-        self._dicts, self._form = [*self._contents, *filter(None, dicts)], None
 
     def tensors(self) -> list[Tensor]:
         """Return the parameters and buffers as they are now: one may have been replaced."""
@@ -90,17 +83,10 @@ class Owners:
 
     def form(self) -> Hashable:
         """Return what a model's graph has frozen: modes, code, numbers of modules, where tensors lie, which train."""
-        # In a key at every call, so each line goes through all tensors or modules without Python for each. As long as
-        # no module's dictionary has changed, only what changes in place is looked at.
+        # In a key at every call, so each line goes through all tensors or modules without Python for each.
         tensors = self.tensors()
-        places = [list(map(Tensor.data_ptr, tensors)), list(map(_REQUIRES_GRAD, tensors))]
-        now = [list(map(dict_version, self._dicts)), list(map(_CLASS, self.every)), places]
-        if self._form is not None and now == self._form_of:
-            return self._form
-        form = _Form((tuple(map(_TRAINING, self.every)), self._code(), self._values(), *map(tuple, places)))
-        is_whole = not any(map(holds_tensors, starmap(dict.get, self._settings)))
-        self._form, self._form_of = form if is_whole else None, now
-        return form
+        places = tuple(map(Tensor.data_ptr, tensors)), tuple(map(_REQUIRES_GRAD, tensors))
+        return tuple(map(_TRAINING, self.every)), self._code(), self._values(), places
 
     def _values(self) -> Hashable:
         """Return the values and tensors of modules, and how much each module holds: a value may have come."""
@@ -181,21 +167,6 @@ def _frozen(value: Any) -> Hashable:
     if isinstance(value, tuple):
         return tuple(map(_frozen, value))
     return value if type(value) in PLAIN else _Same(value)
-
-
-class _Form:
-    """What `Owners.form` returns, with its hash: that of a tuple is reckoned each time."""
-
-    __slots__ = ("_hash", "_parts")
-
-    def __init__(self, parts: tuple[Hashable, ...]) -> None:
-        self._parts, self._hash = parts, hash(parts)
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __eq__(self, other: object) -> bool:
-        return other is self or (isinstance(other, _Form) and other._parts == self._parts)
 
 
 class _Same:
