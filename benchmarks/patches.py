@@ -23,8 +23,8 @@ import click
 from rich.console import Console
 
 from benchmarks.public.scripts import SCRIPTS, PublicScript, fetch
-from benchmarks.public_scripts import Ending, ScriptFailed, run
-from benchmarks.record import DATA, Column, Record
+from benchmarks.public_scripts import Ending, ScriptFailed, run, sources_option
+from benchmarks.record import Column, Record
 from benchmarks.render import SOURCE, Row
 from benchmarks.spread import Spread, geometric_mean, ratios
 
@@ -170,12 +170,7 @@ def _gains(times: dict[str, list[Ending]]) -> Row:
 @click.argument("scripts", nargs=-1, type=click.Choice(sorted(LONGER)))
 @click.option("--rounds", default=3, show_default=True, type=click.IntRange(1), help="Runs of each kind.")
 @click.option("--budget", default="10s", show_default=True, help="Of a search.")
-@click.option(
-    "--sources",
-    type=click.Path(path_type=Path),
-    default=DATA / "public",
-    help="Holds the repositories by their names; what is missing is fetched from GitHub.",
-)
+@sources_option
 @click.option("--record", is_flag=True, help="Write the figures to benchmarks/results/.")
 def main(scripts: tuple[str, ...], rounds: int, budget: str, sources: Path, record: bool) -> None:
     """Patch public SCRIPTS (default: all that can run long enough); exit with 1 if a patch differs or gains less."""

@@ -226,15 +226,18 @@ def compare(name: str, source: Path, rounds: int) -> Row:
         }
 
 
-@click.command()
-@click.argument("scripts", nargs=-1, type=click.Choice(sorted(SCRIPTS)))
-@click.option("--rounds", default=3, show_default=True, type=click.IntRange(1), help="Runs of each kind.")
-@click.option(
+sources_option = click.option(
     "--sources",
     type=click.Path(path_type=Path),
     default=DATA / "public",
     help="Holds the repositories by their names; what is missing is fetched from GitHub.",
 )
+
+
+@click.command()
+@click.argument("scripts", nargs=-1, type=click.Choice(sorted(SCRIPTS)))
+@click.option("--rounds", default=3, show_default=True, type=click.IntRange(1), help="Runs of each kind.")
+@sources_option
 @click.option("--record", is_flag=True, help="Write the figures to benchmarks/results/.")
 def main(scripts: tuple[str, ...], rounds: int, sources: Path, record: bool) -> None:
     """Run public SCRIPTS (default: all) plainly and under `accel run`; exit with 1 if one differs, or fails plainly."""
