@@ -10,6 +10,7 @@ import pickle
 import threading
 import warnings
 from collections import OrderedDict, namedtuple
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from accel.amp import decorate, undecorate
 from accel.amp.decorate import calls_of
 from accel.errors import InvalidArgument
 from tests.accel.amp.amp_models import batches, cnn, loss_of, mlp, train
+from tests.kernels.hosts import need
 
 HALVES = (torch.float16, torch.bfloat16)
 Pair = namedtuple("Pair", ["first", "second"])
@@ -540,3 +542,26 @@ def test_a_loss_of_an_output_is_the_models() -> None:
         results.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
     for each in results[1:]:
         assert float((each - results[0]).norm() / results[0].norm()) < 0.01
+
+
+@pytest.mark.integration  # Transformers take seconds to import
+def test_a_hugging_face_model_is_saved_as_float32_and_loads_to_the_same_bits(tmp_path: Path) -> None:
+    need("transformers")
+    import transformers
+
+    config = transformers.BertConfig(
+        hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32, vocab_size=20
+    )
+    model = transformers.BertForSequenceClassification(config)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    decorate(model, optimizer, dtype=torch.bfloat16)
+    tokens = torch.arange(12).view(3, 4)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(tokens, labels=torch.tensor([0, 1, 0])).loss.backward()
+        optimizer.step()
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path)
+    assert "float32" in (tmp_path / "config.json").read_text()
+    assert loaded.dtype == torch.float32
+    torch.testing.assert_close(loaded.state_dict(), model.state_dict(), rtol=0, atol=0)
