@@ -185,7 +185,7 @@ class Evidence:
     steps: list[Measurement] = field(default_factory=list)
     """Observed steps, warm-up, trace window and one-offs left out."""
     one_offs: list[Measurement] = field(default_factory=list)
-    """Steps that were slow once; see `one_offs.split`."""
+    """Steps that were slow once; see `step_times.without_one_offs`."""
     cores: int = 1
     """Cores this process may use."""
     threads: int = 1

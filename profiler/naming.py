@@ -9,17 +9,18 @@ the cores busy are told beside the verdict, and change none but that small cause
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from accel.profiler.bottleneck import Bottleneck
 from accel.profiler.diagnose import anatomy as anatomies
-from accel.profiler.diagnose import consistency, phase_contents, rules_compute, rules_input, rules_loop
+from accel.profiler.diagnose import consistency
 from accel.profiler.diagnose.anatomy import Anatomy
 from accel.profiler.diagnose.causes import CROWDS
-from accel.profiler.diagnose.communication_wait import wait_as_communication
 from accel.profiler.diagnose.consistency import PhaseShares
 from accel.profiler.diagnose.findings import SURE, WORTH, collected, finding, thread_text
+from accel.profiler.diagnose.rules import RULES
+from accel.profiler.diagnose.step_times import wait_as_communication
 from accel.profiler.evidence import SHARED_CORES, Evidence
 from accel.profiler.report import Finding
 
@@ -49,8 +50,6 @@ PHASES_OF = {
     Bottleneck.OUTSIDE: ("outside", "evaluation"),
 }
 """Class → its phases, for the classes that have some."""
-
-Rule = Callable[[Evidence, Anatomy], "Finding | None"]
 
 
 @dataclass
@@ -88,7 +87,7 @@ def diagnose(evidence: Evidence, *, min_steps: int = MIN_STEPS) -> Diagnosis:
         min_steps: with fewer, the verdict is refused.
     """
     steps = wait_as_communication(evidence.steps, evidence.ddp_wait_share)
-    anatomy = phase_contents.with_parts(anatomies.of(steps), evidence)
+    anatomy = anatomies.with_parts(anatomies.of(steps), evidence)
     result = Diagnosis(anatomy=anatomy, collected=collected(evidence, anatomy))
     if anatomy.steps < min_steps:
         result.refused = f"{anatomy.steps} steps were seen, {min_steps} are needed"
@@ -97,7 +96,7 @@ def diagnose(evidence: Evidence, *, min_steps: int = MIN_STEPS) -> Diagnosis:
     if result.crowd is not None and _hides_all(evidence):
         result.findings = [result.crowd]
         return result
-    findings = [f for rule in _RULES if (f := rule(evidence, anatomy)) is not None]
+    findings = [f for rule in RULES if (f := rule(evidence, anatomy)) is not None]
     beside_others = result.crowd is not None
     if any(f.cause == "launch.small_ops" and _is_sure(f, beside_others) for f in findings):
         # The update is part of that.
@@ -196,25 +195,3 @@ def _disturbed(evidence: Evidence, others: float) -> bool:
     # The pool's threads are not measured. A training thread that mostly sleeps leaves them little to do; but a rank may
     # sleep for another one whose core was taken.
     return ranks > 1 and ranks + others > evidence.cores
-
-
-_RULES: tuple[Rule, ...] = (
-    rules_loop.collector,
-    rules_input.epoch_start,
-    rules_input.loader,
-    rules_input.iterator,
-    rules_compute.transfer,
-    rules_compute.sync,
-    rules_compute.anomaly,
-    rules_compute.double,
-    rules_compute.threads,
-    rules_compute.small_ops,
-    rules_compute.bandwidth,
-    rules_loop.communication,
-    rules_loop.unused_search,
-    rules_loop.optimizer,
-    rules_loop.step_code,
-    rules_loop.evaluation,
-    rules_loop.stalls,
-    rules_loop.each_step,
-)

@@ -185,21 +185,17 @@ class ProfileSession:
         self._suspected = diagnose(self.evidence()).findings
         for cause in self._suspects():
             yield
-            passes = round(self.instruments.ddp_wait.exchanges())
-            tried = whatif.counterfactual(cause, self.recorder, self.exchange.local_size, passes)
-            if tried is None and not self.exchange.launched:
+            if not (self.exchange.launched or whatif.can_switch_off(cause, self.recorder)):
                 continue
-            self.experiments[cause] = yield from whatif.experiment(
-                tried or whatif.unchanged(),
-                self.recorder,
-                whatif.backlog_of(self.recorder),
-                together=self.exchange.launched,
+            passes = round(self.instruments.ddp_wait.exchanges())
+            self.experiments[cause] = yield from whatif.try_without(
+                cause, self.recorder, self.exchange.local_size, passes, together=self.exchange.launched
             )
 
     def _suspects(self) -> list[str]:
         """Return the causes to try, the same on all ranks."""
         causes = [finding.cause for finding in self._suspected]
-        own = [cause for cause in causes if whatif.counterfactual(cause, self.recorder) is not None]
+        own = [cause for cause in causes if whatif.can_switch_off(cause, self.recorder)]
         if not self.exchange.launched:
             return own[: whatif.MOST]
         try:
@@ -252,6 +248,6 @@ class ProfileSession:
         if not self._confirm:
             return "not tried: --no-confirm"
         is_gone = finding.cause.startswith("optimizer.") and not len(self.recorder.optimizers)
-        if not is_gone and whatif.counterfactual(finding.cause, self.recorder) is None:
+        if not is_gone and not whatif.can_switch_off(finding.cause, self.recorder):
             return "nothing switches it off in a running script; the figure is from the clocks"
         return "not tried: the run ended before, or it showed only later"

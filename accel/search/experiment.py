@@ -110,7 +110,7 @@ def charged_to(state: SearchState, candidate: Candidate | None = None) -> Iterat
 def look(state: SearchState, *, rest: int = 0, steps: int = 0) -> Generator[Action, Result, Result]:
     """Observe some steps under the present plan: their anatomy, and what limits them."""
     from accel.profiler.diagnose import anatomy
-    from accel.profiler.diagnose.communication_wait import wait_as_communication
+    from accel.profiler.diagnose.step_times import wait_as_communication
 
     plan = dict(state.plan)
     result = yield from act(state, Action(plan=plan, rest=rest, steps=steps or state.pace.observe, anatomy=True))

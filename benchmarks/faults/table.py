@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from accel.profiler.diagnose.causes import OVERSUBSCRIBED
-from accel.profiler.diagnose.rules_compute import IDLE
+from accel.profiler.diagnose.rules import IDLE
 
 Compare = Literal["seconds_per_step", "samples_per_second"]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import platform
 import statistics
 from collections.abc import Mapping
@@ -11,13 +10,13 @@ from typing import Any
 import torch
 
 from accel.profiler import naming
-from accel.profiler.diagnose import consistency
+from accel.profiler.diagnose import consistency, findings
 from accel.profiler.diagnose.anatomy import Anatomy
-from accel.profiler.diagnose.causes import CAUSES, CROWDS
-from accel.profiler.diagnose.communication_wait import wait_as_communication
+from accel.profiler.diagnose.causes import CROWDS
 from accel.profiler.diagnose.consistency import BATCHES, OWN_CODE, PhaseShares
 from accel.profiler.diagnose.findings import NEAR, SURE, WORTH
-from accel.profiler.evidence import Evidence, ThreadShare
+from accel.profiler.diagnose.step_times import wait_as_communication
+from accel.profiler.evidence import Evidence
 from accel.profiler.naming import Diagnosis
 from accel.profiler.phases import MEANING, Measurement
 from accel.profiler.report import Finding, HostFacts, Node, ProfileReport, RankRow, Saving, StepRow
@@ -87,16 +86,16 @@ def _last_steps(evidence: Evidence) -> list[Measurement]:
 
 def conclude(report: ProfileReport, anatomy: Anatomy) -> None:
     """Write the verdict and the next steps, without findings that contradict the evidence and with savings capped."""
-    _retract(report)
+    _retract(report, anatomy)
     report.bottleneck = "" if report.refused else report.findings[0].bottleneck if report.findings else "none"
     report.verdict = _verdict(report, anatomy)
     report.next = [f"{f.remedy}{_automatic(f)}" for f in report.findings] or _nothing_to_do(report)
 
 
-def _retract(report: ProfileReport) -> None:
+def _retract(report: ProfileReport, anatomy: Anatomy) -> None:
     if report.evidence is None:
         return
-    kept, retracted = consistency.check(report.findings, PhaseShares.of_tree(report.evidence))
+    kept, retracted = consistency.check(report.findings, PhaseShares.of_anatomy(anatomy))
     report.findings = naming.ordered(kept)  # once more: what an experiment saves may have been capped
     report.unseen += [sentence for sentence in retracted if sentence not in report.unseen]
     if not report.refused or report.refused.startswith(naming.OVERLAP):
@@ -214,7 +213,7 @@ def _kinds_of_step(evidence: Evidence, anatomy: Anatomy) -> str:
 
 def _outside_parts(anatomy: Anatomy, node: Any) -> list[Node]:
     share = anatomy.shares["outside"]
-    own = min(share, anatomy.batches.get("outside", 0.0))
+    own = anatomy.batches.get("outside", 0.0)
     stalls = min(share - own, max(0.0, anatomy.stalls - anatomy.shares["evaluation"]))
     parts = [
         node(BATCHES, own, "by sampled lines"),
@@ -267,10 +266,10 @@ def _device_name(kind: str) -> str:
 
 
 def rank_summary(evidence: Evidence, diagnosis: Diagnosis) -> dict[str, Any]:
-    """Return what a rank sends to rank 0, as plain JSON."""
+    """Return what a rank sends to rank 0."""
     anatomy = diagnosis.anatomy
     return {
-        "row": dataclasses.asdict(row(evidence, anatomy)),
+        "row": row(evidence, anatomy),
         "wait_s": anatomy.shares.get("communication", 0.0) * anatomy.step_s,
         "crowded": diagnosis.crowd is not None,
     }
@@ -280,7 +279,7 @@ def merge(report: ProfileReport, ranks: Mapping[int, Mapping[str, Any]], anatomy
     """Merge the other ranks into rank 0's report: who is slow, and who waits."""
     for missing in sorted(set(range(size)) - set(ranks)):
         report.unseen.append(f"rank {missing}: it posted nothing before the report was made")
-    report.ranks = [_row_of(ranks[rank]) for rank in sorted(ranks)]
+    report.ranks = [ranks[rank]["row"] for rank in sorted(ranks)]
     crowded = [rank for rank in sorted(ranks) if ranks[rank]["crowded"]]
     if crowded:
         numbers = ", ".join(map(str, crowded))
@@ -349,26 +348,14 @@ def _straggler(report: ProfileReport, slowest: int, lag_share: float, anatomy: A
         f"rank {slowest} ({slow.host}) computes {lag_share * anatomy.step_s * 1e3:.3g} ms a step longer than the "
         f"median of the others, which wait for it"
     ]
-    if differences[phase] <= 0.3 * lag_share * anatomy.step_s * 1e3:
-        phase = ""
-    if phase:
+    if differences[phase] > 0.3 * lag_share * anatomy.step_s * 1e3:
         why.append(f"{differences[phase]:.3g} ms of that in {phase}: {MEANING[phase]}")
     else:
+        phase = "backward"
         why.append("most of that in its backward pass")
-    cause = CAUSES["straggler.evaluation" if phase == "evaluation" else "straggler.rank"]
-    return Finding(
-        cause=cause.name,
-        bottleneck=cause.bottleneck.value,
-        title=cause.title,
-        why=why,
-        remedy=cause.remedy,
-        share=lag_share,
-        predicted=Saving(value=lag_share, low=0.8 * lag_share, high=min(1.0, 1.1 * lag_share)),
-        experiment="a rank's slowness can't be switched off; the figure is from the clocks of all ranks",
+    saves = Saving(value=lag_share, low=0.8 * lag_share, high=min(1.0, 1.1 * lag_share))
+    found = findings.finding(
+        "straggler.evaluation" if phase == "evaluation" else "straggler.rank", lag_share, why, saves
     )
-
-
-def _row_of(summary: Mapping[str, Any]) -> RankRow:
-    fields = dict(summary["row"])
-    thread = fields.pop("thread")
-    return RankRow(**fields, thread=ThreadShare(**thread) if thread else None)
+    found.experiment = "a rank's slowness can't be switched off; the figure is from the clocks of all ranks"
+    return found

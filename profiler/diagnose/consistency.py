@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from accel.profiler.diagnose.anatomy import Anatomy
 from accel.profiler.diagnose.causes import CAUSES
 from accel.profiler.diagnose.findings import scaled
-from accel.profiler.report import Finding, Node, Saving
+from accel.profiler.report import Finding, Saving
 
 BATCHES = "the loop's own iterator"
 OWN_CODE = "the loop's own code"
@@ -40,15 +40,6 @@ class PhaseShares:
     def of_anatomy(cls, anatomy: Anatomy) -> PhaseShares:
         """Return the shares of an anatomy."""
         return cls(shares=anatomy.shares, parts={BATCHES: anatomy.batches, OWN_CODE: anatomy.own_code})
-
-    @classmethod
-    def of_tree(cls, root: Node) -> PhaseShares:
-        """Return the shares in the evidence tree of a report."""
-        parts = {
-            name: {phase.name: part.share for phase in root.children for part in phase.children if part.name == name}
-            for name in (BATCHES, OWN_CODE)
-        }
-        return cls(shares={phase.name: phase.share for phase in root.children}, parts=parts)
 
     def room(self, cause: str) -> float:
         """Return the largest share of the step that a cause can account for, and its remedy can save."""

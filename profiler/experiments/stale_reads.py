@@ -11,27 +11,19 @@ larger tensors are what checkpoints are made of.
 from __future__ import annotations
 
 import contextlib
-import dis
-import functools
 import sys
 from collections.abc import Callable, Iterator
-from types import CodeType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from accel.profiler.experiments.switch import Counterfactual
 from accel.profiler.loop.patches import Patches, call_method, replace_reads
 
 _TRUE_READ_EVERY = 64
 _TENSOR_FILE = Tensor.__format__.__code__.co_filename
 _SCALER = "grad_scaler.py"
 """How the names of files end that hold one: torch.amp's, that of FSDP, and those of other libraries."""
-
-_PRECALL = dis.opmap.get("PRECALL")
-_TO_CALL = 4
-"""Bytes from PRECALL to its CALL: the instruction and its cache."""
 
 _Site = tuple[Any, ...]
 
@@ -80,7 +72,7 @@ class StaleReads:
                 frame = frame.f_back
             if frame.f_code.co_filename.endswith(_SCALER):
                 return original(tensor, *args, **kwargs)
-            site = (name, frame.f_code, _call_at(frame.f_code, frame.f_lasti), tensor.dtype, tensor.shape)
+            site = (name, frame.f_code, frame.f_lasti, tensor.dtype, tensor.shape)
             value = self._value_at(site, tensor)
             return value.clone() if name == "cpu" else original(value, *args, **kwargs)
 
@@ -96,18 +88,6 @@ class StaleReads:
             uses += 1
         self._values[site] = value, uses
         return value
-
-
-def no_waiting(reads: StaleReads) -> Counterfactual:
-    """Answer reads of values by older ones."""
-    what = "item(), float() and the like returned what the same place had read before, without waiting for the device"
-    return Counterfactual("no waiting for values", what, reads.off, lambda: reads.answered > 0, changes_learning=True)
-
-
-@functools.lru_cache(4096)
-def _call_at(code: CodeType, at: int) -> int:
-    """Return the place of the call that a frame is at: in Python 3.11 a warm one may be done an instruction before."""
-    return at + _TO_CALL if _PRECALL is not None and code.co_code[at] == _PRECALL else at
 
 
 def _is_plain_value(tensor: Tensor) -> bool:

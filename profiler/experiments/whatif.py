@@ -1,27 +1,28 @@
-"""Counterfactuals: run real steps without the suspected cause, interleaved with ordinary ones, and measure the saving.
+"""Run real steps without a suspected cause, interleaved with ordinary ones, and measure the saving.
 
 A share of the time says where the time goes, not what would be saved: work may overlap, and removing a wait may uncover
 another one. So a suspicion is tested. Each counterfactual switches one thing at a step boundary; blocks with and
 without it are interleaved and judged as a trial is.
+
+Where the loop does something else than steps, as evaluating or saving, nothing is switched, and what the model has
+learned in an experiment that changes this is taken back.
 """
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import statistics
-from collections.abc import Generator, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import ExitStack
+from typing import Any
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from accel.profiler.diagnose.causes import switched_with
-from accel.profiler.experiments import exchanges, process_modes, update_path
-from accel.profiler.experiments.stale_reads import StaleReads, no_waiting
-from accel.profiler.experiments.switch import Counterfactual, Switch
-from accel.profiler.experiments.update_path import Paths
+from accel.profiler.experiments.counterfactuals import Counterfactual, counterfactual, unchanged
 from accel.profiler.loop.device import Backlog, events_on
+from accel.profiler.loop.patches import Patches
 from accel.profiler.loop.recorder import Recorder
 from accel.profiler.phases import Measurement
 from accel.profiler.report import Experiment, Saving
@@ -35,79 +36,140 @@ TOGETHER = TrialConfig(block_steps=4, looks=(8,), min_pairs=8)
 """For several ranks: always eight pairs, since all must switch at the same steps."""
 _LEAST = 1e-3
 """Of the host's time for a block is left by a correction that is itself measured, for a trial takes logarithms."""
+_STATE_CALLS = ((torch, "save"), (nn.Module, "state_dict"), (nn.Module, "load_state_dict"))
+"""Where a script saves what it has learned, or puts something else in its place."""
+STUCK = 50
+"""A loop that calls its model so many times as often as in the step before, and makes no update, is stuck with what it
+has learned: as one that leaves out each batch whose loss is NaN, once its weights are."""
 
 
-def counterfactual(cause: str, recorder: Recorder, local_ranks: int = 1, passes: int = 1) -> Counterfactual | None:
-    """Return what switches a cause off in this run, None if nothing does.
+class Snapshot:
+    """A copy of parameters, buffers and optimizer state, to be restored in place.
+
+    Args:
+        models: what is trained.
+        optimizers: their state is restored too.
+    """
+
+    def __init__(self, models: Sequence[nn.Module], optimizers: Iterable[Optimizer]) -> None:
+        tensors = [t for model in models for t in (*model.parameters(), *model.buffers())]
+        states = [state for optimizer in optimizers for state in optimizer.state.values()]
+        tensors += [value for state in states for value in state.values() if isinstance(value, Tensor)]
+        self._pairs = [(tensor, tensor.detach().clone()) for tensor in tensors]
+
+    def restore(self) -> None:
+        """Put everything back; a backward pass may be outstanding, so autograd does not count it as a change."""
+        with torch.no_grad():
+            for tensor, saved in self._pairs:
+                tensor.data.copy_(saved)
+
+
+class Switch:
+    """Switches a counterfactual in the steps, and only there: nothing is switched while the loop pauses.
+
+    Args:
+        tried: what is switched.
+        recorder: of the loop.
+
+    Attributes:
+        is_stuck: the loop got stuck: everything has been put back, and nothing is switched any more.
+    """
+
+    def __init__(self, tried: Counterfactual, recorder: Recorder) -> None:
+        self.is_stuck = False
+        self._tried, self._recorder, self._entered = tried, recorder, ExitStack()
+        self._saved = Snapshot(recorder.roots.modules, recorder.optimizers) if tried.changes_learning else None
+        self._patches = Patches()
+        self._calls = self._usual_calls = 0
+        self._on = self._away = self._has_learned = False
+        self._paused = False
+        """Whether the loop has left its steps since the last of them ended."""
+
+    def watch(self) -> None:
+        """Listen for pauses; where the model learns something else, saving is one too."""
+        delivery = self._recorder.delivery
+        delivery.pauses.watch(lambda: self.leave(is_between=delivery.pauses.is_between), self.back)
+        if self._saved is not None:
+            self._recorder.calls.on_call = lambda: delivery.guarded(self.called)
+            for owner, name in _STATE_CALLS:
+                self._patches.replace(owner, name, functools.partial(_after, delivery.pauses.begin))
+
+    def end(self) -> None:
+        """Put everything back for good."""
+        self._patches.remove()
+        self._recorder.delivery.pauses.unwatch()
+        if self._saved is not None:
+            self._recorder.calls.on_call = None
+        self.leave(is_between=True)
+
+    def set(self, on: bool) -> bool:
+        """Switch between two steps; return whether anything was to be switched."""
+        changes, self._on = on != self._on, on
+        if changes and not self._away:
+            self._enter()
+        return changes
+
+    def _enter(self) -> None:
+        self._entered.close()
+        if self._on:
+            self._entered.enter_context(self._tried.off())
+
+    def leave(self, *, is_between: bool) -> None:
+        """Put everything back while the loop does something else; the state only if no step is under way."""
+        self._paused = self._away = True
+        self._entered.close()
+        if is_between and self._saved is not None and self._has_learned:
+            self._saved.restore()
+            self._has_learned = False
+
+    def back(self) -> None:
+        """Switch as before."""
+        if not self.is_stuck:
+            self._away, self._has_learned = False, True
+            self._enter()
+
+    def called(self) -> None:
+        """The model is called for training: put everything back for good if no update comes of that."""
+        self._calls += 1
+        if 0 < STUCK * self._usual_calls < self._calls and not self.is_stuck:
+            self.is_stuck = True
+            self.leave(is_between=True)
+
+    def passed(self) -> bool:
+        """Return whether the step that has ended was one without a pause."""
+        self._calls, self._usual_calls = 0, max(1, self._calls)
+        paused, self._paused, self._has_learned = self._paused or self._away, False, not self.is_stuck
+        return not paused
+
+
+def _after(first: Callable[[], None], original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def marked(*args: Any, **kwargs: Any) -> Any:
+        first()
+        return original(*args, **kwargs)
+
+    return marked
+
+
+def can_switch_off(cause: str, recorder: Recorder) -> bool:
+    """Return whether something switches a cause off in this run."""
+    return counterfactual(cause, recorder) is not None
+
+
+def try_without(
+    cause: str, recorder: Recorder, local_ranks: int, passes: int, *, together: bool
+) -> Generator[None, Measurement, Experiment]:
+    """Run real steps with and without a cause; a rank that can't switch what the others try measures what those do.
 
     Args:
         cause: its name.
         recorder: of the loop.
         local_ranks: that share the cores of this host.
         passes: backward passes with an exchange before each update.
+        together: with other ranks, which switch at the same steps.
     """
-    if cause in switched_with("input.cpu") and recorder.loaders.loader is not None:
-        return fetched_ahead(recorder)
-    if cause == "sync.read":
-        return no_waiting(StaleReads())
-    if cause == "host.gc":
-        return process_modes.no_collector(lambda: recorder.probes.collector.seconds)
-    if cause == "compute.anomaly":
-        return process_modes.no_anomaly_mode()
-    if cause == "compute.threads":
-        return process_modes.all_threads(local_ranks)
-    if cause.startswith("optimizer.") and any(can_update_at_once(o) for o in recorder.optimizers):
-        return one_update(recorder.optimizers)
-    ddp = [module for module in recorder.roots.modules if isinstance(module, DistributedDataParallel)]
-    return exchanges.counterfactual(cause, ddp, passes) if ddp else None
-
-
-def fetched_ahead(recorder: Recorder) -> Counterfactual:
-    """Fetch batches while the step's clock is stopped: as if the loader were never late."""
-    fetched = 0
-
-    @contextlib.contextmanager
-    def off() -> Iterator[None]:
-        nonlocal fetched
-        recorder.loaders.ahead, before = True, recorder.loaders.fetched
-        try:
-            yield
-        finally:
-            recorder.loaders.ahead = False
-            fetched += recorder.loaders.fetched - before
-
-    what = "each batch was fetched between two steps, off the clock"
-    return Counterfactual("batch fetched ahead", what, off, lambda: fetched > 0)
-
-
-def one_update(optimizers: Sequence[Optimizer]) -> Counterfactual:
-    """Let the optimizers update all parameters in one fused or foreach call."""
-    optimizers, switched = [each for each in optimizers if can_update_at_once(each)], 0
-
-    @contextlib.contextmanager
-    def off() -> Iterator[None]:
-        nonlocal switched
-        paths = Paths()
-        for optimizer in optimizers:
-            paths.switch([optimizer], fused=update_path.has_fused(optimizer))
-        try:
-            yield
-        finally:
-            switched += sum(map(update_path.updates_at_once, optimizers))
-            paths.restore()
-
-    what = "the optimizer took its fused path, or foreach where it has none"
-    return Counterfactual("multi-tensor optimizer", what, off, lambda: switched > 0)
-
-
-def can_update_at_once(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer has another path, and is not on it."""
-    return not update_path.refusal(optimizer) and not update_path.updates_at_once(optimizer)
-
-
-def unchanged() -> Counterfactual:
-    """Switch nothing, on a rank that can't switch what the others try: what is measured is what those do."""
-    return Counterfactual("nothing", "nothing", contextlib.nullcontext, lambda: True)
+    tried = counterfactual(cause, recorder, local_ranks, passes) or unchanged()
+    return (yield from experiment(tried, recorder, backlog_of(recorder), together=together))
 
 
 def backlog_of(recorder: Recorder) -> Backlog | None:
@@ -115,7 +177,7 @@ def backlog_of(recorder: Recorder) -> Backlog | None:
     device = recorder.trained.device
     if device.type != "cuda":
         return None
-    return Backlog(recorder.clock.now, partial(torch.cuda.synchronize, device), events_on(device))
+    return Backlog(recorder.clock.now, functools.partial(torch.cuda.synchronize, device), events_on(device))
 
 
 def experiment(

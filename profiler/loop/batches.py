@@ -12,7 +12,7 @@ from weakref import ref
 
 import torch
 
-from accel.profiler.loop.clock import FIRST, MAYBE_DATA, MAYBE_HOST, SETTLED, STEP, StepClock
+from accel.profiler.loop.clock import FIRST, MAYBE_DATA, MAYBE_HOST, SETTLED, STEP
 from accel.profiler.loop.delivery import Delivery
 from accel.profiler.loop.patches import Function
 
@@ -21,10 +21,8 @@ class LoaderMarks:
     """Marks on the loaders.
 
     Args:
-        clock: to write marks to.
-        tape: where the quickest marks go.
-        thread: the one that trains, by Python's id.
         delivery: of the steps.
+        tape: where the quickest marks go.
         is_called: returns whether a call of the loop's model has been marked.
 
     Attributes:
@@ -39,16 +37,14 @@ class LoaderMarks:
         is_doubtful: a call without gradients came since then that may be an evaluation.
     """
 
-    def __init__(
-        self, clock: StepClock, tape: Any, thread: int, delivery: Delivery, is_called: Callable[[], bool]
-    ) -> None:
-        self._clock, self._tape, self.thread, self._is_called = clock, tape, thread, is_called
+    def __init__(self, delivery: Delivery, tape: Any, is_called: Callable[[], bool]) -> None:
+        self._clock, self._tape, self.thread, self._is_called = delivery.clock, tape, delivery.thread, is_called
         self._delivery, self._hot, self._pauses = delivery, delivery.hot, delivery.pauses
         self.ahead = False
         self.drain: Callable[[], float] = lambda: 0.0
         self.fetched = self.since_batch = 0
         self.loader: Any = None
-        self.collating = CollateTimer(clock.now)
+        self.collating = CollateTimer(delivery.clock.now)
         self.training = TrainingLoaders()
         self.recent: list[Any] = []
         self._iterator: Callable[[], Any] = lambda: None

@@ -46,9 +46,9 @@ class Delivery:
     """
 
     def __init__(self, clock: StepClock, thread: int, is_learning: Callable[[], bool]) -> None:
-        self._clock, self._is_learning = clock, is_learning
+        self.clock, self.thread, self._is_learning = clock, thread, is_learning
         self.hot, self.ending = MarkState(), EndingOptimizer()
-        self.pauses = Pauses(clock, self.hot, self.guarded, thread)
+        self.pauses = Pauses(self)
         self.on_step: Callable[[Measurement], None] = lambda measured: None
         self.on_segment: Callable[[], None] = lambda: None
         self.deferred = False
@@ -70,7 +70,7 @@ class Delivery:
         hot.stepped = False
         self.ending.others = 0
         hot.counting = not self.deferred
-        self._clock.write(CUT)
+        self.clock.write(CUT)
         hot.steps_left -= 1
         if hot.steps_left <= 0:
             self.deliver()
@@ -93,17 +93,17 @@ class Delivery:
         hot = self.hot
         if self.deferred:
             self.steps += self._segment_steps
-            self._store(self._clock.detach())
+            self._store(self.clock.detach())
             self.on_segment()
         else:
-            for measured in self._clock.read():
+            for measured in self.clock.read():
                 self.steps += 1
                 self._record(measured)
         hot.steps_left = self._segment_steps = self._next_segment() if self.deferred else 1
         hot.learning = self._is_learning()
         hot.counting = True
         hot.iterator = None  # the next batch takes the slow path, which counts it
-        self._clock.write((RESUME, self._clock.now()))
+        self.clock.write((RESUME, self.clock.now()))
 
     def _store(self, segment: list[Any]) -> None:
         self._segments.append((self._segment_steps, segment))
@@ -114,13 +114,13 @@ class Delivery:
 
     def _next_segment(self) -> int:
         """Return how many steps the next segment should have."""
-        now = self._clock.now()
+        now = self.clock.now()
         step_s = (now - self._segment_at) / self._segment_steps
         self._segment_at = now
         return max(MIN_STEPS, min(MAX_STEPS, int(SECONDS / step_s) if step_s > 0 else MAX_STEPS))
 
     def _record(self, measured: Measurement) -> None:
-        self.last_boundary = self._clock.reader.cut_at
+        self.last_boundary = self.clock.reader.cut_at
         if measured.step == 0:
             self.first_boundary = self.last_boundary
         else:
@@ -134,37 +134,33 @@ class Delivery:
     def _parse_stored(self) -> None:
         for number, (_, segment) in enumerate(self._segments):
             if number == 0 and self._has_dropped:  # the steps before were dropped
-                self.first_boundary, self.step_s, self._clock.reader.aside_s = segment[1], 0.0, 0.0
-            for measured in self._clock.read(segment):
+                self.first_boundary, self.step_s, self.clock.reader.aside_s = segment[1], 0.0, 0.0
+            for measured in self.clock.read(segment):
                 self._record(measured)
         self._segments.clear()
         self._stored_steps = 0
-        for measured in self._clock.read():
+        for measured in self.clock.read():
             self._record(measured)
 
     def unattributed(self) -> float:
         """Return the share of the wall time, first boundary to last, that is in no step and not the profiler's own."""
         wall = self.last_boundary - self.first_boundary
-        return max(0.0, 1.0 - (self.step_s + self._clock.reader.aside_s) / wall) if wall > 0 else 0.0
+        return max(0.0, 1.0 - (self.step_s + self.clock.reader.aside_s) / wall) if wall > 0 else 0.0
 
 
 class Pauses:
     """Tells an experiment when the loop leaves its steps and when it goes on with them.
 
     Args:
-        clock: what happens in these calls is taken off it.
-        hot: `away` is set while the loop is elsewhere.
-        guarded: calls a function whose error must not end the script.
-        thread: the one that trains, by Python's id.
+        delivery: of the steps; what happens in the calls made here is taken off its clock.
 
     Attributes:
         is_between: no forward pass was under way when the pause began.
     """
 
-    def __init__(
-        self, clock: StepClock, hot: MarkState, guarded: Callable[[Callable[[], None]], None], thread: int
-    ) -> None:
-        self._clock, self._hot, self._guarded, self._thread = clock, hot, guarded, thread
+    def __init__(self, delivery: Delivery) -> None:
+        self._clock, self._hot, self._guarded = delivery.clock, delivery.hot, delivery.guarded
+        self._thread = delivery.thread
         self._on_leave: Callable[[], None] | None = None
         self._on_return: Callable[[], None] = lambda: None
         self.is_between = True

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from accel.profiler.diagnose import device_time, one_offs
+from accel.profiler.diagnose import step_times
 from accel.profiler.evidence import Evidence
 from accel.profiler.host import usable_cores
 from accel.profiler.loop import called_modules
@@ -137,13 +137,13 @@ class Instruments:
         """
         recorder, trained = self._recorder, self._recorder.trained
         taken = recorder.events.taken if recorder.events is not None else {}
-        steps = device_time.by_device(kept, taken)
+        steps = step_times.by_device(kept, taken)
         is_timed = steps is not kept
-        ordinary, slow_once = one_offs.split(steps)
+        ordinary, slow_once = step_times.without_one_offs(steps)
         left_out = [measured.step for measured in slow_once]
         waited = self.ddp_wait.mean(without=left_out)
         step_s = sum(measured.seconds for measured in ordinary) / max(1, len(ordinary))
-        unseen = [device_time.UNSEEN] if trained.device.type == "cuda" and not is_timed else []
+        unseen = [step_times.UNSEEN] if trained.device.type == "cuda" and not is_timed else []
         return Evidence(
             steps=ordinary,
             one_offs=slow_once,
@@ -168,7 +168,7 @@ class Instruments:
             unused_search_share=self.ddp_wait.search(without=left_out) / step_s if step_s else 0.0,
             bucket_bytes=self.ddp_wait.bucket_bytes,
             ddp_wait_share=waited / step_s if waited is not None and step_s else None,
-            host_ms={p: s * 1e3 for p, s in device_time.means(kept).items()} if is_timed else {},
+            host_ms={p: s * 1e3 for p, s in step_times.means(kept).items()} if is_timed else {},
             model_name=recorder.model_name or called_modules.name(recorder.roots.modules),
-            unseen=[*unseen, *one_offs.told(ordinary, slow_once)],
+            unseen=[*unseen, *step_times.told_one_offs(ordinary, slow_once)],
         )

@@ -1,10 +1,16 @@
-"""What an operator or a GPU kernel is, by its name: a name that is not known is `other`."""
+"""What an operator or a GPU kernel is, by its name, and how much work a call is, by its inputs.
+
+A name that is not known is of the kind `other`; None stands for an amount that is not understood. Work is counted by
+public rules on shapes only. Dtypes are named as by the profiler: "float", "c10::Half".
+"""
 
 from __future__ import annotations
 
 import functools
+import math
 import re
-from typing import Literal
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
 
 Kind = Literal["matmul", "elementwise", "other"]
 
@@ -88,3 +94,206 @@ def kernel_kind(name: str, operator: str = "") -> Kind:
     if _ELEMENTWISE_KERNEL.search(name):
         return "elementwise"
     return kind(operator)
+
+
+Shapes = Sequence[Sequence[int]]
+
+_FLOAT_NAMES = {
+    "float": "float32",
+    "double": "float64",
+    "c10::BFloat16": "bfloat16",
+    "c10::Half": "float16",
+    "c10::Float8_e4m3fn": "float8_e4m3fn",
+    "c10::Float8_e5m2": "float8_e5m2",
+    "c10::complex<float>": "complex64",
+    "c10::complex<double>": "complex128",
+    "signed char": "int8",
+}
+_ITEM_BYTES = {
+    "float": 4,
+    "double": 8,
+    "int": 4,
+    "long int": 8,
+    "long": 8,
+    "short int": 2,
+    "short": 2,
+    "c10::complex<float>": 8,
+    "c10::complex<double>": 16,
+    "c10::BFloat16": 2,
+    "c10::Half": 2,
+    "bool": 1,
+    "unsigned char": 1,
+    "signed char": 1,
+    "c10::Float8_e4m3fn": 1,
+    "c10::Float8_e5m2": 1,
+}
+
+
+def dtype(names: Sequence[str]) -> str:
+    """Return torch's name of the first floating-point input's dtype, '' if there is none."""
+    return next((_FLOAT_NAMES[name] for name in names if name in _FLOAT_NAMES), "")
+
+
+def flops(name: str, shapes: Shapes, scalars: Sequence[Any] = ()) -> float | None:
+    """Return the floating-point operations of one call: two for each multiply-add of the product, biases left out.
+
+    Args:
+        name: dispatcher name.
+        shapes: of the inputs, [] where an input is no tensor.
+        scalars: the inputs that are no tensors, at their places; only convolutions need them.
+    """
+    rule = _FLOPS.get(base(name))
+    if rule is None:
+        return None
+    try:
+        return float(rule(shapes, scalars))
+    except (IndexError, TypeError, ValueError):  # an overload with other inputs, or an input that was not recorded
+        return None
+
+
+def has_flops(name: str) -> bool:
+    """Return True for an operator whose FLOPs `flops` counts."""
+    return base(name) in _FLOPS
+
+
+def needs_scalars(name: str) -> bool:
+    """Return True for an operator whose FLOPs follow from stride, padding and the like, too."""
+    return has_flops(name) and "convolution" in name
+
+
+def moved_bytes(name: str, shapes: Shapes, dtypes: Sequence[str]) -> float | None:
+    """Estimate the bytes one call reads and writes: each input once, and an output.
+
+    The output of a matrix product follows from its shapes, that of a reduction is nothing, and any other is taken to be
+    as large as the largest input: correct for pointwise work, normalisation and their gradients. Gathers, which read a
+    part of their input, views, which read nothing, and lists of tensors, whose shapes are not recorded, yield None.
+    """
+    short = base(name)
+    sizes = [math.prod(shape) * _ITEM_BYTES.get(of, 0) for shape, of in zip(shapes, dtypes, strict=False)]
+    if not any(sizes) or "TensorList" in dtypes or short in _GATHERS or short in VIEWS:
+        return None
+    if short in _ONLY_INPUTS:
+        return float(sum(sizes))
+    product = _OUTPUTS.get(short)
+    if product is None:
+        return float(sum(sizes) + max(sizes))
+    try:
+        return float(sum(sizes) + math.prod(product(shapes)) * _ITEM_BYTES.get(dtypes[0], 0))
+    except IndexError:  # an overload with other inputs
+        return None
+
+
+def _mm(a: Sequence[int], b: Sequence[int]) -> int:
+    m, k = a
+    return 2 * m * k * b[1]
+
+
+def _bmm(a: Sequence[int], b: Sequence[int]) -> int:
+    n, m, k = a
+    return 2 * n * m * k * b[2]
+
+
+def _attention(first: int, products: float) -> Callable[[Shapes, Sequence[Any]], float]:
+    def rule(shapes: Shapes, _: Sequence[Any]) -> float:
+        (*lead, rows, width), keys, values = shapes[first], shapes[first + 1], shapes[first + 2]
+        return products * math.prod(lead) * rows * keys[-2] * (width + values[-1])
+
+    return rule
+
+
+def _convolution(
+    stride: int, padding: int, dilation: int, transposed: int | None
+) -> Callable[[Shapes, Sequence[Any]], int]:
+    def rule(shapes: Shapes, scalars: Sequence[Any]) -> int:
+        (batch, _, *size), weight = shapes[0], shapes[1]
+        positions = size
+        if transposed is None or not scalars[transposed]:
+            steps, pads, dilations = (_per_dimension(scalars[at], len(size)) for at in (stride, padding, dilation))
+            positions = [
+                (n + 2 * pad - dilate * (k - 1) - 1) // step + 1
+                for n, pad, dilate, k, step in zip(size, pads, dilations, weight[2:], steps, strict=True)
+            ]
+        return 2 * batch * math.prod(positions) * math.prod(weight)
+
+    return rule
+
+
+def _convolution_backward(shapes: Shapes, scalars: Sequence[Any]) -> int:
+    (batch, _, *size), image, weight = shapes[0], shapes[1], shapes[2]
+    gradients = sum(
+        map(bool, scalars[10][:2])
+    )  # the gradients of the input and of the weight, each as expensive as the forward
+    return 2 * gradients * batch * math.prod(image[2:] if scalars[7] else size) * math.prod(weight)
+
+
+def _per_dimension(value: Any, dims: int) -> list[int]:
+    values = list(value)
+    return values * dims if len(values) == 1 else values
+
+
+_FLOPS: dict[str, Callable[[Shapes, Sequence[Any]], float]] = {
+    "mm": lambda s, _: _mm(s[0], s[1]),
+    "_int_mm": lambda s, _: _mm(s[0], s[1]),
+    "_scaled_mm": lambda s, _: _mm(s[0], s[1]),
+    "addmm": lambda s, _: _mm(s[1], s[2]),
+    "addmm_": lambda s, _: _mm(s[1], s[2]),
+    "_addmm_activation": lambda s, _: _mm(s[1], s[2]),
+    "bmm": lambda s, _: _bmm(s[0], s[1]),
+    "baddbmm": lambda s, _: _bmm(s[1], s[2]),
+    "baddbmm_": lambda s, _: _bmm(s[1], s[2]),
+    "mv": lambda s, _: 2 * math.prod(s[0]),
+    "addmv": lambda s, _: 2 * math.prod(s[1]),
+    "dot": lambda s, _: 2 * math.prod(s[0]),
+    "linear": lambda s, _: 2 * math.prod(s[0]) * s[1][0],
+    "mkldnn_linear": lambda s, _: 2 * math.prod(s[0]) * s[1][0],
+    "convolution": _convolution(3, 4, 5, 6),
+    "_convolution": _convolution(3, 4, 5, 6),
+    "convolution_overrideable": _convolution(3, 4, 5, 6),
+    "mkldnn_convolution": _convolution(4, 3, 5, None),
+    "cudnn_convolution": _convolution(3, 2, 4, None),
+    "convolution_backward": _convolution_backward,
+    # Scores and their product with the values; the gradient computes the scores again and four products more.
+    **dict.fromkeys(
+        (
+            "_scaled_dot_product_flash_attention",
+            "_scaled_dot_product_flash_attention_for_cpu",
+            "_scaled_dot_product_efficient_attention",
+            "_scaled_dot_product_cudnn_attention",
+            "_scaled_dot_product_fused_attention_overrideable",
+        ),
+        _attention(0, 2),
+    ),
+    **dict.fromkeys(
+        (
+            "_scaled_dot_product_flash_attention_backward",
+            "_scaled_dot_product_flash_attention_for_cpu_backward",
+            "_scaled_dot_product_efficient_attention_backward",
+            "_scaled_dot_product_cudnn_attention_backward",
+        ),
+        _attention(1, 5),
+    ),
+}
+_OUTPUTS: dict[str, Callable[[Shapes], Sequence[int]]] = {
+    "mm": lambda s: (s[0][0], s[1][1]),
+    "addmm": lambda s: (s[1][0], s[2][1]),
+    "bmm": lambda s: (*s[0][:2], s[1][2]),
+    "baddbmm": lambda s: (*s[1][:2], s[2][2]),
+    "mv": lambda s: s[0][:1],
+    "dot": lambda s: (),
+    "linear": lambda s: (*s[0][:-1], s[1][0]),
+}
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+# Reductions write next to nothing, and these three only write the tensor that is among their inputs.
+_ONLY_INPUTS = _names(
+    "sum mean std var var_mean max min amax amin aminmax argmax argmin norm linalg_vector_norm prod any all nll_loss "
+    "nll_loss_forward mse_loss l1_loss _local_scalar_dense item copy_ fill_ zero_"
+)
+_GATHERS = _names(
+    "embedding embedding_backward embedding_dense_backward _embedding_bag index _unsafe_index index_select gather "
+    "slice_backward select_backward index_put_ _index_put_impl_ scatter_ scatter_add_ index_add_"
+)

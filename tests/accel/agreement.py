@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 
 from accel.profiler import report as schema
-from accel.profiler.diagnose.consistency import PhaseShares
+from accel.profiler.diagnose.consistency import BATCHES, OWN_CODE, PhaseShares
 from accel.profiler.report import Node, ProfileReport
 from accel.report import Report, words
 from accel.report.rendering import as_page, as_text
@@ -166,8 +166,17 @@ def _tree(node: Node) -> Iterator[str]:
         yield from _tree(child)
 
 
+def shown_shares(root: Node) -> PhaseShares:
+    """Return the shares that the evidence tree of a report shows."""
+    parts = {
+        name: {phase.name: part.share for phase in root.children for part in phase.children if part.name == name}
+        for name in (BATCHES, OWN_CODE)
+    }
+    return PhaseShares(shares={phase.name: phase.share for phase in root.children}, parts=parts)
+
+
 def _claims(report: ProfileReport) -> Iterator[str]:
-    held = None if report.evidence is None else PhaseShares.of_tree(report.evidence)
+    held = None if report.evidence is None else shown_shares(report.evidence)
     for finding in report.findings:
         room = 1.0 if held is None else held.room(finding.cause)
         if finding.share > room + 1e-6:

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import accel
 from accel import strategies
-from accel.profiler.experiments import exchanges as experiments
+from accel.profiler.experiments import counterfactuals as experiments
 from accel.profiler.system.meters import DdpWait
 
 
@@ -87,14 +87,15 @@ def without(rank: int, world: int) -> list[tuple[int, int, bool, bool]]:
                 (times["iteration"] - before),
             )
 
-        tried = experiments.counterfactual(cause, [model], 2)
+        is_micro = "micro" in cause
+        tried = experiments.last_exchange([model], 2) if is_micro else experiments.other_reducer([model], cause)
         assert tried is not None
         usual = [step() for _ in range(3)][-1]
         with tried.off():
             off = [step() for _ in range(3)][-1]
         again = [step() for _ in range(3)][-1]
         same = bool(torch.allclose(usual[1], off[1])) and bool(torch.equal(usual[1], again[1]))
-        count = 2 if "micro" in cause else 0
+        count = 2 if is_micro else 0
         found.append((usual[count], off[count], same and tried.worked(), model.find_unused_parameters))
     return found
 

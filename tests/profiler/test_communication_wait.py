@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from accel.profiler.diagnose.communication_wait import wait_as_communication
+from accel.profiler.diagnose.step_times import wait_as_communication
 from accel.profiler.phases import Measurement
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from accel.profiler import naming
 from accel.profiler.conclusion import judging, verdict
 from accel.profiler.diagnose import anatomy as anatomies
-from accel.profiler.diagnose import consistency, phase_contents
+from accel.profiler.diagnose import consistency
 from accel.profiler.diagnose.causes import CAUSES, CROWDS
 from accel.profiler.diagnose.consistency import BATCHES, OWN_CODE, SLACK, PhaseShares
 from accel.profiler.evidence import (
@@ -24,7 +24,8 @@ from accel.profiler.evidence import (
     TraceSummary,
 )
 from accel.profiler.phases import PHASES, Measurement
-from accel.profiler.report import Experiment, Finding, Node, ProfileReport, Saving
+from accel.profiler.report import Experiment, Finding, ProfileReport, Saving
+from tests.accel.agreement import shown_shares
 from tests.sampling import examples
 
 shares, times = st.floats(0.0, 1.0), st.floats(0.0, 20.0)
@@ -91,7 +92,7 @@ def runs(draw: st.DrawFn) -> Evidence:
 def assert_agrees(told: ProfileReport) -> None:
     """The checks of a reader: each cause against the rows of the table, the words against the findings."""
     assert told.evidence is not None
-    held = PhaseShares.of_tree(told.evidence)
+    held = shown_shares(told.evidence)
     assert sum(held.shares.values()) == pytest.approx(1.0)
     for finding in told.findings:
         room = held.room(finding.cause) + 1e-9
@@ -174,19 +175,7 @@ def test_the_wait_of_another_phase_is_no_small_operators() -> None:
 
 
 def test_a_part_belongs_to_one_cause() -> None:
-    loss = Node(
-        name="loss",
-        ms=9,
-        share=0.9,
-        children=[
-            Node(name=BATCHES, ms=5, share=0.5),
-            Node(name=OWN_CODE, ms=3, share=0.3),
-            Node(name="the rest", ms=1, share=0.1),
-        ],
-    )
-    held = PhaseShares.of_tree(
-        Node(name="step", ms=10, share=1, children=[loss, Node(name="forward", ms=1, share=0.1)])
-    )
+    held = PhaseShares(shares={"loss": 0.9, "forward": 0.1}, parts={BATCHES: {"loss": 0.5}, OWN_CODE: {"loss": 0.3}})
 
     assert held.room("input.iterator") == pytest.approx(0.5)
     assert held.room("host.step_code") == pytest.approx(0.3)
@@ -250,6 +239,6 @@ def test_what_an_experiment_saves_is_put_in_order_by_its_part_of_the_mean_step()
 
 def test_parts_stay_within_their_phases() -> None:
     seen = Evidence(steps=[Measurement(step=0, seconds=0.01, phases={"loss": 0.01})])
-    found = phase_contents.with_parts(anatomies.of(seen.steps), seen)
+    found = anatomies.with_parts(anatomies.of(seen.steps), seen)
 
     assert (found.batches, found.own_code, found.computing) == ({}, {}, 1.0)

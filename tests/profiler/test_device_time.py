@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from accel.profiler.diagnose.device_time import MIN_TIMED, by_device, level
+from accel.profiler.diagnose.step_times import MIN_TIMED, by_device, level
 from accel.profiler.phases import PHASES, Measurement
 from tests.sampling import examples
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from accel.profiler.evidence import SyncPoint, TraceSummary
-from accel.profiler.trace.digest import digest, located
+from accel.profiler.trace.digest import call_groups, digest, located
 from accel.profiler.trace.events import OperatorCall, Trace, Wait, Work
-from accel.profiler.trace.groups import call_groups
 
 GEMM = "ampere_sgemm_128x64_nn"
 ADD = "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>>"

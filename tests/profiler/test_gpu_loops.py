@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from accel.profiler.diagnose.device_time import by_device, means
+from accel.profiler.diagnose.step_times import by_device, means
 from accel.profiler.evidence import Evidence, LoaderFacts, SyncPoint, ThreadShare, TraceSummary
-from accel.profiler.experiments.switch import Counterfactual
-from accel.profiler.experiments.whatif import experiment, fetched_ahead
+from accel.profiler.experiments.counterfactuals import Counterfactual, fetched_ahead
+from accel.profiler.experiments.whatif import experiment
 from accel.profiler.loop.clock import StepClock
 from accel.profiler.loop.device import Backlog
 from accel.profiler.loop.recorder import Recorder

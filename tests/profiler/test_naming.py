@@ -16,6 +16,7 @@ from accel.profiler import naming
 from accel.profiler.conclusion.verdict import build_report
 from accel.profiler.diagnose.causes import CAUSES
 from accel.profiler.diagnose.findings import finding, saving
+from accel.profiler.diagnose.rules import RULES
 from accel.profiler.evidence import (
     Evidence,
     LineTime,
@@ -536,7 +537,7 @@ def test_an_update_is_named_beside_launches_that_are_borderline() -> None:
     assert causes(held) == ["optimizer.update"]
     small = finding("launch.small_ops", 0.1, [], None)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(naming, "_RULES", (*naming._RULES, lambda evidence, anatomy: small))
+        patched.setattr(naming, "RULES", (*RULES, lambda evidence, anatomy: small))
         assert causes(held) == ["optimizer.update"]
         assert diagnose(held).borderline == [small]
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from accel.profiler import naming
 from accel.profiler.conclusion import verdict
-from accel.profiler.diagnose import one_offs
+from accel.profiler.diagnose import step_times
 from accel.profiler.evidence import Evidence, LoaderFacts, ThreadShare
 from accel.profiler.phases import Measurement
 from tests.sampling import examples
@@ -29,11 +29,11 @@ def run(steps: int, slow: dict[int, dict[str, float]]) -> list[Measurement]:
 
 @pytest.mark.parametrize("phase", ["forward", "loss", "backward", "optimizer", "host", "copy", "communication"])
 def test_a_step_of_four_seconds_among_short_ones(phase: str) -> None:
-    ordinary, slow = one_offs.split(run(160, {3: {phase: 4.0}}))
+    ordinary, slow = step_times.without_one_offs(run(160, {3: {phase: 4.0}}))
 
     assert [m.step for m in slow] == [3]
     assert [m.step for m in ordinary] == [n for n in range(160) if n != 3]
-    (told,) = one_offs.told(ordinary, slow)
+    (told,) = step_times.told_one_offs(ordinary, slow)
     assert told.startswith("step 3 took 4,018 ms, 4,00") and f"in {phase}, and an ordinary one 18 ms" in told
 
 
@@ -54,7 +54,7 @@ def test_a_step_of_four_seconds_among_short_ones(phase: str) -> None:
 def test_all_else_stays_in_the_mean_step(steps: int, slow: dict[int, dict[str, float]]) -> None:
     all_steps = run(steps, slow)
 
-    assert one_offs.split(all_steps) == (all_steps, [])
+    assert step_times.without_one_offs(all_steps) == (all_steps, [])
 
 
 @settings(max_examples=examples(50), deadline=None)
@@ -66,7 +66,7 @@ def test_one_slow_step_never_changes_what_is_named(count: int, data: st.DataObje
     phase = data.draw(st.sampled_from(["forward", "loss", "backward", "optimizer", "host"]))
 
     def told(steps: list[Measurement]) -> list[tuple[str, float]]:
-        ordinary, slow = one_offs.split(steps)
+        ordinary, slow = step_times.without_one_offs(steps)
         seen = Evidence(
             steps=ordinary,
             one_offs=slow,
@@ -86,10 +86,10 @@ def test_what_comes_more_than_once_stays(count: int, data: st.DataObject) -> Non
     where = data.draw(st.sets(st.integers(0, count - 1), min_size=2, max_size=4))
     steps = run(count, {n: {"optimizer": 40.0} for n in where})
 
-    assert one_offs.split(steps) == (steps, [])
+    assert step_times.without_one_offs(steps) == (steps, [])
 
 
 def test_an_epoch_s_first_step_keeps_its_wait() -> None:
     steps = [dataclasses.replace(step(n, data=1.0 if n % 40 == 0 else 0.0), first=n % 40 == 0) for n in range(160)]
 
-    assert one_offs.split(steps) == (steps, [])
+    assert step_times.without_one_offs(steps) == (steps, [])

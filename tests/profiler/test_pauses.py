@@ -11,8 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from accel.profiler.experiments.process_modes import no_collector
-from accel.profiler.experiments.switch import Counterfactual
+from accel.profiler.experiments.counterfactuals import Counterfactual, no_collector
 from accel.profiler.experiments.whatif import experiment
 from accel.profiler.loop.recorder import Recorder
 from accel.profiler.phases import Measurement

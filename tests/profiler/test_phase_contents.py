@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from accel.profiler.conclusion import verdict
-from accel.profiler.diagnose import anatomy, phase_contents
+from accel.profiler.diagnose import anatomy
 from accel.profiler.evidence import Evidence, LineTime, LoaderFacts, TraceSummary
 from accel.profiler.gather import Exchange
 from accel.profiler.naming import diagnose
@@ -212,19 +212,19 @@ def test_time_in_no_operator_is_told_only_of_one_process_on_the_host() -> None:
     seen = Evidence(steps=steps(forward=5, backward=25), trace=SMALL, loader=LoaderFacts(kind="DataLoader"))
     found = anatomy.of(seen.steps)
 
-    assert phase_contents.with_parts(found, seen).own_code == pytest.approx(
+    assert anatomy.with_parts(found, seen).own_code == pytest.approx(
         {"forward": 4.8 / 30, "backward": 24.8 / 30}, rel=1e-3
     )
-    assert phase_contents.with_parts(found, dataclasses.replace(seen, world_size=2)).own_code == {}
-    assert phase_contents.with_parts(found, dataclasses.replace(seen, anomaly_mode=True)).own_code == {}
+    assert anatomy.with_parts(found, dataclasses.replace(seen, world_size=2)).own_code == {}
+    assert anatomy.with_parts(found, dataclasses.replace(seen, anomaly_mode=True)).own_code == {}
     on_device = dataclasses.replace(SMALL, operators_ms=None)
-    assert phase_contents.with_parts(found, dataclasses.replace(seen, trace=on_device)).own_code == {}
+    assert anatomy.with_parts(found, dataclasses.replace(seen, trace=on_device)).own_code == {}
 
 
 def test_own_code_is_told_of_the_phase_that_must_hold_it() -> None:
     """A sleep in the loss is none of the backward pass's, however short that is."""
     seen = Evidence(steps=steps(forward=0.3, loss=20, backward=0.38), trace=SMALL)
-    found = phase_contents.with_parts(anatomy.of(seen.steps), seen)
+    found = anatomy.with_parts(anatomy.of(seen.steps), seen)
 
     assert found.own_code == pytest.approx({"loss": 19.8 / 20.68}, rel=1e-3)
     assert diagnose(seen).findings[0].why[1] == "19.8 of 20.7 ms of it in loss, in no operator of torch's"
@@ -237,15 +237,15 @@ def test_at_the_call_of_the_backward_pass_no_code_of_the_loops_runs() -> None:
     seen = Evidence(steps=steps(forward=0.3, loss=20, backward=4), trace=SMALL, lines=[row])
     found = anatomy.of(seen.steps)
 
-    assert list(phase_contents.with_parts(found, seen).own_code) == ["loss"]
-    hooked = phase_contents.with_parts(found, dataclasses.replace(seen, lines=[row, hook])).own_code
+    assert list(anatomy.with_parts(found, seen).own_code) == ["loss"]
+    hooked = anatomy.with_parts(found, dataclasses.replace(seen, lines=[row, hook])).own_code
     assert hooked["backward"] == pytest.approx(1 / 24.3)
 
 
 def test_own_code_that_may_be_in_any_phase_is_told_once() -> None:
     trace = dataclasses.replace(SMALL, operators_ms=4.0)
     seen = Evidence(steps=steps(forward=10, loss=10, backward=10), trace=trace)
-    found = phase_contents.with_parts(anatomy.of(seen.steps), seen)
+    found = anatomy.with_parts(anatomy.of(seen.steps), seen)
 
     assert not found.own_code
     assert found.own_unplaced == pytest.approx(26 / 30)
@@ -262,5 +262,5 @@ def test_a_loop_of_small_operators_is_not_taken_for_code_of_ones_own() -> None:
     busy = dataclasses.replace(SMALL, operators_ms=12.0)
     seen = Evidence(steps=steps(forward=10, backward=15), trace=busy)
 
-    assert phase_contents.with_parts(anatomy.of(seen.steps), seen).own_code == {}
+    assert anatomy.with_parts(anatomy.of(seen.steps), seen).own_code == {}
     assert [finding.cause for finding in diagnose(seen).findings] == ["launch.small_ops"]

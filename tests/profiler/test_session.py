@@ -12,9 +12,10 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from accel.profiler.diagnose import device_time
+from accel.profiler.diagnose import step_times
 from accel.profiler.evidence import LoaderFacts, SyncPoint, TraceSummary
 from accel.profiler.experiments import whatif
+from accel.profiler.experiments.counterfactuals import counterfactual
 from accel.profiler.gather import Exchange
 from accel.profiler.loop.device import Backlog
 from accel.profiler.loop.facts import Trained
@@ -201,7 +202,7 @@ class Event:
 def test_steps_have_a_gpu_s_times_if_enough_were_read(enough: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     on_cuda(monkeypatch)
-    monkeypatch.setattr(device_time, "MIN_TIMED", 5 if enough else 50)
+    monkeypatch.setattr(step_times, "MIN_TIMED", 5 if enough else 50)
     seen = profiled(around=nullcontext).evidence()
 
     timed = [measured for measured in seen.steps if measured.phases["forward"] == 1.0]
@@ -209,7 +210,7 @@ def test_steps_have_a_gpu_s_times_if_enough_were_read(enough: bool, monkeypatch:
     assert len(timed) == (12 - WARM_UP - 1 if enough else 0)
     assert all(measured.seconds == sum(measured.phases.values()) > 3 for measured in timed)
     assert (seen.host_ms.get("forward", 0.0) > 0) == enough
-    assert (device_time.UNSEEN in seen.unseen) != enough
+    assert (step_times.UNSEEN in seen.unseen) != enough
 
 
 def test_products_are_held_against_those_of_the_script_s_dtype() -> None:
@@ -263,7 +264,7 @@ def test_an_experiment_counts_what_a_gpu_still_has_to_do(monkeypatch: pytest.Mon
 def test_an_experiment_that_changes_learning_looks_at_each_call(cause: str) -> None:
     """What may get a loop stuck is what changes what the model learns."""
     recorder = Recorder()
-    tried = whatif.counterfactual(cause, recorder)
+    tried = counterfactual(cause, recorder)
     assert tried is not None
     course = whatif.experiment(tried, recorder)
     next(course)

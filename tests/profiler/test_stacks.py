@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.autograd.profiler import profile
 
-from accel.profiler.trace.stacks import full_path, users_lines
+from accel.profiler.trace.kineto import full_path, users_lines
 
 
 @pytest.fixture(autouse=True)

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from accel.profiler.experiments.stale_reads import StaleReads, no_waiting
-from accel.profiler.experiments.switch import STUCK
-from accel.profiler.experiments.whatif import experiment
+from accel.profiler.experiments.counterfactuals import no_waiting
+from accel.profiler.experiments.stale_reads import StaleReads
+from accel.profiler.experiments.whatif import STUCK, experiment
 from accel.profiler.loop.patches import READS
 from accel.profiler.loop.recorder import Recorder
 from accel.profiler.phases import Measurement

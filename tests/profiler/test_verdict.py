@@ -99,7 +99,7 @@ def test_an_exchange_says_where_the_ranks_are(host: str, words: str) -> None:
     ranks = [rank(0, 50, 40), rank(1, 50, 40)]
     told = verdict.build_report(*ranks[0])
     posted: dict[int, Any] = {e.rank: verdict.rank_summary(e, d) for e, d in ranks}
-    posted[1]["row"]["host"] = host or posted[0]["row"]["host"]
+    posted[1]["row"].host = host or posted[0]["row"].host
     verdict.merge(told, posted, ranks[0][1].anatomy, 2)
 
     assert told.findings[0].cause == "communication.exposed"

@@ -12,11 +12,18 @@ import pytest
 import torch
 from torch import nn
 
-from accel.profiler.experiments import process_modes
-from accel.profiler.experiments.exchanges import no_exchange
-from accel.profiler.experiments.process_modes import all_threads, no_anomaly_mode, no_collector
-from accel.profiler.experiments.switch import Counterfactual, Snapshot
-from accel.profiler.experiments.whatif import can_update_at_once, experiment, fetched_ahead, one_update
+from accel.profiler.experiments import counterfactuals
+from accel.profiler.experiments.counterfactuals import (
+    Counterfactual,
+    all_threads,
+    can_update_at_once,
+    fetched_ahead,
+    no_anomaly_mode,
+    no_collector,
+    no_exchange,
+    one_update,
+)
+from accel.profiler.experiments.whatif import Snapshot, experiment
 from accel.profiler.loop.recorder import Recorder
 from accel.profiler.phases import Measurement
 from accel.profiler.report import Experiment
@@ -169,7 +176,7 @@ def test_anomaly_mode_does_not_outlive_its_context() -> None:
 @pytest.mark.parametrize("loop_sets_them", [False, True])
 def test_threads_come_back(loop_sets_them: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     before = torch.get_num_threads()
-    monkeypatch.setattr(process_modes, "usable_cores", lambda: before + 1)
+    monkeypatch.setattr(counterfactuals, "usable_cores", lambda: before + 1)
     switch = all_threads()
     with switch.off():
         assert torch.get_num_threads() == before + 1

@@ -12,8 +12,8 @@ from torch.autograd.profiler import profile
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from accel.profiler.trace import work
-from accel.profiler.trace.groups import call_groups
+from accel.profiler.trace import operators as work
+from accel.profiler.trace.digest import call_groups
 from accel.profiler.trace.kineto import read
 
 CASES: dict[str, Callable[[], torch.Tensor]] = {

@@ -1,0 +1,316 @@
+"""Counterfactuals: what switches one suspected cause off in a running script, from one step to the next."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from accel.profiler.diagnose.causes import switched_with
+from accel.profiler.experiments import update_path
+from accel.profiler.experiments.stale_reads import StaleReads
+from accel.profiler.experiments.update_path import Paths
+from accel.profiler.host import usable_cores
+from accel.profiler.loop.patches import Patches
+from accel.profiler.loop.recorder import Recorder
+
+
+@dataclass
+class Counterfactual:
+    """One thing that can be switched between two steps."""
+
+    name: str
+    what: str
+    """What the steps without the suspected cause did differently."""
+    off: Callable[[], AbstractContextManager[None]]
+    """The suspected cause is off while this is entered."""
+    worked: Callable[[], bool]
+    """Return whether it has removed anything so far; the experiment is void if it has not."""
+    changes_learning: bool = False
+    """The steps without the suspected cause don't train as usual: the state from before them is restored."""
+
+
+def counterfactual(cause: str, recorder: Recorder, local_ranks: int = 1, passes: int = 1) -> Counterfactual | None:
+    """Return what switches a cause off in this run, None if nothing does.
+
+    Args:
+        cause: its name.
+        recorder: of the loop.
+        local_ranks: that share the cores of this host.
+        passes: backward passes with an exchange before each update.
+    """
+    if cause in switched_with("input.cpu") and recorder.loaders.loader is not None:
+        return fetched_ahead(recorder)
+    if cause == "sync.read":
+        return no_waiting(StaleReads())
+    if cause == "host.gc":
+        return no_collector(lambda: recorder.probes.collector.seconds)
+    if cause == "compute.anomaly":
+        return no_anomaly_mode()
+    if cause == "compute.threads":
+        return all_threads(local_ranks)
+    if cause.startswith("optimizer.") and any(can_update_at_once(o) for o in recorder.optimizers):
+        return one_update(recorder.optimizers)
+    ddp = [module for module in recorder.roots.modules if isinstance(module, DistributedDataParallel)]
+    if cause == "communication.exposed" and ddp:
+        return no_exchange(ddp)
+    if cause == "communication.each_micro_step" and ddp:
+        return last_exchange(ddp, passes)
+    return other_reducer(ddp, cause) if ddp else None
+
+
+def fetched_ahead(recorder: Recorder) -> Counterfactual:
+    """Fetch batches while the step's clock is stopped: as if the loader were never late."""
+    fetched = 0
+
+    @contextlib.contextmanager
+    def off() -> Iterator[None]:
+        nonlocal fetched
+        recorder.loaders.ahead, before = True, recorder.loaders.fetched
+        try:
+            yield
+        finally:
+            recorder.loaders.ahead = False
+            fetched += recorder.loaders.fetched - before
+
+    what = "each batch was fetched between two steps, off the clock"
+    return Counterfactual("batch fetched ahead", what, off, lambda: fetched > 0)
+
+
+def no_waiting(reads: StaleReads) -> Counterfactual:
+    """Answer reads of values by older ones."""
+    what = "item(), float() and the like returned what the same place had read before, without waiting for the device"
+    return Counterfactual("no waiting for values", what, reads.off, lambda: reads.answered > 0, changes_learning=True)
+
+
+def one_update(optimizers: Sequence[Optimizer]) -> Counterfactual:
+    """Let the optimizers update all parameters in one fused or foreach call."""
+    optimizers, switched = [each for each in optimizers if can_update_at_once(each)], 0
+
+    @contextlib.contextmanager
+    def off() -> Iterator[None]:
+        nonlocal switched
+        paths = Paths()
+        for optimizer in optimizers:
+            paths.switch([optimizer], fused=update_path.has_fused(optimizer))
+        try:
+            yield
+        finally:
+            switched += sum(map(update_path.updates_at_once, optimizers))
+            paths.restore()
+
+    what = "the optimizer took its fused path, or foreach where it has none"
+    return Counterfactual("multi-tensor optimizer", what, off, lambda: switched > 0)
+
+
+def can_update_at_once(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer has another path, and is not on it."""
+    return not update_path.refusal(optimizer) and not update_path.updates_at_once(optimizer)
+
+
+def unchanged() -> Counterfactual:
+    """Switch nothing, on a rank that can't switch what the others try: what is measured is what those do."""
+    return Counterfactual("nothing", "nothing", contextlib.nullcontext, lambda: True)
+
+
+# -- modes of the whole process ----------------------------------------------------------------------------------------
+
+
+def no_collector(spent: Callable[[], float]) -> Counterfactual:
+    """Switch the collector off, and let `gc.collect` do nothing.
+
+    It has worked if the collector ran for less than half as long: a function that was imported by name goes on.
+
+    Args:
+        spent: returns the seconds that the collector has run for so far.
+    """
+    ran_on = ran_off = 0.0
+    at, patches = spent(), Patches()
+
+    def collecting(original: Callable[..., int]) -> Callable[..., int]:
+        return lambda *args, **kwargs: 0 if patches.on else original(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def off() -> Iterator[None]:
+        nonlocal at, ran_on, ran_off
+        began, was_on = spent(), gc.isenabled()
+        ran_on += began - at
+        gc.disable()
+        patches.replace(gc, "collect", collecting)
+        try:
+            yield
+        finally:
+            at = spent()
+            ran_off += at - began
+            patches.remove()
+            if was_on:
+                gc.enable()
+
+    what = "the garbage collector was off and gc.collect() did nothing"
+    return Counterfactual("no garbage collection", what, off, lambda: ran_off < 0.5 * ran_on)
+
+
+def no_anomaly_mode() -> Counterfactual:
+    """Switch anomaly detection off; what the script sets meanwhile takes effect afterwards."""
+    requested, switched_off, patches = (False, True), 0, Patches()
+
+    def request(mode: bool, check_nan: bool = True) -> None:
+        nonlocal requested, switched_off
+        requested = mode, check_nan
+        switched_off += mode
+
+    def setting(original: Callable[..., None]) -> Callable[..., None]:
+        def set_anomaly_enabled(mode: bool, check_nan: bool = True) -> None:
+            (request if patches.on else original)(mode, check_nan)
+
+        return set_anomaly_enabled
+
+    @contextlib.contextmanager
+    def off() -> Iterator[None]:
+        request(torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled())
+        torch.set_anomaly_enabled(False)
+        patches.replace(torch, "set_anomaly_enabled", setting)
+        try:
+            yield
+        finally:
+            patches.remove()
+            torch.set_anomaly_enabled(*requested)
+
+    what = "autograd's anomaly detection was off, whatever the loop asked for"
+    return Counterfactual("no anomaly detection", what, off, lambda: switched_off > 0)
+
+
+def all_threads(local_ranks: int = 1) -> Counterfactual:
+    """Compute on all usable cores, unless the loop sets its threads itself.
+
+    Args:
+        local_ranks: that share them.
+    """
+    cores = max(1, usable_cores() // local_ranks)
+    own, effective = torch.get_num_threads(), 0
+
+    @contextlib.contextmanager
+    def off() -> Iterator[None]:
+        nonlocal effective
+        torch.set_num_threads(cores)
+        try:
+            yield
+        finally:
+            effective += torch.get_num_threads() == cores != own
+            torch.set_num_threads(own)
+
+    return Counterfactual(f"{cores} threads", f"torch.set_num_threads({cores})", off, lambda: effective > 0)
+
+
+# -- how DistributedDataParallel exchanges gradients -------------------------------------------------------------------
+
+
+def no_exchange(models: Sequence[DistributedDataParallel]) -> Counterfactual:
+    """Exchange no gradients between ranks; it has worked if the loop, which may set that itself, left it off."""
+    left_off = 0
+
+    @contextlib.contextmanager
+    def off() -> Iterator[None]:
+        nonlocal left_off
+        for model in models:
+            model.require_backward_grad_sync = False
+        try:
+            yield
+        finally:
+            for model in models:
+                left_off += not model.require_backward_grad_sync
+                model.require_backward_grad_sync = True
+
+    what = "the ranks did not exchange gradients (no_sync)"
+    return Counterfactual("no gradient exchange", what, off, lambda: left_off > 0, changes_learning=True)
+
+
+def last_exchange(models: Sequence[DistributedDataParallel], passes: int) -> Counterfactual:
+    """Exchange gradients in the last of so many passes before an update."""
+    left_out = 0
+
+    def before_call(model: DistributedDataParallel, counts: dict[int, int]) -> None:
+        nonlocal left_out
+        if torch.is_grad_enabled():
+            counts[id(model)] = counts.get(id(model), 0) + 1
+            model.require_backward_grad_sync = counts[id(model)] % passes == 0
+            left_out += not model.require_backward_grad_sync
+
+    @contextlib.contextmanager
+    def off() -> Iterator[None]:
+        counts: dict[int, int] = {}
+        hooks = [model.register_forward_pre_hook(lambda model, _: before_call(model, counts)) for model in models]
+        try:
+            yield
+        finally:
+            for model, hook in zip(models, hooks, strict=True):
+                hook.remove()
+                model.require_backward_grad_sync = True
+
+    what = f"gradients were exchanged in one of {passes} backward passes (no_sync)"
+    return Counterfactual("one exchange", what, off, lambda: left_out > 0, changes_learning=True)
+
+
+_REDUCERS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "communication.small_buckets": ("larger buckets", "DDP's buckets held 25 MiB", {"cap": 25 * 2**20}),
+    "communication.unused_search": ("no search", "DDP did not look for unused parameters", {"seeks": False}),
+}
+"""Cause → what a reducer without it is made by."""
+
+
+def other_reducer(models: Sequence[DistributedDataParallel], cause: str) -> Counterfactual | None:
+    """Have DDP reduce by larger buckets, or without looking for unused parameters: its reducer is made anew."""
+    if cause not in _REDUCERS or any(m.static_graph or m.gradient_as_bucket_view or m._comm_hooks for m in models):
+        return None
+    name, what, changes = _REDUCERS[cause]
+    made = 0
+
+    @contextlib.contextmanager
+    def off() -> Iterator[None]:
+        nonlocal made
+        before = [_remade(model, **changes) for model in models]
+        made += 1
+        try:
+            yield
+        finally:
+            for model, settings in zip(models, before, strict=True):
+                _remade(model, **settings)
+
+    return Counterfactual(name, what, off, lambda: made > 0)
+
+
+def _remade(ddp: DistributedDataParallel, cap: Any = None, seeks: bool | None = None) -> dict[str, Any]:
+    """Make the reducer of a model anew, between two steps and on all ranks; return what makes it as it was.
+
+    Args:
+        cap: bytes of a bucket, or the settings that this has returned; None leaves them.
+        seeks: look for unused parameters; None leaves it.
+    """
+    model: Any = ddp
+    config = getattr(model, "_bucket_config", None)  # torch before 2.13 has the bytes alone
+    before = {"cap": model.bucket_bytes_cap if config is None else config, "seeks": model.find_unused_parameters}
+    if cap is not None and config is None:
+        model.bucket_bytes_cap = cap
+    elif cap is not None:
+        model._bucket_config = _buckets(config, cap) if isinstance(cap, int) else cap
+        model.bucket_bytes_cap = model._bucket_config.bucket_bytes_cap
+    if seeks is not None:
+        model.find_unused_parameters = seeks
+    parameters, expect_sparse = model._build_params_for_reducer()
+    names = model._build_debug_param_to_name_mapping(parameters)
+    model._ddp_init_helper(parameters, expect_sparse, names, model.static_graph)
+    model._set_ddp_runtime_logging_sample_rate(1)
+    return before
+
+
+def _buckets(config: Any, cap: int) -> Any:
+    first = min(cap, 2**20)  # as by default: the first one is on its way early
+    return dataclasses.replace(config, bucket_bytes_cap=cap, first_bucket_bytes_cap=first, per_bucket_bytes_caps=())
