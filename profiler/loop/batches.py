@@ -274,11 +274,7 @@ class TrainingLoaders:
 
 
 class CollateTimer:
-    """Fetches batches, and times the collate function.
-
-    Args:
-        clock: seconds, monotonic.
-    """
+    """Fetches batches, and times the collate function."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._now = clock

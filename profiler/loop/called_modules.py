@@ -9,14 +9,11 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
-from torch.nn.modules.module import (
-    register_module_module_registration_hook,
-    register_module_parameter_registration_hook,
-)
 from torch.optim import Optimizer
 
 from accel.profiler.interruptions import Tolerated, ours
@@ -26,50 +23,61 @@ from accel.profiler.loop.callslot import Call
 _MAX_DEPTH = 6
 
 
+@dataclass
+class _Watched:
+    """A module whose calls are marked."""
+
+    module: nn.Module
+    contents: dict[str, Any]
+    """What its slot held."""
+    depth: int
+    """Below the modules that own an optimizer's parameters."""
+    since: int
+    """The step in which its marks came."""
+    calls: list[int] = field(default_factory=lambda: [0])
+    """With gradients."""
+    marked: Call | None = None
+    """What was put in its slot."""
+    handles: Sequence[Any] = ()
+    """Of the hooks in place of that."""
+
+
 class CalledModules:
     """Marks the calls of the loop's models.
 
     Args:
         mark: wraps a model's call in a marked one, which counts the calls with gradients in the given list.
         hooks: makes a forward pre-hook and a forward hook that do the same.
-        registered: returns modules among which those of an optimizer may be; if some are not, all objects are gone
-            through.
     """
 
     def __init__(
         self,
         mark: Callable[[Call, list[int]], Call],
         hooks: Callable[[list[int]], tuple[Call, Call]],
-        registered: Callable[[], Sequence[nn.Module]] = lambda: (),
     ) -> None:
-        self._mark, self._hooks, self._registered = mark, hooks, registered
-        self._handles: dict[int, list[Any]] = {}
-        self._marked: dict[int, Call] = {}
-        """What was put in the slots."""
+        self._mark, self._hooks = mark, hooks
         self._owned: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
         """The parameters whose modules have been looked for, by id; another one may lie where one that is gone lay."""
-        self._watched: dict[int, tuple[nn.Module, dict[str, Any], int, int]] = {}
-        self._calls: dict[int, list[int]] = {}
+        self._watched: dict[int, _Watched] = {}
         self._released: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
         """Those of earlier models that were let go of."""
         self._was_called = False
-        """One of them was called."""
+        """One that is watched no more was called."""
 
     @property
     def modules(self) -> list[nn.Module]:
         """The modules whose calls are marked, the most called first."""
-        entries = sorted(self._watched.values(), key=lambda entry: -self._calls[id(entry[0])][0])
-        return [module for module, *_ in entries]
+        return [each.module for each in sorted(self._watched.values(), key=lambda each: -each.calls[0])]
 
     @property
     def called_modules(self) -> list[nn.Module]:
         """Those that were called with gradients, the most called first."""
-        return [module for module in self.modules if self._calls[id(module)][0]]
+        return [module for module in self.modules if self._watched[id(module)].calls[0]]
 
     @property
     def called(self) -> bool:
         """True once one of them, or of earlier ones, was called with gradients."""
-        return self._was_called or any(count[0] for count in self._calls.values())
+        return self._was_called or any(each.calls[0] for each in self._watched.values())
 
     def learn(self, optimizer: Optimizer, step: int, among: Sequence[nn.Module] | None = None) -> bool:
         """Find and mark, in this step, the modules that own parameters of `optimizer`, once per optimizer.
@@ -88,14 +96,12 @@ class CalledModules:
         if all(key in self._owned for key in own):
             return False
         self._owned.update(own)
-        if own.keys() <= {id(p) for module, *_ in self._watched.values() for p in module.parameters()}:
+        if own.keys() <= {id(p) for each in self._watched.values() for p in each.module.parameters()}:
             return False  # an optimizer for each parameter, say
         owned = set(self._owned)
-        owners = [module for module in (self._registered() if among is None else among) if _owns(module, owned)]
-        if among is None and not _own_all(owners, own):
-            owners = [module for module in _modules() if _owns(module, owned)]
-            if gc.get_freeze_count() and not _own_all(owners, own):
-                owners = [module for module in _frozen_and_other_modules() if _owns(module, owned)]
+        owners = [module for module in (_modules() if among is None else among) if _owns(module, owned)]
+        if gc.get_freeze_count() and not own.keys() <= {id(p) for module in owners for p in module.parameters()}:
+            owners = [module for module in _frozen_and_other_modules() if _owns(module, owned)]
         inner = _parts_of(owners)
         for module in owners:
             if id(module) not in inner:
@@ -105,60 +111,56 @@ class CalledModules:
     def descend(self, step: int) -> None:
         """Replace modules that were not called in two whole steps by their children."""
         owned = set(self._owned)
-        for module, _, depth, since in list(self._watched.values()):
-            if self._calls[id(module)][0] or depth >= _MAX_DEPTH or step - since < 2:
+        for each in list(self._watched.values()):
+            if each.calls[0] or each.depth >= _MAX_DEPTH or step - each.since < 2:
                 continue
-            children = [child for child in module.children() if _owns(child, owned)]
+            children = [child for child in each.module.children() if _owns(child, owned)]
             if children:
-                self._release(module)
+                self._release(each)
                 for child in children:
-                    self._watch(child, depth + 1, step)
+                    self._watch(child, each.depth + 1, step)
 
     def release_others(self, trained: Set[int]) -> None:
-        """Restore, once, the modules that own none of these parameters, and let go of them: an earlier model, say.
-
-        Args:
-            trained: the ids of all parameters that are still trained.
-        """
-        for module, *_ in list(self._watched.values()):
+        """Restore, once, the modules that own none of these parameters, and let go of them: an earlier model, say."""
+        for each in list(self._watched.values()):
+            module = each.module
             if _owns(module, trained) or id(module) in self._released:
                 continue  # one that came back is trained by an optimizer that is made anew each time
-            self._released[id(module)], self._was_called = module, self.called
-            self._release(module)
-            del self._calls[id(module)]
+            self._released[id(module)] = module
+            self._release(each)
             with Tolerated("the parameters of a module can't be listed any more"):
                 for parameter in module.parameters():  # should it be trained again, it is looked for again
                     self._owned.pop(id(parameter), None)
 
     def release(self) -> None:
         """Restore all modules."""
-        for module, *_ in list(self._watched.values()):
-            self._release(module)
+        for each in list(self._watched.values()):
+            self._release(each)
 
     def _watch(self, module: nn.Module, depth: int, step: int) -> None:
         if id(module) in self._watched:
             return
-        slot = callslot.contents(module)
-        self._watched[id(module)] = (module, slot, depth, step)
-        calls = self._calls[id(module)] = [0]
-        if isinstance(slot.get(callslot.NAME), callslot.SlotCall):
+        watched = self._watched[id(module)] = _Watched(module, callslot.contents(module), depth, step)
+        present = watched.contents.get(callslot.NAME)
+        if isinstance(present, callslot.SlotCall):
             # Another wrapper (accel.optimize in the script) owns the slot and changes it at will.
-            before, after = self._hooks(calls)
-            self._handles[id(module)] = [
+            before, after = self._hooks(watched.calls)
+            watched.handles = (
                 module.register_forward_pre_hook(before),
                 module.register_forward_hook(after, always_call=True),
-            ]
+            )
             return
-        target = slot.get(callslot.NAME) or module._call_impl
-        self._marked[id(module)] = callslot.SlotCall(self._mark(target, calls))
-        callslot.fill(module, self._marked[id(module)])
+        watched.marked = callslot.SlotCall(self._mark(present or module._call_impl, watched.calls))
+        callslot.fill(module, watched.marked)
 
-    def _release(self, module: nn.Module) -> None:
-        _, slot, *_ = self._watched.pop(id(module))
-        marked = self._marked.pop(id(module), None)
-        if marked is not None and vars(module).get(callslot.NAME) is marked:  # nobody has filled it since
-            callslot.restore(module, slot)
-        for handle in self._handles.pop(id(module), ()):
+    def _release(self, watched: _Watched) -> None:
+        module = self._watched.pop(id(watched.module)).module
+        self._was_called = self._was_called or watched.calls[0] > 0
+        if (
+            watched.marked is not None and vars(module).get(callslot.NAME) is watched.marked
+        ):  # nobody has filled it since
+            callslot.restore(module, watched.contents)
+        for handle in watched.handles:
             handle.remove()
 
 
@@ -167,10 +169,6 @@ def _owns(module: nn.Module, parameters: Set[int]) -> bool:
         return any(id(p) in parameters for p in module.parameters())
     except ours():  # a module that is half built, or one whose parameters can't be listed
         return False
-
-
-def _own_all(modules: Iterable[nn.Module], parameters: Mapping[int, Tensor]) -> bool:
-    return parameters.keys() <= {id(p) for module in modules for p in module.parameters()}
 
 
 def _parts_of(modules: Iterable[nn.Module]) -> set[int]:
@@ -216,47 +214,3 @@ def _class(module: nn.Module) -> str:
     # A wrapper's name says nothing about the model inside.
     inner = getattr(module, "_orig_mod", None) or getattr(module, "module", None)
     return _class(inner) if isinstance(inner, nn.Module) else type(module).__name__
-
-
-class RegisteredModules:
-    """Note modules as they are built, so that a model is found without going through all objects; none is kept alive.
-
-    Torch calls its hooks for each parameter and each part that a module registers. One that is unpickled or copied
-    registers nothing, and is found among all objects.
-    """
-
-    def __init__(self) -> None:
-        self._modules: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
-        self._has_strangers = False
-        """A part was registered by a module that was made unseen: it may belong to others of that kind."""
-        self._handles: list[Any] = []
-
-    def start(self) -> None:
-        """Begin with what is made from now on: to be called before the script makes any."""
-        self._handles = [
-            register_module_parameter_registration_hook(self._registers),
-            register_module_module_registration_hook(self._registers),
-        ]
-
-    def stop(self) -> None:
-        """Restore torch."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
-
-    def seen(self) -> list[nn.Module]:
-        """Return those that still exist; none if they may be parts of others that were not seen."""
-        try:
-            return [] if self._has_strangers else list(self._modules.values())
-        except RuntimeError:  # another thread makes one just now
-            return []
-
-    def _registers(self, module: nn.Module, name: str, part: Any) -> None:
-        # The hook's result would take the part's place.
-        if id(module) not in self._modules:
-            self._has_strangers = self._has_strangers or _has_parts(module)
-            self._modules[id(module)] = module
-
-
-def _has_parts(module: nn.Module) -> bool:
-    return any(part is not None for part in (*module._parameters.values(), *module._modules.values()))

@@ -50,12 +50,7 @@ _CODES = {**MEANING, **PROVISIONAL}
 
 
 def settled(code: str, *, within: bool) -> str:
-    """Return the phase that a code on the tape stands for.
-
-    Args:
-        code: a phase, provisional or not.
-        within: whether provisional ones belong to the step.
-    """
+    """Return the phase that a code on the tape stands for; provisional ones belong to the step, or to an evaluation."""
     if code not in PROVISIONAL:
         return code
     return PROVISIONAL[code] if within else "evaluation"
@@ -88,6 +83,12 @@ class TapeReader:
         """Begin a step now, whatever was read before."""
         self.reset(first=first)
         self._began = self.last = at
+
+    def drop(self, steps: int, *, until: float, phase: str) -> None:
+        """Leave out so many steps that will not be read, which ended at a time and in a phase."""
+        self._steps += steps
+        self.aside_s, self.phase = 0.0, phase
+        self.begin(until, first=False)
 
     def read(self, tape: list[Any]) -> list[Measurement]:
         """Return the steps that end on a tape, and clear it: 4 µs a step."""
@@ -170,6 +171,7 @@ class StepClock:
         reader: of the tape.
         backward_is_seen: True while backward passes are marked; without marks of them, the loss counts as backward.
         is_updating: an optimizer is stepping: what follows a backward pass is a part of its step.
+        reads_early: a tape that has become too long is read, so that a loop whose steps never end fills no memory.
 
     Example:
         >>> clock = StepClock()
@@ -181,18 +183,17 @@ class StepClock:
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.now = clock
         self.backward_is_seen = self.is_updating = False
+        self.reads_early = True
         self.tape: list[Any] = ["outside", clock()]
         self.write = self.tape.extend
         self.reader = TapeReader(self.tape[1])
         self._early: list[Measurement] = []
         """Steps of a tape that had become too long; the next reading hands them out."""
-        self._has_segments = False
-        """Parts of the tape were detached, and must be read before the rest of it."""
 
     def enter(self, phase: str) -> None:
         """Book the time since the last mark to the open phase, and open `phase`."""
         self.write((phase, self.now()))
-        if len(self.tape) > MAX_TAPE and not self._has_segments:  # detached segments come first
+        if len(self.tape) > MAX_TAPE and self.reads_early:
             self._early = self.read()
 
     def batch(self, samples: int, shape: Hashable) -> None:
@@ -258,21 +259,7 @@ class StepClock:
         measured.step = step
         return measured
 
-    def detach(self) -> list[Any]:
-        """Return the contents of the tape, to be read later, and restart the open step on an empty tape."""
-        phase, segment = self.code, self.tape[:]
-        del self.tape[:]
-        self._has_segments = True
-        now = self.now()
-        self.write((RESUME, now))
-        self.write((phase, now))
-        return segment
-
-    def read(self, segment: list[Any] | None = None) -> list[Measurement]:
-        """Return the steps that were ended since the last reading, and clear the tape.
-
-        Args:
-            segment: read this detached segment instead; segments are read in order, before the tape itself.
-        """
+    def read(self) -> list[Measurement]:
+        """Return the steps that were ended since the last reading, and clear the tape."""
         early, self._early = self._early, []
-        return early + self.reader.read(self.tape if segment is None else segment)
+        return early + self.reader.read(self.tape)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections import deque
 from collections.abc import Callable
 from threading import get_ident
 from typing import Any
@@ -17,7 +16,7 @@ from accel.profiler.loop.steps import EndingOptimizer
 from accel.profiler.phases import Measurement
 
 KEPT_STEPS = 20_000
-"""The last steps that are kept: 20 MB."""
+"""The last steps that are kept: 20 MB, and for a while up to twice as much."""
 MIN_STEPS, MAX_STEPS, SECONDS = 64, 512, 1.0
 """A segment has as many steps as take a second, within these bounds. With 64 always, handing segments over and the
 readings that come with that cost 1 µs of a step of 70 µs."""
@@ -37,12 +36,12 @@ class Delivery:
         pauses: tells when the loop does something else than steps.
         on_step: called between two steps with the step just ended; its time belongs to no step.
         on_segment: called between two steps in place of `on_step` while `deferred` is set, every 64 to 512 steps.
-        deferred: True stores the tape unparsed, since parsing costs 4 µs a step; `catch_up` parses it and calls
+        deferred: True leaves the tape unparsed, since parsing costs 4 µs a step; `catch_up` parses it and calls
             `on_step` for these steps.
         steps: whole steps so far.
         step_s: seconds in steps, the first left out.
         failed: why recording has stopped, '' while it goes on.
-        keep_steps: at least so many of the last steps are stored while `deferred` is set.
+        keep_steps: so many of the last steps are on the tape while `deferred` is set, and up to twice as many.
     """
 
     def __init__(self, clock: StepClock, thread: int, is_learning: Callable[[], bool]) -> None:
@@ -57,10 +56,9 @@ class Delivery:
         self.failed = ""
         self.first_boundary = self.last_boundary = 0.0
         self.keep_steps = KEPT_STEPS
-        self._segments: deque[tuple[int, list[Any]]] = deque()
-        """Numbers of steps, and the tapes that hold them."""
-        self._stored_steps = 0
-        self._has_dropped = False
+        self._taped_steps = 0
+        self._half: tuple[int, int, float, str] | None = None
+        """Of a long tape, the older half: its length, its steps, when it ended, s, and in which phase."""
         self._segment_steps, self._segment_at = 1, 0.0
         """Steps of the segment under way, and when it began, s."""
 
@@ -93,7 +91,7 @@ class Delivery:
         hot = self.hot
         if self.deferred:
             self.steps += self._segment_steps
-            self._store(self.clock.detach())
+            self._limit_tape()
             self.on_segment()
         else:
             for measured in self.clock.read():
@@ -105,12 +103,19 @@ class Delivery:
         hot.iterator = None  # the next batch takes the slow path, which counts it
         self.clock.write((RESUME, self.clock.now()))
 
-    def _store(self, segment: list[Any]) -> None:
-        self._segments.append((self._segment_steps, segment))
-        self._stored_steps += self._segment_steps
-        while self._stored_steps - self._segments[0][0] >= self.keep_steps:
-            self._stored_steps -= self._segments.popleft()[0]
-            self._has_dropped = True
+    def _limit_tape(self) -> None:
+        """Drop the older half of a tape that has become twice as long as it must be."""
+        tape = self.clock.tape
+        self.clock.reads_early = False
+        self._taped_steps += self._segment_steps
+        if self._half is None and self._taped_steps >= self.keep_steps:
+            self._half = len(tape), self._taped_steps, self.clock.now(), self.clock.code
+        elif self._half is not None and self._taped_steps >= 2 * self.keep_steps:
+            length, steps, ended, phase = self._half
+            del tape[:length]
+            self._taped_steps, self._half = self._taped_steps - steps, None
+            self.clock.reader.drop(steps, until=ended, phase=phase)
+            self.first_boundary, self.step_s = ended, 0.0
 
     def _next_segment(self) -> int:
         """Return how many steps the next segment should have."""
@@ -128,17 +133,10 @@ class Delivery:
         self.on_step(measured)
 
     def catch_up(self) -> None:
-        """Parse the stored segments, call `on_step` for their steps; an error loses those after it, no more."""
-        self.guarded(self._parse_stored)
+        """Parse the tape, and call `on_step` for its steps; an error loses those after it, no more."""
+        self.guarded(self._parse)
 
-    def _parse_stored(self) -> None:
-        for number, (_, segment) in enumerate(self._segments):
-            if number == 0 and self._has_dropped:  # the steps before were dropped
-                self.first_boundary, self.step_s, self.clock.reader.aside_s = segment[1], 0.0, 0.0
-            for measured in self.clock.read(segment):
-                self._record(measured)
-        self._segments.clear()
-        self._stored_steps = 0
+    def _parse(self) -> None:
         for measured in self.clock.read():
             self._record(measured)
 

@@ -37,11 +37,7 @@ _ASIDE = ".aside"
 
 
 class CudaEvent:
-    """An event on one stream of a device, whichever are the current ones when it is recorded.
-
-    Args:
-        stream: whose work is timed.
-    """
+    """An event on one stream of a device, whichever are the current ones when it is recorded."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self._stream = stream
@@ -236,9 +232,6 @@ class DeviceSteps:
 
         By the host's clock that one would be the shortest: it began with an idle device and only queued its work.
         Where most are not known, all keep the host's times.
-
-        Args:
-            steps: of this clock.
         """
         self._events.stop()
         taken = self._events.taken
@@ -309,11 +302,7 @@ class DeviceClock:
             self._open.append(event)
 
     def end(self, number: int) -> None:
-        """End the step under way.
-
-        Args:
-            number: of the step.
-        """
+        """End the step under way, whose number this is."""
         self.mark()
         if self._open is not None:
             self._ended[number], self._open = self._open, None

@@ -25,12 +25,7 @@ class Trained:
 
 
 def of_training(optimizers: Iterable[Optimizer], earlier: Trained) -> Trained:
-    """Describe what optimizers train.
-
-    Args:
-        optimizers: those that the script has.
-        earlier: what is returned if there are none.
-    """
+    """Describe what optimizers train, or return the earlier description if there are none."""
     living = list(optimizers)
     parameters = [p for optimizer in living for group in optimizer.param_groups for p in group["params"]]
     if not parameters:

@@ -31,11 +31,7 @@ class LoopObserver:
 
 
 class Observers:
-    """Tell each observer what the loop does with one loader, in the order in which they came.
-
-    Args:
-        proxy: the loader's stand-in.
-    """
+    """Tell each observer what the loop does with one loader, in the order in which they came."""
 
     def __init__(self, proxy: Any) -> None:
         self._proxy = proxy

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, TypeAlias, TypeGuard, overload
+from typing import Any, TypeAlias, TypeGuard
 
 from torch import nn
 from torch.optim import Optimizer
@@ -16,9 +16,6 @@ class Optimizers(Sequence[Optimizer]):
 
     None is kept alive by this: one that a loop has replaced, as after a search for the learning rate or at a new stage
     of the training, is freed with its state.
-
-    Args:
-        optimizers: those that are known from the start.
 
     Attributes:
         appended: how many have come so far, those that are gone too.
@@ -41,13 +38,7 @@ class Optimizers(Sequence[Optimizer]):
     def __iter__(self) -> Iterator[Optimizer]:
         return map(_referent, self._references)  # without a line of Python for each: it is asked for twice a step
 
-    @overload
-    def __getitem__(self, place: int) -> Optimizer: ...
-
-    @overload
-    def __getitem__(self, place: slice) -> list[Optimizer]: ...
-
-    def __getitem__(self, place: int | slice) -> Optimizer | list[Optimizer]:
+    def __getitem__(self, place: Any) -> Any:
         return list(self)[place]
 
     def __len__(self) -> int:
@@ -97,11 +88,6 @@ def followed_by(act: Callable[[], None], args: tuple[Any, ...], kwargs: dict[str
     sees the gradients of the step before, or none; what looks at gradients has to wait until the closure has run.
 
     A module is no closure, although it can be called: an optimizer that is given one wants more of it.
-
-    Args:
-        act: called each time that the closure has run.
-        args: of the step, the optimizer first.
-        kwargs: of the step.
 
     Example:
         >>> args, kwargs = followed_by(lambda: print("gradients are there"), (None, lambda: 0.5), {})

@@ -19,11 +19,7 @@ Function = Callable[..., Any]
 
 
 class UpdateHook:
-    """The functions that are called on one side of a step, in the order in which they came.
-
-    Args:
-        register: torch's function that registers a hook for all optimizers.
-    """
+    """The functions that are called on one side of a step, in the order in which they came."""
 
     def __init__(self, register: Callable[[Function], Any]) -> None:
         self.functions: tuple[Function, ...] = ()  # a new one at each change, which may come within a step

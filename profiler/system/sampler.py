@@ -105,7 +105,6 @@ class Sampler:
         self._clocks = clocks or ThreadClocks.of(ident, native)
         self.interval_s = interval_s
         self._samples: defaultdict[tuple[str, str, int], _LineSamples] = defaultdict(_LineSamples)
-        self._phases: defaultdict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
         self._waited = [0.0, 0.0]
         self._pending: list[_Sample] = []
         self._pending_waits: list[tuple[float, float, float]] = []
@@ -190,9 +189,7 @@ class Sampler:
             self._pending, self._pending_waits = [], []
 
     def _count(self, sample: _Sample) -> None:
-        totals, entry = self._phases[sample.key[0]], self._samples[sample.key]
-        totals[0] += sample.seconds
-        totals[1] += sample.ran
+        entry = self._samples[sample.key]
         entry.seconds += sample.seconds
         entry.blocked += sample.seconds - sample.ran
         entry.tags |= sample.tags
@@ -220,12 +217,12 @@ class Sampler:
     def thread(self, phase: str | None = None) -> ThreadShare | None:
         """Return how the thread spent its time, in one phase or in all; None if less than 50 ms were sampled."""
         with self._lock:
-            rows = [row for name, row in self._phases.items() if phase in (None, name)]
-            total, ran = (sum(row[part] for row in rows) for part in range(2))
+            rows = [row for (name, *_), row in self._samples.items() if phase in (None, name)]
+            total, blocked = sum(row.seconds for row in rows), sum(row.blocked for row in rows)
             watched, waited = self._waited
         if total < 0.05 or not self._clocks.tells_running:
             return None
-        run = min(1.0, ran / total)
+        run = min(1.0, 1.0 - blocked / total)
         # How long it waited for a core is known for all phases together only.
         wait = min(1.0 - run, waited / watched if watched else 0.0)
         return ThreadShare(run=run, wait=wait, blocked=1.0 - run - wait)
