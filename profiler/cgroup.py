@@ -50,11 +50,7 @@ def quota(root: Path = ROOT) -> float | None:
 
 
 class Throttle:
-    """Measures the share of quota periods in which the group was throttled.
-
-    Args:
-        root: used in place of `/`.
-    """
+    """Measures the share of quota periods in which the group was throttled."""
 
     def __init__(self, root: Path = ROOT) -> None:
         self._folders = [folder for folder in groups("cpu", root) if _or_none(core_quota, folder)]

@@ -154,19 +154,12 @@ def available_memory(root: Path = cgroup.ROOT) -> int | None:
     """Return the bytes of memory that this process may still use, or None if the system doesn't tell.
 
     That is what the machine has available, and no more than its control groups leave.
-
-    Args:
-        root: used in place of `/`.
     """
     return _memory("MemAvailable:", lambda use: max(0, use.limit - use.used), root)
 
 
 def total_memory(root: Path = cgroup.ROOT) -> int | None:
-    """Return the bytes of memory that this process might use if it were alone, or None if the system doesn't tell.
-
-    Args:
-        root: used in place of `/`.
-    """
+    """Return the bytes of memory that this process might use if it were alone, or None if the system doesn't tell."""
     return _memory("MemTotal:", lambda use: use.limit, root)
 
 
@@ -192,11 +185,7 @@ class ResidentMemory(NamedTuple):
 
 
 def resident_memory(root: Path = cgroup.ROOT) -> ResidentMemory | None:
-    """Return how much memory this process has in RAM, or None if the system doesn't tell.
-
-    Args:
-        root: used in place of `/`.
-    """
+    """Return how much memory this process has in RAM, or None if the system doesn't tell."""
     try:
         lines = (root / "proc/self/status").read_text(encoding="ascii", errors="replace").splitlines()
         fields = dict(line.split(":", 1) for line in lines if line.startswith(("VmRSS:", "VmHWM:")))

@@ -149,7 +149,7 @@ def refusal(findings: Sequence[Finding], retracted: Sequence[str]) -> str:
 def _crowded(evidence: Evidence) -> Finding | None:
     thread, others = evidence.thread, evidence.foreign_cores
     occupied = _occupied(evidence, SHARED_CORES)
-    if not _waits(evidence) and not occupied:
+    if not occupied and (thread is None or thread.wait <= CROWDED_WAIT):
         return None
     why = []
     if thread is not None:
@@ -172,10 +172,6 @@ def _hides_all(evidence: Evidence) -> bool:
     if _occupied(evidence, SHARED_CORES):
         return wait > SHARED_WAIT or wait + (evidence.foreign_cores or 0.0) / evidence.cores > CROWDED_TOGETHER
     return wait > CROWDED_WAIT
-
-
-def _waits(evidence: Evidence) -> bool:
-    return evidence.thread is not None and evidence.thread.wait > CROWDED_WAIT
 
 
 def _occupied(evidence: Evidence, share: float) -> bool:

@@ -237,11 +237,7 @@ def from_object(raw: Any) -> ProfileReport:
 
 
 def utf8(text: str) -> str:
-    """Return `text` as a file in UTF-8 can hold it: Python has surrogates for the bytes of arguments that are none.
-
-    Args:
-        text: of the system: a command line, a path.
-    """
+    """Return `text` as a file in UTF-8 can hold it: Python has surrogates for the bytes of arguments that are none."""
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 

@@ -114,15 +114,11 @@ def _confirmed_earlier(
         if room >= WORTH:
             kept.append(consistency.within(finding, room))
         else:
-            gone.append(_passed(finding.cause, experiment, room))
+            gone.append(
+                f"{finding.cause} held up the steps of the experiment (removing it saved "
+                f"{experiment.saving.value:.0%} of them), and not the run: it can take {room:.0%} of the mean step"
+            )
     return kept, gone
-
-
-def _passed(cause: str, experiment: Experiment, room: float) -> str:
-    return (
-        f"{cause} held up the steps of the experiment (removing it saved {experiment.saving.value:.0%} of them), and "
-        f"not the run: it can take {room:.0%} of the mean step"
-    )
 
 
 def _with_experiment(finding: Finding, experiment: Experiment) -> Finding:

@@ -18,7 +18,7 @@ from accel.profiler.diagnose.findings import NEAR, SURE, WORTH
 from accel.profiler.diagnose.step_times import wait_as_communication
 from accel.profiler.evidence import Evidence
 from accel.profiler.naming import Diagnosis
-from accel.profiler.phases import MEANING, Measurement
+from accel.profiler.phases import MEANING
 from accel.profiler.report import Finding, HostFacts, Node, ProfileReport, RankRow, Saving, StepRow
 
 _TIMELINE = 120
@@ -26,14 +26,10 @@ _LINES = 12
 
 
 def build_report(evidence: Evidence, diagnosis: Diagnosis) -> ProfileReport:
-    """Return the report of one rank.
-
-    Args:
-        evidence: what was measured.
-        diagnosis: its findings, experiments included.
-    """
+    """Return the report of one rank; the findings hold the experiments' results."""
     anatomy = diagnosis.anatomy
     trace = evidence.trace
+    last = sorted([*evidence.steps, *evidence.one_offs], key=lambda m: m.step)[-_TIMELINE:]
     report = ProfileReport(
         findings=diagnosis.findings,
         borderline=diagnosis.borderline,
@@ -45,7 +41,7 @@ def build_report(evidence: Evidence, diagnosis: Diagnosis) -> ProfileReport:
         ranks=[row(evidence, anatomy)],
         timeline=[
             StepRow(step=m.step, ms=m.seconds * 1e3, phases_ms={k: v * 1e3 for k, v in m.phases.items() if v})
-            for m in wait_as_communication(_last_steps(evidence), evidence.ddp_wait_share)
+            for m in wait_as_communication(last, evidence.ddp_wait_share)
         ],
         lines=[line for line in evidence.lines if line.file][:_LINES],
         ops=trace.ops if trace else [],
@@ -80,16 +76,14 @@ def _beside(evidence: Evidence, diagnosis: Diagnosis) -> str:
     return f"{'; '.join(sentences)}: on a quiet machine steps are shorter, and parts of the step have other shares"
 
 
-def _last_steps(evidence: Evidence) -> list[Measurement]:
-    return sorted([*evidence.steps, *evidence.one_offs], key=lambda m: m.step)[-_TIMELINE:]
-
-
 def conclude(report: ProfileReport, anatomy: Anatomy) -> None:
     """Write the verdict and the next steps, without findings that contradict the evidence and with savings capped."""
     _retract(report, anatomy)
     report.bottleneck = "" if report.refused else report.findings[0].bottleneck if report.findings else "none"
     report.verdict = _verdict(report, anatomy)
-    report.next = [f"{f.remedy}{_automatic(f)}" for f in report.findings] or _nothing_to_do(report)
+    report.next = [
+        f"{f.remedy} (accel.optimize tries it: {f.strategy})" if f.strategy else f.remedy for f in report.findings
+    ] or _nothing_to_do(report)
 
 
 def _retract(report: ProfileReport, anatomy: Anatomy) -> None:
@@ -100,10 +94,6 @@ def _retract(report: ProfileReport, anatomy: Anatomy) -> None:
     report.unseen += [sentence for sentence in retracted if sentence not in report.unseen]
     if not report.refused or report.refused.startswith(naming.OVERLAP):
         report.refused = naming.refusal(report.findings, retracted)
-
-
-def _automatic(finding: Finding) -> str:
-    return f" (accel.optimize tries it: {finding.strategy})" if finding.strategy else ""
 
 
 def _verdict(report: ProfileReport, anatomy: Anatomy) -> str:
@@ -241,11 +231,12 @@ def row(evidence: Evidence, anatomy: Anatomy) -> RankRow:
 def _host(evidence: Evidence) -> HostFacts:
     loader, optimizer = evidence.loader, evidence.optimizer
     workers = f", {loader.workers} workers" if loader.kind == "DataLoader" else ""
+    is_gpu = evidence.device == "cuda" and torch.cuda.is_available()
     path = "fused" if optimizer.fused else "multi-tensor" if optimizer.multi_tensor else "parameter by parameter"
     return HostFacts(
         cores=evidence.cores,
         threads=evidence.loop_threads or evidence.threads,
-        device=_device_name(evidence.device),
+        device=torch.cuda.get_device_name() if is_gpu else evidence.device,
         platform=platform.platform(),
         python=platform.python_version(),
         torch=torch.__version__,
@@ -256,10 +247,6 @@ def _host(evidence: Evidence) -> HostFacts:
         optimizer=f"{optimizer.name}, {optimizer.tensors} tensors, {path}" if optimizer.name else "",
         model=evidence.model_name,
     )
-
-
-def _device_name(kind: str) -> str:
-    return torch.cuda.get_device_name() if kind == "cuda" and torch.cuda.is_available() else kind
 
 
 # -- several ranks -----------------------------------------------------------------------------------------------------
@@ -293,13 +280,15 @@ def merge(report: ProfileReport, ranks: Mapping[int, Mapping[str, Any]], anatomy
     others = statistics.median(seconds for rank, seconds in own.items() if rank != slowest)
     lag_share = (own[slowest] - others) / anatomy.step_s
     _reduce_exchange(report, min(waits.values()) / anatomy.step_s)
-    hosts = len({r.host for r in report.ranks})
-    topology = f"the {len(report.ranks)} ranks are on {'one host' if hosts == 1 else f'{hosts} hosts'}"
+    hosts = {r.rank: r.host for r in report.ranks}
+    places = len(set(hosts.values()))
+    topology = f"the {len(hosts)} ranks are on {'one host' if places == 1 else f'{places} hosts'}"
     for finding in report.findings:
         finding.why += [topology] if finding.cause.startswith("communication.") else []
     # Ranks that occupy a whole host disturb each other: two healthy ones on two cores differed by up to 15 % of the
     # step. And a straggler hardly waits at all.
-    limit = 2 * WORTH if report.host.threads * _ranks_on(report, slowest) >= report.host.cores else WORTH
+    beside = sum(host == hosts[slowest] for host in hosts.values())
+    limit = 2 * WORTH if report.host.threads * beside >= report.host.cores else WORTH
     if lag_share >= limit and waits[slowest] <= 0.4 * max(waits.values()):
         straggler = _straggler(report, slowest, lag_share, anatomy)
         same = "outside.evaluation" if straggler.cause == "straggler.evaluation" else ""
@@ -308,12 +297,6 @@ def merge(report: ProfileReport, ranks: Mapping[int, Mapping[str, Any]], anatomy
         report.findings = naming.ordered(report.findings)
     report.refused = naming.too_close(report.findings)
     conclude(report, anatomy)
-
-
-def _ranks_on(report: ProfileReport, rank: int) -> int:
-    """Return how many ranks share a rank's host."""
-    host = next(r.host for r in report.ranks if r.rank == rank)
-    return sum(r.host == host for r in report.ranks)
 
 
 def _reduce_exchange(report: ProfileReport, share: float) -> None:

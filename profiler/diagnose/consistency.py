@@ -51,12 +51,11 @@ class PhaseShares:
             return sum(self.parts.get(own, {}).values())
         # Code that could not be assigned to a phase may be in any of them.
         placed = bool(own and self.parts.get(own))
-        rest = sum(self._rest(phase) for phase in (("host",) if placed else entry.phases))
+        rest = 0.0
+        for phase in ("host",) if placed else entry.phases:  # without the parts that have a cause of their own
+            parts = sum(part.get(phase, 0.0) for part in self.parts.values())
+            rest += max(0.0, self.shares.get(phase, 0.0) - parts)
         return rest + (sum(self.parts.get(own, {}).values()) if own else 0.0)
-
-    def _rest(self, phase: str) -> float:
-        """Return a phase's share without the parts that have a cause of their own."""
-        return max(0.0, self.shares.get(phase, 0.0) - sum(part.get(phase, 0.0) for part in self.parts.values()))
 
 
 def check(findings: Sequence[Finding], phases: PhaseShares) -> tuple[list[Finding], list[str]]:
@@ -75,15 +74,12 @@ def check(findings: Sequence[Finding], phases: PhaseShares) -> tuple[list[Findin
         room = phases.room(finding.cause)
         claim = max(finding.share, finding.predicted.low if finding.predicted else 0.0)
         if claim > room + SLACK:
-            retractions.append(_retraction(finding.cause, claim, room))
+            phases_of = ", ".join(CAUSES[finding.cause].phases)
+            claims = f"it claims {claim:.0%} of the step, and what it can take of {phases_of} is {room:.0%}"
+            retractions.append(f"{finding.cause} was taken back: {claims}")
         else:
             kept.append(within(finding, room))
     return kept, retractions
-
-
-def _retraction(cause: str, claim: float, room: float) -> str:
-    phases = ", ".join(CAUSES[cause].phases)
-    return f"{cause} was taken back: it claims {claim:.0%} of the step, and what it can take of {phases} is {room:.0%}"
 
 
 def within(finding: Finding, room: float) -> Finding:

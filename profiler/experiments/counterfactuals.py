@@ -128,9 +128,6 @@ def no_collector(spent: Callable[[], float]) -> Counterfactual:
     """Switch the collector off, and let `gc.collect` do nothing.
 
     It has worked if the collector ran for less than half as long: a function that was imported by name goes on.
-
-    Args:
-        spent: returns the seconds that the collector has run for so far.
     """
     ran_on = ran_off = 0.0
     at, patches = spent(), Patches()
@@ -189,11 +186,7 @@ def no_anomaly_mode() -> Counterfactual:
 
 
 def all_threads(local_ranks: int = 1) -> Counterfactual:
-    """Compute on all usable cores, unless the loop sets its threads itself.
-
-    Args:
-        local_ranks: that share them.
-    """
+    """Compute on all cores that ranks of this host share, unless the loop sets its threads itself."""
     cores = max(1, usable_cores() // local_ranks)
     own, effective = torch.get_num_threads(), 0
 

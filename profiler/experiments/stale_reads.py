@@ -64,7 +64,7 @@ class StaleReads:
                 not self._patches.on
                 or not torch.is_grad_enabled()
                 or not self._waits(tensor)
-                or (name == "cpu" and not _is_plain_value(tensor))
+                or (name == "cpu" and (tensor.numel() != 1 or tensor.requires_grad))
             ):
                 return call_method(original, tensor, *args, **kwargs)
             frame: Any = sys._getframe(1)
@@ -88,7 +88,3 @@ class StaleReads:
             uses += 1
         self._values[site] = value, uses
         return value
-
-
-def _is_plain_value(tensor: Tensor) -> bool:
-    return tensor.numel() == 1 and not (tensor.requires_grad and torch.is_grad_enabled())

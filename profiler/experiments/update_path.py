@@ -37,11 +37,7 @@ _TENSOR = "a number of its parameter groups, such as the learning rate, is a ten
 
 
 def refusal(optimizer: Optimizer) -> str:
-    """Say why the path can't be switched, '' if it can.
-
-    Args:
-        optimizer: any; only torch's own have paths.
-    """
+    """Say why the path can't be switched, '' if it can; only torch's own optimizers have paths."""
     kind = type(optimizer)
     if kind.__module__.split(".")[0] != "torch":
         return f"{kind.__name__} is not one of torch's own"
@@ -283,10 +279,6 @@ def moved(counters: list[Tensor], device: torch.device) -> list[Tensor]:
     """Return counters on a device: those that are there as they are, copies of the others.
 
     All of a kind are copied at once. Each copy between a GPU and the host waits for both, by 10 µs.
-
-    Args:
-        counters: tensors of one element or few.
-        device: where they are wanted.
     """
     by_kind: dict[Any, list[int]] = {}
     for number, counter in enumerate(counters):

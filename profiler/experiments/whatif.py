@@ -44,12 +44,7 @@ has learned: as one that leaves out each batch whose loss is NaN, once its weigh
 
 
 class Snapshot:
-    """A copy of parameters, buffers and optimizer state, to be restored in place.
-
-    Args:
-        models: what is trained.
-        optimizers: their state is restored too.
-    """
+    """A copy of parameters, buffers and optimizer state, to be restored in place."""
 
     def __init__(self, models: Sequence[nn.Module], optimizers: Iterable[Optimizer]) -> None:
         tensors = [t for model in models for t in (*model.parameters(), *model.buffers())]

@@ -130,11 +130,7 @@ class Instruments:
         self._recorder.calls.on_call = called
 
     def evidence(self, kept: Sequence[Measurement]) -> Evidence:
-        """Return what has been measured so far.
-
-        Args:
-            kept: the ordinary steps, as the recorder measured them.
-        """
+        """Return what has been measured so far, beside these ordinary steps."""
         recorder, trained = self._recorder, self._recorder.trained
         taken = recorder.events.taken if recorder.events is not None else {}
         steps = step_times.by_device(kept, taken)

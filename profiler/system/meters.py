@@ -35,13 +35,7 @@ class Span:
         self._from: tuple[int, float, float] | None = None
 
     def begin(self, step: int, value: float, at: float) -> None:
-        """Begin a span.
-
-        Args:
-            step: the number of the step that begins.
-            value: of the counter.
-            at: s on the wall clock.
-        """
+        """Begin a span with a step, when the counter has a value."""
         self._from = step, value, at
 
     def end(self, step: int, value: float, at: float) -> None:
@@ -52,11 +46,7 @@ class Span:
         self._from = None
 
     def share(self, without: Collection[int] = ()) -> float:
-        """Return the growth as a share of the wall time.
-
-        Args:
-            without: steps whose spans are left out.
-        """
+        """Return the growth as a share of the wall time, without the spans of some steps."""
         spans = [span for span in self._spans if not any(span[0] <= step < span[1] for step in without)]
         seconds = sum(wall for *_, wall in spans)
         return sum(growth for _, _, growth, _ in spans) / seconds if seconds > 0.0 else 0.0
@@ -197,11 +187,7 @@ class DdpWait:
         return self.exchanges() > 0.9 and self._unsynced > 0.9 * self._passes
 
     def search(self, without: Collection[int] = ()) -> float:
-        """Return what looking for unused parameters takes in a step, s; 0 where it finds some.
-
-        Args:
-            without: steps that are left out.
-        """
+        """Return what looking for unused parameters takes in a step, s; 0 where it finds some."""
         seconds = [taken for step, taken in self._searches if step not in without]
         return statistics.fmean(seconds) if seconds else 0.0
 
@@ -213,21 +199,13 @@ class DdpWait:
         self._patches.remove()
 
     def mean(self, without: Collection[int] = ()) -> float | None:
-        """Return the mean, s; None without DDP.
-
-        Args:
-            without: steps that are left out.
-        """
+        """Return the mean, s; None without DDP."""
         waits = [seconds for step, seconds in self._seconds if step not in without]
         return sum(waits) / len(waits) if waits else None
 
 
 class Crowd:
-    """Cores kept busy by other processes, over all observed stretches.
-
-    Args:
-        launched: the other ranks under the same launcher belong to this run.
-    """
+    """Cores kept busy by other processes, over all observed stretches."""
 
     def __init__(self, *, launched: bool) -> None:
         self._meter = CrowdMeter(launched=launched)

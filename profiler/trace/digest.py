@@ -36,11 +36,9 @@ def digest(trace: Trace, steps: int, *, shared: bool = False) -> TraceSummary:
         else kernel_groups(trace.calls, trace.works)
     )
     total = sum(group.us for group in groups) or 1.0
-    model = (
-        groups
-        if trace.works is not None or not trace.updates
-        else call_groups(_outside(trace.calls, trace.updates), shared=shared)
-    )
+    model = groups
+    if trace.works is None and trace.updates:
+        model = call_groups([call for call in trace.calls if not _is_within(call, trace.updates)], shared=shared)
     computing = sum(group.us for group in model) or 1.0
     # Autocast's own call of an operator has the dtype before the cast; the operator that it calls computes.
     products = [group for group in groups if group.kind == "matmul" and group.dtype and group.computing]
@@ -61,9 +59,9 @@ def digest(trace: Trace, steps: int, *, shared: bool = False) -> TraceSummary:
     return summary
 
 
-def _outside(calls: Sequence[OperatorCall], updates: Sequence[tuple[float, float]]) -> list[OperatorCall]:
-    """Return the calls that no optimizer's step made."""
-    return [call for call in calls if not any(start <= call.start < end for start, end in updates)]
+def _is_within(call: OperatorCall, updates: Sequence[tuple[float, float]]) -> bool:
+    """Return whether an optimizer's step made the call."""
+    return any(start <= call.start < end for start, end in updates)
 
 
 def _kinds(trace: Trace, parents: Sequence[int], shared: bool) -> dict[str, dict[str, float]]:
@@ -74,7 +72,7 @@ def _kinds(trace: Trace, parents: Sequence[int], shared: bool) -> dict[str, dict
         call = trace.calls[index]
         within = call.name.startswith(_ENGINE) or in_engine.get(parents[index], False)
         in_engine[index] = within
-        if not any(start <= call.start < end for start, end in trace.updates):
+        if not _is_within(call, trace.updates):
             sides["backward" if within else "forward"].append(call)
     return {
         side: _shares((group.kind, group.us) for group in call_groups(calls, shared=shared))
@@ -86,14 +84,10 @@ def _kinds(trace: Trace, parents: Sequence[int], shared: bool) -> dict[str, dict
 def _rows(groups: Sequence[CallGroup], total: float, steps: int) -> list[OpTime]:
     by_name: dict[str, list[CallGroup]] = defaultdict(list)
     for group in groups:
-        by_name[_display_name(group.name)].append(group)
+        # The engine's call of a gradient function and that function count as one.
+        by_name[base(group.name.removeprefix(f"{_ENGINE}: "))].append(group)
     rows = [_row(name, members, total, steps) for name, members in by_name.items()]
     return sorted(rows, key=lambda row: row.ms, reverse=True)
-
-
-def _display_name(name: str) -> str:
-    """Return the name in the report: the engine's call of a gradient function and that function count as one."""
-    return base(name.removeprefix("autograd::engine::evaluate_function: "))
 
 
 def _row(name: str, groups: Sequence[CallGroup], total: float, steps: int) -> OpTime:
@@ -279,13 +273,7 @@ def callers(calls: Sequence[OperatorCall]) -> list[int]:
 def call_groups(
     calls: Sequence[OperatorCall], parents: Sequence[int] | None = None, *, shared: bool = False
 ) -> list[CallGroup]:
-    """Return the calls on the host in groups.
-
-    Args:
-        calls: of all threads.
-        parents: as from `callers`, if they are known already.
-        shared: other processes hold cores.
-    """
+    """Return the calls on the host in groups."""
     parents = callers(calls) if parents is None else parents
     own = [call.end - call.start for call in calls]
     delegated = [False] * len(calls)

@@ -176,29 +176,18 @@ def users_lines(
             number = node.correlation_id
             if number in (operators if tag == "TorchOp" else calls):
                 locations[tag == "TorchOp", number] = location
-        here = _own_location(node, tag, is_file) or location
+        # A function of the user's begins at its own line, and a call is made at its caller's.
+        here = (_location(node.extra_fields.callsite, is_file) if tag == "PyCall" else None) or location
         for child in node.children:
-            here = _call_location(child, is_file) or here
+            if child.tag.name in ("PyCall", "PyCCall"):
+                here = _location(child.extra_fields.caller, is_file) or here
             pending.append((child, here))
     return locations
 
 
-def _call_location(node: Any, is_file: Callable[[str], bool]) -> Location | None:
-    """Return the line that made a Python call, if the node is one and the line is the user's."""
-    if node.tag.name not in ("PyCall", "PyCCall"):
-        return None
-    caller = node.extra_fields.caller
-    file = full_path(caller.file_name)
-    return (file, caller.line_number) if is_file(file) else None
-
-
-def _own_location(node: Any, tag: str, is_file: Callable[[str], bool]) -> Location | None:
-    """Return where a user's function begins, if the node is a call of one."""
-    if tag != "PyCall":
-        return None
-    callee = node.extra_fields.callsite
-    file = full_path(callee.file_name)
-    return (file, callee.line_number) if is_file(file) else None
+def _location(frame: Any, is_file: Callable[[str], bool]) -> Location | None:
+    file = full_path(frame.file_name)
+    return (file, frame.line_number) if is_file(file) else None
 
 
 @lru_cache(maxsize=4096)
