@@ -72,23 +72,19 @@ class TapeReader:
         self._steps = 0
         self.reset()
 
-    def reset(self, *, first: bool = False) -> None:
-        """Discard what was booked of the open step; `first` marks the start of an epoch."""
+    def reset(self) -> None:
+        """Discard what was booked of the open step."""
         self._booked = dict.fromkeys(_CODES, 0.0)
         self._samples = self._batches = 0
         self._shape: Hashable = None
-        self._first = first
-
-    def begin(self, at: float, *, first: bool) -> None:
-        """Begin a step now, whatever was read before."""
-        self.reset(first=first)
-        self._began = self.last = at
+        self._first = False
 
     def drop(self, steps: int, *, until: float, phase: str) -> None:
         """Leave out so many steps that will not be read, which ended at a time and in a phase."""
         self._steps += steps
         self.aside_s, self.phase = 0.0, phase
-        self.begin(until, first=False)
+        self.reset()
+        self._began = self.last = until
 
     def read(self, tape: list[Any]) -> list[Measurement]:
         """Return the steps that end on a tape, and clear it: 4 µs a step."""
@@ -123,9 +119,8 @@ class TapeReader:
             else:
                 self.aside_s += at - last
                 if code == RESUME:
-                    began = at
-                    for name in booked:
-                        booked[name] = 0.0
+                    self.reset()
+                    booked, began = self._booked, at
                 else:
                     began += at - last
                 last = at
@@ -231,7 +226,9 @@ class StepClock:
         """Discard what was booked, begin a step now and return the time; `first` marks the start of an epoch."""
         self.read()
         now = self.now()
-        self.reader.begin(now, first=first)
+        self.write((RESUME, now))
+        if first:
+            self.write(FIRST)
         return now
 
     @property

@@ -218,7 +218,6 @@ class DeviceSteps:
     def install(self) -> None:
         """Begin with the next step; the open one may have begun earlier."""
         self._patches.replace(self._clock, "write", lambda original: self._events.write)
-        self._patches.replace(self._clock, "restart", self._restarting)
         replace_copies(self._patches, self._copying, get_ident())
         self._events.start(events_on(self._device))
 
@@ -242,14 +241,6 @@ class DeviceSteps:
         for step in steps:
             step.phases = {phase: taken[step.step].get(phase, 0.0) for phase in PHASES}
             step.seconds = sum(step.phases.values())
-
-    def _restarting(self, original: Callable[..., float]) -> Callable[..., float]:
-        def restart(*, first: bool = False) -> float:
-            now = original(first=first)
-            self._events.write((RESUME, now))
-            return now
-
-        return restart
 
     def _copying(self) -> Callable[[], None] | None:
         # Without gradients it is an evaluation that copies.
