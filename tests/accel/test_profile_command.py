@@ -27,7 +27,7 @@ def test_a_slow_loader_is_named_tried_and_written_down(tmp_path: Path) -> None:
         tmp_path,
         """
         def slow(samples):
-            time.sleep(0.02)
+            time.sleep(0.012)
             return torch.utils.data.default_collate(samples)
 
         loader.collate_fn = slow
@@ -61,35 +61,6 @@ def test_a_slow_loader_is_named_tried_and_written_down(tmp_path: Path) -> None:
     assert done.stderr.endswith("the whole report: accel report accel-profile/report.json, or -v\n")
     assert (folder / "report.html").read_text().startswith("<!DOCTYPE html>")
     assert json.loads((folder / "trace.json").read_text())["traceEvents"]
-
-
-def test_a_step_that_is_slow_once_hides_no_cause(tmp_path: Path) -> None:
-    """As one that loads a library: 1 s beside 120 steps of 10 ms."""
-    script(
-        tmp_path,
-        """
-        def slow(samples):
-            time.sleep(0.01)
-            return torch.utils.data.default_collate(samples)
-
-        loader.collate_fn = slow
-        for epoch in range(4):
-            for number, (x, y) in enumerate(loader):
-                if epoch == 0 and number == 20:
-                    time.sleep(1)
-                step(x, y)
-        """,
-    )
-    done = accel_profile(tmp_path, "train.py")
-
-    assert done.returncode == 0, done.stderr
-    found = report(tmp_path)
-    assert causes(found)[:1] == ["input.collate"], found.verdict
-    assert found.findings[0].share > 0.7
-    assert any("of them in host" in sentence and sentence.endswith("is left out") for sentence in found.unseen)
-    assert max(step.ms for step in found.timeline) >= 1000
-    assert found.samples_per_s is not None
-    assert found.samples_per_s * found.step_ms / 1e3 == pytest.approx(8)  # the batch
 
 
 def test_a_script_that_changes_its_directory(tmp_path: Path) -> None:
@@ -144,7 +115,7 @@ def test_work_between_two_epochs_is_named_as_such(tmp_path: Path) -> None:
     script(
         tmp_path,
         """
-        for epoch in range(25):
+        for epoch in range(12):
             for x, y in DataLoader(torch.utils.data.Subset(data, range(64)), batch_size=8):
                 step(x, y)
             torch.save(model.state_dict(), "weights.pt")
@@ -293,14 +264,6 @@ def test_a_script_without_a_training_step(tmp_path: Path) -> None:
     assert "no optimizer step seen in" in done.stderr
     assert "40 batches from a DataLoader, 0 backward passes" in done.stderr
     assert not (tmp_path / "accel-profile").exists()
-
-
-def test_too_few_steps_refuse_a_verdict(tmp_path: Path) -> None:
-    script(tmp_path, "\nfor number, (x, y) in zip(range(12), loader):\n    step(x, y)\n")
-    done = accel_profile(tmp_path, "train.py")
-
-    assert done.returncode == 0
-    assert "steps were seen, 20 are needed" in report(tmp_path).refused
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import pickle
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -273,14 +272,6 @@ def test_everything_is_put_back() -> None:
 
     assert what_is_marked() == before
     assert "_compiled_call_impl" not in vars(model)
-
-
-def test_a_watched_model_pickles_as_a_plain_one(recorder: Recorder) -> None:
-    model, optimizer, loader = parts()
-    train(model, optimizer, loader)
-
-    copy = pickle.loads(pickle.dumps(model))
-    assert "_compiled_call_impl" not in vars(copy)
 
 
 def test_training_is_bit_for_bit_the_same(recorder: Recorder) -> None:

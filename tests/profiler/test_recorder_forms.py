@@ -153,20 +153,6 @@ def test_a_model_that_is_evaluated_by_its_call_but_trained_by_a_method(
     assert all(m.phases["evaluation"] > 0 for m in seen[3:])
 
 
-def test_steps_put_by_tell_the_same(recorder: Recorder, seen: list[Measurement]) -> None:
-    recorder.delivery.deferred = True
-    parameters, loss = by_method()
-    optimizer = torch.optim.SGD(parameters, lr=0.01)
-    for x in loader(150):
-        optimizer.zero_grad()
-        loss(x).backward()
-        optimizer.step()
-    recorder.delivery.catch_up()
-
-    assert len(seen) == 150
-    check(recorder, seen)
-
-
 def test_the_sampler_sees_the_forward_pass_as_such(recorder: Recorder) -> None:
     parameters, loss = by_method()
     optimizer = torch.optim.SGD(parameters, lr=0.01)

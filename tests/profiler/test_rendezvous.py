@@ -48,7 +48,7 @@ class World:
         return [self.look(rank, answer) for rank in range(len(self.ranks))]
 
 
-@pytest.mark.parametrize("size", [1, 2, 6, 16, 64, 250, 1000])
+@pytest.mark.parametrize("size", [1, 2, 16, 250])
 def test_operations_grow_with_the_ranks_in_all_and_not_at_all_for_each(size: int) -> None:
     one, meetings = World(size), 3
     for _ in range(meetings):
@@ -136,7 +136,7 @@ def test_nobody_works_for_ever() -> None:
 
 
 def test_waiting_for_one_at_work_costs_as_many_operations_as_there_are_ranks() -> None:
-    one, size, rounds = World(1000), 1000, 3
+    one, size, rounds = World(200), 200, 3
     for rank in range(size - 1):
         one.ranks[rank].arrive(rank)
     one.counts.clear()

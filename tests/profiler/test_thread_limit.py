@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -127,16 +128,15 @@ def test_threads_are_never_more_than_the_loops_and_always_restored(
         assert host.threads == threads
 
 
-def trained(steps: int) -> list[int]:
-    """Train, and return the threads after each step."""
-    threads, model = [], nn.Linear(4, 4)
+def training() -> Iterator[int]:
+    """Train, and yield the threads after each step."""
+    model = nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(steps):
+    while True:
         optimizer.zero_grad()
         model(torch.ones(2, 4)).sum().backward()
         optimizer.step()
-        threads.append(torch.get_num_threads())
-    return threads
+        yield torch.get_num_threads()
 
 
 def test_a_profiled_loop_gets_its_threads_back_while_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,14 +148,17 @@ def test_a_profiled_loop_gets_its_threads_back_while_it_runs(monkeypatch: pytest
         monkeypatch.setattr(thread_limit, "CrowdMeter", lambda: SimpleNamespace(cores=lambda: held[0]))
         monkeypatch.setattr(thread_limit, "_AGAIN_S", 0.0)
         monkeypatch.setattr("accel.profiler.session.OBSERVE_S", 0.0)
+        monkeypatch.setattr("accel.profiler.experiments.whatif.MOST", 0)
+        for bound in ("MIN_STEPS", "MAX_STEPS"):
+            monkeypatch.setattr(f"accel.profiler.loop.delivery.{bound}", 16)
         session = ProfileSession(confirm=True, trace_file=None, exchange=Exchange())
         session.start()
-        threads = []
+        steps, threads = training(), list[int]()
         while session.stage != "watching":
-            threads += trained(1)
+            threads.append(next(steps))
         assert threads[-1] == 1
         held[0] = 0.0
-        threads += trained(1200)
+        threads += itertools.islice(steps, 60)
         assert threads[-1] == 2
         session.stop()
         evidence = session.evidence()
@@ -176,7 +179,7 @@ def test_a_profiled_run_is_measured_so(monkeypatch: pytest.MonkeyPatch, held: fl
         monkeypatch.setattr(thread_limit, "CrowdMeter", lambda: SimpleNamespace(cores=lambda: held))
         session = ProfileSession(confirm=True, trace_file=None, exchange=Exchange())
         session.start()
-        threads = trained(20)
+        threads = list(itertools.islice(training(), 20))
         session.stop()
         rated: list[int | None] = []
         monkeypatch.setattr(roofline, "measure", lambda device, dtypes, threads=None: rated.append(threads))
