@@ -14,6 +14,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 from torch.optim import Optimizer
 
 from accel.profiler.interruptions import Tolerated, ours
@@ -48,14 +52,17 @@ class CalledModules:
     Args:
         mark: wraps a model's call in a marked one, which counts the calls with gradients in the given list.
         hooks: makes a forward pre-hook and a forward hook that do the same.
+        registered: returns modules among which those of an optimizer may be; if some are not, all objects are gone
+            through.
     """
 
     def __init__(
         self,
         mark: Callable[[Call, list[int]], Call],
         hooks: Callable[[list[int]], tuple[Call, Call]],
+        registered: Callable[[], Sequence[nn.Module]] = lambda: (),
     ) -> None:
-        self._mark, self._hooks = mark, hooks
+        self._mark, self._hooks, self._registered = mark, hooks, registered
         self._owned: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
         """The parameters whose modules have been looked for, by id; another one may lie where one that is gone lay."""
         self._watched: dict[int, _Watched] = {}
@@ -99,9 +106,9 @@ class CalledModules:
         if own.keys() <= {id(p) for each in self._watched.values() for p in each.module.parameters()}:
             return False  # an optimizer for each parameter, say
         owned = set(self._owned)
-        owners = [module for module in (_modules() if among is None else among) if _owns(module, owned)]
-        if gc.get_freeze_count() and not own.keys() <= {id(p) for module in owners for p in module.parameters()}:
-            owners = [module for module in _frozen_and_other_modules() if _owns(module, owned)]
+        owners = [module for module in (self._registered() if among is None else among) if _owns(module, owned)]
+        if among is None and not own.keys() <= {id(p) for module in owners for p in module.parameters()}:
+            owners = [module for module in _modules() if _owns(module, owned)]
         inner = _parts_of(owners)
         for module in owners:
             if id(module) not in inner:
@@ -188,23 +195,6 @@ def _modules() -> list[nn.Module]:
     return [value for value in gc.get_objects() if issubclass(type(value), nn.Module)]
 
 
-def _frozen_and_other_modules() -> list[nn.Module]:
-    """Return also those that `gc.freeze()` has taken off the collector's lists.
-
-    It freezes what was made since, too, a later model among it, which would then never be let go if it is in a cycle.
-    So it is only for an optimizer of which some parameters were not found.
-    """
-    collects = gc.isenabled()
-    gc.disable()  # a collection in between would scan what was frozen lest it be scanned
-    try:
-        gc.unfreeze()
-        return _modules()
-    finally:
-        gc.freeze()
-        if collects:
-            gc.enable()
-
-
 def name(modules: Iterable[nn.Module]) -> str:
     """Return the classes of the modules, joined by commas."""
     return ", ".join(dict.fromkeys(_class(module) for module in modules))
@@ -214,3 +204,47 @@ def _class(module: nn.Module) -> str:
     # A wrapper's name says nothing about the model inside.
     inner = getattr(module, "_orig_mod", None) or getattr(module, "module", None)
     return _class(inner) if isinstance(inner, nn.Module) else type(module).__name__
+
+
+class RegisteredModules:
+    """Note modules as they are built, so that a model is found without going through all objects; none is kept alive.
+
+    Torch calls its hooks for each parameter and each part that a module registers. One that is unpickled or copied
+    registers nothing, and is found among all objects.
+    """
+
+    def __init__(self) -> None:
+        self._modules: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
+        self._has_strangers = False
+        """A part was registered by a module that was made unseen: it may belong to others of that kind."""
+        self._handles: list[Any] = []
+
+    def start(self) -> None:
+        """Begin with what is made from now on: to be called before the script makes any."""
+        self._handles = [
+            register_module_parameter_registration_hook(self._registers),
+            register_module_module_registration_hook(self._registers),
+        ]
+
+    def stop(self) -> None:
+        """Restore torch."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def seen(self) -> list[nn.Module]:
+        """Return those that still exist; none if they may be parts of others that were not seen."""
+        try:
+            return [] if self._has_strangers else list(self._modules.values())
+        except RuntimeError:  # another thread makes one just now
+            return []
+
+    def _registers(self, module: nn.Module, name: str, part: Any) -> None:
+        # The hook's result would take the part's place.
+        if id(module) not in self._modules:
+            self._has_strangers = self._has_strangers or _has_parts(module)
+            self._modules[id(module)] = module
+
+
+def _has_parts(module: nn.Module) -> bool:
+    return any(part is not None for part in (*module._parameters.values(), *module._modules.values()))

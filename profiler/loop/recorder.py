@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from accel.profiler.evidence import LoaderFacts
 from accel.profiler.loop import called_modules, facts
 from accel.profiler.loop.batches import LoaderMarks
-from accel.profiler.loop.called_modules import CalledModules
+from accel.profiler.loop.called_modules import CalledModules, RegisteredModules
 from accel.profiler.loop.clock import MAYBE_FORWARD, MAYBE_HOST, PROVISIONAL, WAS, StepClock
 from accel.profiler.loop.delivery import Delivery
 from accel.profiler.loop.device import DeviceEvents, drained_s
@@ -76,10 +76,12 @@ class Recorder:
         self.loaders = LoaderMarks(self.delivery, self._tape, lambda: self.roots.called)
         self.loaders.drain = lambda: drained_s(self._trained.device, clock.now)
         self.calls = CallMarks(self.delivery, self._tape, self.loaders)
-        self.roots = CalledModules(self.calls.wrapped, self.calls.hooks)
+        self._registered = RegisteredModules()
+        self.roots = CalledModules(self.calls.wrapped, self.calls.hooks, self._registered.seen)
 
     def start(self) -> None:
         """Start recording."""
+        self._registered.start()
         self.probes.install()
 
     def stop(self) -> None:
@@ -87,6 +89,7 @@ class Recorder:
         hot = self.delivery.hot
         self.thread = self.loaders.thread = _NO_THREAD
         hot.in_backward, hot.iterator = True, None
+        self._registered.stop()
         self.probes.remove()
         self.model_name = called_modules.name(self.roots.modules)
         self.roots.release()
