@@ -28,17 +28,6 @@ _THROTTLE = {
 }
 _HARDWARE, _HARDWARE_CAUSES = 0x08, 0x40 | 0x80
 
-# Codes of nvmlReturn_t, as the driver's interface fixes them.
-_ERRORS = {
-    3: "this GPU or driver does not support it",
-    4: "this user has no permission",
-    9: "no NVIDIA driver is loaded",
-    12: "no NVIDIA driver is installed",
-    13: "the driver is too old for it",
-    18: "the driver and its library have different versions",
-}
-_PERMANENT = {3, 4, 13}  # not worth asking again
-
 _SM_CLOCK, _PCIE_TX, _PCIE_RX = 1, 0, 1
 _GIB = 1024**3
 _JOIN_TIMEOUT_S = 5.0
@@ -76,8 +65,8 @@ class Nvml:
         self._interval_s = interval_s
         self._gpu: GpuShare | None = None
         self._samples: dict[str, list[float]] = defaultdict(list)
-        self._refused: dict[str, int] = {}
-        """Query → NVML's code for why it failed."""
+        self._refused: dict[str, str] = {}
+        """Query → NVML's words for why it failed."""
         self._halt = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -129,26 +118,18 @@ class Nvml:
                 with contextlib.suppress(pynvml.NVMLError):
                     pynvml.nvmlShutdown()
         except pynvml.NVMLError as error:
-            self.unseen = f"GPU telemetry is missing: {_ERRORS.get(_code(error)) or f'NVML failed ({error})'}."
+            self.unseen = f"GPU telemetry is missing: NVML failed ({error})."
 
     def _sample(self, nvml: Any, handle: Any) -> None:
         for query, (_, ask) in _QUERIES.items():
-            if self._refused.get(query) in _PERMANENT:
-                continue
             try:
                 self._samples[query].append(ask(nvml, handle))
             except nvml.NVMLError as error:
-                self._refused[query] = _code(error)
+                self._refused[query] = str(error)
 
     def _refusals(self) -> str:
-        by_code: dict[int, list[str]] = defaultdict(list)
-        for query, code in self._refused.items():
-            if not self._samples[query]:
-                by_code[code].append(_QUERIES[query][0])
-        parts = [
-            f"{', '.join(names)} ({_ERRORS.get(code, f'error {code}')})" for code, names in sorted(by_code.items())
-        ]
-        return f"NVML does not show {' and '.join(parts)}." if parts else ""
+        parts = [f"{_QUERIES[query][0]} ({why})" for query, why in self._refused.items() if not self._samples[query]]
+        return f"NVML does not show {', '.join(parts)}." if parts else ""
 
 
 def reasons(masks: Sequence[float]) -> list[str]:
@@ -159,7 +140,3 @@ def reasons(masks: Sequence[float]) -> list[str]:
             mask &= ~_HARDWARE  # the general bit says nothing beside its cause
         counts.update(text for bit, text in _THROTTLE.items() if mask & bit)
     return [text for text, count in counts.most_common() if count > len(masks) / 10]
-
-
-def _code(error: Exception) -> int:
-    return int(getattr(error, "value", 0))
