@@ -8,22 +8,17 @@ small detector took 50 in place of 25 ms, for as long as there was a thread that
 from __future__ import annotations
 
 import ctypes
-import os
-import threading
-from collections.abc import Callable
-from typing import TypeVar
 
 import torch
 
-_T = TypeVar("_T")
-_starting = threading.Lock()
-
 
 def compute_alone() -> None:
-    """Have torch compute with one thread in this one, before it does anything else here."""
+    """Have torch compute with one thread in this one, before it does anything else here.
+
+    Where that can't be said of one thread, it keeps its team: torch's own function would take the others' threads too.
+    """
     torch.get_num_threads()  # the first call in a thread sets its number
-    if not _set_number_here(1):
-        _set_number_everywhere_and_back(1)
+    _set_number_here(1)
 
 
 def set_number(threads: int) -> None:
@@ -43,27 +38,3 @@ def _set_number_here(threads: int) -> bool:
     except (AttributeError, OSError, TypeError):  # another runtime, or its symbols are not exported
         return False
     return torch.get_num_threads() == threads
-
-
-def _set_number_everywhere_and_back(threads: int) -> None:
-    """Set the number with torch's own function: for a moment also that of threads which begin just then."""
-    with _starting:
-        others = _in_another_thread(torch.get_num_threads)
-        torch.set_num_threads(threads)
-        _in_another_thread(lambda: torch.set_num_threads(others))
-
-
-def _in_another_thread(function: Callable[[], _T]) -> _T:
-    results: list[_T] = []
-    thread = threading.Thread(target=lambda: results.append(function()), daemon=True)
-    thread.start()
-    thread.join()
-    return results[0]
-
-
-def _begin_in_child() -> None:
-    global _starting
-    _starting = threading.Lock()
-
-
-os.register_at_fork(after_in_child=_begin_in_child)
