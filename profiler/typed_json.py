@@ -57,8 +57,6 @@ def _value(target: Any, value: Any, where: str) -> Any:
         (option,) = (option for option in options if option is not type(None))
         return None if value is None else _value(option, value, where)
     if origin is typing.Literal:
-        if value == "refused" and "inconclusive" in options:  # as reports before version 0.1.0 call it
-            value = "inconclusive"
         _require(value in options, where, f"one of {', '.join(map(repr, options))}", value)
         return value
     if origin is list:

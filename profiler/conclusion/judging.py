@@ -9,9 +9,9 @@ from accel.profiler import naming
 from accel.profiler.diagnose import consistency, findings
 from accel.profiler.diagnose.causes import CAUSES, CROWDS, switched_with
 from accel.profiler.diagnose.consistency import PhaseShares
-from accel.profiler.diagnose.findings import WORTH
+from accel.profiler.diagnose.findings import WORTH, about
 from accel.profiler.naming import Diagnosis
-from accel.profiler.report import Experiment, Finding, Saving
+from accel.profiler.report import Experiment, Finding
 
 _INCONCLUSIVE = {
     "void": "could not be tried, the switch had no effect in this loop; intended: ",
@@ -78,7 +78,7 @@ def _otherwise(finding: Finding) -> list[Finding]:
     if not name:
         return []
     share = finding.share
-    predicted = Saving(value=share, low=0.7 * share, high=min(1.0, 1.1 * share))
+    predicted = about(share, 0.7, 1.1)
     untried = "not tried: it showed only once another cause was cleared"
     return [dataclasses.replace(findings.finding(name, share, finding.why[:1], predicted), experiment=untried)]
 

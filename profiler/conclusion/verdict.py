@@ -14,12 +14,12 @@ from accel.profiler.diagnose import consistency, findings
 from accel.profiler.diagnose.anatomy import Anatomy
 from accel.profiler.diagnose.causes import CROWDS
 from accel.profiler.diagnose.consistency import BATCHES, OWN_CODE, PhaseShares
-from accel.profiler.diagnose.findings import NEAR, SURE, WORTH
+from accel.profiler.diagnose.findings import NEAR, SURE, WORTH, about
 from accel.profiler.diagnose.step_times import wait_as_communication
 from accel.profiler.evidence import Evidence
 from accel.profiler.naming import Diagnosis
 from accel.profiler.phases import MEANING
-from accel.profiler.report import Finding, HostFacts, Node, ProfileReport, RankRow, Saving, StepRow
+from accel.profiler.report import Finding, HostFacts, Node, ProfileReport, RankRow, StepRow
 
 _TIMELINE = 120
 _LINES = 12
@@ -313,7 +313,7 @@ def _reduce_exchange(report: ProfileReport, share: float) -> None:
                 also = "the waiting for the slowest rank too; this part is from the clocks of all ranks"
                 finding.experiment = f"tried, but that removed {also}"
             finding.share, finding.measured, finding.confirmed = share, None, False
-            finding.predicted = Saving(value=share, low=0.7 * share, high=min(1.0, 1.1 * share))
+            finding.predicted = about(share, 0.7, 1.1)
             finding.why = [f"the rank that waits least spends {share:.0%} of the step exchanging gradients"]
 
 
@@ -336,7 +336,7 @@ def _straggler(report: ProfileReport, slowest: int, lag_share: float, anatomy: A
     else:
         phase = "backward"
         why.append("most of that in its backward pass")
-    saves = Saving(value=lag_share, low=0.8 * lag_share, high=min(1.0, 1.1 * lag_share))
+    saves = about(lag_share, 0.8, 1.1)
     found = findings.finding(
         "straggler.evaluation" if phase == "evaluation" else "straggler.rank", lag_share, why, saves
     )

@@ -1,8 +1,8 @@
 """The mean step and its parts, from the steps' phases, the sampled lines and the traced operators.
 
-The clocks distinguish phases by what is called: the model, the backward pass, the update. A loop that makes its next
-batch between the forward and the backward pass waits there, and the loss seems to take as long. Sampled lines and the
-traced operators separate that from computation.
+The clocks distinguish phases by what is called: the model, the backward pass, the update. A loop
+that makes its next batch between the forward and the backward pass waits there, and the loss seems
+to take as long. Sampled lines and the traced operators separate that from computation.
 """
 
 from __future__ import annotations

@@ -52,6 +52,11 @@ def saving(steps: Sequence[Measurement], removable: Callable[[Measurement], floa
     return Saving(value=value, low=max(0.0, value - half), high=min(1.0, value + half))
 
 
+def about(share: float, low: float, high: float) -> Saving:
+    """Return the saving of a share of the step, between these multiples of it."""
+    return Saving(value=share, low=low * share, high=min(1.0, high * share))
+
+
 def scaled(whole: Saving, factor: float) -> Saving:
     """Return a part of a saving."""
     return Saving(value=whole.value * factor, low=whole.low * factor, high=whole.high * factor)

@@ -11,6 +11,7 @@ from accel.profiler.diagnose.anatomy import COMPUTING, OVERHEAD, Anatomy
 from accel.profiler.diagnose.findings import (
     NEAR,
     SURE,
+    about,
     collected,
     finding,
     ms_of,
@@ -64,7 +65,7 @@ def epoch_start(evidence: Evidence, anatomy: Anatomy) -> Finding | None:
     ]
     if restarted and anatomy.epoch_slow >= 0.02:
         why.append(f"the model's own phases are slower in these steps, by {ms_of(anatomy, anatomy.epoch_slow)}")
-    predicted = Saving(value=share, low=0.85 * share, high=min(1.0, 1.1 * share))
+    predicted = about(share, 0.85, 1.1)
     return finding("input.epoch_start", share if starting >= SURE else starting, why, predicted)
 
 
@@ -180,7 +181,7 @@ def transfer(evidence: Evidence, anatomy: Anatomy) -> Finding | None:
         return None
     why = [f"copies from the host that nothing hides take {ms_of(anatomy, share)}"]
     why.append("the loader pins its memory" if evidence.loader.pinned else "the loader does not pin its memory")
-    return finding("transfer.pageable", share, why, Saving(value=share, low=0.5 * share, high=share))
+    return finding("transfer.pageable", share, why, about(share, 0.5, 1.0))
 
 
 def sync(evidence: Evidence, anatomy: Anatomy) -> Finding | None:
@@ -196,7 +197,7 @@ def sync(evidence: Evidence, anatomy: Anatomy) -> Finding | None:
         f"do for {ms_of(anatomy, share)}",
         f"most of it in {top.name} at {os.path.basename(top.file)}:{top.line}, {top.calls:.3g} times a step",
     ]
-    return finding("sync.read", share, why, Saving(value=share, low=0.0, high=share))
+    return finding("sync.read", share, why, about(share, 0.0, 1.0))
 
 
 def anomaly(evidence: Evidence, anatomy: Anatomy) -> Finding | None:
@@ -311,7 +312,7 @@ def collector(evidence: Evidence, anatomy: Anatomy) -> Finding | None:
     if share < NEAR:
         return None
     why = [f"the garbage collector ran for {ms_of(anatomy, share)}"]
-    return finding("host.gc", share, why, Saving(value=share, low=0.9 * share, high=min(1.0, 1.1 * share)))
+    return finding("host.gc", share, why, about(share, 0.9, 1.1))
 
 
 def step_code(evidence: Evidence, anatomy: Anatomy) -> Finding | None:
@@ -353,8 +354,7 @@ def communication(evidence: Evidence, anatomy: Anatomy) -> Finding | None:
     if len(buckets) >= _MANY_BUCKETS and sum(buckets) < len(buckets) * _SMALL_BUCKET:
         why.append(f"in {len(buckets)} buckets of {sum(buckets) / len(buckets) / 2**10:.3g} KiB: each has a latency")
         return finding("communication.small_buckets", share, why, Saving(value=0.5 * share, low=0.0, high=share))
-    predicted = Saving(value=share, low=0.7 * share, high=min(1.0, 1.1 * share))
-    return finding("communication.exposed", share, why, predicted)
+    return finding("communication.exposed", share, why, about(share, 0.7, 1.1))
 
 
 def unused_search(evidence: Evidence, anatomy: Anatomy) -> Finding | None:
@@ -362,7 +362,7 @@ def unused_search(evidence: Evidence, anatomy: Anatomy) -> Finding | None:
     if share < NEAR:
         return None
     why = [f"find_unused_parameters=True takes {ms_of(anatomy, share)} after each forward pass, and finds none"]
-    return finding("communication.unused_search", share, why, Saving(value=share, low=0.7 * share, high=1.3 * share))
+    return finding("communication.unused_search", share, why, about(share, 0.7, 1.3))
 
 
 def optimizer(evidence: Evidence, anatomy: Anatomy) -> Finding | None:
@@ -397,9 +397,8 @@ def stalls(evidence: Evidence, anatomy: Anatomy) -> Finding | None:
         return None
     every = f"every {anatomy.stall_every:.0f} steps" if anatomy.stall_every else "once"
     why = [f"work between two steps stops the training {every}: {ms_of(anatomy, share)} of the mean step"]
-    saves = Saving(value=share, low=0.8 * share, high=min(1.0, 1.2 * share))
     name = "outside.checkpoint" if tagged(evidence, ["outside"], "checkpoint") >= 0.5 else "outside.periodic"
-    return finding(name, share, why + top_lines(evidence, ["outside"]), saves)
+    return finding(name, share, why + top_lines(evidence, ["outside"]), about(share, 0.8, 1.2))
 
 
 def each_step(evidence: Evidence, anatomy: Anatomy) -> Finding | None:

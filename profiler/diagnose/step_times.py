@@ -1,17 +1,18 @@
-"""The steps that a diagnosis is made of: by the clock that tells what was waited for, and without one-offs.
+"""The steps that a diagnosis is made of: by the clock that tells what was waited for, without one-offs.
 
-**On a GPU** the host runs ahead until something makes it wait, and then waits for all that was queued before. By its
-clock the work of a step therefore stands where the host waits, and not where it was asked for: in the copy of the next
-batch, or in the line that reads the loss. On the device each interval holds its work or its idling, so that the loader,
-copies and the loop's own code have only what no work of the device hides.
+**On a GPU** the host runs ahead until something makes it wait, and then waits for all that was
+queued before: by its clock the work of a step stands where the host waits, as in the copy of the
+next batch. On the device each interval holds its work or its idling, so that the loader, copies
+and the loop's own code have only what no work of the device hides.
 
-**Under DDP** the host's clock books the wait for other ranks to the backward pass; DDP's own clocks tell it apart.
+**Under DDP** the host's clock books the wait for other ranks to the backward pass; DDP's own
+clocks tell it apart.
 
-**One-offs.** The mean step holds all that recurs: a stall every twenty steps is time too. A step that loads a library
-or compiles a kernel, or in which the machine paused, does not recur, and may take longer than all others together: one
-of 4 s among 159 of 18 ms left 20 % of the mean step to a loader that held up each of them for 93 % of its time. What
-has come twice recurs, however rare it is: an update that takes 4 s every 200 steps of 10 ms, as one that computes the
-roots of its preconditioners does, is two thirds of the run.
+**One-offs.** The mean step holds all that recurs: a stall every twenty steps is time too. A step
+that loads a library or compiles a kernel, or in which the machine paused, does not recur: one of
+4 s among 159 of 18 ms left 20 % of the mean step to a loader that took 93 % of each. What has come
+twice recurs, however rare it is: an update that takes 4 s every 200 steps of 10 ms, for its
+preconditioner's roots, is two thirds of the run.
 """
 
 from __future__ import annotations

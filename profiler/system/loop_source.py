@@ -1,10 +1,10 @@
 """Find the training loop in the user's own source: which lines make or ask for the next batch.
 
-Besides the head of the loop and `next(…)`, assignments in its body make batches. Names are followed back from the
-model's call to where they are set: before the call or, if they are set nowhere before it, later in the previous
-iteration. Which call is the model's can't be inferred from the source: a run reports the lines it is called in. Where
-it reports none, names are followed from the backward pass and from the optimizer's step. What is computed from the
-model's result is no batch.
+Besides the head of the loop and `next(…)`, assignments in its body make batches. Names are followed
+back from the model's call to where they are set: before the call or, if they are set nowhere before
+it, later in the previous iteration. Which call is the model's can't be inferred from the source: a
+run reports the lines it is called in. Where it reports none, names are followed from the backward
+pass and from the optimizer's step. What is computed from the model's result is no batch.
 """
 
 from __future__ import annotations

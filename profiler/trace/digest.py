@@ -2,10 +2,11 @@
 
 Calls and kernels of the same name and the same inputs are a group, with one typical time.
 
-An operator's time is its self time: the calls within it are subtracted. A group counts at its median, for a call in
-which another process took the core is not a slow operator. Where others hold cores all the time it counts at its lower
-quartile: beside a busy process on one of two cores, the share of element-wise work in 16 windows of three steps of one
-script was 0.25 to 0.91 by medians, and 0.53 to 0.66 by quartiles.
+An operator's time is its self time: the calls within it are subtracted. A group counts at its
+median, for a call in which another process took the core is not a slow operator. Where others hold
+cores all the time it counts at its lower quartile: beside a busy process on one of two cores, the
+share of element-wise work in 16 windows of three steps of one script was 0.25 to 0.91 by medians,
+and 0.53 to 0.66 by quartiles.
 """
 
 from __future__ import annotations

@@ -1,9 +1,11 @@
 """Kineto's raw events as plain ones, and the lines of the user's script that they come from.
 
-Reading one costs about 5 µs; `profile.function_events`, from which torch.profiler makes its tables, takes 23 to 70 µs.
+Reading one costs about 5 µs; `profile.function_events`, from which torch.profiler makes its tables,
+takes 23 to 70 µs.
 
-Kineto's tree holds Python's calls with the line each was made from. A call of a method (`loss.item()`) is among them;
-what goes through a type's slot (`float(loss)`, `if loss > 0`) is not, and gets the last recorded line of its function.
+Kineto's tree holds Python's calls with the line each was made from. A call of a method
+(`loss.item()`) is among them; what goes through a type's slot (`float(loss)`, `if loss > 0`) is
+not, and gets the last recorded line of its function.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """What an operator or a GPU kernel is, by its name, and how much work a call is, by its inputs.
 
-A name that is not known is of the kind `other`; None stands for an amount that is not understood. Work is counted by
-public rules on shapes only. Dtypes are named as by the profiler: "float", "c10::Half".
+A name that is not known is of the kind `other`; None stands for an amount that is not understood.
+Work is counted by public rules on shapes only. Dtypes are named as by the profiler: "float",
+"c10::Half".
 """
 
 from __future__ import annotations

@@ -27,11 +27,6 @@ class Whole:
     settings: dict[str, Any] = field(default_factory=dict)
 
 
-@dataclass(kw_only=True)
-class Trials:
-    status: Literal["kept", "inconclusive"]
-
-
 def test_each_value_becomes_what_its_field_declares() -> None:
     text = (
         '{"steps": 3, "state": "done", "flag": true, "parts": [{"name": "a", "ms": 2}], "times": {"forward": 1},'
@@ -77,7 +72,3 @@ def test_a_field_with_a_default_may_be_required() -> None:
 def test_a_text_that_is_no_json_is_refused(text: str) -> None:
     with pytest.raises(UnreadableJson, match="it must be JSON, it is not"):
         decode(text)
-
-
-def test_a_trial_without_a_verdict_has_its_name_of_before_too() -> None:
-    assert read(Trials, {"status": "refused"}, "report") == Trials(status="inconclusive")
