@@ -242,9 +242,6 @@ class RegisteredModules:
     def _registers(self, module: nn.Module, name: str, part: Any) -> None:
         # The hook's result would take the part's place.
         if id(module) not in self._modules:
-            self._has_strangers = self._has_strangers or _has_parts(module)
+            parts = (*module._parameters.values(), *module._modules.values())
+            self._has_strangers = self._has_strangers or any(part is not None for part in parts)
             self._modules[id(module)] = module
-
-
-def _has_parts(module: nn.Module) -> bool:
-    return any(part is not None for part in (*module._parameters.values(), *module._modules.values()))

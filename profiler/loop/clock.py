@@ -102,7 +102,10 @@ class TapeReader:
                 booked[phase] += at - last
                 last, phase = at, code
             elif code == _BATCH:
-                self._count(*at)
+                samples, shape = at
+                self._shape = self._shape if self._batches else shape
+                self._samples += samples
+                self._batches += 1
             elif code == STEP:
                 ended.append(self._ended(last - began))
                 booked, began = self._booked, last
@@ -127,12 +130,6 @@ class TapeReader:
         self._began, self.last, self.phase = began, last, phase
         del tape[:length]
         return ended
-
-    def _count(self, samples: int, shape: Hashable) -> None:
-        if self._batches == 0:
-            self._shape = shape
-        self._samples += samples
-        self._batches += 1
 
     def _ended(self, seconds: float) -> Measurement:
         phases = self._booked.copy()  # what is booked stays whole for a reading that is begun again after Ctrl-C

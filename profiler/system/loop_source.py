@@ -100,16 +100,14 @@ def batch_lines(frames: list[tuple[str, int]], model: Collection[tuple[str, int]
             if not isinstance(loop, ast.While):
                 # A line that contains some of the body does not count: samples of it are mostly the body's.
                 lines.update((file, number) for number in range(loop.lineno, loop.body[0].lineno))
-            calls = (node for node in ast.walk(loop) if isinstance(node, ast.Call))
-            lines.update((file, call.lineno) for call in calls if _is_next(call))
+            names = (
+                node.func for node in ast.walk(loop) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+            )
+            lines.update((file, name.lineno) for name in names if name.id == "next")
         for node in loops or (function if looped else []):
             lines.update((file, number) for number in feeding_lines(node, line, called))
         looped = looped or bool(loops)
     return lines
-
-
-def _is_next(call: ast.Call) -> bool:
-    return isinstance(call.func, ast.Name) and call.func.id == "next"
 
 
 Loop = ast.For | ast.AsyncFor | ast.While

@@ -181,18 +181,15 @@ class Sampler:
         with self._lock:
             for sample in self._pending:
                 if sample.at <= until:
-                    self._count(sample)
+                    entry = self._samples[sample.key]
+                    entry.seconds += sample.seconds
+                    entry.blocked += sample.seconds - sample.ran
+                    entry.tags |= sample.tags
             for at, seconds, waited in self._pending_waits:
                 if at <= until:
                     self._waited[0] += seconds
                     self._waited[1] += waited
             self._pending, self._pending_waits = [], []
-
-    def _count(self, sample: _Sample) -> None:
-        entry = self._samples[sample.key]
-        entry.seconds += sample.seconds
-        entry.blocked += sample.seconds - sample.ran
-        entry.tags |= sample.tags
 
     def _inspect(self, frame: FrameType | None, batch_lines: set[tuple[str, int]]) -> tuple[tuple[str, int], set[str]]:
         """Return the user's innermost line, and tags for what the stack around it is doing."""
