@@ -337,8 +337,8 @@ def _straggler(report: ProfileReport, slowest: int, lag_share: float, anatomy: A
         phase = "backward"
         why.append("most of that in its backward pass")
     saves = about(lag_share, 0.8, 1.1)
-    found = findings.finding(
+    straggler = findings.finding(
         "straggler.evaluation" if phase == "evaluation" else "straggler.rank", lag_share, why, saves
     )
-    found.experiment = "a rank's slowness can't be switched off; the figure is from the clocks of all ranks"
-    return found
+    straggler.experiment = "a rank's slowness can't be switched off; the figure is from the clocks of all ranks"
+    return straggler

@@ -138,14 +138,14 @@ def without_one_offs(steps: Sequence[Measurement]) -> tuple[list[Measurement], l
 
 def told_one_offs(ordinary: Sequence[Measurement], one_offs: Sequence[Measurement]) -> list[str]:
     """Return a sentence for each one-off."""
-    told = []
+    sentences = []
     for slow in one_offs:
         phase = max(_WORKING, key=lambda name: slow.phases.get(name, 0.0))
         took = f"{slow.seconds * 1e3:,.0f} ms, {slow.phases[phase] * 1e3:,.0f} of them in {phase}"
         usual_ms = statistics.median(m.seconds for m in ordinary) * 1e3
         end = f"and an ordinary one {usual_ms:.3g} ms: it happened once, and is left out"
-        told.append(f"step {slow.step} took {took}, {end}")
-    return told
+        sentences.append(f"step {slow.step} took {took}, {end}")
+    return sentences
 
 
 def _working_s(measured: Measurement) -> float:
