@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 
 from accel.profiler import naming
@@ -357,12 +355,6 @@ def test_a_saving_has_an_interval_that_holds_it() -> None:
     assert found.value == pytest.approx(0.5, abs=0.05)
 
 
-def test_every_cause_belongs_to_a_class() -> None:
-    for cause in CAUSES.values():
-        assert cause.bottleneck.value == cause.name.split(".")[0]
-    assert len(CAUSES) >= 14
-
-
 def test_workers_are_no_remedy_for_batches_that_cost_less_than_a_handover() -> None:
     cheap = diagnose(
         evidence(phases={"data": 0.1, "forward": 0.05, "backward": 0.05, "optimizer": 0.02}, data_thread=RUNNING)
@@ -540,14 +532,6 @@ def test_an_update_is_named_beside_launches_that_are_borderline() -> None:
         patched.setattr(naming, "RULES", (*RULES, lambda evidence, anatomy: small))
         assert causes(held) == ["optimizer.update"]
         assert diagnose(held).borderline == [small]
-
-
-@given(st.lists(st.floats(0.082, 0.118), min_size=2, max_size=8))
-def test_a_share_that_varies_about_the_limit_names_no_cause_that_comes_and_goes(shares: list[float]) -> None:
-    rest = sum(HEALTHY.values()) - HEALTHY.get("data", 0.0)
-    told = [diagnose(evidence(phases={"data": rest * share / (1 - share)})) for share in shares]
-    assert {f.cause for each in told for f in each.findings} == set()
-    assert [len(each.borderline) for each in told] == [1] * len(shares)
 
 
 def test_a_small_cause_is_not_told_beside_a_neighbour() -> None:
