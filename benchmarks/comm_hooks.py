@@ -129,12 +129,10 @@ def uplink_bytes(method: str, hosts: int, ranks: int, gradient_bytes: int) -> fl
     """Return what a host must send each step."""
     *way, name = method.split()
     world = hosts * ranks
-    if name == "dgc":  # all-gather of positions and values, and the biases: one row in 1025
+    if name == "dgc":  # all-gather of positions and values, all-reduce of the biases: one row in 1025
         size, here = (hosts, 1) if way else (world, ranks)
         gathered = here * (size - here)
-        # They ride along between two; more ranks sum shares of them, and gather these.
-        biases = gathered if size == 2 else 2 * gathered / size
-        return (2 * 1024 * DGC().ratio * gathered + biases) / 1025 * gradient_bytes
+        return (2 * 1024 * DGC().ratio * gathered + 2 * gathered / size) / 1025 * gradient_bytes
     if name == "1-bit" and (hosts if way else world) <= 4:  # everyone's bits to everyone, and the biases
         codes = (hosts - 1) if way else ranks * (world - ranks)
         biases = 2 * (hosts - 1) / hosts if way else 2 * (world - 1) / world

@@ -20,13 +20,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from accel.comm.layout import Layout, Piece, equal_cuts
 from accel.comm.ranks.channel import Channel
+from accel.kernels.codes.block_code import BlockCode
 from accel.profiler.errors import InvalidArgument
 
 RESIDUAL = "residual"
@@ -254,3 +255,26 @@ def any_nonzero(values: Tensor) -> Tensor:
     if values.device.type == "cpu" and (first := values[:64].any()):
         return first
     return values.any()
+
+
+class BlockCompressor(Quantised):
+    """Base of compressors by block codes; `block` is up to the subclass."""
+
+    code: ClassVar[BlockCode]
+
+    def encoded_bytes(self, numel: int) -> int:
+        return self.code.encoded_bytes(numel, self.block)
+
+    def encode(self, values: Tensor, out: Tensor, lost: Tensor | None) -> None:
+        self.code.encode(values, out, self.block, lost=lost)
+
+    def encode_sum(
+        self, values: Tensor, factor: float, out: Tensor, residual: Tensor | None, lost: Tensor | None
+    ) -> None:
+        self.code.encode(values, out, self.block, residual, lost, factor)
+
+    def decode(self, encoded: Tensor, out: Tensor, add: bool = False) -> None:
+        self.code.decode_sum(encoded[None], out, self.block, add)
+
+    def decode_sum(self, encoded: Tensor, out: Tensor, add: bool = False) -> None:
+        self.code.decode_sum(encoded, out, self.block, add)

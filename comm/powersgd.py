@@ -25,15 +25,17 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from accel.comm.compression.low_rank import add_product, noise, orthonormal
-from accel.comm.compression.low_rank_plan import (
+from accel.comm.compression.low_rank import (
     FactorPlan,
     MatrixGroup,
     Side,
+    add_product,
     make_plan,
     matrix_of,
+    noise,
     note_used,
     ordered,
+    orthonormal,
     other,
     project,
 )

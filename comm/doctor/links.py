@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from accel.comm.doctor.checks import ERROR, WARN, Hit
-from accel.comm.doctor.host import Host, NotSeen
+from accel.comm.doctor.host import ERROR, WARN, Hit, Host, NotSeen
 
 ROUND_TRIP_S = 1e-3  # between machines of one region of a cloud
 _LEAST_CLOUD_JUMBO = 8000  # Google 8896, AWS 9001, Azure 9000 less encapsulation

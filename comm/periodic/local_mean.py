@@ -77,8 +77,7 @@ class WeightMean(CommState):
         for bucket in _buckets(named):
             whole = torch.cat([tensor.reshape(-1) for tensor in bucket.tensors])
             buffer = whole.to(torch.promote_types(whole.dtype, torch.float32))
-            done: torch.futures.Future[Tensor] = torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else [])
-            job = BucketJob(step, bucket.layout, buffer, self.memory.slot(bucket.layout), done)
+            job = BucketJob(step, bucket.layout, buffer, self.memory.slot(bucket.layout))
             route.submit(job)
             under_way.append((bucket, job))
             if len(under_way) == _UNDER_WAY:

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from accel.comm.doctor import NO_LOG, Examination, examine, nccl_log
-from accel.comm.doctor.checks import ERROR, INFO, WARN
 from accel.comm.doctor.examination import LOG
+from accel.comm.doctor.host import ERROR, INFO, WARN
 from accel.comm.doctor.nccl_log import NotALog, parse
 from tests.comm.fake_host import host
 

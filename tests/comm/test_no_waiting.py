@@ -53,7 +53,7 @@ def test_nobody_asks_the_device_for_a_value(name: str, where: str, monkeypatch: 
     with torch.no_grad():
         for step in (1, 2, 3):
             buffer = torch.randn(layout.numel, device="meta")
-            job = BucketJob(step, layout, buffer, memory.slot(layout), torch.futures.Future())
+            job = BucketJob(step, layout, buffer, memory.slot(layout))
             job.slot.agreed = True  # asked for once, when buckets are new
             for stage in stages:
                 stage.run(job, stage.channel)  # raises where a value is asked for

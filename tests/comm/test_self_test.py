@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from accel.comm.engine.binding import Binding
 from accel.comm.ranks.channel import GlooChannel
-from accel.comm.selection.self_test import self_test
+from accel.comm.selection.offers import self_test
 from tests.comm.ranks import run_ranks
 
 

@@ -126,7 +126,7 @@ def _train(
         for layout in buckets:
             compressor.check(layout)
             buffer = _gradient(layout, rank, step)
-            job = BucketJob(step, layout, buffer, memory.slot(layout), torch.futures.Future())
+            job = BucketJob(step, layout, buffer, memory.slot(layout))
             for stage in stages:
                 stage.run(job, stage.channel)
             found["means"].append(buffer)
@@ -161,7 +161,7 @@ def test_a_residual_of_what_is_sent_as_it_is_follows_gradients_with_a_loss_scale
         settings, arrangement = SchemeSettings(compressor, False, True), Arrangement(False, (rank,), (0, 1), 2)
         stages = pipeline_stages(settings, arrangement, memory, lambda name, ranks: world.channel(name, ranks, rank))
         buffer = torch.full((3,), 8.0 * used)
-        job = BucketJob(1, layout, buffer, memory.slot(layout), torch.futures.Future())
+        job = BucketJob(1, layout, buffer, memory.slot(layout))
         for stage in stages:
             stage.run(job, stage.channel)
         return buffer, memory.state_dict()["own"][RESIDUAL]["a"][0][1]

@@ -9,7 +9,7 @@ import torch
 
 from accel.comm.cost_model.choice import ObservedStep
 from accel.comm.layout import Layout
-from accel.comm.selection.recorder import StepRecorder
+from accel.comm.selection.planner import StepRecorder
 
 
 class Clock:
