@@ -55,8 +55,8 @@ class NcclLog:
     hosts: set[str] = field(default_factory=set)
     host_of: dict[int, str] = field(default_factory=dict)
     """Rank → host."""
-    versions: dict[str, set[str]] = field(default_factory=dict)
-    """NCCL version → hosts that say it."""
+    versions: set[str] = field(default_factory=set)
+    """Of NCCL."""
     settings: dict[str, str] = field(default_factory=dict)
     """Environment variables that NCCL says it read."""
     network: set[str] = field(default_factory=set)
@@ -99,8 +99,7 @@ def parse(lines: Iterable[str]) -> NcclLog:
     for line in lines:
         if version := _VERSION.search(line):
             log.lines += 1
-            prefixed = _LINE.search(line)
-            log.versions.setdefault(version[1], set()).add((prefixed and prefixed["host"]) or "")
+            log.versions.add(version[1])
         match = _LINE.search(line) or _BARE.search(line)
         if match is None:
             continue

@@ -8,7 +8,7 @@ from accel.comm.ranks.topology import Topology, from_identities, identity
 
 
 def told(agent: str, machine: str) -> dict[str, str]:
-    return {"agent": agent, "machine": machine, "name": "n"}
+    return {"agent": agent, "machine": machine}
 
 
 def test_torchruns_agents_are_hosts_even_on_one_machine() -> None:
