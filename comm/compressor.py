@@ -82,10 +82,6 @@ class Compressor(ABC):
     def check(self, layout: Layout) -> None:  # noqa: B027  (most take all)
         """Raise InvalidArgument if the compressor can't handle a bucket; called once for each layout."""
 
-    def bytes_per_element(self) -> float:
-        """Return encoded bytes per element, for tables; a compressor is used without."""
-        raise NotImplementedError(f"{type(self).__name__} doesn't tell its bytes per element")
-
     def __repr__(self) -> str:
         settings = ", ".join(f"{name}={value!r}" for name, value in sorted(vars(self).items()))
         return f"{type(self).__name__}({settings})"
@@ -109,9 +105,6 @@ class Exact(Compressor):
 
     def stages(self) -> Sequence[Stage]:
         return [Stage("all-reduce", lambda piece, channel: channel.all_reduce(piece.values))]
-
-    def bytes_per_element(self) -> float:
-        return 4.0
 
 
 class Quantised(Compressor):
@@ -155,9 +148,6 @@ class Quantised(Compressor):
 
     def boundaries(self, layout: Layout, parts: int) -> list[int]:
         return equal_cuts(layout.numel, parts, self.block)
-
-    def bytes_per_element(self) -> float:
-        return self.encoded_bytes(1 << 20) / (1 << 20)
 
     def stages(self) -> Sequence[Stage]:
         return [Stage("sum of encoded", self._sum), Stage("gather of encoded", self._spread)]

@@ -109,9 +109,6 @@ class DGC(MomentumCorrection):
         stage = (step - 1) // self.warmup_steps if self.warmup_steps else len(self.warmup)
         return max(self.warmup[stage], self.ratio) if stage < len(self.warmup) else self.ratio
 
-    def bytes_per_element(self) -> float:
-        return 8.0 * self.ratio
-
     def check(self, layout: Layout) -> None:
         super().check(layout)
         if layout.numel >= 1 << 31:

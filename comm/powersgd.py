@@ -117,11 +117,6 @@ class PowerSGD(Compressor):
     def boundaries(self, layout: Layout, parts: int) -> list[int]:
         return between(layout, parts)
 
-    def bytes_per_element(self) -> float:
-        """Return 4 · (elements sent) / (elements) of a layer of 1024 x 1024; see `sent` for given shapes."""
-        shapes = [torch.Size([1024, 1024]), torch.Size([1024])]
-        return 4 * self.sent(shapes) / sum(shape.numel() for shape in shapes)
-
     def sent(self, shapes: Sequence[torch.Size]) -> float:
         """Return how many elements are all-reduced per step, the mean of two, for parameters of these shapes."""
         total = 0.0
