@@ -31,8 +31,16 @@ from accel.comm.compression.momentum import MomentumCorrection
 from accel.comm.engine.binding import check_same, ignored_names
 from accel.comm.engine.pipeline import new_future
 from accel.comm.hooks import CommState
-from accel.comm.periodic.local_mean import HostMean, Named, WeightMean, fingerprint
-from accel.comm.periodic.local_state import is_master, masters_of, round_off, same_state
+from accel.comm.periodic.averaging import (
+    HostMean,
+    Named,
+    WeightMean,
+    fingerprint,
+    is_master,
+    masters_of,
+    round_off,
+    same_state,
+)
 from accel.comm.selection.reducer import unhook
 from accel.profiler.errors import InvalidArgument
 
@@ -111,7 +119,7 @@ class LocalSGD:
         except ValueError:
             self._weights.close()
             raise
-        self._host = HostMean(ddp, self._group, timeout) if within == "host" else None
+        self._host = HostMean(ddp, process_group=self._group, timeout=timeout) if within == "host" else None
         self._backwards = 0
         self._apart = False
         self._closed = False
