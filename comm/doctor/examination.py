@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from accel.comm.doctor import links, nccl_log, settings, system
+from accel.comm.doctor import machine, nccl_log, settings
 from accel.comm.doctor.host import INFO, LEVELS, Hit, Host, NotSeen
 from accel.comm.doctor.nccl_log import NcclLog
 
@@ -62,7 +62,7 @@ class Check(NamedTuple):
 
 
 _FUNCTIONS: dict[str, Any] = {
-    name: function for module in (settings, links, system, nccl_log) for name, function in vars(module).items()
+    name: function for module in (settings, machine, nccl_log) for name, function in vars(module).items()
 }
 
 

@@ -143,6 +143,14 @@ class Host:
         except ValueError:
             raise NotSeen(f"{name}: holds {text[:20]!r}, not a number") from None
 
+    def known(self, name: str, least: int = 0) -> int | None:
+        """Return the whole number in a file, None where there is none or it is less: a driver's word for unknown."""
+        try:
+            number = self.number(name)
+        except NotSeen:
+            return None
+        return number if number >= least else None
+
     def data(self, name: str) -> bytes:
         """Return a file's bytes.
 
