@@ -163,12 +163,6 @@ class GlooChannel:
             self._open().allgather([list(out)], [own]).wait()
 
     @_backend_call
-    def broadcast(self, values: Tensor) -> None:
-        """Replace `values` by those of rank 0."""
-        if self.size > 1:
-            self._open().broadcast([values]).wait()
-
-    @_backend_call
     def all_reduce(self, values: Tensor) -> None:
         if self.size == 1 or not values.numel():
             return
