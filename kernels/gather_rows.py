@@ -20,6 +20,8 @@ from accel.profiler.errors import InvalidArgument
 
 _WHOLE = {8: torch.int64, 16: torch.complex128}
 """Bytes of a row → a dtype of that size: a CPU copies elements 3 times as fast as rows of 4 numbers."""
+_SMALL = 8192
+"""Numbers up to which a CPU picks by one operator of torch: 23 against 34 µs for 8 rows, more for 4,096 and above."""
 
 
 def gather_rows_ref(x_NGC: Tensor, index_N: Tensor) -> Tensor:
@@ -69,6 +71,16 @@ def _scatter(rows_NC: Tensor, index_N: Tensor, group: int) -> Tensor:
 
         return gather_rows_triton.scatter(rows_NC, index_N, group)
     return scatter_rows_ref(rows_NC, index_N, group)
+
+
+def _gather_few(x: Tensor, index: Tensor) -> Tensor:
+    """Pick few rows: here the calls take the time, not the copying."""
+    wide = index.long()[..., None, None].expand(*index.shape, 1, x.shape[-1])
+    try:
+        return x.gather(-2, wide).squeeze(-2)
+    except RuntimeError:
+        _in_bounds(index, x.shape[-2])  # raises a clearer error if the index is at fault
+        raise
 
 
 def _in_bounds(index_N: Tensor, group: int) -> Tensor:
@@ -127,6 +139,8 @@ def gather_rows(x: Tensor, index: Tensor) -> Tensor:
     """
     _check(x, index)
     groups = index.numel()
+    if 0 < groups * x.shape[-1] <= _SMALL and not torch.compiler.is_compiling() and not runs_triton(x) and x.is_cpu:
+        return _gather_few(x, index)
     flat = (x, index) if x.dim() == 3 else (x.reshape(groups, *x.shape[-2:]), index.reshape(groups))
     picked: Tensor
     if torch.compiler.is_compiling():

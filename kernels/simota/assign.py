@@ -48,6 +48,8 @@ from accel.kernels.simota.inputs import (
 
 # Pairs held at once. 16 images, 50 boxes each, two cores: 17 ms with 2**18, 24 ms with 2**19, 32 ms with 2**15.
 _PAIRS_CPU, _PAIRS_CUDA = 1 << 18, 1 << 23
+_FEW = 4
+"""Images up to which a CPU takes one at a time."""
 
 
 def simota_assign(
@@ -136,7 +138,11 @@ def _assign(given: Given, rules: Rules, *, xyxy: bool, chunk: int | None, check:
     if 0 in (*boxes.shape[:2], gt_boxes.shape[1]):
         return _background(boxes)
     cells = cells_of(points, strides, rules.radius, boxes)
-    runs_triton = support.runs_triton(boxes)
+    runs_triton, pairs = support.runs_triton(boxes), boxes.shape[1] * gt_boxes.shape[1]
+    if boxes.is_cpu and len(boxes) <= _FEW and pairs <= _PAIRS_CPU and chunk is None and not runs_triton:
+        from accel.kernels.simota import small_batch as simota_few
+
+        return simota_few.assign_few(given, cells, rules, _background(boxes), xyxy=xyxy, check=check)
     mask = torch.ones_like(gt_classes, dtype=torch.bool) if gt_mask is None else gt_mask
     truths = truths_of(gt_boxes, gt_classes, mask, cls.shape[2], xyxy)
     if boxes.is_cpu and not runs_triton:

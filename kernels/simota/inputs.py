@@ -180,7 +180,42 @@ def rules_of(variant: str | Rules) -> Rules:
     return VARIANTS[variant]
 
 
+def _fits(given: Given, rules: Rules) -> bool:
+    """Return whether a usual call is surely right, each property read once: the checks one by one take 2 µs more."""
+    boxes, cls, obj, points, strides, gt_boxes, gt_classes, gt_mask, candidates = given
+    if obj is None or points is None or strides is None or candidates is not None:
+        return False
+    shape, pairs, device = boxes.shape, gt_classes.shape, boxes.device
+    anchors = shape[:2]
+    return (
+        len(shape) == 3
+        and len(pairs) == 2
+        and shape[2] == 4
+        and cls.shape[:2] == anchors
+        and cls.dim() == 3
+        and cls.shape[2] > 0
+        and obj.shape == anchors
+        and points.shape == (anchors[1], 2)
+        and strides.shape == anchors[1:]
+        and gt_boxes.shape == (*pairs, 4)
+        and pairs[0] == anchors[0]
+        and cls.device == device
+        and obj.device == device
+        and points.device == device
+        and strides.device == device
+        and gt_boxes.device == device
+        and gt_classes.device == device
+        and (gt_mask is None or (gt_mask.shape == pairs and gt_mask.device == device and gt_mask.dtype is torch.bool))
+        and boxes.is_floating_point()
+        and cls.is_floating_point()
+        and gt_classes.dtype in (torch.int64, torch.int32)
+        and rules.region != "given"
+    )
+
+
 def validate(given: Given, rules: Rules, chunk: int | None) -> None:
+    if chunk is None and _fits(given, rules):
+        return
     boxes, cls, _, points, strides, gt_boxes, gt_classes, gt_mask, candidates = given
     if boxes.ndim != 3 or boxes.shape[2] != 4:
         raise InvalidArgument(f"simota_assign: boxes must be [B, A, 4]. Found: {list(boxes.shape)}")
