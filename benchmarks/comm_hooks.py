@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from accel.comm.compressor import Compressor, Exact
+from accel.comm.compressor import Compressor, Exact, Quantised
 from accel.comm.dgc import DGC
 from accel.comm.half import Half
 from accel.comm.hooks import CommState, hook
@@ -129,23 +129,29 @@ def uplink_bytes(method: str, hosts: int, ranks: int, gradient_bytes: int) -> fl
     """Return what a host must send each step."""
     *way, name = method.split()
     world = hosts * ranks
-    if name == "dgc":  # all-gather of positions and values, and the biases: one row in 1025
+    if name == "dgc":  # all-gather of positions and values, all-reduce of the biases: one row in 1025
         size, here = (hosts, 1) if way else (world, ranks)
         gathered = here * (size - here)
-        # They ride along between two; more ranks sum shares of them, and gather these.
-        biases = gathered if size == 2 else 2 * gathered / size
-        return (2 * 1024 * DGC().ratio * gathered + biases) / 1025 * gradient_bytes
+        return (2 * 1024 * DGC().ratio * gathered + 2 * gathered / size) / 1025 * gradient_bytes
     if name == "1-bit" and (hosts if way else world) <= 4:  # everyone's bits to everyone, and the biases
         codes = (hosts - 1) if way else ranks * (world - ranks)
         biases = 2 * (hosts - 1) / hosts if way else 2 * (world - 1) / world
-        return (1024 * OneBit().bytes_per_element() / 4 * codes + biases) / 1025 * gradient_bytes
-    share = 1.0 if name == "ddp" else COMPRESSORS[name]().bytes_per_element() / 4
+        return (1024 * _share("1-bit") * codes + biases) / 1025 * gradient_bytes
+    share = 1.0 if name == "ddp" else _share(name)
     if way == ["hierarchical"]:
         return 2 * (hosts - 1) / hosts * share * gradient_bytes
     if name in ("ddp", "exact", "powersgd", "acp-sgd"):
         return 2 * (world - 1) / world * share * gradient_bytes  # a ring: one of a host's ranks sends to the next host
     # All-to-all and all-gather: each rank sends to each rank of other hosts.
     return 2 * ranks * (world - ranks) / world * share * gradient_bytes
+
+
+def _share(name: str) -> float:
+    """Return what is sent of a layer of 1024 x 1024 and its biases, or of any values, as a share of its bytes."""
+    compressor = COMPRESSORS[name]()
+    if isinstance(compressor, PowerSGD):
+        return compressor.sent([torch.Size([1024, 1024]), torch.Size([1024])]) / (1024 * 1025)
+    return compressor.encoded_bytes(1 << 20) / (4 << 20) if isinstance(compressor, Quantised) else 1.0
 
 
 # One rank

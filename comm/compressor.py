@@ -20,13 +20,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from accel.comm.layout import Layout, Piece, equal_cuts
 from accel.comm.ranks.channel import Channel
+from accel.kernels.codes.block_code import BlockCode
 from accel.profiler.errors import InvalidArgument
 
 RESIDUAL = "residual"
@@ -81,10 +82,6 @@ class Compressor(ABC):
     def check(self, layout: Layout) -> None:  # noqa: B027  (most take all)
         """Raise InvalidArgument if the compressor can't handle a bucket; called once for each layout."""
 
-    def bytes_per_element(self) -> float:
-        """Return encoded bytes per element, for tables; a compressor is used without."""
-        raise NotImplementedError(f"{type(self).__name__} doesn't tell its bytes per element")
-
     def __repr__(self) -> str:
         settings = ", ".join(f"{name}={value!r}" for name, value in sorted(vars(self).items()))
         return f"{type(self).__name__}({settings})"
@@ -108,9 +105,6 @@ class Exact(Compressor):
 
     def stages(self) -> Sequence[Stage]:
         return [Stage("all-reduce", lambda piece, channel: channel.all_reduce(piece.values))]
-
-    def bytes_per_element(self) -> float:
-        return 4.0
 
 
 class Quantised(Compressor):
@@ -154,9 +148,6 @@ class Quantised(Compressor):
 
     def boundaries(self, layout: Layout, parts: int) -> list[int]:
         return equal_cuts(layout.numel, parts, self.block)
-
-    def bytes_per_element(self) -> float:
-        return self.encoded_bytes(1 << 20) / (1 << 20)
 
     def stages(self) -> Sequence[Stage]:
         return [Stage("sum of encoded", self._sum), Stage("gather of encoded", self._spread)]
@@ -254,3 +245,26 @@ def any_nonzero(values: Tensor) -> Tensor:
     if values.device.type == "cpu" and (first := values[:64].any()):
         return first
     return values.any()
+
+
+class BlockCompressor(Quantised):
+    """Base of compressors by block codes; `block` is up to the subclass."""
+
+    code: ClassVar[BlockCode]
+
+    def encoded_bytes(self, numel: int) -> int:
+        return self.code.encoded_bytes(numel, self.block)
+
+    def encode(self, values: Tensor, out: Tensor, lost: Tensor | None) -> None:
+        self.code.encode(values, out, self.block, lost=lost)
+
+    def encode_sum(
+        self, values: Tensor, factor: float, out: Tensor, residual: Tensor | None, lost: Tensor | None
+    ) -> None:
+        self.code.encode(values, out, self.block, residual, lost, factor)
+
+    def decode(self, encoded: Tensor, out: Tensor, add: bool = False) -> None:
+        self.code.decode_sum(encoded[None], out, self.block, add)
+
+    def decode_sum(self, encoded: Tensor, out: Tensor, add: bool = False) -> None:
+        self.code.decode_sum(encoded, out, self.block, add)

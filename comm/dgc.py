@@ -11,7 +11,7 @@ was sent, so that old gradients don't push on (momentum factor masking). After e
 
 * Biases, norms and other small tensors are sent uncompressed. The optimizer keeps their momentum, and that of weight
   decay, which is the same on every rank: neither has a residual. See `accel.comm.sgd_momentum`.
-* One all-gather of packs that have the same size on every rank; see `accel.comm.compression.dgc_pack`.
+* One all-gather of packs (`Pack`) that have the same size on every rank: replicas stay equal to the bit.
 * Where ratio · ranks ≥ 1, packs would be as long as dense gradients on a ring: these are sent then, with no
   residual and no momentum dropped, and so they are where there is one rank, or by hosts one host. Ratio 1 is dense
   momentum SGD. Warm-up stages often fall under this.
@@ -24,13 +24,12 @@ Source: Lin et al. 2018, arxiv.org/abs/1712.01887. There, k is met roughly, by a
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from accel.comm.compression.dgc_pack import Pack, ParameterRange
-from accel.comm.compression.momentum import VELOCITY, MomentumCorrection
+from accel.comm.compression.momentum import VELOCITY, MomentumCorrection, ParameterRange
 from accel.comm.compression.top_k import largest
 from accel.comm.compressor import RESIDUAL, Stage, any_nonzero
 from accel.comm.layout import Layout, Piece
@@ -110,13 +109,6 @@ class DGC(MomentumCorrection):
         stage = (step - 1) // self.warmup_steps if self.warmup_steps else len(self.warmup)
         return max(self.warmup[stage], self.ratio) if stage < len(self.warmup) else self.ratio
 
-    def is_dense(self, shape: torch.Size) -> bool:
-        """Return whether parameters of this shape are sent as they are."""
-        return len(shape) < 2 or shape.numel() < self.exact_below
-
-    def bytes_per_element(self) -> float:
-        return 8.0 * self.ratio
-
     def check(self, layout: Layout) -> None:
         super().check(layout)
         if layout.numel >= 1 << 31:
@@ -144,15 +136,15 @@ class DGC(MomentumCorrection):
         """Accumulate, and take the largest of each parameter out of what has gathered."""
         ratio = self.ratio_at(piece.step)
         dense = channel.size == 1 or ratio * channel.size >= 1
-        parts = list(self._parts(piece, 1.0 if dense else ratio))
+        parts = self._parts(piece, 1.0 if dense else ratio)
         scale = self._loss_scale(piece)
         flags = []
-        pack = None if dense else Pack.empty(piece.values, parts, channel.size)
+        pack = None if dense else Pack.empty(piece.values, parts)
         velocity = piece.slot.write(VELOCITY) if self.momentum else None
         gathered = piece.slot.write(RESIDUAL) if piece.slot.has(RESIDUAL) else torch.empty_like(piece.values)
         filled = 0
         for part in parts:
-            span = slice(part.begin, part.end)
+            span = part.span
             flags.append(any_nonzero(piece.values[span]))
             if part.sent == 0:
                 if piece.slot.has(RESIDUAL):  # of another scheme, which did not send this parameter as it is
@@ -171,21 +163,15 @@ class DGC(MomentumCorrection):
             if pack is None:
                 continue
             positions = largest(gathered[span], part.sent)
-            filled = pack.put(filled, positions, gathered[span], part.begin)
+            filled = pack.put(filled, positions, gathered[span], span.start)
             gathered[span].index_fill_(0, positions, 0.0)
             if velocity is not None and self.masking:
                 velocity[span].index_fill_(0, positions, 0.0)
         used = torch.stack(flags).int() if flags else piece.values.new_empty(0, dtype=torch.int32)
         if pack is not None:
             pack.used.copy_(used)
-            pack.put_dense(piece.values, parts)
         piece.carry.update(parts=parts, pack=pack, used=used, gathered=gathered, scale=scale)
         piece.carry["raw"] = None if pack is None else pack.raw  # a tensor by itself: the next stage's stream holds it
-
-    def _parts(self, piece: Piece, ratio: float) -> Iterator[ParameterRange]:
-        for extent, shape in piece.parameters():
-            count = 0 if self.is_dense(shape) else math.ceil(ratio * extent.length)
-            yield ParameterRange(extent.name, extent.begin, extent.begin + extent.length, count)
 
     def _gather(self, piece: Piece, channel: Channel) -> None:
         """Add up what all ranks sent."""
@@ -198,18 +184,72 @@ class DGC(MomentumCorrection):
         if scale != 1.0:
             for part in parts:
                 if part.sent:
-                    piece.values[part.begin : part.end].mul_(scale)
-        piece.stand_still([slice(part.begin, part.end) for part in parts], used, (VELOCITY, RESIDUAL))
+                    piece.values[part.span].mul_(scale)
+        piece.stand_still([part.span for part in parts], used, (VELOCITY, RESIDUAL))
 
     def _sum_all(self, piece: Piece, channel: Channel, parts: list[ParameterRange], gathered: Tensor) -> Tensor:
         """Leave the sum of all in `piece.values` and nothing in `gathered`; return which parameters were used."""
         for part in parts:
             if part.sent:
-                span = slice(part.begin, part.end)
-                piece.values[span] = gathered[span]
-                gathered[span].zero_()
+                piece.values[part.span] = gathered[part.span]
+                gathered[part.span].zero_()
         channel.all_reduce(piece.values)
         own = piece.carry["used"]
         flags = [torch.empty_like(own) for _ in range(channel.size)]
         channel.all_gather(own, flags)
         return torch.stack(flags).amax(0)
+
+
+class Pack:
+    """What one rank sends of a piece, in bytes of a size that the piece's layout gives:
+
+        int32: whether each parameter was used | positions, then padding to 8 bytes
+        float: values of the entries
+
+    Where there are fewer entries than there is room for, the rest adds 0 to the first element. Packs are added in rank
+    order, by position. What is sent as it is is all-reduced beside them.
+    """
+
+    def __init__(self, raw: Tensor, like: Tensor, parts: Sequence[ParameterRange]) -> None:
+        entries = sum(part.sent for part in parts)
+        words = _words(entries, parts)
+        self.raw = raw
+        whole = raw[: 4 * words].view(torch.int32)
+        self.used = whole[: len(parts)]
+        self.positions = whole[len(parts) : len(parts) + entries]
+        self.values = raw[4 * words :].view(like.dtype)
+
+    @classmethod
+    def empty(cls, like: Tensor, parts: Sequence[ParameterRange]) -> Pack:
+        """Return one of zeros for a piece with values `like`."""
+        entries = sum(part.sent for part in parts)
+        size = 4 * _words(entries, parts) + like.element_size() * entries
+        return cls(torch.zeros(size, dtype=torch.uint8, device=like.device), like, parts)
+
+    def put(self, filled: int, positions: Tensor, source: Tensor, begin: int) -> int:
+        """Add the elements at `positions` of a part that begins at `begin`; return the number of entries."""
+        end = filled + positions.numel()
+        self.positions[filled:end] = positions + begin
+        self.values[filled:end] = source[positions]
+        return end
+
+    def gather(self, values: Tensor, parts: Sequence[ParameterRange], channel: Channel) -> Tensor:
+        """Set `values` to the sum of all ranks' packs and dense parts; return which any rank used, (parts,)."""
+        raws = [torch.empty_like(self.raw) for _ in range(channel.size)]
+        channel.all_gather(self.raw, raws)
+        packs = [Pack(raw, values, parts) for raw in raws]
+        spans = [part.span for part in parts if not part.sent]
+        dense = torch.cat([values[span] for span in spans]) if spans else values[:0]
+        if dense.numel():
+            channel.all_reduce(dense)
+        values.zero_()
+        for span, total in zip(spans, torch.split(dense, [span.stop - span.start for span in spans]), strict=True):
+            values[span] = total
+        for pack in packs:
+            values.index_add_(0, pack.positions, pack.values)  # but for zeros, no position twice in a pack
+        return torch.stack([pack.used for pack in packs]).amax(0)
+
+
+def _words(entries: int, parts: Sequence[ParameterRange]) -> int:
+    """Return the int32 words of a pack, even: float64 begins at a multiple of 8 bytes."""
+    return (len(parts) + entries + 1) // 2 * 2

@@ -17,7 +17,9 @@ from __future__ import annotations
 import functools
 import itertools
 import weakref
-from collections.abc import Mapping
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -26,13 +28,15 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from accel.comm.compressor import RESIDUAL, Compressor, Exact, check_compressor
 from accel.comm.engine.pipeline import BucketJob
 from accel.comm.engine.reduction import Reduction
+from accel.comm.layout import Layout
 from accel.comm.memory import LossScale, Memory
-from accel.comm.periodic.fsdp_groups import ShardGroup, check_mesh, contents, shard_groups
-from accel.comm.ranks.channel import Channel, ConnectionBroken, GlooChannel, NcclChannel
+from accel.comm.ranks.channel import Channel, ConnectionBroken, GlooChannel, channel_kind
 from accel.comm.ranks.failure import CommError
 from accel.comm.ranks.object_group import ObjectGroup
 from accel.profiler.errors import InvalidArgument
@@ -97,7 +101,7 @@ class FSDPComm:
         self._loss_scale = LossScale(scaler)
         self._groups = shard_groups(model)
         self._device = next(model.parameters()).device
-        self._connect(mesh, self._device.type, timeout)
+        self._connect(mesh, timeout)
         self._check_same(model)
         fields = (RESIDUAL,) if self.error_feedback else ()
         self._memory = Memory()
@@ -109,16 +113,14 @@ class FSDPComm:
         for group in self._groups:
             group.module.set_all_reduce_hook(functools.partial(self._hook, group))
 
-    def _connect(self, mesh: DeviceMesh, device: str, timeout: timedelta) -> None:
-        kind: type[GlooChannel] | type[NcclChannel] = NcclChannel if device == "cuda" else GlooChannel
-
+    def _connect(self, mesh: DeviceMesh, timeout: timedelta) -> None:
         def channel(kind: Any, dim: int, name: str) -> Any:
             group: Any = mesh.get_group(dim)
             made = _made.setdefault(group, itertools.count())
             store = PrefixStore(f"accel-fsdp/{name}/{next(made)}", group.get_group_store())
             return kind(store, range(group.size()), group.rank(), timeout)
 
-        self._across: Channel = channel(kind, 0, "replicas")
+        self._across: Channel = channel(channel_kind(self._device), 0, "replicas")
         self._within = ObjectGroup(channel(GlooChannel, 1, "shards"))
         self._between = ObjectGroup(channel(GlooChannel, 0, "talk"))
 
@@ -161,7 +163,7 @@ class FSDPComm:
         if layout not in group.checked:
             self.compressor.check(layout)
             group.checked.add(layout)
-        job = BucketJob(self.step, layout, shard, self._memory.slot(layout), torch.futures.Future())
+        job = BucketJob(self.step, layout, shard, self._memory.slot(layout))
         try:
             self._reduction.divide(job)
             assert job.piece is not None
@@ -238,3 +240,104 @@ def _check(compressor: Any, error_feedback: bool | None) -> None:
             f"{compressor!r} works on the whole gradient or takes the optimizer's momentum, which shards don't have; "
             "with DGC, pass momentum=False and no max_grad_norm"
         )
+
+
+@dataclass
+class ShardGroup:
+    """One FSDP2 module, and its rank's shards end to end."""
+
+    name: str
+    module: FSDPModule
+    layout: Layout
+    checked: set[Layout] = field(default_factory=set)
+
+    @property
+    def own_factor(self) -> bool:
+        """Return whether the user set what gradients are divided by, over all ranks."""
+        return any(group.gradient_divide_factor is not None for group in _param_groups(self.module))
+
+    def of(self, dtype: torch.dtype) -> Layout:
+        """Return the layout in the dtype that gradients are reduced in."""
+        layout = self.layout
+        return Layout(layout.index, layout.names, layout.shapes, dtype, layout.is_last)
+
+
+def _modules(model: nn.Module) -> Iterator[tuple[str, FSDPModule]]:
+    for name, module in model.named_modules():
+        if isinstance(module, FSDPModule):
+            yield name, module
+
+
+def _param_groups(module: FSDPModule) -> list[Any]:
+    state: Any = module._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_groups"):  # newer: a module may have several, on several meshes
+        return list(state._fsdp_param_groups)
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+
+
+def shard_groups(model: nn.Module) -> list[ShardGroup]:
+    """Return the FSDP2 modules with parameters to train; raise InvalidArgument where a hook could not serve one."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    modules: list[tuple[str, FSDPModule, list[Any]]] = []
+    for name, module in _modules(model):
+        groups = _param_groups(module)
+        if len(groups) > 1:
+            raise InvalidArgument(
+                f"FSDP2 has no hook for a module whose parameters are on several meshes, got {len(groups)} of them in "
+                f"{name or 'the model'}; give all parameters of it one mesh"
+            )
+        shards = [shard for group in groups for shard in group.fsdp_params if shard.sharded_param.requires_grad]
+        if shards:
+            modules.append((name or "the model", module, shards))
+    if not modules:
+        raise InvalidArgument(
+            "the model must have FSDP2 modules with parameters to train, got none; call fully_shard first"
+        )
+    return [
+        ShardGroup(
+            name,
+            module,
+            Layout(
+                index,
+                tuple(names[id(shard.sharded_param)] for shard in shards),
+                tuple(torch.Size(shard.padded_sharded_param_size) for shard in shards),
+                shards[0].sharded_param.dtype,
+                index == len(modules) - 1,
+            ),
+        )
+        for index, (name, module, shards) in enumerate(modules)
+    ]
+
+
+def check_mesh(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Raise InvalidArgument unless the model is sharded over the second dimension of a mesh of two."""
+    if not isinstance(mesh, DeviceMesh) or mesh.ndim != 2:
+        raise InvalidArgument(f"mesh must be a DeviceMesh of two dimensions, replicas and shards, got {mesh!r}")
+    shards = torch.distributed.get_process_group_ranks(mesh.get_group(1))
+    for name, parameter in model.named_parameters():
+        if not isinstance(parameter, DTensor):
+            if parameter.requires_grad:
+                raise InvalidArgument(f"all parameters must be sharded by fully_shard, got a plain {name!r}")
+            continue
+        own = parameter.device_mesh
+        if own.ndim == 2:
+            raise InvalidArgument(
+                f"{name!r} is sharded over two dimensions, where FSDP2 all-reduces between replicas by itself and "
+                'calls a hook only after it; pass fully_shard(..., mesh=mesh["shard"]) and the whole mesh to FSDPComm'
+            )
+        if own.ndim != 1 or own.mesh.flatten().tolist() != shards:
+            raise InvalidArgument(
+                f"parameters must be sharded over the second dimension of the mesh, ranks {shards}, got {name!r} over "
+                f"{own.mesh.tolist()}; pass the mesh that fully_shard got a part of"
+            )
+
+
+def contents(model: nn.Module) -> int:
+    """Return a checksum of the weights in this rank's shards."""
+    total = 0
+    for name, parameter in model.named_parameters():
+        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        if not local.is_meta and local.numel():
+            values = local.detach().contiguous().view(-1).view(torch.uint8)
+            total = zlib.crc32(f"{name}{values.sum(dtype=torch.int64).item()}".encode(), total)
+    return total

@@ -12,7 +12,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from accel.comm.compression.block_compressor import BlockCompressor
+from accel.comm.compressor import BlockCompressor
 from accel.kernels import quantise
 from accel.kernels.codes.block_code import LARGEST_TILE, BlockCode
 from accel.profiler.errors import InvalidArgument

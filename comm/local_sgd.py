@@ -29,9 +29,18 @@ from torch.nn.parallel import DistributedDataParallel
 
 from accel.comm.compression.momentum import MomentumCorrection
 from accel.comm.engine.binding import check_same, ignored_names
+from accel.comm.engine.pipeline import new_future
 from accel.comm.hooks import CommState
-from accel.comm.periodic.local_mean import HostMean, Named, WeightMean, fingerprint
-from accel.comm.periodic.local_state import is_master, masters_of, round_off, same_state
+from accel.comm.periodic.averaging import (
+    HostMean,
+    Named,
+    WeightMean,
+    fingerprint,
+    is_master,
+    masters_of,
+    round_off,
+    same_state,
+)
 from accel.comm.selection.reducer import unhook
 from accel.profiler.errors import InvalidArgument
 
@@ -110,12 +119,12 @@ class LocalSGD:
         except ValueError:
             self._weights.close()
             raise
-        self._host = HostMean(ddp, self._group, timeout) if within == "host" else None
+        self._host = HostMean(ddp, process_group=self._group, timeout=timeout) if within == "host" else None
         self._backwards = 0
         self._apart = False
         self._closed = False
         self._step_hook = optimizer.register_step_post_hook(self._after_step)
-        ddp.register_comm_hook(self, _hook)
+        ddp.register_comm_hook(self, LocalSGD.reduce)
         self._enter_phase()
 
     @property
@@ -138,9 +147,8 @@ class LocalSGD:
             raise InvalidArgument("LocalSGD can't run within DDP's join(), where ranks take different numbers of steps")
         if self._host is not None:
             return self._host.reduce(bucket)
-        buffer = bucket.buffer()
-        done: torch.futures.Future[Tensor] = torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else [])
-        done.set_result(buffer)
+        done = new_future(bucket.buffer())
+        done.set_result(bucket.buffer())
         return done
 
     # -- steps -------------------------------------------------------------------------------------------------------
@@ -280,10 +288,6 @@ class LocalSGD:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close(average=error is None)
-
-
-def _hook(state: LocalSGD, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
-    return state.reduce(bucket)
 
 
 def _moments(name: str, parameter: Tensor, state: Mapping[str, Any]) -> list[tuple[str, Tensor]]:

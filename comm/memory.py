@@ -27,6 +27,8 @@ from accel.profiler.errors import InvalidArgument
 
 _VERSION = 1
 _Pieces = list[tuple[int, Tensor]]  # (elements of the parameter before it, values)
+_Own = dict[str, dict[str, _Pieces]]  # field → parameter → its pieces
+_Shared = dict[str, dict[str, Tensor]]
 
 
 class Slot:
@@ -97,8 +99,8 @@ class Memory:
 
     def __init__(self) -> None:
         self._slots: dict[int, Slot] = {}
-        self._loose: dict[str, dict[str, _Pieces]] = {}
-        self._shared: dict[str, dict[str, Tensor]] = {}
+        self._loose: _Own = {}
+        self._shared: _Shared = {}
         self._finite: list[Tensor] = []
         self._lock = threading.Lock()
 
@@ -171,16 +173,10 @@ class Memory:
     def state_dict(self) -> dict[str, Any]:
         """Return copies of this rank's fields by parameter."""
         self.settle()
-        own: dict[str, dict[str, _Pieces]] = {
-            field: {name: [(skipped, values.clone()) for skipped, values in pieces] for name, pieces in names.items()}
-            for field, names in self._loose.items()
-        }
+        own, shared = _copies(self._loose, self._shared)
         for slot in self._slots.values():
             for field, name, skipped, values in slot._scattered():
                 own.setdefault(field, {}).setdefault(name, []).append((skipped, values.clone()))
-        shared = {
-            field: {name: value.clone() for name, value in tensors.items()} for field, tensors in self._shared.items()
-        }
         return {"version": _VERSION, "own": own, "shared": shared}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -188,14 +184,18 @@ class Memory:
         if state.get("version") != _VERSION:
             raise InvalidArgument(f"the state's version must be {_VERSION}, got {state.get('version')!r}")
         self._slots, self._finite = {}, []
-        self._loose = {
+        self._loose, self._shared = _copies(state["own"], state["shared"])
+
+
+def _copies(own: _Own, shared: _Shared) -> tuple[_Own, _Shared]:
+    """Return copies of own and of shared fields by parameter, tensors included."""
+    return (
+        {
             field: {name: [(skipped, values.clone()) for skipped, values in pieces] for name, pieces in names.items()}
-            for field, names in state["own"].items()
-        }
-        self._shared = {
-            field: {name: value.clone() for name, value in tensors.items()}
-            for field, tensors in state["shared"].items()
-        }
+            for field, names in own.items()
+        },
+        {field: {name: value.clone() for name, value in tensors.items()} for field, tensors in shared.items()},
+    )
 
 
 class LossScale:
@@ -311,8 +311,8 @@ def reshard(
 
 def _dealt(states: Sequence[Mapping[str, Any]], keeps: bool) -> dict[str, Any]:
     """Return one state with the own fields of several, if it keeps them, and the shared ones."""
-    own: dict[str, dict[str, _Pieces]] = {}
-    shared: dict[str, dict[str, Tensor]] = {}
+    own: _Own = {}
+    shared: _Shared = {}
     for state in states:
         for field, values in state["shared"].items():
             shared.setdefault(field, {}).update(values)

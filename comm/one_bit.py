@@ -25,28 +25,18 @@ Sources: 1-bit SGD (Seide et al. 2014); signSGD with error feedback (Karimireddy
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from accel.comm.compression.block_compressor import BlockCompressor
-from accel.comm.compression.momentum import VELOCITY, MomentumCorrection
-from accel.comm.compressor import RESIDUAL, Stage, any_nonzero
+from accel.comm.compression.momentum import VELOCITY, MomentumCorrection, ParameterRange
+from accel.comm.compressor import RESIDUAL, BlockCompressor, Stage, any_nonzero
 from accel.comm.layout import Piece
 from accel.comm.ranks.channel import Channel
 from accel.kernels import sign_pack
 from accel.kernels.codes.block_code import BlockCode
 from accel.profiler.errors import InvalidArgument
-
-
-class ParameterPart(NamedTuple):
-    """What of a piece belongs to one parameter."""
-
-    name: str
-    span: slice
-    coarse: bool
-    """It is encoded, not sent as it is."""
 
 
 class OneBit(MomentumCorrection, BlockCompressor):
@@ -92,7 +82,7 @@ class OneBit(MomentumCorrection, BlockCompressor):
         return [Stage("sum of encoded", self._first), Stage("gather of encoded", self._last)]
 
     def _first(self, piece: Piece, channel: Channel) -> None:
-        parts = self._by_parameter(piece)
+        parts = self._parts(piece)
         used = self._correct(piece, parts)
         piece.carry.update(parts=parts, used=used)
         if channel.size == 1:
@@ -117,29 +107,20 @@ class OneBit(MomentumCorrection, BlockCompressor):
         if piece.slot.has(RESIDUAL):
             lost = piece.slot.write(RESIDUAL)
             for part in parts:
-                if not part.coarse:
+                if not part.sent:
                     lost[part.span] = 0
         piece.carry["exact"] = summed
         if not direct:
             piece.carry["used"] = summed[exact.numel() :]
         return None
 
-    def is_dense(self, shape: torch.Size) -> bool:
-        return len(shape) < 2 or shape.numel() < self.exact_below
-
-    def _by_parameter(self, piece: Piece) -> list[ParameterPart]:
-        return [
-            ParameterPart(extent.name, slice(extent.begin, extent.begin + extent.length), not self.is_dense(shape))
-            for extent, shape in piece.parameters()
-        ]
-
-    def _correct(self, piece: Piece, parts: list[ParameterPart]) -> Tensor:
+    def _correct(self, piece: Piece, parts: list[ParameterRange]) -> Tensor:
         """Apply momentum to what will be encoded; return which parts this rank used, (parts,) 0 or 1."""
         used = [any_nonzero(piece.values[part.span]) for part in parts]
         if self.momentum:
             scale = self._loss_scale(piece)
             for part in parts:
-                if not part.coarse:
+                if not part.sent:
                     piece.slot.write(VELOCITY)[part.span] = 0
                     continue
                 if scale != 1.0:
@@ -148,12 +129,12 @@ class OneBit(MomentumCorrection, BlockCompressor):
             piece.carry["scale"] = scale
         return torch.stack(used).to(piece.values.dtype) if used else piece.values.new_empty(0)
 
-    def _set_aside(self, piece: Piece, parts: list[ParameterPart]) -> Tensor:
+    def _set_aside(self, piece: Piece, parts: list[ParameterRange]) -> Tensor:
         """Return what is sent uncompressed, residual included, and leave nothing of it to be encoded."""
         residual = piece.slot.read(RESIDUAL) if piece.slot.has(RESIDUAL) else None
         taken = []
-        for _, span, coarse in parts:
-            if coarse:
+        for _, span, sent in parts:
+            if sent:
                 continue
             if residual is None:
                 taken.append(piece.values[span].clone())
@@ -193,8 +174,8 @@ class OneBit(MomentumCorrection, BlockCompressor):
 
     def _put_back(self, piece: Piece) -> None:
         exact, at = piece.carry["exact"], 0
-        for _, span, coarse in piece.carry["parts"]:
-            if not coarse:
+        for _, span, sent in piece.carry["parts"]:
+            if not sent:
                 length = span.stop - span.start
                 piece.values[span] = exact[at : at + length]
                 at += length
@@ -205,6 +186,6 @@ class OneBit(MomentumCorrection, BlockCompressor):
         scale, parts = piece.carry.get("scale", 1.0), piece.carry["parts"]
         if scale != 1.0:
             for part in parts:
-                if part.coarse:
+                if part.sent:
                     piece.values[part.span] *= scale
         piece.stand_still([part.span for part in parts], piece.carry["used"], fields)

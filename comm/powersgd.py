@@ -25,15 +25,17 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from accel.comm.compression.low_rank import add_product, noise, orthonormal
-from accel.comm.compression.low_rank_plan import (
+from accel.comm.compression.low_rank import (
     FactorPlan,
     MatrixGroup,
     Side,
+    add_product,
     make_plan,
     matrix_of,
+    noise,
     note_used,
     ordered,
+    orthonormal,
     other,
     project,
 )
@@ -114,11 +116,6 @@ class PowerSGD(Compressor):
 
     def boundaries(self, layout: Layout, parts: int) -> list[int]:
         return between(layout, parts)
-
-    def bytes_per_element(self) -> float:
-        """Return 4 · (elements sent) / (elements) of a layer of 1024 x 1024; see `sent` for given shapes."""
-        shapes = [torch.Size([1024, 1024]), torch.Size([1024])]
-        return 4 * self.sent(shapes) / sum(shape.numel() for shape in shapes)
 
     def sent(self, shapes: Sequence[torch.Size]) -> float:
         """Return how many elements are all-reduced per step, the mean of two, for parameters of these shapes."""

@@ -250,7 +250,7 @@ FAULTS = [
         "small_gains_unproved",
         "scheme",
         "keeps a gain that no trial has shown",
-        "accel.comm.selection.search:_TRIAL",
+        "accel.comm.selector:_TRIAL",
         is_now(TrialConfig(looks=(2, 3), alpha=0.4, keep_gain=-0.9, drop_gain=-0.95)),
         _SCHEMES,
     ),

@@ -28,10 +28,19 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
-from accel.comm.bandwidth import links as bandwidth_links
-from accel.comm.bandwidth.cases import OPERATIONS, Case, Operation, RankPlace, elements
+from accel.comm.bandwidth.cases import (
+    LINKS,
+    OPERATIONS,
+    Case,
+    LinkClass,
+    Operation,
+    RankPlace,
+    elements,
+    groups_of,
+    links_of,
+    sent_bytes,
+)
 from accel.comm.bandwidth.fit import Fit, fit_line
-from accel.comm.bandwidth.links import LinkClass
 from accel.comm.ranks.channel import GlooChannel
 from accel.comm.ranks.object_group import ObjectGroup
 from accel.comm.ranks.topology import by_machine, identity
@@ -100,9 +109,7 @@ class Bandwidth:
     rows: tuple[Row, ...]
     seconds: float
     """Wall time of the measurement on its slowest rank."""
-    cut: bool
-    """The time was used up before the largest size."""
-    links: tuple[str, ...] = field(default=())
+    links: tuple[str, ...]
     """Link classes measured."""
 
     def link(self, name: str) -> str:
@@ -110,8 +117,8 @@ class Bandwidth:
 
         On one node `world` and `inter` are `intra`, with one rank a node `world` and `intra` are `inter`.
         """
-        if name not in bandwidth_links.LINKS:
-            raise InvalidArgument(f"link must be one of {', '.join(bandwidth_links.LINKS)}, got {name!r}")
+        if name not in LINKS:
+            raise InvalidArgument(f"link must be one of {', '.join(LINKS)}, got {name!r}")
         return name if name in self.links else self.links[0]
 
     def fit(self, operation: str, link: str = "world") -> Fit:
@@ -165,9 +172,9 @@ def measure_links(
     size before says that it would not fit; the two smallest sizes of each operation are always measured.
 
     Args:
-        operations: names from `bandwidth_cases.OPERATIONS`.
+        operations: names from `OPERATIONS`.
         sizes: S in bytes, increasing; rounded down to whole elements, equal on all ranks.
-        links: link classes to measure; default those that differ (see `bandwidth_links`).
+        links: link classes to measure; default those that differ (see `LinkClass`).
         backend: of the measured groups; default that of the default group.
         device: where the buffers are; default the current CUDA device for NCCL, else the CPU.
         by_size: all operations at the smallest size first, so that time that runs out is missing at the largest;
@@ -180,7 +187,7 @@ def measure_links(
 
     Raises:
         InvalidArgument: if an argument is out of range.
-        Lost: if a rank has died, or an operation failed on some ranks only or timed out.
+        PeerLost: if a rank has died, or an operation failed on some ranks only or timed out.
 
     Example:
         >>> speed = measure_links()
@@ -192,24 +199,20 @@ def measure_links(
     objects = _object_group(settings.timeout_s)
     try:
         nodes = by_machine(objects.gather(identity())).hosts
-        classes = [link for link in bandwidth_links.links_of(nodes) if links is None or link.name in links]
+        classes = [link for link in links_of(nodes) if links is None or link.name in links]
         if not classes:
-            there = ", ".join(link.name for link in bandwidth_links.links_of(nodes))
+            there = ", ".join(link.name for link in links_of(nodes))
             raise InvalidArgument(f"links must hold one that is there ({there}), got {', '.join(links or ())}")
         name = backend or dist.get_backend()
-        groups = bandwidth_links.groups_of(classes, name, timedelta(seconds=settings.timeout_s))
+        groups = groups_of(classes, name, timedelta(seconds=settings.timeout_s))
         sweep = _Sweep(objects, groups, nodes, _device(name, device), settings, began)
-        rows = sweep.all(_plan(classes, operations, sizes, by_size), on_row or _nothing)
+        rows = sweep.all(_plan(classes, operations, sizes, by_size), on_row)
         seconds = objects.decide(time.perf_counter() - began, max)
         for group in filter(None, groups.values()):
             dist.destroy_process_group(group)
     finally:
         objects.close()
-    return Bandwidth(nodes, tuple(rows), seconds, sweep.cut, tuple(link.name for link in classes))
-
-
-def _nothing(row: Row) -> None:
-    """Take a row that nobody asked for."""
+    return Bandwidth(nodes, tuple(rows), seconds, tuple(link.name for link in classes))
 
 
 def _check(operations: Sequence[str], sizes: Sequence[int], links: Sequence[str] | None) -> None:
@@ -218,8 +221,8 @@ def _check(operations: Sequence[str], sizes: Sequence[int], links: Sequence[str]
         raise InvalidArgument(f"operations must be among {', '.join(OPERATIONS)}, got {', '.join(unknown) or 'none'}")
     if not sizes or min(sizes) < 1 or list(sizes) != sorted(set(sizes)):
         raise InvalidArgument(f"sizes must be increasing numbers of bytes, got {list(sizes)}")
-    if strange := [name for name in links or () if name not in bandwidth_links.LINKS]:
-        raise InvalidArgument(f"links must be among {', '.join(bandwidth_links.LINKS)}, got {', '.join(strange)}")
+    if strange := [name for name in links or () if name not in LINKS]:
+        raise InvalidArgument(f"links must be among {', '.join(LINKS)}, got {', '.join(strange)}")
 
 
 def _device(backend: str, device: torch.device | str | None) -> torch.device:
@@ -267,27 +270,24 @@ class _Sweep:
     device: torch.device
     settings: Settings
     began: float
-    cut: bool = False
     spent_s: float = 0.0
     """What the slowest rank has spent so far: the same on all ranks."""
 
-    def all(self, steps: Iterable[_SweepStep], on_row: Callable[[Row], None]) -> list[Row]:
+    def all(self, steps: Iterable[_SweepStep], on_row: Callable[[Row], None] | None) -> list[Row]:
         rows: list[Row] = []
         kept: dict[tuple[str, str], list[Row]] = {}
         for step in steps:
             before = kept.setdefault((step.link.name, step.operation.name), [])
-            if before and before[-1].problem:
-                continue  # it will not work with larger buffers either
-            if self._too_late(step, before):
-                self.cut = True
-                continue
+            if (before and before[-1].problem) or self._too_late(step, before):
+                continue  # what did not work will not with larger buffers either
             try:
                 row = self._row(step, before)
             except PeerLost as error:
                 raise PeerLost(f"{step.operation.name} of {step.size_bytes} bytes was cut off: {error}") from None
             before.append(row)
             rows.append(row)
-            on_row(row)
+            if on_row is not None:
+                on_row(row)
             if row.problem and not _supported(row.problem):
                 raise PeerLost(f"{row.operation} of {row.size_bytes} bytes failed: {row.problem}")
         return rows
@@ -311,7 +311,7 @@ class _Sweep:
             dtype=str(self.settings.dtype).removeprefix("torch."),
         )
         if step.link.size == 1 and not step.operation.alone:
-            return _without(row, "not supported: it needs two ranks")
+            return replace(row, problem="not supported: it needs two ranks")
         first = _Timed()
         if ranks:
             place = RankPlace(self.groups[name], ranks, ranks.index(rank), self.device)
@@ -324,7 +324,7 @@ class _Sweep:
                 first = _Timed(f"buffers can't be made: {_brief(error)}")
         # Nobody starts before all have their buffers, or one rank's lack of memory would be the others' timeout.
         if problem := _problem(self.objects.gather(first)):
-            return _without(row, f"not supported here: {problem}")
+            return replace(row, problem=f"not supported here: {problem}")
         return self._timed(row, case, before)
 
     def _timed(self, row: Row, case: Case | None, before: list[Row]) -> Row:
@@ -332,7 +332,7 @@ class _Sweep:
         if len(before) < _FEWEST:
             everyone = self.objects.gather(first)
             if problem := _problem(everyone):
-                return _without(row, problem)
+                return replace(row, problem=problem)
             single = max(max(other.times, default=0.0) for other in everyone)
         else:  # the line through the sizes before says it without an exchange, and a burst can't flatter it as much
             single = _expected(before, row.size_bytes)
@@ -342,15 +342,15 @@ class _Sweep:
         everyone = self.objects.gather(last)
         self.spent_s = max(other.elapsed_s for other in everyone)
         if problem := _problem(everyone):
-            return _without(row, problem)
+            return replace(row, problem=problem)
         return _merged(row, everyone, self.nodes)
 
     def _main(self, row: Row, case: Case, runs: int) -> _Timed:
         wrong = 0 if case.repeatable else case.wrong()
         warm = _series(case, self.settings.warmup - 1, self.device)
-        before = bandwidth_links.sent_bytes(row.link == "intra")
+        before = sent_bytes(row.link == "intra")
         timed = warm if warm.problem else _series(case, runs, self.device)
-        after = bandwidth_links.sent_bytes(row.link == "intra")
+        after = sent_bytes(row.link == "intra")
         if not timed.problem:
             timed.wrong = case.wrong() if case.repeatable else wrong
             if before is not None and after is not None:
@@ -399,10 +399,6 @@ def _supported(problem: str) -> bool:
 def _problem(everyone: Sequence[_Timed]) -> str:
     """Return what went wrong on the first rank where something did."""
     return next((f"rank {rank}: {timed.problem}" for rank, timed in enumerate(everyone) if timed.problem), "")
-
-
-def _without(row: Row, problem: str) -> Row:
-    return replace(row, problem=problem)
 
 
 def _merged(row: Row, everyone: Sequence[_Timed], nodes: Sequence[tuple[int, ...]]) -> Row:

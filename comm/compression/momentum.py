@@ -12,8 +12,8 @@ Source: Lin et al. 2018, arxiv.org/abs/1712.01887, section 3.2.
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from typing import TYPE_CHECKING, Any
+import math
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,14 +28,25 @@ if TYPE_CHECKING:
 VELOCITY = "velocity"
 
 
+class ParameterRange(NamedTuple):
+    """The elements of a piece that belong to one parameter."""
+
+    name: str
+    span: slice
+    sent: int
+    """How many of them are sent compressed; 0 where all are sent as they are."""
+
+
 class MomentumCorrection(Compressor):
     """Base of compressors that can take an optimizer's momentum over.
 
     Attributes:
         momentum: whether it does; what is remembered then does not depend on the loss scale.
+        exact_below: parameters of fewer elements, and all of less than two dimensions, are sent as they are.
     """
 
     momentum = False
+    exact_below: int
     _source: SGDMomentum | None = None
     _scale: float | None = None
     _unsaved: tuple[str, ...] = ("_source", "_scale", "fields")
@@ -45,9 +56,20 @@ class MomentumCorrection(Compressor):
         self._source, self._scale = source, None
         self.fields = (VELOCITY,) if self.momentum else ()
 
-    @abstractmethod
     def is_dense(self, shape: torch.Size) -> bool:
         """Return whether parameters of this shape are sent as they are; the optimizer keeps their momentum."""
+        return len(shape) < 2 or shape.numel() < self.exact_below
+
+    def _parts(self, piece: Piece, ratio: float = 1.0) -> list[ParameterRange]:
+        """Return what of a piece belongs to each parameter, of which a share is sent compressed."""
+        return [
+            ParameterRange(
+                extent.name,
+                slice(extent.begin, extent.begin + extent.length),
+                0 if self.is_dense(shape) else math.ceil(ratio * extent.length),
+            )
+            for extent, shape in piece.parameters()
+        ]
 
     def check(self, layout: Layout) -> None:
         self._momentum_source()

@@ -5,7 +5,7 @@ of schemes and buckets of another size were candidates once: none of 19 choices 
 (`python -m benchmarks.comm_choice`).
 
 What buckets cost by a scheme is timed on all ranks at once, since they share memory, caches and cores in training too.
-Rank 0 predicts, once a few plain DDP steps were observed, and broadcasts.
+Rank 0 predicts by its own costs, once a few plain DDP steps were observed, and broadcasts.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 
 from accel.comm.catalogue import CATALOGUE, Scheme
 from accel.comm.cost_model.cost import Network, Profile, Stages, core_seconds, plain, simulate
-from accel.comm.cost_model.dry_run import copy_byte_s, costs, shared_out
+from accel.comm.cost_model.dry_run import copy_byte_s, costs
 from accel.comm.layout import Layout
 from accel.comm.ranks.failure import CommError
 from accel.comm.ranks.object_group import ObjectGroup
@@ -165,15 +165,8 @@ def worthwhile(ranked: Sequence[Option]) -> list[Option]:
 
 def mean_of(steps: Sequence[ObservedStep]) -> ObservedStep:
     """Return the mean of what the ranks observed; all have the same buckets."""
-    return ObservedStep(
-        steps[0].bytes,
-        tuple(fmean(times) for times in zip(*(step.ready_s for step in steps), strict=True)),
-        fmean(step.done_s for step in steps),
-        fmean(step.step_s for step in steps),
-        fmean(step.extra_s for step in steps),
-        fmean(step.core_s for step in steps),
-        fmean(step.own_s for step in steps),
-    )
+    ready_s = tuple(fmean(times) for times in zip(*(step.ready_s for step in steps), strict=True))
+    return ObservedStep(steps[0].bytes, ready_s, *map(fmean, zip(*(step[2:] for step in steps), strict=True)))
 
 
 # -- on all ranks -----------------------------------------------------------------------------------------------------
@@ -236,29 +229,27 @@ class Choice:
         return "\n".join(lines)
 
 
-def costs_of(schemes: Sequence[Scheme], facts: BucketFacts, objects: ObjectGroup) -> list[Costs]:
-    """Return on rank 0 what buckets cost by each scheme, as each rank has timed it; all ranks call this together."""
-    own: Costs | str
+def costs_of(schemes: Sequence[Scheme], facts: BucketFacts, objects: ObjectGroup) -> Costs:
+    """Return what buckets cost by each scheme, as timed on this rank; all ranks call this together."""
+    own: Costs = {}
+    problem = ""
     try:
         own = costs(schemes, facts.layouts, facts.topology, facts.device)
     except ours() as error:  # perhaps on this rank alone: the others wait for its result
-        own = f"rank {objects.rank} could not time the schemes: {type(error).__name__}: {error}"
-    by_rank = objects.gather(own)
-    if problem := next((costs for costs in by_rank if isinstance(costs, str)), ""):
+        problem = f"rank {objects.rank} could not time the schemes: {type(error).__name__}: {error}"
+    if problem := next(filter(None, objects.gather(problem)), ""):
         raise CommError(problem)
-    return [costs for costs in by_rank if not isinstance(costs, str)]
+    return own
 
 
-def choose(
-    observed: ObservedStep, facts: BucketFacts, network: Network, costs_by_rank: Sequence[Costs], objects: ObjectGroup
-) -> Choice:
+def choose(observed: ObservedStep, facts: BucketFacts, network: Network, costs: Costs, objects: ObjectGroup) -> Choice:
     """Return the predictions, the same on every rank; all ranks call this together.
 
     Args:
         observed: this rank's steps under DDP's own all-reduce.
         facts: of their buckets.
         network: from `accel.comm.cost_model.probe.probe`.
-        costs_by_rank: from `costs_of`, of the candidates; on rank 0.
+        costs: from `costs_of`, of the candidates; those of rank 0 count.
         objects: exchanged between the ranks.
     """
     own = (observed, float(torch.get_num_threads()))
@@ -267,7 +258,7 @@ def choose(
     def decision(by_rank: list[tuple[ObservedStep, float]]) -> Choice:
         mean = mean_of([step for step, _ in by_rank])
         profile, fitted = calibrated(mean, network, by_rank[0][1], copying)
-        choice = Choice(options(profile, fitted, shared_out(costs_by_rank)), {})
+        choice = Choice(options(profile, fitted, costs), {})
         choice.measured[choice.plain] = mean.step_s - mean.extra_s
         return choice
 

@@ -7,8 +7,8 @@ send is counted. Peers are assumed to send what this rank does.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from statistics import fmean, median
+from collections.abc import Callable, Iterable, Sequence
+from statistics import median
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from accel.comm.engine.pipeline import BucketJob
 from accel.comm.engine.reduction import arranged, pipeline_stages
 from accel.comm.layout import Layout
 from accel.comm.memory import Memory
-from accel.comm.ranks import small_sums
+from accel.comm.ranks.channel import SMALL_BYTES, sum_small
 from accel.comm.ranks.topology import Topology
 
 _IN_TRAINING = 1.15
@@ -61,13 +61,6 @@ class DryChannel:
                     coming.zero_()
         self._since = self._clock()
 
-    def swap(self, peer: int, send: Tensor, receive: Tensor) -> None:
-        """Note what goes to one rank, or, if nothing does, wait for as much."""
-        sent = (send if send.numel() else receive).nbytes
-        self._note("exchange", sent * self._near[peer], sent * (not self._near[peer]), sent)
-        receive.copy_(send) if send.numel() == receive.numel() else receive.zero_()
-        self._since = self._clock()
-
     def all_gather(self, own: Tensor, out: Sequence[Tensor]) -> None:
         """Note what an all-gather sends."""
         self.exchange([own] * self.size, out)
@@ -76,8 +69,8 @@ class DryChannel:
 
     def all_reduce(self, values: Tensor) -> None:
         """Note an all-reduce, which is an exchange where it is small."""
-        if self.size > 1 and values.nbytes < small_sums.TINY_BYTES:
-            small_sums.all_reduce(self, values)
+        if self.size > 1 and values.nbytes < SMALL_BYTES:
+            sum_small(self, values)
         elif self.size > 1:
             self._note("ring", values.nbytes, 0, values.nbytes)
         self._since = self._clock()
@@ -118,7 +111,7 @@ def dry_run(scheme: Scheme, layout: Layout, topology: Topology, device: torch.de
     with torch.no_grad():
         for step in range(1, runs + 2):
             memory.settle()
-            job = BucketJob(step, layout, gradients.clone(), memory.slot(layout), torch.futures.Future())
+            job = BucketJob(step, layout, gradients.clone(), memory.slot(layout))
             costs = []
             for stage, own in zip(stages, channels, strict=True):
                 own.begin()
@@ -208,26 +201,6 @@ def copy_byte_s(layouts: Sequence[Layout], device: torch.device, *, runs: int = 
         target.copy_(source)
         times.append(time.perf_counter() - began)
     return median(times) / (_size(largest) * source.element_size())
-
-
-def shared_out(by_rank: Sequence[Mapping[Scheme, Sequence[Stages]]]) -> dict[Scheme, tuple[Stages, ...]]:
-    """Return the costs that rank 0 measured, with the work of each scheme scaled to its mean over the ranks.
-
-    Args:
-        by_rank: costs by rank; schemes that one of them could not run are left out.
-    """
-    shared = {}
-    for scheme in [scheme for scheme in by_rank[0] if all(scheme in costs for costs in by_rank)]:
-        work = [
-            sum(segment.core_s for stages in costs[scheme] for stage in stages for segment in stage)
-            for costs in by_rank
-        ]
-        factor = fmean(work) / work[0] if work[0] > 0 else 1.0
-        shared[scheme] = tuple(
-            tuple(tuple(segment._replace(core_s=segment.core_s * factor) for segment in stage) for stage in stages)
-            for stages in by_rank[0][scheme]
-        )
-    return shared
 
 
 def _nearest(index: int, measured: dict[int, Stages], layouts: Sequence[Layout]) -> Stages:

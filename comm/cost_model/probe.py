@@ -49,7 +49,7 @@ def probe(topology: Topology, device: torch.device) -> Network:
         device: of the gradients.
 
     Raises:
-        accel.comm.bandwidth.Lost: if a rank has died.
+        accel.comm.bandwidth.PeerLost: if a rank has died.
         ValueError: if hosts have different numbers of ranks; the model has no such network.
     """
     topology.check_even()

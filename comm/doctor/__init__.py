@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from accel.comm.doctor.checks import CheckFinding
-from accel.comm.doctor.examination import NO_LOG, Examination, examine
+from accel.comm.doctor.examination import NO_LOG, CheckFinding, Examination, examine
 from accel.comm.doctor.host import Host
 from accel.comm.doctor.nccl_log import NcclLog, NotALog
 from accel.comm.doctor.nccl_log import read as read_nccl_log

@@ -3,39 +3,76 @@
 Nothing is sent and nothing changed: files are read, environment variables and limits are compared with what NCCL, gloo
 and the kernel make of them. What could not be looked at is reported with its reason, so that no finding is not the same
 as nothing wrong.
+
+A check is a row of checks.json, and a function of its name that yields a `Hit` for each thing that is wrong:
+
+    "mtu": {"level": "info", "title": "small packets on a fast link", "costs": "...", "fix": "ip link set dev {} ..."}
+
+    def mtu(host: Host) -> Iterator[Hit]:
+        yield Hit("/sys/class/net/eth0/mtu: 1500", "eth0")
+
+A row with `variables` needs no function: these are on, or have one of some values. One that can't look raises
+`NotSeen`; what it yielded before stays.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from accel.comm.doctor import devices, links, logs, settings, system
-from accel.comm.doctor.checks import LEVELS, WARN, Check, CheckFinding
-from accel.comm.doctor.host import Host, NotSeen
+from accel.comm.doctor import machine, nccl_log, settings
+from accel.comm.doctor.host import INFO, LEVELS, Hit, Host, NotSeen
 from accel.comm.doctor.nccl_log import NcclLog
 
+
+@dataclass(frozen=True)
+class CheckFinding:
+    """One thing that is wrong or costs time."""
+
+    check: str
+    level: str
+    """`info`: may matter. `warn`: costs time or will. `error`: does not work, or works by accident."""
+    title: str
+    costs: str
+    """What it costs, and who measured it."""
+    evidence: str
+    change: str
+    """What to set."""
+
+
+class Check(NamedTuple):
+    """One row of the tables of checks."""
+
+    name: str
+    level: str
+    title: str
+    costs: str
+    fix: str
+    """What to set, with `{}` for what a hit is about."""
+    when: Callable[[Any], Iterator[Hit]]
+    """Takes a Host, or an NcclLog in a check of a log."""
+
+    def finding(self, hit: Hit) -> CheckFinding:
+        """Add the row's words to what was seen."""
+        change = hit.fix or self.fix.replace("{}", hit.about)
+        return CheckFinding(self.name, hit.level or self.level, self.title, self.costs, hit.evidence, change)
+
+
 _FUNCTIONS: dict[str, Any] = {
-    name: function for module in (settings, links, devices, system, logs) for name, function in vars(module).items()
+    name: function for module in (settings, machine, nccl_log) for name, function in vars(module).items()
 }
 
 
-def _checks(rows: Mapping[str, Mapping[str, Any]]) -> tuple[Check, ...]:
-    return tuple(
-        Check(name, row["level"], row["title"], row["costs"], row["fix"], _when(name, row))
-        for name, row in rows.items()
-    )
-
-
-def _when(name: str, row: Mapping[str, Any]) -> Any:
-    return settings.variables(row["variables"]) if "variables" in row else _FUNCTIONS[name]
+def _check(name: str, row: Mapping[str, Any]) -> Check:
+    when = settings.variables(row["variables"]) if "variables" in row else _FUNCTIONS[name]
+    return Check(name, row["level"], row["title"], row["costs"], row["fix"], when)
 
 
 _ROWS = json.loads((Path(__file__).parent / "checks.json").read_text(encoding="utf-8"))
-MACHINE, LOG = _checks(_ROWS["machine"]), _checks(_ROWS["log"])
+MACHINE, LOG = (tuple(_check(*row) for row in _ROWS[table].items()) for table in ("machine", "log"))
 """The checks, in the order of the report."""
 NO_LOG = "no log was given (--log FILE takes what NCCL_DEBUG=INFO prints)"
 
@@ -54,7 +91,7 @@ class Examination:
     @property
     def bad(self) -> bool:
         """True if a finding is a warning or worse."""
-        return any(LEVELS.index(finding.level) >= LEVELS.index(WARN) for finding in self.findings)
+        return any(finding.level != INFO for finding in self.findings)
 
 
 def examine(host: Host, log: NcclLog | None = None) -> Examination:

@@ -1,6 +1,7 @@
 """The machine as the doctor sees it: files under one root, commands through one runner, all of it replaceable.
 
-A file that can't be read is never an empty file: `read` says why by raising `NotSeen`, and the report repeats it.
+A file that can't be read is never an empty file: `read` says why by raising `NotSeen`, and the report repeats it. What
+a check does see it yields as a `Hit`, see `accel.comm.doctor.examination`.
 """
 
 from __future__ import annotations
@@ -13,14 +14,31 @@ import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from accel.profiler.errors import AccelError
+from accel.profiler.host import usable_cores
+
+INFO, WARN, ERROR = LEVELS = ("info", "warn", "error")
 
 Runner = Callable[[Sequence[str]], str]
 
 
 class NotSeen(AccelError):
     """Something could not be looked at; the text says what and why."""
+
+
+class Hit(NamedTuple):
+    """What a check saw, before the words of its row are added."""
+
+    evidence: str
+    """What was read where."""
+    about: str = ""
+    """What takes the place of `{}` in the row's fix."""
+    fix: str = ""
+    """Where it differs from the row's."""
+    level: str = ""
+    """Where it differs from the row's."""
 
 
 def run_command(command: Sequence[str]) -> str:
@@ -57,6 +75,19 @@ def limits() -> dict[str, float]:
     return {name: float("inf") if value == resource.RLIM_INFINITY else float(value) for name, value in soft.items()}
 
 
+def file_system_bytes(path: Path) -> int:
+    """Return the bytes of the file system that a path is on.
+
+    Raises:
+        NotSeen: if there is no such path.
+    """
+    try:
+        system = os.statvfs(path)
+    except OSError as error:
+        raise NotSeen(f"{path}: {(error.strerror or str(error)).lower()}") from None
+    return system.f_frsize * system.f_blocks
+
+
 @dataclass
 class Host:
     """Where the checks look.
@@ -68,7 +99,8 @@ class Host:
         resolve: host name → addresses.
         hostname: this machine's name.
         limits: `memlock` in bytes and `nofile`.
-        space: path under the root → bytes of its file system.
+        cores: that this process may use.
+        space: path → bytes of its file system.
         logged: settings of the environment that an NCCL log shows.
     """
 
@@ -78,7 +110,8 @@ class Host:
     resolve: Callable[[str], list[str]] = resolve
     hostname: str = field(default_factory=socket.gethostname)
     limits: Mapping[str, float] = field(default_factory=limits)
-    space: Callable[[str], int] | None = None
+    cores: int = field(default_factory=usable_cores)
+    space: Callable[[Path], int] = file_system_bytes
     logged: Mapping[str, str] = field(default_factory=dict)
 
     def path(self, name: str) -> Path:
@@ -109,6 +142,14 @@ class Host:
             return int(text, 0)
         except ValueError:
             raise NotSeen(f"{name}: holds {text[:20]!r}, not a number") from None
+
+    def known(self, name: str, least: int = 0) -> int | None:
+        """Return the whole number in a file, None where there is none or it is less: a driver's word for unknown."""
+        try:
+            number = self.number(name)
+        except NotSeen:
+            return None
+        return number if number >= least else None
 
     def data(self, name: str) -> bytes:
         """Return a file's bytes.
@@ -146,20 +187,6 @@ class Host:
             return int(self.set(name))
         except ValueError:
             return None
-
-    def room(self, name: str) -> int:
-        """Return the bytes of the file system that `name` is on.
-
-        Raises:
-            NotSeen: if there is no such path.
-        """
-        if self.space is not None:
-            return self.space(name)
-        try:
-            system = os.statvfs(self.path(name))
-        except OSError as error:
-            raise NotSeen(f"{name}: {(error.strerror or str(error)).lower()}") from None
-        return system.f_frsize * system.f_blocks
 
     # What several checks ask for
 

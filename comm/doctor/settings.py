@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from accel.comm.doctor.checks import ERROR, INFO, WARN, Hit
-from accel.comm.doctor.host import Host, NotSeen, matching
+from accel.comm.doctor.host import ERROR, INFO, WARN, Hit, Host, NotSeen, matching
 
 MAX_THREADS = 16
 MAX_SOCKETS = 64

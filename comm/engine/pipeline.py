@@ -41,9 +41,11 @@ class BucketJob:
     buffer: Tensor
     """(layout.numel,): each rank's gradients, at the end their mean."""
     slot: Slot
-    future: torch.futures.Future[Tensor]
     piece: Piece | None = None
     cuts: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.future = new_future(self.buffer)
 
     def tensors(self) -> list[Tensor]:
         """Return what later stages use."""
@@ -53,6 +55,11 @@ class BucketJob:
             for carried in self.piece.carry.values():
                 values += carried if isinstance(carried, (list, tuple)) else [carried]
         return [value for value in values if isinstance(value, Tensor)]
+
+
+def new_future(buffer: Tensor) -> torch.futures.Future[Tensor]:
+    """Return a future of the mean of a buffer."""
+    return torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else [])
 
 
 class PipelineStage(NamedTuple):

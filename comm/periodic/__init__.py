@@ -1,1 +1,1 @@
-"""Parts of local SGD and of FSDP between hosts."""
+"""Parts of local SGD."""

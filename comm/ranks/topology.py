@@ -83,7 +83,7 @@ def identity(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
         str(namespace.stat().st_ino) if namespace.exists() else "",
     ]
     agent = environ.get("GROUP_RANK", "") if "LOCAL_WORLD_SIZE" in environ else ""
-    return {"agent": agent, "machine": "/".join(parts), "name": socket.gethostname()}
+    return {"agent": agent, "machine": "/".join(parts)}
 
 
 def from_identities(identities: Sequence[Mapping[str, str]]) -> Topology:

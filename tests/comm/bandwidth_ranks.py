@@ -17,6 +17,12 @@ from accel.commands.bench_table import Request
 from accel.commands.cli import main
 
 
+def row(operation: str, size_bytes: int, time_s: float, link: str = "intra", ranks: int = 2) -> Row:
+    """Return a row of float32 that was measured."""
+    settings = {"link": link, "operation": operation, "ranks": ranks, "size_bytes": size_bytes}
+    return Row(**settings, count=size_bytes // 4, dtype="float32", time_s=time_s)  # type: ignore[arg-type]
+
+
 def alone(rank: int, world: int, request: Request) -> str:
     """Return what the command prints."""
     printed = io.StringIO()
@@ -54,7 +60,7 @@ def failing_alone(rank: int, world: int) -> PeerLost | None:
 
     dist.broadcast = broadcast
     # Larger than the buffers of the sockets, which would take it without a receiver.
-    return _cut_off(["broadcast"], [64 << 20], settings=Settings(runs=2, timeout_s=2))
+    return _cut_off(["broadcast"], [64 << 20], settings=Settings(runs=2, timeout_s=1))
 
 
 def _cut_off(operations: list[str], sizes: list[int], **options: Any) -> PeerLost | None:

@@ -69,7 +69,6 @@ GOOD: dict[str, str | bytes] = {
     "/proc/cmdline": "quiet iommu=pt",
     "/proc/sys/kernel/osrelease": "6.8.0",
     "/proc/sys/kernel/numa_balancing": "0",
-    "/proc/self/status": "Name:\tpython\nCpus_allowed_list:\t0-31,40\n",
     "/sys/fs/cgroup/cpu.max": "max 100000",
     "/sys/fs/cgroup/cpu.stat": "nr_periods 1000\nnr_throttled 2",
     "/sys/fs/cgroup/memory.max": str(100 << 30),
@@ -119,6 +118,7 @@ def host(
         "resolve": lambda name: ["10.0.0.7"],
         "hostname": "node1",
         "limits": {"memlock": float("inf"), "nofile": 65536.0},
+        "cores": 33,
         "space": lambda name: 64 << 30,
     }
     return Host(root=root, **{**arguments, **other})

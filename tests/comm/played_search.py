@@ -14,7 +14,7 @@ from accel.comm.catalogue import CATALOGUE, Entry
 from accel.comm.cost_model.cost import Link, Network
 from accel.comm.engine import gradient_engine
 from accel.comm.half import Half
-from accel.comm.selection.recorder import StepRecorder
+from accel.comm.selection.planner import StepRecorder
 from accel.comm.selector import AutoComm
 
 SLOW_S = 0.02

@@ -19,10 +19,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from accel.comm.bandwidth import Bandwidth, PeerLost, Row, Settings, measure_links, table
-from accel.comm.bandwidth import links as bandwidth_links
-from accel.comm.bandwidth.cases import DTYPES, OPERATIONS, RankPlace, elements, modulus
+from accel.comm.bandwidth.cases import DTYPES, OPERATIONS, LinkClass, RankPlace, elements, links_of, modulus, sent_bytes
 from accel.comm.bandwidth.fit import fit_line
-from accel.comm.bandwidth.links import LinkClass, links_of, sent_bytes
 from accel.comm.ranks.topology import by_machine
 from accel.commands.bench import _child, bench
 from accel.commands.bench_table import BandwidthTable, Request, size_text
@@ -50,15 +48,7 @@ ROOT = Path(__file__).resolve().parents[2]
     ],
 )
 def test_bus_bandwidth_is_that_of_nccl_tests(operation: str, ranks: int, factor: float) -> None:
-    row = Row(
-        link="world",
-        operation=operation,
-        ranks=ranks,
-        size_bytes=1000,
-        count=250,
-        dtype="float32",
-        time_s=0.5,
-    )
+    row = bandwidth_ranks.row(operation, 1000, 0.5, "world", ranks)
     assert row.algbw == 2000
     assert row.busbw == 2000 * factor
 
@@ -183,7 +173,7 @@ def test_bytes_are_read_without_counting_bridges_twice(tmp_path: Path) -> None:
 
 
 def test_a_link_that_was_not_measured_is_stood_for() -> None:
-    speed = Bandwidth(((0, 1),), (), 0.1, False, ("intra",))
+    speed = Bandwidth(((0, 1),), (), 0.1, ("intra",))
     assert speed.link("world") == speed.link("inter") == "intra"
     with pytest.raises(ValueError, match="link must be one of intra, inter, world, got 'wifi'"):
         speed.link("wifi")
@@ -226,7 +216,7 @@ def test_bytes_on_the_wire_are_those_of_the_algorithms(rank: int, world: int) ->
         dist.all_reduce(total)
         return int(total)
 
-    bandwidth_links.sent_bytes = sent_bytes
+    table.sent_bytes = sent_bytes
     # Of the largest size, in bytes of the operation: the root of a broadcast sends all, the other rank nothing.
     bounds = {"all_reduce": (1.0, 1.5), "all_gather": (0.5, 0.9), "broadcast": (0.5, 0.9)}
     for row in measured(list(bounds), [1 << 20, 4 << 20]).rows:
@@ -239,7 +229,6 @@ def test_bytes_on_the_wire_are_those_of_the_algorithms(rank: int, world: int) ->
 def test_probe_ends_in_time_with_the_same_lines_everywhere(rank: int, world: int) -> None:
     sizes = [4096, 1 << 16, 1 << 19, 64 << 20]
     speed = measured(["all_reduce", "all_to_all"], sizes, settings=Settings(budget_s=0.0))
-    assert speed.cut
     assert {row.size_bytes for row in speed.rows} == {4096, 1 << 16}
     assert speed.fit("all_to_all", "world") == speed.fit("all_to_all", "intra")
 
@@ -340,18 +329,7 @@ def test_a_fit_that_is_no_line_is_not_printed(capsys: pytest.CaptureFixture[str]
     table = BandwidthTable(request, "gloo", 2)
 
     def rows(operation: str, times: list[float]) -> list[Row]:
-        return [
-            Row(
-                link="intra",
-                operation=operation,
-                ranks=2,
-                size_bytes=4096 << 2 * number,
-                count=1024,
-                dtype="float32",
-                time_s=time_s,
-            )
-            for number, time_s in enumerate(times)
-        ]
+        return [bandwidth_ranks.row(operation, 4096 << 2 * number, time_s) for number, time_s in enumerate(times)]
 
     table.end([*rows("all_reduce", [1e-4, 2e-4, 5e-4]), *rows("broadcast", [1e-4, 9e-3, 2e-4])], None, "")
     said = " ".join(capsys.readouterr().out.split())

@@ -1,4 +1,4 @@
-"""States bound to DDP modules with a group, ignored parameters or flags of their own, and to groups that came anew."""
+"""States bound to DDP modules with a group, ignored parameters or flags of their own; which ranks share a host."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -17,6 +18,7 @@ from accel.comm.dgc import DGC
 from accel.comm.fsdp import FSDPComm
 from accel.comm.hooks import CommState, hook
 from accel.comm.int8 import Int8
+from accel.comm.ranks.topology import Topology, from_identities, identity
 from accel.comm.selection import offers
 from accel.comm.selection.planner import Planner
 from tests.comm.cases import SECONDS, Given, backward, gradients, lacks, mean_gradient, message, same_everywhere
@@ -116,3 +118,35 @@ def _bind(world: int) -> None:
     mesh: Any = init_device_mesh("cpu", (world, 1), mesh_dim_names=("replicate", "shard"))
     torch.manual_seed(0)
     FSDPComm(fully_shard(nn.Linear(4, 4), mesh=mesh["shard"]), mesh, timeout=SOON).close()
+
+
+def told(agent: str, machine: str) -> dict[str, str]:
+    return {"agent": agent, "machine": machine}
+
+
+def test_torchruns_agents_are_hosts_even_on_one_machine() -> None:
+    found = from_identities([told("0", "m"), told("1", "m"), told("0", "m"), told("1", "m")])
+    assert found.hosts == ((0, 2), (1, 3))
+    assert found.within(3) == (1, 3)
+    assert found.across(3) == (2, 3)
+    assert found.host_of(2) == 0
+
+
+def test_without_agents_on_every_rank_machines_are_hosts() -> None:
+    found = from_identities([told("0", "a"), told("", "b"), told("", "a")])
+    assert found.hosts == ((0, 2), (1,))
+    assert not found.even
+    with pytest.raises(ValueError, match=r"as many ranks on each host, got 2 on host 0, 1 on host 1; start as many"):
+        found.across(0)
+
+
+@pytest.mark.parametrize("hosts", [((0, 0),), ((1,),), ((0,), ()), ((0, 2),)])
+def test_every_rank_is_on_one_host(hosts: tuple[tuple[int, ...], ...]) -> None:
+    with pytest.raises(ValueError, match="each of the ranks 0, 1, … once"):
+        Topology(hosts)
+
+
+def test_identity_takes_the_agent_only_from_torchrun() -> None:
+    assert identity({"GROUP_RANK": "3"})["agent"] == ""
+    assert identity({"GROUP_RANK": "3", "LOCAL_WORLD_SIZE": "2"})["agent"] == "3"
+    assert identity({})["machine"] == identity({"GROUP_RANK": "1", "LOCAL_WORLD_SIZE": "1"})["machine"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import pickle
 from typing import Any
 
 import pytest
@@ -12,10 +11,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from accel.comm.compression.dgc_pack import Pack, ParameterRange
-from accel.comm.dgc import DGC
+from accel.comm.compression.momentum import ParameterRange
+from accel.comm.dgc import DGC, Pack
 from accel.comm.hooks import CommState, hook
-from accel.comm.ranks.small_sums import TINY_BYTES
 from accel.comm.sgd_momentum import take_momentum
 from tests.comm.cases import SECONDS, buckets, flat, lacks, message, same_everywhere
 from tests.comm.dgc_training import (
@@ -366,33 +364,6 @@ def test_warm_up_goes_down_in_stages(step: int, ratio: float) -> None:
     assert DGC(0.05, warmup_steps=10).ratio_at(step) == max(ratio, 0.05)
 
 
-@pytest.mark.parametrize(
-    ("settings", "text"),
-    [
-        ({"ratio": 0}, r"must be in \(0, 1\], got 0"),
-        ({"ratio": 1.5}, "got 1.5"),
-        ({"ratio": float("nan")}, "got nan"),
-        ({"warmup": (0.5, 2)}, "got 2"),
-        ({"max_grad_norm": 0}, "max_grad_norm must be positive, got 0"),
-        ({"warmup_steps": -1}, "got -1 and 1024"),
-    ],
-)
-def test_bad_settings_are_refused(settings: dict[str, Any], text: str) -> None:
-    with pytest.raises(ValueError, match=text):
-        DGC(**settings)
-
-
-def test_it_pickles_and_tells_its_settings() -> None:
-    one = DGC(0.01, max_grad_norm=2.0, warmup_steps=3)
-    again = pickle.loads(pickle.dumps(one))
-    assert repr(again) == repr(one)
-    assert again.needs_whole_step
-    assert repr(DGC(0.01)) != repr(one)
-    assert again.fields == ("velocity",)
-    assert DGC(momentum=False).fields == ()
-    assert DGC().bytes_per_element() == 0.008
-
-
 class Peers:
     """A channel to ranks whose packs are known."""
 
@@ -413,22 +384,21 @@ class Peers:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("dense", [0, 1, 7, TINY_BYTES])
+@pytest.mark.parametrize("dense", [0, 1, 7])
 def test_packs_add_up_by_position(dtype: torch.dtype, dense: int) -> None:
     parts = [
-        ParameterRange("a", 0, 50, 3),
-        ParameterRange("b", 50, 50 + dense, 0),
-        ParameterRange("c", 50 + dense, 61 + dense, 2),
+        ParameterRange("a", slice(0, 50), 3),
+        ParameterRange("b", slice(50, 50 + dense), 0),
+        ParameterRange("c", slice(50 + dense, 61 + dense), 2),
     ]
     values = torch.randn(61 + dense, dtype=dtype)
     packs = []
     for rank in (0, 1):
-        pack = Pack.empty(values, parts, 2)
+        pack = Pack.empty(values, parts)
         filled = pack.put(0, torch.tensor([4, 49, 0][: 3 - rank]), values[:50], 0)  # rank 1 fills two entries of five
         if rank == 0:
             pack.put(filled, torch.tensor([10]), values[50 + dense :], 50 + dense)
         pack.used[0] = 1
-        pack.put_dense(values, parts)
         packs.append(pack)
     want = torch.zeros_like(values)
     want[[4, 49]] = 2 * values[[4, 49]]
@@ -438,7 +408,7 @@ def test_packs_add_up_by_position(dtype: torch.dtype, dense: int) -> None:
     assert packs[0].raw.shape == packs[1].raw.shape
     assert packs[0].gather(values, parts, peers).tolist() == [1, 0, 0]  # type: ignore[arg-type]
     assert torch.equal(values, want)
-    assert peers.reduced == (dense == TINY_BYTES)
+    assert peers.reduced == (dense > 0)
 
 
 def clipped(gradient: torch.Tensor, ranks: int) -> torch.Tensor:

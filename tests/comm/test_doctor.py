@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 
 from accel.comm.doctor import Examination, examine
-from accel.comm.doctor.checks import ERROR, INFO, WARN, Check, Hit
-from accel.comm.doctor.devices import acs_bits
-from accel.comm.doctor.examination import LOG, MACHINE, look
-from accel.comm.doctor.host import Host, NotSeen, limits, matching, run_command
+from accel.comm.doctor.examination import LOG, MACHINE, Check, look
+from accel.comm.doctor.host import ERROR, INFO, WARN, Hit, Host, NotSeen, limits, matching, run_command
+from accel.comm.doctor.machine import acs_bits
 from tests.comm.fake_host import CARD, NET, PCI, config_space, host, interface
 
 NO_RDMA = {"/sys/class/infiniband/mlx5_0/ports/1/state": "1: DOWN"}

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from accel.comm.doctor import NO_LOG, Examination, examine, nccl_log
-from accel.comm.doctor.checks import ERROR, INFO, WARN
 from accel.comm.doctor.examination import LOG
+from accel.comm.doctor.host import ERROR, INFO, WARN
 from accel.comm.doctor.nccl_log import NotALog, parse
 from tests.comm.fake_host import host
 
@@ -170,7 +170,7 @@ def test_prefixes_of_launchers_are_skipped(prefix: str) -> None:
     assert log.host_of == {0: "node1", 1: "node1", 2: "node2", 3: "node2"}
     assert log.transports == {"NET/IB/GDRDMA": 2, "P2P": 2}
     assert log.channels == {4}
-    assert log.versions.keys() == {"2.27.3"}
+    assert log.versions == {"2.27.3"}
 
 
 def test_old_forms_of_the_lines_are_read() -> None:

@@ -89,10 +89,10 @@ def test_bad_input_is_refused_in_one_sentence(rank: int, world: int) -> None:
         "nothing raised" if rank == 0 else f"InvalidArgument: rank {rank} is not in process_group"
     ), said
     if rank:
-        said = message(lambda: CommState(model, timeout=timedelta(seconds=1)))
-        assert "waits for rank 0, which made no CommState within 1 s" in said
-        said = message(lambda: Planner(planned, patience=timedelta(seconds=1)))
-        assert "waits for rank 0, which made no Planner within 1 s" in said
+        said = message(lambda: CommState(model, timeout=timedelta(seconds=0.5)))
+        assert "waits for rank 0, which made no CommState within 0.5 s" in said
+        said = message(lambda: Planner(planned, patience=timedelta(seconds=0.5)))
+        assert "waits for rank 0, which made no Planner within 0.5 s" in said
     dist.barrier()
 
 

@@ -131,20 +131,6 @@ def test_a_rank_alone_gets_what_it_would_among_all_and_reads_no_more(old: int, n
         assert read == (list(range(rank, old, new)) or [rank % old])
 
 
-@pytest.mark.parametrize(("old", "new"), [(1000, 250), (250, 1000), (1000, 1000), (16, 1)])
-def test_a_thousand_ranks_read_each_state_once_and_not_a_thousand_times(old: int, new: int) -> None:
-    state, read = saved(1)[0], 0
-
-    def load(number: int) -> dict[str, Any]:
-        nonlocal read
-        read += 1
-        return state
-
-    for rank in range(new):
-        reshard(load, new, rank=rank, saved=old)
-    assert read == max(old, new)
-
-
 def test_resharding_refuses_what_it_can_not_do() -> None:
     states = saved(2)
     for match, given_states, options in (

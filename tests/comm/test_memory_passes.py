@@ -41,7 +41,7 @@ def traffic(kind: Compressor, shapes: list[tuple[int, ...]], feedback: bool) -> 
     for step in (1, 2, 3):
         with Traffic() as counted, torch.no_grad():
             memory.settle()
-            job = BucketJob(step, layout, buffer, memory.slot(layout), torch.futures.Future())
+            job = BucketJob(step, layout, buffer, memory.slot(layout))
             for stage in stages:
                 stage.run(job, stage.channel)
     return counted.read / buffer.nbytes, counted

@@ -166,11 +166,3 @@ def test_a_small_parameter_of_another_dtype_crosses_hosts(rank: int, world: int)
         assert one.grad is not None
         assert same_everywhere(one.grad), name
         assert one.grad.isfinite().all(), name
-
-
-def test_it_pickles_and_tells_its_settings() -> None:
-    one = OneBit(64, momentum=True, start_step=3)
-    again = pickle.loads(pickle.dumps(one))
-    assert repr(again) == repr(one) == "OneBit(block=64, exact_below=1024, momentum=True, start_step=3)"
-    assert again.fields == ("velocity",)
-    assert OneBit().fields == ()

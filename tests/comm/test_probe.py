@@ -13,26 +13,17 @@ from accel.comm.bandwidth import Bandwidth, Row
 from accel.comm.cost_model import probe
 from accel.comm.cost_model.probe import network_of
 from accel.comm.ranks.topology import Topology
+from tests.comm.bandwidth_ranks import row
 from tests.comm.ranks import on_ranks
 
 
 def rows(link: str, ranks: int, alpha_s: float, beta_s: float, message_s: float) -> list[Row]:
     """Return all-reduces of α + β S, and all-to-alls with another α."""
-    found = []
-    for operation, latency in (("all_reduce", alpha_s), ("all_to_all", message_s)):
-        for size in (4096, 1 << 20):
-            found.append(
-                Row(
-                    link=link,
-                    operation=operation,
-                    ranks=ranks,
-                    size_bytes=size,
-                    count=size // 4,
-                    dtype="float32",
-                    time_s=latency + beta_s * size,
-                )
-            )
-    return found
+    return [
+        row(operation, size, latency + beta_s * size, link, ranks)
+        for operation, latency in (("all_reduce", alpha_s), ("all_to_all", message_s))
+        for size in (4096, 1 << 20)
+    ]
 
 
 def test_the_bytes_that_are_sent_are_what_a_link_takes_time_for() -> None:
@@ -42,7 +33,6 @@ def test_the_bytes_that_are_sent_are_what_a_link_takes_time_for() -> None:
             rows("intra", 2, 1e-4, 1e-9, 1e-5) + rows("inter", 2, 2e-3, 1e-8, 1e-4) + rows("world", 4, 4e-3, 3e-8, 2e-4)
         ),
         1.0,
-        False,
         ("intra", "inter", "world"),
     )
     found = network_of(speed, Topology(((0, 1), (2, 3))), cores=0.5)
@@ -58,7 +48,6 @@ def test_a_ring_over_all_is_no_faster_than_the_link_it_crosses() -> None:
         ((0, 1), (2, 3)),
         tuple(rows("intra", 2, 0, 1e-9, 0) + rows("inter", 2, 0, 1e-8, 0) + rows("world", 4, 0, 1e-9, 0)),
         1.0,
-        False,
         ("intra", "inter", "world"),
     )
     found = network_of(speed, Topology(((0, 1), (2, 3))), cores=1.0)
@@ -66,7 +55,7 @@ def test_a_ring_over_all_is_no_faster_than_the_link_it_crosses() -> None:
 
 
 def test_with_one_rank_a_host_one_class_stands_for_all() -> None:
-    speed = Bandwidth(((0,), (1,)), tuple(rows("inter", 2, 1e-3, 1e-8, 1e-4)), 1.0, False, ("inter",))
+    speed = Bandwidth(((0,), (1,)), tuple(rows("inter", 2, 1e-3, 1e-8, 1e-4)), 1.0, ("inter",))
     found = network_of(speed, Topology(((0,), (1,))), cores=1.0)
     assert found.intra == found.inter == found.world
 
@@ -81,6 +70,7 @@ def test_a_topology_is_measured_once_unless_a_rank_does_not_know_it(rank: int, w
         return measure_links(*arguments, **options)
 
     probe.measure_links = counted
+    probe._SIZES, probe._BYTES = (1 << 12, 1 << 16), 1 << 16  # as quickly as can be
     network = probe.probe(topology, cpu)
     assert probe.probe(topology, cpu) == network
     assert len(calls) == 1

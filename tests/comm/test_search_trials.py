@@ -10,7 +10,7 @@ import pytest
 
 from accel.comm.catalogue import Scheme
 from accel.comm.cost_model.choice import Choice, Option, preferred
-from accel.comm.selection.search import search
+from accel.comm.selector import search
 from accel.profiler.trial_driver import Block, Steps
 
 T = TypeVar("T")

@@ -1,8 +1,9 @@
-"""Every compressor, flat and by hosts, on buckets of nothing, of one element and of less than a block for each rank."""
+"""Every compressor on buckets of nothing, of one element and of less than a block: means, and no wait for a device."""
 
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,8 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from accel.comm import dgc
 from accel.comm.catalogue import SchemeSettings
 from accel.comm.compressor import RESIDUAL, Compressor, Exact
+from accel.comm.cost_model.dry_run import DryChannel
 from accel.comm.dgc import DGC
 from accel.comm.engine.pipeline import BucketJob
 from accel.comm.engine.reduction import Arrangement, arranged, pipeline_stages
@@ -126,7 +129,7 @@ def _train(
         for layout in buckets:
             compressor.check(layout)
             buffer = _gradient(layout, rank, step)
-            job = BucketJob(step, layout, buffer, memory.slot(layout), torch.futures.Future())
+            job = BucketJob(step, layout, buffer, memory.slot(layout))
             for stage in stages:
                 stage.run(job, stage.channel)
             found["means"].append(buffer)
@@ -161,7 +164,7 @@ def test_a_residual_of_what_is_sent_as_it_is_follows_gradients_with_a_loss_scale
         settings, arrangement = SchemeSettings(compressor, False, True), Arrangement(False, (rank,), (0, 1), 2)
         stages = pipeline_stages(settings, arrangement, memory, lambda name, ranks: world.channel(name, ranks, rank))
         buffer = torch.full((3,), 8.0 * used)
-        job = BucketJob(1, layout, buffer, memory.slot(layout), torch.futures.Future())
+        job = BucketJob(1, layout, buffer, memory.slot(layout))
         for stage in stages:
             stage.run(job, stage.channel)
         return buffer, memory.state_dict()["own"][RESIDUAL]["a"][0][1]
@@ -218,3 +221,43 @@ def check(name: str, topology: tuple[int, int], hierarchical_ways: Sequence[bool
             # Gradients are divided by the number of ranks, sent and kept in their dtype, at values of up to 8.
             most = 8 * (STEPS + 1) * (hosts + 1) * max(torch.finfo(layout.dtype).eps, 1e-7)
             assert (error.abs() < most).all(), (hierarchical, layout)
+
+
+WHERE = {"flat": Topology(((0,), (1,))), "5 ranks": Topology(((0,), (1,), (2,), (3,), (4,))), "by hosts": None}
+FOUR = Topology(((0, 1), (2, 3)))
+SHAPES = [(7,), (5, 13), (), (40, 40)]
+
+
+def _named(kind: Compressor) -> Compressor:
+    if getattr(kind, "momentum", False):
+        kind._bind(Source())  # type: ignore[attr-defined]
+    return kind
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("where", ["flat", "5 ranks", "by hosts"])
+@pytest.mark.parametrize("name", COMPRESSORS)
+def test_nobody_asks_the_device_for_a_value(name: str, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Which are the largest decides how many there are, and the host waits for that: docs/comm.md says so.
+    some: Callable[[Tensor, int], Tensor] = lambda values, count: torch.zeros(  # noqa: E731
+        min(count, values.numel()), dtype=torch.int64, device=values.device
+    )
+    monkeypatch.setattr(dgc, "largest", some)
+    kind = _named(COMPRESSORS[name]())
+    topology, hierarchical = WHERE[where] or FOUR, where == "by hosts"
+    memory = Memory()
+    stages = pipeline_stages(
+        SchemeSettings(kind, hierarchical, kind.takes_feedback),
+        arranged(topology, 0, hierarchical),
+        memory,
+        lambda _, ranks: DryChannel(ranks, topology, time.perf_counter),
+    )
+    layout = Layout(0, tuple(map(str, range(len(SHAPES)))), tuple(map(torch.Size, SHAPES)), torch.float32, is_last=True)
+    with torch.no_grad():
+        for step in (1, 2, 3):
+            buffer = torch.randn(layout.numel, device="meta")
+            job = BucketJob(step, layout, buffer, memory.slot(layout))
+            job.slot.agreed = True  # asked for once, when buckets are new
+            for stage in stages:
+                stage.run(job, stage.channel)  # raises where a value is asked for
+            memory._settle(finite=True)  # read once a step
