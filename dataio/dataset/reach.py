@@ -23,7 +23,6 @@ import types
 import weakref
 from collections import deque
 from collections.abc import Iterator
-from importlib.util import resolve_name
 from itertools import islice
 from pathlib import PurePath
 from types import MemberDescriptorType
@@ -227,11 +226,7 @@ def named_modules(function: types.FunctionType) -> list[tuple[types.ModuleType, 
     """Return the user's own modules that a function names or imports, with what it may name of each."""
     names = names_of(function.__code__)
     named = [function.__globals__.get(name) for name in names.globals]
-    for imported in names.imported:
-        try:
-            module = resolve_name(imported, function.__globals__.get("__package__") or "")
-        except ImportError:  # a relative one, outside of a package
-            continue
+    for module in names.imported:
         named += [sys.modules.get(each) for each in (module, *(f"{module}.{part}" for part in names.all))]
     modules = {each.__name__: each for each in named if isinstance(each, types.ModuleType)}
     return [(each, sorted(names.all)) for name, each in modules.items() if not is_library(name)]
@@ -244,41 +239,19 @@ class Names(NamedTuple):
     all: frozenset[str]
     """Attributes and methods too."""
     imported: frozenset[str]
-    """Modules that it imports when it runs, relative ones with their dots."""
-
-    @property
-    def by_text(self) -> bool:
-        """Whether it looks things up by texts that may be made when it runs."""
-        return not (_LOOKS_UP.isdisjoint(self.globals) and _LOOKS_UP.isdisjoint(self.all))
-
-    @property
-    def attributes_by_text(self) -> bool:
-        """Whether it may ask an object for an attribute by such a text."""
-        return not ASKS_BY_TEXT.isdisjoint(self.all)
-
-
-_LOOKS_UP = frozenset(
-    {
-        *("__import__", "eval", "exec", "import_module", "modules", "globals", "__globals__", "f_globals"),
-        *("_getframe", "currentframe", "builtins", "__builtins__"),
-    }
-)
-ASKS_BY_TEXT = frozenset({"getattr", "vars", "__dict__", "__getattribute__", "attrgetter", "getattr_static"})
+    """Modules that it imports when it runs, by their whole names."""
 
 
 @functools.lru_cache(4096)
 def names_of(code: types.CodeType) -> Names:
-    """Return what code names; texts in it too where it asks for something by a text."""
+    """Return what code names."""
     inner = [names_of(each) for each in code.co_consts if isinstance(each, types.CodeType)]
-    steps = list(dis.get_instructions(code))
-    asked = {(each.opname, each.argval) for each in steps}
-    loaded = {name for kind, name in asked if kind in ("LOAD_GLOBAL", "LOAD_NAME")}
-    levels = [(steps[at - 2].argval, each.argval) for at, each in enumerate(steps) if each.opname == "IMPORT_NAME"]
-    imported = {"." * level + name if isinstance(level, int) else name for level, name in levels}
-    texts = {each for each in code.co_consts if isinstance(each, str) and each.isidentifier()}
+    steps = [(each.opname, each.argval) for each in dis.get_instructions(code)]
+    loaded = {name for kind, name in steps if kind in ("LOAD_GLOBAL", "LOAD_NAME")}
+    imported = {name for kind, name in steps if kind == "IMPORT_NAME"}
     return Names(
-        frozenset(loaded | (texts if "globals" in loaded else set())).union(*(each.globals for each in inner)),
-        frozenset({*code.co_names, *(texts if "getattr" in loaded else ())}).union(*(each.all for each in inner)),
+        frozenset(loaded).union(*(each.globals for each in inner)),
+        frozenset(code.co_names).union(*(each.all for each in inner)),
         frozenset(imported).union(*(each.imported for each in inner)),
     )
 

@@ -27,8 +27,7 @@ from torch.utils.data import DataLoader
 from accel.dataio.engine.engine import BatchJob, Engine, InlineEngine
 from accel.dataio.passes import epochs
 from accel.dataio.passes.copies import DatasetCopies
-from accel.dataio.passes.epochs import Ahead, Draws, States, capture, draw_ahead, epoch_of, same, same_draws
-from accel.dataio.passes.index_lists import IndexLists
+from accel.dataio.passes.epochs import Ahead, Draws, IndexLists, States
 from accel.dataio.passes.not_ahead import AheadCheck
 from accel.profiler.interruptions import ours
 
@@ -123,10 +122,10 @@ class PrefetchAcrossEpochs:
         self._forget_handed()
         if self._resumed is not None:
             self._start()
-        if self._lists.changed() and self._under_way():
+        if self._lists.has_new_size and self._under_way():
             self._take_back()
             self._give_lists_back()
-        self.check.refuse(drawn_since=not self._ended and not same(self._lists.draws.generators(), self._drawn))
+        self.check.refuse(drawn_since=not self._ended and not epochs.same(self._lists.draws.generators(), self._drawn))
         self._fill()
         job = self._record[self._collected] if len(self._record) > self._collected else None
         if job is None or job.epoch != self._epoch:
@@ -274,12 +273,12 @@ class PrefetchAcrossEpochs:
 
         On success the random states are advanced exactly as beginning the plain loader's epoch would have.
         """
-        if self._ahead is None or self._under_way() or not (self._ended or same(self._drawn, self._after)):
+        if self._ahead is None or self._under_way() or not (self._ended or epochs.same(self._drawn, self._after)):
             # Nothing drawn ahead, or the loop left the epoch before its last batch; or with it, but without asking for
             # one more, which is when the sampler would have drawn once more.
             return False
         ahead, lists = self._ahead
-        undisturbed = same_draws(self.loader, ahead)
+        undisturbed = epochs.same_draws(self.loader, ahead)
         if not (undisturbed and ahead.holds(self.loader)) or not self._copies.are_right(self.engine):
             self.failed_guesses += 1
             # A loop that draws random numbers of its own between the two will do so again; epochs can be learnt.
@@ -310,7 +309,7 @@ class PrefetchAcrossEpochs:
         ahead = self._resumed
         if ahead is None:
             return
-        if same(capture(self.loader), ahead.began):
+        if epochs.same(epochs.capture(self.loader), ahead.began):
             ahead.draws.begin()
         elif ahead.draws.drew(ahead.began):
             self._wrong += _MOST_WRONG
@@ -381,7 +380,7 @@ class PrefetchAcrossEpochs:
             return False
         changed, view = expected
         seeded = self.base_seed if epochs.persistent(self.loader) else None
-        ahead = draw_ahead(self.loader, step=self._epoch_step, seeded=seeded)
+        ahead = epochs.draw_ahead(self.loader, step=self._epoch_step, seeded=seeded)
         if ahead is None:
             return False
         self._copies.expect(self.engine, changed)
@@ -396,7 +395,7 @@ class PrefetchAcrossEpochs:
     def _note_epoch(self, first: int) -> None:
         """Learn how the sampler's epoch and the dataset move from one epoch to the next."""
         self._look()
-        epoch = epoch_of(self.loader)
+        epoch = epochs.epoch_of(self.loader)
         self._copies.begin_epoch(whole=not first)
         # After an early break some samplers stay where they are: this says nothing about the end of an epoch.
         if not first and self._ended and epoch is not None and self._begun_at is not None:

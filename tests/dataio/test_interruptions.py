@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from accel.dataio.engine.processes import ProcessEngine
 from accel.dataio.loader import ContinuousLoader
 from accel.dataio.passes import tuner
-from accel.dataio.passes.index_lists import ListLost
+from accel.dataio.passes.epochs import ListLost
 from accel.dataio.passes.prefetch import PrefetchAcrossEpochs
 from accel.dataio.passes.proxy import LoaderProxy
 from tests.dataio.engines import Silent

@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import default_collate
 
 from accel.dataio.sample_cache import SampleCache
-from accel.dataio.samples.layout import NotKept, SampleLayout
+from accel.dataio.samples.store import NotKept, SampleLayout
 
 
 class Pair(NamedTuple):
