@@ -29,7 +29,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch.distributed as dist
 from numpy.typing import NDArray
 from torch.utils.data import Sampler
 
@@ -51,6 +50,7 @@ from accel.dataio.sampling.balance_plan import (
     spread,
     take,
 )
+from accel.dataio.sampling.round_robin import world
 from accel.profiler.errors import InvalidArgument
 
 Cost = Callable[[Floats], Any]
@@ -113,8 +113,7 @@ class LengthBalancedBatchSampler(Sampler[list[int]]):
         max_tokens: most tokens of a batch: the sum of its lengths, or n × the longest if `padded`.
         batch_size: most samples of a batch; give this or `max_tokens`. Sizes then differ by 1 at most. With `padded`
             and a heavy tail use `max_tokens`: one long sample makes a whole batch long.
-        num_replicas: number of ranks, default that of torch.distributed if it is initialised, else 1.
-        rank: this rank, default that of torch.distributed, else 0.
+        num_replicas, rank: number of ranks and this one; default the process group's, or 1 and 0 outside torchrun.
         padded: batches are padded to their longest: a batch costs n × cost(longest), else the sum of cost(length).
         cost: takes lengths (n,) float64, returns their costs (n,), ≥ 0 and not decreasing; default the lengths.
         shuffle: False gives the same epoch each time, the most costly steps first.
@@ -127,7 +126,8 @@ class LengthBalancedBatchSampler(Sampler[list[int]]):
             unpadded, where packs are random anyway.
 
     Raises:
-        InvalidArgument: if an argument is out of range or a sample is longer than `max_tokens`.
+        InvalidArgument: if an argument is out of range, a sample is longer than `max_tokens`, or torchrun started
+            several ranks and there is no group.
 
     Example:
         >>> sampler = LengthBalancedBatchSampler([len(s) for s in samples], max_tokens=8192)
@@ -154,7 +154,7 @@ class LengthBalancedBatchSampler(Sampler[list[int]]):
         drop_last: bool = False,
         jitter: float | None = None,
     ) -> None:
-        self.num_replicas, self.rank = _place(num_replicas, rank)
+        self.num_replicas, self.rank = world(num_replicas, rank)
         self._lengths = check_lengths(lengths)
         self._limits(max_tokens, batch_size, jitter)
         self.max_tokens, self.batch_size, self.padded = max_tokens, batch_size, padded
@@ -368,17 +368,6 @@ class _Planner:
         if rng is not None:
             ranked = rng.permuted(rng.permutation(ranked), axis=1)
         return take(packs, ranked.ravel())
-
-
-def _place(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
-    running = dist.is_available() and dist.is_initialized()
-    ranks = num_replicas if num_replicas is not None else dist.get_world_size() if running else 1
-    here = rank if rank is not None else dist.get_rank() if running else 0
-    if ranks < 1 or not 0 <= here < ranks:
-        raise InvalidArgument(
-            f"rank must be 0 to num_replicas - 1, got rank {here} of {ranks}; give both, or start torch.distributed"
-        )
-    return ranks, here
 
 
 def _costs(cost: Cost | None, lengths: Ints) -> Floats:

@@ -32,7 +32,6 @@ from accel.profiler.interruptions import ours
 log = logging.getLogger("accel.dataio")
 
 _MOST_TRIES = 2
-_WARN_S = 60.0
 STALL_S = 30.0
 # A fork waits so long for the threads of other engines to finish the batch in hand.
 _REST_S = 5.0
@@ -55,18 +54,15 @@ class WorkerPool:
         context: of multiprocessing.
         workers: how many.
         most_free: slots that a worker keeps while they are free.
-        threads: of an operation inside a worker.
         as_loop: see `ProcessEngine`.
 
     Attributes:
         handles: of those that run.
     """
 
-    def __init__(
-        self, loader: DataLoader[Any], context: Any, workers: int, most_free: int, threads: int, as_loop: bool
-    ) -> None:
+    def __init__(self, loader: DataLoader[Any], context: Any, workers: int, most_free: int, as_loop: bool) -> None:
         self._loader, self._context, self._workers = loader, context, workers
-        self._most_free, self._threads, self._as_loop = most_free, threads, as_loop
+        self._most_free, self._as_loop = most_free, as_loop
         self._begin()
 
     def _begin(self) -> None:
@@ -96,7 +92,6 @@ class WorkerPool:
             fetch_of(self._loader),
             None if self._as_loop else self._loader.worker_init_fn,
             base_seed,
-            self._threads,
             most_free=self._most_free,
             as_loop=self._as_loop,
         )
@@ -204,7 +199,6 @@ class ProcessEngine:
         workers: processes, at least 1.
         start_method: "fork", "forkserver" or "spawn"; None for the loader's own context, or the system's default.
         prefetch: batches each worker may be ahead, default 2.
-        threads: threads of an operation inside a worker, default 1, as in `DataLoader`.
         stall_s: after so many seconds (default 30) without its first batch, a worker that was forked while other
             threads ran is taken for stuck on a lock that was copied locked; then all are given up. With `check` any
             forked worker is, and after 30 seconds at least at any later batch: the loop can make it itself.
@@ -226,12 +220,11 @@ class ProcessEngine:
         *,
         start_method: str | None = None,
         prefetch: int = 2,
-        threads: int = 1,
         stall_s: float | None = None,
         check: Callable[[str], None] | None = None,
         as_loop: bool = False,
     ) -> None:
-        for name, value in (("workers", workers), ("prefetch", prefetch), ("threads", threads)):
+        for name, value in (("workers", workers), ("prefetch", prefetch)):
             if value < 1:
                 raise InvalidArgument(f"{name} must be at least 1, got {value}")
         context = _context(loader, start_method)
@@ -240,7 +233,7 @@ class ProcessEngine:
         self._timeout_s, self._check = float(loader.timeout), check
         self.stall_s = STALL_S if stall_s is None else stall_s
         # A worker may hold as many free slots as it can have jobs, and one for the batch in the loop's hands.
-        self.pool = WorkerPool(loader, context, workers, prefetch + 2, threads, as_loop)
+        self.pool = WorkerPool(loader, context, workers, prefetch + 2, as_loop)
         self._jobs = JobBook()
         self.base_seed = self._failed_starts = 0
         self._numbers: Numbers = {}
@@ -339,7 +332,7 @@ class ProcessEngine:
             return
         self.start()
         results = self._jobs.results  # of this process
-        began = warned = time.monotonic()
+        began = time.monotonic()
         patience = min(1.0, self._timeout_s or 1.0)
         while serial not in results:
             for handle, message in self.pool.messages(patience / 2):
@@ -356,20 +349,10 @@ class ProcessEngine:
                 raise WorkersStuck(self.deaths[-1])
             if self._timeout_s and waited > self._timeout_s:
                 raise FetchTimeout(_late(holder, serial, waited, self._timeout_s))
-            if time.monotonic() - warned > _WARN_S and holder is not None:
-                warned = time.monotonic()
-                holder.send("where", None)
 
     def _take(self, handle: WorkerHandle, message: Any) -> None:
         if isinstance(message, worker.Ready):
             handle.ready, self._failed_starts = True, 0
-        elif isinstance(message, worker.Where):
-            log.warning(
-                "worker process %d has been at one batch for over %.0f s; it is here:\n%s",
-                handle.number,
-                _WARN_S,
-                message.stack,
-            )
         elif isinstance(message, worker.Failed) and message.serial is None:
             self._end_workers()
             raise as_raised(message.error, message.text, f"worker process {handle.number} in {message.at}")

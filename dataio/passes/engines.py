@@ -10,12 +10,15 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch.utils.data import DataLoader
 
+from accel.dataio.dataset.fetch_watch import FetchWatch
 from accel.dataio.dataset.handles import HandleShared, check_fork, shared_handle
 from accel.dataio.dataset.numbers import declared
 from accel.dataio.dataset.thread_safety import unsafe
 from accel.dataio.engine.engine import Engine, InlineEngine, ThreadEngine
 from accel.dataio.engine.processes import STALL_S, ProcessEngine
+from accel.dataio.fetching.fetch import fetch_of
 from accel.dataio.passes.rounds import INLINE, Setting
+from accel.dataio.passes.tuner import LookAhead, Tuner
 from accel.profiler.errors import InvalidState
 from accel.profiler.host import usable_cores
 from accel.profiler.interruptions import ours
@@ -135,6 +138,32 @@ class LoaderEngines:
             raise InvalidState(f"{self.changing}: each process would have a copy of its own")
         if not self.asked or start_method == "fork":
             check_fork(self.loader, start_method, accepted=self._accepted)
+
+    def tuner(self) -> Tuner:
+        """Return what chooses among the settings."""
+        loader, options, init = self.loader, self.options, self.calls_init
+        safe = options.thread_safe
+        reason = unsafe(loader.dataset) if safe is None else "" if safe else "as requested (thread_safe=False)"
+        return Tuner(
+            self.start_method(asked=self.asked),
+            no_threads=reason,
+            ahead=LookAhead(self.prefetch, fixed=options.prefetch is not None),
+            limit=options.workers or (loader.num_workers if init else 0) or None,
+            processes_only="only processes call the loader's worker_init_fn" if init else "",
+            own=loader.num_workers,
+        )
+
+    def watch(self) -> FetchWatch:
+        """Return what sees whether fetching changes something.
+
+        Who declares that threads may read a dataset together means what it changes, too; of the collate function that
+        says nothing. Draws are seen by the engine: around a fetch the sampler draws too.
+        """
+        fetch = fetch_of(self.loader)
+        if not self.declared_safe:
+            return FetchWatch(fetch, draws=False)
+        of_dataset = getattr(fetch.collate, "__self__", None) is fetch.dataset
+        return FetchWatch(None if of_dataset else fetch.of(None), draws=False)
 
     def start_own(self) -> Engine | None:
         """Start the workers that the user asked for: the loop has opened nothing yet that fetching opens."""
