@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.data import (
@@ -194,7 +194,6 @@ def samplers(data: Any) -> dict[str, Callable[[], Any]]:
     switches=st.sets(st.integers(0, 15), max_size=6),
     threads=st.integers(1, 3),
 )
-@settings(max_examples=25)
 def test_workers_may_be_switched_and_the_batch_size_set_at_any_batch(
     kind: str, drop_last: bool, sizes: dict[int, int], switches: set[int], threads: int
 ) -> None:
