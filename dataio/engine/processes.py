@@ -333,7 +333,7 @@ class ProcessEngine:
         self.start()
         results = self._jobs.results  # of this process
         began = time.monotonic()
-        patience = min(1.0, self._timeout_s or 1.0)
+        patience = min(1.0, self._timeout_s or 1.0, self.stall_s)
         while serial not in results:
             for handle, message in self.pool.messages(patience / 2):
                 self._died(handle) if message is None else self._take(handle, message)

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from accel.dataio.engine import worker_handle
 from accel.dataio.engine.engine import BatchJob, WorkerDied, as_raised
 from accel.profiler.errors import InvalidType
 from tests.dataio.engines import (
@@ -251,7 +252,8 @@ def test_a_stopped_worker_times_out_and_goes_on() -> None:
         assert_made(run(engine))
 
 
-def test_a_stopped_worker_can_be_closed() -> None:
+def test_a_stopped_worker_can_be_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_handle, "_ENDS_S", 0.1)
     with engine_of(workers=1) as engine:
         ready(engine)
         (pid,) = pids(engine)

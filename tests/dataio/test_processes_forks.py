@@ -19,12 +19,18 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from accel.dataio.engine import processes
+from accel.dataio.engine import processes, worker_handle
 from accel.dataio.engine.engine import BatchJob, WorkersStuck
 from accel.dataio.loader import ContinuousLoader
 from accel.dataio.passes import engines
 from tests.conftest import Once
 from tests.dataio.engines import Squares, assert_made, engine_of, expected, gone, in_child, loader_of, pids, ready, run
+
+@pytest.fixture(autouse=True)
+def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers that are stuck are ended sooner."""
+    monkeypatch.setattr(worker_handle, "_ENDS_S", 0.1)
+
 
 # Locks held at a fork
 
@@ -59,7 +65,7 @@ def held_lock() -> Iterator[threading.Event]:
 
 @pytest.mark.usefixtures("held_lock")
 def test_a_lock_that_was_held_at_the_fork() -> None:
-    with engine_of(Locks(), start_method="fork", stall_s=1.0) as engine:
+    with engine_of(Locks(), start_method="fork", stall_s=0.2) as engine:
         (caught,) = run(engine, [[1]])
         assert not engine.processes
 
@@ -71,7 +77,7 @@ def test_a_lock_that_was_held_at_the_fork() -> None:
 def test_a_loader_whose_workers_are_stuck_goes_on_in_the_loops_own_thread(
     held_lock: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engines, "STALL_S", 0.5)
+    monkeypatch.setattr(engines, "STALL_S", 0.2)
     data = Locks()
     with ContinuousLoader(DataLoader(data, 4), mode="fork", num_workers=2) as loader:
         batches = iter(loader)
@@ -238,14 +244,14 @@ def nothing(start_method: str) -> None:
 def test_workers_that_nobody_asked_for_are_given_up_whatever_they_wait_for(
     at: int, batch: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(processes, "STALL_S", 1.0)
+    monkeypatch.setattr(processes, "STALL_S", 0.5)
     with engine_of(Stuck(at), 1, start_method="fork", check=nothing) as engine:
         made = run(engine, [[at - 1], [at]] if at else [[0]])
         engine.start_method = "spawn"
         assert engine._patience_s(processes.WorkerHandle(0)) == float("inf")
 
     assert type(made[-1]) is WorkersStuck
-    assert f"has not made {batch} batch in 1 s" in str(made[-1])
+    assert f"has not made {batch} batch in 0.5 s" in str(made[-1])
 
 
 def test_workers_that_were_asked_for_may_take_their_time_where_no_thread_ran() -> None:
