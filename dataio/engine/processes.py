@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 
 from accel.dataio.dataset.numbers import Numbers
 from accel.dataio.engine import wire, worker
-from accel.dataio.engine.engine import BatchJob, FetchTimeout, WorkerDied, WorkersStuck, as_raised
+from accel.dataio.engine.engine import BatchJob, Engine, FetchTimeout, WorkerDied, WorkersStuck, as_raised
 from accel.dataio.engine.slots import MOST_IN_USE, SlotReader
 from accel.dataio.engine.thread_pool import at_rest
 from accel.dataio.engine.worker_handle import WorkerHandle, end_all
@@ -191,8 +191,8 @@ class JobBook:
             self.results[serial] = _Result(handle.number, handle.slots, error, handle.jobs.pop(serial))
 
 
-class ProcessEngine:
-    """Make batches of `loader` in `workers` processes; see `accel.dataio.engine.engine.Engine`.
+class ProcessEngine(Engine):
+    """Make batches of `loader` in `workers` processes.
 
     Args:
         loader: map-style loader; its dataset, collate function, worker_init_fn and time-out are used.
@@ -244,7 +244,6 @@ class ProcessEngine:
     # -- jobs --------------------------------------------------------------------------------------------------------
 
     def submit(self, job: BatchJob) -> None:
-        """Hand a job to the worker that has the fewest."""
         self.start()
         jobs = self._jobs
         _freest(self.pool.handles).give(jobs.next, job._replace(numbers=self._numbers))
@@ -252,7 +251,6 @@ class ProcessEngine:
         jobs.next += 1
 
     def collect(self) -> Any:
-        """Return the batch of the oldest job; raises what fetching it raised."""
         jobs = self._jobs
         serial = jobs.order[0]
         try:
@@ -269,29 +267,24 @@ class ProcessEngine:
         return _open(slots, message)
 
     def discard(self) -> None:
-        """Forget all jobs that were not collected."""
         self._jobs.clear()
         for handle in self.pool.handles:
             handle.jobs.clear()
             handle.send("stale", self._jobs.next)
 
     def update(self, numbers: Numbers) -> None:
-        """Set numbers in the workers' copies of the dataset, for the jobs submitted from now on."""
         self._numbers = {**self._numbers, **numbers}
 
     def restart(self) -> None:
-        """End the workers; the next job starts new ones, with the dataset as it is then."""
         self.discard()
         self._numbers = {}
         self._end_workers()
 
     def reset(self) -> None:
-        """End the workers, whatever they and this engine were at; the next job starts new ones."""
         self.pool.reset()
         self._jobs, self._numbers, self._failed_starts = JobBook(), {}, 0
 
     def close(self) -> None:
-        """End the workers."""
         self.restart()
 
     # -- starting ----------------------------------------------------------------------------------------------------
@@ -302,7 +295,6 @@ class ProcessEngine:
         return [handle.process for handle in self.pool.handles if handle.process is not None]
 
     def start(self) -> None:
-        """Start the workers, if there are none."""
         if self.pool.is_forked:
             self.reset()
         if self.pool.handles:

@@ -26,6 +26,7 @@ from accel.dataio.passes import engines
 from tests.conftest import Once
 from tests.dataio.engines import Squares, assert_made, engine_of, expected, gone, in_child, loader_of, pids, ready, run
 
+
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Workers that are stuck are ended sooner."""
