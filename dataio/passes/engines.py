@@ -139,32 +139,6 @@ class LoaderEngines:
         if not self.asked or start_method == "fork":
             check_fork(self.loader, start_method, accepted=self._accepted)
 
-    def tuner(self) -> Tuner:
-        """Return what chooses among the settings."""
-        loader, options, init = self.loader, self.options, self.calls_init
-        safe = options.thread_safe
-        reason = unsafe(loader.dataset) if safe is None else "" if safe else "as requested (thread_safe=False)"
-        return Tuner(
-            self.start_method(asked=self.asked),
-            no_threads=reason,
-            ahead=LookAhead(self.prefetch, fixed=options.prefetch is not None),
-            limit=options.workers or (loader.num_workers if init else 0) or None,
-            processes_only="only processes call the loader's worker_init_fn" if init else "",
-            own=loader.num_workers,
-        )
-
-    def watch(self) -> FetchWatch:
-        """Return what sees whether fetching changes something.
-
-        Who declares that threads may read a dataset together means what it changes, too; of the collate function that
-        says nothing. Draws are seen by the engine: around a fetch the sampler draws too.
-        """
-        fetch = fetch_of(self.loader)
-        if not self.declared_safe:
-            return FetchWatch(fetch, draws=False)
-        of_dataset = getattr(fetch.collate, "__self__", None) is fetch.dataset
-        return FetchWatch(None if of_dataset else fetch.of(None), draws=False)
-
     def start_own(self) -> Engine | None:
         """Start the workers that the user asked for: the loop has opened nothing yet that fetching opens."""
         setting = Setting(self.start_method(asked=True), self.loader.num_workers)
@@ -186,3 +160,31 @@ class LoaderEngines:
         """End threads and processes, but those of one setting."""
         for each in [each for each in self._engines if each != but]:
             self._engines.pop(each).close()
+
+
+def tuner_of(engines: LoaderEngines) -> Tuner:
+    """Return what chooses among the settings of a loader's engines."""
+    loader, options, init = engines.loader, engines.options, engines.calls_init
+    safe = options.thread_safe
+    reason = unsafe(loader.dataset) if safe is None else "" if safe else "as requested (thread_safe=False)"
+    return Tuner(
+        engines.start_method(asked=engines.asked),
+        no_threads=reason,
+        ahead=LookAhead(engines.prefetch, fixed=options.prefetch is not None),
+        limit=options.workers or (loader.num_workers if init else 0) or None,
+        processes_only="only processes call the loader's worker_init_fn" if init else "",
+        own=loader.num_workers,
+    )
+
+
+def watch_of(engines: LoaderEngines) -> FetchWatch:
+    """Return what sees whether fetching changes something.
+
+    Who declares that threads may read a dataset together means what it changes, too; of the collate function that says
+    nothing. Draws are seen by the engine: around a fetch the sampler draws too.
+    """
+    fetch = fetch_of(engines.loader)
+    if not engines.declared_safe:
+        return FetchWatch(fetch, draws=False)
+    of_dataset = getattr(fetch.collate, "__self__", None) is fetch.dataset
+    return FetchWatch(None if of_dataset else fetch.of(None), draws=False)

@@ -24,7 +24,7 @@ from accel.dataio.engine.engine import (
     WorkersStuck,
 )
 from accel.dataio.passes import epochs, resume
-from accel.dataio.passes.engines import LoaderEngines, Options
+from accel.dataio.passes.engines import LoaderEngines, Options, tuner_of, watch_of
 from accel.dataio.passes.movable import not_movable, not_read_ahead
 from accel.dataio.passes.passes import ActiveIterator, BatchSource, EpochIterator, InlineRest
 from accel.dataio.passes.prefetch import PrefetchAcrossEpochs
@@ -256,8 +256,8 @@ class Measured:
 
     def __init__(self, engines: LoaderEngines) -> None:
         self._engines, self._left_at = engines, math.nan
-        self.tuner = engines.tuner()
-        self._watch = engines.watch() if self.tuner.current == INLINE else None  # on the first batches
+        self.tuner = tuner_of(engines)
+        self._watch = watch_of(engines) if self.tuner.current == INLINE else None  # on the first batches
 
     def begin(self) -> None:
         """Begin an epoch: the time before its first batch says nothing about the step."""
