@@ -107,11 +107,6 @@ def test_batches_of_any_structure() -> None:
     assert (two.label["name"], two.label["box"].shape, two.label["no"]) == ("sample 2", (2, 4), None)
 
 
-def test_samples_without_batches() -> None:
-    with engine_of(loader=DataLoader(Squares(), batch_size=None)) as engine:
-        assert_made(run(engine, list(range(9))), [Squares()[i] for i in range(9)])
-
-
 def test_tensors_in_memory() -> None:
     data = TensorDataset(torch.arange(40), torch.rand(40, 3))
     with engine_of(data) as engine:
@@ -310,13 +305,6 @@ def test_a_default_timeout_of_sockets_does_not_reach_the_workers(side: str) -> N
             assert not engine.deaths
     finally:
         socket.setdefaulttimeout(None)
-
-
-def test_a_dataset_that_prints(capfd: pytest.CaptureFixture[str]) -> None:
-    with engine_of(Squares(at=3, act=lambda: os.write(1, b"here is sample 3\n"))) as engine:
-        assert_made(run(engine))
-
-    assert capfd.readouterr().out.count("here is sample 3") == 1
 
 
 def test_an_engine_in_another_thread() -> None:
