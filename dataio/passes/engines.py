@@ -34,8 +34,8 @@ class Options(NamedTuple):
     """The arguments of a `ContinuousLoader`."""
 
     mode: Mode
-    workers: int | None
-    prefetch: int | None
+    num_workers: int | None
+    prefetch_factor: int | None
     thread_safe: bool | None
     device: torch.device | str | None
 
@@ -81,14 +81,14 @@ class LoaderEngines:
     @property
     def prefetch(self) -> int:
         """How many batches each worker is ahead at first."""
-        return self.options.prefetch or self.loader.prefetch_factor or 2
+        return self.options.prefetch_factor or self.loader.prefetch_factor or 2
 
     @property
     def requested(self) -> Setting:
         """The setting that the mode names; "inline" for "auto"."""
         if self.options.mode in ("auto", "inline"):
             return INLINE
-        count = self.options.workers or self.loader.num_workers or usable_cores()
+        count = self.options.num_workers or self.loader.num_workers or usable_cores()
         named = self.options.mode
         return Setting(self.start_method(asked=True) if named == "processes" else named, count)
 
@@ -170,8 +170,8 @@ def tuner_of(engines: LoaderEngines) -> Tuner:
     return Tuner(
         engines.start_method(asked=engines.asked),
         no_threads=reason,
-        ahead=LookAhead(engines.prefetch, fixed=options.prefetch is not None),
-        limit=options.workers or (loader.num_workers if init else 0) or None,
+        ahead=LookAhead(engines.prefetch, fixed=options.prefetch_factor is not None),
+        limit=options.num_workers or (loader.num_workers if init else 0) or None,
         processes_only="only processes call the loader's worker_init_fn" if init else "",
         own=loader.num_workers,
     )

@@ -174,20 +174,12 @@ def _dealt_from(sampler: DistributedSampler[Any], start: int) -> Iterator[int]:
     Like DistributedSampler, ranks are evened out with repeats from the front, or with drop_last by leaving out. So they
     get what it would have gone on with if they are as many as before.
     """
-    order = _order(sampler)
+    of_all = DistributedSampler(sampler.dataset, 1, 0, shuffle=sampler.shuffle, seed=sampler.seed)
+    of_all.set_epoch(sampler.epoch)
+    order = list(of_all)
     left, ranks = order[start:], sampler.num_replicas
     if sampler.drop_last:
         left = left[: len(left) // ranks * ranks]
     elif left:
         left += itertools.islice(itertools.cycle(order), -len(left) % ranks)
     return iter(left[sampler.rank :: ranks])
-
-
-def _order(sampler: DistributedSampler[Any]) -> list[int]:
-    """Return the order of all samples, before they are dealt to ranks."""
-    length = len(sampler.dataset)  # type: ignore[arg-type]
-    if not sampler.shuffle:
-        return list(range(length))
-    generator = torch.Generator().manual_seed(sampler.seed + sampler.epoch)
-    order: list[int] = torch.randperm(length, generator=generator).tolist()
-    return order
