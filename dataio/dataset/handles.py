@@ -147,7 +147,9 @@ def positions() -> dict[str, int]:
     """
     open_at: dict[str, int] = {}
     with contextlib.suppress(OSError):
-        written = {os.readlink(f"/proc/self/fd/{number}") for number in (1, 2) if _is_open(number)}
+        written = {
+            os.readlink(f"/proc/self/fd/{number}") for number in (1, 2) if os.path.lexists(f"/proc/self/fd/{number}")
+        }
         for number in os.listdir("/proc/self/fdinfo"):
             with contextlib.suppress(OSError, ValueError):
                 path = os.readlink(f"/proc/self/fd/{number}")
@@ -156,10 +158,6 @@ def positions() -> dict[str, int]:
                     if not writes_only:
                         open_at[f"{path} ({number})"] = position
     return open_at
-
-
-def _is_open(number: int) -> bool:
-    return os.path.lexists(f"/proc/self/fd/{number}")
 
 
 def _place(number: str) -> tuple[int, bool]:

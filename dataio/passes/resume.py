@@ -29,7 +29,8 @@ def begun(loader: DataLoader[Any]) -> dict[str, Any]:
     return {
         "random": epochs.capture(loader),
         "sampler_epoch": epochs.epoch_of(loader),
-        "sampler": {name: _begin_state(sampler) for name, sampler in _stateful(loader)},
+        # In which its next pass begins; the state of the pass before may be what a sampler has at hand.
+        "sampler": {name: getattr(each, "begin_state", each.state_dict)() for name, each in _stateful(loader)},
         "kind": _kind(loader),
         "dealt": _dealt(loader, start=0, served=0),
     }
@@ -43,11 +44,6 @@ def begun_again(loader: DataLoader[Any], state: Mapping[str, Any]) -> dict[str, 
         return saved
     start = old["start"] + (served - old["served"]) * old["ranks"] * old["batch_size"]
     return saved | {"dealt": _dealt(loader, start, served)}
-
-
-def _begin_state(sampler: Any) -> Any:
-    """Return the state in which the sampler's next pass begins; that of the pass before may be what it has at hand."""
-    return getattr(sampler, "begin_state", sampler.state_dict)()
 
 
 def _stateful(loader: DataLoader[Any]) -> Iterator[tuple[str, Any]]:

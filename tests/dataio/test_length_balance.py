@@ -15,9 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
-from accel.dataio.length_balance import LengthBalancedBatchSampler, attention_cost, balance_of
+from accel.dataio.length_balance import LengthBalancedBatchSampler, attention_cost, balance_of, cut_padded
 from accel.dataio.packing import PackCollate
-from accel.dataio.sampling.balance_plan import cut_padded
 
 LENGTHS = st.lists(st.integers(0, 60), max_size=70)
 LIMITS = st.one_of(
