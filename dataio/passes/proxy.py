@@ -69,10 +69,6 @@ class PassesUnderWay:
         """Note that a pass has no more batches."""
         self._begun = [each for each in self._begun if each is not one]
 
-    def leave(self, one: Any) -> None:
-        """Note that a pass was left, though it is held."""
-        self._begun = [each for each in self._begun if each() is not one]
-
     @property
     def current(self) -> Any:
         """The pass that was asked last; None if there is none."""
