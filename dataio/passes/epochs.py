@@ -131,7 +131,8 @@ class IndexLists:
     def __init__(self, loader: DataLoader[Any], draws: Draws) -> None:
         outer = loader._index_sampler
         self._batches = outer if type(outer) is BatchSampler and not outer.drop_last else None
-        self._size, self._rest = self._size_now, list[Any]()  # of the lists drawn last; left over of a longer one
+        self._size, self._rest = self._size_now, list[Any]()  # of the lists drawn; left over of a longer one
+        self._is_uneven = False
         self.draws, self.exhausted = draws, False
         self._is_drawing = False  # a list is on its way to whoever draws it; after an interruption it is lost
         self.number(0, None)
@@ -143,8 +144,9 @@ class IndexLists:
         return self
 
     def __next__(self) -> Any:
-        self._size = size = self._size_now
-        if self._batches is None:
+        size = self._size_now
+        self._is_uneven = self._is_uneven or size != self._size
+        if not self._is_uneven:
             return self._next()
         while len(self._rest) < size:
             try:
@@ -187,6 +189,7 @@ class IndexLists:
             jobs = [*jobs, BatchJob(self._rest, None, after)]
             self._rest = []
         self._back.extendleft(reversed(jobs))
+        self._is_uneven, self._size = self._is_uneven or self.has_new_size, self._size_now
         if before is not None:
             self._states = before, after if self._states is None else self._states[1]
         self.exhausted = self.exhausted and not self._back and self._states is None
@@ -197,7 +200,7 @@ class IndexLists:
 
     @property
     def has_new_size(self) -> bool:
-        """Whether the loop has set another batch size since a list was drawn."""
+        """Whether the loop has set another batch size since lists were drawn."""
         return self._size_now != self._size
 
     def _draw_up_to(self, state: States) -> None:
