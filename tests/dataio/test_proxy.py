@@ -1,4 +1,4 @@
-"""A loader's stand-in answers every operator and container method as the loader itself."""
+"""A proxy answers every operator and container method as the loader that it stands for."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def _outcome(ask: Callable[..., Any], *given: Any) -> Any:
         return type(error)
 
 
-def _stand_in(thing: Any) -> Any:
+def _proxy_of(thing: Any) -> Any:
     return LoaderProxy(thing, Silent())
 
 
@@ -133,19 +133,19 @@ def test_it_answers_as_what_it_stands_for(kind: str) -> None:
             questions.append((f"{name} of {kind} and {other()!r}", lambda it, ask=ask, other=other: ask(it, other())))
     for what, question in questions:
         plain, behind = MAKERS[kind](), MAKERS[kind]()
-        assert _shown(_outcome(question, _stand_in(behind))) == _shown(_outcome(question, plain)), what
+        assert _shown(_outcome(question, _proxy_of(behind))) == _shown(_outcome(question, plain)), what
         assert _shown(behind) == _shown(plain), what
 
 
 def test_what_is_extended_in_place_stays_the_same_object() -> None:
-    proxy = same = _stand_in([3, 1, 2])
+    proxy = same = _proxy_of([3, 1, 2])
     proxy += [4]
     assert proxy is same and proxy == [3, 1, 2, 4]
 
 
 def test_a_class_s_own_methods_are_asked() -> None:
     rich = Rich()
-    proxy = _stand_in(rich)
+    proxy = _proxy_of(rich)
     with proxy as entered:
         assert is_proxy(entered)  # what is iterated in there is listened to
         raise ValueError("which it swallows")
@@ -166,16 +166,16 @@ def test_a_class_s_own_methods_are_asked() -> None:
 
 
 def test_an_iterator_goes_on_and_a_loader_stays_what_it_is() -> None:
-    drawn = _stand_in(iter([1, 2, 3]))
+    drawn = _proxy_of(iter([1, 2, 3]))
     assert next(drawn) == 1
     assert list(drawn) == [2, 3]
     loader = DataLoader(torch.arange(4), batch_size=2)  # type: ignore[arg-type]
-    proxy = _stand_in(loader)
+    proxy = _proxy_of(loader)
     assert proxy == loader and {loader: 1}[proxy] == 1 and isinstance(proxy, DataLoader) and len(proxy) == 2
     assert not callable(proxy) and not hasattr(type(proxy), "__next__")
     with pytest.raises(TypeError, match="'DataLoader' object is not subscriptable"):
         proxy[0]
-    tensors = _stand_in(torch.arange(4))
+    tensors = _proxy_of(torch.arange(4))
     assert torch.equal(tensors == 1, torch.arange(4) == 1)
     assert torch.equal(3 - tensors, 3 - torch.arange(4))
 
@@ -184,9 +184,9 @@ def test_an_iterator_goes_on_and_a_loader_stays_what_it_is() -> None:
 def test_a_copy_and_another_process_get_the_plain_loader(make: Callable[[], Any]) -> None:
     plain = make()
     for copied in (
-        copy.copy(_stand_in(plain)),
-        copy.deepcopy(_stand_in(plain)),
-        pickle.loads(pickle.dumps(_stand_in(plain))),
+        copy.copy(_proxy_of(plain)),
+        copy.deepcopy(_proxy_of(plain)),
+        pickle.loads(pickle.dumps(_proxy_of(plain))),
     ):
         assert type(copied) is type(plain)
         assert copied == plain
