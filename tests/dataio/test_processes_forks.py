@@ -155,15 +155,16 @@ class Slow:
         return torch.ones(3)
 
 gc.freeze()  # or each looks through all of torch when it ends: 1 s
-folder, then = sys.argv[1], ""
+folder, then, children = sys.argv[1], "", []
 for number, each in enumerate(sys.argv[2:]):
-    child = os.fork()
-    if not child:
+    children.append(os.fork())
+    if not children[-1]:
         then = each
         os.dup2(os.open(f"{folder}/{number}.err", os.O_CREAT | os.O_WRONLY), 2)
         break
+for place, child in enumerate([] if then else children):
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    open(f"{folder}/{number}.status", "w").write(str(status))
+    open(f"{folder}/{place}.status", "w").write(str(status))
 if then:
     engine = ProcessEngine(DataLoader(Slow(), batch_size=1), 2)
     for n in range(4): engine.submit(BatchJob([n], None))
