@@ -100,7 +100,8 @@ class LengthBalancedBatchSampler(Sampler[list[int]]):
         max_tokens: most tokens of a batch: the sum of its lengths, or n × the longest if `padded`.
         batch_size: most samples of a batch; give this or `max_tokens`. Sizes then differ by 1 at most. With `padded`
             and a heavy tail use `max_tokens`: one long sample makes a whole batch long.
-        num_replicas, rank: number of ranks and this one; default the process group's, or 1 and 0 outside torchrun.
+        num_replicas, rank: number of ranks and this one; default the process group's, or 1 and 0
+            outside torchrun.
         padded: batches are padded to their longest: a batch costs n × cost(longest), else the sum of cost(length).
         cost: takes lengths (n,) float64, returns their costs (n,), ≥ 0 and not decreasing; default the lengths.
         shuffle: False gives the same epoch each time, the most costly steps first.
@@ -113,8 +114,8 @@ class LengthBalancedBatchSampler(Sampler[list[int]]):
             unpadded, where packs are random anyway.
 
     Raises:
-        InvalidArgument: if an argument is out of range, a sample is longer than `max_tokens`, or torchrun started
-            several ranks and there is no group.
+        InvalidArgument: if an argument is out of range, a sample is longer than `max_tokens`, or
+            torchrun started several ranks and there is no group.
 
     Example:
         >>> sampler = LengthBalancedBatchSampler([len(s) for s in samples], max_tokens=8192)
@@ -368,7 +369,7 @@ def _costs(cost: Cost | None, lengths: Ints) -> Floats:
     return costs
 
 
-# -- packs: arrays in, arrays out --------------------------------------------------------------------------------------
+# -- packs: arrays in, arrays out --------------------------------------------------------------
 
 
 class Packs(NamedTuple):

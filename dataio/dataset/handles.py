@@ -147,9 +147,8 @@ def positions() -> dict[str, int]:
     """
     open_at: dict[str, int] = {}
     with contextlib.suppress(OSError):
-        written = {
-            os.readlink(f"/proc/self/fd/{number}") for number in (1, 2) if os.path.lexists(f"/proc/self/fd/{number}")
-        }
+        printed_to = ("/proc/self/fd/1", "/proc/self/fd/2")
+        written = {os.readlink(each) for each in printed_to if os.path.lexists(each)}
         for number in os.listdir("/proc/self/fdinfo"):
             with contextlib.suppress(OSError, ValueError):
                 path = os.readlink(f"/proc/self/fd/{number}")

@@ -112,7 +112,8 @@ class DatasetWatch:
             if len(table) != len(kept) or not all(_alike(table[row], kept[row]) for row in rows.get(len(kept), ())):
                 return name
             part = slice(begin % len(kept), begin % len(kept) + _TURN)  # the others in turn
-            if not (all(map(is_, table[part], kept[part])) or all(map(_alike, table[part], kept[part]))):
+            now, before = table[part], kept[part]
+            if not (all(map(is_, now, before)) or all(map(_alike, now, before))):
                 return name
         return ""
 

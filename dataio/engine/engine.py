@@ -121,7 +121,7 @@ class Engine(ABC):
 
     @abstractmethod
     def update(self, numbers: Numbers) -> None:
-        """Set numbers in copies of the dataset; where there are none, look again whether fetching draws."""
+        """Set numbers in copies of the dataset; without copies, look again whether fetching draws."""
 
     @abstractmethod
     def restart(self) -> None:
@@ -132,7 +132,7 @@ class Engine(ABC):
         """Be as one that was just made, whatever was going on: an interruption may have left anything half done."""
 
     def close(self) -> None:
-        """Give up threads and processes; those at work end once they are done with the batch in hand."""
+        """Give up threads and processes; those at work end after the batch in hand."""
         self.reset()
 
 

@@ -103,7 +103,7 @@ def derived_seed(base_seed: int, number: int) -> int:
 
 
 def others_could_draw() -> bool:
-    """Return whether a thread beside this one could draw random numbers now. Those of this package draw none."""
+    """Return whether a thread beside this one could draw random numbers; this package's draw none."""
     named, mine = threading.enumerate(), threading.get_ident()
     unnamed = len(sys._current_frames()) > len(named)  # started by native code
     return unnamed or any(each.ident != mine and not each.name.startswith("accel-") for each in named)

@@ -1,4 +1,4 @@
-"""The index lists of an epoch: drawn early, given back where no batch was made of them, and seen to be the right ones.
+"""The index lists of an epoch: drawn early, given back if not used, and seen to be the right ones.
 
 The next epoch is drawn under a *copy* of the random state, in the order in which a `DataLoader` draws: the workers'
 base seed first, then the sampler at its first index. When the loop does begin the epoch, the copy is compared with the
@@ -131,7 +131,8 @@ class IndexLists:
     def __init__(self, loader: DataLoader[Any], draws: Draws) -> None:
         outer = loader._index_sampler
         self._batches = outer if type(outer) is BatchSampler and not outer.drop_last else None
-        self._size, self._rest = self._size_now, list[Any]()  # of the lists drawn; left over of a longer one
+        self._size = self._size_now  # of the lists drawn
+        self._rest: list[Any] = []  # left over of a longer one
         self._is_uneven = False
         self.draws, self.exhausted = draws, False
         self._is_drawing = False  # a list is on its way to whoever draws it; after an interruption it is lost

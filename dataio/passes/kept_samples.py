@@ -1,10 +1,10 @@
 """A cache of the samples of a loader that the loop iterates, kept in step with the loop's dataset.
 
-It lies below everything that makes the loader's batches: the loader's own iterator, threads, and worker processes that
-are forked from now on. The loop may change its dataset at any time. So the dataset is compared when an epoch begins
-(`accel.dataio.dataset.watch`), with the files that it names, and its surface before each batch; after a change all is
-begun anew, and after a few changes, or where a change could not be seen, given up. When an epoch begins some samples
-are fetched and compared, too.
+It lies below everything that makes the loader's batches: the loader's own iterator, threads, and worker
+processes that are forked from now on. The loop may change its dataset at any time. So the dataset is
+compared when an epoch begins (`accel.dataio.dataset.watch`), with the files that it names, and its
+surface before each batch; after a change all is begun anew, and after a few changes, or where a change
+could not be seen, given up. When an epoch begins some samples are fetched and compared, too.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _MOST_NOTING = 0.2
 _CHECKED_FIRST, _CHECKED_SHARE = 16, 0.01
 # Of what a dataset holds, so many things are looked at for paths.
 _MOST_NAMED = 100_000
-# So many files are looked at each time, and more for so many seconds: 2 µs each, on storage far away 2 ms.
+# So many files are looked at each time, and more for so many seconds: 2 µs each, 2 ms on storage far away.
 _FILES_LEAST, _FILES_S = 256, 0.05
 
 
@@ -235,8 +235,8 @@ class KeptSamples:
 class NamedFiles:
     """The files whose paths a dataset holds, in attributes or in lists, tuples and dicts.
 
-    They are looked at in turn, as many at a time as take a moment. A name that is put together while a sample is
-    fetched is not seen here, and nothing is said of a folder: a loop may save its results there.
+    They are looked at in turn, as many at a time as take a moment. A name that is put together while
+    a sample is fetched is not seen here. A folder doesn't count: a loop may save its results there.
 
     Example:
         >>> NamedFiles({"index": "samples.txt"}).changed()
@@ -249,7 +249,7 @@ class NamedFiles:
         self.changed()
 
     def changed(self) -> bool:
-        """Return whether one of the files whose turn it is has been written, made or removed since its last look."""
+        """Return whether one of the files whose turn it is was written or removed since its last look."""
         until, changed = time.perf_counter() + _FILES_S, False
         for count in range(len(self._paths)):
             if count >= _FILES_LEAST and time.perf_counter() > until:
@@ -280,7 +280,9 @@ def _paths(dataset: Any) -> Iterator[str]:
             path = os.fspath(thing)
             if os.sep in path or "." in path:
                 yield path
-        elif not (isinstance(thing, int | float | bytes | None) or id(thing) in seen or is_code(thing)):
+        elif isinstance(thing, int | float | bytes | None) or is_code(thing):
+            continue
+        elif id(thing) not in seen:
             seen.add(id(thing))
             waiting.extend(_parts(thing))
 
@@ -288,4 +290,6 @@ def _paths(dataset: Any) -> Iterator[str]:
 def _parts(thing: Any) -> Iterable[Any]:
     if isinstance(thing, dict):
         return [*thing, *thing.values()][:_MOST_NAMED]
-    return thing[:_MOST_NAMED] if isinstance(thing, list | tuple) else [value for _, value in attributes(thing)]
+    if isinstance(thing, list | tuple):
+        return thing[:_MOST_NAMED]
+    return [value for _, value in attributes(thing)]

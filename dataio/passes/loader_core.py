@@ -257,7 +257,8 @@ class Measured:
     def __init__(self, engines: LoaderEngines) -> None:
         self._engines, self._left_at = engines, math.nan
         self.tuner = tuner_of(engines)
-        self._watch = watch_of(engines) if self.tuner.current == INLINE else None  # on the first batches
+        # On the first batches.
+        self._watch = watch_of(engines) if self.tuner.current == INLINE else None
 
     def begin(self) -> None:
         """Begin an epoch: the time before its first batch says nothing about the step."""
