@@ -238,9 +238,9 @@ def _device(device: torch.device | str | None) -> torch.device:
 class Graph:
     """The pipeline that carries out placements: decode a box, resize it, cut the window, mirror it.
 
-    Nothing in it is random and it reads no file: bytes and placements are fed from outside. So its samples
-    are in the order it is given, an epoch ends where the feeding ends, batches may be of different sizes,
-    and there is no state of its own that a checkpoint would have to hold.
+    Nothing in it is random and it reads no file: bytes and placements are fed from outside. So its
+    samples are in the order it is given, an epoch ends where the feeding ends, batches may be of
+    different sizes, and there is no state of its own that a checkpoint would have to hold.
 
     Args:
         batch_size: most images of a batch.

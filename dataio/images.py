@@ -6,8 +6,8 @@ A batch is allocated once and each image is written straight to its place. It li
 returned as its view (B, 3, H, W), which is torch's channels_last: the resize kernel writes it so, and cutting it apart
 again (93 CPU-µs an image in `default_collate`) is avoided.
 
-A sample is a pair (source, label). A source is a path, the bytes of a file, or a `Slice` of a larger file,
-which is how a record of a tar shard is read at random: one `pread`, nothing unpacked.
+A sample is a pair (source, label). A source is a path, the bytes of a file, or a `Slice` of a
+larger file, which is how a record of a tar shard is read at random: one `pread`, nothing unpacked.
 """
 
 from __future__ import annotations
@@ -162,10 +162,10 @@ def _sample(path: str, key: tuple[str, str] | None, group: dict[str, Slice]) -> 
 class Epoch:
     """Number of an epoch, as a plain value that also reaches copies in other processes.
 
-    Worker processes have copies of a dataset. Those of a `ContinuousLoader` are sent what changed, and may
-    be an epoch ahead of the loop. Those that a `DataLoader` keeps are sent nothing, so the newest number
-    lies in shared memory as well. A copy counts how often the number has changed, and takes the shared one
-    if that has changed more often.
+    Worker processes have copies of a dataset. Those of a `ContinuousLoader` are sent what changed,
+    and may be an epoch ahead of the loop. Those that a `DataLoader` keeps are sent nothing, so the
+    newest number lies in shared memory as well. A copy counts how often the number has changed, and
+    takes the shared one if that has changed more often.
 
     Args:
         number: to begin with.

@@ -8,8 +8,8 @@ A row of T tokens that holds the sequences s_0 … s_{n-1}:
     cu_seqlens    [0, 3, 5, …, T]                               (n+1,) int32
     labels          -100 s_0[1] s_0[2] |   -100 s_1[1] | …      (T,)
 
-`accel.LengthBalancedBatchSampler` plans which sequences go into a row of so many tokens, by best-fit
-decreasing: at most 11/9 of the fewest rows possible, plus four (Johnson et al. 1974,
+`accel.LengthBalancedBatchSampler` plans which sequences go into a row of so many tokens, by
+best-fit decreasing: at most 11/9 of the fewest rows possible, plus four (Johnson et al. 1974,
 doi.org/10.1137/0203025).
 """
 

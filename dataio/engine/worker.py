@@ -1,8 +1,8 @@
 """What runs in a worker process: take a list of indices, make the batch, write it into shared memory, say so.
 
-A thread of its own receives, so that a new order (give up what is stale, the loop is gone) comes through
-while a sample is being fetched, and so that neither side ever waits for the other to read. The main
-thread fetches and sends.
+A thread of its own receives, so that a new order (give up what is stale, the loop is gone) comes
+through while a sample is being fetched, and so that neither side ever waits for the other to read.
+The main thread fetches and sends.
 
 Random numbers: each batch is begun with seeds derived from the epoch's base seed and the batch's number. Augmentation
 is then the same whichever worker makes the batch and however many there are. With a `worker_init_fn`, which may seed as

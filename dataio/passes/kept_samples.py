@@ -1,10 +1,11 @@
 """A cache of the samples of a loader that the loop iterates, kept in step with the loop's dataset.
 
-It lies below everything that makes the loader's batches: the loader's own iterator, threads, and worker
-processes that are forked from now on. The loop may change its dataset at any time. So the dataset is
-compared when an epoch begins (`accel.dataio.dataset.watch`), with the files that it names, and its
-surface before each batch; after a change all is begun anew, and after a few changes, or where a change
-could not be seen, given up. When an epoch begins some samples are fetched and compared, too.
+It lies below everything that makes the loader's batches: the loader's own iterator, threads, and
+worker processes that are forked from now on. The loop may change its dataset at any time. So the
+dataset is compared when an epoch begins (`accel.dataio.dataset.watch`), with the files that it
+names, and its surface before each batch; after a change all is begun anew, and after a few changes,
+or where a change could not be seen, given up. When an epoch begins some samples are fetched and
+compared, too.
 """
 
 from __future__ import annotations
