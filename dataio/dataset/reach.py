@@ -20,13 +20,12 @@ import logging
 import sys
 import sysconfig
 import types
-import weakref
 from collections import deque
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import PurePath
 from types import MemberDescriptorType
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -50,13 +49,13 @@ def reachable(*roots: _Named) -> Iterator[_Named]:
         ["the dataset['a'][0]"]
     """
     followed = packages(*(thing for _, thing in roots))
-    seen: dict[int, Any] = {}
+    seen: dict[tuple[bool, int], Any] = {}
     waiting = deque(roots)
     while waiting and len(seen) < MOST:
         name, thing = waiting.popleft()
-        if id(thing) in seen:
+        if (key := identity(thing)) in seen:
             continue
-        seen[id(thing)] = thing  # kept, so that no other thing gets its id meanwhile
+        seen[key] = thing  # kept, so that no other thing gets its id meanwhile
         if not isinstance(thing, ClassOf):
             yield name, thing
         waiting.extend(_parts(name, thing, followed))
@@ -65,37 +64,28 @@ def reachable(*roots: _Named) -> Iterator[_Named]:
 class ClassOf:
     """The class of an object that is there already: nobody makes another one when a batch is fetched.
 
-    What a constructor names (where files lie, how they are unpacked) is of no account then. There is one of each class.
+    What a constructor names (where files lie, how they are unpacked) is of no account then.
     """
 
-    __slots__ = ("__weakref__", "_kind")
-    _all: ClassVar[weakref.WeakKeyDictionary[type, ClassOf]] = weakref.WeakKeyDictionary()
+    __slots__ = ("kind",)
 
     def __init__(self, kind: type) -> None:
-        self._kind = weakref.ref(kind)
-
-    @classmethod
-    def object(cls, thing: Any) -> ClassOf:
-        """Return that of an object."""
-        return cls.of(type(thing))
-
-    @classmethod
-    def of(cls, kind: type) -> ClassOf:
-        """Return that of a class."""
-        own = cls._all.get(kind)
-        if own is None:
-            own = cls._all[kind] = cls(kind)
-        return own
+        self.kind = kind
 
     def bases(self, followed: set[str]) -> list[type]:
         """Return it and its base classes, as far as they are looked into."""
-        kind = self._kind()
-        return [] if kind is None else [base for base in kind.__mro__ if is_followed(base.__module__, followed)]
+        return [base for base in self.kind.__mro__ if is_followed(base.__module__, followed)]
 
     def parts(self, followed: set[str]) -> Iterator[_Named]:
         """Yield attributes and methods, those of the base classes too, and how an object is made."""
         for base in self.bases(followed):
             yield from _own_parts(base)
+
+
+def identity(thing: Any) -> tuple[bool, int]:
+    """Return what tells a thing from all others that are there."""
+    is_class_of = isinstance(thing, ClassOf)
+    return is_class_of, id(thing.kind if is_class_of else thing)
 
 
 MAKING = frozenset({"__init__", "__new__", "__post_init__", "__init_subclass__", "__set_name__", "__class_getitem__"})
@@ -125,7 +115,7 @@ def _parts(name: str, thing: Any, followed: set[str]) -> Iterator[_Named]:
         yield from (part for part in thing.parts(followed) if part[0].rpartition(".")[2] not in MAKING)
     else:
         yield from ((f"{name}.{key}", value) for key, value in attributes(thing))
-        yield type(thing).__qualname__, ClassOf.object(thing)
+        yield type(thing).__qualname__, ClassOf(type(thing))
 
 
 _CODE = (types.FunctionType, types.MethodType, staticmethod, classmethod, property, functools.partial, type)

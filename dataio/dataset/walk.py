@@ -44,6 +44,7 @@ from accel.dataio.dataset.reach import (
     ClassOf,
     attributes,
     code_parts,
+    identity,
     is_code,
     is_followed,
     is_library,
@@ -122,16 +123,16 @@ def look_through(fetch: Fetch, owned: list[Owner], lengths: Mapping[int, Any], s
     """
     walk = _Walk(fetch, owned, lengths, share)
     walk.hold("os.environ", partial(_of_dict, getattr(os.environ, "_data", {})))
-    seen: dict[int, Any] = {}  # kept, so that no other thing gets one's id
+    seen: dict[tuple[bool, int], Any] = {}  # kept, so that no other thing gets one's id
     while queue := walk.waiting or walk.later:
         name, thing = queue.popleft()
-        if is_scalar(thing) or id(thing) in seen:
+        if is_scalar(thing) or (key := identity(thing)) in seen:
             continue
         walk.is_later = walk.is_later or queue is walk.later
         if len(seen) >= _MOST:
             walk.hide(f"what is beyond the first {_MOST:,} things in {name}")
             break
-        seen[id(thing)] = thing
+        seen[key] = thing
         try:
             walk.look(name, thing)
         except ours():  # a class of the user's may raise whatever it likes
@@ -229,7 +230,7 @@ class _Walk:
         if slots := slots_of(type(thing)):
             self.hold(name, partial(_of_all, [partial(slot.__get__, thing) for slot in slots]))
         self.waiting += [(f"{name}.{key}", value) for key, value in attributes(thing)]
-        self.waiting.append((type(thing).__qualname__, ClassOf.object(thing)))
+        self.waiting.append((type(thing).__qualname__, ClassOf(type(thing))))
 
     def look_at_memory(self, name: str, thing: Any, memory: Any) -> None:
         """Compare the memory of a thing, and its attributes if it has any."""
@@ -393,7 +394,7 @@ def _look_at_method(walk: _Walk, name: str, method: types.MethodType) -> None:
 
 
 def _look_at_class(walk: _Walk, thing: Any) -> None:
-    of_class = thing if isinstance(thing, ClassOf) else ClassOf.of(thing)
+    of_class = thing if isinstance(thing, ClassOf) else ClassOf(thing)
     for kind in of_class.bases(walk.followed):
         walk.hold(kind.__qualname__, partial(_of_dict, vars(kind), ("__slotnames__",)))  # set by the first copy
     for name, value in of_class.parts(walk.followed):
