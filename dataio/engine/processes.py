@@ -43,7 +43,6 @@ class _Result(NamedTuple):
     number: int
     slots: SlotReader
     message: Any
-    job: BatchJob
 
 
 class WorkerPool:
@@ -188,7 +187,8 @@ class JobBook:
                 f"{death}; so did the worker before it. Often memory ran out, or the samples crash native code: "
                 "fetch these samples in the main process to see, or use fewer workers."
             )
-            self.results[serial] = _Result(handle.number, handle.slots, error, handle.jobs.pop(serial))
+            handle.jobs.pop(serial)
+            self.results[serial] = _Result(handle.number, handle.slots, error)
 
 
 class ProcessEngine(Engine):
@@ -255,7 +255,7 @@ class ProcessEngine(Engine):
         serial = jobs.order[0]
         try:
             self._await(serial)
-            number, slots, message, _ = jobs.results[serial]
+            number, slots, message = jobs.results[serial]
         except ours():
             jobs.forget(serial, self.pool.handles)
             raise
@@ -349,9 +349,9 @@ class ProcessEngine(Engine):
             self._end_workers()
             raise as_raised(message.error, message.text, f"worker process {handle.number} in {message.at}")
         elif message.serial in handle.jobs:
-            job = handle.jobs.pop(message.serial)
+            handle.jobs.pop(message.serial)
             handle.served += 1
-            self._jobs.results[message.serial] = _Result(handle.number, handle.slots, message, job)
+            self._jobs.results[message.serial] = _Result(handle.number, handle.slots, message)
         elif isinstance(message, worker.Done) and message.slot is not None:
             handle.slots.free_at_once(message.slot)  # it was given up meanwhile
 
