@@ -158,9 +158,11 @@ class PrefetchAcrossEpochs:
         self.served, self._after = job.number + 1, job.after
 
     def _forget_handed(self) -> None:
-        while self._collected and self._record[0].number < self.handed:
-            self._after_handed = self._record.popleft().after
-            self._collected -= 1
+        record = self._record  # not by the count: an interruption may come before it is put right
+        while record and record[0].epoch == self._epoch and record[0].number < self.handed:
+            self._after_handed = record[0].after
+            record.popleft()
+            self._collected = max(0, self._collected - 1)
 
     def _renew(self) -> None:
         """Make anew what was made ahead: the loop has changed the dataset within the epoch."""

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from accel.dataio.engine.engine import InlineEngine
 from accel.dataio.engine.processes import ProcessEngine
 from accel.dataio.loader import ContinuousLoader
 from accel.dataio.passes import tuner
@@ -194,3 +195,15 @@ def test_an_interruption_in_the_dataset_shifts_nothing(mode: Any, monkeypatch: p
             with pytest.raises(KeyboardInterrupt):
                 _whole(loader)
             assert _whole(loader) == wanted
+
+
+def test_a_count_of_batches_that_an_interruption_has_left_wrong_loses_none() -> None:
+    """Between two lines it counted a batch that was off the record: every later pass raised an IndexError."""
+    plain = _plain(False)
+    continuous = PrefetchAcrossEpochs(plain, InlineEngine(plain))
+    continuous.take(iter([[0, 1], [2, 3], [4, 5]]), ahead=False)
+    continuous.fetch()
+    continuous.handed = 1
+    continuous._record.popleft()
+    continuous.interrupted()
+    assert [indices(continuous.fetch()) for _ in range(2)] == [[2, 3], [4, 5]]
