@@ -32,6 +32,12 @@ from tests.dataio.engines import (
 from tests.dataio.faults import ENDS, ERRORS, Once, only_in, throw
 
 
+@pytest.fixture(autouse=True)
+def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers that are at work or stopped when they are closed end sooner."""
+    monkeypatch.setattr(worker_handle, "_ENDS_S", 0.1)
+
+
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("kind", ERRORS)
 def test_what_the_dataset_raises_comes_out(kind: str) -> None:
@@ -239,8 +245,7 @@ def test_a_stopped_worker_times_out_and_goes_on() -> None:
         assert_made(run(engine))
 
 
-def test_a_stopped_worker_can_be_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_handle, "_ENDS_S", 0.1)
+def test_a_stopped_worker_can_be_closed() -> None:
     with engine_of(workers=1) as engine:
         ready(engine)
         (pid,) = pids(engine)

@@ -19,7 +19,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from accel.dataio.engine import processes, worker_handle
+from accel.dataio.engine import processes, worker, worker_handle
 from accel.dataio.engine.engine import BatchJob, WorkersStuck
 from accel.dataio.loader import ContinuousLoader
 from accel.dataio.passes import engines
@@ -29,8 +29,9 @@ from tests.dataio.engines import Squares, assert_made, engine_of, expected, gone
 
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Workers that are stuck are ended sooner."""
+    """Workers that are stuck, or whose loop is gone, end sooner."""
     monkeypatch.setattr(worker_handle, "_ENDS_S", 0.1)
+    monkeypatch.setattr(worker, "_GRACE_S", 0.2)
 
 
 # Locks held at a fork
