@@ -179,7 +179,6 @@ def _turned(pixels: Pixels, turn: int) -> Pixels:
     return pixels
 
 
-Pixels = NDArray[np.uint8]
 Interpolation = Literal["bilinear", "bicubic"]
 
 # Fresh pages for each image cost 40 CPU-µs: the kernel clears them.

@@ -170,7 +170,7 @@ def _dealt_from(sampler: DistributedSampler[Any], start: int) -> Iterator[int]:
     Like DistributedSampler, ranks are evened out with repeats from the front, or with drop_last by leaving out. So they
     get what it would have gone on with if they are as many as before.
     """
-    of_all = DistributedSampler(sampler.dataset, 1, 0, shuffle=sampler.shuffle, seed=sampler.seed)
+    of_all = DistributedSampler[int](sampler.dataset, 1, 0, shuffle=sampler.shuffle, seed=sampler.seed)
     of_all.set_epoch(sampler.epoch)
     order = list(of_all)
     left, ranks = order[start:], sampler.num_replicas
