@@ -34,10 +34,14 @@ from accel.profiler.errors import InvalidArgument
 from accel.profiler.interruptions import ours
 
 Pixels = NDArray[np.uint8]
+Interpolation = Literal["bilinear", "bicubic"]
 
 _JPEG = b"\xff\xd8\xff"
 _ORIENTATION = 0x0112  # the EXIF tag
 _FACTORS = (8, 4, 2)
+# Fresh pages for each image cost 40 CPU-µs: the kernel clears them.
+_kept = threading.local()
+_MOST_KEPT = 16 << 20  # bytes a thread keeps for each use after a large image
 
 
 class Decoded(NamedTuple):
@@ -177,13 +181,6 @@ def _turned(pixels: Pixels, turn: int) -> Pixels:
     if turn in (2, 3, 6, 7):
         pixels = pixels[:, ::-1]
     return pixels
-
-
-Interpolation = Literal["bilinear", "bicubic"]
-
-# Fresh pages for each image cost 40 CPU-µs: the kernel clears them.
-_kept = threading.local()
-_MOST_KEPT = 16 << 20  # bytes a thread keeps for each use after a large image
 
 
 class Resizer:

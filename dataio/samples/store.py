@@ -30,6 +30,9 @@ from torch import Tensor
 from accel.profiler.errors import InvalidArgument
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+Places = np.ndarray[tuple[int], np.dtype[np.int64]]
+UNKNOWN, SEEN, KEPT = 0, 1, 2
+_ALIGNED = 64
 _OF_NUMPY = (
     *(torch.float32, torch.float64, torch.float16, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8),
     torch.bool,
@@ -343,11 +346,6 @@ def _holds_twice(sample: Any) -> bool:
 def _memory_order(strides: Sequence[int]) -> list[int]:
     """Return the dimensions from the outermost in memory to the innermost."""
     return sorted(range(len(strides)), key=lambda dim: (-strides[dim], dim))
-
-
-Places = np.ndarray[tuple[int], np.dtype[np.int64]]
-UNKNOWN, SEEN, KEPT = 0, 1, 2
-_ALIGNED = 64
 
 
 class SampleStore:
