@@ -27,8 +27,15 @@ import numpy as np
 import torch
 from torch.utils.data import DistributedSampler
 
-from accel.dataio.length_balance import LengthBalancedBatchSampler, attention_cost, balance_of
-from accel.dataio.sampling.balance_plan import Floats, Ints, Packs, pack_costs
+from accel.dataio.length_balance import (
+    Floats,
+    Ints,
+    LengthBalancedBatchSampler,
+    Packs,
+    attention_cost,
+    balance_of,
+    pack_costs,
+)
 from benchmarks.record import DATA, Column, Record
 from benchmarks.render import Row
 

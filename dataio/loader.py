@@ -14,6 +14,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -181,16 +182,4 @@ class ContinuousLoader(DataLoader[Any]):
         self.close()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _wrap, (self._core.loader, *self._core.options)
-
-
-def _wrap(
-    loader: DataLoader[Any],
-    mode: Mode,
-    workers: int | None,
-    prefetch: int | None,
-    thread_safe: bool | None,
-    device: Any,
-) -> ContinuousLoader:
-    options = {"num_workers": workers, "prefetch_factor": prefetch, "thread_safe": thread_safe, "device": device}
-    return ContinuousLoader(loader, mode=mode, **options)
+        return partial(ContinuousLoader, **self._core.options._asdict()), (self._core.loader,)

@@ -8,16 +8,16 @@ A row of T tokens that holds the sequences s_0 … s_{n-1}:
     cu_seqlens    [0, 3, 5, …, T]                               (n+1,) int32
     labels          -100 s_0[1] s_0[2] |   -100 s_1[1] | …      (T,)
 
-Rows of a fixed capacity are planned by best-fit decreasing: at most 11/9 of the fewest rows possible, plus four
-(Johnson et al. 1974, doi.org/10.1137/0203025).
+`accel.LengthBalancedBatchSampler` plans which sequences go into a row of so many tokens, by
+best-fit decreasing: at most 11/9 of the fewest rows possible, plus four (Johnson et al. 1974,
+doi.org/10.1137/0203025).
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -158,71 +158,6 @@ class PackCollate:
         return pack([sample[self.tokens] for sample in mapped], labels, **self.options)
 
 
-class SequencePiece(NamedTuple):
-    """Tokens `start` to `stop` of a sequence; the whole of it unless it was split."""
-
-    sequence: int
-    start: int
-    stop: int
-
-
-@dataclass(frozen=True)
-class Rows:
-    """Which piece goes into which row of `capacity` tokens."""
-
-    rows: list[list[SequencePiece]]
-    capacity: int
-
-    @property
-    def efficiency(self) -> float:
-        """Share of the rows' capacity that holds tokens, 0 to 1; 1 without rows."""
-        used = sum(piece.stop - piece.start for row in self.rows for piece in row)
-        return used / (self.capacity * len(self.rows)) if self.rows else 1.0
-
-
-def plan_rows(
-    lengths: Sequence[int] | NDArray[Any], capacity: int, *, long: Literal["error", "split"] = "error"
-) -> Rows:
-    """Plan rows of fixed capacity by best-fit decreasing.
-
-    Args:
-        lengths: tokens of each sequence, ≥ 0.
-        capacity: tokens of a row, ≥ 1.
-        long: what to do with a sequence longer than a row: "error", the default, or "split" it into full rows and the
-            rest. Each piece is then a sequence of its own: attention does not reach over the cut, and `pack` ignores
-            the first label of each piece.
-
-    Returns:
-        The rows, longest pieces first; each sequence stands in them exactly once.
-
-    Raises:
-        InvalidArgument: if a sequence is longer than a row and may not be split, or an argument is out of range.
-
-    Example:
-        >>> plan = plan_rows([len(s) for s in sequences], 4096)
-        >>> rows = [pack([sequences[i][a:b] for i, a, b in row], capacity=4096) for row in plan.rows]
-    """
-    whole = check_lengths(lengths)
-    if capacity < 1:
-        raise InvalidArgument(f"capacity must be at least 1 token, got {capacity}")
-    if long not in ("error", "split"):
-        raise InvalidArgument(f"long must be 'error' or 'split', got {long!r}")
-    if long == "error":
-        check_longest(whole, capacity, "capacity", "or pass long='split'")
-    pieces = [
-        SequencePiece(i, start, min(start + capacity, length))
-        for i, length in enumerate(whole.tolist())
-        for start in range(0, max(length, 1), capacity)
-    ]
-    sizes = np.array([piece.stop - piece.start for piece in pieces], dtype=np.int64)
-    order = np.argsort(-sizes, kind="stable")
-    bins = best_fit(sizes[order], capacity)
-    rows: list[list[SequencePiece]] = [[] for _ in range(int(bins.max(initial=-1)) + 1)]
-    for piece, row in zip(order.tolist(), bins.tolist(), strict=True):
-        rows[row].append(pieces[piece])
-    return Rows(rows, capacity)
-
-
 def best_fit(lengths: NDArray[np.int64], capacity: int) -> NDArray[np.int64]:
     """Return for each length, in the given order, the row it goes into: the fullest one that still has room for it.
 
@@ -300,6 +235,7 @@ def _filler(total: int, capacity: int | None) -> int:
     most = _INT32_MAX if capacity is None else capacity
     if total > most:
         raise InvalidArgument(
-            f"the row must hold at most {most} tokens, got {total}; plan the rows with plan_rows first"
+            f"the row must hold at most {most} tokens, got {total}; sample batches with "
+            f"LengthBalancedBatchSampler(max_tokens={most})"
         )
     return 0 if capacity is None else capacity - total

@@ -12,20 +12,12 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 
-def _always() -> bool:
-    return True
-
-
-def _nothing() -> None:
-    pass
-
-
 class PeekedEpoch(NamedTuple):
     """The next epoch of a sampler, whose own state has not changed."""
 
     lists: Iterator[Any]
     """Its index lists; some are drawn before it begins, the others afterwards."""
-    holds: Callable[[], bool] = _always
+    holds: Callable[[], bool] = lambda: True
     """Return whether an epoch that begins now would have the same lists."""
-    begin: Callable[[], None] = _nothing
+    begin: Callable[[], None] = lambda: None
     """Make it the sampler's running epoch, as `iter(sampler)` would have; called once, if `holds()`."""

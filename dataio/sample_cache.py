@@ -33,8 +33,7 @@ from torch.utils.data import Dataset, IterableDataset
 from accel.dataio.dataset.numbers import declared
 from accel.dataio.fetching.fetch import sample_of
 from accel.dataio.fetching.randomness import others_could_draw, random_state, states_of_their_own, streams
-from accel.dataio.samples.layout import NotKept, SampleLayout
-from accel.dataio.samples.store import KEPT, UNKNOWN, Places, SampleStore
+from accel.dataio.samples.store import KEPT, UNKNOWN, NotKept, Places, SampleLayout, SampleStore
 from accel.profiler import renamed
 from accel.profiler.errors import InvalidArgument, InvalidType
 from accel.profiler.host import available_memory

@@ -25,9 +25,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from accel.dataio.elastic_sampler import ElasticSampler
+from accel.dataio.elastic_sampler import DealtStep, ElasticSampler, SamplerPlace
 from accel.dataio.passes.proxy import LoaderProxy, PassesUnderWay
-from accel.dataio.sampling.places import DealtStep, SamplerPlace
 from accel.elastic.left_alone import is_left_alone
 from accel.errors import InvalidArgument
 from accel.profiler.loop import backward

@@ -147,7 +147,8 @@ def positions() -> dict[str, int]:
     """
     open_at: dict[str, int] = {}
     with contextlib.suppress(OSError):
-        written = {os.readlink(f"/proc/self/fd/{number}") for number in (1, 2) if _is_open(number)}
+        printed_to = ("/proc/self/fd/1", "/proc/self/fd/2")
+        written = {os.readlink(each) for each in printed_to if os.path.lexists(each)}
         for number in os.listdir("/proc/self/fdinfo"):
             with contextlib.suppress(OSError, ValueError):
                 path = os.readlink(f"/proc/self/fd/{number}")
@@ -156,10 +157,6 @@ def positions() -> dict[str, int]:
                     if not writes_only:
                         open_at[f"{path} ({number})"] = position
     return open_at
-
-
-def _is_open(number: int) -> bool:
-    return os.path.lexists(f"/proc/self/fd/{number}")
 
 
 def _place(number: str) -> tuple[int, bool]:

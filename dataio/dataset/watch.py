@@ -19,7 +19,7 @@ What can't be seen before a batch is named by `DatasetWatch.unseen`, what can't 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from operator import attrgetter, is_
 from typing import Any
 
@@ -112,7 +112,8 @@ class DatasetWatch:
             if len(table) != len(kept) or not all(_alike(table[row], kept[row]) for row in rows.get(len(kept), ())):
                 return name
             part = slice(begin % len(kept), begin % len(kept) + _TURN)  # the others in turn
-            if not _all_alike(table[part], kept[part]):
+            now, before = table[part], kept[part]
+            if not (all(map(is_, now, before)) or all(map(_alike, now, before))):
                 return name
         return ""
 
@@ -154,10 +155,6 @@ def _accepted(now: Sequence[Any], kept: list[Any]) -> bool:
             return False
     kept[:] = now
     return True
-
-
-def _all_alike(now: Iterable[Any], kept: Iterable[Any]) -> bool:
-    return all(map(is_, now, kept)) or all(map(_alike, now, kept))
 
 
 def _alike(new: Any, old: Any) -> bool:

@@ -12,10 +12,11 @@ from __future__ import annotations
 import os
 import pickle
 import threading
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, wait
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch.utils.data import DataLoader
@@ -87,42 +88,52 @@ class BatchJob(NamedTuple):
     numbers: Numbers = {}  # noqa: RUF012  (never changed)
 
 
-class Engine(Protocol):
-    """Makes batches, in the order of their jobs."""
+class Engine(ABC):
+    """Makes batches, in the order of their jobs.
 
-    capacity: int
-    """Jobs that may be under way before the oldest is collected."""
-    copies: bool
-    """True if batches are made from copies of the dataset."""
-    base_seed: int
-    """Of the random numbers of workers that are started from now on."""
+    Attributes:
+        capacity: jobs that may be under way before the oldest is collected.
+        copies: batches are made from copies of the dataset.
+        base_seed: of the random numbers of workers that are started from now on.
+    """
 
-    def start(self) -> None:
+    capacity = 1
+    copies = False
+    base_seed = 0
+
+    def start(self) -> None:  # noqa: B027  (there is nothing to start in the loop's own thread)
         """Start threads and processes, if there are none; raises what keeps them from starting."""
 
+    @abstractmethod
     def submit(self, job: BatchJob) -> None:
         """Take a job."""
 
+    @abstractmethod
     def collect(self) -> Any:
         """Return the batch of the oldest job; raises what fetching it raised.
 
         After an Exception the job is gone. After any other one, Ctrl-C say, it is still the oldest.
         """
 
+    @abstractmethod
     def discard(self) -> None:
-        """Forget all jobs that were not collected."""
+        """Forget all jobs that were not collected; those not begun are never made."""
 
+    @abstractmethod
     def update(self, numbers: Numbers) -> None:
-        """Set numbers in copies of the dataset; nothing to do where there are none."""
+        """Set numbers in copies of the dataset; without copies, look again whether fetching draws."""
 
+    @abstractmethod
     def restart(self) -> None:
-        """Take the dataset anew as it is now."""
+        """Forget all jobs and take the dataset as it is now, and the collate function."""
 
+    @abstractmethod
     def reset(self) -> None:
         """Be as one that was just made, whatever was going on: an interruption may have left anything half done."""
 
     def close(self) -> None:
-        """Give up threads and processes."""
+        """Give up threads and processes; those at work end after the batch in hand."""
+        self.reset()
 
 
 # Batches for which no random number is drawn, after which none is looked for any more: 0.1 ms each.
@@ -164,7 +175,7 @@ class _Elsewhere(AccelError):
         return self._text
 
 
-class InlineEngine:
+class InlineEngine(Engine):
     """Make each batch when it is asked for, in the loop's own thread.
 
     A job's seed holds for its batch alone: the loop's own random states are put back. So augmentation
@@ -178,10 +189,6 @@ class InlineEngine:
         jobs: those that were not collected, oldest first.
     """
 
-    capacity = 1
-    copies = False
-    base_seed = 0
-
     def __init__(self, loader: DataLoader[Any]) -> None:
         self._fetch = fetch_of(loader)
         self.jobs: deque[BatchJob] = deque()
@@ -189,15 +196,10 @@ class InlineEngine:
         self._quiet = 0  # batches in a row for which nothing was drawn
         self._before: list[tuple[Stream, Any]] = []
 
-    def start(self) -> None:
-        """Do nothing."""
-
     def submit(self, job: BatchJob) -> None:
-        """Take a job."""
         self.jobs.append(job)
 
     def collect(self) -> Any:
-        """Make the batch of the oldest job."""
         return _take_oldest(self.jobs, self._make)
 
     def _make(self, job: BatchJob) -> Any:
@@ -231,29 +233,21 @@ class InlineEngine:
         self._before = []
 
     def discard(self) -> None:
-        """Forget the jobs."""
         self.jobs.clear()
 
     def update(self, numbers: Numbers) -> None:
-        """Look again whether fetching draws random numbers: the dataset, the loop's own, has changed."""
         self._quiet = 0
 
     def restart(self) -> None:
-        """Forget the jobs, and look again."""
         self.jobs = deque()
         self.update({})
 
     def reset(self) -> None:
-        """Forget the jobs, and look again."""
         self.put_back()
         self.restart()
 
-    def close(self) -> None:
-        """Forget the jobs."""
-        self.discard()
 
-
-class ThreadEngine:
+class ThreadEngine(Engine):
     """Make batches ahead in threads of this process.
 
     The dataset is read by several threads at once if `workers` is more than 1: it must be made for that. And it may
@@ -268,9 +262,6 @@ class ThreadEngine:
     Raises:
         InvalidArgument: if `workers` is less than 1.
     """
-
-    copies = False
-    base_seed = 0
 
     def __init__(self, loader: DataLoader[Any], workers: int, *, prefetch: int = 2) -> None:
         if workers < 1:
@@ -287,7 +278,6 @@ class ThreadEngine:
         self._owner = os.getpid()
 
     def start(self) -> None:
-        """Make the pool; its threads start with the first jobs."""
         if os.getpid() != self._owner:  # in a forked process, where no thread came along
             self._owner = os.getpid()
             self.reset()
@@ -295,7 +285,6 @@ class ThreadEngine:
             self._pool = ThreadPool(self.workers, "accel-loader")
 
     def submit(self, job: BatchJob) -> None:
-        """Hand a job to the threads."""
         self.start()
         self._follow_modes()
         self._held_back.append(job)
@@ -322,7 +311,6 @@ class ThreadEngine:
             self._futures.append((job, self._pool.submit(self._made_in_thread, self._modes, job)))
 
     def collect(self) -> Any:
-        """Return the batch of the oldest job; raises what fetching it raised."""
         self.start()
         self._follow_modes()
         self._hand_out()
@@ -377,34 +365,26 @@ class ThreadEngine:
         return batch
 
     def discard(self) -> None:
-        """Forget all jobs; those not begun are never made."""
         for _, future in self._futures:
             future.cancel()
         self._futures.clear()
         self._held_back.clear()
 
     def update(self, numbers: Numbers) -> None:
-        """Look again whether fetching draws random numbers: the dataset, the loop's own, has changed."""
         self._quiet = False
 
     def restart(self) -> None:
-        """Forget all jobs, and look again; the collate function may be another one."""
         self.discard()
         self._fetch = fetch_of(self._loader)
         self.update({})
 
     def reset(self) -> None:
-        """Forget all jobs and leave the threads to end on their own; the next job starts others."""
         for _, future in self._futures:
             future.cancel()
         if self._pool is not None:
             self._pool.shutdown()
         self._pool, self._futures, self._held_back = None, deque(), deque()
         self._quiet = False
-
-    def close(self) -> None:
-        """End the threads once they are done with the batch in hand."""
-        self.reset()
 
 
 def _refuse_changed(job: BatchJob) -> None:

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 
 from accel.dataio.dataset.numbers import Numbers
 from accel.dataio.engine import wire, worker
-from accel.dataio.engine.engine import BatchJob, FetchTimeout, WorkerDied, WorkersStuck, as_raised
+from accel.dataio.engine.engine import BatchJob, Engine, FetchTimeout, WorkerDied, WorkersStuck, as_raised
 from accel.dataio.engine.slots import MOST_IN_USE, SlotReader
 from accel.dataio.engine.thread_pool import at_rest
 from accel.dataio.engine.worker_handle import WorkerHandle, end_all
@@ -32,7 +32,6 @@ from accel.profiler.interruptions import ours
 log = logging.getLogger("accel.dataio")
 
 _MOST_TRIES = 2
-_WARN_S = 60.0
 STALL_S = 30.0
 # A fork waits so long for the threads of other engines to finish the batch in hand.
 _REST_S = 5.0
@@ -44,7 +43,6 @@ class _Result(NamedTuple):
     number: int
     slots: SlotReader
     message: Any
-    job: BatchJob
 
 
 class WorkerPool:
@@ -55,18 +53,15 @@ class WorkerPool:
         context: of multiprocessing.
         workers: how many.
         most_free: slots that a worker keeps while they are free.
-        threads: of an operation inside a worker.
         as_loop: see `ProcessEngine`.
 
     Attributes:
         handles: of those that run.
     """
 
-    def __init__(
-        self, loader: DataLoader[Any], context: Any, workers: int, most_free: int, threads: int, as_loop: bool
-    ) -> None:
+    def __init__(self, loader: DataLoader[Any], context: Any, workers: int, most_free: int, as_loop: bool) -> None:
         self._loader, self._context, self._workers = loader, context, workers
-        self._most_free, self._threads, self._as_loop = most_free, threads, as_loop
+        self._most_free, self._as_loop = most_free, as_loop
         self._begin()
 
     def _begin(self) -> None:
@@ -96,7 +91,6 @@ class WorkerPool:
             fetch_of(self._loader),
             None if self._as_loop else self._loader.worker_init_fn,
             base_seed,
-            self._threads,
             most_free=self._most_free,
             as_loop=self._as_loop,
         )
@@ -193,18 +187,18 @@ class JobBook:
                 f"{death}; so did the worker before it. Often memory ran out, or the samples crash native code: "
                 "fetch these samples in the main process to see, or use fewer workers."
             )
-            self.results[serial] = _Result(handle.number, handle.slots, error, handle.jobs.pop(serial))
+            handle.jobs.pop(serial)
+            self.results[serial] = _Result(handle.number, handle.slots, error)
 
 
-class ProcessEngine:
-    """Make batches of `loader` in `workers` processes; see `accel.dataio.engine.engine.Engine`.
+class ProcessEngine(Engine):
+    """Make batches of `loader` in `workers` processes.
 
     Args:
         loader: map-style loader; its dataset, collate function, worker_init_fn and time-out are used.
         workers: processes, at least 1.
         start_method: "fork", "forkserver" or "spawn"; None for the loader's own context, or the system's default.
         prefetch: batches each worker may be ahead, default 2.
-        threads: threads of an operation inside a worker, default 1, as in `DataLoader`.
         stall_s: after so many seconds (default 30) without its first batch, a worker that was forked while other
             threads ran is taken for stuck on a lock that was copied locked; then all are given up. With `check` any
             forked worker is, and after 30 seconds at least at any later batch: the loop can make it itself.
@@ -226,12 +220,11 @@ class ProcessEngine:
         *,
         start_method: str | None = None,
         prefetch: int = 2,
-        threads: int = 1,
         stall_s: float | None = None,
         check: Callable[[str], None] | None = None,
         as_loop: bool = False,
     ) -> None:
-        for name, value in (("workers", workers), ("prefetch", prefetch), ("threads", threads)):
+        for name, value in (("workers", workers), ("prefetch", prefetch)):
             if value < 1:
                 raise InvalidArgument(f"{name} must be at least 1, got {value}")
         context = _context(loader, start_method)
@@ -240,7 +233,7 @@ class ProcessEngine:
         self._timeout_s, self._check = float(loader.timeout), check
         self.stall_s = STALL_S if stall_s is None else stall_s
         # A worker may hold as many free slots as it can have jobs, and one for the batch in the loop's hands.
-        self.pool = WorkerPool(loader, context, workers, prefetch + 2, threads, as_loop)
+        self.pool = WorkerPool(loader, context, workers, prefetch + 2, as_loop)
         self._jobs = JobBook()
         self.base_seed = self._failed_starts = 0
         self._numbers: Numbers = {}
@@ -251,7 +244,6 @@ class ProcessEngine:
     # -- jobs --------------------------------------------------------------------------------------------------------
 
     def submit(self, job: BatchJob) -> None:
-        """Hand a job to the worker that has the fewest."""
         self.start()
         jobs = self._jobs
         _freest(self.pool.handles).give(jobs.next, job._replace(numbers=self._numbers))
@@ -259,12 +251,11 @@ class ProcessEngine:
         jobs.next += 1
 
     def collect(self) -> Any:
-        """Return the batch of the oldest job; raises what fetching it raised."""
         jobs = self._jobs
         serial = jobs.order[0]
         try:
             self._await(serial)
-            number, slots, message, _ = jobs.results[serial]
+            number, slots, message = jobs.results[serial]
         except ours():
             jobs.forget(serial, self.pool.handles)
             raise
@@ -276,29 +267,24 @@ class ProcessEngine:
         return _open(slots, message)
 
     def discard(self) -> None:
-        """Forget all jobs that were not collected."""
         self._jobs.clear()
         for handle in self.pool.handles:
             handle.jobs.clear()
             handle.send("stale", self._jobs.next)
 
     def update(self, numbers: Numbers) -> None:
-        """Set numbers in the workers' copies of the dataset, for the jobs submitted from now on."""
         self._numbers = {**self._numbers, **numbers}
 
     def restart(self) -> None:
-        """End the workers; the next job starts new ones, with the dataset as it is then."""
         self.discard()
         self._numbers = {}
         self._end_workers()
 
     def reset(self) -> None:
-        """End the workers, whatever they and this engine were at; the next job starts new ones."""
         self.pool.reset()
         self._jobs, self._numbers, self._failed_starts = JobBook(), {}, 0
 
     def close(self) -> None:
-        """End the workers."""
         self.restart()
 
     # -- starting ----------------------------------------------------------------------------------------------------
@@ -309,7 +295,6 @@ class ProcessEngine:
         return [handle.process for handle in self.pool.handles if handle.process is not None]
 
     def start(self) -> None:
-        """Start the workers, if there are none."""
         if self.pool.is_forked:
             self.reset()
         if self.pool.handles:
@@ -339,8 +324,8 @@ class ProcessEngine:
             return
         self.start()
         results = self._jobs.results  # of this process
-        began = warned = time.monotonic()
-        patience = min(1.0, self._timeout_s or 1.0)
+        began = time.monotonic()
+        patience = min(1.0, self._timeout_s or 1.0, self.stall_s)
         while serial not in results:
             for handle, message in self.pool.messages(patience / 2):
                 self._died(handle) if message is None else self._take(handle, message)
@@ -356,27 +341,17 @@ class ProcessEngine:
                 raise WorkersStuck(self.deaths[-1])
             if self._timeout_s and waited > self._timeout_s:
                 raise FetchTimeout(_late(holder, serial, waited, self._timeout_s))
-            if time.monotonic() - warned > _WARN_S and holder is not None:
-                warned = time.monotonic()
-                holder.send("where", None)
 
     def _take(self, handle: WorkerHandle, message: Any) -> None:
         if isinstance(message, worker.Ready):
             handle.ready, self._failed_starts = True, 0
-        elif isinstance(message, worker.Where):
-            log.warning(
-                "worker process %d has been at one batch for over %.0f s; it is here:\n%s",
-                handle.number,
-                _WARN_S,
-                message.stack,
-            )
         elif isinstance(message, worker.Failed) and message.serial is None:
             self._end_workers()
             raise as_raised(message.error, message.text, f"worker process {handle.number} in {message.at}")
         elif message.serial in handle.jobs:
-            job = handle.jobs.pop(message.serial)
+            handle.jobs.pop(message.serial)
             handle.served += 1
-            self._jobs.results[message.serial] = _Result(handle.number, handle.slots, message, job)
+            self._jobs.results[message.serial] = _Result(handle.number, handle.slots, message)
         elif isinstance(message, worker.Done) and message.slot is not None:
             handle.slots.free_at_once(message.slot)  # it was given up meanwhile
 

@@ -194,10 +194,6 @@ class ThreadPool:
         """End each thread once it is done with what it has in hand; what is queued and not cancelled is still done."""
         self._end()
 
-    def join(self, until: float) -> None:
-        """Wait for the threads to end, until `time.monotonic()` is `until` at most."""
-        _join(self._threads, until)
-
 
 def _end(tasks: _Queue, workers: int) -> None:
     for _ in range(workers):

@@ -1,8 +1,8 @@
 """What runs in a worker process: take a list of indices, make the batch, write it into shared memory, say so.
 
-A thread of its own receives, so that a new order (give up what is stale, where are you, the loop is gone) is received
-while a sample is being fetched, and so that neither side ever waits for the other to read. The main thread fetches and
-sends.
+A thread of its own receives, so that a new order (give up what is stale, the loop is gone) comes
+through while a sample is being fetched, and so that neither side ever waits for the other to read.
+The main thread fetches and sends.
 
 Random numbers: each batch is begun with seeds derived from the epoch's base seed and the batch's number. Augmentation
 is then the same whichever worker makes the batch and however many there are. With a `worker_init_fn`, which may seed as
@@ -53,7 +53,6 @@ class Task:
     fetch: Fetch
     init: Callable[[int], None] | None
     base_seed: int
-    threads: int
     most_free: int
     as_loop: bool = False
     """It stands in for the loop's own process, of a loader without workers: see `ProcessEngine`."""
@@ -101,12 +100,6 @@ class Drew(AccelError, RuntimeError):
     """Fetching has drawn random numbers, which are to be drawn in the loop's own process."""
 
 
-class Where(NamedTuple):
-    """The Python stack of the worker's main thread."""
-
-    stack: str
-
-
 def channel_of(connection: Connection) -> socket:
     """Return the connection as a socket, for files; made once, while nothing else reads or writes.
 
@@ -125,7 +118,7 @@ def run(connection: Connection, task: Task) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     gc.freeze()  # what was inherited is not looked at by the collector, so that its pages stay shared
-    torch.set_num_threads(task.threads)
+    torch.set_num_threads(1)
     torch_collate.default_collate_fn_map[torch.Tensor] = functools.partial(
         _stack, torch_collate.default_collate_fn_map[torch.Tensor]
     )
@@ -147,8 +140,6 @@ class _Worker:
         self._channel = channel_of(connection)
         self._orders: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._stale_below = 0
-        self._sending = threading.Lock()
-        self._main_thread = threading.get_ident()
         self._numbers: Numbers = {}
         self._slots = slots.SlotWriter(task.most_free) if slots.supported() else None
 
@@ -167,9 +158,6 @@ class _Worker:
                 os._exit(1)
             if kind == "stale":
                 self._stale_below = content
-            elif kind == "where":
-                frame = sys._current_frames().get(self._main_thread)
-                self._send(Where("".join(traceback.format_stack(frame)) if frame else ""))
             else:
                 self._orders.put(content)
 
@@ -177,10 +165,9 @@ class _Worker:
 
     def _send(self, message: Any, file: int | None = None) -> None:
         data = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
-        with self._sending:
-            self._connection.send_bytes(data)
-            if file is not None:
-                send_fds(self._channel, [b"f"], [file])
+        self._connection.send_bytes(data)
+        if file is not None:
+            send_fds(self._channel, [b"f"], [file])
 
     # -- work --------------------------------------------------------------------------------------------------------
 

@@ -23,6 +23,8 @@ from accel.dataio.engine.slots import SlotReader
 # the loop is gone.
 _ENDS: weakref.WeakSet[Connection | socket] = weakref.WeakSet()
 _PROCESSES: weakref.WeakSet[Any] = weakref.WeakSet()
+# A worker has so long to end on its own, and again after SIGTERM.
+_ENDS_S = 1.0
 
 
 def _forget_in_child() -> None:
@@ -127,7 +129,7 @@ class WorkerHandle:
     def bury(self) -> str:
         """Clear away a worker that is gone; return which process it was and how it ended."""
         self.hang_up()
-        self.process.join(1.0)
+        self.process.join(_ENDS_S)
         description = f"worker process {self.number} (pid {self.process.pid}) {_how_it_ended(self.process.exitcode)}"
         self._end()
         return description
@@ -145,7 +147,7 @@ class WorkerHandle:
             return
         if self.process.is_alive():
             self.process.terminate()
-            self.process.join(1.0)
+            self.process.join(_ENDS_S)
         if self.process.is_alive():  # stopped, or deaf to SIGTERM
             self.process.kill()
             self.process.join()
@@ -168,6 +170,6 @@ def end_all(handles: list[WorkerHandle], owner: int) -> None:
         return
     for handle in mine:
         handle.hang_up()
-    deadline = time.monotonic() + 1.0
+    deadline = time.monotonic() + _ENDS_S
     for handle in mine:
         handle.end(max(0.0, deadline - time.monotonic()))

@@ -6,7 +6,7 @@ import contextlib
 import random
 import sys
 import threading
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -102,13 +102,8 @@ def derived_seed(base_seed: int, number: int) -> int:
     return (z ^ (z >> 31)) >> 1
 
 
-def others_could_draw(waiting: Collection[int] = ()) -> bool:
-    """Return whether a thread beside this one could draw random numbers now.
-
-    Args:
-        waiting: threads, by identifier, that wait for this one. Those of this package draw none.
-    """
-    named = threading.enumerate()
-    mine = {threading.get_ident(), *waiting}
+def others_could_draw() -> bool:
+    """Return whether a thread beside this one could draw random numbers; this package's draw none."""
+    named, mine = threading.enumerate(), threading.get_ident()
     unnamed = len(sys._current_frames()) > len(named)  # started by native code
-    return unnamed or any(each.ident not in mine and not each.name.startswith("accel-") for each in named)
+    return unnamed or any(each.ident != mine and not each.name.startswith("accel-") for each in named)

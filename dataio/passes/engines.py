@@ -10,12 +10,15 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch.utils.data import DataLoader
 
+from accel.dataio.dataset.fetch_watch import FetchWatch
 from accel.dataio.dataset.handles import HandleShared, check_fork, shared_handle
 from accel.dataio.dataset.numbers import declared
 from accel.dataio.dataset.thread_safety import unsafe
 from accel.dataio.engine.engine import Engine, InlineEngine, ThreadEngine
 from accel.dataio.engine.processes import STALL_S, ProcessEngine
+from accel.dataio.fetching.fetch import fetch_of
 from accel.dataio.passes.rounds import INLINE, Setting
+from accel.dataio.passes.tuner import LookAhead, Tuner
 from accel.profiler.errors import InvalidState
 from accel.profiler.host import usable_cores
 from accel.profiler.interruptions import ours
@@ -31,8 +34,8 @@ class Options(NamedTuple):
     """The arguments of a `ContinuousLoader`."""
 
     mode: Mode
-    workers: int | None
-    prefetch: int | None
+    num_workers: int | None
+    prefetch_factor: int | None
     thread_safe: bool | None
     device: torch.device | str | None
 
@@ -78,14 +81,14 @@ class LoaderEngines:
     @property
     def prefetch(self) -> int:
         """How many batches each worker is ahead at first."""
-        return self.options.prefetch or self.loader.prefetch_factor or 2
+        return self.options.prefetch_factor or self.loader.prefetch_factor or 2
 
     @property
     def requested(self) -> Setting:
         """The setting that the mode names; "inline" for "auto"."""
         if self.options.mode in ("auto", "inline"):
             return INLINE
-        count = self.options.workers or self.loader.num_workers or usable_cores()
+        count = self.options.num_workers or self.loader.num_workers or usable_cores()
         named = self.options.mode
         return Setting(self.start_method(asked=True) if named == "processes" else named, count)
 
@@ -157,3 +160,31 @@ class LoaderEngines:
         """End threads and processes, but those of one setting."""
         for each in [each for each in self._engines if each != but]:
             self._engines.pop(each).close()
+
+
+def tuner_of(engines: LoaderEngines) -> Tuner:
+    """Return what chooses among the settings of a loader's engines."""
+    loader, options, init = engines.loader, engines.options, engines.calls_init
+    safe = options.thread_safe
+    reason = unsafe(loader.dataset) if safe is None else "" if safe else "as requested (thread_safe=False)"
+    return Tuner(
+        engines.start_method(asked=engines.asked),
+        no_threads=reason,
+        ahead=LookAhead(engines.prefetch, fixed=options.prefetch_factor is not None),
+        limit=options.num_workers or (loader.num_workers if init else 0) or None,
+        processes_only="only processes call the loader's worker_init_fn" if init else "",
+        own=loader.num_workers,
+    )
+
+
+def watch_of(engines: LoaderEngines) -> FetchWatch:
+    """Return what sees whether fetching changes something.
+
+    Who declares that threads may read a dataset together means what it changes, too; of the collate function that says
+    nothing. Draws are seen by the engine: around a fetch the sampler draws too.
+    """
+    fetch = fetch_of(engines.loader)
+    if not engines.declared_safe:
+        return FetchWatch(fetch, draws=False)
+    of_dataset = getattr(fetch.collate, "__self__", None) is fetch.dataset
+    return FetchWatch(None if of_dataset else fetch.of(None), draws=False)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import logging
+import math
+import time
 import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -12,17 +15,29 @@ from torch.utils.data import DataLoader
 
 from accel.dataio.elastic_sampler import ElasticSampler
 from accel.dataio.engine import transfer
-from accel.dataio.engine.engine import BatchHasGraph, ThreadsDraw, WorkersStuck
+from accel.dataio.engine.engine import (
+    BatchHasGraph,
+    FetchTimeout,
+    InlineEngine,
+    ThreadsDraw,
+    WorkerDied,
+    WorkersStuck,
+)
 from accel.dataio.passes import epochs, resume
-from accel.dataio.passes.engines import LoaderEngines, Options
-from accel.dataio.passes.measured import Measured
+from accel.dataio.passes.engines import LoaderEngines, Options, tuner_of, watch_of
 from accel.dataio.passes.movable import not_movable, not_read_ahead
 from accel.dataio.passes.passes import ActiveIterator, BatchSource, EpochIterator, InlineRest
 from accel.dataio.passes.prefetch import PrefetchAcrossEpochs
+from accel.dataio.passes.rounds import INLINE
 from accel.profiler.interruptions import ours
 
 if TYPE_CHECKING:
     from accel.dataio.passes.tuner import Tuner
+
+log = logging.getLogger("accel.dataio")
+
+# Batches that a dataset is watched for: whether fetching changes it.
+_WATCHED = 3
 
 
 class CoreIterator(EpochIterator):
@@ -227,3 +242,87 @@ class LoaderCore(BatchSource):
         if not self.passed_through:
             resume.put_back(self.loader, state["begun"])
             self._base_seed = state["base_seed"]
+
+
+class Measured:
+    """Fetch each batch under the setting on trial, and report its time to the tuner.
+
+    Args:
+        engines: those that the tuner chooses among.
+
+    Attributes:
+        tuner: chooses the setting.
+    """
+
+    def __init__(self, engines: LoaderEngines) -> None:
+        self._engines, self._left_at = engines, math.nan
+        self.tuner = tuner_of(engines)
+        # On the first batches.
+        self._watch = watch_of(engines) if self.tuner.current == INLINE else None
+
+    def begin(self) -> None:
+        """Begin an epoch: the time before its first batch says nothing about the step."""
+        self._left_at = math.nan
+
+    def leave(self) -> None:
+        """Record when the loop goes on with its step."""
+        self._left_at = time.perf_counter()
+
+    def fetch(self, core: LoaderCore, continuous: PrefetchAcrossEpochs) -> Any:
+        """Return the next batch, by the engines of `core`."""
+        tuner = self.tuner
+        if tuner.current != core.setting:
+            core.follow(tuner)
+        began, busy = time.perf_counter(), tuner.busy()
+        try:
+            batch = continuous.fetch() if self._watch is None else self._watched(continuous)
+        except (StopIteration, FetchTimeout):
+            raise
+        except (ThreadsDraw, BatchHasGraph) as error:
+            tuner.forbid_threads(str(error))
+            return self.fetch(core, continuous)
+        except ours() as error:
+            return self._otherwise(core, continuous, error)
+        if isinstance(continuous.engine, InlineEngine):
+            self._engines.slowest_s = max(self._engines.slowest_s, time.perf_counter() - began)
+            if continuous.engine.draws:
+                tuner.forbid_threads("fetching a sample draws random numbers")
+        ended, changes = time.perf_counter(), tuner.changes
+        tuner.served(ended - began, began - self._left_at, tuner.busy().since(busy), continuous.engine.capacity)
+        if tuner.changes != changes:
+            core.follow(tuner)
+            log.info("%s", tuner.explain())
+        return batch
+
+    def _otherwise(self, core: LoaderCore, continuous: PrefetchAcrossEpochs, error: Exception) -> Any:
+        """Make the batch that a setting failed at in the loop's own thread, as a plain loader would.
+
+        If that raises too, it is the dataset's own error and no fault of the setting.
+        """
+        tuner = self.tuner
+        if core.setting == INLINE:
+            raise error
+        if isinstance(error, WorkerDied) or self._engines.calls_init:
+            # What ended two workers could end the loop's own process; another setting may do.
+            tuner.failed(error)
+            if tuner.exhausted:
+                raise error
+            return self.fetch(core, continuous)
+        failed = tuner.current
+        core.go_inline("")
+        batch = continuous.fetch()
+        if tuner.current == failed:
+            tuner.failed(error)
+        return batch
+
+    def _watched(self, continuous: PrefetchAcrossEpochs) -> Any:
+        watch = self._watch
+        assert watch is not None
+        batch = watch.around(continuous.fetch)
+        self._engines.moved_file = self._engines.moved_file or watch.moved_file
+        if watch.finding:
+            self._engines.changing = watch.finding
+            self.tuner.forbid_threads(watch.finding)
+        if watch.finding or watch.fetches >= _WATCHED:
+            self._watch = None
+        return batch

@@ -64,8 +64,6 @@ def not_read_ahead(loader: DataLoader[Any]) -> str:
         return f"its sampler, a {type(sampler).__name__}, is not one of torch's: what it yields may follow the loop"
     if type(sampler) is SubsetRandomSampler and type(sampler.indices).__module__ not in ("builtins", "torch", "numpy"):
         return f"its SubsetRandomSampler has a {type(sampler.indices).__name__} of indices, which may follow the loop"
-    if type(sampler) is SubsetRandomSampler and len(set(map(int, sampler.indices))) < len(sampler.indices):
-        return "the indices of its SubsetRandomSampler are not distinct: a change of one could not be followed"
     if type(sampler) is RandomSampler and sampler.generator is not None and not can_draw_ahead(loader):
         return "its RandomSampler draws from the loader's generator as it goes"
     return ""

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 from torch.utils.data import DataLoader
+from torch.utils.data._utils.fetch import _MapDatasetFetcher
 
 from accel.dataio.batches import equal, one_memory
 from accel.dataio.dataset.handles import check_fork
@@ -78,10 +79,4 @@ def _first(loader: DataLoader[Any]) -> list[int]:
 
 
 def _plain(loader: DataLoader[Any], indices: list[int]) -> Any:
-    return loader.collate_fn(_samples(loader.dataset, indices))
-
-
-def _samples(dataset: Any, indices: list[int]) -> list[Any]:
-    if hasattr(dataset, "__getitems__") and dataset.__getitems__:
-        return list(dataset.__getitems__(indices))
-    return [dataset[index] for index in indices]
+    return _MapDatasetFetcher(loader.dataset, True, loader.collate_fn, False).fetch(indices)  # type: ignore[no-untyped-call]

@@ -17,18 +17,20 @@ the engine is emptied and makes again everything from `handed` on.
 from __future__ import annotations
 
 import os
+import weakref
 from collections import deque
 from collections.abc import Iterator
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.utils.data import DataLoader
 
+from accel.dataio.dataset.numbers import Forecast, Numbers, differing, numbers_of
+from accel.dataio.dataset.watch import DatasetWatch
 from accel.dataio.engine.engine import BatchJob, Engine, InlineEngine
+from accel.dataio.fetching.fetch import fetch_of
 from accel.dataio.passes import epochs
-from accel.dataio.passes.copies import DatasetCopies
-from accel.dataio.passes.epochs import Ahead, Draws, States, capture, draw_ahead, epoch_of, same, same_draws
-from accel.dataio.passes.index_lists import IndexLists
+from accel.dataio.passes.epochs import Ahead, Draws, IndexLists, States
 from accel.dataio.passes.not_ahead import AheadCheck
 from accel.profiler.interruptions import ours
 
@@ -123,10 +125,10 @@ class PrefetchAcrossEpochs:
         self._forget_handed()
         if self._resumed is not None:
             self._start()
-        if self._lists.changed() and self._under_way():
+        if self._lists.has_new_size and self._under_way():
             self._take_back()
             self._give_lists_back()
-        self.check.refuse(drawn_since=not self._ended and not same(self._lists.draws.generators(), self._drawn))
+        self.check.refuse(drawn_since=not self._ended and not epochs.same(self._lists.draws.generators(), self._drawn))
         self._fill()
         job = self._record[self._collected] if len(self._record) > self._collected else None
         if job is None or job.epoch != self._epoch:
@@ -156,9 +158,11 @@ class PrefetchAcrossEpochs:
         self.served, self._after = job.number + 1, job.after
 
     def _forget_handed(self) -> None:
-        while self._collected and self._record[0].number < self.handed:
-            self._after_handed = self._record.popleft().after
-            self._collected -= 1
+        record = self._record  # not by the count: an interruption may come before it is put right
+        while record and record[0].epoch == self._epoch and record[0].number < self.handed:
+            self._after_handed = record[0].after
+            record.popleft()
+            self._collected = max(0, self._collected - 1)
 
     def _renew(self) -> None:
         """Make anew what was made ahead: the loop has changed the dataset within the epoch."""
@@ -274,12 +278,12 @@ class PrefetchAcrossEpochs:
 
         On success the random states are advanced exactly as beginning the plain loader's epoch would have.
         """
-        if self._ahead is None or self._under_way() or not (self._ended or same(self._drawn, self._after)):
+        if self._ahead is None or self._under_way() or not (self._ended or epochs.same(self._drawn, self._after)):
             # Nothing drawn ahead, or the loop left the epoch before its last batch; or with it, but without asking for
             # one more, which is when the sampler would have drawn once more.
             return False
         ahead, lists = self._ahead
-        undisturbed = same_draws(self.loader, ahead)
+        undisturbed = epochs.same_draws(self.loader, ahead)
         if not (undisturbed and ahead.holds(self.loader)) or not self._copies.are_right(self.engine):
             self.failed_guesses += 1
             # A loop that draws random numbers of its own between the two will do so again; epochs can be learnt.
@@ -310,7 +314,7 @@ class PrefetchAcrossEpochs:
         ahead = self._resumed
         if ahead is None:
             return
-        if same(capture(self.loader), ahead.began):
+        if epochs.same(epochs.capture(self.loader), ahead.began):
             ahead.draws.begin()
         elif ahead.draws.drew(ahead.began):
             self._wrong += _MOST_WRONG
@@ -381,7 +385,7 @@ class PrefetchAcrossEpochs:
             return False
         changed, view = expected
         seeded = self.base_seed if epochs.persistent(self.loader) else None
-        ahead = draw_ahead(self.loader, step=self._epoch_step, seeded=seeded)
+        ahead = epochs.draw_ahead(self.loader, step=self._epoch_step, seeded=seeded)
         if ahead is None:
             return False
         self._copies.expect(self.engine, changed)
@@ -396,7 +400,7 @@ class PrefetchAcrossEpochs:
     def _note_epoch(self, first: int) -> None:
         """Learn how the sampler's epoch and the dataset move from one epoch to the next."""
         self._look()
-        epoch = epoch_of(self.loader)
+        epoch = epochs.epoch_of(self.loader)
         self._copies.begin_epoch(whole=not first)
         # After an early break some samplers stay where they are: this says nothing about the end of an epoch.
         if not first and self._ended and epoch is not None and self._begun_at is not None:
@@ -406,3 +410,100 @@ class PrefetchAcrossEpochs:
     def _look(self) -> None:
         self._copies.look()
         self.check.look(None if isinstance(self.engine, InlineEngine) else self._copies.watch)
+
+
+class _Copies(NamedTuple):
+    """The state of the dataset that an engine's copies have."""
+
+    version: int
+    """Of the dataset, apart from its numbers."""
+    numbers: Numbers
+    epoch: int
+    """In which they were made, or last found to be as they should."""
+
+
+class DatasetCopies:
+    """The loop's dataset, and the copies that engines have of it.
+
+    Args:
+        loader: whose dataset and collate function they are.
+
+    Attributes:
+        watch: sees what changes in the loop's own.
+    """
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        self._loader, self._fetch = loader, fetch_of(loader)
+        self.watch, self._version = DatasetWatch(self._fetch), 0
+        self._began: Numbers | None = None
+        self._forecast = Forecast(self._fetch)
+        self._of: weakref.WeakKeyDictionary[Engine, _Copies] = weakref.WeakKeyDictionary()
+
+    def look(self) -> None:
+        """Look at the dataset and the collate function as they are now."""
+        is_other = self._fetch.collate is not self._loader.collate_fn
+        self._fetch.collate = self._loader.collate_fn
+        if is_other or self.watch.changed(thoroughly=True, numbers=False):
+            self.watch, self._version = DatasetWatch(self._fetch), self._version + 1
+        else:
+            self.watch.numbers = numbers_of(self._fetch.dataset)
+
+    def begin_epoch(self, *, whole: bool) -> None:
+        """Learn how the numbers move from one epoch to the next; `whole` if this one begins at its first batch."""
+        if whole and self._began is not None:
+            self._forecast.saw(self._began, self.watch.numbers)
+        self._began = self.watch.numbers
+
+    def made(self, engine: Engine, epoch: int) -> None:
+        """Note that an engine's copies have just been made, for an epoch."""
+        self._of[engine] = _Copies(self._version, self.watch.numbers, epoch)
+
+    def forget(self, engine: Engine) -> None:
+        """Note that an engine has no copies any more."""
+        self._of.pop(engine, None)
+
+    def refresh(self, engine: Engine, epoch: int) -> None:
+        """Bring an engine's copies to the dataset's present state, as `epoch` begins or goes on."""
+        copies, watch = self._of.get(engine), self.watch
+        if copies is not None:
+            # What can't be seen may have changed: then workers last as long as those of a plain loader.
+            unseen = bool(watch.unseen_at_all) and not epochs.persistent(self._loader) and copies.epoch != epoch
+            changed = differing(copies.numbers, watch.numbers)
+            if copies.version != self._version or unseen or changed is None:
+                engine.restart()
+            elif changed:
+                engine.update(changed)
+        self.made(engine, epoch)
+
+    def are_right(self, engine: Engine) -> bool:
+        """Return whether the dataset is in the state that an engine's copies have, or are expected to have."""
+        copies = self._of.get(engine)
+        if copies is None or self._loader.collate_fn is not self._fetch.collate or copies.version != self._version:
+            return False
+        same_numbers = differing(copies.numbers, numbers_of(self._fetch.dataset)) == {}
+        return same_numbers and not self.watch.changed(thoroughly=True, numbers=False)
+
+    def expected(self, engine: Engine) -> tuple[Numbers, Any] | None:
+        """Return what an engine is to make the next epoch's batches from, before that begins.
+
+        Returns:
+            The numbers that differ by then, and the dataset to read in place of the loop's own, None for that; None if
+            it can't be had, or could change without being seen.
+        """
+        if self.watch.unseen_at_all:
+            return None
+        numbers = self._of[engine].numbers
+        following = self._forecast.next(numbers)
+        changed, view = differing(numbers, following), None
+        if changed and not engine.copies:
+            view = self._forecast.view(self._fetch.dataset, following)
+            if view is None:
+                return None  # made now, the batches would be those of this epoch's dataset
+        return changed or {}, view
+
+    def expect(self, engine: Engine, changed: Numbers) -> None:
+        """Have an engine's copies be as they are expected to be in the next epoch."""
+        if changed:
+            engine.update(changed)
+        copies = self._of[engine]
+        self._of[engine] = copies._replace(numbers={**copies.numbers, **changed})

@@ -3,11 +3,15 @@
 `LoaderProxy` answers everything as the loader it stands for (`len`, `dataset`, `batch_size`, `isinstance`, operators),
 calls a listener when a batch is requested and delivered, and can switch the engine that fetches its batches from one
 batch to the next, in the same order. Without a listener it *is* the plain loader.
+
+Python looks special methods up on the type, so a proxy of a list must be of a type that has those of a list, and one of
+a generator of a type that has none of them. Each type of loader gets a type of proxies of its own.
 """
 
 from __future__ import annotations
 
 import copy
+import operator
 import weakref
 from collections.abc import Callable, Generator, Iterator
 from functools import partial
@@ -18,7 +22,6 @@ from torch.utils.data import DataLoader
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from accel.dataio.passes.passes import ActiveIterator, BatchSource, EpochIterator
-from accel.dataio.passes.stand_in import StandIn
 from accel.profiler.interruptions import ours
 
 if TYPE_CHECKING:
@@ -66,10 +69,6 @@ class PassesUnderWay:
         """Note that a pass has no more batches."""
         self._begun = [each for each in self._begun if each is not one]
 
-    def leave(self, one: Any) -> None:
-        """Note that a pass was left, though it is held."""
-        self._begun = [each for each in self._begun if each() is not one]
-
     @property
     def current(self) -> Any:
         """The pass that was asked last; None if there is none."""
@@ -115,7 +114,7 @@ class Fetching:
         self.fetch_watch: FetchWatch | None = None
 
 
-class LoaderProxy(StandIn):
+class LoaderProxy:
     """Stand for `loader` and tell `listener` what the loop does with it.
 
     Args:
@@ -123,14 +122,42 @@ class LoaderProxy(StandIn):
         listener: called on requests and batches; None makes the proxy a plain pass-through.
     """
 
-    __slots__ = ("_accel_fetching", "_accel_listener", "_accel_pass")
-    _accel_pass: Iterator[Any] | None
+    __slots__ = ("__weakref__", "_accel_fetching", "_accel_listener", "_accel_loader", "_accel_pass")
+
+    def __new__(cls, loader: Any, listener: LoaderListener | None = None) -> Any:
+        return object.__new__(_proxy_type(type(loader)))
 
     def __init__(self, loader: Any, listener: LoaderListener | None = None) -> None:
-        super().__init__(loader)
-        object.__setattr__(self, "_accel_listener", listener)
-        object.__setattr__(self, "_accel_fetching", Fetching())
-        object.__setattr__(self, "_accel_pass", None)
+        self._accel_loader, self._accel_listener = loader, listener
+        self._accel_fetching = Fetching()
+        self._accel_pass: Iterator[Any] | None = None
+
+    # isinstance(proxy, DataLoader) holds wherever it held before.
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        return type(self._accel_loader)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(object.__getattribute__(self, "_accel_loader"), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name.startswith("_accel_"):
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self._accel_loader, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        delattr(self._accel_loader, name)
+
+    # A copy, and what another process gets, is the plain loader.
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _plain, (self._accel_loader,)
+
+    def __copy__(self) -> Any:
+        return copy.copy(self._accel_loader)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copy.deepcopy(self._accel_loader, memo)
 
     def __repr__(self) -> str:
         return f"accel({self._accel_loader!r})"
@@ -157,6 +184,53 @@ class LoaderProxy(StandIn):
 def is_proxy(loader: Any) -> bool:
     """Return whether `loader` is a `LoaderProxy` (its `__class__` is that of the loader it stands for)."""
     return issubclass(type(loader), LoaderProxy)
+
+
+def _plain(thing: Any) -> Any:
+    return thing._accel_loader if is_proxy(thing) else thing
+
+
+# Special methods that are the proxy's own, beside those that `LoaderProxy` defines.
+_OWN = frozenset(
+    f"__{name}__"
+    for name in (
+        *("init_subclass", "subclasshook", "class_getitem", "getattribute", "del", "annotate", "annotate_func"),
+        *("reduce_ex", "getstate", "setstate", "getnewargs", "getnewargs_ex", "prepare", "release_buffer"),
+    )
+)
+_types: weakref.WeakKeyDictionary[type, weakref.ref[type]] = weakref.WeakKeyDictionary()
+
+
+def _proxy_type(kind: type) -> type:
+    """Return the subclass of `LoaderProxy` whose instances stand for those of `kind`."""
+    known = _types.get(kind)
+    if known is not None and (made := known()) is not None:
+        return made
+    methods: dict[str, Any] = {}
+    for name in set(dir(kind)) - _OWN - vars(LoaderProxy).keys():
+        value = getattr(kind, name) if name.startswith("__") and name.endswith("__") else ""
+        is_of_all = value is getattr(object, name, None) and name not in ("__eq__", "__ne__", "__hash__")
+        if value is None or (callable(value) and not is_of_all):
+            methods[name] = None if value is None else _forwarding(name)  # None as the hash of a list: there is none
+    if "__next__" in methods:
+        methods["__next__"] = LoaderProxy._accel_next
+    # Errors name an object's type: they are the same as the plain loader's.
+    names = {"__module__": __name__, "__qualname__": f"LoaderProxy[{kind.__qualname__}]", "__doc__": kind.__doc__}
+    made = type(kind.__name__, (LoaderProxy,), {**methods, "__slots__": (), **names})
+    _types[kind] = weakref.ref(made)
+    return made
+
+
+def _forwarding(name: str) -> Callable[..., Any]:
+    """Return the special method `name` that asks the loader, as Python would."""
+    ask = vars(operator).get(name)
+
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        loader, args = self._accel_loader, tuple(map(_plain, args))
+        result = getattr(type(loader), name)(loader, *args, **kwargs) if ask is None else ask(loader, *args, **kwargs)
+        return self if result is loader else result  # `+=` and `with` hand on the one that is listened to
+
+    return method
 
 
 class _Listened:

@@ -29,7 +29,8 @@ def begun(loader: DataLoader[Any]) -> dict[str, Any]:
     return {
         "random": epochs.capture(loader),
         "sampler_epoch": epochs.epoch_of(loader),
-        "sampler": {name: _begin_state(sampler) for name, sampler in _stateful(loader)},
+        # In which its next pass begins; the state of the pass before may be what a sampler has at hand.
+        "sampler": {name: getattr(each, "begin_state", each.state_dict)() for name, each in _stateful(loader)},
         "kind": _kind(loader),
         "dealt": _dealt(loader, start=0, served=0),
     }
@@ -43,11 +44,6 @@ def begun_again(loader: DataLoader[Any], state: Mapping[str, Any]) -> dict[str, 
         return saved
     start = old["start"] + (served - old["served"]) * old["ranks"] * old["batch_size"]
     return saved | {"dealt": _dealt(loader, start, served)}
-
-
-def _begin_state(sampler: Any) -> Any:
-    """Return the state in which the sampler's next pass begins; that of the pass before may be what it has at hand."""
-    return getattr(sampler, "begin_state", sampler.state_dict)()
 
 
 def _stateful(loader: DataLoader[Any]) -> Iterator[tuple[str, Any]]:
@@ -174,20 +170,12 @@ def _dealt_from(sampler: DistributedSampler[Any], start: int) -> Iterator[int]:
     Like DistributedSampler, ranks are evened out with repeats from the front, or with drop_last by leaving out. So they
     get what it would have gone on with if they are as many as before.
     """
-    order = _order(sampler)
+    of_all = DistributedSampler[int](sampler.dataset, 1, 0, shuffle=sampler.shuffle, seed=sampler.seed)
+    of_all.set_epoch(sampler.epoch)
+    order = list(of_all)
     left, ranks = order[start:], sampler.num_replicas
     if sampler.drop_last:
         left = left[: len(left) // ranks * ranks]
     elif left:
         left += itertools.islice(itertools.cycle(order), -len(left) % ranks)
     return iter(left[sampler.rank :: ranks])
-
-
-def _order(sampler: DistributedSampler[Any]) -> list[int]:
-    """Return the order of all samples, before they are dealt to ranks."""
-    length = len(sampler.dataset)  # type: ignore[arg-type]
-    if not sampler.shuffle:
-        return list(range(length))
-    generator = torch.Generator().manual_seed(sampler.seed + sampler.epoch)
-    order: list[int] = torch.randperm(length, generator=generator).tolist()
-    return order

@@ -32,7 +32,6 @@ TABLE = 4096
 # Chi-square tests over 200 seeds and four lengths: 4 rounds still show in pairs √n apart (554 to 1,027 standard
 # deviations), 5 pass every one; the sixth is margin.
 ROUNDS = 6
-_MOST_ROUNDS = 8  # as many 64-bit keys as one digest of blake2b holds
 _LONGEST = 1 << 62  # r and c must fit in 32 bits
 
 # The odd constants of SplitMix64's finaliser (Steele, Lea and Flood 2014, https://doi.org/10.1145/2660193.2660195).
@@ -52,10 +51,9 @@ class Permutation:
         seed: any whole number. Unlike torch's DistributedSampler, which adds the two, seed 0 in epoch 1 and seed 1 in
             epoch 0 have nothing in common.
         epoch: any whole number, default 0.
-        rounds: of the network, 1 to 8, default 6.
 
     Raises:
-        InvalidArgument: if `length` or `rounds` is out of range.
+        InvalidArgument: if `length` is out of range.
 
     Example:
         >>> import numpy as np
@@ -65,14 +63,12 @@ class Permutation:
         True
     """
 
-    def __init__(self, length: int, *, seed: int, epoch: int = 0, rounds: int = ROUNDS) -> None:
+    def __init__(self, length: int, *, seed: int, epoch: int = 0) -> None:
         if not 0 <= length < _LONGEST:
             raise InvalidArgument(f"length must be from 0 to 2**62 - 1, got {length}")
-        if not 1 <= rounds <= _MOST_ROUNDS:
-            raise InvalidArgument(f"rounds must be from 1 to {_MOST_ROUNDS}, got {rounds}")
         self.length = length
-        digest = blake2b(f"{seed} {epoch} {length}".encode(), digest_size=8 * _MOST_ROUNDS).digest()
-        self._keys = np.frombuffer(digest, dtype="<u8").astype(np.uint64)[:rounds]
+        digest = blake2b(f"{seed} {epoch} {length}".encode(), digest_size=64).digest()
+        self._keys = np.frombuffer(digest, dtype="<u8").astype(np.uint64)[:ROUNDS]
         self._rows = isqrt(max(length - 1, 0)) + 1
         self._columns = max(1, -(-length // self._rows))
         self._table = _table(length, self._keys[0]) if length <= TABLE else None

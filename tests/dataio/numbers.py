@@ -7,9 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import (
-    Dataset,
-)
+from torch.utils.data import Dataset
 
 ENGINES = [("inline", 1), ("threads", 2), ("fork", 1), ("fork", 2), ("auto", 2)]
 

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler
-from torch.utils.data.distributed import DistributedSampler
 
 from accel.dataio.engine.processes import ProcessEngine
 from accel.dataio.loader import ContinuousLoader
@@ -106,28 +105,6 @@ def test_order_and_random_state_are_those_of_the_plain_loader(kind: str) -> None
     assert moved[0] == plain[0]
     assert torch.equal(moved[1], plain[1])
     assert pool.failed_guesses == failed_guesses
-
-
-@pytest.mark.parametrize("inside", [False, True])
-def test_a_distributed_sampler_follows_set_epoch(inside: bool) -> None:
-    def run(wrap: bool) -> list[list[int]]:
-        data = Squares(50)
-        sampler = DistributedSampler(data, num_replicas=2, rank=1, seed=5)
-        batches = BatchSampler(sampler, 4, False)
-        loader: Any = DataLoader(data, batch_sampler=batches) if inside else DataLoader(data, 4, sampler=sampler)
-        if wrap:
-            loader = LoaderProxy(loader, Silent())
-            workers = PrefetchAcrossEpochs(loader._accel_loader, ProcessEngine(loader._accel_loader, 1))
-            loader._accel_fetching.workers = workers
-        seen = []
-        for epoch in (0, 1, 2, 7, 8):  # a jump as a resumed run makes it
-            sampler.set_epoch(epoch)
-            seen += epochs(loader, 1)[0]
-        if wrap:
-            assert workers.failed_guesses <= 2
-        return seen
-
-    assert run(wrap=True) == run(wrap=False)
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -13,9 +13,8 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
 from accel.dataio.dali import DaliLoader
-from accel.dataio.image.sources import tar_samples
 from accel.dataio.image_geometry import RandomResizedCrop, Resize, ResizeCenterCrop, Transform
-from accel.dataio.images import ImageDataset, ImageFolder, collate_images
+from accel.dataio.images import ImageDataset, ImageFolder, collate_images, tar_samples
 from tests.dataio.pictures import encoded, jpeg, scene, turned
 from tests.dataio.test_images_sources import shard
 

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from accel.dataio.engine.engine import BatchJob, Engine, InlineEngine, ThreadEngine
 from accel.dataio.engine.processes import ProcessEngine
-from accel.profiler.errors import InvalidState
+from accel.profiler.errors import InvalidState, InvalidType
 from tests.dataio.engines import Draws, Squares, assert_made, expected, lists, loader_of, run
 from tests.dataio.faults import ERRORS, GARBAGE, throw
 from tests.sampling import examples
@@ -114,7 +114,11 @@ def test_a_batch_of_any_kind_comes_out_where_it_need_not_be_sent(make: Any, kind
     engine = make(collate_fn=GARBAGE[kind])
     made = run(engine, [[1, 2], [3]])
 
-    assert all(isinstance(each, TypeError) == isinstance(engine, ProcessEngine) for each in made)
+    if isinstance(engine, ProcessEngine):
+        assert not engine.deaths
+        assert all("can't be sent to another process" in str(each) for each in made)
+        assert "samples [3]" in str(made[1].__cause__)
+    assert all(isinstance(each, InvalidType) == isinstance(engine, ProcessEngine) for each in made)
 
 
 def test_what_the_collate_function_raises_names_the_samples(make: Any) -> None:

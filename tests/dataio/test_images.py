@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Subset, default_collate
 
-from accel.dataio.image.sources import tar_samples
 from accel.dataio.image_geometry import Placement, RandomResizedCrop, Resize, ResizeCenterCrop, Transform
-from accel.dataio.images import ImageBatch, ImageDataset, ImageFolder, collate_images
+from accel.dataio.images import ImageBatch, ImageDataset, ImageFolder, collate_images, tar_samples
 from tests.dataio.pictures import Image, encoded, jpeg, scene
 from tests.dataio.test_images_sources import shard
 from tests.kernels.hosts import need

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from accel.dataio.image import decode as image_decode
-from accel.dataio.image.decode import decode, size_of
+from accel.dataio.image import pixels as image_decode
+from accel.dataio.image.pixels import decode, size_of
 from accel.dataio.image_geometry import Placement, RandomResizedCrop, Resize
 from tests import warm
 from tests.dataio.pictures import Image, encoded, jpeg, scene, turned
@@ -180,7 +180,7 @@ def test_error_of_dct_scaling_is_bounded(gap: float | None, bound: float) -> Non
     """Mean absolute difference, of 255, from Pillow at full resolution."""
     import torch
 
-    from accel.dataio.image.resize import Resizer
+    from accel.dataio.image.pixels import Resizer
 
     data = jpeg(1200, 1600)
     found = decode(data, lambda h, w: Resize(224).place(h, w, []), reducing_gap=gap)

@@ -11,7 +11,7 @@ from torch.utils.data import Subset, default_collate
 from accel.dataio.dataset.numbers import Forecast, at_epoch, dataset_epoch, numbers_of, set_numbers
 from accel.dataio.dataset.watch import DatasetWatch
 from accel.dataio.fetching.fetch import Fetch
-from accel.dataio.image.epoch import Epoch
+from accel.dataio.images import Epoch
 from tests.dataio.numbers import Numbers
 
 

@@ -10,7 +10,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from accel.dataio.image.resize import Resizer
+from accel.dataio.image.pixels import Resizer
 from accel.dataio.image_geometry import Placement
 
 Image = pytest.importorskip("PIL.Image", reason="needs Pillow, which the extra `images` brings")
@@ -128,7 +128,7 @@ def test_scratch_of_one_image_does_not_show_in_the_next() -> None:
 
 
 def test_large_scratch_is_not_kept() -> None:
-    from accel.dataio.image import resize as image_resize
+    from accel.dataio.image import pixels as image_resize
 
     large = image_resize._scratch("test", 3000, 3000)
     assert large.shape == (3000, 3000, 3)

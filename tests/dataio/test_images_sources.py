@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from accel.dataio.image.sources import Slice, folder_samples, name, read, tar_samples
+from accel.dataio.images import Slice, folder_samples, name, read, tar_samples
 from tests.kernels.hosts import need
 
 

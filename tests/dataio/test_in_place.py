@@ -32,18 +32,13 @@ class Table(Dataset[Tensor]):
 
     def __init__(self) -> None:
         self.numbers = list(range(LENGTH))
-        self.pairs = [(f"{n}.png", n) for n in range(LENGTH)]
-        self.named = {n: n for n in range(LENGTH)}
         self.array = np.arange(LENGTH)
-        self.tensor = torch.arange(LENGTH)
-        self.shared = torch.from_numpy(self.array)
 
     def __len__(self) -> int:
         return LENGTH
 
     def __getitem__(self, index: int) -> Tensor:
-        seen = (self.numbers[index], self.pairs[index][1], self.named[index], int(self.array[index]))
-        return torch.tensor([*seen, int(self.tensor[index]), OFFSET[0], self.scale])
+        return torch.tensor([self.numbers[index], int(self.array[index]), OFFSET[0], self.scale])
 
 
 class Collate:

@@ -15,9 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
-from accel.dataio.length_balance import LengthBalancedBatchSampler, attention_cost, balance_of
+from accel.dataio.length_balance import LengthBalancedBatchSampler, attention_cost, balance_of, cut_padded
 from accel.dataio.packing import PackCollate
-from accel.dataio.sampling.balance_plan import cut_padded
 
 LENGTHS = st.lists(st.integers(0, 60), max_size=70)
 LIMITS = st.one_of(
@@ -303,7 +302,7 @@ def test_state_of_another_run_is_refused() -> None:
         ([1], {"batch_size": 0}, "at least 1, got 0"),
         ([1, 9, 3], {"max_tokens": 8}, "max_tokens = 8, got 9 tokens at index 1, 1 of 3"),
         ([1], {"batch_size": 1, "jitter": 1.0}, "less than 1, got 1.0"),
-        ([1], {"batch_size": 1, "num_replicas": 2, "rank": 2}, "got rank 2 of 2"),
+        ([1], {"batch_size": 1, "num_replicas": 2, "rank": 2}, "less than num_replicas=2, got 2"),
         ([-1], {"batch_size": 1}, "at least 0, got -1 at index 0"),
         ([[1]], {"batch_size": 1}, r"flat list of whole numbers, got int64 of shape \(1, 1\)"),
         ([1], {"batch_size": 1, "cost": lambda lengths: -lengths}, "one finite number ≥ 0 per length"),

@@ -273,19 +273,6 @@ def test_random_numbers_do_not_depend_on_how_batches_are_made() -> None:
         assert torch.equal(end, state)
 
 
-def test_worker_init_fn_runs_once_in_each_worker() -> None:
-    def init(number: int) -> None:
-        info = torch.utils.data.get_worker_info()
-        assert info is not None
-        assert (info.id, info.num_workers) == (number, 2)
-        info.dataset.epoch = 100 + number  # type: ignore[attr-defined]
-
-    with ContinuousLoader(DataLoader(Numbers(), 4, worker_init_fn=init), mode="fork", num_workers=2) as loader:
-        seen = run(loader, 2)
-
-    assert {float(batch[0, 1]) for epoch in seen for batch in epoch} == {100.0, 101.0}
-
-
 # -- what it is ------------------------------------------------------------------------------------------------------
 
 

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 from accel.dataio.engine.engine import WorkerDied
 from accel.dataio.loader import ContinuousLoader
 from tests.dataio.engines import Squares, assert_nothing_gained, gained, held
-from tests.dataio.faults import GARBAGE, Once, die
+from tests.dataio.faults import GARBAGE, die
 from tests.dataio.numbers import Numbers, indices
 
 
@@ -47,15 +47,6 @@ def test_batches_that_can_not_be_sent(engine: dict[str, Any], kind: str) -> None
                 next(batches)
         else:
             next(batches)
-
-
-@pytest.mark.parametrize("workers", [1, 2])
-def test_a_worker_that_is_killed_costs_no_batch(workers: int, tmp_path: Any) -> None:
-    data = Squares(at=13, act=Once(tmp_path / "once", die))
-    with ContinuousLoader(DataLoader(data, 4), mode="fork", num_workers=workers) as loader:
-        for _ in range(2):
-            assert [index for batch in loader for index in indices(batch)] == list(range(40))
-        assert loader.worker_processes == workers
 
 
 def test_a_batch_that_kills_its_workers_is_told_and_the_loop_may_go_on() -> None:

@@ -5,17 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from torch.utils.data import (
-    DataLoader,
-)
+from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
 from accel.dataio.elastic_sampler import ElasticSampler
 from accel.dataio.loader import ContinuousLoader
 from tests.dataio.numbers import ENGINES, Numbers, indices, run, same, saved_and_loaded, seeded
-
-# -- state -----------------------------------------------------------------------------------------------------------
-
 
 # By default from each to the loop's own thread, from there to each, and to its own kind.
 CHANGES = [
@@ -53,62 +48,6 @@ def test_going_on_in_the_middle_of_an_epoch(first: tuple[str, int], then: tuple[
 
     expected = plain[1:3] if at == 0 else [plain[1][at:], plain[2]] if at < 13 else plain[2:4]
     assert same(rest, expected)
-
-
-def test_augmentation_goes_on_as_it_would_have() -> None:
-    def make() -> ContinuousLoader:
-        return ContinuousLoader(
-            DataLoader(Numbers(51), 4, shuffle=True, generator=seeded()), mode="fork", num_workers=2, prefetch_factor=3
-        )
-
-    with make() as loader:
-        whole = run(loader, 1)[0]
-    with make() as loader:
-        batches = iter(loader)
-        for _ in range(5):
-            next(batches)
-        state = loader.state_dict()
-    with make() as loader:
-        loader.load_state_dict(state)
-        assert same(run(loader, 1), [whole[5:]])
-
-
-@pytest.mark.sample(4)
-@pytest.mark.parametrize("old_ranks", [1, 3])
-@pytest.mark.parametrize("new_ranks", [1, 2, 4])
-@pytest.mark.parametrize("drop_last", [False, True])
-def test_going_on_with_another_number_of_ranks(old_ranks: int, new_ranks: int, drop_last: bool) -> None:
-    data = Numbers(101)
-
-    def make(rank: int, ranks: int, batch: int) -> ContinuousLoader:
-        sampler = DistributedSampler(data, num_replicas=ranks, rank=rank, seed=3, drop_last=drop_last)
-        return ContinuousLoader(DataLoader(data, batch, sampler=sampler), mode="inline")
-
-    seen: list[int] = []
-    for rank in range(old_ranks):
-        loader = make(rank, old_ranks, 4)
-        loader.set_epoch(2)
-        for count, batch in enumerate(loader):
-            seen += indices(batch)
-            state = loader.state_dict()
-            if count == 4:
-                break
-    lengths = []
-    for rank in range(new_ranks):
-        loader = make(rank, new_ranks, 5)
-        loader.load_state_dict(state)
-        loader.set_epoch(2)
-        rest = [i for batch in loader for i in indices(batch)]
-        lengths.append(len(rest))
-        seen += rest
-
-    assert len(set(lengths)) == 1
-    whole = (101 // (old_ranks if new_ranks == old_ranks else new_ranks)) if drop_last else 0
-    assert len(set(seen)) == 101 if not drop_last else len(set(seen)) >= whole
-    # Repeats only even out the ranks; with drop_last there are none.
-    assert len(seen) - len(set(seen)) < max(old_ranks, new_ranks)
-    if drop_last:
-        assert len(seen) == len(set(seen)) > 101 - old_ranks - new_ranks
 
 
 def test_setting_another_epoch_after_loading_begins_that_epoch() -> None:

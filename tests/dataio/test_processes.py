@@ -16,10 +16,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, StackDataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, StackDataset
 
-from accel.dataio.engine.engine import BatchJob, InlineEngine
-from accel.dataio.fetching.randomness import derived_seed
+from accel.dataio.engine.engine import BatchJob
 from tests.dataio.engines import (
     Draws,
     Squares,
@@ -107,19 +106,6 @@ def test_batches_of_any_structure() -> None:
     assert (two.label["name"], two.label["box"].shape, two.label["no"]) == ("sample 2", (2, 4), None)
 
 
-def test_samples_without_batches() -> None:
-    with engine_of(loader=DataLoader(Squares(), batch_size=None)) as engine:
-        assert_made(run(engine, list(range(9))), [Squares()[i] for i in range(9)])
-
-
-def test_tensors_in_memory() -> None:
-    data = TensorDataset(torch.arange(40), torch.rand(40, 3))
-    with engine_of(data) as engine:
-        made = run(engine)
-
-    assert all(torch.equal(batch[1], data.tensors[1][at]) for batch, at in zip(made, lists(), strict=True))
-
-
 def test_all_batches_may_be_kept() -> None:
     indices = [[n % 40, (n * 7) % 40] for n in range(300)]
     before = held()
@@ -198,20 +184,6 @@ def test_an_engine_that_is_forgotten_ends_its_workers() -> None:
 
 
 # Random numbers
-
-
-def test_augmentation_does_not_depend_on_the_number_of_workers() -> None:
-    def seeds(number: int) -> int:
-        return derived_seed(123, number)
-
-    made = []
-    for workers in (1, 2, 3):
-        with engine_of(Draws(), workers) as engine:
-            made.append(torch.cat(run(engine, seeds=seeds)))
-    inline = torch.cat(run(InlineEngine(loader_of(Draws())), seeds=seeds))
-
-    assert all(torch.equal(each, inline) for each in made)
-    assert len(set(inline.flatten().tolist())) == inline.numel()
 
 
 def _seed_all(number: int) -> None:
@@ -310,13 +282,6 @@ def test_a_default_timeout_of_sockets_does_not_reach_the_workers(side: str) -> N
             assert not engine.deaths
     finally:
         socket.setdefaulttimeout(None)
-
-
-def test_a_dataset_that_prints(capfd: pytest.CaptureFixture[str]) -> None:
-    with engine_of(Squares(at=3, act=lambda: os.write(1, b"here is sample 3\n"))) as engine:
-        assert_made(run(engine))
-
-    assert capfd.readouterr().out.count("here is sample 3") == 1
 
 
 def test_an_engine_in_another_thread() -> None:

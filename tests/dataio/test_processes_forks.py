@@ -19,12 +19,20 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from accel.dataio.engine import processes
+from accel.dataio.engine import processes, worker, worker_handle
 from accel.dataio.engine.engine import BatchJob, WorkersStuck
 from accel.dataio.loader import ContinuousLoader
 from accel.dataio.passes import engines
 from tests.conftest import Once
 from tests.dataio.engines import Squares, assert_made, engine_of, expected, gone, in_child, loader_of, pids, ready, run
+
+
+@pytest.fixture(autouse=True)
+def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers that are stuck, or whose loop is gone, end sooner."""
+    monkeypatch.setattr(worker_handle, "_ENDS_S", 0.1)
+    monkeypatch.setattr(worker, "_GRACE_S", 0.2)
+
 
 # Locks held at a fork
 
@@ -59,7 +67,7 @@ def held_lock() -> Iterator[threading.Event]:
 
 @pytest.mark.usefixtures("held_lock")
 def test_a_lock_that_was_held_at_the_fork() -> None:
-    with engine_of(Locks(), start_method="fork", stall_s=1.0) as engine:
+    with engine_of(Locks(), start_method="fork", stall_s=0.2) as engine:
         (caught,) = run(engine, [[1]])
         assert not engine.processes
 
@@ -71,7 +79,7 @@ def test_a_lock_that_was_held_at_the_fork() -> None:
 def test_a_loader_whose_workers_are_stuck_goes_on_in_the_loops_own_thread(
     held_lock: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engines, "STALL_S", 0.5)
+    monkeypatch.setattr(engines, "STALL_S", 0.2)
     data = Locks()
     with ContinuousLoader(DataLoader(data, 4), mode="fork", num_workers=2) as loader:
         batches = iter(loader)
@@ -148,15 +156,16 @@ class Slow:
         return torch.ones(3)
 
 gc.freeze()  # or each looks through all of torch when it ends: 1 s
-folder, then = sys.argv[1], ""
+folder, then, children = sys.argv[1], "", []
 for number, each in enumerate(sys.argv[2:]):
-    child = os.fork()
-    if not child:
+    children.append(os.fork())
+    if not children[-1]:
         then = each
         os.dup2(os.open(f"{folder}/{number}.err", os.O_CREAT | os.O_WRONLY), 2)
         break
+for place, child in enumerate([] if then else children):
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    open(f"{folder}/{number}.status", "w").write(str(status))
+    open(f"{folder}/{place}.status", "w").write(str(status))
 if then:
     engine = ProcessEngine(DataLoader(Slow(), batch_size=1), 2)
     for n in range(4): engine.submit(BatchJob([n], None))
@@ -238,14 +247,14 @@ def nothing(start_method: str) -> None:
 def test_workers_that_nobody_asked_for_are_given_up_whatever_they_wait_for(
     at: int, batch: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(processes, "STALL_S", 1.0)
+    monkeypatch.setattr(processes, "STALL_S", 0.5)
     with engine_of(Stuck(at), 1, start_method="fork", check=nothing) as engine:
         made = run(engine, [[at - 1], [at]] if at else [[0]])
         engine.start_method = "spawn"
         assert engine._patience_s(processes.WorkerHandle(0)) == float("inf")
 
     assert type(made[-1]) is WorkersStuck
-    assert f"has not made {batch} batch in 1 s" in str(made[-1])
+    assert f"has not made {batch} batch in 0.5 s" in str(made[-1])
 
 
 def test_workers_that_were_asked_for_may_take_their_time_where_no_thread_ran() -> None:

@@ -117,6 +117,7 @@ def test_samples_of_another_shape_are_fetched_each_time() -> None:
     for _ in range(4):
         assert [tuple(x.shape) for x, _ in cache.__getitems__([0, 1, 2])] == [(2, 3), (2, 2), (2, 3)]
     assert cache.dataset.fetched[:3] == [3, 4, 2]
+    assert cache.stats().kept == 2 and not cache.dropped
 
 
 @pytest.mark.parametrize("indices", [[-1, 0], [np.int64(1), 2], [torch.tensor(1)], (1, 2), [2**70]])
@@ -144,50 +145,31 @@ def test_what_the_dataset_raises_comes_out_as_it_is() -> None:
 
 
 class Noise(Counted):
+    def __init__(self, noise: Callable[[], Any]) -> None:
+        super().__init__()
+        self.noise = noise
+
     def __getitem__(self, index: int) -> Any:
         x, label = super().__getitem__(index)
         return x + self.noise(), label
 
-    def noise(self) -> Any:
-        raise NotImplementedError
 
-
-class DrawsOfTorch(Noise):
-    def noise(self) -> Any:
-        return torch.rand(())
-
-
-class DrawsOfPython(Noise):
-    def noise(self) -> Any:
-        return 0.0 if random.random() < 2 else 1.0  # drawn, and of no consequence
-
-
-class DrawsOfNumpy(Noise):
-    def noise(self) -> Any:
-        return float(np.random.rand())
-
-
-class DrawsOfItsOwn(Noise):
-    def __init__(self) -> None:
-        super().__init__()
-        self._generator = np.random.default_rng(0)
-
-    def noise(self) -> Any:
-        return float(self._generator.random())
+OWN = np.random.default_rng(0)
 
 
 @pytest.mark.parametrize(
-    ("kind", "why"),
+    ("noise", "why"),
     [
-        (DrawsOfTorch, "draws random numbers"),
-        (DrawsOfPython, "draws random numbers"),
-        (DrawsOfNumpy, "draws random numbers"),
-        (DrawsOfItsOwn, "came out differently"),
+        (lambda: torch.rand(()), "draws random numbers"),
+        (lambda: 0.0 * random.random(), "draws random numbers"),  # of no consequence
+        (lambda: float(np.random.rand()), "draws random numbers"),
+        (lambda: float(OWN.random()), "came out differently"),
     ],
+    ids=["torch", "python", "numpy", "its own"],
 )
-def test_a_dataset_that_draws_is_found_out_before_anything_is_handed_out(kind: type[Counted], why: str) -> None:
+def test_a_dataset_that_draws_is_found_out_before_anything_is_handed_out(noise: Callable[[], Any], why: str) -> None:
     before = torch.get_rng_state(), random.getstate()
-    cache = SampleCache(kind())
+    cache = SampleCache(Noise(noise))
     assert before[0].equal(torch.get_rng_state()) and before[1] == random.getstate()
     epochs(cache, 3)
     assert why in cache.dropped
@@ -473,24 +455,6 @@ def test_threads_may_read_it_if_they_may_read_the_dataset(declares: bool | None)
     if declares is not None:
         dataset.thread_safe = declares
     assert SampleCache(dataset).thread_safe is (declares is not False)
-
-
-class _Mixed(Dataset[Any]):
-    """One sample in four has another shape."""
-
-    def __len__(self) -> int:
-        return 8
-
-    def __getitem__(self, index: int) -> Any:
-        return torch.full((3 if index % 4 == 3 else 2,), float(index)), index
-
-
-def test_of_a_batch_what_has_the_layout_is_kept() -> None:
-    cache = SampleCache(_Mixed())
-    for _ in range(3):
-        samples = cache.__getitems__(list(range(8)))
-    assert cache.stats().kept == 6 and not cache.dropped
-    assert all(sample.tolist() == cache.dataset[index][0].tolist() for sample, index in samples)
 
 
 def test_a_sample_that_comes_twice_in_a_batch_is_noted_twice() -> None:

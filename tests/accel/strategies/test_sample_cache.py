@@ -16,7 +16,6 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 import accel
 from accel import strategies
 from accel.dataio import sample_cache
-from accel.dataio.dataset import files
 from accel.dataio.passes import kept_samples
 from accel.dataio.passes.movable import movable
 from accel.dataio.passes.proxy import LoaderProxy
@@ -206,7 +205,7 @@ def test_after_a_change_in_place_all_is_begun_anew_and_after_three_given_up(chan
 
 
 def test_a_file_that_the_dataset_names_is_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "_LEAST", 1000)  # however busy the machine is
+    monkeypatch.setattr(kept_samples, "_FILES_LEAST", 1000)  # however busy the machine is
     data: Any = Decoded()
     data.paths = [(str(tmp_path / f"{number}.txt"), number) for number in range(300)]
     data.root = tmp_path

@@ -1,13 +1,12 @@
-"""A loader's stand-in answers every operator and container method as the loader itself."""
+"""A proxy answers every operator and container method as the loader that it stands for."""
 
 from __future__ import annotations
 
-import array
 import copy
 import operator
 import pickle
 import random
-from collections import Counter, OrderedDict, UserList, deque
+from collections import UserList, deque
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
@@ -82,76 +81,39 @@ MAKERS: dict[str, Callable[[], Any]] = {
     "tuple": lambda: (3, 1, 2),
     "deque": lambda: deque([3, 1, 2], maxlen=9),
     "dict": lambda: {0: 3, 1: 1},
-    "ordered dict": lambda: OrderedDict([(1, 1), (0, 3)]),
-    "counter": lambda: Counter([1, 1, 0]),
-    "user list": lambda: UserList([3, 1, 2]),
     "set": lambda: {1, 2, 3},
-    "frozen set": lambda: frozenset({1, 2, 3}),
     "range": lambda: range(3),
-    "bytes": lambda: b"312",
-    "byte array": lambda: bytearray(b"312"),
     "str": lambda: "312",
-    "array": lambda: array.array("i", [3, 1, 2]),
-    "plain": Plain,
-    "rich": Rich,
+    "user list": lambda: UserList([3, 1, 2]),
 }
 OTHERS: list[Callable[[], Any]] = [
-    *(make for name, make in MAKERS.items() if name not in ("plain", "rich")),
-    *(lambda value=value: value for value in (0, 1, 2, -1, 2.5, None, "x", slice(0, 2), slice(None, None, -1))),
+    *MAKERS.values(),
+    *(lambda value=value: value for value in (1, -1, 2.5, None, "x", slice(0, 2))),
 ]
 ONE: dict[str, Callable[[Any], Any]] = {
-    **{name.__name__: name for name in (len, bool, hash, callable, next, abs, dir, vars)},
-    **{name: getattr(operator, name) for name in ("neg", "pos", "invert", "index")},
-    "sorted": sorted,
-    "list": list,
-    "iter": lambda it: list(iter(it)),
+    **{name.__name__: name for name in (len, bool, callable, next, abs, vars, sorted, list)},
     "reversed": lambda it: list(reversed(it)),
     "star": lambda it: (lambda *a: a)(*it),
-    "star star": lambda it: dict(**{str(k): v for k, v in dict(it).items()}),
-    "has": lambda it: [name for name in SPECIAL if hasattr(it, name)],
-    "of its type": lambda it: [name for name in SPECIAL if hasattr(type(it), name)],
     "copy": lambda it: (copy.copy(it), copy.deepcopy(it)),
     "shuffle": lambda it: random.Random(0).shuffle(it),
-    "sample": lambda it: random.Random(0).sample(it, 2),
     "pop": lambda it: it.pop(),
 }
-BINARY = ("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "pow", "lshift", "rshift", "and_", "or_", "xor")
-COMPARISONS = ("lt", "le", "eq", "ne", "gt", "ge")
-SPECIAL = [
-    f"__{name}__"
-    for name in (
-        *("len", "next", "getitem", "setitem", "delitem", "contains", "reversed", "call", "enter", "exit", "bool"),
-        *("missing", "length_hint", "index", "float"),
-        *(name.strip("_") for name in BINARY),
-        *("i" + name.strip("_") for name in BINARY),
-    )
-]
 TWO: dict[str, Callable[[Any, Any], Any]] = {
-    **{name: getattr(operator, name) for name in BINARY},
-    **{f"i{name}".strip("_"): getattr(operator, f"i{name}".strip("_")) for name in BINARY},
-    **{name: getattr(operator, name) for name in (*COMPARISONS, "contains", "getitem", "delitem")},
-    "divmod": divmod,
+    **{name: getattr(operator, name) for name in ("add", "sub", "mul", "mod", "and_", "or_", "iadd", "imul", "ior")},
+    **{name: getattr(operator, name) for name in ("lt", "eq", "ne", "contains", "getitem", "delitem")},
     "set item": lambda it, other: operator.setitem(it, 0, other),
-    "set items": lambda it, other: operator.setitem(it, slice(0, 2), other),
 }
 
 
 def _outcome(ask: Callable[..., Any], *given: Any) -> Any:
     """Return what a question gives, or the kind of error that it raises."""
     try:
-        found = ask(*given)
+        return ask(*given)
     except Exception as error:
         return type(error)
-    return list(found) if type(found).__name__.endswith("iterator") else found
 
 
-def _augmented(left: Any, right: Any) -> Any:
-    same = left
-    left += right
-    return left, same, left is same
-
-
-def _stand_in(thing: Any) -> Any:
+def _proxy_of(thing: Any) -> Any:
     return LoaderProxy(thing, Silent())
 
 
@@ -160,51 +122,30 @@ def _shown(found: Any) -> Any:
     if isinstance(found, tuple):
         return tuple(map(_shown, found))
     thing = found._accel_loader if is_proxy(found) else found
-    return type(thing), (sorted(thing, key=repr) if isinstance(thing, set | frozenset) else repr(thing))
-
-
-def _assert_same(ask: Callable[[Any], Any], make: Callable[[], Any], what: str) -> None:
-    plain, other = make(), make()
-    proxy = _stand_in(other)
-    expected, found = _outcome(ask, plain), _outcome(ask, proxy)
-    if make in (Plain, Rich):  # these show where they lie
-        assert type(found) is type(expected) or is_proxy(found), what
-    else:
-        assert _shown(found) == _shown(expected), what
-        assert _shown(other) == _shown(plain), what
+    return type(thing), (sorted(thing, key=repr) if isinstance(thing, set) else repr(thing))
 
 
 @pytest.mark.parametrize("kind", MAKERS)
-def test_one(kind: str) -> None:
-    for question, ask in ONE.items():
-        if (kind, question) in (("str", "hash"), ("bytes", "hash")) or question == "dir":
-            plain = MAKERS[kind]()
-            assert _outcome(ask, _stand_in(plain)) == _outcome(ask, plain), question
-        else:
-            _assert_same(ask, MAKERS[kind], f"{question} of {kind}")
+def test_it_answers_as_what_it_stands_for(kind: str) -> None:
+    questions = [(f"{name} of {kind}", ask) for name, ask in ONE.items()]
+    for name, ask in TWO.items():
+        for other in OTHERS:
+            questions.append((f"{name} of {kind} and {other()!r}", lambda it, ask=ask, other=other: ask(it, other())))
+    for what, question in questions:
+        plain, behind = MAKERS[kind](), MAKERS[kind]()
+        assert _shown(_outcome(question, _proxy_of(behind))) == _shown(_outcome(question, plain)), what
+        assert _shown(behind) == _shown(plain), what
 
 
-@pytest.mark.parametrize("kind", MAKERS)
-def test_two(kind: str) -> None:
-    for question, ask in TWO.items():
-        _assert_same_beside_others(question, ask, kind)
-
-
-def _assert_same_beside_others(question: str, ask: Callable[[Any, Any], Any], kind: str) -> None:
-    for other in OTHERS:
-        what = f"{question} of {kind} and {other()!r}"
-        _assert_same(lambda it, other=other: ask(it, other()), MAKERS[kind], what)
-
-
-@pytest.mark.parametrize("kind", MAKERS)
-def test_what_is_extended_in_place_stays_the_same_object(kind: str) -> None:
-    for other in OTHERS:
-        _assert_same(lambda it, other=other: _augmented(it, other()), MAKERS[kind], f"{kind} += {other()!r}")
+def test_what_is_extended_in_place_stays_the_same_object() -> None:
+    proxy = same = _proxy_of([3, 1, 2])
+    proxy += [4]
+    assert proxy is same and proxy == [3, 1, 2, 4]
 
 
 def test_a_class_s_own_methods_are_asked() -> None:
     rich = Rich()
-    proxy = _stand_in(rich)
+    proxy = _proxy_of(rich)
     with proxy as entered:
         assert is_proxy(entered)  # what is iterated in there is listened to
         raise ValueError("which it swallows")
@@ -225,31 +166,31 @@ def test_a_class_s_own_methods_are_asked() -> None:
 
 
 def test_an_iterator_goes_on_and_a_loader_stays_what_it_is() -> None:
-    drawn = _stand_in(iter([1, 2, 3]))
+    drawn = _proxy_of(iter([1, 2, 3]))
     assert next(drawn) == 1
     assert list(drawn) == [2, 3]
     loader = DataLoader(torch.arange(4), batch_size=2)  # type: ignore[arg-type]
-    proxy = _stand_in(loader)
+    proxy = _proxy_of(loader)
     assert proxy == loader and {loader: 1}[proxy] == 1 and isinstance(proxy, DataLoader) and len(proxy) == 2
     assert not callable(proxy) and not hasattr(type(proxy), "__next__")
     with pytest.raises(TypeError, match="'DataLoader' object is not subscriptable"):
         proxy[0]
-    tensors = _stand_in(torch.arange(4))
+    tensors = _proxy_of(torch.arange(4))
     assert torch.equal(tensors == 1, torch.arange(4) == 1)
     assert torch.equal(3 - tensors, 3 - torch.arange(4))
 
 
-@pytest.mark.parametrize("kind", ["list", "tuple", "dict", "deque", "rich"])
-def test_a_copy_and_another_process_get_the_plain_loader(kind: str) -> None:
-    plain = MAKERS[kind]()
+@pytest.mark.parametrize("make", [lambda: [3, 1, 2], lambda: {0: 3}, Rich])
+def test_a_copy_and_another_process_get_the_plain_loader(make: Callable[[], Any]) -> None:
+    plain = make()
     for copied in (
-        copy.copy(_stand_in(plain)),
-        copy.deepcopy(_stand_in(plain)),
-        pickle.loads(pickle.dumps(_stand_in(plain))),
+        copy.copy(_proxy_of(plain)),
+        copy.deepcopy(_proxy_of(plain)),
+        pickle.loads(pickle.dumps(_proxy_of(plain))),
     ):
         assert type(copied) is type(plain)
         assert copied == plain
-        assert kind == "tuple" or copied is not plain
+        assert copied is not plain
 
 
 def test_iterating_alone_is_listened_to() -> None:
