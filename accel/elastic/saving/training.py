@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from accel.dataio.elastic_sampler import ElasticSampler
 from accel.elastic.checkpoint import Checkpoints
-from accel.elastic.checkpointing import Checkpointing
+from accel.elastic.options import Checkpointing
 from accel.elastic.saving.bucket_order import BucketOrder
 from accel.elastic.saving.plain_values import check_plain
 from accel.elastic.saving.torchrun_nodes import remedy

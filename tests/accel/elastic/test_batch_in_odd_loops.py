@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 import accel
 from accel import entry
 from accel.dataio.elastic_sampler import ElasticSampler
-from accel.elastic.checkpointing import Checkpointing
+from accel.elastic.options import Checkpointing
 from accel.elastic.sample_position import remaining_epochs
 from accel.elastic.scaling_rules import Linear
 from accel.errors import InvalidArgument

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import accel
-from accel.elastic.saving.termination import Termination
+from accel.elastic.save_policy import Termination
 
 STEP = 3
 """Within which the signal comes."""
