@@ -36,6 +36,7 @@ from accel.elastic.saving.disk import Disk, FolderLock
 from accel.elastic.saving.plain_values import check_plain
 from accel.errors import AccelError, CheckpointError, InvalidArgument, OtherVersion
 from accel.profiler.interruptions import ours
+from accel.profiler.typed_json import decode, read
 
 _NAME = re.compile(r"(\d{8,})-step-(\d+)")
 _STATE, _MANIFEST = "state.pt", "manifest.json"
@@ -74,19 +75,10 @@ class Manifest:
         Raises:
             InvalidArgument: if it is not a manifest, or of a version that is not known here.
         """
-        try:
-            values = json.loads(text) if len(text) <= _LONGEST else None
-        except (ValueError, RecursionError):
-            values = None
-        if not isinstance(values, dict):
-            raise InvalidArgument("its manifest is no JSON object")
-        if values.get("version") != VERSION:
-            raise InvalidArgument(f"its manifest has version {values.get('version')!r}, and {VERSION} is known here")
-        kinds = {"size_bytes": int, "sha256": str, "step": int, "world_size": int, "version": int}
-        for name, kind in kinds.items():
-            if type(values.get(name)) is not kind:
-                raise InvalidArgument(f"its manifest has no {kind.__name__} {name!r}")
-        return cls(**{name: values[name] for name in kinds})
+        manifest = read(cls, decode(text[:_LONGEST].decode(errors="replace")), "it", required=("version",))
+        if manifest.version != VERSION:
+            raise InvalidArgument(f"it has version {manifest.version}, and {VERSION} is known here")
+        return manifest
 
 
 class Checkpoints:
@@ -417,7 +409,7 @@ def _manifest(path: Path) -> Manifest:
         with file.open("rb") as text:
             return Manifest.from_json(text.read(1 << 20))
     except ValueError as error:
-        raise _Refused(str(error)) from error
+        raise _Refused(f"its manifest can't be read: {error}") from error
 
 
 def _read(path: Path) -> dict[str, Any]:

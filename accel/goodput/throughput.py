@@ -111,38 +111,6 @@ class ThroughputModel:
             return sample + np.log(batches)
         return power_sum(fixed, sample + np.log(batches), self.compute_exponent)
 
-    def communication_scale(
-        self, nodes: int, replicas: int, local_batch: float, accumulation: int, ratio: float
-    ) -> float:
-        """Return the scale of the exchange at which a step takes `ratio` times as long as with the plain one.
-
-        Args:
-            nodes: hosts, ≥ 1.
-            replicas: ranks in all, ≥ nodes.
-            local_batch: samples per replica and micro-step, > 0.
-            accumulation: further micro-steps, ≥ 0.
-            ratio: of the step's times, > 0.
-
-        Returns:
-            From 0, where no exchange makes a step so short, to 4, where none makes it so long.
-
-        Example:
-            >>> model = ThroughputModel(compute_fixed_s=0.01, compute_sample_s=0, local_latency_s=0.03)
-            >>> round(model.communication_scale(1, 2, 8, 0, 0.625), 6)  # 10 + 15 ms in place of 10 + 30 ms
-            0.5
-        """
-        if not ratio > 0:
-            raise InvalidArgument(f"ratio must be above 0. Found: {ratio}")
-        least, most = 0.0, 4.0
-        wanted_s = ratio * float(self.step_s(nodes, replicas, local_batch, accumulation))
-        for _ in range(50):
-            middle = (least + most) / 2
-            if float(self.step_s(nodes, replicas, local_batch, accumulation, middle)) < wanted_s:
-                least = middle
-            else:
-                most = middle
-        return most
-
     def _log_sync(self, nodes: ArrayLike, replicas: ArrayLike, communication_scale: ArrayLike) -> Floats:
         hosts, ranks = _checked("nodes", nodes, 1.0), _checked("replicas", replicas, 1.0)
         scale = _checked("communication_scale", communication_scale, 0.0)

@@ -31,7 +31,7 @@ from accel.device_memory import total_memory
 from accel.elastic.batch_size.choice import LEAST_STEPS, check_largest, most_tried, resumed_shares
 from accel.elastic.batch_size.policy import TIMED, AgreedBatch, BatchDecision, BatchPolicy
 from accel.elastic.batch_size.rehearsal import BatchRehearsal
-from accel.elastic.batch_size.report import profile_of, rows_of
+from accel.elastic.batch_size.report import rows_of
 from accel.elastic.batch_size.run_noise import RunNoise
 from accel.elastic.batch_size.steps import StepBatches, StepEnd, batches_of_a_step
 from accel.elastic.learning_rate import StepRates
@@ -331,6 +331,7 @@ class BatchRun(LoopObserver):
         replicas = self._sampler.num_replicas
         if self._base is None or self._step.by_loop != self._restored["micro_batches"]:
             self._base = self.local_base * replicas * self._step.by_loop
+        self.check()  # with the batches of a step
         most = most_tried(self._base, self.max_batch_size, self._sampler.length)
         if most < self.max_batch_size:
             self._say(f"batches above {most} samples are not tried: epochs would have less than {LEAST_STEPS} steps")
@@ -390,15 +391,18 @@ class BatchRun(LoopObserver):
         controller, noise = self.controller, self.noise.known
         if controller is None or noise is None or self._ranks is None or not self._ranks.leads:
             return None
-        return profile_of(
-            controller,
-            noise,
-            max_batch_size=most_tried(controller.base_batch, self.max_batch_size, self._sampler.length),
+        if (model := controller.times.model) is None:
+            return None
+        base, epochs, samples = controller.base_batch, self._sampler.total_epochs, self._sampler.length
+        return JobProfile(
+            model=model,
+            noise=noise,
+            base_batch=base,
+            limits=controller.batches.limits(most_tried(base, self.max_batch_size, samples)),
             most_replicas=self._most_replicas,
             restart_s=self.start_s + self._save_s(),
             progress=self.progress,
-            epochs=self._sampler.total_epochs,
-            samples=self._sampler.length,
+            total=None if not epochs else float(epochs * -(-samples // base)),
             lost=self._lost(self.start_s),
         )
 

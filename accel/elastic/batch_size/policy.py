@@ -27,9 +27,9 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
 from accel.elastic.batch_size.choice import MARGIN, Better, Shares, better, candidates
-from accel.errors import InvalidArgument
 from accel.goodput.efficiency import NoiseInterval, efficiency
 from accel.goodput.fit import fit_throughput
+from accel.goodput.goodput import BatchLimits
 from accel.goodput.observations import Configuration, Observations
 from accel.goodput.throughput import ThroughputModel
 
@@ -134,6 +134,16 @@ class FittingBatches:
         """Return how a batch is dealt, as its times are kept."""
         local, steps = self.shares(batch)
         return Configuration(self._nodes, self.replicas, local, self.micro_batches * steps - 1)
+
+    def limits(self, most: int) -> BatchLimits:
+        """Return between which batches a scheduler may choose, up to so many samples of a step."""
+        fits = self.fits
+        steps = -(-most // fits) if self.accumulates and fits is not None else 1
+        return BatchLimits(
+            max_batch_size=most,
+            local_max=None if fits is None else max(1, fits // self.pieces),
+            max_accumulation=self.micro_batches * steps - 1,
+        )
 
     def is_whole(self, configuration: Configuration) -> bool:
         """Return whether every rank takes its share at once."""
@@ -262,7 +272,7 @@ class BatchPolicy:
 
     Args:
         base_batch: samples of a step as the user wrote it, over all ranks.
-        max_batch_size: the most samples of a step, over all ranks.
+        max_batch_size: the most samples of a step, over all ranks; at least `base_batch`.
         replicas: ranks.
         nodes: hosts.
         micro_batches: batches of a rank in a step, whose gradients the loop accumulates.
@@ -270,9 +280,6 @@ class BatchPolicy:
     Attributes:
         batches: those that may be chosen.
         times: of their steps.
-
-    Raises:
-        InvalidArgument: if `max_batch_size` is below the user's batch.
 
     Example:
         >>> controller = BatchPolicy(base_batch=32, max_batch_size=128)
@@ -286,11 +293,6 @@ class BatchPolicy:
     def __init__(
         self, base_batch: int, max_batch_size: int, *, replicas: int = 1, nodes: int = 1, micro_batches: int = 1
     ) -> None:
-        if max_batch_size < base_batch:
-            raise InvalidArgument(
-                f"max_batch_size must be at least the loader's batch, {base_batch} samples over {replicas} "
-                f"rank{'s'[: replicas > 1]}, got {max_batch_size}; raise it, or leave it out to keep the batch"
-            )
         self.base_batch = base_batch
         self.batches = FittingBatches(
             base_batch, max_batch_size, replicas=replicas, nodes=nodes, micro_batches=micro_batches

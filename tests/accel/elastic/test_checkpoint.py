@@ -6,6 +6,7 @@ import errno
 import fcntl
 import hashlib
 import io
+import json
 import os
 import pickle
 import re
@@ -283,17 +284,21 @@ def test_what_is_no_state_is_refused_in_a_sentence(tmp_path: Path, content: byte
     assert refused[0].startswith("00000009-step-9 was refused: ") and refused[0].endswith(".")
 
 
+def manifest_with(**fields: Any) -> str:
+    return json.dumps({"size_bytes": 3, "sha256": "", "step": 1, "world_size": 1, "version": 1, **fields})
+
+
 @pytest.mark.parametrize(
     ("manifest", "text"),
     [
-        ("", "its manifest is no JSON object"),
-        ("[" * 100_000, "its manifest is no JSON object"),
-        ("3", "its manifest is no JSON object"),
-        ("\ud800".encode("utf-8", "surrogatepass"), "its manifest is no JSON object"),
-        ("{}", "its manifest has version None, and 1 is known here"),
-        ('{"version": 2}', "its manifest has version 2, and 1 is known here"),
-        ('{"version": 1, "size_bytes": true}', "its manifest has no int 'size_bytes'"),
-        ('{"version": 1, "size_bytes": 3, "sha256": 3}', "its manifest has no str 'sha256'"),
+        ("", "its manifest can't be read: it must be JSON"),
+        ("[" * 100_000, "its manifest can't be read: it must be JSON"),
+        ("3", "its manifest can't be read: it must be an object"),
+        ("\ud800".encode("utf-8", "surrogatepass"), "its manifest can't be read: it must be JSON"),
+        ("{}", "its manifest can't be read: it is incomplete: it lacks sha256, size_bytes, step, version"),
+        (manifest_with(version=2), "its manifest can't be read: it has version 2, and 1 is known here"),
+        (manifest_with(size_bytes=True), "its manifest can't be read: it.size_bytes must be int, got"),
+        (manifest_with(sha256=3), "its manifest can't be read: it.sha256 must be str, got"),
         (None, "it has no manifest"),
     ],
 )
@@ -304,7 +309,9 @@ def test_a_manifest_that_is_none_is_refused(tmp_path: Path, manifest: Any, text:
         file.unlink()
     else:
         file.write_bytes(manifest if isinstance(manifest, bytes) else manifest.encode())
-    assert step_loaded(tmp_path) == (1, [f"00000002-step-2 was refused: {text}."])
+    step, (refused,) = step_loaded(tmp_path)
+    assert step == 1
+    assert refused.startswith(f"00000002-step-2 was refused: {text}")
     assert Checkpoints(tmp_path).latest == tmp_path / "00000001-step-1"
 
 
