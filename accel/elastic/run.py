@@ -17,7 +17,7 @@ import warnings
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import nn
 from torch.optim import Optimizer
@@ -40,6 +40,8 @@ from accel.session.session import Session
 
 if TYPE_CHECKING:
     from accel.settings import OptimizeSettings
+
+T = TypeVar("T")
 
 
 class ElasticRun:
@@ -91,8 +93,6 @@ class ElasticRun:
                 rule=settings.scaling_rule,
                 scaler=None if how is None else how.scaler,
                 say=say,
-                save_s=self._save_s,
-                lost=lambda start_s: self._book.lost(start_s, self._saved_s()),
                 decided=self._decided,
             )
         try:
@@ -150,19 +150,18 @@ class ElasticRun:
             self._say("another loader of the model: it is followed under the settings of the training loader")
         return own
 
-    def _save_s(self) -> float:
-        """Return what the last checkpoint took, s; 0.0 before the first."""
+    def profile(self) -> JobProfile | None:
+        """Return the job's profile; None where no batch is chosen, or nothing is known yet on this rank."""
+        if self.batch is None:
+            return None
         policy = None if self.checkpoint is None else self.checkpoint.policy
-        return 0.0 if policy is None else policy.save_s
-
-    def _saved_s(self) -> float:
-        policy = None if self.checkpoint is None else self.checkpoint.policy
-        return 0.0 if policy is None else policy.saved_s
+        save_s, saved_s = (0.0, 0.0) if policy is None else (policy.save_s, policy.saved_s)
+        return self.batch.profile(save_s, self._book.lost(self.batch.start_s, saved_s))
 
     def _decided(self, *, is_saved: bool = False) -> None:
         """Write the profile beside the checkpoints."""
-        if self._profile_file is not None and self.batch is not None and (profile := self.batch.profile()) is not None:
-            assert self.batch.controller is not None
+        if self._profile_file is not None and (profile := self.profile()) is not None:
+            assert self.batch is not None and self.batch.controller is not None
             self._profile_file.write(profile, self.batch.controller.batch, is_saved=is_saved)
 
     def follow(self, proxy: LoaderProxy, session: Any) -> None:
@@ -252,7 +251,7 @@ def request_checkpoint(model: nn.Module) -> None:
         ...     request_checkpoint(model)
     """
     if not _is_left_alone(model, "request_checkpoint"):
-        _checkpoint(model, "request_checkpoint").request()
+        _part(model, "request_checkpoint", _SAVED, lambda run: run.checkpoint).request()
 
 
 def save_checkpoint(model: nn.Module) -> None:
@@ -271,7 +270,7 @@ def save_checkpoint(model: nn.Module) -> None:
         >>> save_checkpoint(model)
     """
     if not _is_left_alone(model, "save_checkpoint"):
-        _checkpoint(model, "save_checkpoint").save_now()
+        _part(model, "save_checkpoint", _SAVED, lambda run: run.checkpoint).save_now()
 
 
 def progress_of(model: nn.Module) -> CountsProgress:
@@ -287,7 +286,7 @@ def progress_of(model: nn.Module) -> CountsProgress:
         >>> cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=10_000)
         >>> schedule = ProgressSchedule(cosine, progress_of(model))  # 10,000 steps of the user's batch
     """
-    return left_alone.steps_of(model) or _Progress(model, _batch(model, "progress_of"))
+    return left_alone.steps_of(model) or _Progress(model, _part(model, "progress_of", _GROWING, lambda run: run.batch))
 
 
 def job_profile(model: nn.Module) -> JobProfile:
@@ -307,7 +306,8 @@ def job_profile(model: nn.Module) -> JobProfile:
 
     Source: Qiao et al. 2021, https://www.usenix.org/conference/osdi21/presentation/qiao, section 4.2.
     """
-    if (profile := _batch(model, "job_profile").profile()) is None:
+    run = _part(model, "job_profile", _GROWING, lambda run: run if run.batch is not None else None)
+    if (profile := run.profile()) is None:
         raise InvalidArgument(
             "a job's profile needs step times and a noise scale. Found: not known yet on this rank; ask on rank 0, "
             "after the first decision about the batch (some hundreds of steps)"
@@ -338,21 +338,16 @@ def _is_left_alone(model: nn.Module, asked: str) -> bool:
     return True
 
 
-def _checkpoint(model: nn.Module, asked: str) -> CheckpointRun:
-    run = RUNS.get(model)
-    if run is None or run.checkpoint is None:
-        raise InvalidArgument(
-            f"{asked} needs a model that is optimized with elastic.checkpoint. Found: a {type(model).__name__} that is "
-            "not; pass elastic=accel.Elastic(checkpoint=FOLDER) to accel.optimize"
-        )
-    return run.checkpoint
+_SAVED, _GROWING = "checkpoint=FOLDER", "max_batch_size=N"
+"""Settings of `Elastic` that a question needs."""
 
 
-def _batch(model: nn.Module, asked: str) -> BatchRun:
+def _part(model: nn.Module, asked: str, setting: str, part: Callable[[ElasticRun], T | None]) -> T:
+    """Return a part of a model's run; raise if it is not there, since `setting` was not passed."""
     run = RUNS.get(model)
-    if run is None or run.batch is None:
+    if run is None or (found := part(run)) is None:
         raise InvalidArgument(
-            f"{asked} needs a model that is optimized with elastic.max_batch_size. Found: a {type(model).__name__} "
-            "that is not; pass elastic=accel.Elastic(max_batch_size=N) to accel.optimize"
+            f"{asked} needs a model that is optimized with elastic.{setting.partition('=')[0]}. Found: a "
+            f"{type(model).__name__} that is not; pass elastic=accel.Elastic({setting}) to accel.optimize"
         )
-    return run.batch
+    return found

@@ -79,8 +79,6 @@ class BatchRun(LoopObserver):
         rule: how the learning rate follows; None for that of each optimizer.
         scaler: of the loop, if it has one and it is known: its scale is divided out of the gradients' noise.
         say: prints one line for the user.
-        save_s: returns what a checkpoint takes, s, which a change of the placement costs beside the start of a process.
-        lost: returns where the time went, by what the start of this process took, s.
         decided: called after each decision.
         clock: seconds, monotonic.
     """
@@ -95,8 +93,6 @@ class BatchRun(LoopObserver):
         rule: Rule | None = None,
         scaler: torch.amp.GradScaler | None = None,
         say: Callable[[str], None] = lambda line: None,
-        save_s: Callable[[], float] = lambda: 0.0,
-        lost: Callable[[float], LostTime] = lambda start_s: LostTime(start=start_s),
         decided: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -111,7 +107,7 @@ class BatchRun(LoopObserver):
         """Why the batch size is not changed, or no more."""
         self._session, self._run, self._sampler, self._scaler = session, run, sampler, scaler
         self._optimizers = cast("Optimizers", run.optimizers)
-        self._say, self._clock, self._save_s, self._lost, self.decided = say, clock, save_s, lost, decided
+        self._say, self._clock, self.decided = say, clock, decided
         self._ranks: Ranks | None = None
         self._called_at = time.time()
         self.local_base = sampler.batch_sizes[sampler.rank]
@@ -386,8 +382,13 @@ class BatchRun(LoopObserver):
 
     # -- what a scheduler needs to know ------------------------------------------------------------------------------
 
-    def profile(self) -> JobProfile | None:
-        """Return the job's profile; None while step times or noise are not known, and on ranks that don't decide."""
+    def profile(self, save_s: float, lost: LostTime) -> JobProfile | None:
+        """Return the job's profile; None while step times or noise are not known, and on ranks that don't decide.
+
+        Args:
+            save_s: what a checkpoint takes, s: a change of the placement costs that beside the start of a process.
+            lost: where the job's time went.
+        """
         controller, noise = self.controller, self.noise.known
         if controller is None or noise is None or self._ranks is None or not self._ranks.leads:
             return None
@@ -400,10 +401,10 @@ class BatchRun(LoopObserver):
             base_batch=base,
             limits=controller.batches.limits(most_tried(base, self.max_batch_size, samples)),
             most_replicas=self._most_replicas,
-            restart_s=self.start_s + self._save_s(),
+            restart_s=self.start_s + save_s,
             progress=self.progress,
             total=None if not epochs else float(epochs * -(-samples // base)),
-            lost=self._lost(self.start_s),
+            lost=lost,
         )
 
     # -- checkpoints (training_state.Stateful) -------------------------------------------------------------------------

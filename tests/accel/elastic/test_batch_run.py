@@ -17,6 +17,7 @@ from accel import entry, strategies
 from accel.elastic.batch_size.policy import BatchPolicy
 from accel.errors import InvalidArgument
 from accel.goodput.efficiency import NoiseInterval
+from accel.goodput.job import LostTime
 from accel.integrations.trackers import metrics
 from accel.run.ranks import Ranks
 from accel.session.session import Session
@@ -221,4 +222,4 @@ def test_a_profile_is_rank_0s() -> None:
     run.controller = create_autospec(BatchPolicy, instance=True, base_batch=16, replicas=2, micro_batches=1)
     run.noise.known = NoiseInterval(5000.0, 4000.0, 6000.0)
     run._ranks = create_autospec(Ranks, instance=True, leads=False)
-    assert run.profile() is None
+    assert run.profile(0.0, LostTime()) is None
