@@ -24,8 +24,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accel.elastic.checkpoint import Checkpoints, Manifest
-from accel.elastic.saving.disk import Disk
+from accel.elastic.checkpoint import Checkpoints, Disk, Manifest
 from accel.errors import CheckpointError, InvalidArgument
 from tests.accel.elastic.crashing_disk import CountingDisk, FailingDisk
 from tests.hooked import hooked
