@@ -252,11 +252,6 @@ def test_wrong_settings_are_refused(settings: dict[str, Any], text: str) -> None
         Checkpointing(folder="x", **settings)
 
 
-def test_remaining_epochs_are_those_of_an_elastic_loader() -> None:
-    with pytest.raises(ValueError, match="must be the one that accel"):
-        remaining_epochs(DataLoader(range(3)), 3)
-
-
 def test_a_training_is_saved_also_where_the_search_has_failed(tmp_path: Path) -> None:
     training = Training(tmp_path)
     optimized = entry.optimized(training.model)
