@@ -136,11 +136,9 @@ class ElasticRun:
         return self.checkpoint is not None and self.checkpoint.training.checkpoints.are_in(folder)
 
     def settings_for(self, proxy: LoaderProxy, settings: OptimizeSettings) -> OptimizeSettings:
-        """Return the settings of a further call with the model: for another loader it goes on under those of this run.
+        """Return the settings of a further call with the model, for the loader of `proxy`.
 
-        Args:
-            proxy: of the loader that the call is for.
-            settings: of that call. Those that name a batch or a checkpoint hold.
+        For another loader the run goes on under its own, unless those of the call name a batch or a checkpoint.
         """
         if settings.is_elastic or proxy._accel_loader is self.loader:
             return settings
@@ -181,11 +179,9 @@ class ElasticRun:
             self._in_place.proxy = proxy
 
     def go_on(self, proxy: LoaderProxy, began: float) -> None:
-        """Go on in the pass that the loop is in, or is just beginning, restored since `began`.
+        """Go on in the pass that the loop is in, or is just beginning.
 
-        Args:
-            proxy: of the loader.
-            began: when the change of ranks was begun, of time.monotonic: what it took is what a change costs.
+        The change of ranks was begun at `began` of time.monotonic: what it took is what a change costs.
         """
         current = proxy._accel_fetching.underway.current
         if current is not None:

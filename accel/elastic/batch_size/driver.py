@@ -83,6 +83,9 @@ class BatchRun(LoopObserver):
         clock: seconds, monotonic.
     """
 
+    name = "the batch size"
+    """For the message that the search for strategies waits."""
+
     def __init__(
         self,
         session: Session,
@@ -157,11 +160,6 @@ class BatchRun(LoopObserver):
         return [] if self.controller is None else rows_of(self.controller.decisions)
 
     # -- whose turn it is (turns.Searcher) -----------------------------------------------------------------------------
-
-    @property
-    def name(self) -> str:
-        """For the message that the search for strategies waits."""
-        return "the batch size"
 
     @property
     def searching(self) -> bool:

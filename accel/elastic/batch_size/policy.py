@@ -270,6 +270,9 @@ def _samples(configuration: Configuration) -> int:
 class BatchPolicy:
     """Decide the batch size by goodput.
 
+    A decision is made after `step` steps of this process, by the noise scale, None while it is not known; `why` is said
+    in the report.
+
     Args:
         base_batch: samples of a step as the user wrote it, over all ranks.
         max_batch_size: the most samples of a step, over all ranks; at least `base_batch`.
@@ -343,25 +346,12 @@ class BatchPolicy:
         return self.times.missing(self._now)
 
     def refuse(self, batch: int, step: int, noise: NoiseInterval | None, why: str) -> BatchDecision:
-        """Take no batch of so many samples or more for long, and return what to do instead.
-
-        Args:
-            batch: samples over all ranks that don't fit into memory.
-            step: steps that have ended.
-            noise: the noise scale; None while it is not known.
-            why: said in the report.
-        """
+        """Take no batch of so many samples or more for long, since they don't fit; return what to do instead."""
         self.batches.refuse(batch, step)
         return self.fall_back(step, noise, why)
 
     def fall_back(self, step: int, noise: NoiseInterval | None, why: str) -> BatchDecision:
-        """Return what to do where `batches` are no longer what they were, as where nothing can be accumulated.
-
-        Args:
-            step: steps that have ended.
-            noise: the noise scale; None while it is not known.
-            why: said in the report.
-        """
+        """Return what to do where `batches` are no longer what they were, as where nothing can be accumulated."""
         fitting = self.batches.all()
         known = self.times.known(fitting)
         if self._settled not in fitting:
@@ -373,12 +363,7 @@ class BatchPolicy:
         return self._decided(step, noise, why, self.steps_missing() or self._patience)
 
     def decide(self, step: int, noise: NoiseInterval | None) -> BatchDecision:
-        """Return what to do from here, and do it.
-
-        Args:
-            step: steps that have ended.
-            noise: the noise scale; None while it is not known, and then nothing grows.
-        """
+        """Return what to do from here, and do it; while the noise scale is not known nothing grows."""
         if missing := self.steps_missing():
             return self._decided(step, noise, "the steps of this batch are still being timed", missing)
         if self.decisions:  # add what the steps since then have shown

@@ -112,13 +112,7 @@ class TrainingCheckpoints:
             self.sampler.load_state_dict(state["parts"]["'sampler'"])
 
     def save(self, step: int, gather: Callable[[Any], list[Any]] | None, *, writes: bool) -> bool:
-        """Save between two steps, and return whether that could be done; True on ranks that don't write.
-
-        Args:
-            step: of the training.
-            gather: see `capture_state`.
-            writes: this rank does.
-        """
+        """Save between two steps, and return whether that could be done; True on ranks that don't write."""
         state = capture_state(self._model, self.optimizer, step=step, gather=gather, **self._parts)
         try:
             if writes:

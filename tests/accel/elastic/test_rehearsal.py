@@ -259,22 +259,6 @@ def test_reentrant_checkpoints_are_rehearsed_in_their_forward_pass_alone() -> No
     assert rehearsal(Checkpointed(8), 8, torch.randn(8, 8)).problem(16) == "they do not fit into memory"
 
 
-class Masked(nn.Module):
-    """Takes texts of eight words, and what does not depend on their number."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(8))
-
-    def forward(self, x: Tensor, mask: Tensor, places: Tensor) -> Tensor:
-        return (x * self.weight + places) @ mask
-
-
-def test_a_mask_of_as_many_words_as_samples() -> None:
-    given = torch.randn(8, 8), torch.ones(8, 8), torch.zeros(1, 8)
-    assert rehearsal(Masked(), 8, *given).problem(16) == ""
-
-
 def test_inputs_that_can_not_be_copied_are_no_error_of_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     def failing(*args: Any) -> Any:
         raise TypeError("a list of another kind")
