@@ -38,7 +38,7 @@ _NAMES = {
     "dataio.token_loss": "count_tokens global_tokens scale_gradients token_mean", "elastic.checkpoint": "Checkpoints",
     "elastic.learning_rate": "LearningRateScaler", "elastic.local_job": "LocalJob",
     "elastic.options": "Checkpointing Elastic", "elastic.progress": "ProgressSchedule",
-    "elastic.run": "job_profile progress_of request_checkpoint save_checkpoint",
+    "elastic.running": "job_profile progress_of request_checkpoint save_checkpoint",
     "elastic.sample_position": "remaining_epochs", "elastic.save_policy": "SavePolicy",
     "elastic.scaling_rules": "BatchScale", "elastic.training_state": "capture_state restore_state",
     "elastic.worker_signals": "outliving", "entry": "disabled explain optimize undo",
@@ -112,7 +112,7 @@ if TYPE_CHECKING:
     from accel.elastic.local_job import LocalJob
     from accel.elastic.options import Checkpointing, Elastic
     from accel.elastic.progress import ProgressSchedule
-    from accel.elastic.run import job_profile, progress_of, request_checkpoint, save_checkpoint
+    from accel.elastic.running import job_profile, progress_of, request_checkpoint, save_checkpoint
     from accel.elastic.sample_position import remaining_epochs
     from accel.elastic.save_policy import SavePolicy
     from accel.elastic.scaling_rules import BatchScale

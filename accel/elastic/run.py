@@ -1,47 +1,32 @@
-"""What `accel.optimize(elastic=)` adds to a run, and what a script, or whoever schedules it, may ask of it.
-
-    request_checkpoint(model)    a checkpoint at the end of the step under way
-    save_checkpoint(model)       one now, between two steps
-    progress_of(model)           steps of the user's batch that the steps so far were worth, for a `ProgressSchedule`
-    job_profile(model)           what a cluster scheduler needs to know of the job
-
-Each takes the model that was passed to `accel.optimize`. Where accel is switched off (`ACCEL=0`) the script still runs:
-nothing is saved, with a warning, and each step is worth one.
-"""
+"""What `accel.optimize` adds to a run whose batch size may change, or that is saved: followers of its loader."""
 
 from __future__ import annotations
 
 import os
 import time
-import warnings
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.optim import Optimizer
 
 from accel.dataio.passes.proxy import LoaderProxy
-from accel.elastic import left_alone
 from accel.elastic.batch_size.driver import BatchRun
-from accel.elastic.batch_size.loader import elastic_loader
+from accel.elastic.batch_size.loader import deal_alike, elastic_loader
 from accel.elastic.batch_size.report import ProfileFile, TimeBook
 from accel.elastic.in_place import InPlace, Restart, has_joined, orders_of_job
-from accel.elastic.meeting import deal_alike
-from accel.elastic.progress import CountsProgress
+from accel.elastic.options import Checkpointing
 from accel.elastic.sample_position import SamplePosition
 from accel.elastic.saving.run import CheckpointRun
-from accel.elastic.saving.training import TrainingCheckpoints, settings_of
-from accel.errors import InvalidArgument
-from accel.goodput.job import JobProfile
+from accel.elastic.saving.training import TrainingCheckpoints
 from accel.profiler.loop.observers import follow, is_followed, leave, observers_of
 from accel.session.session import Session
 
 if TYPE_CHECKING:
+    from accel.goodput.job import JobProfile
     from accel.settings import OptimizeSettings
-
-T = TypeVar("T")
 
 
 class ElasticRun:
@@ -78,7 +63,8 @@ class ElasticRun:
         self.batch: BatchRun | None = None
         self.checkpoint: CheckpointRun | None = None
         self._in_place: InPlace | None = None
-        how = None if settings.checkpoint is None else settings_of(settings.checkpoint)
+        wanted = settings.checkpoint
+        how = wanted if isinstance(wanted, Checkpointing | None) else Checkpointing(folder=wanted)
         deal_alike(sampler, settings, is_new=has_joined())
         self._position = SamplePosition(sampler)
         self._profile_file = None if how is None else ProfileFile(how.folder)
@@ -231,119 +217,3 @@ def elastic_proxy(proxy: LoaderProxy) -> LoaderProxy:
     """
     loader: Any = elastic_loader(proxy._accel_loader)
     return proxy if loader is proxy._accel_loader else LoaderProxy(loader)
-
-
-def request_checkpoint(model: nn.Module) -> None:
-    """Save a checkpoint at the end of the step under way; of several ranks, when they meet next, within a second or so.
-
-    Args:
-        model: that was passed to `accel.optimize` with `checkpoint`. With several ranks one of them is enough.
-
-    Raises:
-        InvalidArgument: if it was not.
-
-    Example:
-        >>> if time.monotonic() > deadline:
-        ...     request_checkpoint(model)
-    """
-    if not _is_left_alone(model, "request_checkpoint"):
-        _part(model, "request_checkpoint", _SAVED, lambda run: run.checkpoint).request()
-
-
-def save_checkpoint(model: nn.Module) -> None:
-    """Save a checkpoint now, between two steps: after the last epoch, say, which no further step follows.
-
-    Args:
-        model: that was passed to `accel.optimize` with `checkpoint`. With several ranks all of them call it, at the
-            same place; where one has left, nothing is saved, with a warning.
-
-    Raises:
-        InvalidArgument: if it was not.
-
-    Example:
-        >>> for epoch in remaining_epochs(loader, 30):
-        ...     train(model, loader)
-        >>> save_checkpoint(model)
-    """
-    if not _is_left_alone(model, "save_checkpoint"):
-        _part(model, "save_checkpoint", _SAVED, lambda run: run.checkpoint).save_now()
-
-
-def progress_of(model: nn.Module) -> CountsProgress:
-    """Return what counts the progress of a training: its `progress` grows by each step's gain.
-
-    Args:
-        model: that was passed to `accel.optimize` with `max_batch_size`.
-
-    Raises:
-        InvalidArgument: if it was not.
-
-    Example:
-        >>> cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=10_000)
-        >>> schedule = ProgressSchedule(cosine, progress_of(model))  # 10,000 steps of the user's batch
-    """
-    return left_alone.steps_of(model) or _Progress(model, _part(model, "progress_of", _GROWING, lambda run: run.batch))
-
-
-def job_profile(model: nn.Module) -> JobProfile:
-    """Return what a cluster scheduler needs to know of a job: step times, noise, bounds, what a restart costs.
-
-    With `checkpoint` it is written to `job.json` in that folder too, whenever the batch or the noise scale changes.
-
-    Args:
-        model: that was passed to `accel.optimize` with `max_batch_size`.
-
-    Raises:
-        InvalidArgument: if it was not, or nothing is known yet, or on another rank than 0.
-
-    Example:
-        >>> job_profile(model).speedup(nodes=2, replicas=8)
-        5.1
-
-    Source: Qiao et al. 2021, https://www.usenix.org/conference/osdi21/presentation/qiao, section 4.2.
-    """
-    run = _part(model, "job_profile", _GROWING, lambda run: run if run.batch is not None else None)
-    if (profile := run.profile()) is None:
-        raise InvalidArgument(
-            "a job's profile needs step times and a noise scale. Found: not known yet on this rank; ask on rank 0, "
-            "after the first decision about the batch (some hundreds of steps)"
-        )
-    return profile
-
-
-class _Progress:
-    """The progress of a training by what counts it at the time, which is another object once the ranks have changed."""
-
-    def __init__(self, model: nn.Module, counts: CountsProgress) -> None:
-        self._model, self._counts = model, counts
-
-    @property
-    def progress(self) -> float:
-        """Steps of the user's batch that the steps so far were worth."""
-        run = RUNS.get(self._model)
-        if run is not None and run.batch is not None:  # after `undo` the last one counts on
-            self._counts = run.batch
-        return self._counts.progress
-
-
-def _is_left_alone(model: nn.Module, asked: str) -> bool:
-    """Return whether accel was switched off for a training, and say that nothing is saved."""
-    if left_alone.steps_of(model) is None:
-        return False
-    warnings.warn(f"{asked}: accel is switched off, so no checkpoint is saved", RuntimeWarning, stacklevel=3)
-    return True
-
-
-_SAVED, _GROWING = "checkpoint=FOLDER", "max_batch_size=N"
-"""Settings of `Elastic` that a question needs."""
-
-
-def _part(model: nn.Module, asked: str, setting: str, part: Callable[[ElasticRun], T | None]) -> T:
-    """Return a part of a model's run; raise if it is not there, since `setting` was not passed."""
-    run = RUNS.get(model)
-    if run is None or (found := part(run)) is None:
-        raise InvalidArgument(
-            f"{asked} needs a model that is optimized with elastic.{setting.partition('=')[0]}. Found: a "
-            f"{type(model).__name__} that is not; pass elastic=accel.Elastic({setting}) to accel.optimize"
-        )
-    return found

@@ -35,9 +35,8 @@ from accel.elastic.batch_size.report import rows_of
 from accel.elastic.batch_size.run_noise import RunNoise
 from accel.elastic.batch_size.steps import StepBatches, StepEnd, batches_of_a_step
 from accel.elastic.learning_rate import StepRates
-from accel.elastic.meeting import first_of, met
 from accel.elastic.scaling_rules import Rule
-from accel.errors import InvalidArgument
+from accel.errors import InvalidArgument, InvalidState
 from accel.goodput.efficiency import NoiseInterval
 from accel.goodput.fit import solver
 from accel.goodput.job import JobProfile, LostTime
@@ -354,8 +353,19 @@ class BatchRun(LoopObserver):
         return AgreedBatch(decision, max(ahead for ahead, _ in brought), self.controller.is_settled, noise)
 
     def _met(self, what: str, mine: Any, answer: Callable[[list[Any]], T]) -> T:
+        """Return rank 0's answer to what the ranks bring, on all of them.
+
+        Raises:
+            InvalidState: on all ranks, if one has come for something else.
+        """
+
+        def checked(brought: list[tuple[str, Any]]) -> T:
+            if any(other != what for other, _ in brought):
+                raise InvalidState(f"ranks are not at the same point: {', '.join(other for other, _ in brought)}")
+            return answer([own for _, own in brought])
+
         assert self._ranks is not None
-        return met(self._ranks, what, mine, answer)
+        return self._ranks.decide((what, mine), checked, f"did not come to {what}")
 
     def _take(self, decision: BatchDecision, most_ahead: int) -> None:
         """Let the loader make batches of the size decided."""
@@ -482,3 +492,8 @@ class BatchRun(LoopObserver):
             self._step.close()  # with the rates of what a step is from now on: the last one may have been short
             samples = self._step.local * self._sampler.num_replicas * self._step.by_loop
             self._rates.follow(samples, self._base, self.noise.known, self._step.hundredths / 100)
+
+
+def first_of(reasons: list[str]) -> str:
+    """Return the first reason that a rank brings; "" if none does."""
+    return next((reason for reason in reasons if reason), "")

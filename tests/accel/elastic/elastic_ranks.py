@@ -27,7 +27,8 @@ from accel.elastic.batch_size import rehearsal, run_noise
 from accel.elastic.batch_size.accumulation import GradientAccumulation
 from accel.elastic.batch_size.driver import BatchRun
 from accel.elastic.checkpoint import Checkpoints
-from accel.elastic.run import ElasticRun, save_checkpoint
+from accel.elastic.run import ElasticRun
+from accel.elastic.running import save_checkpoint
 from accel.elastic.sample_position import remaining_epochs
 from accel.elastic.save_policy import SavePolicy
 from accel.elastic.saving.bucket_order import BucketOrder

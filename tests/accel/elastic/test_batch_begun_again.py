@@ -10,7 +10,7 @@ import pytest
 from torch import nn
 
 import accel
-from accel.elastic.run import progress_of
+from accel.elastic.running import progress_of
 from accel.errors import InvalidArgument
 from accel.goodput.efficiency import NoiseInterval
 from tests.accel.elastic.batch_loops import (

@@ -20,7 +20,7 @@ from accel import entry
 from accel.dataio.elastic_sampler import ElasticSampler
 from accel.elastic.checkpoint import Checkpoints
 from accel.elastic.options import Checkpointing
-from accel.elastic.run import save_checkpoint
+from accel.elastic.running import save_checkpoint
 from accel.elastic.sample_position import remaining_epochs
 from accel.elastic.saving.run import CheckpointRun
 from accel.elastic.saving.training import TrainingCheckpoints

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import accel
 from accel import entry, startup
 from accel.elastic.checkpoint import Checkpoints
-from accel.elastic.run import save_checkpoint
+from accel.elastic.running import save_checkpoint
 from accel.errors import CheckpointError, InvalidArgument
 
 

@@ -16,7 +16,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from accel.elastic.run import request_checkpoint, save_checkpoint
+from accel.elastic.running import request_checkpoint, save_checkpoint
 from accel.elastic.sample_position import remaining_epochs
 from tests.accel.elastic.numbered_loop import Ended, NumberedLoop, fetched_ahead
 from tests.sampling import examples

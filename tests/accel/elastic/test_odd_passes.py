@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from accel.dataio.elastic_sampler import ElasticSampler
 from accel.dataio.passes.proxy import LoaderProxy
 from accel.elastic.checkpoint import Checkpoints
-from accel.elastic.run import request_checkpoint, save_checkpoint
+from accel.elastic.running import request_checkpoint, save_checkpoint
 from accel.elastic.sample_position import SamplePosition, remaining_epochs
 from accel.profiler.loop.observers import LoopObserver, follow
 from tests.accel.elastic.numbered_loop import Ended, NumberedLoop

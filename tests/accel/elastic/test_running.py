@@ -19,7 +19,7 @@ from accel import entry
 from accel.elastic.batch_size.report import PROFILE, TimeBook
 from accel.elastic.options import Checkpointing
 from accel.elastic.progress import ProgressSchedule
-from accel.elastic.run import job_profile, progress_of, request_checkpoint, save_checkpoint
+from accel.elastic.running import job_profile, progress_of, request_checkpoint, save_checkpoint
 from accel.elastic.sample_position import remaining_epochs
 from accel.elastic.saving.run import CheckpointRun
 from accel.errors import InvalidArgument

@@ -18,7 +18,7 @@ from torch.utils.data.distributed import DistributedSampler
 import accel
 from accel.dataio.elastic_sampler import ElasticSampler
 from accel.elastic.batch_size import loader as batch_loader
-from accel.elastic.run import save_checkpoint
+from accel.elastic.running import save_checkpoint
 from tests.accel.elastic.batch_loops import (
     PLAIN,
     Clock,
