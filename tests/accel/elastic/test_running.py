@@ -59,17 +59,6 @@ class Training:
             self.clock.now += 1e-3
 
 
-def test_a_checkpoint_is_saved_when_it_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    training = Training(monkeypatch, checkpoint=tmp_path)
-    training.steps(3)
-    assert not list(tmp_path.iterdir())
-    request_checkpoint(training.model)
-    training.steps(2)
-    saved = training.checkpoint.training.checkpoints.load_latest()
-    assert saved is not None and saved["step"] == 3  # which is under way until the next batch is asked for
-    accel.undo(training.model)
-
-
 def test_a_schedule_goes_by_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     training = Training(monkeypatch, max_batch_size=64)
     progress = progress_of(training.model)
