@@ -242,7 +242,7 @@ def one_rank_has_less_memory(rank: int, world: int, is_asked: bool) -> dict[str,
     model: Any = DistributedDataParallel(_Bounded(4 if rank == 1 else 10**6))
     optimizer = torch.optim.SGD(model.parameters(), 1e-3)
     elastic = accel.Elastic(max_batch_size=256)
-    model, loader, optimizer = accel.optimize(model, dealt(1600), optimizer, elastic=elastic, **QUICK)
+    model, loader, optimizer = accel.optimize(model, dealt(480), optimizer, elastic=elastic, **QUICK)
     taken = []
     for _ in range(2):
         for x, _ in loader:
@@ -436,7 +436,7 @@ def rank_0_writes_slowly(rank: int, world: int, folder: Path) -> dict[str, Any]:
     raise AssertionError("it was not ended")
 
 
-ODD_STEPS, ODD_PATIENCE_S, PAUSE_S = 120, 0.5, 1.2
+ODD_STEPS, ODD_PATIENCE_S, PAUSE_S = 60, 0.5, 1.2
 
 
 def odd(rank: int, world: int, kind: str) -> dict[str, Any]:

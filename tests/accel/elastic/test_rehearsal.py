@@ -93,7 +93,7 @@ def test_the_loop_never_gets_a_batch_that_does_not_fit(
     model = Bounded(most, where)
     models.append(model)
     model, loader, optimizer = accel.optimize(*job(model), elastic=accel.Elastic(max_batch_size=256), **PLAIN)  # type: ignore[assignment]
-    epochs = [train(model, loader, optimizer, clock, nothing) for _ in range(4)]
+    epochs = [train(model, loader, optimizer, clock, nothing) for _ in range(2)]
 
     taken = [len(batch) for batch in itertools.chain(*epochs)]
     sizes = batch_run(model).controller.batches.sizes  # type: ignore[union-attr]
