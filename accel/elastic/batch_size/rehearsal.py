@@ -112,9 +112,6 @@ class BatchRehearsal:
     def _rehearsed(self, recording: Recording, samples: int, held: list[nn.Parameter]) -> str:
         try:
             _gradients = [torch.zeros_like(parameter) for parameter in held]
-        except ours() as error:
-            return _TOO_MANY if is_out_of_memory(error) else ""
-        try:
             arguments = self._repeated(recording, samples)
         except ours() as error:  # sparse or nested tensors, say, which can't be repeated
             return _TOO_MANY if is_out_of_memory(error) else ""
