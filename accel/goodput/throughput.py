@@ -99,17 +99,12 @@ class ThroughputModel:
             InvalidArgument: if an argument is out of its range or not finite.
         """
         extra = _checked("accumulation", accumulation, 0.0)
-        compute = self._log_compute(_batches(local_batch))
+        samples = np.log(_checked("local_batch", local_batch, 0.0, above=True))
+        compute = power_sum(_log(self.compute_fixed_s), _log(self.compute_sample_s) + samples, self.compute_exponent)
         last = power_sum(compute, self._log_sync(nodes, replicas, communication_scale), self.overlap_exponent)
         log = np.logaddexp(last, log_or_none(extra) + compute)
         arguments = (nodes, replicas, local_batch, accumulation, communication_scale)
         return np.exp(log) if any(np.ndim(argument) for argument in arguments) else float(np.exp(log))
-
-    def _log_compute(self, batches: Floats) -> Floats:
-        fixed, sample = _log(self.compute_fixed_s), _log(self.compute_sample_s)
-        if math.isinf(fixed):
-            return sample + np.log(batches)
-        return power_sum(fixed, sample + np.log(batches), self.compute_exponent)
 
     def _log_sync(self, nodes: ArrayLike, replicas: ArrayLike, communication_scale: ArrayLike) -> Floats:
         hosts, ranks = _checked("nodes", nodes, 1.0), _checked("replicas", replicas, 1.0)
@@ -165,10 +160,6 @@ def log_or_none(times: Floats) -> Floats:
     """Return the logarithm of times, -inf for those of 0."""
     log: Floats = np.log(times, where=times > 0, out=np.full(times.shape, -np.inf))
     return log
-
-
-def _batches(local_batch: ArrayLike) -> Floats:
-    return _checked("local_batch", local_batch, 0.0, above=True)
 
 
 def _checked(name: str, value: ArrayLike, least: float, *, above: bool = False) -> Floats:
