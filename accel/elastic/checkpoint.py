@@ -174,7 +174,8 @@ class Manifest:
         Raises:
             InvalidArgument: if it is not a manifest, or of a version that is not known here.
         """
-        manifest = read(cls, decode(text[:_LONGEST].decode(errors="replace")), "it", required=("version",))
+        values = decode(text[:_LONGEST].decode(errors="replace"))
+        manifest = read(cls, values, "it", required=("version",))
         if manifest.version != VERSION:
             raise InvalidArgument(f"it has version {manifest.version}, and {VERSION} is known here")
         return manifest

@@ -271,7 +271,7 @@ class LocalJob:
 
 
 def _alone(rank: int, ranks: int) -> dict[str, str]:
-    """Return the variables, as torchrun sets them, of a rank of this machine in a group of its own."""
+    """Return the variables, as torchrun sets them, of a rank in a group of its own."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

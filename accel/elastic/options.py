@@ -34,7 +34,7 @@ class Checkpointing:
     more: Mapping[str, Stateful] = field(default_factory=dict)
     """Whatever else has `state_dict` and `load_state_dict`, by a name: a GradScaler, say."""
     interval_s: float = 600.0
-    """Seconds between two of them, at least; longer where saving would take more than 1 % of the time."""
+    """Seconds between two, at least; more where saving would take above 1 % of the time."""
     keep: int = 3
     """How many are kept."""
 

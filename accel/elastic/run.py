@@ -124,7 +124,7 @@ class ElasticRun:
     def settings_for(self, proxy: LoaderProxy, settings: OptimizeSettings) -> OptimizeSettings:
         """Return the settings of a further call with the model, for the loader of `proxy`.
 
-        For another loader the run goes on under its own, unless those of the call name a batch or a checkpoint.
+        For another loader the run's own hold, unless those of the call name a batch or a checkpoint.
         """
         if settings.is_elastic or proxy._accel_loader is self.loader:
             return settings
@@ -135,7 +135,7 @@ class ElasticRun:
         return own
 
     def profile(self) -> JobProfile | None:
-        """Return the job's profile; None where no batch is chosen, or nothing is known yet on this rank."""
+        """Return the job's profile; None where no batch is chosen, or nothing is known yet."""
         if self.batch is None:
             return None
         policy = None if self.checkpoint is None else self.checkpoint.policy
@@ -167,7 +167,7 @@ class ElasticRun:
     def go_on(self, proxy: LoaderProxy, began: float) -> None:
         """Go on in the pass that the loop is in, or is just beginning.
 
-        The change of ranks was begun at `began` of time.monotonic: what it took is what a change costs.
+        The change of ranks was begun at `began` of time.monotonic, which says what it costs.
         """
         current = proxy._accel_fetching.underway.current
         if current is not None:

@@ -75,7 +75,9 @@ def progress_of(model: nn.Module) -> CountsProgress:
         >>> cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=10_000)
         >>> schedule = ProgressSchedule(cosine, progress_of(model))  # 10,000 steps of the user's batch
     """
-    return left_alone.steps_of(model) or _Progress(model, _part(model, "progress_of", _GROWING, lambda run: run.batch))
+    if (steps := left_alone.steps_of(model)) is not None:
+        return steps
+    return _Progress(model, _part(model, "progress_of", _GROWING, lambda run: run.batch))
 
 
 def job_profile(model: nn.Module) -> JobProfile:

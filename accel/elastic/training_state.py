@@ -368,7 +368,7 @@ def _plain_of_numpy(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {name: _plain_of_numpy(one) for name, one in value.items()}
     if isinstance(value, np.ndarray):
-        # As bytes: torch has few operators for unsigned integers, and loads those of 32 bits since 2.3 only.
+        # As bytes: torch has few operators for unsigned integers.
         return {"dtype": str(value.dtype), "bytes": torch.from_numpy(value.copy().view(np.uint8))}
     return value.item() if isinstance(value, np.generic) else value
 

@@ -100,7 +100,8 @@ class ThroughputModel:
         """
         extra = _checked("accumulation", accumulation, 0.0)
         samples = np.log(_checked("local_batch", local_batch, 0.0, above=True))
-        compute = power_sum(_log(self.compute_fixed_s), _log(self.compute_sample_s) + samples, self.compute_exponent)
+        fixed, each = _log(self.compute_fixed_s), _log(self.compute_sample_s)
+        compute = power_sum(fixed, each + samples, self.compute_exponent)
         last = power_sum(compute, self._log_sync(nodes, replicas, communication_scale), self.overlap_exponent)
         log = np.logaddexp(last, log_or_none(extra) + compute)
         arguments = (nodes, replicas, local_batch, accumulation, communication_scale)

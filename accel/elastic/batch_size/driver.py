@@ -361,7 +361,8 @@ class BatchRun(LoopObserver):
 
         def checked(brought: list[tuple[str, Any]]) -> T:
             if any(other != what for other, _ in brought):
-                raise InvalidState(f"ranks are not at the same point: {', '.join(other for other, _ in brought)}")
+                points = ", ".join(other for other, _ in brought)
+                raise InvalidState(f"ranks are not at the same point: {points}")
             return answer([own for _, own in brought])
 
         assert self._ranks is not None
@@ -391,7 +392,7 @@ class BatchRun(LoopObserver):
     # -- what a scheduler needs to know ------------------------------------------------------------------------------
 
     def profile(self, save_s: float, lost: LostTime) -> JobProfile | None:
-        """Return the job's profile; None while step times or noise are not known, and on ranks that don't decide.
+        """Return the job's profile; None while times or noise are not known, and on ranks that don't decide.
 
         Args:
             save_s: what a checkpoint takes, s: a change of the placement costs that beside the start of a process.
@@ -402,7 +403,8 @@ class BatchRun(LoopObserver):
             return None
         if (model := controller.times.model) is None:
             return None
-        base, epochs, samples = controller.base_batch, self._sampler.total_epochs, self._sampler.length
+        base, sampler = controller.base_batch, self._sampler
+        epochs, samples = sampler.total_epochs, sampler.length
         return JobProfile(
             model=model,
             noise=noise,

@@ -221,7 +221,7 @@ def _order(own: BatchSampler, generator: torch.Generator | None) -> dict[str, An
 
 
 def deal_alike(sampler: ElasticSampler, settings: OptimizeSettings, *, is_new: bool) -> None:
-    """Have all ranks deal samples in the same form: where that differs some come twice, and others never.
+    """Have all ranks deal samples in the same form: else some come twice, and others never.
 
     Args:
         sampler: of this rank, which has just come to `accel.optimize`.

@@ -270,8 +270,8 @@ def _samples(configuration: Configuration) -> int:
 class BatchPolicy:
     """Decide the batch size by goodput.
 
-    A decision is made after `step` steps of this process, by the noise scale, None while it is not known; `why` is said
-    in the report.
+    It is made after `step` steps of this process, by the noise scale, None while it is not known.
+    The report says `why`.
 
     Args:
         base_batch: samples of a step as the user wrote it, over all ranks.
@@ -346,12 +346,12 @@ class BatchPolicy:
         return self.times.missing(self._now)
 
     def refuse(self, batch: int, step: int, noise: NoiseInterval | None, why: str) -> BatchDecision:
-        """Take no batch of so many samples or more for long, since they don't fit; return what to do instead."""
+        """Take no batch of so many samples or more for long: they don't fit. Return what to do instead."""
         self.batches.refuse(batch, step)
         return self.fall_back(step, noise, why)
 
     def fall_back(self, step: int, noise: NoiseInterval | None, why: str) -> BatchDecision:
-        """Return what to do where `batches` are no longer what they were, as where nothing can be accumulated."""
+        """Return what to do where `batches` have changed, as where nothing can be accumulated."""
         fitting = self.batches.all()
         known = self.times.known(fitting)
         if self._settled not in fitting:
@@ -363,7 +363,7 @@ class BatchPolicy:
         return self._decided(step, noise, why, self.steps_missing() or self._patience)
 
     def decide(self, step: int, noise: NoiseInterval | None) -> BatchDecision:
-        """Return what to do from here, and do it; while the noise scale is not known nothing grows."""
+        """Return what to do, and do it; while the noise scale is not known nothing grows."""
         if missing := self.steps_missing():
             return self._decided(step, noise, "the steps of this batch are still being timed", missing)
         if self.decisions:  # add what the steps since then have shown

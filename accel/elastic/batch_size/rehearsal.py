@@ -126,7 +126,7 @@ class BatchRehearsal:
         return ""
 
     def _repeated(self, recording: Recording, samples: int) -> tuple[Any, Any]:
-        """Return the arguments with their samples repeated, along the first dimension that has their number."""
+        """Return the arguments, repeated along the first dimension that has the number of samples."""
 
         def larger(tensor: Tensor) -> Tensor:
             if self._samples not in tensor.shape:
@@ -152,9 +152,9 @@ class BatchRehearsal:
         return [parameter for parameter in self._model.parameters() if parameter.requires_grad]
 
     def _exhausted(self, samples: int, held: int) -> str:
-        """Return '' unless a CPU's memory would not do for so many samples, with `held` bytes held beside them.
+        """Return '' unless a CPU's memory would not do for so many samples, and `held` bytes beside them.
 
-        What the process took more since it began to train is taken for what its samples need.
+        What the process took more since it began to train is what its samples need.
         """
         available = available_memory() if self._device.type == "cpu" else None
         now, before = resident_memory(), self._resident_before

@@ -175,7 +175,7 @@ class CheckpointRun(LoopObserver):
         self.updates.resume(self.training.restore(self._called_at))
 
     def takes_over(self, earlier: CheckpointRun) -> bool:
-        """Return whether an earlier run of this process, now closed, has saved this training in this folder.
+        """Return whether an earlier run of this process, now closed, has saved this training here.
 
         Then go on from its steps: what it has trained since its last save would be lost by a load.
         """

@@ -47,7 +47,7 @@ SIGNAL_AT = 15
 QUICK: dict[str, Any] = {"allow": "exact", "cache": False, "budget": "0.0001s"}
 
 
-def in_turn(rank: int, world: int, calls: dict[str, tuple[Callable[..., Any], Any]]) -> dict[str, Any]:
+def in_turn(rank: int, world: int, calls: dict[str, tuple[Any, ...]]) -> dict[str, Any]:
     """Call several of the functions below, with their further arguments, in these processes; return by name."""
     told = {}
     for name, (function, *arguments) in calls.items():
