@@ -376,7 +376,9 @@ class BatchPolicy:
         self.times.has_news = True
         before = self._now
         self._end_trial(step, noise)
-        for failed in _tried_again(self._failed, self.steps_before + step):
+        least, times = _TRIED_AGAIN
+        now = self.steps_before + step
+        for failed in [each for each, at in self._failed.items() if now >= max(at + least, times * at)]:
             self.times.observations.forget(failed)
             del self._failed[failed]
         if self.batches.shares(self._settled).steps == 1:  # else it would be taken at once now
@@ -454,12 +456,6 @@ class BatchPolicy:
         self.batches.largest_local = state.get("largest_local")
         self._settled = self._now = min(self.batches.all(), key=lambda size: abs(size - state["batch"]))
         self._present = None
-
-
-def _tried_again(failed: Mapping[Configuration, int], now: int) -> list[Configuration]:
-    """Return what may be tried again, since it failed long ago."""
-    least, times = _TRIED_AGAIN
-    return [each for each, at in failed.items() if now >= max(at + least, times * at)]
 
 
 def _why(before: int, now: int, settled: int, choice: Better | None, shares: Shares) -> str:
