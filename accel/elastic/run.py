@@ -17,10 +17,9 @@ from accel.elastic.batch_size.driver import BatchRun
 from accel.elastic.batch_size.loader import deal_alike, elastic_loader
 from accel.elastic.batch_size.report import ProfileFile, TimeBook
 from accel.elastic.in_place import InPlace, Restart, has_joined, orders_of_job
-from accel.elastic.options import Checkpointing
 from accel.elastic.sample_position import SamplePosition
 from accel.elastic.saving.run import CheckpointRun
-from accel.elastic.saving.training import TrainingCheckpoints
+from accel.elastic.saving.training import TrainingCheckpoints, settings_of
 from accel.profiler.loop.observers import follow, is_followed, leave, observers_of
 from accel.session.session import Session
 
@@ -63,8 +62,7 @@ class ElasticRun:
         self.batch: BatchRun | None = None
         self.checkpoint: CheckpointRun | None = None
         self._in_place: InPlace | None = None
-        wanted = settings.checkpoint
-        how = wanted if isinstance(wanted, Checkpointing | None) else Checkpointing(folder=wanted)
+        how = None if settings.checkpoint is None else settings_of(settings.checkpoint)
         deal_alike(sampler, settings, is_new=has_joined())
         self._position = SamplePosition(sampler)
         self._profile_file = None if how is None else ProfileFile(how.folder)

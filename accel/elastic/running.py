@@ -136,9 +136,9 @@ _SAVED, _GROWING = "checkpoint=FOLDER", "max_batch_size=N"
 def _part(model: nn.Module, asked: str, setting: str, part: Callable[[ElasticRun], T | None]) -> T:
     """Return a part of a model's run; raise if it is not there, since `setting` was not passed."""
     run = RUNS.get(model)
-    if run is None or (found := part(run)) is None:
+    if run is None or (result := part(run)) is None:
         raise InvalidArgument(
             f"{asked} needs a model that is optimized with elastic.{setting.partition('=')[0]}. Found: a "
             f"{type(model).__name__} that is not; pass elastic=accel.Elastic({setting}) to accel.optimize"
         )
-    return found
+    return result

@@ -32,6 +32,11 @@ class BatchState(Stateful, Protocol):
     """Bytes of this rank's device, or of the one that has the least."""
 
 
+def settings_of(wanted: str | Checkpointing) -> Checkpointing:
+    """Return the settings of checkpoints, of which a folder alone may be given."""
+    return wanted if isinstance(wanted, Checkpointing) else Checkpointing(folder=wanted)
+
+
 class TrainingCheckpoints:
     """The checkpoints of a training.
 
