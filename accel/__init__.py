@@ -36,8 +36,8 @@ _NAMES = {
     "dataio.length_balance": "LengthBalancedBatchSampler", "dataio.loader": "ContinuousLoader",
     "dataio.packing": "PackCollate pack unpack", "dataio.sample_cache": "SampleCache",
     "dataio.token_loss": "count_tokens global_tokens scale_gradients token_mean", "elastic.checkpoint": "Checkpoints",
-    "elastic.checkpointing": "Checkpointing", "elastic.learning_rate": "LearningRateScaler",
-    "elastic.local_job": "LocalJob", "elastic.options": "Elastic", "elastic.progress": "ProgressSchedule",
+    "elastic.learning_rate": "LearningRateScaler", "elastic.local_job": "LocalJob",
+    "elastic.options": "Checkpointing Elastic", "elastic.progress": "ProgressSchedule",
     "elastic.running": "job_profile progress_of request_checkpoint save_checkpoint",
     "elastic.sample_position": "remaining_epochs", "elastic.save_policy": "SavePolicy",
     "elastic.scaling_rules": "BatchScale", "elastic.training_state": "capture_state restore_state",
@@ -108,10 +108,9 @@ if TYPE_CHECKING:
     from accel.dataio.token_loss import count_tokens, global_tokens, scale_gradients, token_mean
     from accel.elastic import scaling_rules
     from accel.elastic.checkpoint import Checkpoints
-    from accel.elastic.checkpointing import Checkpointing
     from accel.elastic.learning_rate import LearningRateScaler
     from accel.elastic.local_job import LocalJob
-    from accel.elastic.options import Elastic
+    from accel.elastic.options import Checkpointing, Elastic
     from accel.elastic.progress import ProgressSchedule
     from accel.elastic.running import job_profile, progress_of, request_checkpoint, save_checkpoint
     from accel.elastic.sample_position import remaining_epochs

@@ -20,7 +20,7 @@ from accel.search.budget import Budget
 from accel.search.plan import Plan
 
 if TYPE_CHECKING:
-    from accel.elastic.checkpointing import Checkpointing
+    from accel.elastic.options import Checkpointing
     from accel.elastic.scaling_rules import Rule
 
 

@@ -106,7 +106,7 @@ def script(folder: Path) -> None:
 def accel_checkpoint(folder: Path) -> None:
     """Let accel save and restore."""
     import accel
-    from accel.elastic.checkpointing import Checkpointing
+    from accel.elastic.options import Checkpointing
 
     model, counted, optimizer, loader = _distributed()
     # As often as the script does; by default it is at most every ten minutes.

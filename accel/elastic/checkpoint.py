@@ -18,24 +18,28 @@ Nothing in a checkpoint is ever executed: it is read by `torch.load(weights_only
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
+import functools
 import hashlib
 import json
 import os
 import re
+import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from io import BufferedReader
 from pathlib import Path
 from threading import Lock
 from typing import Any, BinaryIO
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 
-from accel.elastic.saving.disk import Disk, FolderLock
 from accel.elastic.saving.plain_values import check_plain
 from accel.errors import AccelError, CheckpointError, InvalidArgument, OtherVersion
 from accel.profiler.interruptions import ours
+from accel.profiler.typed_json import decode, read
 
 _NAME = re.compile(r"(\d{8,})-step-(\d+)")
 _STATE, _MANIFEST = "state.pt", "manifest.json"
@@ -43,6 +47,102 @@ _SAVING, _REMOVING = ".saving-", ".removing-"
 VERSION = 1
 _LONGEST = 65536
 """Bytes of a manifest; ours have 200."""
+
+
+class Disk:
+    """The operations on files that a checkpoint is made of, each durable where it has to be.
+
+    Tests let each of them fail, or stop the process there, in turn.
+    """
+
+    def make_folder(self, path: Path) -> None:
+        """Make a folder that is not there yet."""
+        path.mkdir()
+
+    def open(self, path: Path) -> BinaryIO:
+        """Open a new file for writing."""
+        return path.open("xb")
+
+    def write(self, file: BinaryIO, data: bytes | memoryview) -> None:
+        """Append to a file."""
+        file.write(data)
+
+    def sync(self, file: BinaryIO) -> None:
+        """Return when a file's contents outlast a power failure."""
+        file.flush()
+        os.fsync(file.fileno())
+
+    def sync_folder(self, path: Path) -> None:
+        """Return when the names in a folder outlast a power failure."""
+        handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(handle)
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network file systems don't offer it
+                raise
+        finally:
+            os.close(handle)
+
+    def rename(self, old: Path, new: Path) -> None:
+        """Rename a folder to a name that is free, at once."""
+        old.rename(new)
+
+    def remove(self, path: Path) -> None:
+        """Remove a folder and what is in it, as far as that is allowed."""
+        shutil.rmtree(path, ignore_errors=True)
+
+    def lock(self, folder: Path) -> FolderLock | None:
+        """Keep others from saving into a folder; return None where the file system has no locks.
+
+        Raises:
+            OSError: if another one has it.
+        """
+        handle = os.open(folder / ".lock", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(handle)
+            if isinstance(error, BlockingIOError):
+                raise OSError(errno.EBUSY, "another training is saved there: give each a folder") from None
+            return None
+        return FolderLock(handle)
+
+
+class FolderLock:
+    """The lock of a folder, as long as this lives.
+
+    It is of this open file: others in this process don't get it, nor end it with files of their own. A process that is
+    forked closes the file first of all, so that workers which outlive this process for a while don't hold it.
+
+    Args:
+        handle: of the file, which is locked.
+    """
+
+    def __init__(self, handle: int) -> None:
+        self._handle = handle
+        _locks.add(self)
+        _keep_from_forks()
+
+    def close(self) -> None:
+        """Let others have it."""
+        handle, self._handle = self._handle, -1
+        if handle >= 0:
+            os.close(handle)
+
+    __del__ = close
+
+
+_locks: WeakSet[FolderLock] = WeakSet()
+
+
+@functools.cache
+def _keep_from_forks() -> None:
+    os.register_at_fork(after_in_child=_close_locks)
+
+
+def _close_locks() -> None:
+    for lock in _locks:
+        lock.close()
 
 
 @dataclass(frozen=True)
@@ -74,19 +174,11 @@ class Manifest:
         Raises:
             InvalidArgument: if it is not a manifest, or of a version that is not known here.
         """
-        try:
-            values = json.loads(text) if len(text) <= _LONGEST else None
-        except (ValueError, RecursionError):
-            values = None
-        if not isinstance(values, dict):
-            raise InvalidArgument("its manifest is no JSON object")
-        if values.get("version") != VERSION:
-            raise InvalidArgument(f"its manifest has version {values.get('version')!r}, and {VERSION} is known here")
-        kinds = {"size_bytes": int, "sha256": str, "step": int, "world_size": int, "version": int}
-        for name, kind in kinds.items():
-            if type(values.get(name)) is not kind:
-                raise InvalidArgument(f"its manifest has no {kind.__name__} {name!r}")
-        return cls(**{name: values[name] for name in kinds})
+        values = decode(text[:_LONGEST].decode(errors="replace"))
+        manifest = read(cls, values, "it", required=("version",))
+        if manifest.version != VERSION:
+            raise InvalidArgument(f"it has version {manifest.version}, and {VERSION} is known here")
+        return manifest
 
 
 class Checkpoints:
@@ -417,7 +509,7 @@ def _manifest(path: Path) -> Manifest:
         with file.open("rb") as text:
             return Manifest.from_json(text.read(1 << 20))
     except ValueError as error:
-        raise _Refused(str(error)) from error
+        raise _Refused(f"its manifest can't be read: {error}") from error
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -271,12 +271,7 @@ class LocalJob:
 
 
 def _alone(rank: int, ranks: int) -> dict[str, str]:
-    """Return the variables, as torchrun sets them, of a process in a group of its own.
-
-    Args:
-        rank: on this machine.
-        ranks: on this machine.
-    """
+    """Return the variables, as torchrun sets them, of a rank in a group of its own."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

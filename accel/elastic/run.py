@@ -14,10 +14,9 @@ from torch.optim import Optimizer
 
 from accel.dataio.passes.proxy import LoaderProxy
 from accel.elastic.batch_size.driver import BatchRun
-from accel.elastic.batch_size.loader import elastic_loader
+from accel.elastic.batch_size.loader import deal_alike, elastic_loader
 from accel.elastic.batch_size.report import ProfileFile, TimeBook
 from accel.elastic.in_place import InPlace, Restart, has_joined, orders_of_job
-from accel.elastic.meeting import deal_alike
 from accel.elastic.sample_position import SamplePosition
 from accel.elastic.saving.run import CheckpointRun
 from accel.elastic.saving.training import TrainingCheckpoints, settings_of
@@ -25,6 +24,7 @@ from accel.profiler.loop.observers import follow, is_followed, leave, observers_
 from accel.session.session import Session
 
 if TYPE_CHECKING:
+    from accel.goodput.job import JobProfile
     from accel.settings import OptimizeSettings
 
 
@@ -77,8 +77,6 @@ class ElasticRun:
                 rule=settings.scaling_rule,
                 scaler=None if how is None else how.scaler,
                 say=say,
-                save_s=self._save_s,
-                lost=lambda start_s: self._book.lost(start_s, self._saved_s()),
                 decided=self._decided,
             )
         try:
@@ -122,11 +120,9 @@ class ElasticRun:
         return self.checkpoint is not None and self.checkpoint.training.checkpoints.are_in(folder)
 
     def settings_for(self, proxy: LoaderProxy, settings: OptimizeSettings) -> OptimizeSettings:
-        """Return the settings of a further call with the model: for another loader it goes on under those of this run.
+        """Return the settings of a further call with the model, for the loader of `proxy`.
 
-        Args:
-            proxy: of the loader that the call is for.
-            settings: of that call. Those that name a batch or a checkpoint hold.
+        For another loader the run's own hold, unless those of the call name a batch or a checkpoint.
         """
         if settings.is_elastic or proxy._accel_loader is self.loader:
             return settings
@@ -136,19 +132,18 @@ class ElasticRun:
             self._say("another loader of the model: it is followed under the settings of the training loader")
         return own
 
-    def _save_s(self) -> float:
-        """Return what the last checkpoint took, s; 0.0 before the first."""
+    def profile(self) -> JobProfile | None:
+        """Return the job's profile; None where no batch is chosen, or nothing is known yet."""
+        if self.batch is None:
+            return None
         policy = None if self.checkpoint is None else self.checkpoint.policy
-        return 0.0 if policy is None else policy.save_s
-
-    def _saved_s(self) -> float:
-        policy = None if self.checkpoint is None else self.checkpoint.policy
-        return 0.0 if policy is None else policy.saved_s
+        save_s, saved_s = (0.0, 0.0) if policy is None else (policy.save_s, policy.saved_s)
+        return self.batch.profile(save_s, self._book.lost(self.batch.start_s, saved_s))
 
     def _decided(self, *, is_saved: bool = False) -> None:
         """Write the profile beside the checkpoints."""
-        if self._profile_file is not None and self.batch is not None and (profile := self.batch.profile()) is not None:
-            assert self.batch.controller is not None
+        if self._profile_file is not None and (profile := self.profile()) is not None:
+            assert self.batch is not None and self.batch.controller is not None
             self._profile_file.write(profile, self.batch.controller.batch, is_saved=is_saved)
 
     def follow(self, proxy: LoaderProxy, session: Any) -> None:
@@ -168,11 +163,9 @@ class ElasticRun:
             self._in_place.proxy = proxy
 
     def go_on(self, proxy: LoaderProxy, began: float) -> None:
-        """Go on in the pass that the loop is in, or is just beginning, restored since `began`.
+        """Go on in the pass that the loop is in, or is just beginning.
 
-        Args:
-            proxy: of the loader.
-            began: when the change of ranks was begun, of time.monotonic: what it took is what a change costs.
+        The change of ranks was begun at `began` of time.monotonic, which says what it costs.
         """
         current = proxy._accel_fetching.underway.current
         if current is not None:

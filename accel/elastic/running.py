@@ -12,16 +12,18 @@ nothing is saved, with a warning, and each step is worth one.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
+from typing import TypeVar
 
 from torch import nn
 
 from accel.elastic import left_alone
-from accel.elastic.batch_size.driver import BatchRun
 from accel.elastic.progress import CountsProgress
-from accel.elastic.run import RUNS
-from accel.elastic.saving.run import CheckpointRun
+from accel.elastic.run import RUNS, ElasticRun
 from accel.errors import InvalidArgument
 from accel.goodput.job import JobProfile
+
+T = TypeVar("T")
 
 
 def request_checkpoint(model: nn.Module) -> None:
@@ -38,7 +40,7 @@ def request_checkpoint(model: nn.Module) -> None:
         ...     request_checkpoint(model)
     """
     if not _is_left_alone(model, "request_checkpoint"):
-        _checkpoint(model, "request_checkpoint").request()
+        _part(model, "request_checkpoint", _SAVED, lambda run: run.checkpoint).request()
 
 
 def save_checkpoint(model: nn.Module) -> None:
@@ -57,7 +59,7 @@ def save_checkpoint(model: nn.Module) -> None:
         >>> save_checkpoint(model)
     """
     if not _is_left_alone(model, "save_checkpoint"):
-        _checkpoint(model, "save_checkpoint").save_now()
+        _part(model, "save_checkpoint", _SAVED, lambda run: run.checkpoint).save_now()
 
 
 def progress_of(model: nn.Module) -> CountsProgress:
@@ -73,7 +75,9 @@ def progress_of(model: nn.Module) -> CountsProgress:
         >>> cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=10_000)
         >>> schedule = ProgressSchedule(cosine, progress_of(model))  # 10,000 steps of the user's batch
     """
-    return left_alone.steps_of(model) or _Progress(model, _batch(model, "progress_of"))
+    if (steps := left_alone.steps_of(model)) is not None:
+        return steps
+    return _Progress(model, _part(model, "progress_of", _GROWING, lambda run: run.batch))
 
 
 def job_profile(model: nn.Module) -> JobProfile:
@@ -93,7 +97,8 @@ def job_profile(model: nn.Module) -> JobProfile:
 
     Source: Qiao et al. 2021, https://www.usenix.org/conference/osdi21/presentation/qiao, section 4.2.
     """
-    if (profile := _batch(model, "job_profile").profile()) is None:
+    run = _part(model, "job_profile", _GROWING, lambda run: run if run.batch is not None else None)
+    if (profile := run.profile()) is None:
         raise InvalidArgument(
             "a job's profile needs step times and a noise scale. Found: not known yet on this rank; ask on rank 0, "
             "after the first decision about the batch (some hundreds of steps)"
@@ -124,21 +129,16 @@ def _is_left_alone(model: nn.Module, asked: str) -> bool:
     return True
 
 
-def _checkpoint(model: nn.Module, asked: str) -> CheckpointRun:
-    run = RUNS.get(model)
-    if run is None or run.checkpoint is None:
-        raise InvalidArgument(
-            f"{asked} needs a model that is optimized with elastic.checkpoint. Found: a {type(model).__name__} that is "
-            "not; pass elastic=accel.Elastic(checkpoint=FOLDER) to accel.optimize"
-        )
-    return run.checkpoint
+_SAVED, _GROWING = "checkpoint=FOLDER", "max_batch_size=N"
+"""Settings of `Elastic` that a question needs."""
 
 
-def _batch(model: nn.Module, asked: str) -> BatchRun:
+def _part(model: nn.Module, asked: str, setting: str, part: Callable[[ElasticRun], T | None]) -> T:
+    """Return a part of a model's run; raise if it is not there, since `setting` was not passed."""
     run = RUNS.get(model)
-    if run is None or run.batch is None:
+    if run is None or (result := part(run)) is None:
         raise InvalidArgument(
-            f"{asked} needs a model that is optimized with elastic.max_batch_size. Found: a {type(model).__name__} "
-            "that is not; pass elastic=accel.Elastic(max_batch_size=N) to accel.optimize"
+            f"{asked} needs a model that is optimized with elastic.{setting.partition('=')[0]}. Found: a "
+            f"{type(model).__name__} that is not; pass elastic=accel.Elastic({setting}) to accel.optimize"
         )
-    return run.batch
+    return result

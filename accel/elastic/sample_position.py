@@ -19,7 +19,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import Any, overload
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -273,11 +273,7 @@ class RemainingEpochs(Sequence[int]):
             sampler.turns = number
         sampler.turn, sampler.is_turn_trained = number, False
 
-    @overload
-    def __getitem__(self, index: int) -> int: ...
-    @overload
-    def __getitem__(self, index: slice) -> range: ...
-    def __getitem__(self, index: int | slice) -> int | range:
+    def __getitem__(self, index: Any) -> Any:
         return self._numbers[index]
 
     def __len__(self) -> int:

@@ -130,16 +130,13 @@ class JobProfile:
         """
         most = EXPLORED * self.most_replicas
         hosts, ranks = np.broadcast_arrays(np.asarray(nodes, np.int64), np.asarray(replicas, np.int64))
-        one = dataclasses.replace(self.limits, max_accumulation=max(self.limits.max_accumulation, self._needed()))
+        needed = -(-self.base_batch // (self.limits.local_max or self.base_batch)) - 1  # by the user's batch there
+        one = dataclasses.replace(self.limits, max_accumulation=max(self.limits.max_accumulation, needed))
         reference = SpeedTable(self.model, self.base_batch, one, [1], [1]).best(self.noise, bound).rate[0]
         believed = (np.minimum(each, most).ravel() for each in (hosts, ranks))
         placed = SpeedTable(self.model, self.base_batch, self.limits, *believed).best(self.noise, bound)
         speedup = (placed.rate / reference if reference > 0 else placed.rate).reshape(hosts.shape)
         return speedup if hosts.ndim else float(speedup)
-
-    def _needed(self) -> int:
-        """Return the accumulation that the user's batch needs on one replica."""
-        return -(-self.base_batch // (self.limits.local_max or self.base_batch)) - 1
 
     def to_json(self) -> str:
         """Return the profile as JSON; an infinite noise scale is null."""

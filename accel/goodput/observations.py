@@ -6,7 +6,7 @@ import math
 import operator
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -138,7 +138,7 @@ class Observations:
         """
         summaries = [entry.summary() for entry in self._entries.values()]
         table = StepTimes.of(self._entries, [seconds for seconds, _ in summaries])
-        return StepTimes(**{**vars(table), "deviation": np.array([deviation for _, deviation in summaries])})
+        return replace(table, deviation=np.array([deviation for _, deviation in summaries]))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as lists and numbers that JSON has."""

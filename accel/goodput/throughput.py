@@ -99,49 +99,13 @@ class ThroughputModel:
             InvalidArgument: if an argument is out of its range or not finite.
         """
         extra = _checked("accumulation", accumulation, 0.0)
-        compute = self._log_compute(_batches(local_batch))
+        samples = np.log(_checked("local_batch", local_batch, 0.0, above=True))
+        fixed, each = _log(self.compute_fixed_s), _log(self.compute_sample_s)
+        compute = power_sum(fixed, each + samples, self.compute_exponent)
         last = power_sum(compute, self._log_sync(nodes, replicas, communication_scale), self.overlap_exponent)
         log = np.logaddexp(last, log_or_none(extra) + compute)
         arguments = (nodes, replicas, local_batch, accumulation, communication_scale)
         return np.exp(log) if any(np.ndim(argument) for argument in arguments) else float(np.exp(log))
-
-    def _log_compute(self, batches: Floats) -> Floats:
-        fixed, sample = _log(self.compute_fixed_s), _log(self.compute_sample_s)
-        if math.isinf(fixed):
-            return sample + np.log(batches)
-        return power_sum(fixed, sample + np.log(batches), self.compute_exponent)
-
-    def communication_scale(
-        self, nodes: int, replicas: int, local_batch: float, accumulation: int, ratio: float
-    ) -> float:
-        """Return the scale of the exchange at which a step takes `ratio` times as long as with the plain one.
-
-        Args:
-            nodes: hosts, ≥ 1.
-            replicas: ranks in all, ≥ nodes.
-            local_batch: samples per replica and micro-step, > 0.
-            accumulation: further micro-steps, ≥ 0.
-            ratio: of the step's times, > 0.
-
-        Returns:
-            From 0, where no exchange makes a step so short, to 4, where none makes it so long.
-
-        Example:
-            >>> model = ThroughputModel(compute_fixed_s=0.01, compute_sample_s=0, local_latency_s=0.03)
-            >>> round(model.communication_scale(1, 2, 8, 0, 0.625), 6)  # 10 + 15 ms in place of 10 + 30 ms
-            0.5
-        """
-        if not ratio > 0:
-            raise InvalidArgument(f"ratio must be above 0. Found: {ratio}")
-        least, most = 0.0, 4.0
-        wanted_s = ratio * float(self.step_s(nodes, replicas, local_batch, accumulation))
-        for _ in range(50):
-            middle = (least + most) / 2
-            if float(self.step_s(nodes, replicas, local_batch, accumulation, middle)) < wanted_s:
-                least = middle
-            else:
-                most = middle
-        return most
 
     def _log_sync(self, nodes: ArrayLike, replicas: ArrayLike, communication_scale: ArrayLike) -> Floats:
         hosts, ranks = _checked("nodes", nodes, 1.0), _checked("replicas", replicas, 1.0)
@@ -197,10 +161,6 @@ def log_or_none(times: Floats) -> Floats:
     """Return the logarithm of times, -inf for those of 0."""
     log: Floats = np.log(times, where=times > 0, out=np.full(times.shape, -np.inf))
     return log
-
-
-def _batches(local_batch: ArrayLike) -> Floats:
-    return _checked("local_batch", local_batch, 0.0, above=True)
 
 
 def _checked(name: str, value: ArrayLike, least: float, *, above: bool = False) -> Floats:

@@ -14,7 +14,7 @@ from accel import entry
 from accel.cache import folder
 from accel.cache.folder import cache_folder
 from accel.commands import profile
-from accel.elastic.checkpointing import Checkpointing
+from accel.elastic.options import Checkpointing
 from accel.profiler.gather import Exchange
 from accel.profiler.report import ProfileReport
 from accel.profiler.script import Script

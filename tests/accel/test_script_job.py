@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from accel.commands.script_job import ScriptJob, check_script
-from accel.elastic.saving.termination import Termination
+from accel.elastic.save_policy import Termination
 from accel.errors import InvalidArgument
 from accel.profiler import script as script_module
 from accel.profiler.script import Script

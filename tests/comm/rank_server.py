@@ -24,6 +24,7 @@ import accel.comm.selector
 import accel.dataio.passes.kept_samples
 import accel.kernels.bernoulli
 import accel.profiler.naming
+import tests.accel.elastic.elastic_ranks
 import tests.accel.elastic.scheduled_job
 import tests.comm.cases
 import tests.comm.test_bandwidth

@@ -193,35 +193,6 @@ class GradientSync:
         self._is_local = False
 
 
-class StepGate:
-    """What stands in the place of an optimizer's step.
-
-    Args:
-        optimizer: whose step it is.
-        around: called with the optimizer's own step and its arguments.
-    """
-
-    def __init__(self, optimizer: Optimizer, around: Callable[..., Any]) -> None:
-        self._optimizer = optimizer
-        self._replaced: Any = optimizer.__dict__.get("step")
-        self._gate = _wrapped(optimizer, around)
-        optimizer.step = self._gate  # type: ignore[method-assign]
-
-    @property
-    def is_outermost(self) -> bool:
-        """Whether nothing has been put around it."""
-        return self._optimizer.__dict__.get("step") is self._gate
-
-    def remove(self) -> None:
-        """Put back what was there, unless something has been put around this."""
-        if not self.is_outermost:
-            return
-        if self._replaced is None:
-            del self._optimizer.step
-        else:
-            self._optimizer.step = self._replaced  # type: ignore[method-assign]
-
-
 class GradientAccumulation:
     """Accumulate the gradients of a loop that does not.
 
@@ -264,7 +235,10 @@ class GradientAccumulation:
         self._looked_at = 0
         self._is_stepping = False
         self._strangers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        self._gate: StepGate | None = None
+        self._gate: Any = None
+        """What stands in the place of the optimizer's step while this is at work."""
+        self._replaced: Any = None
+        """What stood there before; None if it was the method of its class."""
         self._is_closed = False
         if not self.refusal:
             (self._optimizer,) = optimizers
@@ -273,10 +247,9 @@ class GradientAccumulation:
 
     def _begin(self) -> None:
         """Take the place of the optimizer's step, and listen."""
-        if (earlier := _AT_WORK.get(self._optimizer)) is not None:
-            earlier.close()
-        _AT_WORK[self._optimizer] = self
-        self._gate = StepGate(self._optimizer, self._step)
+        self._replaced = vars(self._optimizer).get("step")
+        self._gate = _wrapped(self._optimizer, self._step)
+        self._optimizer.step = self._gate  # type: ignore[method-assign]
         self._forget_updates = UPDATES.add(before=self._steps)
         backward.listen(self, first=True)  # others are to see what it brings back
         self.drop()
@@ -287,8 +260,13 @@ class GradientAccumulation:
 
         What it does only later, such as a step by a method that it has got hold of meanwhile, is seen after `wake`.
         """
-        if self._looked_at >= _LOOKED_AT and self._gate is not None and self._gate.is_outermost and not self.refusal:
+        if self._looked_at >= _LOOKED_AT and self._gate is not None and self._is_outermost and not self.refusal:
             self._leave()
+
+    @property
+    def _is_outermost(self) -> bool:
+        """Whether nothing has been put around the gate."""
+        return vars(self._optimizer).get("step") is self._gate
 
     def wake(self) -> None:
         """Be at work again, unless it is closed or refused, as where another optimizer has come."""
@@ -416,14 +394,12 @@ class GradientAccumulation:
             return
         backward.forget(self)
         self._forget_updates()
-        if _AT_WORK.get(self._optimizer) is self:
-            del _AT_WORK[self._optimizer]
-        self._gate.remove()
+        if self._is_outermost:
+            if self._replaced is None:
+                del self._optimizer.step
+            else:
+                self._optimizer.step = self._replaced  # type: ignore[method-assign]
         self._gate, self.is_at_work = None, False
-
-
-_AT_WORK: weakref.WeakKeyDictionary[Optimizer, GradientAccumulation] = weakref.WeakKeyDictionary()
-"""Whose step has been put in its place: another one of the same optimizer takes over."""
 
 
 def _ids(optimizer: Optimizer) -> set[int]:

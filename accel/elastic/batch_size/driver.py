@@ -31,13 +31,12 @@ from accel.device_memory import total_memory
 from accel.elastic.batch_size.choice import LEAST_STEPS, check_largest, most_tried, resumed_shares
 from accel.elastic.batch_size.policy import TIMED, AgreedBatch, BatchDecision, BatchPolicy
 from accel.elastic.batch_size.rehearsal import BatchRehearsal
-from accel.elastic.batch_size.report import profile_of, rows_of
+from accel.elastic.batch_size.report import rows_of
 from accel.elastic.batch_size.run_noise import RunNoise
 from accel.elastic.batch_size.steps import StepBatches, StepEnd, batches_of_a_step
 from accel.elastic.learning_rate import StepRates
-from accel.elastic.meeting import first_of, met
 from accel.elastic.scaling_rules import Rule
-from accel.errors import InvalidArgument
+from accel.errors import InvalidArgument, InvalidState
 from accel.goodput.efficiency import NoiseInterval
 from accel.goodput.fit import solver
 from accel.goodput.job import JobProfile, LostTime
@@ -79,11 +78,12 @@ class BatchRun(LoopObserver):
         rule: how the learning rate follows; None for that of each optimizer.
         scaler: of the loop, if it has one and it is known: its scale is divided out of the gradients' noise.
         say: prints one line for the user.
-        save_s: returns what a checkpoint takes, s, which a change of the placement costs beside the start of a process.
-        lost: returns where the time went, by what the start of this process took, s.
         decided: called after each decision.
         clock: seconds, monotonic.
     """
+
+    name = "the batch size"
+    """For the message that the search for strategies waits."""
 
     def __init__(
         self,
@@ -95,8 +95,6 @@ class BatchRun(LoopObserver):
         rule: Rule | None = None,
         scaler: torch.amp.GradScaler | None = None,
         say: Callable[[str], None] = lambda line: None,
-        save_s: Callable[[], float] = lambda: 0.0,
-        lost: Callable[[float], LostTime] = lambda start_s: LostTime(start=start_s),
         decided: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -111,7 +109,7 @@ class BatchRun(LoopObserver):
         """Why the batch size is not changed, or no more."""
         self._session, self._run, self._sampler, self._scaler = session, run, sampler, scaler
         self._optimizers = cast("Optimizers", run.optimizers)
-        self._say, self._clock, self._save_s, self._lost, self.decided = say, clock, save_s, lost, decided
+        self._say, self._clock, self.decided = say, clock, decided
         self._ranks: Ranks | None = None
         self._called_at = time.time()
         self.local_base = sampler.batch_sizes[sampler.rank]
@@ -161,11 +159,6 @@ class BatchRun(LoopObserver):
         return [] if self.controller is None else rows_of(self.controller.decisions)
 
     # -- whose turn it is (turns.Searcher) -----------------------------------------------------------------------------
-
-    @property
-    def name(self) -> str:
-        """For the message that the search for strategies waits."""
-        return "the batch size"
 
     @property
     def searching(self) -> bool:
@@ -331,6 +324,7 @@ class BatchRun(LoopObserver):
         replicas = self._sampler.num_replicas
         if self._base is None or self._step.by_loop != self._restored["micro_batches"]:
             self._base = self.local_base * replicas * self._step.by_loop
+        self.check()  # with the batches of a step
         most = most_tried(self._base, self.max_batch_size, self._sampler.length)
         if most < self.max_batch_size:
             self._say(f"batches above {most} samples are not tried: epochs would have less than {LEAST_STEPS} steps")
@@ -359,8 +353,20 @@ class BatchRun(LoopObserver):
         return AgreedBatch(decision, max(ahead for ahead, _ in brought), self.controller.is_settled, noise)
 
     def _met(self, what: str, mine: Any, answer: Callable[[list[Any]], T]) -> T:
+        """Return rank 0's answer to what the ranks bring, on all of them.
+
+        Raises:
+            InvalidState: on all ranks, if one has come for something else.
+        """
+
+        def checked(brought: list[tuple[str, Any]]) -> T:
+            if any(other != what for other, _ in brought):
+                points = ", ".join(other for other, _ in brought)
+                raise InvalidState(f"ranks are not at the same point: {points}")
+            return answer([own for _, own in brought])
+
         assert self._ranks is not None
-        return met(self._ranks, what, mine, answer)
+        return self._ranks.decide((what, mine), checked, f"did not come to {what}")
 
     def _take(self, decision: BatchDecision, most_ahead: int) -> None:
         """Let the loader make batches of the size decided."""
@@ -385,21 +391,30 @@ class BatchRun(LoopObserver):
 
     # -- what a scheduler needs to know ------------------------------------------------------------------------------
 
-    def profile(self) -> JobProfile | None:
-        """Return the job's profile; None while step times or noise are not known, and on ranks that don't decide."""
+    def profile(self, save_s: float, lost: LostTime) -> JobProfile | None:
+        """Return the job's profile; None while times or noise are not known, and on ranks that don't decide.
+
+        Args:
+            save_s: what a checkpoint takes, s: a change of the placement costs that beside the start of a process.
+            lost: where the job's time went.
+        """
         controller, noise = self.controller, self.noise.known
         if controller is None or noise is None or self._ranks is None or not self._ranks.leads:
             return None
-        return profile_of(
-            controller,
-            noise,
-            max_batch_size=most_tried(controller.base_batch, self.max_batch_size, self._sampler.length),
+        if (model := controller.times.model) is None:
+            return None
+        base, sampler = controller.base_batch, self._sampler
+        epochs, samples = sampler.total_epochs, sampler.length
+        return JobProfile(
+            model=model,
+            noise=noise,
+            base_batch=base,
+            limits=controller.batches.limits(most_tried(base, self.max_batch_size, samples)),
             most_replicas=self._most_replicas,
-            restart_s=self.start_s + self._save_s(),
+            restart_s=self.start_s + save_s,
             progress=self.progress,
-            epochs=self._sampler.total_epochs,
-            samples=self._sampler.length,
-            lost=self._lost(self.start_s),
+            total=None if not epochs else float(epochs * -(-samples // base)),
+            lost=lost,
         )
 
     # -- checkpoints (training_state.Stateful) -------------------------------------------------------------------------
@@ -479,3 +494,8 @@ class BatchRun(LoopObserver):
             self._step.close()  # with the rates of what a step is from now on: the last one may have been short
             samples = self._step.local * self._sampler.num_replicas * self._step.by_loop
             self._rates.follow(samples, self._base, self.noise.known, self._step.hundredths / 100)
+
+
+def first_of(reasons: list[str]) -> str:
+    """Return the first reason that a rank brings; "" if none does."""
+    return next((reason for reason in reasons if reason), "")

@@ -1,14 +1,16 @@
 """A `DataLoader` whose batch size may change between any two batches of an epoch, each sample still coming once.
 
 The loader's own batch sampler is replaced by an `ElasticSampler`, in a copy of the loader; dataset, workers, collation
-and pinning stay the user's.
+and pinning stay the user's. All ranks must deal samples in the same form.
 """
 
 from __future__ import annotations
 
 import copy
+import itertools
+import time
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -21,8 +23,16 @@ from accel.dataio.peek import PeekedEpoch
 from accel.dataio.sampling.round_robin import world
 from accel.elastic.worker_signals import outliving
 from accel.errors import InvalidArgument
+from accel.run.ranks import Ranks
+
+if TYPE_CHECKING:
+    from accel.settings import OptimizeSettings
 
 _REMEDY = "make the loader with batch_sampler=accel.ElasticSampler(...), or leave max_batch_size out"
+_DEALT_BY = "shuffle", "seed", "order", "drop_last", "tail"
+"""Attributes by which a sampler deals, beside the batch size."""
+_START_S = 30.0
+"""By which ranks may come to `accel.optimize` at different times: twice as much is waited for."""
 
 
 class EpochBatches(ElasticSampler):
@@ -208,3 +218,42 @@ def _order(own: BatchSampler, generator: torch.Generator | None) -> dict[str, An
     seed = torch.initial_seed() if generator is None else generator.initial_seed()
     order = {"shuffle": isinstance(sampler, RandomSampler), "seed": seed % (1 << 63), "tail": "fill"}
     return {"dataset_or_length": sampler.data_source, **order}
+
+
+def deal_alike(sampler: ElasticSampler, settings: OptimizeSettings, *, is_new: bool) -> None:
+    """Have all ranks deal samples in the same form: else some come twice, and others never.
+
+    Args:
+        sampler: of this rank, which has just come to `accel.optimize`.
+        settings: that it was passed there.
+        is_new: this process has joined the others, and deals as they do.
+
+    Raises:
+        InvalidArgument: on all ranks, for the first setting by which two of them differ.
+    """
+    sizes, rule = sampler.batch_sizes, settings.scaling_rule
+    mine = {name: getattr(sampler, name) for name in _DEALT_BY} | {
+        "samples": sampler.length,
+        "batch_size": sizes[sampler.rank] if len(set(sizes)) == 1 else sizes,
+        "max_batch_size": settings.max_batch_size,
+        "scaling_rule": getattr(rule, "__qualname__", rule and type(rule).__qualname__),
+        "checkpoint": settings.checkpoint is not None,
+    }
+
+    def answer(brought: list[Any]) -> tuple[str, dict[str, Any]]:
+        for (name, first), (rank, each) in itertools.product(brought[0].items(), enumerate(brought)):
+            if each is not None and each[name] != first:
+                return f"got {name} {first} on rank 0 and {each[name]} on rank {rank}", brought[0]
+        return "", brought[0]
+
+    ranks = Ranks()
+    ranks.join(since=time.time())
+    problem, first = ranks.decide(None if is_new else mine, answer, "did not come to accel.optimize", _START_S)
+    if problem:
+        raise InvalidArgument(
+            f"loader and settings must be the same on all ranks, {problem}; if batches are to have several sizes, give "
+            "every rank batch_sampler=accel.ElasticSampler(..., batch_size=[one for each rank])"
+        )
+    if is_new:
+        vars(sampler).update({name: first[name] for name in _DEALT_BY})
+        sampler.share_among(sampler.num_replicas, sampler.rank, first["batch_size"])

@@ -52,11 +52,7 @@ class LossTrend:
         """Losses seen when the fall was last sure."""
 
     def add(self, loss: Tensor) -> None:
-        """Take in a backward pass; it is not waited for.
-
-        Args:
-            loss: that it began at, a single number without its graph.
-        """
+        """Take in the loss of a backward pass, a number without its graph; it is not waited for."""
         self._waiting.append(loss)
         self._seen += 1
         if len(self._waiting) > _WAITING:

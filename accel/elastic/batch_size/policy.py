@@ -27,9 +27,9 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
 from accel.elastic.batch_size.choice import MARGIN, Better, Shares, better, candidates
-from accel.errors import InvalidArgument
 from accel.goodput.efficiency import NoiseInterval, efficiency
 from accel.goodput.fit import fit_throughput
+from accel.goodput.goodput import BatchLimits
 from accel.goodput.observations import Configuration, Observations
 from accel.goodput.throughput import ThroughputModel
 
@@ -134,6 +134,16 @@ class FittingBatches:
         """Return how a batch is dealt, as its times are kept."""
         local, steps = self.shares(batch)
         return Configuration(self._nodes, self.replicas, local, self.micro_batches * steps - 1)
+
+    def limits(self, most: int) -> BatchLimits:
+        """Return between which batches a scheduler may choose, up to so many samples of a step."""
+        fits = self.fits
+        steps = -(-most // fits) if self.accumulates and fits is not None else 1
+        return BatchLimits(
+            max_batch_size=most,
+            local_max=None if fits is None else max(1, fits // self.pieces),
+            max_accumulation=self.micro_batches * steps - 1,
+        )
 
     def is_whole(self, configuration: Configuration) -> bool:
         """Return whether every rank takes its share at once."""
@@ -260,9 +270,12 @@ def _samples(configuration: Configuration) -> int:
 class BatchPolicy:
     """Decide the batch size by goodput.
 
+    It is made after `step` steps of this process, by the noise scale, None while it is not known.
+    The report says `why`.
+
     Args:
         base_batch: samples of a step as the user wrote it, over all ranks.
-        max_batch_size: the most samples of a step, over all ranks.
+        max_batch_size: the most samples of a step, over all ranks; at least `base_batch`.
         replicas: ranks.
         nodes: hosts.
         micro_batches: batches of a rank in a step, whose gradients the loop accumulates.
@@ -270,9 +283,6 @@ class BatchPolicy:
     Attributes:
         batches: those that may be chosen.
         times: of their steps.
-
-    Raises:
-        InvalidArgument: if `max_batch_size` is below the user's batch.
 
     Example:
         >>> controller = BatchPolicy(base_batch=32, max_batch_size=128)
@@ -286,11 +296,6 @@ class BatchPolicy:
     def __init__(
         self, base_batch: int, max_batch_size: int, *, replicas: int = 1, nodes: int = 1, micro_batches: int = 1
     ) -> None:
-        if max_batch_size < base_batch:
-            raise InvalidArgument(
-                f"max_batch_size must be at least the loader's batch, {base_batch} samples over {replicas} "
-                f"rank{'s'[: replicas > 1]}, got {max_batch_size}; raise it, or leave it out to keep the batch"
-            )
         self.base_batch = base_batch
         self.batches = FittingBatches(
             base_batch, max_batch_size, replicas=replicas, nodes=nodes, micro_batches=micro_batches
@@ -341,25 +346,12 @@ class BatchPolicy:
         return self.times.missing(self._now)
 
     def refuse(self, batch: int, step: int, noise: NoiseInterval | None, why: str) -> BatchDecision:
-        """Take no batch of so many samples or more for long, and return what to do instead.
-
-        Args:
-            batch: samples over all ranks that don't fit into memory.
-            step: steps that have ended.
-            noise: the noise scale; None while it is not known.
-            why: said in the report.
-        """
+        """Take no batch of so many samples or more for long: they don't fit. Return what to do instead."""
         self.batches.refuse(batch, step)
         return self.fall_back(step, noise, why)
 
     def fall_back(self, step: int, noise: NoiseInterval | None, why: str) -> BatchDecision:
-        """Return what to do where `batches` are no longer what they were, as where nothing can be accumulated.
-
-        Args:
-            step: steps that have ended.
-            noise: the noise scale; None while it is not known.
-            why: said in the report.
-        """
+        """Return what to do where `batches` have changed, as where nothing can be accumulated."""
         fitting = self.batches.all()
         known = self.times.known(fitting)
         if self._settled not in fitting:
@@ -371,12 +363,7 @@ class BatchPolicy:
         return self._decided(step, noise, why, self.steps_missing() or self._patience)
 
     def decide(self, step: int, noise: NoiseInterval | None) -> BatchDecision:
-        """Return what to do from here, and do it.
-
-        Args:
-            step: steps that have ended.
-            noise: the noise scale; None while it is not known, and then nothing grows.
-        """
+        """Return what to do, and do it; while the noise scale is not known nothing grows."""
         if missing := self.steps_missing():
             return self._decided(step, noise, "the steps of this batch are still being timed", missing)
         if self.decisions:  # add what the steps since then have shown
@@ -389,7 +376,9 @@ class BatchPolicy:
         self.times.has_news = True
         before = self._now
         self._end_trial(step, noise)
-        for failed in _tried_again(self._failed, self.steps_before + step):
+        least, times = _TRIED_AGAIN
+        now = self.steps_before + step
+        for failed in [each for each, at in self._failed.items() if now >= max(at + least, times * at)]:
             self.times.observations.forget(failed)
             del self._failed[failed]
         if self.batches.shares(self._settled).steps == 1:  # else it would be taken at once now
@@ -467,12 +456,6 @@ class BatchPolicy:
         self.batches.largest_local = state.get("largest_local")
         self._settled = self._now = min(self.batches.all(), key=lambda size: abs(size - state["batch"]))
         self._present = None
-
-
-def _tried_again(failed: Mapping[Configuration, int], now: int) -> list[Configuration]:
-    """Return what may be tried again, since it failed long ago."""
-    least, times = _TRIED_AGAIN
-    return [each for each, at in failed.items() if now >= max(at + least, times * at)]
 
 
 def _why(before: int, now: int, settled: int, choice: Better | None, shares: Shares) -> str:

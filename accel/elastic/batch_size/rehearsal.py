@@ -12,9 +12,8 @@ proportion to it the process would need more than is available.
 
 from __future__ import annotations
 
-import itertools
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -113,53 +112,24 @@ class BatchRehearsal:
     def _rehearsed(self, recording: Recording, samples: int, held: list[nn.Parameter]) -> str:
         try:
             _gradients = [torch.zeros_like(parameter) for parameter in held]
-        except ours() as error:
+            arguments = self._repeated(recording, samples)
+        except ours() as error:  # sparse or nested tensors, say, which can't be repeated
             return _TOO_MANY if is_out_of_memory(error) else ""
-        problem = ""
-        for left_alone in self._by_chance(recording):
-            try:
-                arguments = self._repeated(recording, samples, left_alone)
-            except ours() as error:
-                if is_out_of_memory(error):
-                    return _TOO_MANY
-                return ""  # sparse or nested tensors, say, which can't be repeated
-            try:
-                self._step(recording, *arguments)
-            except ours() as error:
-                if is_out_of_memory(error):
-                    return _TOO_MANY
-                if "use_reentrant" in str(error):  # activation checkpoints of the old kind take `backward` alone
-                    return ""
-                problem = problem or f"the model does not take them: {type(error).__name__}: {error}"
-            else:
+        try:
+            self._step(recording, *arguments)
+        except ours() as error:
+            if is_out_of_memory(error):
+                return _TOO_MANY
+            if "use_reentrant" in str(error):  # activation checkpoints of the old kind take `backward` alone
                 return ""
-        return problem
+            return f"the model does not take them: {type(error).__name__}: {error}"
+        return ""
 
-    def _by_chance(self, recording: Recording) -> list[Collection[int]]:
-        """Return which inputs may have the number of samples by chance, by their place; the likeliest case first.
-
-        A mask (T, T) or positions (1, T) have it where a text has as many words as the batch has texts. A model that
-        refuses them larger is asked again without.
-        """
-        shapes = [tuple(tensor.shape) for tensor in tensors((recording.args, recording.kwargs))]
-        having = [i for i, shape in enumerate(shapes) if self._samples in shape]
-        later = [i for i in having if shapes[i][0] != self._samples]
-        square = [i for i in having if shapes[i].count(self._samples) > 1]
-        cases: list[Collection[int]] = [(), later, sorted({*later, *square}), having[1:]]
-        return [case for number, case in enumerate(cases) if case not in cases[:number] and len(case) < len(having)]
-
-    def _repeated(self, recording: Recording, samples: int, left_alone: Collection[int]) -> tuple[Any, Any]:
-        """Return the arguments with their samples repeated, along the first dimension that has their number.
-
-        Args:
-            recording: of the call.
-            samples: of the larger batch.
-            left_alone: inputs that stay as they are, by their place.
-        """
-        places = itertools.count()
+    def _repeated(self, recording: Recording, samples: int) -> tuple[Any, Any]:
+        """Return the arguments, repeated along the first dimension that has the number of samples."""
 
         def larger(tensor: Tensor) -> Tensor:
-            if next(places) in left_alone or self._samples not in tensor.shape:
+            if self._samples not in tensor.shape:
                 return tensor.detach().clone().requires_grad_(tensor.requires_grad)
             index = torch.arange(samples, device=tensor.device) % self._samples
             repeated = tensor.detach().index_select(tensor.shape.index(self._samples), index)
@@ -182,11 +152,9 @@ class BatchRehearsal:
         return [parameter for parameter in self._model.parameters() if parameter.requires_grad]
 
     def _exhausted(self, samples: int, held: int) -> str:
-        """Return '' unless a CPU's memory would not do, by what the process took more since it began to train.
+        """Return '' unless a CPU's memory would not do for so many samples, and `held` bytes beside them.
 
-        Args:
-            samples: of the larger batch.
-            held: bytes that are held beside it.
+        What the process took more since it began to train is what its samples need.
         """
         available = available_memory() if self._device.type == "cpu" else None
         now, before = resident_memory(), self._resident_before

@@ -10,10 +10,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from accel.elastic.batch_size.policy import BatchDecision, BatchPolicy
+from accel.elastic.batch_size.policy import BatchDecision
 from accel.errors import InvalidArgument
-from accel.goodput.efficiency import NoiseInterval
-from accel.goodput.goodput import BatchLimits
 from accel.goodput.job import JobProfile, LostTime
 from accel.profiler.loop.observers import LoopObserver
 from accel.profiler.stderr import warn
@@ -40,54 +38,6 @@ def rows_of(decisions: Iterable[BatchDecision]) -> list[BatchRow]:
         )
         for decision in decisions
     ]
-
-
-def profile_of(
-    controller: BatchPolicy,
-    noise: NoiseInterval,
-    *,
-    max_batch_size: int,
-    most_replicas: int,
-    restart_s: float,
-    progress: float,
-    epochs: int | None,
-    samples: int,
-    lost: LostTime,
-) -> JobProfile | None:
-    """Return the job's profile; None while step times are not known.
-
-    Args:
-        controller: what it has learnt.
-        noise: the noise scale.
-        max_batch_size: the most samples of a step that are tried, over all ranks.
-        most_replicas: the most ranks that the training has run on.
-        restart_s: what a change of the placement costs, s.
-        progress: steps of the user's batch that the steps so far were worth.
-        epochs: of the whole training; None where its script doesn't say.
-        samples: of an epoch.
-        lost: where its time went.
-    """
-    model, batches = controller.times.model, controller.batches
-    if model is None:
-        return None
-    fits = batches.fits
-    steps = -(-max_batch_size // fits) if batches.accumulates and fits is not None else 1
-    limits = BatchLimits(
-        max_batch_size=max_batch_size,
-        local_max=None if fits is None else max(1, fits // batches.pieces),
-        max_accumulation=batches.micro_batches * steps - 1,
-    )
-    return JobProfile(
-        model=model,
-        noise=noise,
-        base_batch=controller.base_batch,
-        limits=limits,
-        most_replicas=most_replicas,
-        restart_s=restart_s,
-        progress=progress,
-        total=None if not epochs else float(epochs * -(-samples // controller.base_batch)),
-        lost=lost,
-    )
 
 
 class ProfileFile:

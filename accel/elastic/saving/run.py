@@ -175,10 +175,9 @@ class CheckpointRun(LoopObserver):
         self.updates.resume(self.training.restore(self._called_at))
 
     def takes_over(self, earlier: CheckpointRun) -> bool:
-        """Return whether an earlier run of this process has saved this training in this folder; go on from its steps.
+        """Return whether an earlier run of this process, now closed, has saved this training here.
 
-        Args:
-            earlier: of the same model; closed. What it has trained since its last save would be lost by a load.
+        Then go on from its steps: what it has trained since its last save would be lost by a load.
         """
         if not self.training.is_that_of(earlier.training):
             return False

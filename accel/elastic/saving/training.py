@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from accel.dataio.elastic_sampler import ElasticSampler
 from accel.elastic.checkpoint import Checkpoints
-from accel.elastic.checkpointing import Checkpointing
+from accel.elastic.options import Checkpointing
 from accel.elastic.saving.bucket_order import BucketOrder
 from accel.elastic.saving.plain_values import check_plain
 from accel.elastic.saving.torchrun_nodes import remedy
@@ -112,13 +112,7 @@ class TrainingCheckpoints:
             self.sampler.load_state_dict(state["parts"]["'sampler'"])
 
     def save(self, step: int, gather: Callable[[Any], list[Any]] | None, *, writes: bool) -> bool:
-        """Save between two steps, and return whether that could be done; True on ranks that don't write.
-
-        Args:
-            step: of the training.
-            gather: see `capture_state`.
-            writes: this rank does.
-        """
+        """Save between two steps; return whether that could be done, True on ranks that don't write."""
         state = capture_state(self._model, self.optimizer, step=step, gather=gather, **self._parts)
         try:
             if writes:
@@ -129,7 +123,7 @@ class TrainingCheckpoints:
         return True
 
     def _check_states(self) -> None:
-        """Raise if a state can't be held; the model's is of tensors, which it may not have yet (`LazyLinear`)."""
+        """Raise if a state can't be held; the model's is of tensors, perhaps still to come (`LazyLinear`)."""
         try:
             state = capture_state(nn.Module(), self.optimizer, **self._parts)
         except InvalidArgument:

@@ -83,6 +83,17 @@ def known_noise(monkeypatch: pytest.MonkeyPatch, phi: float) -> None:
     monkeypatch.setattr("accel.elastic.batch_size.run_noise.interval_of", lambda estimate: noise)
 
 
+@pytest.fixture
+def noise(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have a noise scale be known that lets a batch of 8 grow to 256."""
+    known_noise(monkeypatch, 5000.0)
+
+
+def growing(job: Any, most: int, **elastic: Any) -> Any:
+    """Call `optimize` with a job, whose batch may grow up to so many samples."""
+    return accel.optimize(*job, elastic=accel.Elastic(max_batch_size=most, **elastic), **PLAIN)
+
+
 def batch_run(model: nn.Module) -> BatchRun:
     optimized = entry.optimized(model)
     assert optimized is not None

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
-from accel.elastic.saving.disk import Disk
+from accel.elastic.checkpoint import Disk
 
 
 class Killed(BaseException):

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -31,6 +32,7 @@ from accel.elastic.running import save_checkpoint
 from accel.elastic.sample_position import remaining_epochs
 from accel.elastic.save_policy import SavePolicy
 from accel.elastic.saving.bucket_order import BucketOrder
+from accel.elastic.saving.run import CheckpointRun
 from accel.elastic.scaling_rules import Linear
 from accel.elastic.training_state import capture_state, restore_state
 from accel.errors import InvalidArgument
@@ -42,11 +44,69 @@ from tests.hooked import hooked
 SIGNAL_AT = 15
 
 
+QUICK: dict[str, Any] = {"allow": "exact", "cache": False, "budget": "0.0001s"}
+
+
+def in_turn(rank: int, world: int, calls: dict[str, tuple[Any, ...]]) -> dict[str, Any]:
+    """Call several of the functions below, with their further arguments, in these processes; return by name."""
+    told = {}
+    for name, (function, *arguments) in calls.items():
+        with pytest.MonkeyPatch.context() as patch:
+            for owner, attribute in _PLAYED:  # what they put in its place is taken away again
+                patch.setattr(owner, attribute, getattr(owner, attribute))
+            patch.setitem(BatchRun.__init__.__kwdefaults__, "clock", time.perf_counter)
+            told[name] = function(rank, world, *arguments)
+    return told
+
+
+_PLAYED: list[tuple[Any, str]] = [
+    (accel_ranks, "PATIENCE_S"),
+    (rehearsal.BatchRehearsal, "_exhausted"),
+    (run_noise, "interval_of"),
+    (Checkpoints, "save"),
+    (SavePolicy, "_meeting_s"),
+]
+
+
 def played_clock() -> SimpleNamespace:
     """Time the steps of batches that may grow by a clock that the loop itself moves, and return it."""
     clock = SimpleNamespace(now=0.0)
     BatchRun.__init__.__kwdefaults__["clock"] = lambda: clock.now
     return clock
+
+
+def known_noise(phi: float) -> None:
+    """Have the noise scale be known from the first."""
+    noise = NoiseInterval(phi, 0.8 * phi, 1.2 * phi)
+    run_noise.interval_of = lambda estimate: noise  # type: ignore[assignment]
+
+
+def dealt(samples: int) -> Any:
+    """Return a loader of numbered samples, in batches of 4 of this rank's share."""
+    x = torch.randn(samples, 3, generator=torch.Generator().manual_seed(0))
+    data = TensorDataset(x, torch.arange(samples))
+    return DataLoader(data, batch_size=4, sampler=DistributedSampler(data, seed=4))
+
+
+def elastic_of(model: Any) -> ElasticRun:
+    """Return what `optimize(elastic=)` has added to the run of a model."""
+    run = entry.optimized(model)
+    assert run is not None and run.elastic is not None
+    return run.elastic
+
+
+def batch_of(model: Any) -> BatchRun:
+    """Return what decides the batch of a model."""
+    batch = elastic_of(model).batch
+    assert batch is not None
+    return batch
+
+
+def checkpoint_of(model: Any) -> CheckpointRun:
+    """Return what saves a model."""
+    checkpoint = elastic_of(model).checkpoint
+    assert checkpoint is not None
+    return checkpoint
 
 
 def gathering() -> Callable[[Any], list[Any]]:
@@ -118,16 +178,13 @@ class _Ended(Exception):
     """In place of the process's end."""
 
 
-def _raise_at_the_end(model: Any) -> ElasticRun:
-    """Have `_Ended` raised where the process would be ended by SIGTERM; return what saves the run."""
-    run = entry.optimized(model)
-    assert run is not None and run.elastic is not None and run.elastic.checkpoint is not None
+def _raise_at_the_end(model: Any) -> None:
+    """Have `_Ended` raised where the process would be ended by SIGTERM."""
 
     def ended() -> None:
         raise _Ended
 
-    run.elastic.checkpoint._terminate = ended
-    return run.elastic
+    checkpoint_of(model)._terminate = ended
 
 
 def optimized(rank: int, world: int, folder: Path, signal_at: int) -> dict[str, Any]:
@@ -135,17 +192,12 @@ def optimized(rank: int, world: int, folder: Path, signal_at: int) -> dict[str, 
 
     Return, by epoch, the samples of each of this rank's steps.
     """
-    phi = 5000.0 * (1 + rank)  # each rank's own: all must scale their rates by rank 0's
-    noise = NoiseInterval(phi, 0.8 * phi, 1.2 * phi)
-    run_noise.interval_of = lambda estimate: noise  # type: ignore[assignment]
+    known_noise(5000.0 * (1 + rank))  # each rank's own: all must scale their rates by rank 0's
     model, optimizer = made(rank)
-    x = torch.randn(SAMPLES, 3, generator=torch.Generator().manual_seed(0))
-    data = TensorDataset(x, torch.arange(SAMPLES))
-    sampler: DistributedSampler[Any] = DistributedSampler(data, seed=4)
-    loader: Any = DataLoader(data, batch_size=4, sampler=sampler)
+    loader = dealt(SAMPLES)
     elastic = accel.Elastic(max_batch_size=96, checkpoint=folder)
     model, loader, optimizer = accel.optimize(model, loader, optimizer, elastic=elastic, allow="exact", cache=False)
-    run = _raise_at_the_end(model)
+    _raise_at_the_end(model)
     taken: dict[int, list[list[int]]] = {}
     steps = 0
     try:
@@ -160,13 +212,9 @@ def optimized(rank: int, world: int, folder: Path, signal_at: int) -> dict[str, 
                     os.kill(os.getpid(), signal.SIGTERM)
     except _Ended:
         pass
-    weights = numbers(model)
-    batch = run.batch
-    decisions = batch.controller.decisions if batch and batch.controller else []
-    note = batch.note if batch else ""
-    base = batch._base if batch else None
+    weights, batch = numbers(model), batch_of(model)
     accel.undo(model)
-    return {"taken": taken, "weights": weights, "batches": [d.batch for d in decisions], "note": note, "base": base}
+    return {"taken": taken, "weights": weights, "note": batch.note, "base": batch._base}
 
 
 class _Bounded(nn.Module):
@@ -190,26 +238,20 @@ def one_rank_has_less_memory(rank: int, world: int, is_asked: bool) -> dict[str,
     """
     if is_asked and rank == 1:
         rehearsal.BatchRehearsal._exhausted = lambda self, samples, held: "too much"  # type: ignore[method-assign]
-    noise = NoiseInterval(5000.0, 4000.0, 6000.0)
-    run_noise.interval_of = lambda estimate: noise  # type: ignore[assignment]
-    model = DistributedDataParallel(_Bounded(4 if rank == 1 else 10**6))
-    data = TensorDataset(torch.randn(1600, 3))
-    loader: Any = DataLoader(data, batch_size=4, sampler=DistributedSampler(data))
+    known_noise(5000.0)
+    model: Any = DistributedDataParallel(_Bounded(4 if rank == 1 else 10**6))
     optimizer = torch.optim.SGD(model.parameters(), 1e-3)
-    settings: dict[str, Any] = {"allow": "exact", "cache": False, "budget": "0.0001s"}
     elastic = accel.Elastic(max_batch_size=256)
-    model, loader, optimizer = accel.optimize(model, loader, optimizer, elastic=elastic, **settings)
+    model, loader, optimizer = accel.optimize(model, dealt(480), optimizer, elastic=elastic, **QUICK)
     taken = []
     for _ in range(2):
-        for (x,) in loader:
+        for x, _ in loader:
             optimizer.zero_grad()
             model(x).sum().backward()
             optimizer.step()
             taken.append(len(x))
-    run = entry.optimized(model)
-    assert run is not None and run.elastic is not None and run.elastic.batch is not None
-    weights, note = numbers(model), run.elastic.batch.note
-    why = [row.why for row in run.elastic.batch.rows()]
+    weights, note = numbers(model), batch_of(model).note
+    why = [row.why for row in batch_of(model).rows()]
     accel.undo(model)
     return {"taken": taken, "weights": weights, "note": note, "why": why}
 
@@ -272,8 +314,7 @@ def one_rank_leaves_steps_out(rank: int, world: int, same: bool) -> dict[str, An
 
 def optimized_accumulates(rank: int, world: int) -> dict[str, Any]:
     """Train under `max_batch_size` where no more than 8 samples fit at once and the exchange takes long."""
-    noise = NoiseInterval(50000.0, 40000.0, 60000.0)
-    run_noise.interval_of = lambda estimate: noise  # type: ignore[assignment]
+    known_noise(50_000.0)
     clock = played_clock()
     torch.manual_seed(0)
     model: Any = DistributedDataParallel(_Bounded(8))
@@ -284,12 +325,9 @@ def optimized_accumulates(rank: int, world: int) -> dict[str, Any]:
         return work.get_future().then(lambda future: future.value()[0])
 
     model.register_comm_hook(None, slowly)
-    data = TensorDataset(torch.randn(4000, 3), torch.arange(4000))
-    loader: Any = DataLoader(data, batch_size=4, sampler=DistributedSampler(data))
     optimizer = torch.optim.SGD(model.parameters(), 1e-3)
-    settings: dict[str, Any] = {"allow": "exact", "cache": False, "budget": "0.0001s"}
     elastic = accel.Elastic(max_batch_size=64)
-    model, loader, optimizer = accel.optimize(model, loader, optimizer, elastic=elastic, **settings)
+    model, loader, optimizer = accel.optimize(model, dealt(4000), optimizer, elastic=elastic, **QUICK)
     taken, most = [], 0
     steps: list[int] = []
     optimizer.register_step_post_hook(lambda *_: steps.append(1))
@@ -300,10 +338,7 @@ def optimized_accumulates(rank: int, world: int) -> dict[str, Any]:
         optimizer.step()
         taken += index.tolist()
         most = max(most, len(x))
-    run = entry.optimized(model)
-    assert run is not None and run.elastic is not None and run.elastic.batch is not None
-    why = [row.why for row in run.elastic.batch.rows()]
-    note = run.elastic.batch.note
+    why, note = [row.why for row in batch_of(model).rows()], batch_of(model).note
     taken_steps = len(steps)
     for number, (x, _) in enumerate(loader):
         if number == 10:
@@ -323,49 +358,41 @@ PAUSE_AT, ASK_AT, LATE_STEPS = 20, 40, 60
 def late(rank: int, world: int, folder: Path, late_rank: int) -> dict[str, Any]:
     """Train with a checkpoint; one rank alone is busy in the loop for longer than the others wait, as evaluation is.
 
-    Return what was said and warned, and how long each step took.
+    Return what was said and warned, which step was saved, and how many there were.
     """
     accel_ranks.PATIENCE_S = 0.5
     SavePolicy._meeting_s = 1e-9  # ranks meet after every step
     model, optimizer = made(rank)
-    data = TensorDataset(torch.randn(4 * world * LATE_STEPS, 3))
-    loader: Any = DataLoader(data, batch_size=4, sampler=DistributedSampler(data))
-    model, loader, optimizer = accel.optimize(
-        model, loader, optimizer, elastic=accel.Elastic(checkpoint=folder), allow="exact", cache=False, budget="0.0001s"
-    )
-    run = entry.optimized(model)
-    assert run is not None and run.elastic is not None and run.elastic.checkpoint is not None
+    elastic = accel.Elastic(checkpoint=folder)
+    model, loader, optimizer = accel.optimize(model, dealt(4 * world * LATE_STEPS), optimizer, elastic=elastic, **QUICK)
+    checkpoint = checkpoint_of(model)
     said: list[str] = []
-    run.elastic.checkpoint._say = said.append
-    seconds = []
+    checkpoint._say = said.append
+    steps = 0
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        for step, (batch,) in enumerate(loader):
-            began = time.monotonic()
+        for step, (batch, _) in enumerate(loader):
             optimizer.zero_grad()
             model(batch).sum().backward()
             optimizer.step()
             if rank == late_rank and step == PAUSE_AT:
                 time.sleep(1.2)
             if rank == 1 and step == ASK_AT:
-                run.elastic.checkpoint.request()
-            seconds.append(time.monotonic() - began)
-    saved = run.elastic.checkpoint.training.checkpoints.load_latest()
+                checkpoint.request()
+            steps += 1
+    saved = checkpoint.training.checkpoints.load_latest()
     texts = [str(each.message) for each in caught if "checkpoint" in str(each.message)]
     accel.undo(model)
-    return {"said": said, "warned": texts, "saved": saved and saved["step"], "steps": len(seconds)}
+    return {"said": said, "warned": texts, "saved": saved and saved["step"], "steps": steps}
 
 
 def one_has_left(rank: int, world: int, folder: Path, leaving: int) -> list[str]:
     """Train, and save at the end of the script, where one rank is gone; return what the other is warned of."""
     accel_ranks.PATIENCE_S = 0.5
     model, optimizer = made(rank)
-    data = TensorDataset(torch.randn(16 * world, 3))
-    loader: Any = DataLoader(data, batch_size=4, sampler=DistributedSampler(data))
-    model, loader, optimizer = accel.optimize(
-        model, loader, optimizer, elastic=accel.Elastic(checkpoint=folder), allow="exact", cache=False, budget="0.0001s"
-    )
-    for (batch,) in loader:
+    elastic = accel.Elastic(checkpoint=folder)
+    model, loader, optimizer = accel.optimize(model, dealt(16 * world), optimizer, elastic=elastic, **QUICK)
+    for batch, _ in loader:
         model(batch).sum().backward()
         optimizer.step()
     with warnings.catch_warnings(record=True) as caught:
@@ -392,24 +419,24 @@ def rank_0_writes_slowly(rank: int, world: int, folder: Path) -> dict[str, Any]:
 
     Checkpoints.save = slowly  # type: ignore[method-assign]
     model, optimizer = made(rank)
-    data = TensorDataset(torch.randn(4000, 3))
-    loader: Any = DataLoader(data, batch_size=4, sampler=DistributedSampler(data))
     elastic = accel.Elastic(checkpoint=folder)
-    model, loader, optimizer = accel.optimize(model, loader, optimizer, elastic=elastic, allow="exact", cache=False)
+    model, loader, optimizer = accel.optimize(model, dealt(4000), optimizer, elastic=elastic, **QUICK)
     _raise_at_the_end(model)
     try:
-        for step, (x,) in enumerate(loader):
+        for step, (x, _) in enumerate(loader):
             optimizer.zero_grad()
             model(x).sum().backward()
             optimizer.step()
             if rank == 1 and step == 20:
                 os.kill(os.getpid(), signal.SIGTERM)
     except _Ended:
-        return {"ended": time.monotonic(), "written": written}
+        ended = time.monotonic()
+        accel.undo(model)
+        return {"ended": ended, "written": written}
     raise AssertionError("it was not ended")
 
 
-ODD_STEPS, ODD_PATIENCE_S, PAUSE_S = 120, 0.5, 1.2
+ODD_STEPS, ODD_PATIENCE_S, PAUSE_S = 60, 0.5, 1.2
 
 
 def odd(rank: int, world: int, kind: str) -> dict[str, Any]:
@@ -419,15 +446,10 @@ def odd(rank: int, world: int, kind: str) -> dict[str, Any]:
     """
     clock = played_clock()
     accel_ranks.PATIENCE_S = ODD_PATIENCE_S
-    run_noise.interval_of = lambda estimate: NoiseInterval(5000.0, 4000.0, 6000.0)  # type: ignore[assignment]
+    known_noise(5000.0)
     model, optimizer = made(0)
-    data = TensorDataset(torch.randn(4 * world * ODD_STEPS, 3), torch.arange(4 * world * ODD_STEPS))
-    loader: Any = DataLoader(data, batch_size=4, sampler=DistributedSampler(data))
-    model, loader, optimizer = accel.optimize(
-        model, loader, optimizer, elastic=accel.Elastic(max_batch_size=64), allow="exact", cache=False, budget="0.0001s"
-    )
-    run = entry.optimized(model)
-    assert run is not None and run.elastic is not None and run.elastic.batch is not None
+    elastic = accel.Elastic(max_batch_size=64)
+    model, loader, optimizer = accel.optimize(model, dealt(4 * world * ODD_STEPS), optimizer, elastic=elastic, **QUICK)
     taken, longest = [], 0.0
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -450,17 +472,10 @@ def odd(rank: int, world: int, kind: str) -> dict[str, Any]:
                     model.module(torch.randn(8, 3))
                 time.sleep(PAUSE_S)
     told = [str(each.message) for each in caught if "accel" in str(each.message) or "batch" in str(each.message)]
-    note, batch = run.elastic.batch.note, loader.batch_sampler.batch_sizes[rank]
+    note, batch = batch_of(model).note, loader.batch_sampler.batch_sizes[rank]
     accel.undo(model)
-    return {
-        "taken": taken,
-        "longest": longest,
-        "told": told,
-        "note": note,
-        "batch": batch,
-        "weights": numbers(model),
-        "rate": optimizer.param_groups[0]["lr"],
-    }
+    weights = numbers(model)
+    return {"taken": taken, "longest": longest, "told": told, "note": note, "batch": batch, "weights": weights}
 
 
 def _loader_and_elastic(rank: int, odd: str, folder: Path) -> tuple[DataLoader[Any], accel.Elastic]:
@@ -515,9 +530,8 @@ def dealt_by_a_list(rank: int, world: int, folder: Path, stop_at: int) -> list[l
     data = TensorDataset(torch.randn(60, 3), torch.arange(60))
     own = ElasticSampler(data, batch_size=[4, 8], tail="uneven")
     loader: Any = DataLoader(data, batch_sampler=own)
-    model, loader, optimizer = accel.optimize(
-        model, loader, optimizer, elastic=accel.Elastic(checkpoint=folder), allow="exact", cache=False, budget="0.0001s"
-    )
+    elastic = accel.Elastic(checkpoint=folder)
+    model, loader, optimizer = accel.optimize(model, loader, optimizer, elastic=elastic, **QUICK)
     taken = []
     for step, (x, index) in enumerate(loader, start=1):
         optimizer.zero_grad()

@@ -17,7 +17,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 import accel
 from accel.elastic.batch_size import run_noise
-from accel.elastic.checkpointing import Checkpointing
+from accel.elastic.options import Checkpointing
 from accel.elastic.sample_position import remaining_epochs
 from accel.elastic.save_policy import SavePolicy
 from accel.elastic.saving import run as checkpoint_run

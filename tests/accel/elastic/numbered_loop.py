@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import accel
 from accel import entry
-from accel.elastic.checkpointing import Checkpointing
+from accel.elastic.options import Checkpointing
 from accel.elastic.saving.run import CheckpointRun
 from tests.accel.elastic.batch_loops import PLAIN
 

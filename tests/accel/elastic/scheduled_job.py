@@ -26,11 +26,11 @@ import accel
 from accel.dataio.elastic_sampler import ElasticSampler
 from accel.elastic import checkpoint, training_state
 from accel.elastic.batch_size import run_noise
-from accel.elastic.checkpointing import Checkpointing
+from accel.elastic.checkpoint import Disk
+from accel.elastic.options import Checkpointing
 from accel.elastic.sample_position import remaining_epochs
 from accel.elastic.save_policy import SavePolicy
 from accel.elastic.saving import run as checkpoint_run
-from accel.elastic.saving.disk import Disk
 from accel.goodput.efficiency import NoiseInterval
 from tests.hooked import hooked
 

@@ -474,11 +474,3 @@ def test_an_optimizer_that_accumulates_is_copied_and_saved_as_ever() -> None:
     accumulation.close()
     plainly(model, optimizer, *batches([2])[0])
     assert "step" not in optimizer.__dict__
-
-
-def test_the_listener_is_gone_after_the_end() -> None:
-    model, optimizer = made()
-    accumulation = GradientAccumulation(model, [optimizer])
-    assert accumulation in backward._MARK.listeners
-    accumulation.close()
-    assert accumulation not in backward._MARK.listeners

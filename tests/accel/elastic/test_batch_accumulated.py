@@ -16,17 +16,16 @@ from accel.elastic.batch_size.policy import BatchDecision, BatchPolicy
 from accel.elastic.batch_size.steps import batches_of_a_step
 from accel.elastic.scaling_rules import NoScaling
 from accel.goodput.efficiency import NoiseInterval
-from tests.accel.elastic.batch_loops import PLAIN, Clock, batch_run, clock, job, known_noise
+from tests.accel.elastic.batch_loops import PLAIN, Clock, batch_run, clock, growing, job, noise
 
-__all__ = ["clock", "job"]
+__all__ = ["clock", "job", "noise"]
 
 
 @pytest.mark.parametrize(("most", "reached"), [(64, 64), (99, 99 // 2 * 2), (90, 90)])
 def test_a_loop_that_accumulates_keeps_its_batches_per_step(
-    job: Any, clock: Clock, monkeypatch: pytest.MonkeyPatch, most: int, reached: int
+    job: Any, clock: Clock, noise: None, most: int, reached: int
 ) -> None:
-    known_noise(monkeypatch, 5000.0)
-    model, loader, optimizer = accel.optimize(*job, elastic=accel.Elastic(max_batch_size=most), **PLAIN)
+    model, loader, optimizer = growing(job, most)
     seen: list[int] = []
     for number, (x, y, index) in enumerate(loader):
         (nn.functional.mse_loss(model(x), y) / 2).backward()
@@ -48,9 +47,8 @@ def test_a_loop_that_accumulates_keeps_its_batches_per_step(
     "clips", [pytest.param(False, marks=pytest.mark.slow, id="plain"), pytest.param(True, id="clips")]
 )
 def test_a_step_of_several_batches_is_one_of_all_their_samples(
-    job: Any, clock: Clock, monkeypatch: pytest.MonkeyPatch, clips: bool
+    job: Any, clock: Clock, monkeypatch: pytest.MonkeyPatch, clips: bool, noise: None
 ) -> None:
-    known_noise(monkeypatch, 5000.0)
     resumed = False
 
     def decide(self: BatchPolicy, step: int, noise: NoiseInterval | None) -> BatchDecision:
@@ -63,9 +61,7 @@ def test_a_step_of_several_batches_is_one_of_all_their_samples(
     plain = copy.deepcopy(job[0])
     own = torch.optim.SGD(plain.parameters(), 0.01)
     data = job[1].dataset
-    model, loader, optimizer = accel.optimize(
-        *job, elastic=accel.Elastic(max_batch_size=32, scaling_rule=NoScaling()), **PLAIN
-    )
+    model, loader, optimizer = growing(job, 32, scaling_rule=NoScaling())
     pending: list[int] = []
     samples: list[int] = []
 
@@ -139,7 +135,7 @@ def test_a_loop_that_accumulates_nothing_is_left_to_itself_unless_it_fetches_ahe
     job: Any, clock: Clock, fetches_ahead: bool
 ) -> None:
     """That it does is seen at its epoch's end: its batches are not those that a step begins with."""
-    model, loader, optimizer = accel.optimize(*job, elastic=accel.Elastic(max_batch_size=8), **PLAIN)
+    model, loader, optimizer = growing(job, 8)
     for step, (x, y, _) in enumerate(holding(loader) if fetches_ahead else loader):
         if step in (5, 200):
             assert ("step" in vars(optimizer)) == (step == 5 or fetches_ahead)
@@ -169,11 +165,8 @@ def test_what_a_loop_accumulates_is_what_most_of_its_first_steps_do(
     assert batches_of_a_step(counts, before) == expected
 
 
-def test_a_look_before_the_fourth_step_is_no_accumulation(
-    job: Any, clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    known_noise(monkeypatch, 5000.0)
-    model, loader, optimizer = accel.optimize(*job, elastic=accel.Elastic(max_batch_size=64), **PLAIN)
+def test_a_look_before_the_fourth_step_is_no_accumulation(job: Any, clock: Clock, noise: None) -> None:
+    model, loader, optimizer = growing(job, 64)
     batches = iter(loader)
     for step in range(90):
         if step == 3:

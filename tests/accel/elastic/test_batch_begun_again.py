@@ -13,16 +13,23 @@ import accel
 from accel.elastic.running import progress_of
 from accel.errors import InvalidArgument
 from accel.goodput.efficiency import NoiseInterval
-from tests.accel.elastic.batch_loops import PLAIN, Clock, batch_run_of, clock, job, known_noise, nothing, train
+from tests.accel.elastic.batch_loops import (
+    PLAIN,
+    Clock,
+    batch_run_of,
+    clock,
+    growing,
+    job,
+    noise,
+    nothing,
+    train,
+)
 
-__all__ = ["clock", "job"]
+__all__ = ["clock", "job", "noise"]
 
 
-def test_undo_goes_back_to_the_loops_batch_and_each_epoch_is_whole(
-    job: Any, clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    known_noise(monkeypatch, 5000.0)
-    model, loader, optimizer = accel.optimize(*job, elastic=accel.Elastic(max_batch_size=64), **PLAIN)
+def test_undo_goes_back_to_the_loops_batch_and_each_epoch_is_whole(job: Any, clock: Clock, noise: None) -> None:
+    model, loader, optimizer = growing(job, 64)
     first = train(model, loader, optimizer, clock, lambda step: accel.undo(model) if step == 80 else None)
     second = train(model, loader, optimizer, clock, nothing)
     third = train(model, loader, optimizer, clock, nothing)
@@ -34,10 +41,9 @@ def test_undo_goes_back_to_the_loops_batch_and_each_epoch_is_whole(
     assert not optimizer._optimizer_step_pre_hooks
 
 
-def test_progress_goes_on_after_undo(job: Any, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_goes_on_after_undo(job: Any, clock: Clock, noise: None) -> None:
     """A schedule by it stood still for the rest of the training."""
-    known_noise(monkeypatch, 5000.0)
-    model, loader, optimizer = accel.optimize(*job, elastic=accel.Elastic(max_batch_size=64), **PLAIN)
+    model, loader, optimizer = growing(job, 64)
     counts, seen = progress_of(model), list[float]()
 
     def each(step: int) -> None:
@@ -113,8 +119,8 @@ def test_another_batch_of_the_loader_is_another_batch_of_the_users() -> None:
 
 
 def test_one_loader_has_one_batch_size(job: Any) -> None:
-    loader = accel.optimize(*job, elastic=accel.Elastic(max_batch_size=64), **PLAIN)[1]
-    again = accel.optimize(*job, elastic=accel.Elastic(max_batch_size=64), **PLAIN)
+    loader = growing(job, 64)[1]
+    again = growing(job, 64)
     assert again[1] is loader  # the plain loader once more, as in a loop over folds
 
     other = nn.Linear(8, 1)
@@ -125,10 +131,9 @@ def test_one_loader_has_one_batch_size(job: Any) -> None:
 
 
 def test_a_call_with_other_settings_and_one_after_undo_count_each_sample_once(
-    job: Any, clock: Clock, monkeypatch: pytest.MonkeyPatch
+    job: Any, clock: Clock, noise: None
 ) -> None:
-    known_noise(monkeypatch, 5000.0)
-    model, loader, optimizer = accel.optimize(*job, elastic=accel.Elastic(max_batch_size=64), **PLAIN)
+    model, loader, optimizer = growing(job, 64)
     epochs = [train(model, loader, optimizer, clock, nothing)]
     model, loader, optimizer = accel.optimize(
         model, loader, optimizer, elastic=accel.Elastic(max_batch_size=128), **PLAIN

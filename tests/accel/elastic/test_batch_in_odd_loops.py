@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from torch.utils.data import DataLoader
 import accel
 from accel import entry
 from accel.dataio.elastic_sampler import ElasticSampler
-from accel.elastic.checkpointing import Checkpointing
+from accel.elastic.options import Checkpointing
 from accel.elastic.sample_position import remaining_epochs
 from accel.elastic.scaling_rules import Linear
 from accel.errors import InvalidArgument
@@ -25,14 +24,16 @@ from tests.accel.elastic.batch_loops import (
     Numbered,
     batch_run,
     clock,
+    growing,
     job,
     known_noise,
+    noise,
     nothing,
     train,
 )
 from tests.accel.elastic.numbered_loop import fetched_ahead
 
-__all__ = ["clock", "job"]
+__all__ = ["clock", "job", "noise"]
 
 
 class OwnStep(torch.optim.SGD):
@@ -42,9 +43,8 @@ class OwnStep(torch.optim.SGD):
         return super().step(closure)
 
 
-def test_an_optimizer_that_calls_its_bases_step_is_one(job: Any, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_optimizer_that_calls_its_bases_step_is_one(job: Any, clock: Clock, noise: None) -> None:
     torch.optim.SGD([nn.Parameter(torch.ones(1))], 0.1)  # from now on its class has hooks around each step
-    known_noise(monkeypatch, 5000.0)
     model, loader, _ = job
     model, loader, optimizer = accel.optimize(
         model, loader, OwnStep(model.parameters(), 0.001), elastic=accel.Elastic(max_batch_size=64), **PLAIN
@@ -78,10 +78,9 @@ def test_a_batch_leaves_an_epoch_steps_to_be_judged_by(clock: Clock, monkeypatch
 
 
 def test_another_model_that_is_trained_before_the_loop_tells_nothing_of_its_losses(
-    job: Any, clock: Clock, monkeypatch: pytest.MonkeyPatch
+    job: Any, clock: Clock, noise: None
 ) -> None:
-    known_noise(monkeypatch, 5000.0)
-    model, loader, optimizer = accel.optimize(*job, elastic=accel.Elastic(max_batch_size=64), **PLAIN)
+    model, loader, optimizer = growing(job, 64)
     teacher = nn.Linear(8, 1)
     teaching = torch.optim.SGD(teacher.parameters(), 1e-3)
     for _ in range(40):
@@ -95,16 +94,14 @@ def test_another_model_that_is_trained_before_the_loop_tells_nothing_of_its_loss
 
 
 def test_a_rule_that_fails_ends_the_following_and_not_the_loop(
-    job: Any, clock: Clock, monkeypatch: pytest.MonkeyPatch
+    job: Any, clock: Clock, monkeypatch: pytest.MonkeyPatch, noise: None
 ) -> None:
-    known_noise(monkeypatch, 5000.0)
-
     def failing(self: Any, *args: Any) -> None:
         if args[0] > 8:
             raise ZeroDivisionError("a rule of the user's")
 
     monkeypatch.setattr("accel.elastic.learning_rate.StepRates.follow", failing)
-    model, loader, optimizer = accel.optimize(*job, elastic=accel.Elastic(max_batch_size=64), **PLAIN)
+    model, loader, optimizer = growing(job, 64)
     with pytest.warns(RuntimeWarning, match="ZeroDivisionError: a rule of the user's"):
         taken = train(model, loader, optimizer, clock, nothing)
     assert sorted(index for batch in taken for index in batch) == list(range(3000))
@@ -113,9 +110,7 @@ def test_a_rule_that_fails_ends_the_following_and_not_the_loop(
 def test_a_loss_scale_that_halves_is_no_fall_of_the_loss(job: Any, clock: Clock) -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=65536.0)
     checkpoint = Checkpointing(folder=tempfile.mkdtemp(), more={"scaler": scaler})
-    model, loader, optimizer = accel.optimize(
-        *job, elastic=accel.Elastic(max_batch_size=64, checkpoint=checkpoint), **PLAIN
-    )
+    model, loader, optimizer = growing(job, 64, checkpoint=checkpoint)
     for step, (x, y, _) in enumerate(loader):
         optimizer.zero_grad()
         loss = 1 + 0.1 * torch.randn(()) + 1e-3 * nn.functional.mse_loss(model(x), y)
@@ -141,14 +136,8 @@ def test_ranks_of_unequal_batches_are_refused(job: Any) -> None:
         )
 
 
-@pytest.mark.parametrize("options", [{"max_batch_size": 64}, {"checkpoint": True}], ids=str)
-def test_looks_at_the_training_samples_take_none_from_it(
-    job: Any, clock: Clock, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, options: dict[str, Any]
-) -> None:
-    known_noise(monkeypatch, 5000.0)
-    if "checkpoint" in options:
-        options = {"checkpoint": tmp_path}
-    model, loader, optimizer = accel.optimize(*job, elastic=accel.Elastic(**options), **PLAIN)
+def test_looks_at_the_training_samples_take_none_from_it(job: Any, clock: Clock, noise: None) -> None:
+    model, loader, optimizer = growing(job, 64)
     for epoch in range(3):
         taken = train(model, loader, optimizer, clock, lambda step: next(iter(loader)) if step in (3, 40) else None)
         assert sorted(index for batch in taken for index in batch) == list(range(3000))
@@ -177,11 +166,10 @@ def in_parts(steps: int, loader: Any, held: bool, most: int) -> Iterator[Any]:
 @pytest.mark.parametrize("held", [False, True])
 @pytest.mark.parametrize("steps", [1, 7])
 def test_a_batch_that_comes_again_after_a_break_is_no_look(
-    job: Any, clock: Clock, monkeypatch: pytest.MonkeyPatch, steps: int, held: bool
+    job: Any, clock: Clock, noise: None, steps: int, held: bool
 ) -> None:
     """Its backward pass was one without a batch, and gradients were not accumulated any more."""
-    known_noise(monkeypatch, 5000.0)
-    model, loader, optimizer = accel.optimize(*job, elastic=accel.Elastic(max_batch_size=64), **PLAIN)
+    model, loader, optimizer = growing(job, 64)
     seen: list[int] = []
     for x, y, index in in_parts(steps, loader, held, most=120):
         optimizer.zero_grad()
@@ -196,14 +184,9 @@ def test_a_batch_that_comes_again_after_a_break_is_no_look(
 
 
 @pytest.mark.parametrize("ahead", [1, 2])
-def test_the_rate_is_that_of_the_batch_that_is_trained_on(
-    job: Any, clock: Clock, monkeypatch: pytest.MonkeyPatch, ahead: int
-) -> None:
+def test_the_rate_is_that_of_the_batch_that_is_trained_on(job: Any, clock: Clock, noise: None, ahead: int) -> None:
     """It was that of the batch fetched last: the last steps on the small batch ran at the rate of the large one."""
-    known_noise(monkeypatch, 5000.0)
-    model, loader, optimizer = accel.optimize(
-        *job, elastic=accel.Elastic(max_batch_size=64, scaling_rule=Linear()), **PLAIN
-    )
+    model, loader, optimizer = growing(job, 64, scaling_rule=Linear())
     in_training: list[int] = []
     rates: list[tuple[int, float]] = []
     optimizer.register_step_pre_hook(

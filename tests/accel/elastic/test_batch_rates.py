@@ -13,15 +13,12 @@ import accel
 from accel import entry
 from accel.elastic.scaling_rules import BatchScale, Linear
 from accel.goodput.efficiency import NoiseInterval
-from tests.accel.elastic.batch_loops import PLAIN, Clock, batch_run, clock, job, known_noise, nothing, train
+from tests.accel.elastic.batch_loops import PLAIN, Clock, batch_run, clock, growing, job, noise, nothing, train
 
-__all__ = ["clock", "job"]
+__all__ = ["clock", "job", "noise"]
 
 
-def test_each_step_runs_at_the_learning_rate_of_its_batch(
-    job: Any, clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    known_noise(monkeypatch, 5000.0)
+def test_each_step_runs_at_the_learning_rate_of_its_batch(job: Any, clock: Clock, noise: None) -> None:
     model, loader, optimizer = job
     weights = [p for p in model.parameters()]
     before: list[Tensor] = []
@@ -34,9 +31,7 @@ def test_each_step_runs_at_the_learning_rate_of_its_batch(
         ratios.append(float((before[-1] - after).norm() / gradient.norm()) / 0.01)
 
     optimizer.register_step_post_hook(moved)
-    model, loader, optimizer = accel.optimize(
-        *job, elastic=accel.Elastic(max_batch_size=64, scaling_rule=Linear()), **PLAIN
-    )
+    model, loader, optimizer = growing(job, 64, scaling_rule=Linear())
     taken = train(model, loader, optimizer, clock, nothing)
 
     assert optimizer.param_groups[0]["lr"] == 0.01
@@ -47,10 +42,9 @@ def test_each_step_runs_at_the_learning_rate_of_its_batch(
 
 @pytest.mark.parametrize(("kind", "factor"), [(torch.optim.Adam, 8**0.5), (torch.optim.SGD, 8 * 4008 / 4064)])
 def test_rates_are_those_of_the_last_known_noise_when_it_is_not_known_any_more(
-    job: Any, clock: Clock, monkeypatch: pytest.MonkeyPatch, kind: Any, factor: float
+    job: Any, clock: Clock, monkeypatch: pytest.MonkeyPatch, kind: Any, factor: float, noise: None
 ) -> None:
     """Else Adam's would fall to that of the user's batch, and SGD's rise to eight times its own."""
-    known_noise(monkeypatch, 5000.0)
     model, loader, optimizer = job
     elastic = accel.Elastic(max_batch_size=64)
     model, loader, optimizer = accel.optimize(model, loader, kind(model.parameters(), 1e-3), elastic=elastic, **PLAIN)
@@ -69,13 +63,8 @@ def test_rates_are_those_of_the_last_known_noise_when_it_is_not_known_any_more(
 
 
 @pytest.mark.parametrize("odd", ["two passes", "another optimizer"])
-def test_rates_follow_the_batch_where_nothing_can_be_accumulated(
-    job: Any, clock: Clock, monkeypatch: pytest.MonkeyPatch, odd: str
-) -> None:
-    known_noise(monkeypatch, 5000.0)
-    model, loader, optimizer = accel.optimize(
-        *job, elastic=accel.Elastic(max_batch_size=256, scaling_rule=Linear()), **PLAIN
-    )
+def test_rates_follow_the_batch_where_nothing_can_be_accumulated(job: Any, clock: Clock, noise: None, odd: str) -> None:
+    model, loader, optimizer = growing(job, 256, scaling_rule=Linear())
     other = torch.optim.SGD(model.parameters(), 0.0)
     scales: list[tuple[int, float]] = []
     for _ in range(3):
@@ -101,30 +90,22 @@ def test_rates_follow_the_batch_where_nothing_can_be_accumulated(
         assert scale == pytest.approx(size / 8, rel=0.05)
 
 
-def test_a_rule_of_ones_own_is_asked(job: Any, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    known_noise(monkeypatch, 5000.0)
+def test_a_rule_of_ones_own_is_asked(job: Any, clock: Clock, noise: None) -> None:
     asked: list[BatchScale] = []
 
     def rule(batch: BatchScale) -> float:
         asked.append(batch)
         return 1.0
 
-    model, loader, optimizer = accel.optimize(
-        *job, elastic=accel.Elastic(max_batch_size=16, scaling_rule=rule), **PLAIN
-    )
+    model, loader, optimizer = growing(job, 16, scaling_rule=rule)
     train(model, loader, optimizer, clock, nothing)
     assert {batch.batch_size for batch in asked} >= {16}
     assert asked[-1].base_batch_size == 8
     assert asked[-1].noise == 5000.0
 
 
-def test_rates_stay_those_of_the_batch_where_the_session_hears_of_no_steps(
-    job: Any, clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    known_noise(monkeypatch, 5000.0)
-    model, loader, optimizer = accel.optimize(
-        *job, elastic=accel.Elastic(max_batch_size=64, scaling_rule=Linear()), **PLAIN
-    )
+def test_rates_stay_those_of_the_batch_where_the_session_hears_of_no_steps(job: Any, clock: Clock, noise: None) -> None:
+    model, loader, optimizer = growing(job, 64, scaling_rule=Linear())
     train(model, loader, optimizer, clock, nothing)
     (_, scaler), *_ = batch_run(model)._rates._scalers
     with accel.disabled():
@@ -139,9 +120,8 @@ def test_rates_stay_those_of_the_batch_where_the_session_hears_of_no_steps(
 
 
 def test_a_rule_by_the_epoch_is_asked_all_along_also_where_the_session_hears_of_no_steps(
-    job: Any, clock: Clock, monkeypatch: pytest.MonkeyPatch
+    job: Any, clock: Clock, noise: None
 ) -> None:
-    known_noise(monkeypatch, 5000.0)
     elastic = accel.Elastic(max_batch_size=64, scaling_rule=lambda batch: 1.0 + (batch.epoch or 0.0))
     model, loader, optimizer = accel.optimize(*job, elastic=elastic, **PLAIN)
     train(model, loader, optimizer, clock, nothing)

@@ -17,6 +17,7 @@ from accel import entry, strategies
 from accel.elastic.batch_size.policy import BatchPolicy
 from accel.errors import InvalidArgument
 from accel.goodput.efficiency import NoiseInterval
+from accel.goodput.job import LostTime
 from accel.integrations.trackers import metrics
 from accel.run.ranks import Ranks
 from accel.session.session import Session
@@ -26,20 +27,19 @@ from tests.accel.elastic.batch_loops import (
     batch_run,
     batch_run_of,
     clock,
+    growing,
     job,
     known_noise,
+    noise,
     nothing,
     train,
 )
 
-__all__ = ["clock", "job"]
+__all__ = ["clock", "job", "noise"]
 
 
-def test_the_batch_grows_by_goodput_and_each_epoch_has_each_sample_once(
-    job: Any, clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    known_noise(monkeypatch, 5000.0)
-    model, loader, optimizer = accel.optimize(*job, elastic=accel.Elastic(max_batch_size=256), **PLAIN)
+def test_the_batch_grows_by_goodput_and_each_epoch_has_each_sample_once(job: Any, clock: Clock, noise: None) -> None:
+    model, loader, optimizer = growing(job, 256)
     epochs = [train(model, loader, optimizer, clock, nothing) for _ in range(3)]
 
     for epoch in epochs:
@@ -58,7 +58,7 @@ def test_the_batch_is_decided_by_the_last_known_noise_while_it_is_hidden(
     known, hidden = NoiseInterval(5000.0, 4000.0, 6000.0), NoiseInterval(math.inf, 0.0, math.inf)
     noises = itertools.chain([known], itertools.repeat(hidden))
     monkeypatch.setattr("accel.elastic.batch_size.run_noise.interval_of", lambda estimate: next(noises))
-    model, loader, optimizer = accel.optimize(*job, elastic=accel.Elastic(max_batch_size=64), **PLAIN)
+    model, loader, optimizer = growing(job, 64)
     train(model, loader, optimizer, clock, nothing)
     assert loader.batch_sampler.batch_sizes == (64,)
 
@@ -68,7 +68,7 @@ def test_a_noise_scale_without_an_upper_end_is_none_in_the_report(
 ) -> None:
     pure = NoiseInterval(math.inf, 4000.0, math.inf)
     monkeypatch.setattr("accel.elastic.batch_size.run_noise.interval_of", lambda estimate: pure)
-    model, loader, optimizer = accel.optimize(*job, elastic=accel.Elastic(max_batch_size=64), **PLAIN)
+    model, loader, optimizer = growing(job, 64)
     train(model, loader, optimizer, clock, nothing)
     controller = batch_run(model).controller
     assert controller is not None and math.inf in [decision.noise for decision in controller.decisions]
@@ -116,7 +116,7 @@ def test_the_batch_is_decided_during_a_search_in_steps_without_a_candidate(
     left_out, begun_again, changed, measured = [], [], [], []
     monkeypatch.setattr(Session, "leave_out_step", lambda self: left_out.append(steps))
     monkeypatch.setattr(Session, "begin_again", lambda self, growth: begun_again.append(steps))
-    model, loader, optimizer = accel.optimize(*job, elastic=accel.Elastic(max_batch_size=64), **PLAIN)
+    model, loader, optimizer = growing(job, 64)
 
     def each(step: int) -> None:
         nonlocal steps
@@ -171,9 +171,8 @@ def test_a_session_leaves_out_a_step_and_begins_again(job: Any) -> None:
     assert booked[8:] == [booked[8], booked[8], booked[8] + 1, 1, 2]
 
 
-def test_the_report_says_what_was_decided_and_why(job: Any, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    known_noise(monkeypatch, 5000.0)
-    model, loader, optimizer = accel.optimize(*job, elastic=accel.Elastic(max_batch_size=64), **PLAIN)
+def test_the_report_says_what_was_decided_and_why(job: Any, clock: Clock, noise: None) -> None:
+    model, loader, optimizer = growing(job, 64)
     train(model, loader, optimizer, clock, nothing)
     report = accel.explain(model)
 
@@ -221,4 +220,4 @@ def test_a_profile_is_rank_0s() -> None:
     run.controller = create_autospec(BatchPolicy, instance=True, base_batch=16, replicas=2, micro_batches=1)
     run.noise.known = NoiseInterval(5000.0, 4000.0, 6000.0)
     run._ranks = create_autospec(Ranks, instance=True, leads=False)
-    assert run.profile() is None
+    assert run.profile(0.0, LostTime()) is None

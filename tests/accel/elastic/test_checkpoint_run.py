@@ -19,7 +19,7 @@ import accel
 from accel import entry
 from accel.dataio.elastic_sampler import ElasticSampler
 from accel.elastic.checkpoint import Checkpoints
-from accel.elastic.checkpointing import Checkpointing
+from accel.elastic.options import Checkpointing
 from accel.elastic.running import save_checkpoint
 from accel.elastic.sample_position import remaining_epochs
 from accel.elastic.saving.run import CheckpointRun
@@ -250,11 +250,6 @@ def test_checkpoints_need_the_optimizer() -> None:
 def test_wrong_settings_are_refused(settings: dict[str, Any], text: str) -> None:
     with pytest.raises(InvalidArgument, match=text):
         Checkpointing(folder="x", **settings)
-
-
-def test_remaining_epochs_are_those_of_an_elastic_loader() -> None:
-    with pytest.raises(ValueError, match="must be the one that accel"):
-        remaining_epochs(DataLoader(range(3)), 3)
 
 
 def test_a_training_is_saved_also_where_the_search_has_failed(tmp_path: Path) -> None:

@@ -3,11 +3,76 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+from torch import nn
 
+from accel.elastic.saving.bucket_order import BucketOrder
 from tests.accel.elastic import elastic_ranks
 from tests.comm.ranks import run_ranks
+
+JOINED = ["batch_size", "tail", "seed"]
+KINDS = ["none", "stops", "evaluates", "join"]
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+    """What two ranks return from one function after the other, by name and rank."""
+    folder = tmp_path_factory.mktemp("two")
+    return told(
+        {
+            "accumulated": (elastic_ranks.accumulates_as_one_batch,),
+            "left out, the same": (elastic_ranks.one_rank_leaves_steps_out, True),
+            "left out, another": (elastic_ranks.one_rank_leaves_steps_out, False),
+            "buckets": (elastic_ranks.buckets_put_back,),
+            "slow exchange": (elastic_ranks.optimized_accumulates,),
+            "little memory, in a call": (elastic_ranks.one_rank_has_less_memory, False),
+            "little memory, before": (elastic_ranks.one_rank_has_less_memory, True),
+            "unlike": (elastic_ranks.one_rank_is_unlike, list(UNLIKE), folder / "unlike"),
+            **{f"joined, {odd}": (elastic_ranks.one_rank_has_joined, odd, folder / odd) for odd in JOINED},
+            "by a list": (elastic_ranks.dealt_by_a_list, folder / "list", 2),
+            "by a list, resumed": (elastic_ranks.dealt_by_a_list, folder / "list", -1),
+        }
+    )
+
+
+@pytest.fixture(scope="module")
+def waiting(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+    """The same of functions in which a rank waits for the other."""
+    folder = tmp_path_factory.mktemp("waiting")
+    return told(
+        {
+            "late 0": (elastic_ranks.late, folder / "late 0", 0),
+            "late 1": (elastic_ranks.late, folder / "late 1", 1),
+            "writes slowly": (elastic_ranks.rank_0_writes_slowly, folder / "slow"),
+            "1 has left": (elastic_ranks.one_has_left, folder / "1 has left", 1),
+            "0 has left": (elastic_ranks.one_has_left, folder / "0 has left", 0),
+            **{kind: (elastic_ranks.odd, kind) for kind in KINDS},
+        }
+    )
+
+
+def told(calls: dict[str, tuple[Any, ...]]) -> dict[str, list[Any]]:
+    ranks = run_ranks(elastic_ranks.in_turn, 2, calls, timeout_s=240)
+    return {name: [rank[name] for rank in ranks] for name in calls}
+
+
+UNLIKE = {
+    "batch_size": "batch_size 4 on rank 0 and 8 on rank 1",
+    "an ElasticSampler": "batch_size 4 on rank 0 and 8 on rank 1",
+    "a BatchSampler": "batch_size 4 on rank 0 and 8 on rank 1",
+    "drop_last": "drop_last False on rank 0 and True on rank 1",
+    "tail": "tail fill on rank 0 and drop on rank 1",
+    "shuffle": "shuffle True on rank 0 and False on rank 1",
+    "seed": "seed 0 on rank 0 and 1 on rank 1",
+    "samples": "samples 24 on rank 0 and 48 on rank 1",
+    "max_batch_size": "max_batch_size 64 on rank 0 and 32 on rank 1",
+    "scaling_rule": "scaling_rule None on rank 0 and Linear on rank 1",
+    "checkpoint": "checkpoint True on rank 0 and False on rank 1",
+    "nothing": "",
+}
+"""By what rank 1 passes another value of, what all are told."""
 
 
 def test_two_ranks_stop_together_and_three_go_on(tmp_path: Path) -> None:
@@ -45,32 +110,34 @@ def test_a_growing_batch_on_two_ranks_and_then_on_three_has_each_sample_once_an_
         assert sorted(seen) == list(range(elastic_ranks.SAMPLES))
 
 
-@pytest.mark.parametrize(
-    ("is_asked", "why"), [(False, "they do not fit into memory"), (True, "too much")], ids=["in a call", "before"]
-)
-def test_no_rank_takes_a_batch_that_one_of_them_has_no_memory_for(is_asked: bool, why: str) -> None:
-    ranks = run_ranks(elastic_ranks.one_rank_has_less_memory, 2, is_asked, timeout_s=120)
+@pytest.mark.parametrize(("known", "why"), [("in a call", "they do not fit into memory"), ("before", "too much")])
+def test_no_rank_takes_a_batch_that_one_of_them_has_no_memory_for(
+    two: dict[str, list[Any]], known: str, why: str
+) -> None:
+    ranks = two[f"little memory, {known}"]
     assert [rank["note"] for rank in ranks] == ["", ""]
     assert ranks[0]["weights"] == ranks[1]["weights"]
     assert [max(rank["taken"]) for rank in ranks] == [4, 4]
     assert f"samples are too many: {why}" in " ".join(ranks[0]["why"])
 
 
-def test_accumulated_batches_are_exchanged_once_and_are_as_one() -> None:
-    for rank in run_ranks(elastic_ranks.accumulates_as_one_batch, 2, timeout_s=120):
+def test_accumulated_batches_are_exchanged_once_and_are_as_one(two: dict[str, list[Any]]) -> None:
+    for rank in two["accumulated"]:
         assert rank["weights"] == pytest.approx(rank["expected"], rel=1e-9)
         assert rank["exchanges"] == rank["plainly"]
 
 
-@pytest.mark.parametrize("same", [True, False], ids=["the same optimizer", "another one"])
-def test_a_rank_that_leaves_a_step_out_by_itself_does_not_hold_up_the_others(same: bool) -> None:
-    ranks = run_ranks(elastic_ranks.one_rank_leaves_steps_out, 2, same, timeout_s=60)
+@pytest.mark.parametrize("optimizer", ["the same", "another"])
+def test_a_rank_that_leaves_a_step_out_by_itself_does_not_hold_up_the_others(
+    two: dict[str, list[Any]], optimizer: str
+) -> None:
+    ranks = two[f"left out, {optimizer}"]
     assert ranks[0]["weights"] == ranks[1]["weights"]
     assert all("backward pass that no batch" in rank["refusal"] for rank in ranks)
 
 
-def test_where_the_exchange_takes_long_what_does_not_fit_is_accumulated() -> None:
-    ranks = run_ranks(elastic_ranks.optimized_accumulates, 2, timeout_s=120)
+def test_where_the_exchange_takes_long_what_does_not_fit_is_accumulated(two: dict[str, list[Any]]) -> None:
+    ranks = two["slow exchange"]
     assert [rank["note"] for rank in ranks] == ["", ""]
     assert ranks[0]["weights"] == ranks[1]["weights"]
     assert sorted(ranks[0]["taken"] + ranks[1]["taken"]) == list(range(4000))
@@ -80,8 +147,8 @@ def test_where_the_exchange_takes_long_what_does_not_fit_is_accumulated() -> Non
 
 
 @pytest.mark.parametrize("late_rank", [0, 1])
-def test_a_rank_that_is_late_once_does_not_end_checkpoints(tmp_path: Path, late_rank: int) -> None:
-    for rank in run_ranks(elastic_ranks.late, 2, tmp_path, late_rank, timeout_s=120):
+def test_a_rank_that_is_late_once_does_not_end_checkpoints(waiting: dict[str, list[Any]], late_rank: int) -> None:
+    for rank in waiting[f"late {late_rank}"]:
         assert rank["steps"] == elastic_ranks.LATE_STEPS
         (warned,) = rank["warned"]
         assert f"at step {elastic_ranks.PAUSE_AT + 1} rank " in warned
@@ -91,17 +158,17 @@ def test_a_rank_that_is_late_once_does_not_end_checkpoints(tmp_path: Path, late_
         assert rank["saved"] == elastic_ranks.ASK_AT + 1
 
 
-def test_no_rank_ends_before_rank_0_has_written(tmp_path: Path) -> None:
+def test_no_rank_ends_before_rank_0_has_written(waiting: dict[str, list[Any]]) -> None:
     """An agent ends all ranks of a job soon after the first of them."""
-    ranks = run_ranks(elastic_ranks.rank_0_writes_slowly, 2, tmp_path, timeout_s=60)
+    ranks = waiting["writes slowly"]
     assert len(ranks[0]["written"]) == 1 and not ranks[1]["written"]
     assert min(rank["ended"] for rank in ranks) >= ranks[0]["written"][0]
 
 
-@pytest.mark.parametrize("kind", ["none", "stops", "evaluates", "join"])
-def test_ranks_that_part_hold_up_no_loop_whose_batch_may_grow(kind: str) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_ranks_that_part_hold_up_no_loop_whose_batch_may_grow(waiting: dict[str, list[Any]], kind: str) -> None:
     """A rank that stops for long, one that evaluates alone, and one that ends its epoch earlier under `join()`."""
-    ranks = run_ranks(elastic_ranks.odd, 2, kind, timeout_s=120)
+    ranks = waiting[kind]
     assert ranks[0]["weights"] == ranks[1]["weights"]
     assert {rank["batch"] for rank in ranks} <= {4, *range(5, 33)}
     assert ranks[0]["batch"] == ranks[1]["batch"]
@@ -119,49 +186,54 @@ def test_ranks_that_part_hold_up_no_loop_whose_batch_may_grow(kind: str) -> None
             assert sorted(seen) == list(range(8 * elastic_ranks.ODD_STEPS))
 
 
-def test_ranks_that_would_deal_the_samples_in_different_ways_are_refused_alike(tmp_path: Path) -> None:
+def test_ranks_that_would_deal_the_samples_in_different_ways_are_refused_alike(two: dict[str, list[Any]]) -> None:
     """They were taken: after a resume some samples came twice and others never, and learning rates drifted apart."""
-    differing = {
-        "batch_size": "batch_size 4 on rank 0 and 8 on rank 1",
-        "an ElasticSampler": "batch_size 4 on rank 0 and 8 on rank 1",
-        "a BatchSampler": "batch_size 4 on rank 0 and 8 on rank 1",
-        "drop_last": "drop_last False on rank 0 and True on rank 1",
-        "tail": "tail fill on rank 0 and drop on rank 1",
-        "shuffle": "shuffle True on rank 0 and False on rank 1",
-        "seed": "seed 0 on rank 0 and 1 on rank 1",
-        "samples": "samples 24 on rank 0 and 48 on rank 1",
-        "max_batch_size": "max_batch_size 64 on rank 0 and 32 on rank 1",
-        "scaling_rule": "scaling_rule None on rank 0 and Linear on rank 1",
-        "checkpoint": "checkpoint True on rank 0 and False on rank 1",
-        "nothing": "",
-    }
-    told = run_ranks(elastic_ranks.one_rank_is_unlike, 2, list(differing), tmp_path, timeout_s=120)
-    assert told[0] == told[1]
-    for sentence, what in zip(told[0], differing.values(), strict=True):
-        assert (
-            (f"loader and settings must be the same on all ranks, got {what}; " in sentence) if what else not sentence
-        )
-    assert "ElasticSampler(..., batch_size=[one for each rank])" in told[0][0]
+    sentences, others = two["unlike"]
+    assert sentences == others
+    for sentence, what in zip(sentences, UNLIKE.values(), strict=True):
+        start = f"loader and settings must be the same on all ranks, got {what}; "
+        assert start in sentence if what else not sentence
+    assert "ElasticSampler(..., batch_size=[one for each rank])" in sentences[0]
 
 
-@pytest.mark.parametrize("odd", ["batch_size", "tail", "seed"])
-def test_a_process_that_joins_deals_as_the_others_do(tmp_path: Path, odd: str) -> None:
+@pytest.mark.parametrize("odd", JOINED)
+def test_a_process_that_joins_deals_as_the_others_do(two: dict[str, list[Any]], odd: str) -> None:
     """A script may divide its batch by the number of ranks, which was another one when the others began."""
-    ranks = run_ranks(elastic_ranks.one_rank_has_joined, 2, odd, tmp_path, timeout_s=120)
+    ranks = two[f"joined, {odd}"]
     assert [(rank["sizes"], rank["tail"]) for rank in ranks] == [((4, 4), "fill")] * 2
     assert sorted(ranks[0]["taken"] + ranks[1]["taken"]) == list(range(24))
 
 
-def test_batches_of_a_size_for_each_rank_have_each_sample_once_after_a_resume(tmp_path: Path) -> None:
-    first = run_ranks(elastic_ranks.dealt_by_a_list, 2, tmp_path, 2, timeout_s=120)
-    second = run_ranks(elastic_ranks.dealt_by_a_list, 2, tmp_path, -1, timeout_s=120)
+def test_batches_of_a_size_for_each_rank_have_each_sample_once_after_a_resume(two: dict[str, list[Any]]) -> None:
+    first, second = two["by a list"], two["by a list, resumed"]
     assert [[len(step) for step in rank] for rank in first] == [[4, 4], [8, 8]]
     assert sorted(index for rank in (*first, *second) for step in rank for index in step) == list(range(60))
 
 
-def test_a_checkpoint_at_the_end_of_a_script_ends_no_rank_where_another_has_left(tmp_path: Path) -> None:
+def test_a_checkpoint_at_the_end_of_a_script_ends_no_rank_where_another_has_left(
+    waiting: dict[str, list[Any]],
+) -> None:
     """It raised on the rank that was left, at the end of a training that was good."""
-    leading, _ = run_ranks(elastic_ranks.one_has_left, 2, tmp_path / "one", 1, timeout_s=120)
+    leading, _ = waiting["1 has left"]
     (line,) = leading
     assert line.startswith("no checkpoint was saved at step 4: rank 0 waits for rank 1")
-    assert run_ranks(elastic_ranks.one_has_left, 2, tmp_path / "other", 0, timeout_s=120) == [[], []]
+    assert waiting["0 has left"] == [[], []]
+
+
+# The layout of DDP's buckets in a resumed training: with three ranks the bits of a sum depend on it.
+
+
+def test_three_ranks_lay_out_their_buckets_as_saved_and_nothing_else_changes() -> None:
+    for rank in run_ranks(elastic_ranks.buckets_put_back, 3, timeout_s=120):
+        *before, order = rank["before"]
+        assert order == {"order": []}
+        assert list(rank["after"]) == before
+        assert rank["gradients"] == [12.0, None, None, None]
+        assert rank["order"] == [2, 0, 3, 1]
+
+
+def test_two_ranks_and_a_model_without_buckets_need_no_order(two: dict[str, list[Any]]) -> None:
+    assert [rank["order"] for rank in two["buckets"]] == [[3, 2, 1, 0]] * 2
+    order = BucketOrder(nn.Linear(2, 1))
+    assert order.state_dict() == {"order": []}
+    order.load_state_dict({"order": [1, 0]})

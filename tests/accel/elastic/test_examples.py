@@ -16,7 +16,7 @@ def epochs(printed: str) -> list[int]:
 
 
 def test_training_goes_on_where_it_was_saved(tmp_path: Path) -> None:
-    for wanted, expected in ((2, [1, 2]), (2, []), (3, [3])):
+    for wanted, expected in ((1, [1]), (1, []), (2, [2])):
         command = ["-m", "examples.elastic.train", str(tmp_path / "run"), f"--epochs={wanted}"]
         done = warm.run(command, cwd=ROOT, environment={"OMP_NUM_THREADS": "1"})
         assert done.returncode == 0, done.stderr

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from accel.dataio.elastic_sampler import ElasticSampler
 from accel.elastic import checkpoint
 from accel.elastic.checkpoint import Checkpoints, Manifest
-from accel.elastic.checkpointing import Checkpointing
+from accel.elastic.options import Checkpointing
 from accel.elastic.saving.run import CheckpointRun
 from accel.elastic.saving.training import TrainingCheckpoints
 from accel.elastic.training_state import capture_state

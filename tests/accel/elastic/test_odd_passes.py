@@ -25,28 +25,6 @@ SAMPLES, BATCH = 40, 4
 # A loop that fetches ahead
 
 
-@pytest.mark.parametrize("before_the_step", [False, True])
-def test_a_state_that_is_saved_in_the_loops_body_has_the_batches_trained_on(
-    tmp_path: Path, before_the_step: bool
-) -> None:
-    first = NumberedLoop(tmp_path)
-    for step, batch in enumerate(first.loader):
-        if step == 5 and before_the_step:
-            save_checkpoint(first.model)
-            break
-        first.take(batch)
-        if step == 4 and not before_the_step:
-            save_checkpoint(first.model)
-            break
-    first.end()
-    second = NumberedLoop(tmp_path)
-    assert second.checkpoint.updates.step == 5
-    for batch in second.loader:
-        second.take(batch)
-    assert sorted(first.seen + second.seen) == list(range(SAMPLES))
-    second.end()
-
-
 def test_two_batches_for_a_step_are_none_ahead(tmp_path: Path) -> None:
     first = NumberedLoop(tmp_path)
     batches = iter(first.loader)
@@ -125,24 +103,6 @@ def test_a_pass_that_has_ended_tells_nobody(tmp_path: Path) -> None:
 # A pass within another one
 
 
-def test_resumed_at_an_epochs_end_a_held_iterator_costs_no_further_epoch(tmp_path: Path) -> None:
-    first = NumberedLoop(tmp_path)
-    batches = iter(first.loader)
-    for _ in range(len(first.loader)):
-        first.take(next(batches))
-    save_checkpoint(first.model)
-    first.end()
-    second = NumberedLoop(tmp_path)
-    lengths = []
-    for _ in range(3):
-        batches = iter(second.loader)
-        lengths.append(len(second.loader))
-        for _ in range(lengths[-1]):
-            second.take(next(batches))
-    assert lengths == [0, 10, 10]
-    second.end()
-
-
 # A pass that is left
 
 
@@ -177,32 +137,18 @@ def test_epochs_that_are_left_early_are_counted_by_turns(tmp_path: Path, stop_af
     second.end()
 
 
-def test_what_is_saved_between_two_turns_goes_on_with_the_next(tmp_path: Path) -> None:
+@pytest.mark.parametrize("turn", ["a pass", "a batch of each pass", "a part of a pass"])
+def test_what_is_saved_between_two_turns_goes_on_with_the_next(tmp_path: Path, turn: str) -> None:
     first = NumberedLoop(tmp_path)
     for epoch in remaining_epochs(first.loader, 5):
-        for step, batch in enumerate(first.loader):
-            first.take(batch)
-            if step == 2:
-                break
-        if epoch == 1:
-            save_checkpoint(first.model)
-            break
-    first.end()
-    second = NumberedLoop(tmp_path)
-    assert list(remaining_epochs(second.loader, 5)) == [2, 3, 4]
-    second.end()
-
-
-@pytest.mark.parametrize("passes", [1, 3], ids=["a pass", "a batch of each pass"])
-def test_epochs_of_whole_passes_are_counted(tmp_path: Path, passes: int) -> None:
-    first = NumberedLoop(tmp_path)
-    for epoch in remaining_epochs(first.loader, 5):
-        if passes == 1:
-            for batch in first.loader:
-                first.take(batch)
-        else:
+        if turn == "a batch of each pass":
             for _ in range(3 * SAMPLES // BATCH):
                 first.take(next(iter(first.loader)))
+        else:
+            for step, batch in enumerate(first.loader):
+                first.take(batch)
+                if turn == "a part of a pass" and step == 2:
+                    break
         save_checkpoint(first.model)
         if epoch == 1:
             break

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from accel.elastic.batch_size.choice import MARGIN, better, candidates
 from accel.elastic.batch_size.policy import BatchDecision, BatchPolicy
-from accel.errors import InvalidArgument
 from accel.goodput.efficiency import NoiseInterval, efficiency
 from tests.sampling import examples
 
@@ -301,11 +300,6 @@ def test_the_batch_goes_back_to_one_that_fits_also_from_a_settled_one() -> None:
     assert controller.refuse(300, job.step, job.noise, "too many").batch == 256
     job.run(controller, 300)
     assert max(job.batches[-300:]) == 256
-
-
-def test_a_cap_below_the_loaders_batch_is_refused() -> None:
-    with pytest.raises(InvalidArgument, match="at least the loader's batch, 64 samples over 2 ranks, got 32; raise it"):
-        BatchPolicy(64, 32, replicas=2)
 
 
 @given(base=st.integers(1, 1000), growth=st.floats(1, 1e4), multiple=st.integers(1, 16))

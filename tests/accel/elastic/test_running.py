@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import accel
 from accel import entry
 from accel.elastic.batch_size.report import PROFILE, TimeBook
-from accel.elastic.checkpointing import Checkpointing
+from accel.elastic.options import Checkpointing
 from accel.elastic.progress import ProgressSchedule
 from accel.elastic.running import job_profile, progress_of, request_checkpoint, save_checkpoint
 from accel.elastic.sample_position import remaining_epochs
@@ -57,17 +57,6 @@ class Training:
             nn.functional.mse_loss(self.model(x), y).backward()
             self.optimizer.step()
             self.clock.now += 1e-3
-
-
-def test_a_checkpoint_is_saved_when_it_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    training = Training(monkeypatch, checkpoint=tmp_path)
-    training.steps(3)
-    assert not list(tmp_path.iterdir())
-    request_checkpoint(training.model)
-    training.steps(2)
-    saved = training.checkpoint.training.checkpoints.load_latest()
-    assert saved is not None and saved["step"] == 3  # which is under way until the next batch is asked for
-    accel.undo(training.model)
 
 
 def test_a_schedule_goes_by_progress(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -201,18 +201,3 @@ def test_two_backward_passes_with_the_last_of_the_batches_that_are_held() -> Non
             train(loop.proxy, updates=False)
             loop.take(batch)
     assert (loop.sampler.epoch, loop.sampler.position) == (2, 0)
-
-
-@pytest.mark.parametrize("steps", [{0}, {0, 1, 2}, {3, 4}, set(range(10))])
-def test_looks_before_the_backward_pass_of_steps_in_a_row_take_nothing(steps: set[int]) -> None:
-    loop = Loop()
-    for _ in range(2):
-        number, seen = loop.sampler.epoch, []
-        for step, (batch,) in enumerate(loop.proxy):
-            if step in steps:
-                next(iter(loop.proxy), None)
-            train(loop.proxy)
-            seen += batch.tolist()
-            assert loop.sampler.position == 4 * (step + 1)
-        assert sorted(seen) == list(range(40))
-        assert loop.sampler.epoch == number + 1

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import accel
 from accel.elastic.checkpoint import Checkpoints
-from accel.elastic.checkpointing import Checkpointing
+from accel.elastic.options import Checkpointing
 from accel.elastic.training_state import capture_state, restore_state
 
 STEPS = 12

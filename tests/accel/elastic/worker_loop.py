@@ -9,11 +9,12 @@ import traceback
 from pathlib import Path
 
 import torch
+import torch.utils.data._utils.worker
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import accel
-from accel.elastic.saving.termination import Termination
+from accel.elastic.save_policy import Termination
 
 STEP = 3
 """Within which the signal comes."""
@@ -22,6 +23,7 @@ STEP = 3
 def train(folder: Path) -> None:
     """Train until a signal ends this; leave the workers' numbers once the step is under way, and what was raised."""
     torch.set_num_threads(1)
+    torch.utils.data._utils.worker.MP_STATUS_CHECK_INTERVAL = 0.1  # s; by itself a worker looks for the loop each 5 s
     noted: list[int] = []
     note = Termination._note
 
