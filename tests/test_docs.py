@@ -18,8 +18,8 @@ from accel.guard.guard import Tolerance
 from accel.profiler.trial import TrialConfig
 from accel.report import model as report
 from accel.search import outlook
-from accel.search.pace import Pace
 from accel.search.plan import Plan
+from accel.search.state import Pace
 from accel.strategies import Exactness
 from tests import warm
 from tests.accel.loops import QUIET

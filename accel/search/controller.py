@@ -15,7 +15,7 @@ from accel.search.experiment import Interrupted, act, close, has_news, look, wat
 from accel.search.holding import follow, hold
 from accel.search.state import BatchGrowth, CandidateStage, SearchState
 from accel.search.takeover import affordable_recipe, follow_recipe, recall, take_over
-from accel.search.trying import consider, say_what_does_not_apply_anyway, try_at_once
+from accel.search.trying import consider, say_what_does_not_apply_anyway
 
 _GLANCE = 2
 """Steps after which the host is looked at for the first time, if they take long enough."""
@@ -59,31 +59,19 @@ def _decide(state: SearchState) -> Decisions:
 
 
 def _observe(state: SearchState) -> Decisions:
-    """Measure the plain loop, try what was remembered, and wait for a quiet machine if that is worth it."""
+    """Measure the plain loop, and try what an earlier run has found, or else the recipe."""
     if watching(state):
         yield from _glance(state)
-    for waits in range(state.pace.crowded_looks + 1):
-        yield from look(state, rest=state.pace.crowded_rest(state.plain_s) if waits else 0)
-        if state.replay is not None:  # it measures nothing that a crowded machine could hide
-            break
-        if not waits:
-            if beginning := outlook.beginning(state):
-                state.say(beginning)
-            yield from recall(state)
+    yield from look(state)
+    if state.replay is not None:
+        return
+    if beginning := outlook.beginning(state):
+        state.say(beginning)
+    yield from recall(state)
+    yield from follow(state)
+    if not state.plan:
+        yield from _begin_affordably(state)
         yield from follow(state)
-        if not waits and not state.plan:
-            yield from _begin_affordably(state)
-            yield from follow(state)
-        if not outlook.is_crowded(state) or _only_losers_are_left(state):
-            break
-        if waits == state.pace.crowded_looks:
-            state.note("the machine is crowded: the search begins anyway")
-            break
-        state.note("the machine is crowded: the search waits")
-        if not waits:
-            state.say("other processes keep the machine busy: what that would hide or distort is tried later")
-        yield from try_at_once(state, follow)
-        state.last_trial = None  # the closing trial is to see the quiet machine
     say_what_does_not_apply_anyway(state)
 
 
@@ -112,19 +100,6 @@ def _begin_affordably(state: SearchState) -> Decisions:
             rest = min(rest, state.pace.hold_steps(state.plain_s, 1)[1])
         yield from act(state, Action(plan=state.plan, rest=rest, steps=1))
     yield from look(state)
-
-
-def _only_losers_are_left(state: SearchState) -> bool:
-    """Tell whether an earlier run leaves nothing to try now: then there is no reason to wait."""
-    if not state.recollection.text:
-        return False
-    able = [
-        candidate
-        for candidate in state.pending()
-        if not state.recollection.postponed(candidate.name, state.elapsed_s)
-        and costs.affordable(state, costs.expected_s(state, candidate))
-    ]
-    return not any(not candidate.refusal() for candidate in able)
 
 
 # -- search ------------------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from accel.run.host_load import HostLoad
 from accel.search import costs, priority, verdicts
 from accel.search.actions import Action, Decisions, Result
 from accel.search.experiment import act, close, trial, watching
-from accel.search.offers import ask_for_more
+from accel.search.outlook import ask_for_more
 from accel.search.plan import Choices
 from accel.search.state import Candidate, CandidateStage, SearchState
 from accel.search.trying import try_settings

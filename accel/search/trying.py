@@ -180,42 +180,6 @@ def _if_much_slower(state: SearchState, candidate: Candidate, config: TrialConfi
     return "inconclusive" if config == state.config.brief() else None
 
 
-def try_at_once(state: SearchState, follow: Callable[[SearchState], Decisions]) -> Decisions:
-    """Try in brief what a crowded machine hides least.
-
-    Only a keep counts: a gain that the noise may have hidden is tried again later.
-
-    Args:
-        follow: tries what its own watch of the host wants out of its turn, before each candidate.
-    """
-    queued = sorted(state.pending(), key=lambda candidate: candidate.comparison.order)
-    queued = [each for each in queued if each.comparison.watch is None]
-    while candidate := next((each for each in queued if _may_be_tried_at_once(state, each)), None):
-        queued.remove(candidate)
-        yield from follow(state)
-        has_order = candidate.comparison.order != 0  # such a trial is its only one
-        yield from try_settings(state, candidate, (None if has_order else state.config.brief()) or state.config)
-        if candidate.has_failed():
-            continue
-        is_decided = candidate.row.status == "kept" or has_order or candidate.row.gain is None
-        if is_decided:
-            candidate.stage = CandidateStage.DECIDED
-            verdicts.settle(state, candidate)
-        else:
-            candidate.withdraw()
-
-
-def _may_be_tried_at_once(state: SearchState, candidate: Candidate) -> bool:
-    """Tell whether it shows, applies, and can be paid for; what is urgent doesn't wait for the price of its check."""
-    if not candidate.is_pending or not priority.shows_when_crowded(state, candidate) or candidate.refusal():
-        return False
-    if state.recollection.postponed(candidate.name, state.elapsed_s):
-        return False
-    is_urgent = priority.is_urgent(state, candidate)
-    cost_s = costs.work_s(state, candidate) if is_urgent else costs.expected_s(state, candidate)
-    return costs.affordable(state, cost_s) and not priority.waits_in_loop(state, candidate)
-
-
 def leave_out(state: SearchState, candidate: Candidate) -> Decisions:
     """Try the plan without a strategy that was not tried by itself: the gain of it is known then, and it may go.
 

@@ -19,7 +19,7 @@ from accel.profiler.loop.clock import StepClock
 from accel.profiler.phases import Measurement
 from accel.run import Run
 from accel.run.gate import Gate
-from accel.session.observation import Observation
+from accel.session.measured_steps import Observation
 from tests.accel import observation_ranks
 from tests.comm.ranks import run_ranks
 

@@ -20,8 +20,7 @@ from accel.run import host_load
 from accel.run.context import Observed
 from accel.run.host_load import HostLoad, HostMeter
 from accel.search.actions import Action, Result
-from accel.search.pace import Pace
-from accel.search.state import Candidate
+from accel.search.state import Candidate, Pace
 from accel.search.verdicts import remember
 from accel.strategies.intraop_threads import OtherProcesses
 from tests.accel.memory import FakeMemory
