@@ -111,6 +111,7 @@ def test_whatever_the_loop_repeats_and_accumulates_it_trains_the_same(
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(strategies, "REGISTRY", [Quick])
+        play_clock(patch.setattr)
         plain, _ = train(batches, wraps=False, steps=steps, each=each)
         trained, _ = train(batches, steps=steps, each=each)
     assert_same(trained, plain)
@@ -173,7 +174,7 @@ def test_a_closure_that_calls_the_model_ends_no_step_within_its_update(only_quic
 # -- what a review found -----------------------------------------------------------------------------------------------
 
 
-def test_batches_that_another_thread_takes_are_requests() -> None:
+def test_batches_that_another_thread_takes_are_requests(only_quick: None) -> None:
     """Boundaries came in the loop's thread while the other one fetched: see test_odd_loops for the numbers."""
     model, loader, optimizer = make()
     model, loader, optimizer = accel.optimize(model, loader, optimizer, budget=60)
