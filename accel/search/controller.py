@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import math
 
+from accel.run.host_load import SHORTEST_LOOK_S
 from accel.search import costs, outlook, priority, verdicts
 from accel.search.actions import Action, Decisions
 from accel.search.experiment import Interrupted, act, close, has_news, look, watching
 from accel.search.holding import follow, hold
 from accel.search.state import BatchGrowth, CandidateStage, SearchState
-from accel.search.takeover import affordable_recipe, begin_recipe, follow_recipe, recall, take_over
+from accel.search.takeover import affordable_recipe, follow_recipe, recall, take_over
 from accel.search.trying import consider, say_what_does_not_apply_anyway
+
+_GLANCE = 2
+"""Steps after which the host is looked at for the first time, if they take long enough."""
 
 
 def decisions(state: SearchState) -> Decisions:
@@ -56,19 +60,32 @@ def _decide(state: SearchState) -> Decisions:
 
 def _observe(state: SearchState) -> Decisions:
     """Measure the plain loop, and try what an earlier run has found, or else the recipe."""
+    if watching(state):
+        yield from _glance(state)
     yield from look(state)
     if state.replay is not None:
         return
     if beginning := outlook.beginning(state):
         state.say(beginning)
-    was_remembered = yield from recall(state)
+    yield from recall(state)
     yield from follow(state)
-    if not was_remembered:
-        yield from begin_recipe(state)
     if not state.plan:
         yield from _begin_affordably(state)
         yield from follow(state)
     say_what_does_not_apply_anyway(state)
+
+
+def _glance(state: SearchState) -> Decisions:
+    """Look at the host first of all: where threads wait for each other, steps are too slow to observe many."""
+    result = yield from look(state, steps=_GLANCE)
+    if result.load is None and state.plain_ms > 0:
+        rest = min(state.pace.recheck, math.ceil(SHORTEST_LOOK_S / state.plain_s))
+        yield from act(state, Action(plan={}, rest=rest, steps=1))
+    if has_news(state):
+        state.recollection.recall()
+        remembered = state.recollection.choices(state.candidates)
+        if all(state.candidates[name].comparison.order for name in remembered):  # else that comes first, as a whole
+            yield from follow(state)
 
 
 def _begin_affordably(state: SearchState) -> Decisions:

@@ -78,7 +78,7 @@ def reopen_verdicts(state: SearchState) -> None:
     """
     for candidate in state.candidates.values():
         is_out = candidate.stage is CandidateStage.DECIDED and candidate.name not in state.plan
-        if not is_out or candidate.times_reopened >= _MOST_TIMES or candidate.before is not None:
+        if not is_out or candidate.times_reopened >= _MOST_TIMES:
             continue
         candidate.judged_ms = candidate.judged_ms or candidate.row.before_ms or state.step_s * 1e3
         if candidate.judged_ms >= _SHORTER * state.step_s * 1e3 and _may_matter(state, candidate):

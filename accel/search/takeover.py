@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
 from functools import partial
 
 from accel.profiler.trial_driver import TrialResult
 from accel.search import costs, priority, verdicts
-from accel.search.actions import Action, Decisions, Result
+from accel.search.actions import Decisions
 from accel.search.experiment import charged_to, check, check_whole, close, has_news, look
 from accel.search.plan import Choices
 from accel.search.recipes import Recipe
@@ -32,8 +31,8 @@ def take_over(state: SearchState, choices: Choices) -> Decisions:
             verdicts.decide(state, candidate, "kept", "taken over from the plan, without a trial")
 
 
-def recall(state: SearchState) -> Generator[Action, Result, bool]:
-    """Try what an earlier run has found as a whole, if anything; unless it is shown to be faster, it is undone.
+def recall(state: SearchState) -> Decisions:
+    """Try what an earlier run has found, as a whole, or else the recipe; unless it is shown to be faster, it is undone.
 
     What has a trial of its own kind is tried by that: before the rest, or in its turn.
     """
@@ -48,7 +47,8 @@ def recall(state: SearchState) -> Generator[Action, Result, bool]:
     if suggested := _affordable_part(state, whole):
         memory.begin_check([name for name in whole if name not in suggested])
         yield from _check_suggested(state, suggested, memory)
-    return bool(plan)
+    elif not plan:
+        yield from _begin_recipe(state)
 
 
 def _try_what_comes_first(state: SearchState, plan: Choices) -> Decisions:
@@ -74,7 +74,7 @@ def _affordable_part(state: SearchState, plan: Choices) -> Choices:
 # -- the recipe --------------------------------------------------------------------------------------------------------
 
 
-def begin_recipe(state: SearchState) -> Decisions:
+def _begin_recipe(state: SearchState) -> Decisions:
     """Try the recipe at once, if a check of it is no dearer than a second; else what of it is free.
 
     At this time the share of the run that the search may cost is next to nothing.

@@ -11,7 +11,6 @@ import pytest
 
 import accel
 from accel import strategies
-from accel.errors import InvalidArgument
 from accel.search.plan import Plan
 from tests import warm
 from tests.accel.loops import (
@@ -202,11 +201,6 @@ def test_other_arguments_and_other_models_have_files_of_their_own(only_quick: No
     model, loader, optimizer = accel.optimize(*make(kind=Wider), allow="exact", budget=60)
     advance_until(training(model, loader, optimizer), settled(model))
     assert len(list(cache.iterdir())) == 3
-
-
-def test_cache_must_be_true_or_false() -> None:
-    with pytest.raises(InvalidArgument, match=r"cache must be True or False, got 'x'; ACCEL_CACHE=FOLDER names"):
-        accel.optimize(*make(), cache="x")  # type: ignore[call-overload]
 
 
 SCRIPT = """

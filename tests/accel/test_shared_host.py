@@ -74,7 +74,7 @@ def test_beside_other_processes_it_is_tried_before_all_else_whatever_the_budget(
     tried = [name for action in machine.actions for name in {**action.plan, **(action.check or {})}]
     assert tried[0] == "threads"
     assert "threads" in controller.plan
-    assert machine.spent_s < 0.75 * machine.plain_s
+    assert machine.spent_s < 0.7 * machine.plain_s
     assert controller.rows["threads"].why.endswith("beside other processes that keep 1.0 of 2 cores busy")
     (line,) = [line for line in said if "until they leave" in line]
     assert line == "other processes keep the machine busy: threads 1 until they leave"

@@ -1,50 +1,13 @@
-"""Wrong uses that people make: each is refused at once, with what must hold, what was found, and what to do."""
+"""Commands that people mistype: each is refused at once, with what must hold, what was found, and what to do."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from torch import nn
 
-import accel
-from accel import entry
 from accel.commands.cli import main
-from accel.errors import AccelError
-from tests.accel.loops import Net, advance, make, training
-
-model, loader, optimizer = make()
-
-
-@pytest.mark.parametrize(
-    ("use", "invariant", "value", "remedy"),
-    [
-        (lambda: accel.optimize([model, Net()], loader), "model must be a torch.nn.Module", "a list", "for each"),
-        (lambda: accel.optimize(model.parameters(), loader), "a torch.nn.Module", "a generator", "pass the module"),
-        (lambda: accel.optimize(model, "train"), "an iterable of batches", "a str", "pass the DataLoader"),
-        (lambda: accel.optimize(model, {"train": loader}), "an iterable of batches", "a dict", "pass the DataLoader"),
-        (lambda: accel.optimize(model, loader, loader), "a torch.optim.Optimizer", "a DataLoader", "leave it out"),
-        (lambda: accel.optimize(nn.Linear(2, 2), loader, optimizer), "parameters of the model", "none of", "make it"),
-        (lambda: accel.optimize(model, loader, budget="10 minutes"), "a time or a share", "'10 minutes'", '"2m"'),
-        (lambda: accel.optimize(model, loader, budget="1:30"), "a time or a share", "'1:30'", '"90s"'),
-        (lambda: accel.optimize(model, loader, report=3), "report must be a path", "got 3", "None for"),
-        (lambda: accel.optimize(model, loader, report=__file__ + "/a.json"), "a folder, a .json", "a.json", "another"),
-        (lambda: accel.optimize(model, loader, report="run.txt"), "a folder, a .json or a .html", "run.txt", "another"),
-        (lambda: accel.optimize(model, loader, cache="runs"), "True or False", "'runs'", "ACCEL_CACHE=FOLDER"),
-        (lambda: accel.optimize(model, loader, steps=9, epochs=1), "be given once", "steps=9 and epochs=1", "once"),
-        (lambda: accel.explain(Net()), "passed to accel.optimize", "Net", "Pass the object"),
-    ],
-)  # fmt: skip
-def test_a_wrong_call_is_refused_with_invariant_value_and_remedy(
-    use: Callable[[], Any], invariant: str, value: str, remedy: str
-) -> None:
-    with pytest.raises(AccelError) as caught:
-        use()
-    assert all(part in str(caught.value) for part in (invariant, value, remedy)), caught.value
-    assert entry.optimized(model) is None
 
 
 @pytest.mark.parametrize(
@@ -74,24 +37,3 @@ def test_a_wrong_command_is_refused_with_invariant_value_and_remedy(
     done = CliRunner().invoke(main, arguments.split(), prog_name="accel")
     assert done.exit_code == 2 and "ran" not in done.stdout
     assert all(part in done.stderr for part in (invariant, value, remedy)), done.stderr
-
-
-def test_an_iterator_that_is_exhausted_is_named_when_the_run_ends(
-    only_quick: None, capsys: pytest.CaptureFixture[str]
-) -> None:
-    own, batches, stepped = make()
-    iterator = iter(batches)
-    list(iterator)
-    _, loop, _ = accel.optimize(own, iterator, stepped, budget=60)
-    assert list(loop) == []
-    entry._at_exit()
-    told = capsys.readouterr().err
-    assert "no training step of Net was seen; iterate the loader that optimize returned" in told
-
-
-def test_a_loader_passed_twice_is_the_same_loader(only_quick: None) -> None:
-    own, batches, stepped = make()
-    _, once, _ = accel.optimize(own, batches, stepped, budget=60)
-    assert accel.optimize(own, once, stepped, budget=60)[1] is once
-    advance(training(own, once, stepped), 2)
-    accel.undo(own)
