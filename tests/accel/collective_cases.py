@@ -23,7 +23,6 @@ import accel.compile.compiled_draws as draws
 import accel.run.ranks
 from accel import entry
 from accel.guard.together import OutOfStep
-from accel.search import outlook
 from accel.search.plan import Plan, fingerprint
 
 STEPS = 30
@@ -99,7 +98,6 @@ def train(
     accumulate: int = 1,
 ) -> dict[str, Any]:
     """Train under a plan, or plainly; tell what was on, what was said of it, and what is left."""
-    outlook.is_crowded = lambda diagnosis: False  # type: ignore[assignment]
     torch.manual_seed(0)
     model = wrap(Images())
     prepare(rank)
@@ -195,7 +193,6 @@ class Samples(Dataset[tuple[Tensor, Tensor]]):
 
 def fed(rank: int, world: int, choices: dict[str, Any] | None) -> dict[str, Any]:
     """Train on each rank's shard, dealt anew in each epoch; tell which samples came, and what is left."""
-    outlook.is_crowded = lambda diagnosis: False  # type: ignore[assignment]
     torch.manual_seed(0)
     model: Any = wrapped(Images())
     data = Samples()
@@ -293,7 +290,6 @@ def schedule(rank: int, world: int, seed: int) -> dict[str, Any]:
     chance = random.Random(seed)
     kind, wrap = KINDS[seed % 4], (wrapped, sharded)[seed // 4 % 2]
     whose, at, compiled = chance.randrange(world), chance.randrange(5, 150), 0
-    outlook.is_crowded = lambda diagnosis: False  # type: ignore[assignment]
     plainly(rank)
     torch.compiler.reset()
     telling: list[str] = []
