@@ -14,8 +14,14 @@ from accel.search.actions import Action, Decisions
 from accel.search.experiment import Interrupted, act, close, has_news, look, watching
 from accel.search.holding import follow, hold
 from accel.search.state import BatchGrowth, CandidateStage, SearchState
-from accel.search.takeover import affordable_recipe, follow_recipe, recall, take_over
-from accel.search.trying import consider, say_what_does_not_apply_anyway
+from accel.search.trying import (
+    affordable_recipe,
+    consider,
+    follow_recipe,
+    recall,
+    say_what_does_not_apply_anyway,
+    take_over,
+)
 
 _GLANCE = 2
 """Steps after which the host is looked at for the first time, if they take long enough."""

@@ -199,7 +199,7 @@ def test_an_optimizer_for_each_parameter_makes_no_steps_of_its_own(only_quick: N
 
 
 def test_the_short_last_batch_is_not_taken_for_all_of_them(only_quick: None) -> None:
-    _, report = train(cycled, steps=800)
+    _, report = train(cycled, steps=500)
     assert report.samples_per_step == 8 and not any("searching again" in event.text for event in report.events)
 
 
@@ -210,7 +210,7 @@ def test_a_validation_on_another_optimized_loader_is_no_request(only_quick: None
     model, loader, optimizer = accel.optimize(model, loader, optimizer, budget=60)
     model, held_out, optimizer = accel.optimize(model, held_out, optimizer, budget=60)
     batches = list(loader)
-    for _ in range(60):
+    for _ in range(30):
         for x, target in batches:
             step(model, optimizer, x, target)
         with torch.no_grad() if within else contextlib.nullcontext():
@@ -218,7 +218,7 @@ def test_a_validation_on_another_optimized_loader_is_no_request(only_quick: None
                 with torch.no_grad():
                     model(x)
     session = accel.entry.MODELS[model].session
-    assert session.steps > 500 and session.events.loader.moves == 0
+    assert session.steps > 200 and session.events.loader.moves == 0
     assert accel.explain(model).plan == {"quick": None}
 
 

@@ -126,7 +126,7 @@ def test_what_comes_and_goes_is_believed_less_each_time() -> None:
     assert sum(starts) < 10
 
 
-@settings(max_examples=examples(40), deadline=None)
+@settings(max_examples=examples(24), deadline=None)
 @given(
     spans=st.lists(st.integers(50, 6000), min_size=1, max_size=12),
     noise=st.sampled_from([0.0, 0.05, 0.2]),

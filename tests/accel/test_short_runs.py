@@ -124,7 +124,7 @@ def test_the_verdict_on_an_earlier_setting_stands_where_the_next_one_is_cut_shor
     noise=st.floats(0.0, 0.05),
     seed=st.integers(0, 1000),
 )
-@settings(max_examples=examples(60), deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 def test_at_no_moment_has_accel_cost_more_than_a_small_share(
     stall_s: float, gain: float, startup_s: float, noise: float, seed: int
 ) -> None:
