@@ -344,7 +344,7 @@ FAULTS = [
         "never_looks_again",
         "search",
         "does not notice that the plan has become slower",
-        "accel.search.holding:StepLevel.add",
+        "accel.search.controller:StepLevel.add",
         returns(""),
         ("tests/accel/test_step_level.py", *_CONTROLLER),
     ),
