@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset, RandomSampler, SequentialSampler
 
 import accel
-from accel import startup
+from accel import entry, startup
 from accel.run import Run
 from accel.script.training import ScriptTraining
 from accel.session.session import Session
@@ -189,7 +189,7 @@ def settled(model: nn.Module) -> Callable[[], bool]:
     """Return a condition: the search is over. A report of each step would take as long as the step."""
 
     def is_settled() -> bool:
-        record = accel.entry.MODELS[model]
+        record = entry.MODELS[model]
         return record.session.alive and not record.journal._controller.searching
 
     return is_settled

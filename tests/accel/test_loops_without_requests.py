@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import accel
-from accel import strategies
+from accel import entry, strategies
 from accel.profiler.loop.steps import UNFED_AFTER
 from accel.run import Run
 from tests.accel import loops
@@ -131,7 +131,7 @@ def test_what_is_being_tried_when_the_requests_end_does_not_stay_on(monkeypatch:
     play_clock(monkeypatch.setattr)
     model, loader, optimizer = make()
     model, loader, optimizer = accel.optimize(model, loader, optimizer, budget=60)
-    session = accel.entry.MODELS[model].session
+    session = entry.MODELS[model].session
 
     while not session.active:
         for x, target in loader:
@@ -184,7 +184,7 @@ def test_batches_that_another_thread_takes_are_requests(only_quick: None) -> Non
     for _ in range(12):
         for x, target in threaded(loader):
             step(model, optimizer, x, target)
-    assert accel.entry.MODELS[model].session.events.rule.is_fed
+    assert entry.MODELS[model].session.events.rule.is_fed
 
 
 def test_an_optimizer_for_each_parameter_makes_no_steps_of_its_own(only_quick: None) -> None:
@@ -195,7 +195,7 @@ def test_an_optimizer_for_each_parameter_makes_no_steps_of_its_own(only_quick: N
         loss_of(model(x), target).backward()
         for optimizer in optimizers:
             optimizer.step()
-    assert accel.explain(model).steps <= 13 and accel.entry.MODELS[model].session.events.rule.is_fed
+    assert accel.explain(model).steps <= 13 and entry.MODELS[model].session.events.rule.is_fed
 
 
 def test_the_short_last_batch_is_not_taken_for_all_of_them(only_quick: None) -> None:
@@ -217,7 +217,7 @@ def test_a_validation_on_another_optimized_loader_is_no_request(only_quick: None
             for x, _ in held_out:
                 with torch.no_grad():
                     model(x)
-    session = accel.entry.MODELS[model].session
+    session = entry.MODELS[model].session
     assert session.steps > 200 and session.events.loader.moves == 0
     assert accel.explain(model).plan == {"quick": None}
 
@@ -301,7 +301,7 @@ def test_batches_that_are_taken_without_gradients_are_requests(only_quick: None)
             for x, target in augmented(followed):
                 step(model, optimizer, x, target)
                 step(model, optimizer, x, target)
-    session = accel.entry.MODELS[model].session
+    session = entry.MODELS[model].session
     assert session.events.rule.is_fed and session.events.loader.moves >= 2
     assert session.steps <= 3 * 4 * 13
 
@@ -313,7 +313,7 @@ def test_many_updates_with_each_of_few_batches_go_on_step_by_step(only_quick: No
         for x, target in itertools.islice(loader, 4):
             for _ in range(120):
                 step(model, optimizer, x, target)
-        record = accel.entry.optimized(model)
+        record = entry.optimized(model)
         assert record is None or record.session.steps > 4 * 40
 
     assert_trains_the_same(train)

@@ -15,7 +15,7 @@ from torch.distributions import Normal
 from torch.utils.data import DataLoader, TensorDataset
 
 import accel
-from accel import strategies
+from accel import entry, strategies
 from accel.profiler.loop import backward
 from accel.profiler.loop.optimizers import followed_by
 from accel.strategies.fused_optimizer import FusedOptimizer
@@ -131,7 +131,7 @@ def test_batches_that_another_thread_takes_end_no_step(only_quick: None, capsys:
                 optimizer.zero_grad()
                 loss_of(model(x), target).backward()
                 optimizer.step()
-        record = accel.entry.optimized(model)
+        record = entry.optimized(model)
         assert record is None or record.session.steps <= 2
 
     assert_trains_the_same(train)
