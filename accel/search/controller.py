@@ -16,7 +16,7 @@ from accel.profiler.trial import Verdict
 from accel.run.host_load import SHORTEST_LOOK_S, HostLoad
 from accel.search import costs, outlook, priority, verdicts
 from accel.search.actions import Action, Decisions, Result
-from accel.search.experiment import Interrupted, act, close, has_news, look, trial, watching
+from accel.search.experiment import Interrupted, act, ask_for_more, close, has_news, look, trial, watching
 from accel.search.plan import Choices
 from accel.search.state import BatchGrowth, Candidate, CandidateStage, SearchState
 from accel.search.trying import (
@@ -217,7 +217,7 @@ def _hold(state: SearchState) -> Decisions:
     gap = state.pace.recheck  # from one later check by the guard to the next: ever larger
     next_check = state.steps + gap
     while True:
-        yield from outlook.ask_for_more(state)
+        yield from ask_for_more(state)
         if state.plan and state.steps >= next_check:
             yield from _check_again(state)
             gap *= 2

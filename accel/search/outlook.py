@@ -1,7 +1,4 @@
-"""What a report says of a search: what limits the run, whether there is a verdict yet, and what more there would be.
-
-The last is by how much a step would be shorter with what the user's level leaves out, which never runs.
-"""
+"""What a report says of a search: what limits the run, whether there is a verdict yet, and what more there would be."""
 
 from __future__ import annotations
 
@@ -10,8 +7,6 @@ import math
 from accel.profiler.bottleneck import Bottleneck
 from accel.report import Report
 from accel.search import costs
-from accel.search.actions import Action, Decisions
-from accel.search.experiment import act
 from accel.search.state import Candidate, SearchState
 
 _SILENT_S = 60.0
@@ -32,10 +27,8 @@ _DEVICES = ("cuda", "cpu with AMX")
 """Kinds of device with arithmetic for them."""
 _MOSTLY = 0.5
 """Share of the plain step that the model's calls must take."""
-_LEAST = 1.1
+LEAST = 1.1
 """Gain that is worth a sentence."""
-_MOST = 0.95
-"""Share of a step that replays may seem to save at most."""
 
 
 def is_crowded(state: SearchState) -> bool:
@@ -98,29 +91,8 @@ def why_open(state: SearchState) -> tuple[str, str]:
     return "trials were under way", longer
 
 
-def ask_for_more(state: SearchState) -> Decisions:
-    """Replay the recorded call plainly and with each of these, once the budget allows for it, and note the gain."""
-    for candidate in _left_out(state):
-        if not costs.affordable(state, costs.check_s(state, candidate)):
-            continue
-        was_out_of_turn, state.is_out_of_turn = state.is_out_of_turn, True  # what it takes is a cost of the search
-        try:
-            check = {candidate.name: candidate.settings()[0]}
-            result = yield from act(state, Action(plan=state.plan, steps=state.pace.guard, check=check))
-        finally:
-            state.is_out_of_turn = was_out_of_turn
-        name, finding = candidate.name, result.finding
-        plain_s, with_s = (0.0, 0.0) if finding is None else finding.replays_s
-        saved = min(_MOST, (plain_s - with_s) / state.plain_s)
-        state.offers[name] = round(1 / (1 - saved), 2) if plain_s > 0 and not (finding and finding.problem) else 1.0
-        if state.offers[name] < _LEAST:
-            continue
-        why = f"replays of the call would make a step about {state.offers[name]:.1f}x as fast"
-        state.note(f"{name} is left out by allow=; {why}")
-
-
-def _left_out(state: SearchState) -> list[Candidate]:
-    """Return what has not been asked, where most of the step is the model's own work in fp32."""
+def left_out(state: SearchState) -> list[Candidate]:
+    """Return what `allow` leaves out and has not been asked, where most of the step is the model's own work in fp32."""
     if state.device not in _DEVICES or state.replay is not None or state.plain_ms <= 0:
         return []
     if state.plain_diagnosis.share(Bottleneck.COMPUTE) < _MOSTLY:
@@ -132,7 +104,7 @@ def _left_out(state: SearchState) -> list[Candidate]:
 def offers_of(state: SearchState) -> dict[str, float]:
     """Return number format → what it would gain, the largest first, as far as the user's level leaves that out."""
     offers = sorted(state.offers.items(), key=lambda offer: -offer[1])
-    return {_FORMATS[name]: gain for name, gain in offers if gain >= _LEAST}
+    return {_FORMATS[name]: gain for name, gain in offers if gain >= LEAST}
 
 
 def limit(report: Report, state: SearchState) -> None:
