@@ -274,7 +274,7 @@ def _next_look(state: SearchState, level: StepLevel, next_check: int, step_s: fl
 
 
 def _waits_no_more(state: SearchState) -> bool:
-    """Tell whether something that waited can be tried now; what turns out not to apply waits no more."""
+    """Tell whether something that waited can be tried now; what does not apply waits no more."""
     for candidate in state.pending():
         if candidate.stage is CandidateStage.QUEUED or priority.can_be_tried(state, candidate):
             return True
@@ -348,9 +348,10 @@ def _retry(
 
 # -- out of turn -------------------------------------------------------------------------------------------------------
 #
-# What a strategy's own watch of the host wants: tried when other processes come, done without when they leave. Neither
-# the budget nor an earlier verdict holds that up: the one is for gains that may not come, the other was found under
-# another load. Only making once more what is made for calls as they are, such as a compiled graph, must be affordable.
+# What a strategy's own watch of the host wants: tried when other processes come, done without when
+# they leave. Neither the budget nor an earlier verdict holds that up: the one is for gains that may
+# not come, the other was found under another load. Only making once more what is made for calls as
+# they are, such as a compiled graph, must be affordable.
 
 
 def _follow(state: SearchState) -> Decisions:

@@ -128,7 +128,7 @@ def look(state: SearchState, *, rest: int = 0, steps: int = 0) -> Generator[Acti
 
 
 def ask_for_more(state: SearchState) -> Decisions:
-    """Replay the recorded call plainly and with what the user's level leaves out, and note what that would gain.
+    """Replay the recorded call plainly and with what `allow` leaves out; note what that would gain.
 
     It never runs, and is not asked before the budget allows for it.
     """

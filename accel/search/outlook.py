@@ -1,4 +1,4 @@
-"""What a report says of a search: what limits the run, whether there is a verdict yet, and what more there would be."""
+"""What a report says of a search: what limits the run, whether there is a verdict, what more there would be."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def why_open(state: SearchState) -> tuple[str, str]:
 
 
 def left_out(state: SearchState) -> list[Candidate]:
-    """Return what `allow` leaves out and has not been asked, where most of the step is the model's own work in fp32."""
+    """Return what `allow` leaves out and has not been asked, where most of a step is the model's."""
     if state.device not in _DEVICES or state.replay is not None or state.plain_ms <= 0:
         return []
     if state.plain_diagnosis.share(Bottleneck.COMPUTE) < _MOSTLY:

@@ -232,7 +232,7 @@ def take_over(state: SearchState, choices: Choices) -> Decisions:
 
 
 def recall(state: SearchState) -> Decisions:
-    """Try what an earlier run has found, as a whole, or else the recipe; unless it is shown to be faster, it is undone.
+    """Try what an earlier run has found as a whole, or else the recipe; undo what is not shown to be faster.
 
     What has a trial of its own kind is tried by that: before the rest, or in its turn.
     """

@@ -1,7 +1,8 @@
 """Turn the loop's events into steps, and mark their times on the clock.
 
-The loader reports when a batch is requested and delivered, the optimizers when an update begins and the gate when the
-model is called (`model_events`). Where a step ends is the rule of `profiler/loop/steps.py`.
+The loader reports when a batch is requested and delivered, the optimizers when an update begins
+and the gate when the model is called (`model_events`). Where a step ends is the rule of
+`profiler/loop/steps.py`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """The steps of an action: which are measured, and what the profiler observes in them.
 
-Measured are those that are like most others, or, in an action that counts one, those of an epoch. An epoch's first step
-includes starting the loader, and its last may have fewer samples. Where every epoch has one batch, or batches differ in
-size, as those of a token budget do, nothing can be told apart, and every step counts.
+Measured are those that are like most others, or, in an action that counts one, those of an epoch.
+An epoch's first step includes starting the loader, and its last may have fewer samples. Where every
+epoch has one batch, or batches differ in size, as those of a token budget do, nothing can be told
+apart, and every step counts.
 """
 
 from __future__ import annotations
@@ -191,11 +192,11 @@ class ActionSteps:
 
 
 class Observation:
-    """Observe some steps: the profiler's evidence on what the controller wants diagnosed, as in `accel profile`.
+    """Observe some steps that the controller wants diagnosed: the evidence is that of `accel profile`.
 
-    Only while it is open: a wrapper around the backward pass, DDP's own timers, the training thread's CPU times from
-    the system, read when a batch is requested and delivered, and on a GPU an event at each mark and wrappers around
-    copies to it. Once it is closed, steps cost nothing more.
+    Only while it is open: a wrapper around the backward pass, DDP's own timers, the training thread's
+    CPU times from the system, read when a batch is requested and delivered, and on a GPU an event at
+    each mark and wrappers around copies to it. Once it is closed, steps cost nothing more.
 
     Args:
         clock: receives the times of the backward pass.

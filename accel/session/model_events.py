@@ -1,4 +1,4 @@
-"""The calls of the user's model, the backward passes and the updates: timed, recorded for the guard, checked."""
+"""The model's calls, the backward passes and the updates: timed, recorded for the guard, checked."""
 
 from __future__ import annotations
 
