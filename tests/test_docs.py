@@ -17,9 +17,8 @@ from accel import entry, strategies
 from accel.guard.guard import Tolerance
 from accel.profiler.trial import TrialConfig
 from accel.report import model as report
-from accel.search import outlook
-from accel.search.pace import Pace
 from accel.search.plan import Plan
+from accel.search.state import Pace
 from accel.strategies import Exactness
 from tests import warm
 from tests.accel.loops import QUIET
@@ -133,9 +132,8 @@ def test_some_blocks_run() -> None:
 
 
 def test_the_strategy_of_the_manual_gets_a_verdict_and_is_taken_back(
-    registry: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    registry: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(outlook, "is_crowded", lambda diagnosis: False)  # or the example's few steps are waited away
     before = torch.backends.mkldnn.matmul.fp32_precision
     code = next(code for _, _, code in code_blocks() if "CpuBf16Products" in code)
     torch.set_num_threads(1)

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from accel.profiler.host import has_amx, usable_cores
 from accel.profiler.loop.optimizers import Optimizers
 from accel.profiler.trees import shape_of, tensors
+from accel.run import ranks
 from accel.run.layouts import order
 
 if TYPE_CHECKING:
@@ -169,6 +170,11 @@ class Run:
     def cuda(self) -> bool:
         """True when the model lives on an NVIDIA (or ROCm) device."""
         return self.device.type == "cuda"
+
+    @property
+    def has_ranks(self) -> bool:
+        """True when other processes take part in the training."""
+        return ranks.are_several()
 
     @property
     def device_kind(self) -> str:

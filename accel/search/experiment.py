@@ -11,7 +11,7 @@ from dataclasses import replace
 from accel.errors import AccelError
 from accel.profiler.trial import Outcome, TrialConfig, Verdict
 from accel.profiler.trial_driver import Block, Steps, TrialResult, drive, together
-from accel.search import costs, verdicts
+from accel.search import costs, outlook, verdicts
 from accel.search.actions import Action, Decisions, Result
 from accel.search.plan import Choices
 from accel.search.state import Candidate, CandidateStage, SearchState
@@ -19,6 +19,8 @@ from accel.strategies.trial_design import Terms, TrialDesign
 
 _PAIRS = 6
 """Pairs of blocks that a closing trial has at the least, and so a trial that stands for it."""
+_MOST_SAVED = 0.95
+"""Share of a step that replays may seem to save at most."""
 
 
 class Interrupted(AccelError):
@@ -123,6 +125,30 @@ def look(state: SearchState, *, rest: int = 0, steps: int = 0) -> Generator[Acti
         if result.seconds:
             state.plain_ms = state.reduce(result.seconds) * 1e3
     return result
+
+
+def ask_for_more(state: SearchState) -> Decisions:
+    """Replay the recorded call plainly and with what `allow` leaves out; note what that would gain.
+
+    It never runs, and is not asked before the budget allows for it.
+    """
+    for candidate in outlook.left_out(state):
+        if not costs.affordable(state, costs.check_s(state, candidate)):
+            continue
+        was_out_of_turn, state.is_out_of_turn = state.is_out_of_turn, True  # what it takes is a cost of the search
+        try:
+            check = {candidate.name: candidate.settings()[0]}
+            result = yield from act(state, Action(plan=state.plan, steps=state.pace.guard, check=check))
+        finally:
+            state.is_out_of_turn = was_out_of_turn
+        name, finding = candidate.name, result.finding
+        plain_s, with_s = (0.0, 0.0) if finding is None else finding.replays_s
+        saved = min(_MOST_SAVED, (plain_s - with_s) / state.plain_s)
+        state.offers[name] = round(1 / (1 - saved), 2) if plain_s > 0 and not (finding and finding.problem) else 1.0
+        if state.offers[name] < outlook.LEAST:
+            continue
+        why = f"replays of the call would make a step about {state.offers[name]:.1f}x as fast"
+        state.note(f"{name} is left out by allow=; {why}")
 
 
 def check(state: SearchState, candidate: Candidate, trial_plan: Choices) -> Generator[Action, Result, bool]:

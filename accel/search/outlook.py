@@ -1,13 +1,13 @@
-"""What a report says of a search: what limits the run, and whether there is a verdict yet."""
+"""What a report says of a search: what limits the run, whether there is a verdict, what more there would be."""
 
 from __future__ import annotations
 
 import math
 
+from accel.profiler.bottleneck import Bottleneck
 from accel.report import Report
-from accel.search import costs, priority
-from accel.search.offers import FORMATS, LEAST
-from accel.search.state import SearchState
+from accel.search import costs
+from accel.search.state import Candidate, SearchState
 
 _SILENT_S = 60.0
 """How long a run may be too young for a first trial without a word of that, s."""
@@ -20,6 +20,15 @@ _LIMITS = {
     "outside.evaluation": "evaluations",
 }
 """Cause → its name in the report, where the bottleneck's name would be mistaken for a phase of the step."""
+
+_FORMATS = {"autocast_bf16": "bfloat16", "tf32": "TF32"}
+"""Strategy → the format in which it computes, in words."""
+_DEVICES = ("cuda", "cpu with AMX")
+"""Kinds of device with arithmetic for them."""
+_MOSTLY = 0.5
+"""Share of the plain step that the model's calls must take."""
+LEAST = 1.1
+"""Gain that is worth a sentence."""
 
 
 def is_crowded(state: SearchState) -> bool:
@@ -45,9 +54,9 @@ def beginning(state: SearchState) -> str:
         return ""
     from_s = state.budget.allowed_from(spent=state.cost_s, expected=0.0, saved=state.saved_s)
     if costs.affordable(state, 0.0) or not state.lasted_s < from_s < math.inf:
-        when = (
-            "other processes keep the machine busy, and most trials wait" if is_crowded(state) else "trials begin now"
-        )
+        when = "trials begin now"
+        if is_crowded(state):
+            when += ", beside other processes that keep the machine busy"
     else:
         when = f'trials begin {from_s:.0f} s into the run; sooner: budget="30s" (accel run --budget 30s)'
     return f"following a loop of {state.plain_ms:.3g} ms a step, budget {state.budget.text}: {when}"
@@ -60,14 +69,14 @@ def why_open(state: SearchState) -> tuple[str, str]:
     if state.recollection.is_checking:
         return "the remembered plan was still being checked", "the next run checks it again"
     if is_crowded(state):
-        return "other processes kept the machine busy, and trials waited", "it takes a quieter machine"
+        return "other processes kept the machine busy, and trials took long", "it takes a quieter machine"
     left = [
         costs.expected_s(state, candidate)
         for candidate in state.candidates.values()
         if candidate.row.status == "not tried"
         and not state.recollection.postponed(candidate.name, state.elapsed_s)
         and not candidate.refusal()
-        and not priority.too_little(state, candidate)
+        and not candidate.comparison.too_little(state.anatomy_after, state.config.drop_gain)
     ]
     expected_s, longer = min(left, default=0.0), "a longer run decides"
     if state.budget.share < 1:
@@ -82,10 +91,20 @@ def why_open(state: SearchState) -> tuple[str, str]:
     return "trials were under way", longer
 
 
+def left_out(state: SearchState) -> list[Candidate]:
+    """Return what `allow` leaves out and has not been asked, where most of a step is the model's."""
+    if state.device not in _DEVICES or state.replay is not None or state.plain_ms <= 0:
+        return []
+    if state.plain_diagnosis.share(Bottleneck.COMPUTE) < _MOSTLY:
+        return []
+    named = (state.candidates[name] for name in _FORMATS if name in state.candidates and name not in state.offers)
+    return [each for each in named if each.row.status == "not allowed" and not each.refusal()]
+
+
 def offers_of(state: SearchState) -> dict[str, float]:
     """Return number format → what it would gain, the largest first, as far as the user's level leaves that out."""
     offers = sorted(state.offers.items(), key=lambda offer: -offer[1])
-    return {FORMATS[name]: gain for name, gain in offers if gain >= LEAST}
+    return {_FORMATS[name]: gain for name, gain in offers if gain >= LEAST}
 
 
 def limit(report: Report, state: SearchState) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from accel.profiler.bottleneck import Bottleneck
-from accel.search import costs
+from accel.search import costs, outlook
 from accel.search.state import Candidate, CandidateStage, SearchState
 
 _SHORTER = 1.25
@@ -20,9 +20,10 @@ def next_candidate(state: SearchState) -> Candidate | None:
     return min(queued, key=lambda candidate: rank(state, candidate), default=None)
 
 
-def rank(state: SearchState, candidate: Candidate) -> tuple[int, bool, bool, bool, bool, int, int]:
+def rank(state: SearchState, candidate: Candidate) -> tuple[int, bool, bool, bool, bool, bool, int, int]:
     """Return what sorts candidates: cheap ones first, and among them what treats the present bottleneck.
 
+    On a crowded machine what depends on other processes comes last: they may have left by then.
     What has a place of its own (`TrialDesign.order`) keeps that: a comparison by the guard can make the heap grow for
     good, and then it is too late to see what the allocator gives. A small network's plain steps took 77 ms before one,
     and 46 after it.
@@ -33,6 +34,7 @@ def rank(state: SearchState, candidate: Candidate) -> tuple[int, bool, bool, boo
     return (
         candidate.comparison.order,
         candidate.at_length or bool(state.recollection.lost(candidate.name)),
+        candidate.comparison.depends_on_host and outlook.is_crowded(state),
         costs.is_dear(candidate),
         candidate.name not in [finding.strategy for finding in findings],
         candidate.is_compared,
@@ -68,20 +70,6 @@ def too_little(state: SearchState, candidate: Candidate) -> str:
     return candidate.comparison.too_little(state.anatomy_after, state.config.drop_gain)
 
 
-def is_urgent(state: SearchState, candidate: Candidate) -> bool:
-    """Tell whether what it can shorten is so much of the step that its gain stands out from any noise."""
-    return (candidate.comparison.share(state.anatomy_after) or 0.0) >= state.pace.urgent
-
-
-def shows_when_crowded(state: SearchState, candidate: Candidate) -> bool:
-    """Tell whether its gain shows beside other processes: it doesn't depend on them, or is large."""
-    if is_urgent(state, candidate):
-        return True
-    comparison = candidate.comparison
-    is_free = not comparison.depends_on_host and not costs.is_dear(candidate) and comparison.order <= 0
-    return is_free and not too_little(state, candidate)
-
-
 def reopen_verdicts(state: SearchState) -> None:
     """Let candidates that were not kept have their turn again where what they save may matter by now.
 
@@ -90,7 +78,7 @@ def reopen_verdicts(state: SearchState) -> None:
     """
     for candidate in state.candidates.values():
         is_out = candidate.stage is CandidateStage.DECIDED and candidate.name not in state.plan
-        if not is_out or candidate.times_reopened >= _MOST_TIMES or candidate.before is not None:
+        if not is_out or candidate.times_reopened >= _MOST_TIMES:
             continue
         candidate.judged_ms = candidate.judged_ms or candidate.row.before_ms or state.step_s * 1e3
         if candidate.judged_ms >= _SHORTER * state.step_s * 1e3 and _may_matter(state, candidate):

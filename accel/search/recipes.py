@@ -1,7 +1,7 @@
 """What an expert would switch on at once, as far as the project's records bear it out.
 
 `recipes.json` is written by `python -m benchmarks.recipes` from the recorded results; a test compares the two. A recipe
-is a suggestion, as a plan is that an earlier run has found: `accel.search.takeover` checks and tries it as a whole.
+is a suggestion, as a plan is that an earlier run has found: `accel.search.trying` checks and tries it as a whole.
 """
 
 from __future__ import annotations

@@ -33,8 +33,8 @@ from accel.profiler.evidence import Evidence
 from accel.profiler.interruptions import ours
 from accel.profiler.trial import Outcome, TrialConfig
 from accel.report import Event, StrategyRow
+from accel.run.host_load import SHORTEST_LOOK_S, HostLoad
 from accel.search.budget import Budget
-from accel.search.pace import Pace
 from accel.search.plan import Choices
 from accel.search.recipes import Recipe
 from accel.search.remembered import PlanMemory, RememberedPlan
@@ -48,6 +48,13 @@ _NOT_ASKED = "the other ranks are about to prepare it"
 _ALIKE = 3.0
 """Times as large a batch, or as small, for which a plan is not searched for again. When each change of the batch did
 that, the plan went, and a gain of 8 % with it for seconds."""
+
+_FEWEST = 5
+"""Steps that an action measures at the least."""
+_LOOKING = 0.005
+"""Share of the time that looks at the host may take."""
+_IDLE = 10
+"""Times the usual rest, while nothing is on or waits: steps may be longer by then."""
 
 
 class CandidateStage(Enum):
@@ -173,6 +180,55 @@ class Candidate:
         if self.ruled_out is not None:
             row.status, row.why = self.ruled_out  # type: ignore[assignment]
         return row
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pace:
+    """The controller's step counts."""
+
+    observe: int = 12
+    """Plain steps before anything is tried."""
+    guard: int = 2
+    """Steps whose replays must agree before a candidate runs for real; two, so that a stale input shows."""
+    hold: int = 50
+    """Steps in which a finished plan is measured at a time."""
+    rest: int = 150
+    """Steps between two such measurements, in which nothing is measured."""
+    recheck: int = 250
+    """Steps from the end of the search to the guard's next check; the interval then doubles."""
+    patience: int = 250
+    """Steps that the search waits for the budget before it ends; what waits for longer is tried later."""
+    confirm: int = 2
+    """Further batches with which the guard's later check must fail before the plan is undone: of a small network near
+    its end, gradients in bfloat16 were 1.3 % too long or too short (standard deviation), with no direction."""
+    reopenings: int = 3
+    """How often the search may begin again; a batch shape that never settles would keep it searching."""
+    look_s: float = 5.0
+    """From one look at the host's load to the next, s, where that matters."""
+    slower: float = 1.10
+    """A plan whose step has become this much slower, three medians in a row, is tried again."""
+
+    def until_look(self, load: HostLoad | None) -> float:
+        """Return how long after a look at the host the next one is due, s; soon if it could not be told."""
+        return SHORTEST_LOOK_S if load is None else max(self.look_s, load.took_s / _LOOKING)
+
+    def hold_steps(self, step_s: float, steps: int) -> tuple[int, int]:
+        """Return the steps to measure, and those of the rest before them, so that the next look is in time.
+
+        Args:
+            steps: to measure otherwise.
+        """
+        most = math.ceil(self.look_s / max(step_s, 1e-6))
+        steps = min(steps, max(_FEWEST, most))
+        return steps, max(0, most - steps)
+
+    def idle_rest(self, step_s: float) -> int:
+        """Return the steps between two measurements while nothing is on or waits: only another loop is looked for.
+
+        Args:
+            step_s: what a step takes, s. Of a short one a measurement is a large part: 50 µs.
+        """
+        return max(self.rest, min(math.ceil(self.look_s / max(step_s, 1e-6)), _IDLE * self.rest))
 
 
 @dataclass

@@ -1,7 +1,8 @@
 """Turn the loop's events into steps, and mark their times on the clock.
 
-The loader reports when a batch is requested and delivered, the optimizers when an update begins (`updates`),
-the gate when the model is called (`calls`). Where a step ends is the rule of `profiler/loop/steps.py`.
+The loader reports when a batch is requested and delivered, the optimizers when an update begins
+and the gate when the model is called (`model_events`). Where a step ends is the rule of
+`profiler/loop/steps.py`.
 """
 
 from __future__ import annotations
@@ -18,13 +19,11 @@ from accel.profiler.loop import device
 from accel.profiler.loop.clock import StepClock
 from accel.profiler.loop.observers import LoopObserver
 from accel.profiler.loop.steps import StepRule
-from accel.run import Run, ranks
-from accel.session.calls import CallEvents
-from accel.session.observation import Observation
+from accel.run import Run
+from accel.session.measured_steps import ActionSteps, Observation
+from accel.session.model_events import CallEvents, UpdateEvents
 from accel.session.state import Mode, RunState, keeping_grad_mode
 from accel.session.training_loader import TrainingLoader, Usage
-from accel.session.updates import UpdateEvents
-from accel.session.usual import ActionSteps
 
 if TYPE_CHECKING:
     from accel.session.action_runner import ActionRunner
@@ -67,7 +66,7 @@ class StepEvents(LoopObserver):
         """The profiler's view of the present steps, if they are observed."""
         self.thread: int | None = None
         """The thread that trains, once it is known."""
-        self.rule = StepRule(lambda: bool(run.optimizers), lambda: ranks.are_several())
+        self.rule = StepRule(lambda: bool(run.optimizers), lambda: run.has_ranks)
         """Where a step ends."""
         self._epoch_is_new = False
         self._pass_began_at = -1
@@ -123,7 +122,7 @@ class StepEvents(LoopObserver):
         self.clock.restart(first=True)
         if self.state.mode is _MEASURING:
             self.device.begin_again()
-            if is_left and not ranks.are_several():  # its time is gone; ranks leave out the same steps
+            if is_left and not self.run.has_ranks:  # its time is gone; ranks leave out the same steps
                 self.measured.is_left_out = True
 
     def batch_requested(self) -> None:

@@ -9,7 +9,7 @@ from benchmarks.decisions.fault import Fault, is_now, property_becomes, result_b
 
 _METER = ("tests/profiler/test_host.py",)
 _SHARED = ("tests/accel/test_shared_host.py",)
-_WAITS = ("tests/accel/test_crowded_machine.py",)
+_CROWD = ("tests/accel/test_crowded_machine.py",)
 _NAMING = ("tests/profiler/test_naming.py", "tests/profiler/test_consistency.py")
 _JUDGING = ("tests/profiler/test_judging.py",)
 _TUNER = ("tests/dataio/test_rounds.py", "tests/dataio/test_tuner.py", "tests/dataio/test_tuner_machines.py")
@@ -62,18 +62,18 @@ FAULTS = [
     Fault(
         "search_sees_no_crowd",
         "crowd meter",
-        "searches beside any neighbour",
+        "measures under neighbours what depends on them",
         "accel.search.outlook:is_crowded",
         returns(False),
-        _WAITS,
+        _CROWD,
     ),
     Fault(
-        "search_always_waits",
+        "search_sees_a_crowd",
         "crowd meter",
-        "waits on a quiet machine",
+        "puts off what depends on neighbours that are not there",
         "accel.search.outlook:is_crowded",
         returns(True),
-        _WAITS,
+        _CROWD,
     ),
     Fault(
         "neighbours_unseen",

@@ -76,8 +76,8 @@ def _charges_another(right: Any) -> Any:
 
 
 def _dear_ones_first(rank: tuple[Any, ...]) -> tuple[Any, ...]:
-    order, at_length, is_dear, named, compared, *rest = rank
-    return (order, at_length, not is_dear, named, not compared, *rest)
+    order, at_length, crowded, is_dear, named, compared, *rest = rank
+    return (order, at_length, crowded, not is_dear, named, not compared, *rest)
 
 
 def _backwards(rank: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -344,7 +344,7 @@ FAULTS = [
         "never_looks_again",
         "search",
         "does not notice that the plan has become slower",
-        "accel.search.holding:StepLevel.add",
+        "accel.search.controller:StepLevel.add",
         returns(""),
         ("tests/accel/test_step_level.py", *_CONTROLLER),
     ),
@@ -401,7 +401,7 @@ FAULTS = [
         "remembered_untried",
         "remembered plans",
         "keeps a remembered plan that is no faster any more",
-        "accel.search.takeover:close",
+        "accel.search.trying:close",
         ends_with(None),
         _REMEMBERED,
     ),

@@ -23,10 +23,9 @@ import accel.compile.compiled_draws as draws
 import accel.run.ranks
 from accel import entry
 from accel.guard.together import OutOfStep
-from accel.search import outlook
 from accel.search.plan import Plan, fingerprint
 
-STEPS = 40
+STEPS = 30
 PATIENCE_S = 1.0
 VERSION = torch.__version__
 KINDS = ["killed", "stopped", "slow", "no room"]
@@ -99,7 +98,6 @@ def train(
     accumulate: int = 1,
 ) -> dict[str, Any]:
     """Train under a plan, or plainly; tell what was on, what was said of it, and what is left."""
-    outlook.is_crowded = lambda diagnosis: False  # type: ignore[assignment]
     torch.manual_seed(0)
     model = wrap(Images())
     prepare(rank)
@@ -195,7 +193,6 @@ class Samples(Dataset[tuple[Tensor, Tensor]]):
 
 def fed(rank: int, world: int, choices: dict[str, Any] | None) -> dict[str, Any]:
     """Train on each rank's shard, dealt anew in each epoch; tell which samples came, and what is left."""
-    outlook.is_crowded = lambda diagnosis: False  # type: ignore[assignment]
     torch.manual_seed(0)
     model: Any = wrapped(Images())
     data = Samples()
@@ -283,13 +280,18 @@ def failing_to_compile(rank: int) -> None:
     _compile(lambda: 1 / (1 - rank))
 
 
+def schedules(rank: int, world: int, seeds: list[int]) -> list[dict[str, Any]]:
+    """Do so for each, on the same ranks, of which none is killed."""
+    return [schedule(rank, world, seed) for seed in seeds]
+
+
 def schedule(rank: int, world: int, seed: int) -> dict[str, Any]:
     """Take a plan over while one rank is killed, stopped for a while, slow or out of memory, where chance puts it."""
     chance = random.Random(seed)
     kind, wrap = KINDS[seed % 4], (wrapped, sharded)[seed // 4 % 2]
     whose, at, compiled = chance.randrange(world), chance.randrange(5, 150), 0
-    outlook.is_crowded = lambda diagnosis: False  # type: ignore[assignment]
     plainly(rank)
+    torch.compiler.reset()
     telling: list[str] = []
     log = logging.Handler()
     log.emit = lambda record: telling.append(record.getMessage())  # type: ignore[method-assign]
@@ -305,7 +307,7 @@ def schedule(rank: int, world: int, seed: int) -> dict[str, Any]:
 
     _compile(before)
     torch.manual_seed(0)
-    model, loader = wrap(Images()), batches(rank, 200)
+    model, loader = wrap(Images()), batches(rank, 160)
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.02)
     began, ended = time.monotonic(), ""
     choices = {"torch_compile": "blocks" if wrap is sharded else "whole model"}
@@ -327,6 +329,7 @@ def schedule(rank: int, world: int, seed: int) -> dict[str, Any]:
     if not ended:
         found["weights"] = {name: _whole(weight) for name, weight in model.state_dict().items()}
     accel.undo(model)
+    logging.getLogger("accel").removeHandler(log)
     return found
 
 

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset, RandomSampler, SequentialSampler
 
 import accel
-from accel import startup
+from accel import entry, startup
 from accel.run import Run
 from accel.script.training import ScriptTraining
 from accel.session.session import Session
@@ -186,8 +186,13 @@ def in_trial() -> bool:
 
 
 def settled(model: nn.Module) -> Callable[[], bool]:
-    """Return a condition: the search is over."""
-    return lambda: accel.explain(model).state in ("done", "replayed")
+    """Return a condition: the search is over. A report of each step would take as long as the step."""
+
+    def is_settled() -> bool:
+        record = entry.MODELS[model]
+        return record.session.alive and not record.journal._controller.searching
+
+    return is_settled
 
 
 def go_to(phase: str, loop: Iterator[list[int]], model: nn.Module) -> int:
@@ -224,6 +229,20 @@ def plain_run_of(kind: type[nn.Module], steps: int, seed: int = 0, **options: An
     model, loader, optimizer = make(seed, kind)
     advance(training(model, loader, optimizer, **options), steps)
     return everything(model, optimizer)
+
+
+def assert_trains_the_same(train: Callable[[Any, Any, Any], object], *, of_the_optimizer: bool = True) -> None:
+    """A loop of the user's leaves the same behind with accel as without; it is passed model, loader and optimizer."""
+    left = []
+    for wraps in (False, True):
+        model, loader, optimizer = make()
+        if wraps:
+            passed = (optimizer,) if of_the_optimizer else ()
+            model, loader = accel.optimize(model, loader, *passed, allow="exact", budget=60)[:2]
+        train(model, loader, optimizer)
+        left.append(everything(model, optimizer))
+        accel.undo(model)
+    assert_same(*left)
 
 
 class Longer(torch.autograd.Function):

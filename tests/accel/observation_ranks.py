@@ -16,7 +16,17 @@ from accel.profiler.experiments import counterfactuals as experiments
 from accel.profiler.system.meters import DdpWait
 
 
-def exchanges(rank: int, world: int, every: int, synced: bool) -> float:
+def every_case(rank: int, world: int) -> dict[str, Any]:
+    """Return what each of these finds, one after the other."""
+    return {
+        "waits": waits(rank, world),
+        "exchanges": (exchanges(3, synced=True), exchanges(3, synced=False)),
+        "habits": habits(rank, world),
+        "without": without(rank, world),
+    }
+
+
+def exchanges(every: int, *, synced: bool) -> float:
     """Update after several batches, with an exchange after each or the last of them; return what was counted."""
     model = DistributedDataParallel(nn.Linear(4, 2))
     seen = DdpWait()

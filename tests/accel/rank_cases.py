@@ -16,7 +16,6 @@ from torch.nn.parallel import DistributedDataParallel
 import accel
 import accel.run.ranks
 from accel import entry, starting, strategies
-from accel.search import outlook
 from accel.strategies.trial_design import TrialDesign
 from tests.accel import loops
 from tests.accel.loops import Net, Quick, loss_of
@@ -66,7 +65,6 @@ def _noted() -> Iterator[dict[str, Any]]:
 
 
 def _prepare(patience_s: float = PATIENCE_S) -> None:
-    outlook.is_crowded = lambda diagnosis: False  # type: ignore[assignment]
     accel.run.ranks.PATIENCE_S = patience_s
     strategies.REGISTRY[:] = [Quick]
     loops.WAIT_S = 0.001

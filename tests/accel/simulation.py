@@ -19,8 +19,7 @@ from accel.run.host_load import HostLoad
 from accel.search.actions import Action, Result
 from accel.search.budget import Budget
 from accel.search.controller import decisions
-from accel.search.pace import Pace
-from accel.search.state import Candidate, SearchState
+from accel.search.state import Candidate, Pace, SearchState
 from accel.strategies.base import Exactness, Strategy
 from accel.strategies.trial_design import TrialDesign
 

@@ -398,11 +398,6 @@ def test_four_pairs_are_too_few_for_a_closing_trial() -> None:
     assert blocks_without(machine) == 4 + 6
 
 
-def test_a_large_gain_is_kept_after_four_pairs() -> None:
-    controller = simulate([candidate("good")], Machine(speed={"good": 1.5}, noise=0.02))
-    assert controller.rows["good"].why == "faster in 4 pairs of interleaved blocks"
-
-
 def test_what_a_finding_names_comes_before_what_treats_its_class() -> None:
     candidates = [candidate("other", treats=INPUT), candidate("loader_workers", treats=INPUT)]
     machine = Machine(data_share=0.8, thread=lambda step: QUIET)

@@ -287,7 +287,7 @@ def changes(draw: st.DrawFn) -> tuple[Times, Times]:
 
 
 @given(change=changes(), batches=st.integers(2, 40), rest=st.sampled_from([0, 3]))
-@settings(max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(32), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @example(change=(HIDDEN, HIDDEN._replace(device=0.05)), batches=40, rest=0)
 @example(change=(HIDDEN, HIDDEN._replace(device=0.5)), batches=40, rest=0)
 @example(change=(UNDER_WAY, UNDER_WAY._replace(device=0.08)), batches=4, rest=3)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import accel
-from accel import strategies
+from accel import entry, strategies
 from accel.profiler.loop.update_hooks import UPDATES
 from accel.search import priority
 from accel.strategies.fused_optimizer import FusedOptimizer
@@ -29,6 +29,7 @@ from tests.accel.loops import (
     advance,
     advance_until,
     assert_same,
+    assert_trains_the_same,
     everything,
     go_to,
     loss_of,
@@ -183,13 +184,10 @@ def test_training_mode_is_the_loop_s_own(only_quick: None) -> None:
 
 
 def test_forward_hooks_run_in_each_call(only_quick: None) -> None:
-    def run(optimized: bool) -> tuple[dict[str, Tensor], list[bool]]:
-        model, loader, optimizer = make()
+    def train(model: Any, loader: Any, optimizer: Any) -> None:
         seen: list[Tensor] = []
         model.register_forward_pre_hook(lambda module, args: (args[0] * 0.5,))
         model.register_forward_hook(lambda module, args, output: seen.append(output) or output * 2)
-        if optimized:
-            model, loader, optimizer = accel.optimize(model, loader, optimizer, allow="exact", budget=60)
         ran: list[bool] = []
 
         def loss(outputs: Tensor, target: Tensor) -> Tensor:
@@ -197,55 +195,47 @@ def test_forward_hooks_run_in_each_call(only_quick: None) -> None:
             return loss_of(outputs, target)
 
         advance(training(model, loader, optimizer, loss=loss), 180)
-        assert not optimized or accel.explain(model).rows[0].steps > 0
-        return everything(model, optimizer), ran
+        assert all(ran)
+        assert entry.optimized(model) is None or accel.explain(model).rows[0].steps > 0
 
-    plain, _ = run(False)
-    accelerated, ran = run(True)
-    assert all(ran)
-    assert_same(accelerated, plain)
+    assert_trains_the_same(train)
 
 
 def test_learning_rate_schedulers_work_as_before(only_quick: None) -> None:
-    def run(optimized: bool) -> tuple[dict[str, Tensor], float]:
-        model, loader, optimizer = make()
-        early = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
-        if optimized:
-            model, loader, optimizer = accel.optimize(model, loader, optimizer, allow="exact", budget=60)
-        late = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 400)
+    rates: list[float] = []
+
+    def train(model: Any, loader: Any, optimizer: Any) -> None:
+        schedulers = (
+            torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99),
+            torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 400),
+        )
         loop = training(model, loader, optimizer)
         for _ in range(180):
             next(loop)
-            early.step()  # warns, and so fails, if it does not see the optimizer's steps
-            late.step()
-        return everything(model, optimizer), optimizer.param_groups[0]["lr"]
+            for scheduler in schedulers:
+                scheduler.step()  # warns, and so fails, if it does not see the optimizer's steps
+        rates.append(optimizer.param_groups[0]["lr"])
 
-    plain, accelerated = run(False), run(True)
-    assert plain[1] == accelerated[1]
-    assert_same(accelerated[0], plain[0])
+    assert_trains_the_same(train)
+    assert rates[0] == rates[1]
 
 
 def test_gradient_scalers_leave_out_the_same_steps(only_quick: None) -> None:
-    def run(optimized: bool) -> tuple[dict[str, Tensor], float]:
-        model, loader, optimizer = make()
-        if optimized:
-            model, loader, optimizer = accel.optimize(model, loader, optimizer, allow="exact", budget=60)
+    scales: list[float] = []
+
+    def train(model: Any, loader: Any, optimizer: Any) -> None:
         # So large that the first gradients overflow, and again each time it has grown.
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127, growth_factor=2.0**10, growth_interval=40)
-        steps = 0
-        while steps < 180:
+        for _ in range(14):
             for x, target in loader:
                 optimizer.zero_grad()
                 scaler.scale(1e3 * loss_of(model(x), target)).backward()  # type: ignore[no-untyped-call]
                 scaler.step(optimizer)
                 scaler.update()
-                steps += 1
-        assert scaler.get_scale() < 2.0**127
-        return everything(model, optimizer), scaler.get_scale()
+        scales.append(scaler.get_scale())
 
-    plain, accelerated = run(False), run(True)
-    assert plain[1] == accelerated[1]
-    assert_same(accelerated[0], plain[0])
+    assert_trains_the_same(train)
+    assert scales[0] == scales[1] < 2.0**127
 
 
 def test_an_optimizer_made_later_is_met(monkeypatch: pytest.MonkeyPatch) -> None:

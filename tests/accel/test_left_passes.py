@@ -12,7 +12,7 @@ from torch import nn
 
 import accel
 from accel.profiler.phases import Measurement
-from accel.session.usual import ActionSteps
+from accel.session.measured_steps import ActionSteps
 from tests.accel import loops
 from tests.accel.loops import WAIT_S, Quick, advance, advance_until, loss_of, make, settled
 

@@ -32,13 +32,31 @@ def test_a_run_without_a_step_says_so(only_quick: None, capsys: pytest.CaptureFi
     assert capsys.readouterr().err == f"accel: no training step of Net was seen; {remedy}\n"
 
 
+def test_an_iterator_that_is_exhausted_is_named_when_the_run_ends(
+    only_quick: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, loader, optimizer = make()
+    iterator = iter(loader)
+    list(iterator)
+    _, loop, _ = accel.optimize(model, iterator, optimizer, budget=60)
+    assert list(loop) == []
+    entry._at_exit()
+    told = capsys.readouterr().err
+    assert "no training step of Net was seen; iterate the loader that optimize returned" in told
+
+
 def test_a_run_that_was_told_of_its_loader_is_not_told_again(
     only_quick: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model, loader, optimizer = make()
     accel.optimize(model, loader, optimizer, budget=60)
-    advance(training(model, loader, optimizer), 20)
-    assert capsys.readouterr().err.count("\n") == 1
+    loop = training(model, loader, optimizer)
+    advance(loop, 2)
+    assert capsys.readouterr().err == ""
+    advance(loop, 40)
+    told = capsys.readouterr().err
+    assert told.count("\n") == 1
+    assert "Net was updated 3 times without a batch from the loader that accel.optimize returned" in told
     entry._at_exit()
     assert capsys.readouterr().err == ""
 
@@ -53,18 +71,16 @@ def test_a_run_whose_search_has_ended_has_nothing_more_to_say(
     assert capsys.readouterr().err == ""
 
 
-def test_a_crowded_machine_is_named_as_soon_as_the_search_waits(
+def test_a_crowded_machine_is_named_as_the_search_begins(
     only_quick: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(outlook, "is_crowded", lambda diagnosis: True)
     Quick.on = True  # nothing waits
     model, loader, optimizer = accel.optimize(*make(), budget=60)
     advance(training(model, loader, optimizer), 60)
-    first, second = capsys.readouterr().err.splitlines()
-    assert first.startswith("accel: following a loop of ") and first.endswith(
-        " ms a step, budget 60s: other processes keep the machine busy, and most trials wait"
-    )
-    assert second == "accel: other processes keep the machine busy: what that would hide or distort is tried later"
+    first = capsys.readouterr().err.splitlines()[0]
+    assert first.startswith("accel: following a loop of ")
+    assert first.endswith(" ms a step, budget 60s: trials begin now, beside other processes that keep the machine busy")
 
 
 def test_a_loop_that_trains_another_model_is_told_once(only_quick: None, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,9 +20,10 @@ from accel.profiler.loop.clock import StepClock
 from accel.profiler.phases import Measurement
 from accel.run import Run
 from accel.run.gate import Gate
-from accel.session.observation import Observation
+from accel.session.measured_steps import Observation
 from tests.accel import observation_ranks
 from tests.comm.ranks import run_ranks
+from tests.conftest import Once
 
 
 def test_a_loader_that_sleeps_is_named_and_the_marks_are_taken_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,28 +56,37 @@ def test_a_loader_that_sleeps_is_named_and_the_marks_are_taken_out(monkeypatch: 
     assert report.anatomy_before["backward"] > 0
 
 
-def test_what_ddp_waits_for_the_other_rank_is_communication() -> None:
-    found, _ = run_ranks(observation_ranks.waits, 2)
+@pytest.fixture
+def of_ranks(once: Once) -> Callable[[str], list[Any]]:
+    """Return what each rank found in a case."""
+
+    def found(name: str) -> list[Any]:
+        return [rank[name] for rank in once("observation", lambda: run_ranks(observation_ranks.every_case, 2))]
+
+    return found
+
+
+def test_what_ddp_waits_for_the_other_rank_is_communication(of_ranks: Callable[[str], list[Any]]) -> None:
+    found, _ = of_ranks("waits")
     # Rank 1 comes 100 ms later to each exchange, and rank 0 computes for less than that on any machine.
     assert found["communication"] > 75
     assert found["backward"] < found["communication"]
 
 
-@pytest.mark.parametrize(("synced", "expected"), [(True, 3.0), (False, 1.0)])
-def test_exchanges_of_gradients_are_counted_by_step(synced: bool, expected: float) -> None:
-    assert run_ranks(observation_ranks.exchanges, 2, 3, synced) == [expected, expected]
+def test_exchanges_of_gradients_are_counted_by_step(of_ranks: Callable[[str], list[Any]]) -> None:
+    assert of_ranks("exchanges") == [(3.0, 1.0)] * 2
 
 
-def test_what_a_loop_asks_of_ddp_beside_the_exchange_is_seen() -> None:
-    for found in run_ranks(observation_ranks.habits, 2):
+def test_what_a_loop_asks_of_ddp_beside_the_exchange_is_seen(of_ranks: Callable[[str], list[Any]]) -> None:
+    for found in of_ranks("habits"):
         assert {name: left_out for name, (left_out, _, _) in found.items() if left_out} == {"inverted": True}
         assert found["small buckets"][1] == 10
         assert found["right"][1] == 1
         assert [name for name, (_, _, is_timed) in found.items() if is_timed] == ["searches"]
 
 
-def test_ddps_habits_are_switched_off_for_an_experiment_and_put_back() -> None:
-    for buckets, search, exchanges in run_ranks(observation_ranks.without, 2):
+def test_ddps_habits_are_switched_off_for_an_experiment_and_put_back(of_ranks: Callable[[str], list[Any]]) -> None:
+    for buckets, search, exchanges in of_ranks("without"):
         assert buckets == (10, 1, True, False)
         assert search == (10, 10, True, True)
         assert exchanges == (2, 1, True, False)

@@ -12,6 +12,7 @@ from accel import strategies
 from accel.profiler.bottleneck import Bottleneck
 from accel.report.summary import summary
 from accel.run import Run
+from accel.search import outlook
 from accel.search.actions import Action, Result
 from accel.strategies import Exactness
 from accel.strategies.autocast_bf16 import AutocastBf16
@@ -97,10 +98,8 @@ def test_the_summary_says_it_in_one_sentence() -> None:
 
 
 def test_a_real_run_is_asked_and_trains_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    from accel.search import offers
-
     monkeypatch.setattr(Run, "device_kind", property(lambda self: "cpu with AMX"))
-    monkeypatch.setattr(offers, "_MOSTLY", 0.0)  # the model is a small one
+    monkeypatch.setattr(outlook, "_MOSTLY", 0.0)  # the model is a small one
     monkeypatch.setattr(strategies, "REGISTRY", [AutocastBf16])
 
     def weights(follow: bool) -> list[torch.Tensor]:

@@ -120,7 +120,7 @@ def test_a_kept_strategy_s_checks_look_through_no_model(monkeypatch: pytest.Monk
         model = loops.Net()
         model.more = nn.ParameterList(torch.zeros(1) for _ in range(more))
         optimizer = torch.optim.SGD([*model.inner.parameters(), *model.head.parameters()], lr=0.1)
-        batches = [(torch.randn(8, 6), torch.zeros(8, dtype=torch.long)) for _ in range(STEPS)]
+        batches = [(torch.randn(8, 6), torch.zeros(8, dtype=torch.long)) for _ in range(300)]
         _, loader, _ = accel.optimize(model, batches, optimizer, budget=60)
         for _ in training(model, loader, optimizer):  # the search ends in it
             pass

@@ -15,8 +15,8 @@ import accel
 from accel import entry, strategies
 from accel.errors import PlanError
 from accel.run import Run
-from accel.search.pace import Pace
 from accel.search.plan import Plan, fingerprint
+from accel.search.state import Pace
 from accel.strategies.loader_workers import LoaderWorkers
 from tests.accel.loops import (
     WAIT_S,

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from accel.search import outlook
 from accel.search.actions import Action, Result
 from accel.search.controller import decisions
 from accel.search.remembered import MOST_DAYS, RememberedSearch
@@ -17,7 +16,7 @@ from accel.search.verdicts import remember
 from accel.strategies import Exactness
 from accel.strategies.trial_design import EpochDesign
 from tests.accel.memory import FakeMemory, day, remembered
-from tests.accel.simulation import CROWDED, FAST, Machine, candidate, search, simulate, step_of_first
+from tests.accel.simulation import FAST, Machine, candidate, search, simulate, step_of_first
 
 pytestmark = pytest.mark.usefixtures("today")
 
@@ -368,23 +367,6 @@ def test_the_length_of_a_run_is_remembered_at_its_end() -> None:
     assert memory.search.run_s == 500.0  # this one may still become as long
     remember(controller, ended=True)
     assert memory.search.run_s == pytest.approx(controller.elapsed_s, abs=0.1)
-
-
-# -- crowded machines --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("lost", [{}, {"threads": "0.99x, slower"}])
-def test_on_a_crowded_machine_a_remembered_plan_does_not_wait(
-    lost: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(outlook, "is_crowded", lambda diagnosis: True)
-    memory = FakeMemory(remembered(plan={"good": None}, lost=lost, run_s=60.0))
-    again = machine(thread=lambda step: CROWDED)
-    simulate([candidate("good"), candidate("threads", depends_on_host=True)], again, memory=memory, pace=FAST)
-    assert step_of_first(again, lambda plan: "good" in plan) <= 20
-    waits = [action for action in again.actions if action.rest and not action.settled]
-    assert bool(waits) != bool(lost)  # where nothing is left to try there is nothing to wait for
-    assert all("good" in action.plan for action in waits)
 
 
 # -- helpers -----------------------------------------------------------------------------------------------------------

@@ -224,17 +224,3 @@ def test_what_is_passed_comes_back_in_order() -> None:
     assert len(accel.optimize(model, loader, optimizer=None)) == 3
     with accel.disabled():
         assert accel.optimize(model, loader, None) == (model, loader, None)
-
-
-def test_a_loop_over_another_loader_is_told_once(only_quick: None, capsys: pytest.CaptureFixture[str]) -> None:
-    model, loader, optimizer = make()
-    accel.optimize(model, loader, optimizer)
-    loop = training(model, loader, optimizer)
-    for _ in range(2):
-        next(loop)
-    assert capsys.readouterr().err == ""
-    for _ in range(40):
-        next(loop)
-    printed = capsys.readouterr().err
-    assert printed.count("\n") == 1
-    assert "Net was updated 3 times without a batch from the loader that accel.optimize returned" in printed

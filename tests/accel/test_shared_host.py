@@ -20,8 +20,7 @@ from accel.run import host_load
 from accel.run.context import Observed
 from accel.run.host_load import HostLoad, HostMeter
 from accel.search.actions import Action, Result
-from accel.search.pace import Pace
-from accel.search.state import Candidate
+from accel.search.state import Candidate, Pace
 from accel.search.verdicts import remember
 from accel.strategies.intraop_threads import OtherProcesses
 from tests.accel.memory import FakeMemory
@@ -127,7 +126,7 @@ def test_what_comes_and_goes_is_believed_less_each_time() -> None:
     assert sum(starts) < 10
 
 
-@settings(max_examples=examples(40), deadline=None)
+@settings(max_examples=examples(24), deadline=None)
 @given(
     spans=st.lists(st.integers(50, 6000), min_size=1, max_size=12),
     noise=st.sampled_from([0.0, 0.05, 0.2]),

@@ -5,18 +5,19 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
-import subprocess
 import sys
-import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import accel
 from accel import startup
 from accel.search.actions import Action, Result
+from accel.search.plan import Plan
 from accel.search.state import SearchState
 from tests.accel.simulation import INPUT, PLAIN_S, Machine, candidate, simulate
 from tests.sampling import examples
@@ -123,7 +124,7 @@ def test_the_verdict_on_an_earlier_setting_stands_where_the_next_one_is_cut_shor
     noise=st.floats(0.0, 0.05),
     seed=st.integers(0, 1000),
 )
-@settings(max_examples=examples(60), deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 def test_at_no_moment_has_accel_cost_more_than_a_small_share(
     stall_s: float, gain: float, startup_s: float, noise: float, seed: int
 ) -> None:
@@ -158,23 +159,18 @@ def test_blocks_are_counted_once_and_charged_once(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.usefixtures("uncharged")
 def test_a_block_that_raises_is_counted() -> None:
     with contextlib.suppress(KeyError), startup.counted():
-        time.sleep(0.01)
         raise KeyError
-    assert startup.charge() >= 0.01
+    assert startup.charge() > 0.0
 
 
-def test_imports_after_torch_are_counted_and_torch_is_not() -> None:
-    code = (
-        "import time, {first}; began = time.perf_counter(); import accel; accel.optimize; from accel import startup; "
-        "print(startup.charge() / (time.perf_counter() - began))"
-    )
-    after, before = (_printed(code.format(first=first)) for first in ("torch", "sys"))
-    assert 0.0 < after <= 1.0 and round(before, 3) == 0.0
-
-
-def _printed(code: str) -> float:
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    return float(done.stdout)
+@pytest.mark.usefixtures("uncharged")
+@pytest.mark.parametrize("has_torch", [True, False])
+def test_imports_after_torch_are_counted_and_torch_is_not(has_torch: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not has_torch:
+        monkeypatch.delitem(sys.modules, "torch")
+    monkeypatch.delitem(vars(accel), "Plan", raising=False)
+    assert accel.Plan is Plan
+    assert (startup.charge() > 0.0) == has_torch
 
 
 def test_a_controller_is_charged_as_its_search_begins() -> None:
@@ -238,12 +234,11 @@ def test_what_trips_after_another_was_cut_short_is_not_tried_again() -> None:
 
 
 def test_the_work_of_the_process_counts_once_and_only_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(startup, "_has_aged", False)
-    assert 0.0 < startup.ran_s() <= startup._OLDEST_S
-    assert startup.ran_s() == 0.0
-    # Neither does it count what it has slept: a notebook, between two cells.
-    script = "import time; from accel import startup; time.sleep(1); sum(range(10**6)); print(startup.ran_s())"
-    assert 0.005 < _printed(script) < 0.9
+    # On a processor: what a notebook has slept between two cells doesn't count.
+    for worked_s, counted_s in ((2.5, 2.5), (500.0, startup._OLDEST_S)):
+        monkeypatch.setattr(startup, "_has_aged", False)
+        monkeypatch.setattr(startup, "time", SimpleNamespace(thread_time=lambda worked_s=worked_s: worked_s))
+        assert [startup.ran_s() for _ in range(2)] == [counted_s, 0.0]
 
 
 @pytest.mark.parametrize("was_on", [True, False])

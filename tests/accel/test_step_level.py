@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from accel.search.holding import StepLevel
+from accel.search.controller import StepLevel
 
 
 def looked(*medians_ms: float) -> tuple[StepLevel, list[str]]:

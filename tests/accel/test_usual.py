@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 
 import accel
 from accel.profiler.phases import Measurement
-from accel.session.usual import UsualSteps
+from accel.session.measured_steps import UsualSteps
 from tests.accel.loops import Net, Quick, Samples, loss_of, make
 
 

@@ -1,0 +1,39 @@
+"""Commands that people mistype: each is refused at once, with what must hold, what was found, and what to do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from accel.commands.cli import main
+
+
+@pytest.mark.parametrize(
+    ("arguments", "invariant", "value", "remedy"),
+    [
+        ("run gone.py", "must be a Python file", "'gone.py', which is not there", "-m takes a module name"),
+        ("run .", "must be a Python file", "'.', which is a folder", "use -m"),
+        ("run --epochs 3 train.py", "must be a Python file", "'--epochs', which is no option", "go after it"),
+        ("run --nproc 0 train.py", "not in the range x>=1", "'--nproc': 0", "accel run --help"),
+        ("run --allow bf16 train.py", "--allow must be one of 'exact'", "'bf16'", "did you mean 'reduced'?"),
+        ("run --enable compile train.py", "an unknown strategy", "'compile'", "did you mean 'torch_compile'?"),
+        ("run --enable tf32 --disable tf32 train.py", "--enable and --disable", "tf32", "keep it in one"),
+        ("run --budget soon train.py", "must be a time or a share", "'soon'", '"90s"'),
+        ("run --until 5x train.py", "--until must be a time", "'5x'", "such as '90s'"),
+        ("run --patch no/out.diff train.py", "must lie in a directory that exists", "'no/out.diff'", "make it first"),
+        ("run --report run.log train.py", "a folder, a .json or a .html file", "run.log'", "name another one"),
+        ("profile --report a.html train.py", "a folder or a .json file", "'a.html'", "is written beside that"),
+        ("report none.json", "can't be read as a report", "none.json", "Make one with"),
+        ("runn train.py", "No such command", "'runn'", "Did you mean `accel run`?"),
+    ],
+)  # fmt: skip
+def test_a_wrong_command_is_refused_with_invariant_value_and_remedy(
+    arguments: str, invariant: str, value: str, remedy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "train.py").write_text("print('ran')")
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(main, arguments.split(), prog_name="accel")
+    assert done.exit_code == 2 and "ran" not in done.stdout
+    assert all(part in done.stderr for part in (invariant, value, remedy)), done.stderr
