@@ -25,9 +25,8 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from accel.amp import skipped_steps
 from accel.amp.casts import cast_weights, enter, leave
-from accel.amp.loss_scale import DynamicLossScale
+from accel.amp.loss_scale import DynamicLossScale, skip_overflowed_steps
 from accel.errors import InvalidArgument
 from accel.profiler.loop import backward
 from accel.profiler.trees import map_tensors
@@ -208,7 +207,7 @@ class MixedCall:
         if self.scale is None or not torch.is_grad_enabled():
             return None
         self._model = weakref.ref(model)
-        skipped_steps.watch(self)
+        skip_overflowed_steps(self)
         self._calls += 1
         _BYPASSES.expect(self._calls)
         return self.scale.of_call()

@@ -104,7 +104,7 @@ class TorchCompile(Strategy):
         The compiler finds most of the code for a repeated layer done, but captures and lowers each. What a helper
         process has compiled, or is going to, leaves the part that is done again.
         """
-        from accel.compile.repeated_blocks import layers
+        from accel.compile.compiled_calls import layers
 
         groups = self._blocks(run) if setting == BLOCKS else []
         different, repeated = layers([group[0] for group in groups] or [run.model])
@@ -172,7 +172,7 @@ class TorchCompile(Strategy):
 
     def _blocks(self, run: Run) -> list[list[torch.nn.Module]]:
         if self._groups is None:
-            from accel.compile.repeated_blocks import repeated_blocks, sharded_blocks
+            from accel.compile.compiled_calls import repeated_blocks, sharded_blocks
 
             self._groups = (sharded_blocks if is_sharded(run.model) else repeated_blocks)(run.model)
         return self._groups

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import accel
-from accel.guard import output_sizes
+from accel.guard import watch as watching
 from accel.guard.watch import Watch
 from accel.run.gate import Call, Gate
 from tests.accel.loops import make_loader
@@ -64,7 +64,7 @@ def test_norms_are_brought_to_one_device_before_they_are_stacked(monkeypatch: py
         return stack(norms)
 
     monkeypatch.setattr(torch, "stack", noting)
-    output_sizes._total([torch.ones(()), torch.ones((), device="meta"), torch.ones((), dtype=torch.float64)])
+    watching._total([torch.ones(()), torch.ones((), device="meta"), torch.ones((), dtype=torch.float64)])
     assert stacked == [[torch.device("meta")] * 3]
 
 
@@ -88,7 +88,7 @@ def test_outputs_that_cannot_be_judged_are_handed_on(device: str) -> None:
     gate, _, trips = broken(model, lambda call: lambda *args: call(*args))
     watch = Watch(gate, torch.device(device), trips.append)
     watch.learn(model(torch.ones(1, 2)))
-    for _ in range(output_sizes._LATE + 2):
+    for _ in range(watching._LATE + 2):
         assert type(watch.call(gate.call, (torch.ones(1, 2),), {})) is Unreadable
     assert trips == []
 

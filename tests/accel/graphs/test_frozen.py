@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from accel.graphs import CapturedStep, capture
-from accel.graphs.checks import NotCapturable, without_draws
 from accel.graphs.model_calls import CaptureError
+from accel.graphs.obstacles import NotCapturable, without_draws
 from accel.graphs.owners import Owners
 from accel.optim import FusedAdamW
 from tests.accel.graphs.model_loops import Tied, batch, both, squares_step, step
