@@ -17,13 +17,11 @@ from accel.errors import InvalidArgument, InvalidState
 from accel.kernels.optimizers import Batch, Hypers, Kind, Scaling, UpdateOutcome, Updater, work_dtype
 from accel.kernels.support import runs_triton
 from accel.optim import checks
-from accel.optim.apex import ApexStep
 
 _HALF = frozenset({torch.float16, torch.bfloat16})
 _GRAD, _DTYPE, _VERSION = attrgetter("grad"), attrgetter("dtype"), attrgetter("_version")
 _IS_NONE = partial(is_, None)
-_BACKENDS = ("accel", "apex")
-_NO_OPTIONS = frozenset({"self", "__class__", "params", "backend"})
+_NO_OPTIONS = frozenset({"self", "__class__", "params"})
 
 
 def given(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -31,7 +29,61 @@ def given(arguments: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in arguments.items() if name not in _NO_OPTIONS}
 
 
-class MultiTensorOptimizer(Optimizer):
+class UpdatingOptimizer(Optimizer):
+    """Base of the optimizers whose step is one update of all parameters."""
+
+    def _update(self) -> None:
+        raise NotImplementedError
+
+    def _checked(self, state_dict: dict[str, Any]) -> dict[str, Any] | None:
+        """Return a state as it is to be loaded, None for as it is; raise InvalidArgument if it is of another one."""
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update all parameters that have a gradient.
+
+        Args:
+            closure: computes the loss and its gradients again; None (default) takes the gradients that are there.
+
+        Returns:
+            What the closure returned.
+
+        Raises:
+            InvalidArgument: if a gradient is sparse; nothing has been changed then.
+            InvalidState: within the capture of a CUDA graph: given a closure, or if no step has been run before.
+        """
+        loss = None
+        if closure is not None:
+            if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+                raise InvalidState(
+                    f"{type(self).__name__}: a captured step takes no closure. Found: one. Compute loss and gradients "
+                    "before step(), within the capture."
+                )
+            with torch.enable_grad():
+                loss = closure()
+        self._update()
+        return loss
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state of this optimizer, or of torch's of the same kind.
+
+        Args:
+            state_dict: moments keep float32, whatever the parameters' dtype; tensors are not copied where they are of
+                the right dtype and device, as torch does.
+
+        Raises:
+            InvalidArgument: if it is of another optimizer or of other parameters; nothing has been changed then.
+        """
+        # Last of the hooks, so that it sees what those of the user made of it.
+        handle = self.register_load_state_dict_pre_hook(lambda _, state: self._checked(state))
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            handle.remove()
+
+
+class MultiTensorOptimizer(UpdatingOptimizer):
     """Base of the optimizers: one update for all parameters, kernels on a GPU, torch's own operators elsewhere.
 
     Mixed precision works in two ways. `torch.amp.GradScaler` gives the loss scale, and whether gradients are finite, to
@@ -49,27 +101,16 @@ class MultiTensorOptimizer(Optimizer):
     switches: ClassVar[dict[str, str]] = {}
     """Options that are on or off → the column of `Hypers` that says so."""
     _step_supports_amp_scaling = True
-    _apex: ApexStep | None
 
-    def __init__(self, params: Iterable[Any], defaults: dict[str, Any], backend: str = "accel") -> None:
-        owner = type(self).__name__
-        if backend not in _BACKENDS:
-            raise InvalidArgument(f"{owner}: backend must be one of {', '.join(_BACKENDS)}. Found: {backend!r}.")
+    def __init__(self, params: Iterable[Any], defaults: dict[str, Any]) -> None:
         self._start()
         # torch's own switches, so that a checkpoint is read by torch.optim; nothing here reads them.
         super().__init__(params, {**defaults, "foreach": None, "fused": None, "differentiable": False})
-        if backend == "apex":
-            self._use_apex()
 
     def _start(self) -> None:
         self._updater = Updater(self.kind)
         self._outcome = UpdateOutcome(None, None)
         self._rounded = Rounded()
-        self._apex = None
-
-    def _use_apex(self) -> None:
-        self._apex = ApexStep(self)
-        self._step_supports_amp_scaling = False  # GradScaler unscales, and skips the step itself
 
     # What torch.optim.Optimizer asks.
 
@@ -101,32 +142,6 @@ class MultiTensorOptimizer(Optimizer):
             param_group = {**param_group, "fused": True}
         super().add_param_group(param_group)
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update all parameters that have a gradient.
-
-        Args:
-            closure: computes the loss and its gradients again; None (default) takes the gradients that are there.
-
-        Returns:
-            What the closure returned.
-
-        Raises:
-            InvalidArgument: if a gradient is sparse; nothing has been changed then.
-            InvalidState: within the capture of a CUDA graph: given a closure, or if no step has been run before.
-        """
-        loss = None
-        if closure is not None:
-            if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-                raise InvalidState(
-                    f"{type(self).__name__}: a captured step takes no closure. Found: one. Compute loss and gradients "
-                    "before step(), within the capture."
-                )
-            with torch.enable_grad():
-                loss = closure()
-        self._update()
-        return loss
-
     @torch._disable_dynamo  # type: ignore[attr-defined]  # addresses and step counters break its graphs, one by one
     def _update(self) -> None:
         chosen = [list(group["params"]) for group in self.param_groups]
@@ -137,9 +152,6 @@ class MultiTensorOptimizer(Optimizer):
                 grads[number] = [g for g in each if g is not None]
         for each in grads:
             checks.gradients(type(self).__name__, each)
-        if self._apex is not None:
-            self._apex.step()
-            return
         batches = [_batch(self, n, *own) for n, own in enumerate(zip(self.param_groups, chosen, grads, strict=True))]
         scaling = Scaling(getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
         self._outcome = self._updater(batches, scaling)
@@ -166,7 +178,7 @@ class MultiTensorOptimizer(Optimizer):
         Args:
             group: one of `param_groups`.
         """
-        if self._apex is not None or not any(map(runs_triton, group["params"])):
+        if not any(map(runs_triton, group["params"])):
             return None
         # Tensors are copied from where they lie.
         on_device = [number for number in numbers(group, self.switches) if isinstance(number, Tensor)]
@@ -176,36 +188,10 @@ class MultiTensorOptimizer(Optimizer):
 
     # Checkpoints and copies.
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state, as torch.optim does; float32 master weights of 16-bit parameters are in it."""
-        if self._apex is not None:
-            self._apex.write_steps()
-        return super().state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state of this optimizer, or of torch's, or apex's, of the same kind.
-
-        Args:
-            state_dict: moments keep float32, whatever the parameters' dtype; tensors are not copied where they are of
-                the right dtype and device, as torch does.
-
-        Raises:
-            InvalidArgument: if it is of another optimizer or of other parameters; nothing has been changed then.
-        """
-        # Last of the hooks, so that it sees what those of the user made of it.
-        handle = self.register_load_state_dict_pre_hook(checked)
-        try:
-            super().load_state_dict(state_dict)
-        finally:
-            handle.remove()
-        if self._apex is not None:
-            self._apex.read_steps()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_uses_apex": self._apex is not None}
+    def _checked(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        return checked(self, state_dict)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        uses_apex = state.pop("_uses_apex", False)
         if "_updater" not in self.__dict__:
             self._start()
         before = self.__dict__.get("param_groups", [])
@@ -220,8 +206,6 @@ class MultiTensorOptimizer(Optimizer):
                     self.state[p] = taken_in(p, self.state[p], step)
         # Weights that have gone on since the loaded state was saved stay; its master weights follow them.
         self._rounded.clear()
-        if uses_apex:
-            self._use_apex()
 
 
 def numbers(group: dict[str, Any], switches: dict[str, str]) -> Hypers:
@@ -292,22 +276,16 @@ class Rounded:
     def __init__(self) -> None:
         self._groups: dict[int, tuple[list[Tensor], list[Tensor | None], list[int], list[int]]] = {}
         """Number of a group → parameters, master weights, versions and addresses after its last step."""
-        self._others: dict[Tensor, tuple[int, int]] = {}
-        """Version and address of parameters that were updated in an earlier step."""
 
     def clear(self) -> None:
         """Forget all."""
         self._groups.clear()
-        self._others.clear()
 
     def remember(self, group: int, params: Sequence[Tensor], masters: Sequence[Tensor | None]) -> None:
         """Note that a group's parameters are what their master weights round to."""
-        if not masters:
-            return
-        if (last := self._groups.get(group)) is not None and not _are_same(last[0], params):
-            self._others.update(zip(last[0], zip(last[2], last[3], strict=True), strict=True))
-        own = list(params), list(masters), list(map(_VERSION, params)), list(map(Tensor.data_ptr, params))
-        self._groups[group] = own
+        if masters:
+            versions, addresses = list(map(_VERSION, params)), list(map(Tensor.data_ptr, params))
+            self._groups[group] = list(params), list(masters), versions, addresses
 
     def holds(self, group: int, params: list[Tensor], masters: list[Tensor | None]) -> bool:
         """Return whether nobody has written to a group's parameters since its last step, which had the same ones."""
@@ -315,12 +293,6 @@ class Rounded:
         if known is None or not (_are_same(known[0], params) and _are_same(known[1], masters)):
             return False
         return known[2] == list(map(_VERSION, params)) and known[3] == list(map(Tensor.data_ptr, params))
-
-    def all(self) -> dict[Tensor, tuple[int, int]]:
-        """Return version and address of each parameter."""
-        for params, _, *numbers in self._groups.values():
-            self._others.update(zip(params, zip(*numbers, strict=True), strict=True))
-        return self._others
 
 
 def _are_same(some: Sequence[Any], others: Sequence[Any]) -> bool:
@@ -337,13 +309,12 @@ def _masters(
     masters: list[Tensor | None] = [state.get("master") for state in own]
     if rounded.holds(number, params, masters):
         return masters
-    known = rounded.all()
     for i, (p, state) in enumerate(zip(params, own, strict=True)):
         if p.dtype not in _HALF:
             masters[i] = None
         elif "master" not in state:
             masters[i] = state["master"] = _fresh(p).copy_(p)
-        elif known.get(p) != (p._version, p.data_ptr()):
+        else:
             master = state["master"]
             # What still rounds to the parameter is kept: it has the bits that the parameter has not.
             master.copy_(torch.where(master.to(p.dtype) == p, master, p.to(master.dtype)))
