@@ -6,18 +6,37 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from accel.guard import guard
 from accel.guard.guard import Comparison, Recording
 from accel.strategies.base import Exactness
 
+CPU = torch.device("cpu")
+Wrap = Callable[[Any], Any]
 
-def replayed_both_ways(model: nn.Module, wrap: Callable[[Any], Any], recording: Recording) -> Comparison:
+
+def replayed_both_ways(
+    model: nn.Module, wrap: Wrap, recording: Recording, exactness: Exactness = Exactness.REORDERED
+) -> Comparison:
     """Replay a call plainly and as `wrap` makes it, each from the state that was recorded, and compare the two."""
-    with guard.untouched(model, torch.device("cpu")):
+    with guard.untouched(model, CPU):
         recording.before.restore()
         plain = guard.replay(model, model, recording)
         recording.before.restore()
         candidate = guard.replay(model, wrap(model), recording)
-    return guard.compare(plain, candidate, Exactness.REORDERED)
+    return guard.compare(plain, candidate, exactness)
+
+
+def recorded(model: nn.Module, *given: Any, loss: Callable[[Any], Tensor] | None = None) -> Recording:
+    """Record one step of a loop, with a backward pass if there is a loss of the outputs."""
+    recording = guard.record(model, CPU, given, {})
+    outputs = model(*given)
+    if loss is not None:
+        recording.listen(outputs)
+        loss(outputs).backward()
+    return recording
+
+
+def mean_square(outputs: Tensor) -> Tensor:
+    return outputs.abs().square().mean()
