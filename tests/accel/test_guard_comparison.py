@@ -1,4 +1,4 @@
-"""What the guard compares: layouts, arguments, complex and sparse numbers, large tensors, and calls as they were made."""
+"""What the guard compares: layouts, arguments, complex and sparse numbers, large tensors, calls as they were made."""
 
 from __future__ import annotations
 
