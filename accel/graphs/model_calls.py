@@ -351,11 +351,7 @@ class _Captured:
         self.calls, self.call, self.before = calls, call, before
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _nothing, ()
-
-
-def _nothing() -> None:
-    return None
+        return type(None), ()
 
 
 _Model = TypeVar("_Model", bound=nn.Module)

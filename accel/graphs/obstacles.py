@@ -153,7 +153,8 @@ def state_in_place(optimizers: Sequence[Optimizer], device: torch.device) -> Ite
     entries = [(each.state, key, own) for each in optimizers for key, own in each.state.items()]
     before = [(own, dict(own)) for _, _, own in entries if isinstance(own, dict)]
     keys = [set(each.state) for each in optimizers]
-    on_host = [name for own, _ in before for name, value in own.items() if _is_on_host(value)]
+    kept = [(name, value) for own, _ in before for name, value in own.items()]
+    on_host = [name for name, value in kept if isinstance(value, Tensor) and value.device.type == "cpu"]
     if on_host and device.type != "cpu":
         raise NotCapturable(
             f"its optimizer keeps a tensor on the CPU ({on_host[0]!r} in its state), to which no replay writes; take "
@@ -176,10 +177,6 @@ def state_in_place(optimizers: Sequence[Optimizer], device: torch.device) -> Ite
             own.clear()
             own.update(known)
         raise
-
-
-def _is_on_host(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.device.type == "cpu"
 
 
 def _is_replaced(now: Any, before: Any) -> bool:

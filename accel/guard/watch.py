@@ -88,7 +88,9 @@ class Watch:
         """What calls change; None until one was looked at. Until then all state is kept before each call."""
         self._written: list[Tensor] = []
         """Parameters that the model's own call writes to."""
-        self._parallel = _data_parallel(gate.model)
+        parallel = (module for module in gate.model.modules() if isinstance(module, DistributedDataParallel))
+        self._parallel: list[nn.Module] = list(parallel) if ranks.are_several() else []
+        """The modules in which this rank talks to others."""
         self._excuse = Excuse()
         self._keeps_inputs = False
         self._is_within = False
@@ -288,11 +290,6 @@ class _Before:
                 tensor.detach_()
             with torch.no_grad():
                 tensor.copy_(value)
-
-
-def _data_parallel(model: nn.Module) -> list[nn.Module]:
-    """Return the modules in which this rank talks to others, if there are any."""
-    return [m for m in model.modules() if isinstance(m, DistributedDataParallel)] if ranks.are_several() else []
 
 
 @contextlib.contextmanager

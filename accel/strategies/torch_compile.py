@@ -50,7 +50,8 @@ class TorchCompile(Strategy):
         """Say why it does not apply: compiled already, a wrapper, or a loop that uses its graphs otherwise."""
         if run.gate.compiled_by_user or hasattr(run.model, "_orig_mod"):
             return "the model is compiled already"
-        if any(hasattr(module, "_orig_mod") or _is_compiled(module) for module in _inner(run)):
+        inner = (module for module in run.model.modules() if module is not run.model)
+        if any(hasattr(module, "_orig_mod") or _is_compiled(module) for module in inner):
             return "a part of the model is compiled already"
         if run.world_size > 1 and (why := _not_in_parallel(run)):
             return why
@@ -97,8 +98,12 @@ class TorchCompile(Strategy):
                 earlier.forget()
             self._calls[setting] = self._new_calls(run, setting)
         self._calls[setting].put_on()
-        self._active = setting
-        self._wrap_calls(run, self._calls[setting])
+        self._active, calls = setting, self._calls[setting]
+
+        def wrap(call: Call) -> Call:
+            return call if run.gate.compiled_by_user else calls.wrap(call)
+
+        run.gate.add(self.name, wrap, calls.leave, compiles=True)
 
     def disable(self, run: Run) -> None:
         """Call the model as it is; the compiled calls are kept."""
@@ -134,12 +139,6 @@ class TorchCompile(Strategy):
             groups = groups or [[run.inner]]
         return CompiledCalls(run.inner, groups, usual=run.observed.usual_shapes, compiler=compile_with_plain_draws)
 
-    def _wrap_calls(self, run: Run, active: CompiledCalls) -> None:
-        def wrap(call: Call) -> Call:
-            return call if run.gate.compiled_by_user else active.wrap(call)
-
-        run.gate.add(self.name, wrap, active.leave, compiles=True)
-
 
 def _not_in_parallel(run: Run) -> str:
     """Say why the model can't be compiled inside DistributedDataParallel, or beside one that is a part of it."""
@@ -156,7 +155,3 @@ def _not_in_parallel(run: Run) -> str:
 def _is_compiled(module: torch.nn.Module) -> bool:
     call = module._compiled_call_impl
     return call is not None and not isinstance(call, callslot.SlotCall)
-
-
-def _inner(run: Run) -> list[torch.nn.Module]:
-    return [module for module in run.model.modules() if module is not run.model]
