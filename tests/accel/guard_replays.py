@@ -1,4 +1,4 @@
-"""Replays of a recorded call, plainly and otherwise."""
+"""Replays of a recorded call, plainly and otherwise, and calls under a watch."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 from accel.guard import guard
 from accel.guard.guard import Comparison, Recording
+from accel.guard.watch import Watch
+from accel.run.gate import Call, Gate
 from accel.strategies.base import Exactness
 
 CPU = torch.device("cpu")
@@ -40,3 +42,25 @@ def recorded(model: nn.Module, *given: Any, loss: Callable[[Any], Tensor] | None
 
 def mean_square(outputs: Tensor) -> Tensor:
     return outputs.abs().square().mean()
+
+
+def broken(model: nn.Module, wrap: Callable[[Call], Call]) -> tuple[Gate, Watch, list[str]]:
+    """A model under a strategy that acts as `wrap` says, its watch, and the reasons why it was switched off."""
+    gate, trips = Gate(model, ["broken"]), list[str]()
+
+    def trip(why: str) -> None:
+        trips.append(why)
+        gate.remove("broken")
+
+    gate.add("broken", wrap)
+    return gate, Watch(gate, CPU, trip), trips
+
+
+def same(call: Call) -> Call:
+    """Change nothing."""
+    return lambda *args, **kwargs: call(*args, **kwargs)
+
+
+def gives_nan(call: Call) -> Call:
+    """Spoil the input, so that all that the model computes from it is spoiled, too."""
+    return lambda x: call(x * float("nan"))
