@@ -1,4 +1,4 @@
-"""Replays of a recorded call, plainly and otherwise, and calls under a watch."""
+"""Replays of a recorded call, plainly and otherwise, calls under a watch, and a strategy that acts as it is told."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from accel.guard import guard
 from accel.guard.guard import Comparison, Recording
 from accel.guard.watch import Watch
+from accel.run import Run
 from accel.run.gate import Call, Gate
-from accel.strategies.base import Exactness
+from accel.strategies.base import Exactness, Strategy
 
 CPU = torch.device("cpu")
 Wrap = Callable[[Any], Any]
@@ -64,3 +65,22 @@ def same(call: Call) -> Call:
 def gives_nan(call: Call) -> Call:
     """Spoil the input, so that all that the model computes from it is spoiled, too."""
     return lambda x: call(x * float("nan"))
+
+
+class Acting(Strategy):
+    """Makes calls as its class says; as they are, if that says nothing."""
+
+    name = "acting"
+    summary = "nothing"
+    treats = frozenset()
+    exactness = Exactness.REORDERED
+    act: Callable[[Call], Call] = staticmethod(lambda call: call)
+
+    def refusal(self, run: Run) -> str:
+        return ""
+
+    def enable(self, run: Run, setting: Any) -> None:
+        run.gate.add(self.name, self.act)
+
+    def disable(self, run: Run) -> None:
+        run.gate.remove(self.name)
