@@ -26,9 +26,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from accel.guard.alone import is_sharded
+from accel.guard.alone import is_sharded, on_this_rank_alone
 from accel.guard.faults import of_strategies
 from accel.profiler.loop import backward, callslot
+from accel.profiler.trees import tensors
 from accel.run.context import Shapes, shapes_of
 from accel.run.gate import Call, hooks_of
 
@@ -234,6 +235,19 @@ def _sharded_call(calls: CompiledCalls, compiled: Call, block: nn.Module) -> Cal
             del vars(block)["forward"]
 
     return run
+
+
+def compile_once(calls: CompiledCalls, model: nn.Module, call: Call, args: tuple[Any, ...], kwargs: Any) -> None:
+    """Compile forward and backward, on this rank alone, in a process that then ends.
+
+    Args:
+        model: whose call it is: that of all that is compiled, or one around it.
+    """
+    calls.put_on()
+    with on_this_rank_alone(model):
+        outputs = [output for output in tensors(calls.wrap(call)(*args, **kwargs)) if output.requires_grad]
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    torch.autograd.grad(outputs, parameters, [torch.ones_like(o) for o in outputs], allow_unused=True)
 
 
 @contextlib.contextmanager
