@@ -259,8 +259,8 @@ def _not_in_parallel(run: Run) -> str:
 
 
 def _idle_cores(run: Run) -> int:
-    """Return how many cores torch's threads and the loader's workers leave of those that this process may use."""
-    return run.cores - torch.get_num_threads() - (getattr(run.loader, "num_workers", 0) or 0)
+    """Return how many cores are left by torch's threads and the loader's workers of all ranks on this machine."""
+    return run.cores - run.ranks_here * (torch.get_num_threads() + (getattr(run.loader, "num_workers", 0) or 0))
 
 
 def _is_compiled(module: torch.nn.Module) -> bool:
