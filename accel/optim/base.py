@@ -17,11 +17,13 @@ from accel.errors import InvalidArgument, InvalidState
 from accel.kernels.optimizers import Batch, Hypers, Kind, Scaling, UpdateOutcome, Updater, work_dtype
 from accel.kernels.support import runs_triton
 from accel.optim import checks
+from accel.optim.apex import ApexStep
 
 _HALF = frozenset({torch.float16, torch.bfloat16})
 _GRAD, _DTYPE, _VERSION = attrgetter("grad"), attrgetter("dtype"), attrgetter("_version")
 _IS_NONE = partial(is_, None)
-_NO_OPTIONS = frozenset({"self", "__class__", "params"})
+_BACKENDS = ("accel", "apex")
+_NO_OPTIONS = frozenset({"self", "__class__", "params", "backend"})
 
 
 def given(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -101,16 +103,27 @@ class MultiTensorOptimizer(UpdatingOptimizer):
     switches: ClassVar[dict[str, str]] = {}
     """Options that are on or off → the column of `Hypers` that says so."""
     _step_supports_amp_scaling = True
+    _apex: ApexStep | None
 
-    def __init__(self, params: Iterable[Any], defaults: dict[str, Any]) -> None:
+    def __init__(self, params: Iterable[Any], defaults: dict[str, Any], backend: str = "accel") -> None:
+        if backend not in _BACKENDS:
+            owner = type(self).__name__
+            raise InvalidArgument(f"{owner}: backend must be one of {', '.join(_BACKENDS)}. Found: {backend!r}.")
         self._start()
         # torch's own switches, so that a checkpoint is read by torch.optim; nothing here reads them.
         super().__init__(params, {**defaults, "foreach": None, "fused": None, "differentiable": False})
+        if backend == "apex":
+            self._use_apex()
 
     def _start(self) -> None:
         self._updater = Updater(self.kind)
         self._outcome = UpdateOutcome(None, None)
         self._rounded = Rounded()
+        self._apex = None
+
+    def _use_apex(self) -> None:
+        self._apex = ApexStep(self)
+        self._step_supports_amp_scaling = False  # GradScaler unscales, and skips the step itself
 
     # What torch.optim.Optimizer asks.
 
@@ -152,6 +165,9 @@ class MultiTensorOptimizer(UpdatingOptimizer):
                 grads[number] = [g for g in each if g is not None]
         for each in grads:
             checks.gradients(type(self).__name__, each)
+        if self._apex is not None:
+            self._apex.step()
+            return
         batches = [_batch(self, n, *own) for n, own in enumerate(zip(self.param_groups, chosen, grads, strict=True))]
         scaling = Scaling(getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
         self._outcome = self._updater(batches, scaling)
@@ -178,7 +194,7 @@ class MultiTensorOptimizer(UpdatingOptimizer):
         Args:
             group: one of `param_groups`.
         """
-        if not any(map(runs_triton, group["params"])):
+        if self._apex is not None or not any(map(runs_triton, group["params"])):
             return None
         # Tensors are copied from where they lie.
         on_device = [number for number in numbers(group, self.switches) if isinstance(number, Tensor)]
@@ -191,7 +207,31 @@ class MultiTensorOptimizer(UpdatingOptimizer):
     def _checked(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         return checked(self, state_dict)
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state, as torch.optim does; float32 master weights of 16-bit parameters are in it."""
+        if self._apex is not None:
+            self._apex.write_steps()
+        return super().state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state of this optimizer, or of torch's, or apex's, of the same kind.
+
+        Args:
+            state_dict: moments keep float32, whatever the parameters' dtype; tensors are not copied where they are of
+                the right dtype and device, as torch does.
+
+        Raises:
+            InvalidArgument: if it is of another optimizer or of other parameters; nothing has been changed then.
+        """
+        super().load_state_dict(state_dict)
+        if self._apex is not None:
+            self._apex.read_steps()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_uses_apex": self._apex is not None}
+
     def __setstate__(self, state: dict[str, Any]) -> None:
+        uses_apex = state.pop("_uses_apex", False)
         if "_updater" not in self.__dict__:
             self._start()
         before = self.__dict__.get("param_groups", [])
@@ -206,6 +246,8 @@ class MultiTensorOptimizer(UpdatingOptimizer):
                     self.state[p] = taken_in(p, self.state[p], step)
         # Weights that have gone on since the loaded state was saved stay; its master weights follow them.
         self._rounded.clear()
+        if uses_apex:
+            self._use_apex()
 
 
 def numbers(group: dict[str, Any], switches: dict[str, str]) -> Hypers:

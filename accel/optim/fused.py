@@ -25,6 +25,7 @@ class FusedSGD(MultiTensorOptimizer):
         maximize: go up instead of down, default False.
         max_grad_norm: clip the norm of all gradients to it, as `clip_grad_norm_` does; None (default) for no clipping.
         master_weights: keep float32 weights of float16 and bfloat16 parameters, in the state. Default True.
+        backend: "accel" (default), or "apex" for NVIDIA's kernels.
 
     Raises:
         InvalidArgument: if an argument is out of range, or a parameter can't be updated.
@@ -51,8 +52,9 @@ class FusedSGD(MultiTensorOptimizer):
         maximize: bool = False,
         max_grad_norm: float | Tensor | None = None,
         master_weights: bool = True,
+        backend: str = "accel",
     ) -> None:
-        super().__init__(params, given(locals()))
+        super().__init__(params, given(locals()), backend)
 
 
 class FusedLARS(MultiTensorOptimizer):
@@ -134,6 +136,7 @@ class FusedAdam(MultiTensorOptimizer):
         decoupled_weight_decay: take η λ w from the weight instead, as AdamW does. Default False.
         max_grad_norm: clip the norm of all gradients to it, as `clip_grad_norm_` does; None (default) for no clipping.
         master_weights: keep float32 weights of float16 and bfloat16 parameters, in the state. Default True.
+        backend: "accel" (default), or "apex" for NVIDIA's kernels.
 
     Raises:
         InvalidArgument: if an argument is out of range, or a parameter can't be updated.
@@ -162,9 +165,10 @@ class FusedAdam(MultiTensorOptimizer):
         decoupled_weight_decay: bool = False,
         max_grad_norm: float | Tensor | None = None,
         master_weights: bool = True,
+        backend: str = "accel",
     ) -> None:
         # torch.optim reads `capturable` from a checkpoint; nothing here does.
-        super().__init__(params, {**given(locals()), "capturable": False})
+        super().__init__(params, {**given(locals()), "capturable": False}, backend)
 
 
 class FusedAdamW(FusedAdam):
@@ -227,6 +231,7 @@ class FusedLAMB(MultiTensorOptimizer):
         use_nvlamb: take the ratio where λ is 0 too, default False.
         maximize: go up instead of down, default False.
         master_weights: keep float32 weights of float16 and bfloat16 parameters, in the state. Default True.
+        backend: "accel" (default), or "apex" for NVIDIA's kernels.
 
     Raises:
         InvalidArgument: if an argument is out of range, or a parameter can't be updated.
@@ -262,5 +267,6 @@ class FusedLAMB(MultiTensorOptimizer):
         use_nvlamb: bool = False,
         maximize: bool = False,
         master_weights: bool = True,
+        backend: str = "accel",
     ) -> None:
-        super().__init__(params, given(locals()))
+        super().__init__(params, given(locals()), backend)
