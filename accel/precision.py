@@ -8,7 +8,7 @@ the user's script, in a framework. Here all of them are set together, and all ar
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -65,6 +65,25 @@ class fp32_precision:  # noqa: N801  it is called as torch.set_grad_enabled is
         for restore in self._restore:
             restore()
         self._restore.clear()
+
+
+@contextlib.contextmanager
+def autocast_of_call(device: str, dtype: torch.dtype) -> Iterator[None]:
+    """Compute a call of a model under autocast, and leave nothing of that behind.
+
+    Args:
+        device: its type, such as "cuda".
+        dtype: float16 or bfloat16.
+    """
+    before = torch.is_autocast_enabled(device)
+    try:
+        with torch.autocast(device, dtype=dtype):
+            yield
+    finally:
+        # Within autocast(enabled=False) of the loop's own, around an epoch say, torch keeps the casts of weights beyond
+        # this call, and would use them after the next update.
+        torch.clear_autocast_cache()
+        torch.set_autocast_enabled(device, before)  # what interrupts its beginning or end leaves it as it is
 
 
 def why_no_bfloat16(run: Run) -> str:

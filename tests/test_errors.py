@@ -46,7 +46,7 @@ def test_what_is_foreign_is_seen() -> None:
     assert sorted(foreign(source)) == ["1: Lost is no AccelError", "3: makes ValueError", "6: raises TypeError"]
 
 
-@pytest.mark.parametrize("module", ["accel.comm.ranks.failure", "accel.comm.bandwidth.table", "accel.graphs.checks"])
+@pytest.mark.parametrize("module", ["accel.comm.ranks.failure", "accel.comm.bandwidth.table", "accel.graphs.obstacles"])
 def test_errors_of_other_folders_are_caught_as_accel_s(module: str) -> None:
     kinds = [each for each in vars(importlib.import_module(module)).values() if isinstance(each, type)]
     own = [each for each in kinds if issubclass(each, Exception) and each.__module__ == module]

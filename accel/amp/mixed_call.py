@@ -25,10 +25,10 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from accel.amp import skipped_steps
 from accel.amp.casts import cast_weights, enter, leave
-from accel.amp.loss_scale import DynamicLossScale
+from accel.amp.loss_scale import DynamicLossScale, skip_overflowed_steps
 from accel.errors import InvalidArgument
+from accel.precision import autocast_of_call
 from accel.profiler.loop import backward
 from accel.profiler.trees import map_tensors
 
@@ -208,25 +208,15 @@ class MixedCall:
         if self.scale is None or not torch.is_grad_enabled():
             return None
         self._model = weakref.ref(model)
-        skipped_steps.watch(self)
+        skip_overflowed_steps(self)
         self._calls += 1
         _BYPASSES.expect(self._calls)
         return self.scale.of_call()
 
-    @contextlib.contextmanager
-    def _context(self, model: nn.Module) -> Iterator[None]:
+    def _context(self, model: nn.Module) -> contextlib.AbstractContextManager[None]:
         if not self.autocast:
-            yield
-            return
-        device = next((p.device.type for p in model.parameters()), "cpu")
-        before = torch.is_autocast_enabled(device)
-        try:
-            with torch.autocast(device, dtype=self.dtype):
-                yield
-        finally:
-            # Within autocast(enabled=False) of the loop's own torch keeps casts of weights past the next update.
-            torch.clear_autocast_cache()
-            torch.set_autocast_enabled(device, before)  # what interrupts its beginning or end leaves it as it is
+            return contextlib.nullcontext()
+        return autocast_of_call(next((p.device.type for p in model.parameters()), "cpu"), self.dtype)
 
     def _put_in(self, model: nn.Module, places: list[Swap], scale: Tensor | None, *, one_by_one: bool = False) -> None:
         """Put casts in the places of weights and buffers, and note each place."""

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from accel.graphs.buckets import Buckets
 from accel.graphs.capture import CapturedStep, capture
-from accel.graphs.model_calls import CaptureError, ModelCalls
-from accel.graphs.models import calls_of, release
+from accel.graphs.kinds import Buckets
+from accel.graphs.model_calls import CaptureError, ModelCalls, calls_of, release
 from accel.graphs.obstacles import Obstacle, why_not_capturable
 
 __all__ = [

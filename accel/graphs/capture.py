@@ -24,7 +24,9 @@ from torch.optim import Optimizer
 
 from accel.device_memory import give_memory_back
 from accel.errors import InvalidArgument, InvalidType
-from accel.graphs.checks import (
+from accel.graphs.kinds import described, difference, modes, rebuilt, without_cached_casts
+from accel.graphs.model_calls import MANY, MANY_KINDS, CaptureError, ModelCalls, capture_model
+from accel.graphs.obstacles import (
     Contents,
     NotCapturable,
     StateMade,
@@ -34,10 +36,6 @@ from accel.graphs.checks import (
     unwritten,
     without_draws,
 )
-from accel.graphs.inputs import described, difference, rebuilt
-from accel.graphs.model_calls import MANY, MANY_KINDS, CaptureError, ModelCalls
-from accel.graphs.models import capture_model
-from accel.graphs.modes import modes, without_cached_casts
 from accel.graphs.owners import Owners
 from accel.graphs.recorder import CudaRecorder, GraphRecorder, RecordedGraph
 from accel.profiler.interruptions import ours

@@ -9,21 +9,21 @@ from __future__ import annotations
 import warnings
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from accel.device_memory import give_memory_back
-from accel.errors import AccelError
-from accel.graphs.checks import NotCapturable, nothing_left, without_draws
-from accel.graphs.inputs import described
+from accel.errors import AccelError, InvalidType
+from accel.graphs.kinds import described, is_watched, modes
 from accel.graphs.model_graph import ModelGraph, described_outputs
-from accel.graphs.modes import is_watched, modes
+from accel.graphs.obstacles import NotCapturable, nothing_left, without_draws
 from accel.graphs.owners import Owners
 from accel.graphs.recorder import CudaRecorder, GraphRecorder
 from accel.profiler.interruptions import ours
+from accel.profiler.loop import callslot
 from accel.run.gate import Call, hooks_of
 
 _MOST_COUNTED = 1024
@@ -336,3 +336,70 @@ def _is_traced() -> bool:
 
 def _warn(text: str) -> None:
     warnings.warn(f"accel.graphs.capture: {text}", RuntimeWarning, stacklevel=5)
+
+
+# -- captured models: put in place, and released -----------------------------------------------------------------------
+
+
+_NAME = "_accel_captured"
+
+
+class _Captured:
+    """What was captured of a model; it is kept in the model, and goes with it. A copy of the model has None."""
+
+    def __init__(self, calls: ModelCalls, call: Any, before: dict[str, Any]) -> None:
+        self.calls, self.call, self.before = calls, call, before
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()
+
+
+_Model = TypeVar("_Model", bound=nn.Module)
+
+
+def capture_model(model: _Model, calls: ModelCalls) -> _Model:
+    """Run the calls of a model by graphs, in place."""
+    if _distributes(model):
+        raise InvalidType(
+            "capture: a model must be captured inside of what distributes it. "
+            f"Found: {type(model).__name__}; capture the model that was passed to it"
+        )
+    release(model)
+    before = callslot.contents(model)
+    call = callslot.SlotCall(calls.wrap(before.get(callslot.NAME, model._call_impl)))
+    callslot.fill(model, call)
+    vars(model)[_NAME] = _Captured(calls, call, before)
+    return model
+
+
+def _distributes(model: nn.Module) -> bool:
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+    from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+    return isinstance(model, (DataParallel, DistributedDataParallel, FullyShardedDataParallel, FSDPModule))
+
+
+def calls_of(model: nn.Module) -> ModelCalls | None:
+    """Return what was captured of a model's calls, and why some run eagerly; None if it is not captured."""
+    captured: _Captured | None = vars(model).get(_NAME)
+    return None if captured is None else captured.calls
+
+
+def release(model: nn.Module) -> None:
+    """Call a captured model eagerly again, and give the memory of its graphs back.
+
+    Args:
+        model: any; one that is not captured is left as it is.
+
+    Example:
+        >>> model = capture(torch.nn.Linear(4, 2))
+        >>> release(model)
+    """
+    captured: _Captured | None = vars(model).pop(_NAME, None)
+    if captured is None:
+        return
+    captured.calls.reset()
+    if callslot.contents(model).get(callslot.NAME) is captured.call:
+        callslot.restore(model, captured.before)
+    else:  # someone has wrapped it since
+        captured.calls.has_stopped = True

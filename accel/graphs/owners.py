@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from accel.graphs.checks import PLAIN, is_looked_at
+from accel.graphs.obstacles import PLAIN, is_looked_at
 from accel.profiler.loop import callslot
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))

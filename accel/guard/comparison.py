@@ -1,27 +1,14 @@
 """Compare what two paths of a call have computed: outputs, gradients, and what the call leaves behind.
 
-Compared, for a candidate with a base precision ε (fp32's 1.2e-7 for `reordered`, bfloat16's 3.9e-3 for `reduced`):
-
-    outputs     ‖y_c − y_r‖ ≤ δ ‖y_r‖      δ = 2^10 ε (reordered), 2^4 ε (reduced): rounding, grown through the layers
-    inputs      likewise, after the call   a model may write to them, and the loop use them again
-    gradients   ‖g_c − g_r‖ ≤ 4 √δ ‖g_r‖   for each parameter, and at most 0.5. At kinks (ReLU, max-pooling) a
-                                           difference of δ sends a share δ of the units the other way, each an error
-                                           of the order of 1, so the gradient moves by some √δ (measured: outputs
-                                           2e-5, gradient 1.4e-2). Differences below 5 % of that bound taken over all
-                                           gradients together are accepted: a bias before BatchNorm has a gradient
-                                           of pure rounding noise
-    scale       |⟨g_c, g_r⟩ / ⟨g_r, g_r⟩ − 1| ≤ 2^-6 (reduced): errors without direction average out in it, so it
-                detects a gradient 5 % too long even in bfloat16. What reorders sums errs as the plain path does, which
-                shortens that (to 0.93 through 16 layers in bfloat16): |‖g_c‖ / ‖g_r‖ − 1| ≤ 2^-7, in 16 bits 2^-6
+    outputs     ‖y_c − y_r‖ ≤ δ ‖y_r‖      and what the call leaves in its arguments, likewise
+    gradients   ‖g_c − g_r‖ ≤ γ ‖g_r‖      for each parameter; 5 % of γ times the norm of all is let pass
+    scale       |⟨g_c, g_r⟩ / ⟨g_r, g_r⟩ − 1| ≤ s (reduced), |‖g_c‖ / ‖g_r‖ − 1| ≤ s (reordered), of all together
     exact       the same bits
     complex     numbers count as their real and imaginary parts
-    formats     ε is that of the coarsest format within the plain call (`rounding`), such as the loop's own autocast's:
-                a loss in float32 is known no better than what it was made of
-    TF32        is off in both where a GPU's convolutions use it, as they do by default: through eight layers with
-                BatchNorm its rounding moved a gradient by 7e-2, and would pass for a fault of what reorders sums
-    draws       dropout and its like draw in canonical order in both (`draws`), so that it counts among the outputs. A
-                mask that is kept from call to call shows in the second of the steps compared, and dropout that is left
-                on in a replay in evaluation mode
+
+δ, γ and s follow from the exactness and from ε of the coarsest format within the plain call (`rounding`);
+docs/contributing/guard.md has the reasons. TF32 is off in both where it would hide a fault, and dropout draws in
+canonical order in both (`draws`), so that it counts among the outputs.
 """
 
 from __future__ import annotations

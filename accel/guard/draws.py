@@ -1,15 +1,9 @@
 """Random numbers in a replay: noted, and drawn in one order whatever the memory layout.
 
 `bernoulli_` fills a channels_last tensor in the order of memory, and takes other numbers for bfloat16 than for float32.
-So under another layout or dtype dropout drops other values, of the same distribution. In a canonical replay each draw
-is made in float32 on contiguous memory and copied over: paths that draw alike are then alike, and the outputs of a
-model with dropout can be compared.
-
-A fused attention draws within its kernel: those for float32 and bfloat16 have other masks, and leave the generator
-elsewhere, so that all dropout after them is another one too. Its dropout is left out of canonical replays, forward and
-backward; its probability is noted and must be the same in both paths.
-
-What is noted of each draw shows whether two paths draw from the same distributions.
+In a canonical replay each draw is made in float32 on contiguous memory and copied over, so that paths that draw alike
+are alike. The dropout of a fused attention, which draws within its kernel and by dtype, is left out there, forward and
+backward; its probability is noted. What is noted shows whether two paths draw from the same distributions.
 """
 
 from __future__ import annotations

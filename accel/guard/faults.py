@@ -42,7 +42,8 @@ def may_be_of_strategies(error: Exception) -> bool:
         if place == "accel" or (place == "torch" and inside.split(".")[0] in _COMPILERS):
             whose = "strategy"
         elif place == "torch" and (whose == "loop" or inside in _INTO_THE_MODEL):
-            whose = "loop" if whose == "loop" and _is_a_check(module, at.tb_frame.f_code.co_name) else "torch"
+            is_a_check = f"{module}.{at.tb_frame.f_code.co_name}".startswith(_CHECKS)
+            whose = "loop" if whose == "loop" and is_a_check else "torch"
         elif place == "loop" and whose == "torch":
             whose = "loop"
         is_raised, at = interruptions.is_raised(at), at.tb_next
@@ -50,10 +51,6 @@ def may_be_of_strategies(error: Exception) -> bool:
         return True
     is_the_loops = whose == "loop" and (is_raised or _is_of_python(error))
     return isinstance(error, _OF_OPERATORS) and not is_the_loops
-
-
-def _is_a_check(module: str, function: str) -> bool:
-    return f"{module}.{function}".startswith(_CHECKS)
 
 
 def _is_of_python(error: Exception) -> bool:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -186,13 +186,13 @@ def replay(model: nn.Module, call: Any, recording: Recording, draws: ReplayedDra
     with recording.as_called():
         args, kwargs = copied((recording.args, recording.kwargs))
         inputs = tensors((args, kwargs))  # before the call, which may take some out of a dict
-        named: list[tuple[str, Tensor]] = [(name, p) for name, p in model.named_parameters() if _is_trained(p)]
+        trained = ((name, p) for name, p in model.named_parameters() if p.requires_grad and not is_lazy(p))
+        named: list[tuple[str, Tensor]] = [*trained]
         named += [(f"input {i}", t) for i, t in enumerate(inputs) if t.requires_grad]
         with draws or contextlib.nullcontext():
             outputs = called(model, call, recording, args, kwargs)
             coarsest = recording.coarsest(model, outputs)
-            differentiate = partial(together.sent_back, model) if is_sharded(model) else _differentiated
-            gradients = _sent_back(recording, outputs, [tensor for _, tensor in named], differentiate)
+            gradients = _sent_back(model, recording, outputs, [tensor for _, tensor in named])
         left, known = list(leaves((args, kwargs))), set(map(id, inputs))
         return Replayed(
             [output.detach() for output in outputs],
@@ -240,10 +240,6 @@ def called(
         return tensors(call(*args, **kwargs))
 
 
-def _is_trained(parameter: nn.Parameter) -> bool:
-    return parameter.requires_grad and not is_lazy(parameter)
-
-
 def _written(recording: Recording, inputs: list[Tensor]) -> list[Tensor | None]:
     """Return what a call has left in the tensors that it was given, None where it has written nothing."""
     before = tensors((recording.args, recording.kwargs))
@@ -270,20 +266,18 @@ def _tensors_in_attributes(model: nn.Module) -> dict[str, list[Tensor]]:
     return by_place
 
 
-def _differentiated(outputs: list[Tensor], sent: list[Tensor], inputs: list[Tensor]) -> list[Tensor | None]:
-    return list(torch.autograd.grad(outputs, inputs, sent, allow_unused=True))
-
-
 def _sent_back(
-    recording: Recording, outputs: list[Tensor], inputs: list[Tensor], differentiate: Callable[..., list[Tensor | None]]
+    model: nn.Module, recording: Recording, outputs: list[Tensor], inputs: list[Tensor]
 ) -> list[Tensor | None]:
     """Return the gradients of `inputs`, from those that arrived at the outputs."""
-    roots = [(i, t) for i, t in enumerate(outputs) if t.requires_grad]
-    backward_roots = [(i, t) for i, t in roots if i in recording.arrived] or roots
+    differentiable = [(i, t) for i, t in enumerate(outputs) if t.requires_grad]
+    backward_roots = [(i, t) for i, t in differentiable if i in recording.arrived] or differentiable
     if not backward_roots or not inputs:
         return [None] * len(inputs)
-    sent = [_cotangent(recording, i, t) for i, t in backward_roots]
-    return differentiate([t for _, t in backward_roots], sent, inputs)
+    roots, sent = [t for _, t in backward_roots], [_cotangent(recording, i, t) for i, t in backward_roots]
+    if is_sharded(model):
+        return together.sent_back(model, roots, sent, inputs)
+    return list(torch.autograd.grad(roots, inputs, sent, allow_unused=True))
 
 
 def _cotangent(recording: Recording, number: int, output: Tensor) -> Tensor:

@@ -91,7 +91,8 @@ class ModelSnapshot:
         self._copies = [(tensor, tensor.detach().clone()) for tensor in own]
         elsewhere = {_memory(tensor) for tensor in (*model.parameters(), *own) if type(tensor) in _PLAIN}
         self._copy(tensor for tensor in others if _may_be_written(tensor) and _memory(tensor) not in elsewhere)
-        self._lasting = [*_of_the_host(), *_of_devices(devices), *own_generators(model)]
+        of_the_host = [Source(stream.name, stream.read, stream.write, is_shared=True) for stream in streams()]
+        self._lasting = [*of_the_host, *_of_devices(devices), *own_generators(model)]
         sources = [*self._lasting, *generators_in(leaves(given))]
         self._generators = [(source, source.read()) for source in sources]
 
@@ -350,10 +351,6 @@ def devices_of(model: nn.Module, device: torch.device, *given: Any) -> list[torc
     """Return the devices that a call may draw on: those of parameters, buffers and the tensors that it is given."""
     places = [device, *(tensor.device for tensor in (*model.parameters(), *model.buffers(), *tensors(given)))]
     return list(dict.fromkeys(place for place in places if place.type not in _WITHOUT_STATE))
-
-
-def _of_the_host() -> list[Source]:
-    return [Source(stream.name, stream.read, stream.write, is_shared=True) for stream in streams()]
 
 
 def _of_devices(devices: Iterable[torch.device]) -> list[Source]:

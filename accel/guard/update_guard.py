@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import math
 from collections import defaultdict
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -49,9 +48,12 @@ def updated(optimizer: Optimizer) -> list[Tensor]:
         shadow.param_groups.append({**group, "params": clones})
         for parameter, clone in zip(chosen, clones, strict=True):
             if parameter in optimizer.state:
-                shadow.state[clone] = _clone_state(optimizer.state[parameter])
+                kept = optimizer.state[parameter].items()
+                shadow.state[clone] = {name: v.clone() if isinstance(v, Tensor) else copy.copy(v) for name, v in kept}
         copies += clones
-    _unhooked_step(shadow)
+    # Without the hooks and schedulers' counters that the user has put on the real optimizer.
+    step: Any = type(shadow).step
+    getattr(step, "__wrapped__", step)(shadow)
     return [local(clone.detach()) for clone in copies]
 
 
@@ -89,17 +91,6 @@ def _clone(parameter: Tensor, generator: torch.Generator) -> Tensor:
         clone.grad = torch.empty_like(parameter.detach())
         local(clone.grad).copy_(noise_like(local(parameter), generator) * 1e-2)
     return clone
-
-
-def _clone_state(state: dict[str, Any]) -> dict[str, Any]:
-    return {key: value.clone() if isinstance(value, Tensor) else copy.copy(value) for key, value in state.items()}
-
-
-def _unhooked_step(optimizer: Optimizer) -> None:
-    """Step without the hooks and schedulers' counters that the user has put on the real optimizer."""
-    step: Callable[..., Any] = type(optimizer).step
-    inner = getattr(step, "__wrapped__", step)
-    inner(optimizer)
 
 
 def coarsest_of(optimizer: Optimizer) -> torch.dtype:

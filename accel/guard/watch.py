@@ -1,20 +1,16 @@
 """The run-time watch: checks a strategy after its trial, as long as it is on.
 
-While a strategy is on, each call's outputs are checked. A call that returns values that are not
-finite or far above any in the plain loop, or that raises what a strategy may have caused
-(`faults`), is repeated along the plain path from the same random state, buffers and counters, and
-the step goes on with that result. If the plain result is fine, the strategies are at fault and are
-switched off at once. If it is no better, the fault is the run's own and no strategy is blamed; if
-it raises too, the error is the user's and propagates, as all other errors do from the first call.
-What can't be judged is passed over: no check raises anything into the loop. Before a call that ran
+A call under strategies whose outputs are not finite or far above any in the plain loop, or that raises what a strategy
+may have caused (`faults`), is repeated along the plain path from the same random state, buffers and counters, and the
+step goes on with that result. If it is fine, the strategies are at fault and are switched off at once. If it is no
+better, the fault is the run's own; if it raises too, the error is the user's and propagates, as all other errors do
+from the first call. What can't be judged is passed over: no check raises anything into the loop. Before a call that ran
 out of memory is repeated, strategies give up what they keep, such as graphs.
 
-With several ranks, the repeated call sends nothing that the first one has sent already. A model
-that exchanges more within its call than `DistributedDataParallel` does can't be called on one rank
-alone: the loop gets the outputs as they are, and the strategies go. A call that has raised is
-repeated in such a model, too: there are no outputs to hand on, and ranks mostly meet the same error
-together. In a sharded model it isn't: the others are in the midst of that call, and FSDP2 expects
-its end.
+With several ranks, the repeated call sends nothing that the first one has sent already. A model that exchanges more
+within its call than `DistributedDataParallel` does can't be called on one rank alone: the loop gets the outputs as they
+are, and the strategies go. After an error it is called again, as there are no outputs to hand on and ranks mostly meet
+the same error together; not a sharded one, where the others are in the midst of that call.
 """
 
 from __future__ import annotations
@@ -22,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import math
 import operator
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -32,11 +29,10 @@ from torch.optim import Optimizer
 
 from accel.guard.alone import is_sharded, talks_within_calls, without_forward
 from accel.guard.faults import of_strategies
-from accel.guard.output_sizes import OutputSizes
 from accel.guard.snapshot import FEW_ENTRIES, Changes, ModelSnapshot, as_now, devices_of, generators_in, refill, within
 from accel.profiler.interruptions import Tolerated
 from accel.profiler.loop import backward
-from accel.profiler.trees import leaves
+from accel.profiler.trees import leaves, tensors
 from accel.run import ranks
 from accel.run.gate import Call, Gate, make_room
 
@@ -88,7 +84,9 @@ class Watch:
         """What calls change; None until one was looked at. Until then all state is kept before each call."""
         self._written: list[Tensor] = []
         """Parameters that the model's own call writes to."""
-        self._parallel = _data_parallel(gate.model)
+        parallel = (module for module in gate.model.modules() if isinstance(module, DistributedDataParallel))
+        self._parallel: list[nn.Module] = list(parallel) if ranks.are_several() else []
+        """The modules in which this rank talks to others."""
         self._excuse = Excuse()
         self._keeps_inputs = False
         self._is_within = False
@@ -290,11 +288,6 @@ class _Before:
                 tensor.copy_(value)
 
 
-def _data_parallel(model: nn.Module) -> list[nn.Module]:
-    """Return the modules in which this rank talks to others, if there are any."""
-    return [m for m in model.modules() if isinstance(m, DistributedDataParallel)] if ranks.are_several() else []
-
-
 @contextlib.contextmanager
 def _noting(modules: list[nn.Module], called: list[nn.Module]) -> Iterator[None]:
     """Put those of the modules that are called in the block into `called`."""
@@ -309,3 +302,164 @@ def _noting(modules: list[nn.Module], called: list[nn.Module]) -> Iterator[None]
 def versions(given: list[Tensor]) -> list[int]:
     """Return how often the tensors that a call is given have been written to, of those that count it."""
     return [t._version for t in given if not t.is_inference()]
+
+
+# -- how large outputs are ---------------------------------------------------------------------------------------------
+
+
+# Outputs don't grow so much in a few hundred healthy steps; a diverging run gets there fast.
+_GROWTH = 1e3
+_DIVERGED_STEPS = 20
+_DIVERGES = "the run diverges"
+_LATE = 8
+"""Calls until a value computed on a GPU is read, at the earliest."""
+
+_SAMPLE = 2**20
+"""Elements of an output on a device that are looked at."""
+
+
+class OutputSizes:
+    """Judge outputs: they must be finite, and not far larger than any in the plain loop."""
+
+    def __init__(self) -> None:
+        self._late, self._learnt = LateValues(_LATE), LateValues(0)
+        self._plain_max = 0.0
+        self._large = 0
+
+    def problem(self, outputs: Any) -> str:
+        """Return what is wrong with the outputs of a call under strategies; '' if nothing is."""
+        problem = self.problem_now(outputs)
+        self._large = self._large + 1 if problem.endswith(_DIVERGES) else 0
+        return "" if 0 < self._large < _DIVERGED_STEPS else problem
+
+    def problem_now(self, outputs: Any) -> str:
+        """Judge one call by itself."""
+        size = _size(outputs)
+        if size is None:
+            return "its output is not finite"
+        if not 0 < self._plain_max * _GROWTH < size:
+            return ""
+        return f"outputs have grown to {size:.1e}, plain ones were at most {self._plain_max:.1e}: {_DIVERGES}"
+
+    def problem_late(self, outputs: Any) -> str:
+        """Check the values of some calls ago that have arrived; only if one was bad, wait for the present one."""
+        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():  # type: ignore[no-untyped-call]
+            return ""  # a graph of the loop's own: nothing in it has a value yet
+        norm = _norm(outputs)
+        if norm is not None:
+            self._late.note(norm)
+        self._learn_sizes()  # those of the last plain calls
+        was_bad = [self._is_bad(size) for size in self._late.due()]  # all are counted
+        return self.problem_now(outputs) if any(was_bad) else ""
+
+    def _is_bad(self, size: float) -> bool:
+        grown = 0 < self._plain_max * _GROWTH < size
+        self._large = self._large + 1 if grown else 0
+        return not math.isfinite(size) or self._large >= _DIVERGED_STEPS
+
+    def learn(self, outputs: Any) -> None:
+        """Learn how large the outputs of the plain loop are.
+
+        On a GPU without waiting here either: trials compare such calls with those under a strategy.
+        """
+        norm = _norm(outputs)
+        if norm is not None:
+            self._learnt.note(norm)
+        self._learn_sizes()
+
+    def _learn_sizes(self) -> None:
+        """Learn the sizes of plain outputs that have arrived."""
+        self._plain_max = max([self._plain_max, *filter(math.isfinite, self._learnt.due())])
+
+
+class LateValues:
+    """Numbers, one a call, that are read some calls late and in their order, without waiting for what was queued since.
+
+    `item()` copies on the current stream, and so waits for all that was launched before it: however old the value of a
+    GPU is, the host loses its lead. So it is copied to page-locked memory where it is computed, and read once the event
+    behind that copy has come. Only where very many are under way is the oldest waited for.
+
+    Args:
+        calls: values that are always under way; the youngest ones.
+        most: values that may be under way; beyond it the oldest is waited for.
+    """
+
+    def __init__(self, calls: int, most: int = 64) -> None:
+        self._calls, self._most = calls, most
+        self._under_way: deque[tuple[Tensor, Any]] = deque()
+        """Each with the event that tells when it is there; None for one of the host."""
+
+    def note(self, value: Tensor) -> None:
+        """Add the value of the present call."""
+        self._under_way.append(_on_its_way(value))
+
+    def due(self) -> list[float]:
+        """Return those of enough calls ago that have arrived since, the oldest first."""
+        values: list[float] = []
+        while len(self._under_way) > self._calls:
+            number, event = self._under_way[0]
+            if event is not None and not event.query():
+                if len(self._under_way) <= self._most:
+                    break
+                event.synchronize()
+            self._under_way.popleft()  # first: one that can't be read must not hold up the others
+            values.append(float(number))
+        return values
+
+
+def _on_its_way(value: Tensor) -> tuple[Any, Any]:
+    """Return a number and the event that tells when it is there: a copy in page-locked memory, of a value of a GPU.
+
+    That memory torch's allocator has from earlier copies.
+    """
+    if not value.is_cuda:
+        return value, None
+    number = torch.empty((), dtype=value.dtype, device="cpu", pin_memory=True)
+    number.copy_(value, non_blocking=True)
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(value.device))
+    return number, event
+
+
+def _norm(outputs: Any) -> Tensor | None:
+    # Sparse and nested tensors have no norm to ask for, and those of the meta device no values.
+    dense = [t.detach() for t in tensors(outputs) if t.layout == torch.strided and not (t.is_nested or t.is_meta)]
+    numbers = [t for t in dense if (t.is_floating_point() or t.is_complex()) and t.numel()]
+    return _total([_norm_of(t) for t in numbers]) if numbers else None
+
+
+def _norm_of(tensor: Tensor) -> Tensor:
+    if hasattr(tensor, "to_local"):
+        tensor = tensor.to_local()  # this rank's part: for the whole all ranks would have to talk
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    part = tensor if tensor.device.type == "cpu" else sample(tensor)
+    norm: Tensor = torch.linalg.vector_norm(part if part.dtype == torch.float64 else part.float())
+    return norm if part is tensor else norm * math.sqrt(tensor.numel() / part.numel())
+
+
+def sample(tensor: Tensor) -> Tensor:
+    """Return at most 2^20 elements, from all over a contiguous tensor; any other as it is.
+
+    The logits of a language model are 2 GB, which took 0.5 ms in each call of BERT-base on an H200. The step is odd, so
+    that it meets all columns where their number is a power of two.
+    """
+    step = -(-tensor.numel() // _SAMPLE) | 1
+    return tensor.view(-1)[::step] if step > 1 and tensor.is_contiguous() else tensor
+
+
+def _total(norms: list[Tensor]) -> Tensor:
+    """Return the sum of norms; on a GPU if one of them is there, so that the host needn't wait for it."""
+    if len(norms) == 1:
+        return norms[0]
+    place = next((norm.device for norm in norms if norm.device.type != "cpu"), norms[0].device)
+    return torch.stack([norm.to(place, torch.float32, non_blocking=True) for norm in norms]).sum()
+
+
+def _size(outputs: Any) -> float | None:
+    """Return the norm of all outputs together, or None if it is not finite."""
+    norm = _norm(outputs)
+    if norm is None:
+        return 0.0
+    size = float(norm)
+    return size if math.isfinite(size) else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import zip_longest
 from operator import attrgetter, is_, itemgetter
@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from accel.errors import InvalidArgument, InvalidState
 from accel.kernels.optimizers import Batch, Hypers, Kind, Scaling, UpdateOutcome, Updater, work_dtype
 from accel.kernels.support import runs_triton
-from accel.optim import checks, stored
+from accel.optim import checks
 from accel.optim.apex import ApexStep
 
 _HALF = frozenset({torch.float16, torch.bfloat16})
@@ -31,7 +31,61 @@ def given(arguments: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in arguments.items() if name not in _NO_OPTIONS}
 
 
-class MultiTensorOptimizer(Optimizer):
+class UpdatingOptimizer(Optimizer):
+    """Base of the optimizers whose step is one update of all parameters."""
+
+    def _update(self) -> None:
+        raise NotImplementedError
+
+    def _checked(self, state_dict: dict[str, Any]) -> dict[str, Any] | None:
+        """Return a state as it is to be loaded, None for as it is; raise InvalidArgument if it is of another one."""
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update all parameters that have a gradient.
+
+        Args:
+            closure: computes the loss and its gradients again; None (default) takes the gradients that are there.
+
+        Returns:
+            What the closure returned.
+
+        Raises:
+            InvalidArgument: if a gradient is sparse; nothing has been changed then.
+            InvalidState: within the capture of a CUDA graph: given a closure, or if no step has been run before.
+        """
+        loss = None
+        if closure is not None:
+            if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+                raise InvalidState(
+                    f"{type(self).__name__}: a captured step takes no closure. Found: one. Compute loss and gradients "
+                    "before step(), within the capture."
+                )
+            with torch.enable_grad():
+                loss = closure()
+        self._update()
+        return loss
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state of this optimizer, or of torch's of the same kind.
+
+        Args:
+            state_dict: moments keep float32, whatever the parameters' dtype; tensors are not copied where they are of
+                the right dtype and device, as torch does.
+
+        Raises:
+            InvalidArgument: if it is of another optimizer or of other parameters; nothing has been changed then.
+        """
+        # Last of the hooks, so that it sees what those of the user made of it.
+        handle = self.register_load_state_dict_pre_hook(lambda _, state: self._checked(state))
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            handle.remove()
+
+
+class MultiTensorOptimizer(UpdatingOptimizer):
     """Base of the optimizers: one update for all parameters, kernels on a GPU, torch's own operators elsewhere.
 
     Mixed precision works in two ways. `torch.amp.GradScaler` gives the loss scale, and whether gradients are finite, to
@@ -52,8 +106,8 @@ class MultiTensorOptimizer(Optimizer):
     _apex: ApexStep | None
 
     def __init__(self, params: Iterable[Any], defaults: dict[str, Any], backend: str = "accel") -> None:
-        owner = type(self).__name__
         if backend not in _BACKENDS:
+            owner = type(self).__name__
             raise InvalidArgument(f"{owner}: backend must be one of {', '.join(_BACKENDS)}. Found: {backend!r}.")
         self._start()
         # torch's own switches, so that a checkpoint is read by torch.optim; nothing here reads them.
@@ -100,32 +154,6 @@ class MultiTensorOptimizer(Optimizer):
             # torch's loop would wait for step counters on a device. On a CPU its fused kernels ignore strides.
             param_group = {**param_group, "fused": True}
         super().add_param_group(param_group)
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update all parameters that have a gradient.
-
-        Args:
-            closure: computes the loss and its gradients again; None (default) takes the gradients that are there.
-
-        Returns:
-            What the closure returned.
-
-        Raises:
-            InvalidArgument: if a gradient is sparse; nothing has been changed then.
-            InvalidState: within the capture of a CUDA graph: given a closure, or if no step has been run before.
-        """
-        loss = None
-        if closure is not None:
-            if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-                raise InvalidState(
-                    f"{type(self).__name__}: a captured step takes no closure. Found: one. Compute loss and gradients "
-                    "before step(), within the capture."
-                )
-            with torch.enable_grad():
-                loss = closure()
-        self._update()
-        return loss
 
     @torch._disable_dynamo  # type: ignore[attr-defined]  # addresses and step counters break its graphs, one by one
     def _update(self) -> None:
@@ -176,6 +204,9 @@ class MultiTensorOptimizer(Optimizer):
 
     # Checkpoints and copies.
 
+    def _checked(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        return checked(self, state_dict)
+
     def state_dict(self) -> dict[str, Any]:
         """Return the state, as torch.optim does; float32 master weights of 16-bit parameters are in it."""
         if self._apex is not None:
@@ -192,12 +223,7 @@ class MultiTensorOptimizer(Optimizer):
         Raises:
             InvalidArgument: if it is of another optimizer or of other parameters; nothing has been changed then.
         """
-        # Last of the hooks, so that it sees what those of the user made of it.
-        handle = self.register_load_state_dict_pre_hook(stored.checked)
-        try:
-            super().load_state_dict(state_dict)
-        finally:
-            handle.remove()
+        super().load_state_dict(state_dict)
         if self._apex is not None:
             self._apex.read_steps()
 
@@ -217,7 +243,7 @@ class MultiTensorOptimizer(Optimizer):
             step = float(group.get("step", 1)) if counts_steps(group) else None
             for p in group["params"]:
                 if p in self.state:
-                    self.state[p] = stored.taken_in(p, self.state[p], step)
+                    self.state[p] = taken_in(p, self.state[p], step)
         # Weights that have gone on since the loaded state was saved stay; its master weights follow them.
         self._rounded.clear()
         if uses_apex:
@@ -292,22 +318,16 @@ class Rounded:
     def __init__(self) -> None:
         self._groups: dict[int, tuple[list[Tensor], list[Tensor | None], list[int], list[int]]] = {}
         """Number of a group → parameters, master weights, versions and addresses after its last step."""
-        self._others: dict[Tensor, tuple[int, int]] = {}
-        """Version and address of parameters that were updated in an earlier step."""
 
     def clear(self) -> None:
         """Forget all."""
         self._groups.clear()
-        self._others.clear()
 
     def remember(self, group: int, params: Sequence[Tensor], masters: Sequence[Tensor | None]) -> None:
         """Note that a group's parameters are what their master weights round to."""
-        if not masters:
-            return
-        if (last := self._groups.get(group)) is not None and not _are_same(last[0], params):
-            self._others.update(zip(last[0], zip(last[2], last[3], strict=True), strict=True))
-        own = list(params), list(masters), list(map(_VERSION, params)), list(map(Tensor.data_ptr, params))
-        self._groups[group] = own
+        if masters:
+            versions, addresses = list(map(_VERSION, params)), list(map(Tensor.data_ptr, params))
+            self._groups[group] = list(params), list(masters), versions, addresses
 
     def holds(self, group: int, params: list[Tensor], masters: list[Tensor | None]) -> bool:
         """Return whether nobody has written to a group's parameters since its last step, which had the same ones."""
@@ -315,12 +335,6 @@ class Rounded:
         if known is None or not (_are_same(known[0], params) and _are_same(known[1], masters)):
             return False
         return known[2] == list(map(_VERSION, params)) and known[3] == list(map(Tensor.data_ptr, params))
-
-    def all(self) -> dict[Tensor, tuple[int, int]]:
-        """Return version and address of each parameter."""
-        for params, _, *numbers in self._groups.values():
-            self._others.update(zip(params, zip(*numbers, strict=True), strict=True))
-        return self._others
 
 
 def _are_same(some: Sequence[Any], others: Sequence[Any]) -> bool:
@@ -337,13 +351,12 @@ def _masters(
     masters: list[Tensor | None] = [state.get("master") for state in own]
     if rounded.holds(number, params, masters):
         return masters
-    known = rounded.all()
     for i, (p, state) in enumerate(zip(params, own, strict=True)):
         if p.dtype not in _HALF:
             masters[i] = None
         elif "master" not in state:
             masters[i] = state["master"] = _fresh(p).copy_(p)
-        elif known.get(p) != (p._version, p.data_ptr()):
+        else:
             master = state["master"]
             # What still rounds to the parameter is kept: it has the bits that the parameter has not.
             master.copy_(torch.where(master.to(p.dtype) == p, master, p.to(master.dtype)))
@@ -369,3 +382,116 @@ def _counter(param: Tensor, state: dict[str, Any]) -> Tensor:
 def _fresh(param: Tensor) -> Tensor:
     """Return a new state of a parameter."""
     return torch.zeros_like(param, dtype=work_dtype(param.dtype), memory_format=torch.preserve_format)
+
+
+# -- state that comes from a checkpoint --------------------------------------------------------------------------------
+
+
+_MOMENTS = frozenset({"exp_avg", "exp_avg_sq"})
+_BESIDE = frozenset({"step", "master"})
+_ACCEPTED: dict[Kind, frozenset[str]] = {
+    "adam": _BESIDE | _MOMENTS | {"max_exp_avg_sq"},
+    "lamb": _BESIDE | _MOMENTS,
+    "sgd": _BESIDE | {"momentum_buffer"},
+    "lars": _BESIDE | {"momentum_buffer"},
+}
+_ADAPTIVE = frozenset({"adam", "lamb"})
+_ADAPTIVE_OPTIONS = ("lr", "betas", "eps", "weight_decay")
+_MOMENTUM_OPTIONS = ("lr", "momentum", "weight_decay")
+_MARKS: dict[Kind, tuple[frozenset[str], frozenset[str]]] = {
+    "adam": (frozenset({"amsgrad", "bias_correction"}), frozenset({"grad_averaging"})),
+    "lamb": (frozenset({"grad_averaging"}), frozenset()),
+    "sgd": (frozenset({"nesterov"}), frozenset({"trust_coefficient"})),
+    "lars": (frozenset({"trust_coefficient"}), frozenset()),
+}
+"""Options of which a group has one, here, in torch or in apex, and those that it has not: RAdam's state has the names
+of Adam's, and LAMB's too."""
+
+
+class Sealed:
+    """Holds a value that torch would round to the parameter's dtype while it loads a state."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+def checked(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a state with its tensors sealed.
+
+    Raises:
+        InvalidArgument: if it is not one of this kind of optimizer, for these parameters.
+    """
+    owner, kind = type(optimizer).__name__, optimizer.kind  # type: ignore[attr-defined]
+    if not {"state", "param_groups"} <= set(state_dict):
+        raise InvalidArgument(f"{owner}: a state has `state` and `param_groups`. Found: {sorted(state_dict)}.")
+    options = _ADAPTIVE_OPTIONS if kind in _ADAPTIVE else _MOMENTUM_OPTIONS
+    groups, saved = optimizer.param_groups, state_dict["param_groups"]
+    sizes, saved_sizes = ([len(group["params"]) for group in some] for some in (groups, saved))
+    if sizes != saved_sizes:
+        raise InvalidArgument(
+            f"{owner}: the state must be of as many parameters in each group, {sizes}. Found: {saved_sizes}."
+        )
+    for group in saved:
+        if missing := [name for name in options if name not in group]:
+            raise InvalidArgument(f"{owner}: the state is of another optimizer: its groups have no {missing[0]!r}.")
+        states = [state_dict["state"].get(key, {}) for key in group["params"]]
+        counted = "step" in group or all("step" in state for state in states if _was_updated(state))
+        if kind in _ADAPTIVE and not counted:
+            raise InvalidArgument(f"{owner}: the state must say how many steps were done. Found: no 'step'.")
+    params = [p for group in groups for p in group["params"]]
+    places = dict(zip((key for group in saved for key in group["params"]), params, strict=True))
+    sealed: dict[Any, Any] = {}
+    for key, own in state_dict["state"].items():
+        if key in places:
+            _check(owner, kind, places[key], own)
+            own = {name: Sealed(value) for name, value in own.items() if value is not None}
+        sealed[key] = own
+    one_of, none_of = _MARKS[kind]
+    for group in saved:
+        if one_of.isdisjoint(group) or not none_of.isdisjoint(group):
+            others = ", ".join(sorted(set(group) - {"params", *options}))
+            raise InvalidArgument(f"{owner}: the state is of another optimizer: its groups have {others}.")
+    return {**state_dict, "state": sealed}
+
+
+def _was_updated(state: Mapping[str, Any]) -> bool:
+    """Return whether a state is of a parameter that was updated; master weights are there before the first update."""
+    return any(name != "master" and value is not None for name, value in state.items())
+
+
+def _check(owner: str, kind: Kind, param: Tensor, state: Mapping[str, Any]) -> None:
+    names = {name for name, value in state.items() if value is not None}
+    needed = _MOMENTS if kind in _ADAPTIVE else frozenset()
+    if (foreign := names - _ACCEPTED[kind]) or (_was_updated(state) and not needed <= names):
+        raise InvalidArgument(
+            f"{owner}: the state is of another optimizer: a parameter has {sorted(foreign or names)}, expected were "
+            f"{sorted(needed or _ACCEPTED[kind])}. Begin without it."
+        )
+    for name, value in state.items():
+        if isinstance(value, Tensor) and name != "step" and value.shape != param.shape:
+            raise InvalidArgument(
+                f"{owner}: the state is of other parameters: {name} is {list(value.shape)} for a parameter of "
+                f"{list(param.shape)}."
+            )
+
+
+def taken_in(param: Tensor, state: Mapping[str, Any], step: float | None) -> dict[str, Any]:
+    """Return the state of one parameter in the dtypes of updates; the next one brings it to the layout.
+
+    Args:
+        param: the parameter.
+        state: of it, sealed or not.
+        step: what its counter is where the state has none: apex counts by group, torch's SGD not at all. None if no
+            steps are counted.
+    """
+    taken: dict[str, Any] = {}
+    for name, held in state.items():
+        value = held.value if isinstance(held, Sealed) else held
+        if name == "step":
+            counter = value if isinstance(value, Tensor) else torch.tensor(float(value))
+            taken[name] = counter.to(device=param.device, dtype=torch.float32).reshape(())
+        elif name != "master" or work_dtype(param.dtype) != param.dtype:
+            taken[name] = value.to(device=param.device, dtype=work_dtype(param.dtype))
+    if step is not None and _was_updated(taken) and "step" not in taken:
+        taken["step"] = torch.tensor(step, device=param.device)
+    return taken

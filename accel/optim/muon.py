@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from itertools import zip_longest
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from accel.errors import InvalidArgument
 from accel.kernels.optimizers import Batch, Hypers, Updater, muon_update, work_dtype
 from accel.optim import checks
+from accel.optim.base import UpdatingOptimizer
 
 _ADAMW: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
 _OPTIONS = ("weight_decay", "momentum", "nesterov", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn", "ns_dtype")
@@ -20,7 +20,7 @@ _ADJUSTMENTS = (None, "original", "match_rms_adamw")
 _NS_DTYPES = (torch.bfloat16, torch.float32, torch.float64)
 
 
-class Muon(Optimizer):
+class Muon(UpdatingOptimizer):
     """Update matrices by Muon, as `torch.optim.Muon` does, all of one shape at once, and other parameters by AdamW.
 
         b ← μ b + (1 - μ) g        u = (1 - μ) g + μ b        w -= η λ w        w -= η s NS(u)
@@ -98,26 +98,6 @@ class Muon(Optimizer):
                 )
         super().add_param_group(param_group)
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update all parameters that have a gradient.
-
-        Args:
-            closure: computes the loss and its gradients again; None (default) takes the gradients that are there.
-
-        Returns:
-            What the closure returned.
-
-        Raises:
-            InvalidArgument: if a gradient is sparse; nothing has been changed then.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        self._update()
-        return loss
-
     @torch._disable_dynamo  # type: ignore[attr-defined]  # as in the other optimizers
     def _update(self) -> None:
         chosen = [[p for p in group["params"] if p.grad is not None] for group in self.param_groups]
@@ -163,20 +143,15 @@ class Muon(Optimizer):
         """Return what a captured step of a group does not read from the device: None, for all options."""
         return None
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state of this optimizer, or of `torch.optim.Muon` where all groups are Muon's.
-
-        Args:
-            state_dict: tensors are not copied where they are of the right dtype and device, as torch does.
-
-        Raises:
-            InvalidArgument: if it is of another optimizer; nothing has been changed then.
-        """
-        handle = self.register_load_state_dict_pre_hook(_checked)  # after those of the user
-        try:
-            super().load_state_dict(state_dict)
-        finally:
-            handle.remove()
+    def _checked(self, state_dict: dict[str, Any]) -> None:
+        """Raise InvalidArgument for a state of another optimizer; torch.optim.Muon has Muon's groups alone."""
+        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=False):  # torch counts them
+            mark = "ns_coefficients" if group["use_muon"] else "betas"
+            if mark not in saved or saved.get("use_muon", True) != group["use_muon"]:
+                raise InvalidArgument(
+                    f"{type(self).__name__}: the state is of another optimizer, or of groups with another use_muon. "
+                    f"Found: a group with {', '.join(sorted(set(saved) - {'params'}))}."
+                )
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         before = self.__dict__.get("param_groups", [])
@@ -185,16 +160,6 @@ class Muon(Optimizer):
         for group, own in zip_longest(self.param_groups, before[: len(self.param_groups)], fillvalue=self.defaults):
             for name in ("use_muon", "ns_dtype"):  # torch has them not, and its state says nothing of them
                 group.setdefault(name, own.get(name, self.defaults[name]))
-
-
-def _checked(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-    for group, saved in zip(optimizer.param_groups, state_dict["param_groups"], strict=False):  # torch counts them
-        mark = "ns_coefficients" if group["use_muon"] else "betas"
-        if mark not in saved or saved.get("use_muon", True) != group["use_muon"]:
-            raise InvalidArgument(
-                f"{type(optimizer).__name__}: the state is of another optimizer, or of groups with another use_muon. "
-                f"Found: a group with {', '.join(sorted(set(saved) - {'params'}))}."
-            )
 
 
 def _numbers(group: dict[str, Any]) -> Hypers:

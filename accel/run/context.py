@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections import Counter
 from collections.abc import Hashable
 from dataclasses import dataclass, field
@@ -175,6 +176,11 @@ class Run:
     def has_ranks(self) -> bool:
         """True when other processes take part in the training."""
         return ranks.are_several()
+
+    @property
+    def ranks_here(self) -> int:
+        """How many ranks of the training share this machine's cores, as torchrun has it; at least 1."""
+        return max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))) if self.world_size > 1 else 1
 
     @property
     def device_kind(self) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -75,7 +74,7 @@ class HostMeter:
         foreign_cores = self._meter.cores()
         if foreign_cores is None:
             return None
-        run, ranks = self._run, self._ranks_here()
+        run, ranks = self._run, self._run.ranks_here
         run.observed.free_cores = max(1, free_cores(run.cores, foreign_cores) // ranks)
         return HostLoad(
             foreign_cores=foreign_cores,
@@ -83,6 +82,3 @@ class HostMeter:
             threads=ranks * run.threads,
             took_s=time.monotonic() - began_s,
         )
-
-    def _ranks_here(self) -> int:
-        return max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))) if self._run.world_size > 1 else 1

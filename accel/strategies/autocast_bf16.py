@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accel.precision import why_no_bfloat16
+from accel.precision import autocast_of_call, why_no_bfloat16
 from accel.profiler.bottleneck import Bottleneck
 from accel.profiler.trees import map_tensors
 from accel.run import Run
@@ -58,15 +58,8 @@ class AutocastBf16(Strategy):
         device = self._device
 
         def run_call(*args: Any, **kwargs: Any) -> Any:
-            before = torch.is_autocast_enabled(device)
-            try:
-                with torch.autocast(device, dtype=torch.bfloat16):
-                    output = call(*args, **kwargs)
-            finally:
-                # Within autocast(enabled=False) of the loop's own, around an epoch say, torch keeps the casts of
-                # weights beyond this call, and would use them after the next update.
-                torch.clear_autocast_cache()
-                torch.set_autocast_enabled(device, before)  # what interrupts its beginning or end leaves it as it is
+            with autocast_of_call(device, torch.bfloat16):
+                output = call(*args, **kwargs)
             return map_tensors(_to_fp32, output)
 
         return run_call

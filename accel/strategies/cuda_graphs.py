@@ -96,7 +96,7 @@ class CudaGraphs(Strategy):
         calls = self._calls_of(run)
         if calls.why_eager:
             raise NothingHelps(calls.why_eager[0])
-        if run.cuda and not calls.has_graphs and (why := self._no_room(run)):
+        if run.cuda and not calls.has_graphs and (why := why_no_room(memory_of(run.device), self._measure_step(run))):
             raise NothingHelps(why)
         calls.may_capture = True
         self._wrap(run)
@@ -120,10 +120,6 @@ class CudaGraphs(Strategy):
         if self._calls is not None:
             self._calls.drop_graphs()
 
-    def _no_room(self, run: Run) -> str:
-        """Say why there is no room for a capture."""
-        return why_no_room(memory_of(run.device), self._measure_step(run))
-
     def _measure_step(self, run: Run) -> int:
         """Return the bytes that a step needs at most, as was seen at boundaries: in the guard's, copies are beside."""
         shapes = run.observed.usual_shapes
@@ -140,14 +136,11 @@ class CudaGraphs(Strategy):
         return memory_of(run.device).available < self._step[1]
 
     def _calls_of(self, run: Run) -> ModelCalls:
-        if self._calls is None:
-            self._calls = self._new_calls(run)
-        return self._calls
-
-    def _new_calls(self, run: Run) -> ModelCalls:
         from accel.graphs import ModelCalls
 
-        return ModelCalls(run.model, warmup=_WATCHED, say=lambda reason: None)
+        if self._calls is None:
+            self._calls = ModelCalls(run.model, warmup=_WATCHED, say=lambda reason: None)
+        return self._calls
 
     def _is_captured(self, run: Run) -> bool:
         from accel.graphs import calls_of

@@ -104,7 +104,7 @@ class TorchCompile(Strategy):
         The compiler finds most of the code for a repeated layer done, but captures and lowers each. What a helper
         process has compiled, or is going to, leaves the part that is done again.
         """
-        from accel.compile.repeated_blocks import layers
+        from accel.compile.compiled_calls import layers
 
         groups = self._blocks(run) if setting == BLOCKS else []
         different, repeated = layers([group[0] for group in groups] or [run.model])
@@ -172,7 +172,7 @@ class TorchCompile(Strategy):
 
     def _blocks(self, run: Run) -> list[list[torch.nn.Module]]:
         if self._groups is None:
-            from accel.compile.repeated_blocks import repeated_blocks, sharded_blocks
+            from accel.compile.compiled_calls import repeated_blocks, sharded_blocks
 
             self._groups = (sharded_blocks if is_sharded(run.model) else repeated_blocks)(run.model)
         return self._groups
@@ -259,8 +259,8 @@ def _not_in_parallel(run: Run) -> str:
 
 
 def _idle_cores(run: Run) -> int:
-    """Return how many cores torch's threads and the loader's workers leave of those that this process may use."""
-    return run.cores - torch.get_num_threads() - (getattr(run.loader, "num_workers", 0) or 0)
+    """Return how many cores are left by torch's threads and the loader's workers of all ranks on this machine."""
+    return run.cores - run.ranks_here * (torch.get_num_threads() + (getattr(run.loader, "num_workers", 0) or 0))
 
 
 def _is_compiled(module: torch.nn.Module) -> bool:

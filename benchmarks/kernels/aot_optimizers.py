@@ -24,7 +24,7 @@ def optimizers() -> Iterator[Variant]:
 
 def _forms() -> Iterator[tuple[Any, str]]:
     """Yield what parameters of a model are: of one dtype, 16-bit with gradients in fp32, at odd addresses."""
-    from accel.kernels.optimizers.address_table import Form
+    from accel.kernels.optimizers.device import Form
 
     kinds = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.float64: "fp64"}
     plain = Form(torch.float32, torch.float32, False, True, True, False, False)
@@ -73,8 +73,7 @@ def _sums(form: Any, name: str) -> Iterator[Variant]:
 
 
 def _scalars() -> Iterator[Variant]:
-    from accel.kernels.optimizers.address_table import CHUNK
-    from accel.kernels.optimizers.device import TENSORS
+    from accel.kernels.optimizers.device import CHUNK, TENSORS
     from accel.kernels.optimizers.triton_scalars import ratio_kernel, scalars_kernel
 
     tables = {"addresses": "i64", "layout": "i64", "hypers": "fp64", "scalars": "fp64"}

@@ -144,8 +144,5 @@ class UpdateOutcome(NamedTuple):
 
 def needs_norm(batches: Sequence[Batch], scaling: Scaling) -> bool:
     """Return whether a pass over the gradients comes before the update."""
-    return scaling.checks or any(_clips(batch.row.max_norm) for batch in batches)
-
-
-def _clips(max_norm: Number) -> bool:
-    return isinstance(max_norm, Tensor) or math.isfinite(max_norm)
+    limits = [batch.row.max_norm for batch in batches]
+    return scaling.checks or any(isinstance(limit, Tensor) or math.isfinite(limit) for limit in limits)

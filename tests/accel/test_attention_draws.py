@@ -20,7 +20,8 @@ from accel.guard.draws import ReplayedDraws, by_other_kernels, leave_out_alike
 from accel.guard.guard import Comparison
 from accel.run import Run
 from accel.run.gate import Call
-from accel.strategies.base import Exactness, Strategy
+from accel.strategies.base import Exactness
+from tests.accel.guard_replays import Acting
 
 
 def weights(q: Tensor, k: Tensor) -> Tensor:
@@ -87,18 +88,13 @@ class Attention(nn.Module):
         return self.out(self.dropout(functional.gelu(attended)))  # type: ignore[no-any-return]
 
 
-class Reduced(Strategy):
+class Reduced(Acting):
     """Calls the model under autocast, and does what is injected."""
 
     name = "reduced"
-    summary = "bfloat16"
-    treats = frozenset()
     exactness = Exactness.REDUCED
     p: float | None = None
     scale = 1.0
-
-    def refusal(self, run: Run) -> str:
-        return ""
 
     def enable(self, run: Run, setting: Any) -> None:
         def wrap(call: Call) -> Call:
@@ -115,9 +111,6 @@ class Reduced(Strategy):
             return run_call
 
         run.gate.add(self.name, wrap)
-
-    def disable(self, run: Run) -> None:
-        run.gate.remove(self.name)
 
 
 @pytest.fixture

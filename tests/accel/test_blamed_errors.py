@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from accel.guard.faults import may_be_of_strategies
 from accel.run.gate import Call
 from accel.session.plan_check import _failure
-from tests.accel.test_watch_outputs import broken
+from tests.accel.guard_replays import broken, same
 
 
 class Stop(Exception):
@@ -75,10 +75,6 @@ EITHERS: dict[str, Callable[[Tensor], Any]] = {
     "an operator's type": lambda x: x.bfloat16().detach().numpy(),
     "no room": lambda x: torch.empty(1 << 60),
 }
-
-
-def same(call: Call) -> Call:
-    return lambda x: call(x)
 
 
 @pytest.fixture

@@ -16,9 +16,11 @@ from accel import strategies
 from accel.guard.draws import ReplayedDraws, difference
 from accel.report import StrategyRow
 from accel.run import Run
+from accel.run.gate import Call
 from accel.strategies.base import Exactness, Strategy
 from accel.strategies.channels_last import ChannelsLast
 from accel.strategies.trial_design import TrialDesign as Judged
+from tests.accel.guard_replays import Acting
 
 _dropout = functional.dropout
 
@@ -59,27 +61,15 @@ def judged(kind: type[Strategy], monkeypatch: pytest.MonkeyPatch, steps: int = 6
     return row
 
 
-class Injected(Strategy):
+class Injected(Acting):
     """Dropout by another function while it is on."""
 
     name = "injected"
-    summary = "a fault"
-    treats = frozenset()
-    exactness = Exactness.REORDERED
-
-    def refusal(self, run: Run) -> str:
-        return ""
 
     def comparison(self, run: Run) -> Judged:
         return Judged(settle_steps=0)
 
-    def enable(self, run: Run, setting: Any) -> None:
-        run.gate.add(self.name, self._wrapped)
-
-    def disable(self, run: Run) -> None:
-        run.gate.remove(self.name)
-
-    def _wrapped(self, call: Callable[..., Any]) -> Callable[..., Any]:
+    def act(self, call: Call) -> Call:  # type: ignore[override]
         def run_call(*args: Any) -> Any:
             functional.dropout = self.drop
             try:
@@ -110,12 +100,12 @@ class OtherProbability(Injected):
 class OneMaskForAll(Injected):
     """Layers share a mask."""
 
-    def _wrapped(self, call: Callable[..., Any]) -> Callable[..., Any]:
+    def act(self, call: Call) -> Call:  # type: ignore[override]
         def run_call(*args: Any) -> Any:
             self.mask: Tensor | None = None
             return inner(*args)
 
-        inner = super()._wrapped(call)
+        inner = super().act(call)
         return run_call
 
     def drop(self, x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:

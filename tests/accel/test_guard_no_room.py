@@ -1,27 +1,27 @@
-"""Memory that runs out in a comparison says nothing of the candidate: it is neither wrong nor right."""
+"""What ends a comparison without a result, as a lack of memory does: the candidate is then neither wrong nor right."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 import accel
 from accel import entry, strategies
 from accel.guard import guard, update_guard
 from accel.guard.guard import Comparison, Replayed
-from accel.run import Run
 from accel.run.gate import Call
 from accel.search.actions import Action, Result
 from accel.session.plan_check import PlanCheck
-from accel.strategies.base import Exactness, Strategy
 from accel.strategies.cuda_graphs import compared_with_eager
 from accel.strategies.trial_design import TrialDesign as Judged
+from tests.accel.guard_replays import Acting
 from tests.accel.simulation import Machine, candidate, simulate
 
 MESSAGE = "CUDA out of memory. Tried to allocate 2.00 GiB"
@@ -30,23 +30,10 @@ PLAN: dict[str, Any] = {"large": None}
 BY_GRAPHS = Judged(further_check=compared_with_eager)
 
 
-class Large(Strategy):
-    """Calls the model as it is, and may need more memory for it than there is."""
+class Large(Acting):
+    """May need more memory for the model than there is."""
 
     name = "large"
-    summary = "nothing"
-    treats = frozenset()
-    exactness = Exactness.REORDERED
-    act: Callable[[Call], Call] = staticmethod(lambda call: call)
-
-    def refusal(self, run: Run) -> str:
-        return ""
-
-    def enable(self, run: Run, setting: Any) -> None:
-        run.gate.add(self.name, type(self).act)
-
-    def disable(self, run: Run) -> None:
-        run.gate.remove(self.name)
 
 
 def runs_out(call: Call) -> Call:
@@ -256,3 +243,35 @@ def test_a_setting_that_can_not_be_compared_leaves_the_kept_one() -> None:
     assert controller.plan == {"w": 1}
     assert controller.rows["w"].status == "kept"
     assert any("w 2 was not compared: there is no room to compare; 1 stays" in e.text for e in controller.events)
+
+
+# -- a plain call that can't be made again is no fault of the strategy either ------------------------------------------
+
+
+class Reentrant(nn.Module):
+    """Repeats a layer in the backward pass, the old way, which bears no `autograd.grad`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 8), nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.second(checkpoint(torch.nn.Sequential(self.first, nn.ReLU()), x, use_reentrant=True))
+
+
+def test_reentrant_checkpointing_is_not_the_candidates_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(strategies, "REGISTRY", [Large])
+    loader: Any = DataLoader(TensorDataset(torch.randn(64, 3), torch.randn(64, 2)), batch_size=4)
+    model = Reentrant()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    model, loader, optimizer = accel.optimize(model, loader, optimizer, budget=60, cache=False)
+    for _ in range(4):
+        for x, target in loader:
+            optimizer.zero_grad()
+            (model(x.requires_grad_()) - target).square().mean().backward()
+            optimizer.step()
+    (row,) = accel.explain(model).rows
+    accel.undo(model)
+    assert row.status == "not tried", row
+    assert "the guard could compare nothing: the plain call can't be replayed: " in row.why
+    assert "checkpoint" in row.why.lower()

@@ -23,6 +23,7 @@ from accel.report import Report
 from accel.search.plan import Plan, fingerprint
 from accel.strategies.loader_workers import LoaderWorkers
 from tests import warm
+from tests.accel.guard_replays import broken, same
 from tests.accel.loops import (
     Net,
     Quick,
@@ -38,7 +39,6 @@ from tests.accel.loops import (
     settled,
     training,
 )
-from tests.accel.test_watch import watched
 from tests.forks import ROOT
 
 PLACES = ("forward", "loss", "dataset", "collate")
@@ -341,7 +341,7 @@ def test_a_script_that_fails_in_its_model_shows_no_frames_of_the_guard(capsys: p
         def forward(self, x: Tensor) -> Tensor:
             raise BrokenSample("forward", 3)
 
-    gate, watch, _ = watched(Fails())
+    gate, watch, _ = broken(Fails(), same)
     with Script("none.py", []):
         watch.call(gate.call, (torch.randn(8, 6),), {})
     printed = capsys.readouterr().err

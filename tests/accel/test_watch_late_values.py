@@ -10,9 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from accel.guard import output_sizes
-from accel.guard.output_sizes import LateValues, sample
-from accel.guard.watch import Watch
+from accel.guard import watch as watching
+from accel.guard.watch import LateValues, Watch, sample
 from accel.run.gate import Call, Gate
 
 
@@ -56,7 +55,7 @@ class Copy:
 def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     """Every value is one of a GPU."""
     made = Device()
-    monkeypatch.setattr(output_sizes, "_on_its_way", made.send)
+    monkeypatch.setattr(watching, "_on_its_way", made.send)
     return made
 
 
@@ -122,7 +121,7 @@ def test_a_value_of_a_gpu_is_copied_without_waiting(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: device)
     value: Any = SimpleNamespace(is_cuda=True, dtype=torch.float64, device="cuda")
     monkeypatch.setattr(Tensor, "copy_", lambda self, value, non_blocking=False: copied.append(non_blocking))
-    output_sizes._on_its_way(value)
+    watching._on_its_way(value)
     assert (made[0]["pin_memory"], made[0]["device"], copied, recorded) == (True, "cpu", [True], ["cuda"])
 
 

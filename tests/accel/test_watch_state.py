@@ -21,12 +21,7 @@ from accel.run.gate import Call
 from accel.session.plan_check import PlanCheck
 from accel.session.replays import Replays
 from accel.session.step_watch import StepWatch
-from tests.accel.test_watch_outputs import broken
-
-
-def gives_nan(call: Call) -> Call:
-    """Spoil the input, so that all that the model computes from it is spoiled, too."""
-    return lambda x: call(x * float("nan"))
+from tests.accel.guard_replays import broken, gives_nan
 
 
 class Stateful(nn.Module):

@@ -19,13 +19,11 @@ from accel.kernels.optimizers import (
     Kind,
     Scaling,
     Updater,
-    address_table,
     cost,
     device,
     rules,
 )
-from accel.kernels.optimizers.address_table import CHUNK, AddressTable, Form, TableEntry
-from accel.kernels.optimizers.device import Launcher
+from accel.kernels.optimizers.device import CHUNK, AddressTable, Form, Launcher, TableEntry
 from accel.kernels.optimizers.regular import copy_back, is_dense, regular
 from tests.kernels.optimizer_oracle import update_ref
 from tests.sampling import examples
@@ -62,7 +60,7 @@ def test_columns_and_rows_are_those_of_the_kernels() -> None:
     columns = [getattr(triton_scalars, f"_{name.upper()}").value for name in Hypers._fields]
     assert columns == list(range(len(Hypers._fields)))
     assert len(columns) <= rules.COLUMNS
-    assert triton_scalars._GRAD.value + 1 == address_table.ROWS
+    assert triton_scalars._GRAD.value + 1 == device.ROWS
 
 
 def test_a_channels_last_parameter_needs_no_copy() -> None:

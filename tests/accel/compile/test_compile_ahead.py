@@ -255,6 +255,16 @@ def test_it_is_started_in_a_training_call_of_the_usual_shape(monkeypatch: pytest
     assert strategy.waits(run) == ""  # the same setting is not compiled twice
 
 
+def test_ranks_that_share_the_cores_leave_none_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    strategy, run = make(monkeypatch, cores=2 * torch.get_num_threads() + 1)
+    run.world_size = 2
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert not torch_compile._no_room(run)
+    run.cores -= 1
+    assert torch_compile._no_room(run) == "the loop uses all cores"
+    assert strategy.waits(run) == ""
+
+
 def test_where_it_gives_nothing_the_loop_compiles_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     strategy, run = make(monkeypatch)
     assert strategy.waits(run)

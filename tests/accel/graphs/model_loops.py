@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from accel.graphs import ModelCalls
+from accel.graphs import CapturedStep, ModelCalls, capture
 from accel.profiler.loop import callslot
 from tests.accel.graphs.tape import TapeRecorder
 
@@ -76,6 +76,60 @@ def step(model: Any, optimizer: torch.optim.Optimizer, seed: int, rows: int = 8)
     loss.backward()
     optimizer.step()
     return loss.detach()
+
+
+def loop_of(*parts: int | Callable[[Any], object]) -> Loop:
+    """Return a loop of so many steps, with changes of the model between them."""
+
+    def loop(model: Any, optimizer: torch.optim.Optimizer) -> list[Any]:
+        results = list[Any]()
+        for part in parts:
+            if isinstance(part, int):
+                results += [step(model, optimizer, len(results) + number) for number in range(part)]
+            else:
+                part(model)
+        return results
+
+    return loop
+
+
+def taped_step(step: Any, **options: Any) -> CapturedStep:
+    """Capture a step on a tape."""
+    captured = capture(step, **options)
+    captured._recorder = TapeRecorder()
+    return captured
+
+
+def both_steps(
+    make: Callable[[], Any],
+    optimizer_of: Callable[[Any], torch.optim.Optimizer] | None = None,
+    change: Callable[[Any, int], object] = lambda model, number: None,
+    **options: Any,
+) -> CapturedStep:
+    """Run a step of a model eagerly and captured, compare all bits, and return the captured one.
+
+    Args:
+        make: makes the model.
+        optimizer_of: makes an optimizer for its parameters, which steps on the mean square; default a call alone.
+        change: is given the model and the number of the step that follows.
+    """
+
+    def outcome(captured: bool) -> tuple[list[Any], Any]:
+        torch.manual_seed(0)
+        model = make()
+        optimizers = [] if optimizer_of is None else [optimizer_of(model.parameters())]
+        run: Any = squares_step(model, *optimizers) if optimizers else lambda x: model(x)
+        run = taped_step(run, modules=[model], optimizers=optimizers, **options) if captured else run
+        results = []
+        for number in range(10):
+            change(model, number)
+            results.append(run(batch(8, number)).detach())
+        own = [value for value in vars(model).values() if isinstance(value, Tensor | int)]
+        return tree_leaves([results, own, list(model.state_dict().values())]), run
+
+    (expected, _), (found, run) = outcome(captured=False), outcome(captured=True)
+    assert all(torch.equal(*map(torch.as_tensor, pair)) for pair in zip(found, expected, strict=True))
+    return run  # type: ignore[no-any-return]
 
 
 def squares_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[Tensor], Tensor]:

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from accel.graphs import CaptureError
-from tests.accel.graphs.model_loops import batch, both, step
-from tests.accel.graphs.test_frozen import taped_step
+from tests.accel.graphs.model_loops import batch, both, both_steps, loop_of, step, taped_step
 
 pytestmark = pytest.mark.filterwarnings("ignore:accel.graphs.capture:RuntimeWarning")
 
@@ -64,15 +63,7 @@ def test_a_state_that_each_call_replaces_is_not_frozen(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", _STATEFUL)
 def test_a_state_that_each_step_replaces_is_not_frozen(kind: str) -> None:
-    def outcome(captured: bool) -> tuple[list[Any], Any]:
-        torch.manual_seed(0)
-        model = _STATEFUL[kind]()
-        run: Any = taped_step(lambda x: model(x), modules=[model], warmup=2) if captured else model
-        return [run(batch(8, seed)).detach() for seed in range(10)], run
-
-    (expected, _), (found, run) = outcome(False), outcome(True)
-    assert all(map(torch.equal, found, expected))
-    assert "'hidden'" in run.why_eager[0]
+    assert "'hidden'" in both_steps(_STATEFUL[kind], warmup=2).why_eager[0]
     model = _STATEFUL[kind]()
     strict = taped_step(lambda x: model(x), modules=[model], warmup=2, strict=True)
     with pytest.raises(CaptureError, match=r"can't be captured: .*'hidden'"):
@@ -91,14 +82,10 @@ class Masked(nn.Module):
 
 
 def test_a_tensor_that_was_put_in_the_place_of_an_attribute_is_used() -> None:
-    def loop(model: Any, optimizer: torch.optim.Optimizer) -> list[Any]:
-        results = [step(model, optimizer, seed) for seed in range(4)]
+    def replaced(model: Any) -> None:
         model.mask = torch.arange(6.0)
-        results += [step(model, optimizer, seed) for seed in range(4, 8)]
-        model.mask.mul_(0.5)
-        return results + [step(model, optimizer, seed) for seed in range(8, 10)]
 
-    calls = both(loop, Masked, warmup=1)
+    calls = both(loop_of(4, replaced, 4, lambda model: model.mask.mul_(0.5), 2), Masked, warmup=1)
     assert (calls.captures, calls.why_eager) == (2, [])
 
 
@@ -153,7 +140,7 @@ class Cached(nn.Module):
 
 
 def test_what_the_first_calls_make_is_no_obstacle() -> None:
-    calls = both(lambda model, optimizer: [step(model, optimizer, seed) for seed in range(6)], Cached, warmup=1)
+    calls = both(loop_of(6), Cached, warmup=1)
     assert (calls.why_eager, calls.replays) == ([], 5)
 
 
@@ -186,15 +173,7 @@ def test_a_capture_that_failed_leaves_the_model_as_it_was() -> None:
 
 
 def test_a_capture_of_a_step_that_failed_leaves_its_models_as_they_were() -> None:
-    def outcome(captured: bool) -> tuple[list[Any], Any]:
-        torch.manual_seed(0)
-        model = Failing()
-        run: Any = taped_step(lambda x: model(x), modules=[model], warmup=0) if captured else model
-        results = [run(batch(8, seed)).detach() for seed in range(6)]
-        return [*results, model.ema, model.kept, torch.tensor(model.calls)], run
-
-    (expected, _), (found, run) = outcome(False), outcome(True)
-    assert all(map(torch.equal, found, expected))
+    run = both_steps(Failing, warmup=0)
     assert (run.captures, bool(run.why_eager)) == (0, True)
 
 
@@ -233,6 +212,6 @@ def test_hooks_of_parameters_from_the_start_run_once() -> None:
         model.layer.weight.register_hook(lambda gradient: gradient * 0.5)  # type: ignore[no-untyped-call]
         return model
 
-    calls = both(lambda model, optimizer: [step(model, optimizer, seed) for seed in range(6)], hooked)
+    calls = both(loop_of(6), hooked)
     assert calls.captures == 0
     assert calls.why_eager == ["a parameter has hooks, which a graph would call once more"]

@@ -101,8 +101,23 @@ def both(loop: Loop, kind: str = "whole", lr: Callable[[], Any] = lambda: 0.1, *
     return step
 
 
+def loop_of(*parts: int | Callable[[Training], object]) -> Loop:
+    """Return a loop of so many steps, with changes between them."""
+
+    def loop(training: Training, run: Callable[..., Any]) -> list[Any]:
+        losses = list[Any]()
+        for part in parts:
+            if isinstance(part, int):
+                losses += [run(*batch(8, len(losses) + number)) for number in range(part)]
+            else:
+                part(training)
+        return losses
+
+    return loop
+
+
 def test_a_whole_step() -> None:
-    step = both(lambda training, run: [run(*batch(8, seed)) for seed in range(20)])
+    step = both(loop_of(20))
     assert (step.captures, step.why_eager) == (1, [])
     assert step.replays >= 13
 
@@ -218,33 +233,23 @@ def test_gradients_of_others_are_left_to_them(passes_through: bool) -> None:
 
 
 def test_parameters_that_were_replaced_are_not_forgotten() -> None:
-    def loop(training: Training, run: Callable[..., Any]) -> list[Any]:
-        losses = []
-        for seed in range(12):
-            if seed == 8:
-                for parameter in training.model.parameters():
-                    parameter.data = parameter.data.clone() * 0.5
-            losses.append(run(*batch(8, seed)))
-        return losses
+    def change(training: Training) -> None:
+        for parameter in training.model.parameters():
+            parameter.data = parameter.data.clone() * 0.5
 
-    assert both(loop, warmup=1).captures == 2
+    assert both(loop_of(8, change, 4), warmup=1).captures == 2
 
 
 @pytest.mark.parametrize("name", ["4.weight", "1.running_mean"])
 def test_a_parameter_or_buffer_of_another_object_is_seen(name: str) -> None:
-    def loop(training: Training, run: Callable[..., Any]) -> list[Any]:
-        losses = []
-        for seed in range(12):
-            if seed == 8:
-                owner, _, attribute = name.rpartition(".")
-                module = training.model.get_submodule(owner)
-                old = getattr(module, attribute)
-                new = old.detach().clone() * 0.5
-                setattr(module, attribute, nn.Parameter(new) if isinstance(old, nn.Parameter) else new)
-            losses.append(run(*batch(8, seed)))
-        return losses
+    def change(training: Training) -> None:
+        owner, _, attribute = name.rpartition(".")
+        module = training.model.get_submodule(owner)
+        old = getattr(module, attribute)
+        new = old.detach().clone() * 0.5
+        setattr(module, attribute, nn.Parameter(new) if isinstance(old, nn.Parameter) else new)
 
-    assert both(loop, warmup=1).captures == 2
+    assert both(loop_of(8, change, 4), warmup=1).captures == 2
 
 
 class Pair(NamedTuple):
@@ -388,48 +393,33 @@ def test_without_a_gpu_it_runs_as_it_is() -> None:
     assert step.why_eager
 
 
-def test_a_copy_of_the_models_state_is_that_of_eager_steps() -> None:
-    """Saving and loading within the run, in place, as `load_state_dict` does."""
+@pytest.mark.parametrize("part", ["model", "optimizer"])
+def test_a_state_that_was_saved_within_the_run_and_loaded_is_used(part: str) -> None:
+    """That of a model is loaded in place, that of an optimizer is not."""
+    kept: list[Any] = []
 
-    def loop(training: Training, run: Callable[..., Any]) -> list[Any]:
-        losses = [run(*batch(8, seed)) for seed in range(8)]
-        kept = copy.deepcopy((training.model.state_dict(), training.optimizer.state_dict()))
-        losses += [run(*batch(8, seed)) for seed in range(8, 12)]
-        training.model.load_state_dict(kept[0])
-        return losses + [run(*batch(8, seed)) for seed in range(8, 12)]
+    def save(training: Training) -> None:
+        kept.append(copy.deepcopy(getattr(training, part).state_dict()))
 
-    both(loop, warmup=1)
+    def load(training: Training) -> None:
+        getattr(training, part).load_state_dict(kept.pop())
 
-
-def test_a_state_that_was_loaded_into_the_optimizer_is_used() -> None:
-    def loop(training: Training, run: Callable[..., Any]) -> list[Any]:
-        losses = [run(*batch(8, seed)) for seed in range(4)]
-        kept = copy.deepcopy(training.optimizer.state_dict())
-        losses += [run(*batch(8, seed)) for seed in range(4, 8)]
-        training.optimizer.load_state_dict(kept)
-        return losses + [run(*batch(8, seed)) for seed in range(8, 14)]
-
-    both(loop, warmup=1)
+    both(loop_of(8, save, 4, load, 6), warmup=1)
 
 
 def test_options_of_a_group_that_have_no_hash() -> None:
-    def loop(training: Training, run: Callable[..., Any]) -> list[Any]:
+    def change(training: Training) -> None:
         training.optimizer.param_groups[0] |= {"notes": {"a": [1]}, "pair": (torch.tensor(1.0), [2])}
-        return [run(*batch(8, seed)) for seed in range(8)]
 
-    assert both(loop, warmup=1).captures == 1
+    assert both(loop_of(change, 8), warmup=1).captures == 1
 
 
 @pytest.mark.parametrize("change", [lambda model: model[1].eval(), lambda model: model[0].requires_grad_(False)])
 def test_a_part_of_the_model_that_is_frozen(change: Callable[[Any], Any]) -> None:
-    def loop(training: Training, run: Callable[..., Any]) -> list[Any]:
-        losses = [run(*batch(8, seed)) for seed in range(6)]
-        change(training.model)
-        losses += [run(*batch(8, seed)) for seed in range(6, 12)]
+    def undo(training: Training) -> None:
         training.model.train().requires_grad_(True)
-        return losses + [run(*batch(8, seed)) for seed in range(12, 18)]
 
-    both(loop, warmup=1)
+    both(loop_of(6, lambda training: change(training.model), 6, undo, 6), warmup=1)
 
 
 _EVENT = st.tuples(

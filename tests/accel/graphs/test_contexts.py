@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.accel.graphs.model_loops import batch, both, network, step
-from tests.accel.graphs.test_frozen import taped_step
+from tests.accel.graphs.model_loops import batch, both, loop_of, network, step, taped_step
 
 pytestmark = pytest.mark.filterwarnings("ignore:accel.graphs.capture:RuntimeWarning")
 
@@ -48,7 +47,7 @@ def test_other_modes_still_see_each_operator() -> None:
 
     def loop(model: Any, optimizer: torch.optim.Optimizer) -> list[Any]:
         with torch.device("cpu"), Mode():
-            return [step(model, optimizer, seed) for seed in range(4)]
+            return loop_of(4)(model, optimizer)
 
     assert both(loop, warmup=0).captures == 0
     assert nn.functional.linear in seen

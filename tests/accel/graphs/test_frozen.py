@@ -11,12 +11,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from accel.graphs import CapturedStep, capture
-from accel.graphs.checks import NotCapturable, without_draws
-from accel.graphs.model_calls import CaptureError
+from accel.graphs import CapturedStep, CaptureError
+from accel.graphs.obstacles import NotCapturable, without_draws
 from accel.graphs.owners import Owners
 from accel.optim import FusedAdamW
-from tests.accel.graphs.model_loops import Tied, batch, both, squares_step, step
+from tests.accel.graphs.model_loops import Tied, batch, both, both_steps, loop_of, step, taped_step
 from tests.accel.graphs.tape import TapeRecorder
 
 pytestmark = pytest.mark.filterwarnings("ignore:accel.graphs.capture:RuntimeWarning")
@@ -59,34 +58,14 @@ _CHANGES: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("change", _CHANGES)
 def test_a_number_of_a_module_has_graphs_of_its_own(change: str) -> None:
-    def loop(model: Any, optimizer: torch.optim.Optimizer) -> list[Any]:
-        results = [step(model, optimizer, seed) for seed in range(4)]
-        _CHANGES[change](model)
-        return results + [step(model, optimizer, seed) for seed in range(4, 8)]
-
-    assert both(loop, Tempered, warmup=1).captures == 2
+    assert both(loop_of(4, _CHANGES[change], 4), Tempered, warmup=1).captures == 2
 
 
 def test_a_rate_of_dropout_that_changes_is_followed_by_a_captured_step() -> None:
-    def outcome(captured: bool) -> tuple[list[Tensor], int]:
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5))
-        run: Any = taped_step(lambda x: model(x), modules=[model], warmup=1) if captured else model
-        results = []
-        for seed in range(8):
-            model[1].p = 0.5 if seed < 4 else 0.125
-            results.append(run(batch(8, seed)).detach())
-        return results, run.captures if captured else 2
+    def rate(model: Any, number: int) -> None:
+        model[1].p = 0.5 if number < 4 else 0.125
 
-    (expected, count), (found, captures) = outcome(False), outcome(True)
-    assert all(map(torch.equal, found, expected))
-    assert captures == count
-
-
-def taped_step(step: Any, **options: Any) -> CapturedStep:
-    captured = capture(step, **options)
-    captured._recorder = TapeRecorder()
-    return captured
+    assert both_steps(lambda: nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5)), change=rate, warmup=1).captures == 2
 
 
 class Skipping(nn.Module):
@@ -184,19 +163,7 @@ def test_state_that_the_first_step_makes_is_not_made_anew_in_each_replay(name: s
         "FusedAdamW": lambda params: FusedAdamW(params, 0.1),
     }
 
-    def outcome(captured: bool) -> tuple[list[Tensor], int]:
-        torch.manual_seed(0)
-        model = nn.Linear(6, 3)
-        optimizer = makes[name](model.parameters())
-
-        whole = squares_step(model, optimizer)
-        run: Any = taped_step(whole, modules=[model], optimizers=[optimizer], warmup=warmup) if captured else whole
-        results = [run(batch(8, seed)).detach() for seed in range(8)]
-        return [*results, *model.parameters()], run.replays if captured else 0
-
-    (expected, _), (found, replays) = outcome(False), outcome(True)
-    assert all(map(torch.equal, found, expected))
-    assert replays >= 5
+    assert both_steps(lambda: nn.Linear(6, 3), makes[name], warmup=warmup).replays >= 7
 
 
 class Replacing(torch.optim.Optimizer):
@@ -219,22 +186,7 @@ class Replacing(torch.optim.Optimizer):
 
 @pytest.mark.parametrize("kind", ["counter", "sum"])
 def test_state_that_is_replaced_is_refused(kind: str) -> None:
-    def outcome(captured: bool) -> tuple[list[Tensor], Any]:
-        weight = nn.Parameter(torch.ones(3))
-        optimizer = Replacing([weight], kind)
-
-        def whole(x: Tensor) -> None:
-            optimizer.zero_grad()
-            (weight * x).sum().backward()
-            optimizer.step()
-
-        run: Any = taped_step(whole, modules=[], optimizers=[optimizer], warmup=1) if captured else whole
-        for seed in range(5):
-            run(batch(1, seed)[0, :3])
-        return [weight.detach()], run
-
-    (expected, _), (found, run) = outcome(False), outcome(True)
-    assert torch.equal(found[0], expected[0])
+    run = both_steps(lambda: nn.Linear(6, 3), lambda params: Replacing(params, kind), warmup=1)
     assert "an optimizer's state must be written to in place" in run.why_eager[0]
 
 

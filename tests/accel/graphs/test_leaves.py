@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from accel.graphs.checks import NotCapturable
-from accel.graphs.leaves import Leaves
-from accel.graphs.model_graph import ModelGraph
+from accel.graphs.model_graph import Leaves, ModelGraph
+from accel.graphs.obstacles import NotCapturable
 from tests.accel.graphs.model_loops import Tied, batch, both, network
 
 pytestmark = pytest.mark.filterwarnings("ignore:accel.graphs.capture:RuntimeWarning")

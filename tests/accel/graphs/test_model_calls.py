@@ -11,14 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from tests.accel.graphs.model_loops import batch, both, network, step, taped
+from tests.accel.graphs.model_loops import batch, both, loop_of, network, step, taped
 from tests.sampling import examples
 
 pytestmark = pytest.mark.filterwarnings("ignore:accel.graphs.capture:RuntimeWarning")
 
 
 def test_a_plain_loop() -> None:
-    calls = both(lambda model, optimizer: [step(model, optimizer, seed) for seed in range(12)])
+    calls = both(loop_of(12))
     assert (calls.captures, calls.replays, calls.why_eager) == (1, 9, [])
 
 

@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from accel.amp import decorate
 from accel.graphs import CaptureError, capture
 from accel.profiler.loop import callslot
-from tests.accel.graphs.model_loops import batch, both, network, step, taped
+from tests.accel.graphs.model_loops import batch, both, loop_of, network, step, taped
 
 pytestmark = pytest.mark.filterwarnings("ignore:accel.graphs.capture:RuntimeWarning")
 
@@ -44,16 +44,15 @@ def test_mixed_precision_is_captured(dtype: torch.dtype) -> None:
 
 
 def test_code_that_was_put_in_place_of_a_modules() -> None:
-    def loop(model: Any, optimizer: torch.optim.Optimizer) -> list[Any]:
-        results: list[Any] = [step(model, optimizer, seed) for seed in range(4)]
+    def by_function(model: Any) -> None:
         model[3].forward = torch.tanh
-        results += [step(model, optimizer, seed) for seed in range(4, 8)]
+
+    def by_class(model: Any) -> None:
         model[3].__class__ = nn.GELU
         del model[3].forward
         model[3].approximate = "none"
-        return results + [step(model, optimizer, seed) for seed in range(8, 12)]
 
-    assert both(loop, warmup=1).captures == 3
+    assert both(loop_of(4, by_function, 4, by_class, 4), warmup=1).captures == 3
 
 
 @dataclass
@@ -67,12 +66,10 @@ class Doubled:
 
 
 def test_code_without_a_hash_in_place_of_a_modules() -> None:
-    def loop(model: Any, optimizer: torch.optim.Optimizer) -> list[Any]:
-        results: list[Any] = [step(model, optimizer, seed) for seed in range(4)]
+    def doubled(model: Any) -> None:
         model[3].forward = Doubled(model[3])
-        return results + [step(model, optimizer, seed) for seed in range(4, 8)]
 
-    assert both(loop, warmup=1).captures == 2
+    assert both(loop_of(4, doubled, 4), warmup=1).captures == 2
 
 
 class Waiting(nn.Module):
@@ -89,7 +86,7 @@ class Waiting(nn.Module):
 
 
 def test_a_model_that_waits_for_the_device_stays_eager() -> None:
-    calls = both(lambda model, optimizer: [step(model, optimizer, seed) for seed in range(8)], Waiting)
+    calls = both(loop_of(8), Waiting)
     assert calls.captures == 0
     assert calls.why_eager[0].startswith("it could not be captured: RuntimeError: operation not permitted")
 

@@ -10,7 +10,7 @@ import weakref
 import pytest
 from torch import nn
 
-from accel.graphs import ModelCalls, calls_of, capture, models, release
+from accel.graphs import ModelCalls, calls_of, capture, model_calls, release
 from accel.profiler.loop import callslot
 from tests.accel.graphs.model_loops import batch, network, taped
 from tests.accel.graphs.tape import TapeRecorder
@@ -42,7 +42,7 @@ def test_capture_and_release() -> None:
 def test_a_model_that_is_let_go_takes_its_graphs_with_it() -> None:
     model = network()
     calls = ModelCalls(model, warmup=0, recorder=lambda device: TapeRecorder())
-    models.capture_model(model, calls)
+    model_calls.capture_model(model, calls)
     model(batch(8, 0)).sum().backward()
     assert calls.replays == 1
     assert calls_of(copy.deepcopy(model)) is None

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from accel.graphs import ModelCalls, models
+from accel.graphs import ModelCalls, model_calls
 from tests.accel.graphs.tape import TapeRecorder
 
 dist.init_process_group("gloo")
@@ -20,7 +20,7 @@ rank = dist.get_rank()
 
 
 def capture(model):
-    models.capture_model(model, ModelCalls(model, warmup=2, recorder=lambda device: TapeRecorder()))
+    model_calls.capture_model(model, ModelCalls(model, warmup=2, recorder=lambda device: TapeRecorder()))
 
 
 def train(captured, as_view, unused):
@@ -42,7 +42,7 @@ def train(captured, as_view, unused):
         optimizer.step()
         optimizer.zero_grad(set_to_none=step % 2 == 0)
     if captured:
-        calls = models.calls_of(inner)
+        calls = model_calls.calls_of(inner)
         assert calls.captures == 1 and calls.replays > 4 and not calls.why_eager, vars(calls)
     flat = torch.cat([p.detach().flatten() for p in model.parameters()])
     other = [torch.empty_like(flat) for _ in range(2)]
@@ -74,7 +74,7 @@ def train_heads(captured, as_view):
         optimizer.step()
         optimizer.zero_grad()
     if captured:
-        assert models.calls_of(inner).replays > 3
+        assert model_calls.calls_of(inner).replays > 3
     return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 

@@ -140,6 +140,7 @@ def assert_as_the_formula(kind: str, dtype: torch.dtype, changes: list[str]) -> 
         torch.testing.assert_close(actual, expected, rtol=bound, atol=bound)
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("kind", KINDS)
@@ -157,6 +158,7 @@ def test_after_several_changes_too(kind: str, dtype: torch.dtype, changes: list[
     assert_as_the_formula(kind, dtype, changes)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("change", ["weights turned", "states turned", "states turned in place", "float64", "bfloat16"])
 @pytest.mark.parametrize("kind", ["SGD", "AdamW", "LARS, no momentum"])
 def test_kernels_too(kind: str, change: str, interpreted: None) -> None:

@@ -33,11 +33,11 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[ModelCalls]:
     """What the strategy has made; its graphs are tapes."""
     made: list[ModelCalls] = []
 
-    def new_calls(strategy: CudaGraphs, run: Run) -> ModelCalls:
-        made.append(ModelCalls(run.model, warmup=3, say=lambda reason: None, recorder=lambda device: TapeRecorder()))
+    def new_calls(model: nn.Module, **options: Any) -> ModelCalls:
+        made.append(ModelCalls(model, recorder=lambda device: TapeRecorder(), **options))
         return made[-1]
 
-    monkeypatch.setattr(CudaGraphs, "_new_calls", new_calls)
+    monkeypatch.setattr("accel.graphs.ModelCalls", new_calls)
     monkeypatch.setattr(CudaGraphs, "refusal", lambda strategy, run: "")
     return made
 

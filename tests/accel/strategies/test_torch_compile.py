@@ -18,8 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import accel
 from accel import entry
 from accel.compile import compiled_draws
-from accel.compile.compiled_calls import MOST
-from accel.compile.repeated_blocks import layers, leaves, repeated_blocks
+from accel.compile.compiled_calls import MOST, layers, leaves, repeated_blocks
 from accel.dataio.passes.proxy import Fetching
 from accel.guard.draws import ReplayedDraws
 from accel.run import Run
