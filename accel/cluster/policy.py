@@ -157,10 +157,11 @@ def _rates(job: JobView, kind: str, kinds: dict[str, ClusterNode], replicas: NDA
     known = job.profiles.get(kind)
     if known is not None:
         return _believed(known, node.gpus, replicas)
-    other = next((each for each in job.profiles if each in kinds), None)
-    if other is None:
+    if not job.profiles:
         return node.speed * replicas.astype(float)
-    return _believed(job.profiles[other], node.gpus, replicas) * node.speed / kinds[other].speed
+    other = next((each for each in job.profiles if each in kinds), next(iter(job.profiles)))
+    measured_on = kinds[other].speed if other in kinds else 1.0
+    return _believed(job.profiles[other], node.gpus, replicas) * node.speed / measured_on
 
 
 def _believed(profile: JobProfile, per_node: int, replicas: NDArray[np.int64]) -> Floats:

@@ -15,10 +15,9 @@ from accel import Report, strategies
 from accel.commands import run as run_module
 from accel.commands.cli import main
 from accel.commands.run import registered_strategies
+from accel.commands.script_job import after_import
 from accel.dataio.passes.proxy import LoaderProxy
 from accel.profiler.script import Script
-from accel.script import after_import as importing
-from accel.script.after_import import after_import
 from accel.script.training import ScriptTraining
 from tests import warm
 from tests.accel.loops import QUIET, make_loader
@@ -242,7 +241,7 @@ def test_what_waits_for_an_import_is_done_after_it(tmp_path: Path, monkeypatch: 
     assert seen == [1] and waited_for.value == 1
     assert type(waited_for.__loader__).__name__ == "SourceFileLoader"
     assert "exec_module" not in vars(waited_for.__loader__)
-    assert not [finder for finder in sys.meta_path if type(finder).__module__ == "accel.script.after_import"]
+    assert not [finder for finder in sys.meta_path if type(finder).__module__ == "accel.commands.script_job"]
     after_import("waited_for", lambda: seen.append(2))
     assert seen == [1, 2]
     del sys.modules["waited_for"]
@@ -258,13 +257,13 @@ def test_what_waits_for_an_import_waits_for_the_module_of_accel_s_own_that_impor
     (tmp_path / "ours" / "outer.py").write_text("from ours import inner\nlast = 3\n")
     (tmp_path / "ours" / "inner.py").write_text("import waited_for\nlast = 2\n")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(importing, "_OWN", "ours.")
+    monkeypatch.setattr("accel.commands.script_job._OWN", "ours.")
     seen: list[int] = []
     after_import("waited_for", lambda: seen.append(sys.modules["ours.outer"].last))
     from ours import outer  # type: ignore[import-not-found]
 
     assert seen == [3] == [outer.last]
-    assert not [finder for finder in sys.meta_path if type(finder).__module__ == "accel.script.after_import"]
+    assert not [finder for finder in sys.meta_path if type(finder).__module__ == "accel.commands.script_job"]
     for name in ("waited_for", "ours", "ours.outer", "ours.inner"):
         del sys.modules[name]
 
