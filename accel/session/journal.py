@@ -172,7 +172,7 @@ class Journal:
         if self._reported is None and outlook.is_too_early(self._controller):
             return False
         if self._reported is None or (tried and self._reported == "nothing tried"):
-            from accel.report.summary import summary  # brings rich: only where there is something to print
+            from accel.report.optimize_document import summary  # brings rich: only where there is something to print
 
             stderr.write(summary(report, self.whole))
             self._announcer.search_has_ended()
