@@ -173,11 +173,10 @@ class SimulatedJob:
             most = min(max(EXPLORED * self._most_replicas, 1), MOST_REPLICAS, most)
         else:
             most = submission.batch_size // application.local_bounds[0]
-        profile = self._profile()
         return JobView(
             name=submission.name,
             submitted_s=submission.time,
-            profiles={} if profile is None else {"gpu": profile},
+            profile=self._profile(),
             max_replicas=most,
             service_s=self.service_s,
             restarts=max(self.restarts, 0),

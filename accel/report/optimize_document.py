@@ -19,9 +19,9 @@ from accel.report.blocks import (
     TableCell,
     TableRow,
 )
-from accel.report.model import NOTHING_REMEMBERED, RunReport, StrategyRow
 from accel.report.pictures import Axis, label, segments
 from accel.report.quiet_rich import cell_len
+from accel.report.report import NOTHING_REMEMBERED, Report, StrategyRow
 from accel.report.terminal import MAX_WIDTH, Page, clip
 from accel.report.words import (
     batch_text,
@@ -70,7 +70,7 @@ def decision_line(row: StrategyRow) -> str:
     return f"{start}; {why}" if why else start
 
 
-def summary(report: RunReport, whole: str) -> str:
+def summary(report: Report, whole: str) -> str:
     """Return the outcome of a search in at most six sentences, the speed-up first, for stderr.
 
     Args:
@@ -85,13 +85,13 @@ def summary(report: RunReport, whole: str) -> str:
     return page.text()
 
 
-def _headline(report: RunReport) -> str:
+def _headline(report: Report) -> str:
     if not report.plan or report.speedup is None or not report.is_settled:
         return run_verdict_text(report)
     return f"{gain_text(report.speedup, report.speedup_low, report.speedup_high)}: {throughput_text(report)}"
 
 
-def _sentences(report: RunReport) -> Iterator[str]:
+def _sentences(report: Report) -> Iterator[str]:
     if report.plan:
         yield f"training the same: {report.training_same or 'not known'}"
         if report.state != "replayed":  # its verdict names them
@@ -108,7 +108,7 @@ def _sentences(report: RunReport) -> Iterator[str]:
         yield report.cache
 
 
-def _tried_text(report: RunReport) -> str:
+def _tried_text(report: Report) -> str:
     off = [row for row in report.rows if row.status in ("undone", "inconclusive")]
     tried = ", ".join(f"{name_text(row)} ({row.why})" for row in off)
     untried = ", ".join(row.name for row in report.rows if row.status == "not tried")
@@ -120,7 +120,7 @@ def _tried_text(report: RunReport) -> str:
 # --- the document ----------------------------------------------------------------------------------------------------
 
 
-def document(report: RunReport) -> Document:
+def document(report: Report) -> Document:
     """Lay out what the report of a run under `accel.optimize` shows."""
     lead = [Paragraph(text=f"training the same: {report.training_same or 'not known'}")]
     if text := offers_text(report):
@@ -154,7 +154,7 @@ def document(report: RunReport) -> Document:
     )
 
 
-def _strategies(report: RunReport) -> Iterator[Block]:
+def _strategies(report: Report) -> Iterator[Block]:
     if not report.rows:
         yield Paragraph(text="none was considered yet", tone="idle")
         return
@@ -203,7 +203,7 @@ def _nonempty(*texts: object) -> list[str]:
     return [str(text) for text in texts if text]
 
 
-def _anatomy(report: RunReport) -> Iterator[Section]:
+def _anatomy(report: Report) -> Iterator[Section]:
     names = _phases(report)
     if not names:
         return
@@ -234,7 +234,7 @@ def _share_texts(part: dict[str, float], name: str) -> tuple[str, str]:
     return ms_text(value), percent_text(value / total) if value is not None and total else "-"
 
 
-def _batch_sizes(report: RunReport) -> Iterator[Section]:
+def _batch_sizes(report: Report) -> Iterator[Section]:
     """Show the changes of the batch size, if it may change."""
     if report.max_batch_size is None:
         return
@@ -270,12 +270,12 @@ def _figure(value: float | None) -> str:
 # --- pictures --------------------------------------------------------------------------------------------------------
 
 
-def _phases(report: RunReport) -> list[str]:
+def _phases(report: Report) -> list[str]:
     """List the phases of the step in the order they were first measured, before and after together."""
     return list(dict.fromkeys([*report.anatomy_before, *report.anatomy_after]))
 
 
-def _speed_picture(report: RunReport) -> Iterator[Block]:
+def _speed_picture(report: Report) -> Iterator[Block]:
     """Draw the step before and after as bars from zero."""
     plain, accelerated = finite(report.plain_ms), finite(report.accel_ms)
     if plain is None or accelerated is None:
@@ -296,7 +296,7 @@ def _speed_picture(report: RunReport) -> Iterator[Block]:
     yield Paragraph(text=note, tone="idle", only="page")
 
 
-def _anatomy_picture(report: RunReport) -> Iterator[Picture]:
+def _anatomy_picture(report: Report) -> Iterator[Picture]:
     """Draw the phases of the step before and after as stacked bars on one scale."""
     parts = {"before": report.anatomy_before, "after": report.anatomy_after}
     drawable = {
@@ -319,7 +319,7 @@ def _anatomy_picture(report: RunReport) -> Iterator[Picture]:
     )
 
 
-def _gains_picture(report: RunReport) -> Iterator[Block]:
+def _gains_picture(report: Report) -> Iterator[Block]:
     """Draw the gain of each strategy that was tried, with its interval."""
     rows = [row for row in report.rows if finite(row.gain) is not None]
     if not rows:

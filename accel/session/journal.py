@@ -130,7 +130,8 @@ class Journal:
         """Where the report goes: a file, a folder, or None for the terminal alone."""
         if self.target is not None and self.target.suffix != ".json":
             # Now, not at exit: there the import makes Python forget that Ctrl-C ended the run: exit status 1, not 130.
-            import_module("accel.report.page")
+            for module in ("jinja2", "accel.report.rendering"):
+                import_module(module)
         self.whole = _whole_text(self.target)
         """How to see the whole report."""
         self.batch: BatchHistory | None = None

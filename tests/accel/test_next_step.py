@@ -12,8 +12,8 @@ import pytest
 from accel import Report
 from accel.commands import mcp as served
 from accel.profiler.report import Finding, ProfileReport, Saving
-from accel.report.model import StrategyRow
 from accel.report.next_step import after_profile, after_run
+from accel.report.report import StrategyRow
 from tests.accel.profiled import script
 
 
