@@ -23,7 +23,6 @@ nodes slow each other down.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -38,28 +37,10 @@ from accel.goodput.job import EXPLORED, JobProfile
 Floats = NDArray[np.float64]
 
 
-@dataclass(frozen=True, kw_only=True)
-class PolicyOptions:
-    """How sizes are chosen.
-
-    Args:
-        exponent: q in (0, 1): how well the jobs are taken to scale when their lengths are weighed.
-        life_s: how long an allocation lasts at most, before other jobs come or go, s.
-        keeps_links_apart: put no two jobs of several nodes on one node.
-
-    Raises:
-        InvalidArgument: if a value is out of its range.
-    """
-
-    exponent: float = 0.75
-    life_s: float = 300.0
-    keeps_links_apart: bool = False
-
-    def __post_init__(self) -> None:
-        if not 0 < self.exponent < 1:
-            raise InvalidArgument(f"exponent must be in (0, 1). Found: {self.exponent}")
-        if not self.life_s > 0:
-            raise InvalidArgument(f"life_s must be positive. Found: {self.life_s}")
+_EXPONENT = 0.75
+"""q: how well the jobs are taken to scale when their lengths are weighed."""
+_LIFE_S = 300.0
+"""How long an allocation lasts at most, before other jobs come or go."""
 
 
 class Share(NamedTuple):
@@ -84,7 +65,8 @@ def allocate(
     nodes: Sequence[ClusterNode],
     current: Allocation,
     now_s: float,
-    options: PolicyOptions | None = None,
+    *,
+    keeps_links_apart: bool = False,
 ) -> dict[str, tuple[str, ...]]:
     """Return the nodes of each job's replicas from now on.
 
@@ -95,7 +77,7 @@ def allocate(
         nodes: that are there.
         current: what jobs have now; nodes that are gone, and jobs that have ended, are passed over.
         now_s: seconds on the clock of the jobs' submissions.
-        options: how sizes are chosen.
+        keeps_links_apart: put no two jobs of several nodes on one node.
 
     Returns:
         Jobs that must wait are left out.
@@ -103,7 +85,6 @@ def allocate(
     Raises:
         InvalidArgument: if two jobs or two nodes have one name.
     """
-    chosen = options or PolicyOptions()
     for what, names in (("job", [job.name for job in jobs]), ("node", [node.name for node in nodes])):
         if len(set(names)) < len(names):
             raise InvalidArgument(f"each {what} must have a name of its own. Found: {sorted(names)}")
@@ -121,14 +102,14 @@ def allocate(
     # Lengths say nothing unless all are known: those of jobs that have not run yet will be.
     by_length = all(job.steps_left is not None for job in movable if job.profile)
     fair = _fair_rates(sizes, sum(room.values()))
-    worth = _worth(movable, sizes, fair, now_s, chosen, by_length=by_length)
+    worth = _worth(movable, sizes, fair, now_s, by_length=by_length)
     gains = [
-        _gains(job, own, count, None if by_length else rate, running.get(job.name, ()), nodes, chosen)
+        _gains(job, own, count, None if by_length else rate, running.get(job.name, ()), nodes)
         for job, own, count, rate in zip(movable, sizes, worth, fair, strict=True)
     ]
     best = _best_sizes(sizes, gains, room)
     shares |= {job.name: share for job, share in zip(movable, best, strict=True) if share is not None}
-    return place(shares, nodes, running, fixed, keeps_links_apart=chosen.keeps_links_apart)
+    return place(shares, nodes, running, fixed, keeps_links_apart=keeps_links_apart)
 
 
 def _kinds(nodes: Sequence[ClusterNode]) -> dict[str, ClusterNode]:
@@ -200,12 +181,11 @@ def _worth(
     sizes: Sequence[list[_Sizes]],
     fair: Sequence[float],
     now_s: float,
-    options: PolicyOptions,
     *,
     by_length: bool,
 ) -> Floats:
     """Return what a speed-up of 1 is worth, by job."""
-    worth = _by_rank(jobs, sizes, options) if by_length else np.ones(len(jobs))
+    worth = _by_rank(jobs, sizes) if by_length else np.ones(len(jobs))
     for at, (job, rate) in enumerate(zip(jobs, fair, strict=True)):
         worth[at] *= job.weight
         if job.deadline_s is not None and job.steps_left is not None:
@@ -214,13 +194,13 @@ def _worth(
     return worth
 
 
-def _by_rank(jobs: Sequence[JobView], sizes: Sequence[list[_Sizes]], options: PolicyOptions) -> Floats:
+def _by_rank(jobs: Sequence[JobView], sizes: Sequence[list[_Sizes]]) -> Floats:
     left = np.array([_seconds_left(job, own) for job, own in zip(jobs, sizes, strict=True)])
     rank = np.empty(len(jobs))
     # Of equal ones the first to be submitted counts as the shortest.
     turns = np.arange(1, len(jobs) + 1)
     rank[np.lexsort((-turns, np.array([-job.submitted_s for job in jobs]), -left))] = turns
-    power = 1 / (1 - options.exponent)
+    power = 1 / (1 - _EXPONENT)
     # In logarithms: i^e is beyond any float for many jobs of nearly linear speed-up.
     step = power * np.log(rank) + np.log(-np.expm1(power * np.log1p(-1 / np.maximum(rank, 1.5))))
     return np.where(rank > 1, np.exp(step / power), 1.0)
@@ -246,7 +226,6 @@ def _gains(
     fair: float | None,
     given: tuple[str, ...],
     nodes: Sequence[ClusterNode],
-    options: PolicyOptions,
 ) -> list[Floats]:
     """Return what each size adds to the sum: by its speed-up over one replica, or over the `fair` rate."""
     if not sizes:
@@ -257,7 +236,7 @@ def _gains(
     gains = []
     for each in sizes:
         speed = each.rate / one
-        life = np.full(len(speed), options.life_s)
+        life = np.full(len(speed), _LIFE_S)
         if job.steps_left is not None:
             life = np.minimum(life, np.maximum(job.steps_left / np.maximum(each.rate, 1e-12), 1.0))
         stays = (each.replicas == len(given)) & (each.kind == kind)
