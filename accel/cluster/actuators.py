@@ -61,7 +61,11 @@ def chosen_actuator(
     queue: str | None,
     resource: str | None,
 ) -> Actuator:
-    """Return what jobs are run by."""
+    """Return what jobs are run by, from the options of `accel cluster up`.
+
+    Raises:
+        InvalidArgument: if an image comes without its volume, or beside a Ray cluster.
+    """
     if image is not None:
         from accel.cluster.kubernetes_actuator import KubernetesActuator
         from accel.cluster.manifests import GPU, PodTemplate
