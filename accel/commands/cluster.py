@@ -61,17 +61,18 @@ def up(
 ) -> None:
     """Run the jobs of a cluster until it is interrupted; then each job is saved and stopped."""
     jobs = JobTable(folder)
-    with claimed(folder):
-        policy = functools.partial(allocate, keeps_links_apart=apart)
-        scheduler = Scheduler(jobs, chosen_actuator(slots, **where), interval, policy, say=click.echo)
-        if metrics_port is not None:
-            serve(jobs, metrics_port)
-        own = {number: signal.signal(number, lambda *_: scheduler.stop()) for number in (signal.SIGINT, signal.SIGTERM)}
-        try:
+    policy = functools.partial(allocate, keeps_links_apart=apart)
+    scheduler = Scheduler(jobs, chosen_actuator(slots, **where), interval, policy, say=click.echo)
+    # Before the claim, by which `accel cluster down` finds this process.
+    own = {number: signal.signal(number, lambda *_: scheduler.stop()) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        with claimed(folder):
+            if metrics_port is not None:
+                serve(jobs, metrics_port)
             scheduler.run(until_empty)
-        finally:
-            for number, handler in own.items():
-                signal.signal(number, handler)
+    finally:
+        for number, handler in own.items():
+            signal.signal(number, handler)
 
 
 @cluster.command()

@@ -58,7 +58,6 @@ def test_a_slow_loader_is_named_tried_and_written_down(tmp_path: Path) -> None:
     assert found.evidence is not None
     assert sum(child.share for child in found.evidence.children) == pytest.approx(1.0)
     assert any("of them in host" in sentence and sentence.endswith("is left out") for sentence in found.unseen)
-    assert max(step.ms for step in found.timeline) >= 1000
     assert found.samples_per_s is not None
     assert found.samples_per_s * found.step_ms / 1e3 == pytest.approx(8)  # the batch
     assert "input.collate" in done.stderr
@@ -105,7 +104,7 @@ def test_work_between_two_epochs_is_named_as_such(tmp_path: Path) -> None:
             for x, y in DataLoader(torch.utils.data.Subset(data, range(64)), batch_size=8):
                 step(x, y)
             torch.save(model.state_dict(), "weights.pt")
-            time.sleep(0.1)
+            time.sleep(0.05)
         """,
     )
     done = accel_profile(tmp_path, "--no-confirm", "train.py")
