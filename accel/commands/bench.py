@@ -350,12 +350,14 @@ def _line(widths: Mapping[str, int], texts: Iterable[str]) -> str:
 
 
 def _cells(row: Row) -> list[str]:
+    median_s, low_s, high_s = row.time_s, row.time_p20_s, row.time_p80_s
+    assert median_s and low_s is not None and high_s is not None  # what has none has a problem to tell
     return [
         size_text(row.size_bytes),
         str(row.count),
         re.sub(r"[a-z]+", lambda match: _SHORT[match[0]], row.dtype),
-        _us(row.time_s),
-        f"{_percent(row.time_p20_s, row)}/{_percent(row.time_p80_s, row)}%",
+        _us(median_s),
+        f"{100 * (low_s / median_s - 1):+.0f}/{100 * (high_s / median_s - 1):+.0f}%",
         _gb(row.algbw),
         _gb(row.busbw),
         "-" if row.wrong is None else str(row.wrong),
@@ -378,11 +380,6 @@ def size_text(size: int) -> str:
 
 def _us(seconds: float) -> str:
     return f"{1e6 * seconds:.1f}" if seconds < 1e-3 else f"{1e6 * seconds:.0f}"
-
-
-def _percent(edge_s: float, row: Row) -> str:
-    assert row.time_s
-    return f"{100 * (edge_s / row.time_s - 1):+.0f}"
 
 
 def _gb(rate: float | None) -> str:
