@@ -15,7 +15,7 @@ def test_the_training_is_that_of_the_plain_script_to_the_bit(tmp_path: Path) -> 
         time.sleep(0.003)
         return torch.utils.data.default_collate(samples)
 
-    for epoch in range(5):
+    for epoch in range(8):
         for x, y in DataLoader(data, batch_size=8, shuffle=True, collate_fn=slow):
             step(x, y)
     print(sum(p.double().sum().item() for p in model.parameters()), torch.rand(1).item())
