@@ -59,7 +59,7 @@ class JobView:
 
     name: str
     submitted_s: float
-    profile: JobProfile | None
+    profile: JobProfile | None = None
     min_replicas: int = 1
     max_replicas: int = 64
     is_preemptible: bool = True
