@@ -139,28 +139,18 @@ class JobCollector:
         for state in STATES:
             states.add_metric([state], counted[state])
         yield states
-        gauges: dict[str, tuple[str, Callable[[JobRow], float | None]]] = {
-            "replicas": ("Replicas of a job.", lambda row: len(row.nodes)),
-            "progress_ratio": (
-                "Part of a job's training that is done, by the epochs that it declares.",
-                JobRow.progress,
-            ),
-        }
-        for name, (text, value) in gauges.items():
-            gauge = GaugeMetricFamily(f"accel_cluster_job_{name}", text, labels=["job"])
+        of_a_job: tuple[tuple[Any, str, str, Callable[[JobRow], float | None]], ...] = (
+            (GaugeMetricFamily, "replicas", "Replicas of a job.", lambda row: len(row.nodes)),
+            (GaugeMetricFamily, "progress_ratio", "Done part of a job, by its declared epochs.", JobRow.progress),
+            (CounterMetricFamily, "service_seconds", "GPU-seconds that a job has had.", lambda row: row.service_s),
+            (CounterMetricFamily, "resizes", "Resizes of a job.", lambda row: row.changes),
+        )
+        for kind, name, text, value in of_a_job:
+            family = kind(f"accel_cluster_job_{name}", text, labels=["job"])
             for row in rows:
                 if (now := value(row)) is not None:
-                    gauge.add_metric([row.name], now)
-            yield gauge
-        counters: dict[str, tuple[str, Callable[[JobRow], float]]] = {
-            "service_seconds": ("GPU-seconds that a job has had.", lambda row: row.service_s),
-            "resizes": ("Resizes of a job.", lambda row: row.changes),
-        }
-        for name, (text, count) in counters.items():
-            counter = CounterMetricFamily(f"accel_cluster_job_{name}", text, labels=["job"])
-            for row in rows:
-                counter.add_metric([row.name], count(row))
-            yield counter
+                    family.add_metric([row.name], now)
+            yield family
         spent = CounterMetricFamily("accel_cluster_job_seconds", "Seconds of a job by cause.", labels=["job", "cause"])
         for row in rows:
             for cause, seconds in row.booked().items():
