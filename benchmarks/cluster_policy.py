@@ -47,13 +47,20 @@ RECORD = Record(
 
 def cluster(gpus: int, kinds: int) -> list[ClusterNode]:
     """Return nodes of eight GPUs, of each kind as many."""
-    return [ClusterNode(f"node-{at:03}", 8, f"kind-{at % kinds}") for at in range(gpus // 8)]
+    return [ClusterNode(f"node-{at:03}", 8, f"kind-{at % kinds}", 1.0 + at % kinds) for at in range(gpus // 8)]
 
 
-def jobs_of(count: int, seed: int) -> list[JobView]:
-    """Return jobs that have run."""
+def jobs_of(count: int, kinds: int, seed: int) -> list[JobView]:
+    """Return jobs that have run on one kind of GPU each."""
     draw = np.random.default_rng(seed)
-    return [JobView(name=f"job-{number}", submitted_s=0.0, profile=_profile(draw)) for number in range(count)]
+    return [
+        JobView(
+            name=f"job-{number}",
+            submitted_s=0.0,
+            profiles={f"kind-{number % kinds}": _profile(draw)},
+        )
+        for number in range(count)
+    ]
 
 
 def _profile(draw: np.random.Generator) -> JobProfile:
@@ -82,12 +89,12 @@ def measure(jobs: int, gpus: int, kinds: int, rounds: int) -> Row:
     policy._tabulated.cache_clear()
     nodes, times = cluster(gpus, kinds), list[float]()
     current: Allocation = {}
-    asked = jobs_of(jobs, seed=0)
+    asked = jobs_of(jobs, kinds, seed=0)
     for number in range(rounds + 1):
         began = time.process_time()
         current = allocate(asked, nodes, current, 60.0 * number)
         times.append((time.process_time() - began) * 1e3)
-        fresh = jobs_of(jobs, seed=number + 1)
+        fresh = jobs_of(jobs, kinds, seed=number + 1)
         asked = [new if at % 20 == number % 20 else old for at, (old, new) in enumerate(zip(asked, fresh, strict=True))]
     return {
         "jobs": jobs,

@@ -15,9 +15,10 @@ from pathlib import Path
 import click
 
 from accel.cluster.jobs import ClusterNode
+from accel.cluster.outcome import outcome
 from accel.cluster.policy import allocate
 from accel.cluster.profiles import Application
-from accel.cluster.simulator import JobRules, Simulation, outcome, read_workload
+from accel.cluster.simulator import JobRules, Simulation, read_workload
 from benchmarks.goodput.profiles import data_option
 from benchmarks.record import Column, Record
 from benchmarks.render import Row

@@ -5,6 +5,7 @@
 | first come, first served | what was asked for | by submission; later ones wait for a larger one |
 | Tiresias (Gu et al., NSDI 2019) | what was asked for | two queues, by GPU-seconds had; none waits for a larger one |
 | Optimus (Peng et al., EuroSys 2018) | one more to whom it saves the most time | all at once |
+| equal shares | the GPUs divided by the jobs | by submission |
 
 Optimus is given an oracle, as Pollux's authors gave it one: the real step times and the real number of steps.
 """
@@ -36,6 +37,20 @@ def first_come(
         sizes[job.name] = job.max_replicas
         free -= job.max_replicas
     return _on_freest(sizes, nodes, current, sizes)
+
+
+def equal_shares(
+    jobs: Sequence[JobView], nodes: Sequence[ClusterNode], current: Allocation, now_s: float
+) -> dict[str, tuple[str, ...]]:
+    """Divide the GPUs evenly, in the order of submission; what a job can't use goes to the others."""
+    free = sum(node.gpus for node in nodes)
+    sizes: dict[str, int] = {}
+    by_limit = sorted(jobs, key=lambda each: (each.max_replicas, each.submitted_s))
+    for number, job in enumerate(by_limit):
+        sizes[job.name] = min(job.max_replicas, -(-free // (len(jobs) - number)), free)
+        free -= sizes[job.name]
+    order = [job.name for job in sorted(jobs, key=lambda each: each.submitted_s) if sizes[job.name]]
+    return _on_freest(sizes, nodes, current, order)
 
 
 class Tiresias:

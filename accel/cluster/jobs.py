@@ -20,7 +20,8 @@ class ClusterNode:
     Args:
         name: of the node.
         gpus: slots for replicas, ≥ 1.
-        kind: of its GPUs; a job runs on one kind at a time.
+        kind: of its GPUs; a job's steps take another time on each kind.
+        speed: of a GPU of this kind beside the others', > 0; reckoned with until a job has run on it.
         is_spot: whether it may be taken away at short notice.
 
     Raises:
@@ -30,11 +31,14 @@ class ClusterNode:
     name: str
     gpus: int
     kind: str = "gpu"
+    speed: float = 1.0
     is_spot: bool = False
 
     def __post_init__(self) -> None:
         if self.gpus < 1:
             raise InvalidArgument(f"a node must have at least 1 GPU. Found: {self.gpus} on {self.name}")
+        if not 0 < self.speed < math.inf:
+            raise InvalidArgument(f"speed must be positive and finite. Found: {self.speed} of {self.name}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +48,7 @@ class JobView:
     Args:
         name: of the job.
         submitted_s: when it was submitted, on the clock of the policy's `now_s`.
-        profile: what the job's own controller has fitted; None before its first steps.
+        profiles: by kind of GPU, what the job's own controller has fitted there; empty before its first steps.
         min_replicas: fewest replicas that it can run on, ≥ 1.
         max_replicas: most that it may be given, ≥ `min_replicas`.
         is_preemptible: whether its replicas may be moved or taken once it runs.
@@ -59,7 +63,7 @@ class JobView:
 
     name: str
     submitted_s: float
-    profile: JobProfile | None = None
+    profiles: Mapping[str, JobProfile]
     min_replicas: int = 1
     max_replicas: int = 64
     is_preemptible: bool = True
@@ -71,9 +75,8 @@ class JobView:
     @property
     def steps_left(self) -> float | None:
         """Base steps to its end, by the number of epochs that its script declares; None if it declares none."""
-        if self.profile is None or self.profile.total is None:
-            return None
-        return max(self.profile.total - self.profile.progress, 0.0)
+        known = [each for each in self.profiles.values() if each.total is not None]
+        return min((max((each.total or 0.0) - each.progress, 0.0) for each in known), default=None)
 
     def __post_init__(self) -> None:
         if not 1 <= self.min_replicas <= self.max_replicas:

@@ -15,9 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import numpy as np
+from typing import NamedTuple
 
 from accel.cluster.jobs import ClusterNode, JobView, Policy
 from accel.cluster.profiles import Application, Noise, StepTime
@@ -35,8 +33,6 @@ MOST_REPLICAS = 64
 MOST_ACCUMULATION = 15
 ONE_BATCH = {"ncf": 32768}
 """Applications that run at this batch, on one replica, under every policy that chooses batches itself."""
-_PER_NODE = 4
-"""GPUs of a node of a job that is alone."""
 
 
 class Submission(NamedTuple):
@@ -173,10 +169,11 @@ class SimulatedJob:
             most = min(max(EXPLORED * self._most_replicas, 1), MOST_REPLICAS, most)
         else:
             most = submission.batch_size // application.local_bounds[0]
+        profile = self._profile()
         return JobView(
             name=submission.name,
             submitted_s=submission.time,
-            profile=self._profile(),
+            profiles={} if profile is None else {"gpu": profile},
             max_replicas=most,
             service_s=self.service_s,
             restarts=max(self.restarts, 0),
@@ -398,103 +395,3 @@ class Simulation:
             self._given[name], self._since[name] = nodes, self.now_s
         if job.finished_s is None or nodes:
             job.reallocate(tuple(len(list(same)) for _, same in groupby(nodes)))
-
-
-# -- what came of it --------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True)
-class SimulationOutcome:
-    """Figures of a simulation; all times are in seconds."""
-
-    policy: str
-    workload: str
-    completion_s: dict[str, float]
-    """From submission to the end, by job."""
-    fairness: dict[str, float]
-    """Finish-time ratio of each job: its completion time, over that alone on its share of the GPUs."""
-    makespan_s: float
-    gpu_hours: float
-    restarts: int
-    waited_s: float
-    """Without replicas, all jobs together."""
-    stood_s: float
-    """Standing still in restarts."""
-    lost_s: float
-    """Trained once more after a node was lost."""
-
-    @property
-    def mean_s(self) -> float:
-        """Mean completion time."""
-        return float(np.mean(list(self.completion_s.values())))
-
-    @property
-    def p99_s(self) -> float:
-        """99th percentile of the completion times."""
-        return float(np.percentile(list(self.completion_s.values()), 99))
-
-    @property
-    def worst_fairness(self) -> float:
-        """Largest finish-time ratio."""
-        return max(self.fairness.values())
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return what is written as JSON."""
-        means = {"mean_s": self.mean_s, "p99_s": self.p99_s, "worst_fairness": self.worst_fairness}
-        return {**means, **vars(self)}
-
-
-def outcome(simulation: Simulation, policy: str, workload: str) -> SimulationOutcome:
-    """Return the figures of a simulation that has been run.
-
-    Args:
-        simulation: that has ended.
-        policy: its name.
-        workload: its name.
-    """
-    jobs = simulation.jobs
-    ends = {job.submission.name: float(job.finished_s or 0.0) for job in jobs}
-    return SimulationOutcome(
-        policy=policy,
-        workload=workload,
-        completion_s={job.submission.name: ends[job.submission.name] - job.submission.time for job in jobs},
-        fairness=fairness(jobs, sum(node.gpus for node in simulation.nodes), simulation.interval_s),
-        makespan_s=max(ends.values()) - min(job.submission.time for job in jobs),
-        gpu_hours=sum(job.service_s for job in jobs) / 3600,
-        restarts=sum(max(job.restarts, 0) for job in jobs),
-        waited_s=sum(job.waited_s for job in jobs),
-        stood_s=sum(job.stood_s for job in jobs),
-        lost_s=sum(job.lost_s for job in jobs),
-    )
-
-
-def fairness(jobs: Sequence[SimulatedJob], gpus: int, interval_s: int) -> dict[str, float]:
-    """Return finish-time ratios (Mahajan et al., Themis, NSDI 2020, section 3), by job.
-
-        ratio = completion time ÷ completion time alone on gpus / n GPUs,   n the mean number of jobs meanwhile
-
-    Alone a job chooses its batch itself, and waits for the next decision as all do.
-    """
-    spans = [(job.submission.time, float(job.finished_s or 0.0)) for job in jobs]
-    alone: dict[tuple[str, int], float] = {}
-    ratios = {}
-    for job, (begin, end) in zip(jobs, spans, strict=True):
-        others = sum(max(0.0, min(end, until) - max(begin, since)) for since, until in spans) / (end - begin)
-        application = job.application
-        most = 1 if application.name in ONE_BATCH else application.max_batch // application.local_bounds[0]
-        share = max(min(round(gpus / others), most), 1)
-        key = application.name, share
-        if key not in alone:
-            alone[key] = _alone_s(application, share)
-        ratios[job.submission.name] = (end - begin) / (alone[key] + -begin % interval_s)
-    return ratios
-
-
-def _alone_s(application: Application, replicas: int) -> float:
-    """Return how long a job takes on replicas that stay."""
-    job = SimulatedJob(Submission("alone", 0, application.name, replicas, 0), application, JobRules())
-    whole, rest = divmod(replicas, _PER_NODE)
-    job.reallocate((_PER_NODE,) * whole + ((rest,) if rest else ()))
-    while job.finished_s is None:
-        job.advance(600.0)
-    return job.finished_s

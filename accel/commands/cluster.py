@@ -14,7 +14,7 @@ import click
 from accel.cluster.actuators import chosen_actuator
 from accel.cluster.job_table import JobRow, JobSpec, JobTable, claimed, scheduler_of
 from accel.cluster.manifests import GPU, PodTemplate, elastic_job, ray_cluster, ray_job, train_job
-from accel.cluster.policy import allocate
+from accel.cluster.policy import PolicyOptions, allocate
 from accel.cluster.scheduler import INTERVAL_S, Scheduler
 from accel.cluster.status import serve, table, to_html, to_json
 from accel.commands.jobs import FOLDER, opened_table
@@ -61,7 +61,7 @@ def up(
 ) -> None:
     """Run the jobs of a cluster until it is interrupted; then each job is saved and stopped."""
     jobs = JobTable(folder)
-    policy = functools.partial(allocate, keeps_links_apart=apart)
+    policy = functools.partial(allocate, options=PolicyOptions(keeps_links_apart=apart))
     scheduler = Scheduler(jobs, chosen_actuator(slots, **where), interval, policy, say=click.echo)
     # Before the claim, by which `accel cluster down` finds this process.
     own = {number: signal.signal(number, lambda *_: scheduler.stop()) for number in (signal.SIGINT, signal.SIGTERM)}

@@ -8,19 +8,13 @@ from pathlib import Path
 
 import click
 
-from accel.cluster.baselines import Optimus, Tiresias, first_come, optimus_seconds
+from accel.cluster.baselines import Optimus, Tiresias, equal_shares, first_come, optimus_seconds
+from accel.cluster.genetic import Pollux
 from accel.cluster.jobs import ClusterNode, Policy
+from accel.cluster.outcome import SimulationOutcome, draw, outcome
 from accel.cluster.policy import allocate
 from accel.cluster.profiles import Application
-from accel.cluster.simulator import (
-    RESTART_S,
-    JobRules,
-    Simulation,
-    SimulationOutcome,
-    outcome,
-    read_outages,
-    read_workload,
-)
+from accel.cluster.simulator import RESTART_S, JobRules, Simulation, read_outages, read_workload
 from accel.errors import InvalidArgument
 from accel.files import write_atomic
 from accel.report.quiet_rich import Console, Table
@@ -28,6 +22,8 @@ from accel.report.quiet_rich import Console, Table
 FIXED = JobRules(is_elastic=False, has_fixed_size=True)
 RULES = {
     "accel": JobRules(),
+    "pollux": JobRules(),
+    "equal": JobRules(),
     "tiresias": FIXED,
     "first-come": FIXED,
     "optimus": JobRules(is_elastic=False),
@@ -62,7 +58,7 @@ RULES = {
     help="CSV file with node, since_s, until_s: when nodes fail or are reclaimed. Nodes are node-00, node-01, …",
 )
 @click.option("--unknown-length", is_flag=True, help="Jobs don't say how many epochs they train.")
-@click.option("--out", type=click.Path(path_type=Path, file_okay=False), help="Folder for outcomes.json.")
+@click.option("--out", type=click.Path(path_type=Path, file_okay=False), help="Folder for the JSON and a plot of each.")
 def simulate(
     workloads: Sequence[Path],
     profiles: Path,
@@ -94,8 +90,10 @@ def simulate(
             simulation.policy = _policy(policy, simulation)
             simulation.run()
             outcomes.append(outcome(simulation, policy, path.stem))
+            if out is not None:
+                out.mkdir(parents=True, exist_ok=True)
+                draw(simulation, out / f"{path.stem}-{policy}.png", f"{path.stem}, {policy}")
     if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
         write_atomic(out / "outcomes.json", json.dumps([each.to_dict() for each in outcomes], indent=1) + "\n")
     Console().print(_table(outcomes))
 
@@ -103,9 +101,11 @@ def simulate(
 def _policy(name: str, simulation: Simulation) -> Policy:
     if name == "tiresias":
         return Tiresias()
+    if name == "pollux":
+        return Pollux()
     if name == "optimus":
         return Optimus(optimus_seconds({job.submission.name: job for job in simulation.jobs}))
-    return allocate if name == "accel" else first_come
+    return {"accel": allocate, "equal": equal_shares, "first-come": first_come}[name]
 
 
 def _table(outcomes: Sequence[SimulationOutcome]) -> Table:

@@ -164,6 +164,7 @@ class Card:
     evidence: Sequence[str]
     remedies: Sequence[tuple[str, str]]
     """(who or what, what to do)."""
+    gauge: Picture | None = None
 
 
 Block = Paragraph | Listing | Facts | Table | Card | Picture

@@ -27,6 +27,7 @@ from accel.report.blocks import (
     TableRow,
 )
 from accel.report.pictures import Axis, BarSegment, Tick, label, length, segments, shade, tick
+from accel.report.roofline import picture as roofline_picture
 from accel.report.terminal import MAX_DEPTH, clip
 from accel.report.words import clean, finite, machine_text, ms_text, percent_text
 
@@ -123,6 +124,7 @@ def _card(number: int, finding: Finding) -> Card:
         tone="idle" if finding.measured is None else "good" if finding.confirmed else "warn",
         evidence=[sentence for sentence in (*finding.why, words.experiment_text(finding)) if sentence],
         remedies=[(who, remedy) for who, remedy in remedies if remedy],
+        gauge=_gauge(number, finding),
     )
 
 
@@ -276,6 +278,7 @@ def _operators(report: ProfileReport) -> Iterator[Section]:
     ]
     rows, more = _limited([_operator(number, op, report) for number, op in enumerate(report.ops, start=1)], "operator")
     caption = "Per step; of roof: the rate reached against the highest that its bytes and the device allow"
+    drawn = roofline_picture(report.ops, report.roofline) if report.roofline else None
     short = "* a call is so short that launching it costs more than doing it"
     notes = [short] if any(op.small for op in report.ops) else []
     notes += words.roof_notes(report.ops, report.roofline)
@@ -285,6 +288,7 @@ def _operators(report: ProfileReport) -> Iterator[Section]:
         title="operators",
         scope=", per step",
         blocks=[
+            *([drawn] if drawn else []),
             Table(columns=columns, rows=rows, more=more, caption=caption),
             *(Paragraph(text=note, tone="idle") for note in notes),
         ],
@@ -336,6 +340,27 @@ def _host(report: ProfileReport) -> Iterator[Section]:
 
 
 # --- pictures --------------------------------------------------------------------------------------------------------
+
+
+def _gauge(number: int, finding: Finding) -> Picture | None:
+    """Draw what was measured, or what is predicted; None when neither is known."""
+    saving = finding.measured or finding.predicted
+    if saving is None or finite(saving.value) is None:
+        return None
+    axis = Axis(low=0.0, high=1.0)
+    low, high = (axis.place(saving.value if finite(end) is None else end) for end in (saving.low, saving.high))
+    return Picture(
+        name=f"gauge-{number}",
+        macro="gauge",
+        title="Saving as a part of the step, 0 to 100 %",
+        text=words.effect_text(finding),
+        height=31,
+        drawn={
+            "at": axis.place(saving.value),
+            "span": (low, high),
+            "kind": "measured" if finding.measured else "predicted",
+        },
+    )
 
 
 def _anatomy(report: ProfileReport, names: Sequence[str]) -> Iterator[Picture]:

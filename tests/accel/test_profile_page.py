@@ -5,11 +5,24 @@ from __future__ import annotations
 import re
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from accel.profiler.evidence import OpTime, Roofline
 from accel.profiler.report import StepRow
 from accel.report.rendering import as_page as render
+from accel.report.roofline import picture as draw_roofline
 from tests.accel import profile_reports
 from tests.accel.pages import Page, number, pictures
+
+
+def test_saving_is_drawn_on_the_scale_of_the_step() -> None:
+    gauge = pictures(render(profile_reports.full()))["gauge"]
+    drawn = {rect.get("class"): rect.get("width") for rect in gauge.iter("rect")}
+    # The second finding's, which came last, is predicted.
+    assert drawn == {"track": "100%", "predicted": "8.0%"}
+    spans = [line for line in gauge.iter("line") if line.get("x1") != line.get("x2")]
+    assert [(line.get("x1"), line.get("x2")) for line in spans] == [("5.0%", "10.0%")]
 
 
 def test_run_that_nothing_holds_back_says_so() -> None:
@@ -101,6 +114,46 @@ def test_one_colour_means_one_phase_in_every_picture() -> None:
     assert bottom.get("class") == "s0"
 
 
+def test_roofline_bends_where_the_roofs_meet() -> None:
+    picture = pictures(render(profile_reports.full()))["roofline"]
+    roofs = [line for line in picture.findall("line") if line.get("class") == "roof"]
+    slope, low, high = ([number(line, name) for name in ("x1", "y1", "x2", "y2")] for line in roofs)
+    # The slope rises to the higher level roof, which begins there; the lower one branches off below it.
+    assert slope[1] > slope[3]
+    assert slope[2:] == high[:2]
+    assert low[0] < high[0]
+    assert low[1] > high[1]
+    assert all(level[1] == level[3] and level[2] == 100 for level in (low, high))
+
+
+def test_dots_lie_under_the_roof_and_carry_the_number_of_their_row() -> None:
+    html = render(profile_reports.full())
+    dots = [dot for dot in pictures(html)["roofline"].findall("svg") if dot.find("circle") is not None]
+    titles = [dot.findtext("title") for dot in dots]
+    assert titles[0] == "aten::convolution_backward: 31,200 GFLOP/s at 57.8 FLOP per byte"
+    # Operators 5, 6 and 8 have no intensity.
+    assert [dot.findtext("text") for dot in dots] == ["1", "2", "3", "4", "7"]
+    assert "4 aten::native_batch_norm_backward" in Page(html).text()
+
+
+@pytest.mark.parametrize(
+    ("ops", "roofline"),
+    [
+        (profile_reports.ops(), None),
+        ([], Roofline(gflops={"float32": 100.0}, gb_per_s=10.0)),
+        (profile_reports.ops(), Roofline(gflops={}, gb_per_s=10.0)),
+        (profile_reports.ops(), Roofline(gflops={"float32": 100.0}, gb_per_s=0.0)),
+        (profile_reports.ops(), Roofline(gflops={"float32": float("nan")}, gb_per_s=10.0)),
+        (
+            [OpTime(name="op", calls=1, ms=1, share=1, gflops=0.0, intensity=0.0)],
+            Roofline(gflops={"float32": 1.0}, gb_per_s=1.0),
+        ),
+    ],
+)
+def test_without_a_roof_or_a_dot_there_is_no_roofline(ops: list[OpTime], roofline: Roofline | None) -> None:
+    assert "roofline" not in pictures(render(profile_reports.full(ops=ops, roofline=roofline)))
+
+
 def test_ranks_are_drawn_on_one_scale_and_the_straggler_is_named() -> None:
     html = render(profile_reports.full())
     page = Page(html)
@@ -111,3 +164,21 @@ def test_ranks_are_drawn_on_one_scale_and_the_straggler_is_named() -> None:
     assert len(ends) == 2
     assert ends[1] == pytest.approx(100, abs=0.01)
     assert ends[0] == pytest.approx(100 * 213.2 / 233.2, abs=1)
+
+
+@settings(deadline=None)  # the machine may be busy
+@given(
+    numbers=st.lists(st.tuples(st.floats(1e-6, 1e12), st.floats(1e-6, 1e12)), min_size=1, max_size=12),
+    peaks=st.lists(st.floats(1e-6, 1e12), min_size=1, max_size=4),
+    gb_per_s=st.floats(1e-6, 1e12),
+)
+def test_every_dot_and_roof_lies_in_the_picture(
+    numbers: list[tuple[float, float]], peaks: list[float], gb_per_s: float
+) -> None:
+    ops = [OpTime(name="op", calls=1, ms=1, share=1, gflops=gflops, intensity=each) for gflops, each in numbers]
+    roofline = Roofline(gflops={f"dtype{n}": peak for n, peak in enumerate(peaks)}, gb_per_s=gb_per_s)
+    picture = draw_roofline(ops, roofline)
+    assert picture is not None
+    assert len(picture.drawn["dots"]) == len(ops)
+    assert all(0 < dot["x"] < 100 and 0 < dot["y"] < 100 for dot in picture.drawn["dots"])
+    assert all(0 <= place <= 100 for roof in picture.drawn["roofs"] for place in roof)

@@ -1,4 +1,4 @@
-"""Which job gets how many replicas, and where."""
+"""Which job gets how many replicas."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from accel.cluster.jobs import ClusterNode, JobView
-from accel.cluster.policy import Share, _knapsack, allocate, place
+from accel.cluster.policy import PolicyOptions, _knapsack, allocate
 from accel.errors import InvalidArgument
 from tests.accel.cluster.cluster_cases import hosts, job, profile
 
-CLUSTERS = [hosts(1), hosts(3), hosts(2, 8), hosts(2) + hosts(2, 8, kind="big", is_spot=True)]
+CLUSTERS = [hosts(1), hosts(3), hosts(2, 8), hosts(2) + hosts(2, 8, kind="big", speed=3.0, is_spot=True)]
 
 
 @st.composite
@@ -34,7 +34,7 @@ def jobs_at_work(draw: Any) -> tuple[list[JobView], list[ClusterNode], dict[str,
         jobs.append(
             job(
                 f"job-{number}",
-                profile=seen if known else None,
+                profiles={draw(st.sampled_from(["gpu", "big"])): seen} if known else {},
                 min_replicas=least,
                 max_replicas=least + draw(st.integers(0, 9)),
                 is_preemptible=draw(st.booleans()),
@@ -115,7 +115,7 @@ def test_a_small_gain_is_not_worth_a_restart() -> None:
 @pytest.mark.parametrize(("restart_s", "replicas"), [(300.0, 3), (0.1, 4)])
 def test_what_a_resize_has_cost_decides_whether_it_is_made(restart_s: float, replicas: int) -> None:
     costly = dataclasses.replace(profile(left=10_000.0), restart_s=restart_s)
-    jobs = [job("a", profile=costly)]
+    jobs = [job("a", profiles={"gpu": costly})]
     assert len(allocate(jobs, hosts(1), {"a": ("node-00",) * 3}, 0.0)["a"]) == replicas
 
 
@@ -127,16 +127,16 @@ def test_a_job_that_would_miss_its_deadline_comes_first() -> None:
 
 
 def test_a_new_job_gets_one_replica_and_then_at_most_twice_what_it_has_shown() -> None:
-    new = job("new", None, profile=None, max_replicas=1)
+    new = job("new", None, profiles={}, max_replicas=1)
     assert len(allocate([new], hosts(4), {}, 0.0)["new"]) == 1
-    seen = job("new", None, profile=profile(most=2))
+    seen = job("new", None, profiles={"gpu": profile(most=2)})
     assert len(allocate([seen], hosts(4), {}, 0.0)["new"]) == 4
 
 
-def test_a_job_runs_on_one_kind_of_gpu() -> None:
-    nodes = [*hosts(1, 2), *hosts(1, 4, kind="big")]
-    found = allocate([job("a", max_replicas=6), job("b", max_replicas=6)], nodes, {}, 0.0)
-    assert sorted(map(sorted, found.values())) == [["big-00"] * 4, ["node-00"] * 2]
+def test_another_kind_of_gpu_is_reckoned_with_by_its_speed() -> None:
+    nodes = [*hosts(1), *hosts(1, 4, kind="big", speed=3.0)]
+    found = allocate([job("a", max_replicas=4)], nodes, {}, 0.0)
+    assert set(found["a"]) == {"big-00"}
 
 
 def test_spot_nodes_are_used_last() -> None:
@@ -165,50 +165,11 @@ def test_a_policy_does_not_look_at_the_tables() -> None:
         (lambda: job("a", min_replicas=3, max_replicas=2), "1 ≤ min_replicas ≤ max_replicas"),
         (lambda: job("a", weight=0.0), "weight must be positive"),
         (lambda: ClusterNode("a", 0), "at least 1 GPU"),
+        (lambda: ClusterNode("a", 1, speed=-1.0), "speed must be positive"),
+        (lambda: PolicyOptions(exponent=1.0), r"exponent must be in \(0, 1\)"),
+        (lambda: PolicyOptions(life_s=0.0), "life_s must be positive"),
     ],
 )
 def test_what_can_not_be(call: Any, message: str) -> None:
     with pytest.raises(InvalidArgument, match=message):
         call()
-
-
-# On which nodes
-
-
-def shares(**sizes: int) -> dict[str, Share]:
-    return {name: Share("gpu", size) for name, size in sizes.items()}
-
-
-def test_a_job_goes_where_it_just_fits() -> None:
-    found = place(shares(a=3, b=1, c=4), hosts(2), {})
-    assert found["c"] in (("node-00",) * 4, ("node-01",) * 4)
-    assert set(found["a"]) == set(found["b"])
-
-
-def test_who_keeps_its_size_stays() -> None:
-    current = {"a": ("node-01", "node-01")}
-    found = place(shares(a=2, b=4), hosts(2), current)
-    assert found == {"a": ("node-01", "node-01"), "b": ("node-00",) * 4}
-
-
-def test_small_jobs_are_moved_together_for_one_that_needs_a_whole_node() -> None:
-    current = {"a": ("node-00",) * 2, "b": ("node-01",) * 2}
-    found = place(shares(a=2, b=2, c=4), hosts(2), current)
-    assert len(set(found["c"])) == 1
-    assert set(found["a"]) == set(found["b"])
-
-
-def test_fixed_jobs_are_not_moved_and_others_take_what_is_left() -> None:
-    current = {"a": ("node-00",) * 2, "b": ("node-01",) * 2}
-    found = place(shares(a=2, b=2, c=4), hosts(2), current, fixed=("a", "b"))
-    assert {name: found[name] for name in current} == current
-    assert sorted(found["c"]) == ["node-00", "node-00", "node-01", "node-01"]
-
-
-def test_links_are_not_shared_if_asked() -> None:
-    current = {"a": ("node-00",) * 2, "b": ("node-01",) * 2, "c": ("node-02",) * 2}
-    sizes = shares(a=2, b=2, c=2, d=3, e=3)
-    apart = place(sizes, hosts(3), current, fixed=current, keeps_links_apart=True)
-    linked = [set(given) for given in apart.values() if len(set(given)) > 1]
-    assert not any(one & other for one in linked for other in linked if one is not other)
-    assert len(place(sizes, hosts(3), current, fixed=current)["e"]) == 3

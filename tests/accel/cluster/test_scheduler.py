@@ -26,7 +26,7 @@ from accel.cluster.actuators import LOG, RESTARTS, ClusterUnreachable, Status
 from accel.cluster.job_table import ENDED, FILE, JobRow, JobSpec, JobTable, TableUnwritable, claimed, scheduler_of
 from accel.cluster.jobs import ClusterNode
 from accel.cluster.local_actuator import LocalActuator, processes_of
-from accel.cluster.policy import allocate
+from accel.cluster.policy import PolicyOptions, allocate
 from accel.cluster.scheduler import Scheduler
 from accel.cluster.status import JobCollector, job_status, to_html, to_json
 from accel.commands.cli import main
@@ -599,18 +599,18 @@ def test_metrics_are_those_of_the_table(tmp_path: Path) -> None:
 def test_jobs_of_several_nodes_are_kept_apart_if_asked(
     apart: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[bool] = []
+    asked: list[PolicyOptions] = []
 
-    def noted(*args: Any, keeps_links_apart: bool) -> dict[str, tuple[str, ...]]:
-        asked.append(keeps_links_apart)
-        return allocate(*args, keeps_links_apart=keeps_links_apart)
+    def noted(*args: Any, options: PolicyOptions) -> dict[str, tuple[str, ...]]:
+        asked.append(options)
+        return allocate(*args, options)
 
     monkeypatch.setattr("accel.commands.cluster.allocate", noted)
     command = ["cluster", "up", "--cluster", str(tmp_path), "--slots", "1", "--until-empty", *apart]
     handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     assert CliRunner().invoke(main, command).exit_code == 0
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
-    assert set(asked) == {bool(apart)}
+    assert {options.keeps_links_apart for options in asked} == {bool(apart)}
 
 
 def test_a_scheduler_is_ended_from_elsewhere(tmp_path: Path) -> None:

@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from accel.cluster.baselines import Optimus, Tiresias, first_come, optimus_seconds
+from accel.cluster.baselines import Optimus, Tiresias, equal_shares, first_come, optimus_seconds
+from accel.cluster.genetic import Pollux
+from accel.cluster.outcome import outcome, utilisation
 from accel.cluster.policy import allocate
 from accel.cluster.profiles import Application
-from accel.cluster.simulator import JobRules, Outage, Simulation, Submission, outcome, read_outages, read_workload
+from accel.cluster.simulator import JobRules, Outage, Simulation, Submission, read_outages, read_workload
 from accel.commands.cli import main
 from accel.errors import InvalidArgument
 from benchmarks.record import DATA
@@ -87,10 +89,10 @@ def test_a_lost_node_costs_the_steps_since_the_checkpoint(applications: dict[str
     assert long.jobs[0].waited_s == 60 + 120
 
 
-@pytest.mark.parametrize("policy", [allocate, first_come, Tiresias()])
+@pytest.mark.parametrize("policy", [allocate, Pollux(20, 10), equal_shares, first_come, Tiresias()])
 def test_every_job_ends_and_its_times_add_up(policy: Any, applications: dict[str, Application], tmp_path: Path) -> None:
     write_workload(tmp_path / "jobs.csv")
-    rules = JobRules() if policy is allocate else FIXED
+    rules = FIXED if policy is first_come or isinstance(policy, Tiresias) else JobRules()
     simulation = Simulation(read_workload(tmp_path / "jobs.csv"), hosts(2), policy, applications, rules)
     simulation.run()
     found = outcome(simulation, "any", "jobs")
@@ -98,6 +100,7 @@ def test_every_job_ends_and_its_times_add_up(policy: Any, applications: dict[str
         spans = [each for each in simulation.periods if each.job == job.submission.name]
         assert sum((each.until_s - each.since_s) * len(each.nodes) for each in spans) == pytest.approx(job.service_s)
     assert found.gpu_hours == pytest.approx(sum(job.service_s for job in simulation.jobs) / 3600)
+    assert max(utilisation(simulation.periods, 8)[1]) <= 1
     assert found.mean_s <= found.p99_s <= found.makespan_s
 
 
@@ -111,17 +114,37 @@ def test_a_cheap_resize_is_worth_something(applications: dict[str, Application])
     assert means[1] < means[0]
 
 
-def test_the_command_prints_a_table_and_writes_json(applications: dict[str, Application], tmp_path: Path) -> None:
+def test_the_command_prints_a_table_and_writes_json_and_plots(
+    applications: dict[str, Application], tmp_path: Path
+) -> None:
     write_workload(tmp_path / "jobs.csv", 4)
     (tmp_path / "lost.csv").write_text("node,since_s,until_s\nnode-00,100,200\n")
-    where = [f"--profiles={tmp_path / 'traces'}", f"--outages={tmp_path / 'lost.csv'}", f"--out={tmp_path / 'out'}"]
-    what = [str(tmp_path / "jobs.csv"), "--nodes=2", "--policy=accel", "--policy=optimus"]
-    done = CliRunner().invoke(main, ["cluster", "simulate", *what, *where])
+    arguments = [
+        "cluster",
+        "simulate",
+        str(tmp_path / "jobs.csv"),
+        "--profiles",
+        str(tmp_path / "traces"),
+        "--nodes",
+        "2",
+    ]
+    more = [
+        "--policy",
+        "accel",
+        "--policy",
+        "optimus",
+        "--outages",
+        str(tmp_path / "lost.csv"),
+        "--out",
+        str(tmp_path / "out"),
+    ]
+    done = CliRunner().invoke(main, [*arguments, *more])
     assert done.exit_code == 0, done.output
     assert "optimus" in done.output
     (first, second) = json.loads((tmp_path / "out" / "outcomes.json").read_text())
     assert first["policy"], second["policy"] == ("accel", "optimus")
     assert len(first["completion_s"]) == 4
+    assert (tmp_path / "out" / "jobs-accel.png").stat().st_size > 1000
 
 
 @pytest.mark.parametrize(
