@@ -36,7 +36,6 @@ from accel.cluster.scheduler import Scheduler
 from benchmarks.record import ROOT, Column, Record
 from benchmarks.recovery import Workers
 from benchmarks.render import SOURCE, Row
-from benchmarks.resizing import wait_for
 
 RECORD = Record(
     "cluster-resizing",
@@ -137,15 +136,15 @@ def events(submitted: Callable[[Path, str], Any]) -> dict[str, float]:
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:
             workers, began = Workers(Path(name)), time.time()
             with submitted(Path(name), cluster.address):
-                took["submitted"] = wait_for(workers, 1, 1, began) - began
-                wait_for(workers, 1, _STEPS, began)
+                took["submitted"] = workers.wait_for(1, 1, began) - began
+                workers.wait_for(1, _STEPS, began)
                 began = time.time()
                 added = cluster.add_node(num_cpus=1)
-                took["a node is added"] = wait_for(workers, 2, 1, began) - began
-                wait_for(workers, 2, _STEPS, began)
+                took["a node is added"] = workers.wait_for(2, 1, began) - began
+                workers.wait_for(2, _STEPS, began)
                 began = time.time()
                 lose(cluster, added, [str(Path(name) / "checkpoints")])
-                took["it is lost"] = wait_for(workers, 1, 1, began) - began
+                took["it is lost"] = workers.wait_for(1, 1, began) - began
     finally:
         ray.shutdown()
         cluster.shutdown()

@@ -1,11 +1,10 @@
 """What the profiler's always-on part costs a step: pieces of some 25 ms, bare and marked in turns.
 
-    python -m benchmarks.profiler_overhead [--rounds 60] [--record]
+    python -m benchmarks.profiler_overhead [--rounds 60]
 
-Two steps are timed: one of 0.07 ms, in which every instruction shows, and one of about 3 ms. The clocks alone, the
-clocks with the looks at the stack as they are after the experiments, and the floor: functions in the same places that
-write phase and time to a list and look at nothing, so what no marks in Python can be below. All in one process, on the
-same objects: the marks are taken out and put back between two pieces.
+Two steps are timed: one of 0.07 ms, in which every instruction shows, and one of about 3 ms. The clocks alone, and the
+clocks with the looks at the stack as they are after the experiments. All in one process, on the same objects: the marks
+are taken out and put back between two pieces.
 
 A round of one arm is eight pieces of either kind. Each of its sides is a whole epoch, from the making of the iterator
 on, so that what comes only now and then (an epoch's start, a stored segment of the tape, a sample of the stack) comes
@@ -24,7 +23,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import click
@@ -33,11 +32,9 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from accel.profiler.loop import callslot
-from accel.profiler.loop.patches import Function, Probes
 from accel.profiler.loop.recorder import Recorder
 from accel.profiler.session import WATCH_S
 from accel.profiler.system.sampler import Sampler
-from benchmarks.record import Record
 from benchmarks.spread import median_interval
 
 PIECE_S = 0.025
@@ -49,10 +46,6 @@ BOUNDS = {"0.07 ms step": (0.14, math.inf), "3 ms step": (0.01, 0.01)}
 """Step → the most that the clocks, and clocks and looks, may add, as shares of it."""
 SETTLING = 1
 """Steps after a switch that are not timed: a class that was changed has lost its caches in the interpreter."""
-
-RECORD = Record(
-    "profiler-overhead", "what the profiler's clocks, its looks at the stack, and the least marks add to a step"
-)
 
 Train = Callable[[int], Iterator[None]]
 
@@ -76,8 +69,6 @@ class Cost:
     clocks: Added
     with_looks: Added
     """Clocks and looks at the stack."""
-    floor: Added
-    """Functions in the same places that only write phase and time."""
     rounds: int
     epoch_steps: int
 
@@ -116,9 +107,6 @@ class Marks:
 
     Args:
         loop: is run for its first steps, in which the profiler learns it.
-
-    Attributes:
-        modules: those whose calls are marked.
     """
 
     def __init__(self, loop: Train) -> None:
@@ -127,8 +115,7 @@ class Marks:
         microseconds(loop(32), 32)
         recorder.delivery.deferred = True
         microseconds(loop(1024), 1024)  # until it knows how many steps a second has
-        self.modules = list(recorder.roots.modules)
-        self._calls = [(module, callslot.contents(module)) for module in self.modules]
+        self._calls = [(module, callslot.contents(module)) for module in recorder.roots.modules]
         self._sampler = Sampler(recorder.clock, recorder.thread, threading.get_native_id(), WATCH_S)
         self._sampler.pause(True)
         self._sampler.start()
@@ -158,95 +145,13 @@ class Marks:
         self._recorder.stop()
 
 
-class Floor:
-    """The least that marks can do: phase and time, whoever calls (in the place of a recorder)."""
-
-    thread = 0
-
-    def __init__(self, module: nn.Module) -> None:
-        self._tape: list[Any] = []
-        self._probes = Probes(self)
-        self._module = module
-        self._call = callslot.SlotCall(self._within("forward", "loss", module.forward))
-
-    @contextmanager
-    def put_in(self) -> Iterator[None]:
-        """Mark what runs within."""
-        self._probes.install()
-        callslot.fill(self._module, self._call)
-        try:
-            yield
-        finally:
-            self._probes.remove()
-            callslot.restore(self._module, {})
-            self._tape.clear()
-
-    def _within(self, phase: str, after: str, original: Function) -> Function:
-        tape, now = self._tape, time.perf_counter
-
-        def marked(*args: Any, **kwargs: Any) -> Any:
-            tape.append(phase)
-            tape.append(now())
-            try:
-                return original(*args, **kwargs)
-            finally:
-                tape.append(after)
-                tape.append(now())
-
-        return marked
-
-    def fetching(self, original: Function) -> Function:
-        tape, now = self._tape, time.perf_counter
-
-        def marked(iterator: Any) -> Any:
-            tape.append("data")
-            tape.append(now())
-            try:
-                return original(iterator)
-            finally:
-                tape.append("host")
-                tape.append(now())
-
-        return marked
-
-    def updating(self) -> tuple[Function, Function]:
-        tape, now = self._tape, time.perf_counter
-
-        def begins(optimizer: Any, args: Any, kwargs: Any) -> None:
-            tape.append("optimizer")
-            tape.append(now())
-
-        def ended(optimizer: Any, args: Any, kwargs: Any) -> None:
-            tape.append("outside")
-            tape.append(now())
-
-        return begins, ended
-
-    def differentiating(self, original: Function) -> Function:
-        return self._within("backward", "host", original)
-
-    def iterating(self, original: Function) -> Function:
-        return original
-
-    communicating = making = iterating
-
-    def copying(self) -> None:
-        """Mark no copies."""
-
-    @property
-    def loaders(self) -> Floor:
-        return self
-
-
 def cost(loop: Train, rounds: int) -> Cost:
     """Time each arm against bare pieces between its own, the arms in an order drawn anew."""
     piece = max(8, round(PIECE_S / (microseconds(loop(64), 64) * 1e-6)))
     marks, draw = Marks(loop), random.Random(0)
-    (module,) = marks.modules
     arms: dict[str, Callable[[], AbstractContextManager[None]]] = {
         "clocks": lambda: marks.put_in(looks=False),
         "looks": lambda: marks.put_in(looks=True),
-        "floor": Floor(module).put_in,
     }
     bare: list[float] = []
     seen: dict[str, list[float]] = {name: [] for name in arms}
@@ -260,7 +165,7 @@ def cost(loop: Train, rounds: int) -> Cost:
         marks.close()
     steps = PIECES * (piece + SETTLING)
     told = {name: added(differences) for name, differences in seen.items()}
-    return Cost(statistics.median(bare), told["clocks"], told["looks"], told["floor"], rounds, steps)
+    return Cost(statistics.median(bare), told["clocks"], told["looks"], rounds, steps)
 
 
 def in_turns(
@@ -297,17 +202,13 @@ def added(differences: list[float]) -> Added:
 
 @click.command()
 @click.option("--rounds", default=60, show_default=True)
-@click.option("--record", is_flag=True, help="Write the figures to benchmarks/results/.")
-def main(rounds: int, record: bool) -> None:
+def main(rounds: int) -> None:
     """Measure."""
     torch.set_num_threads(1)
     found = {name: cost(loop_of(*size), rounds) for name, size in STEPS.items()}
     beyond = [name for name, seen in found.items() if is_beyond(name, seen)]
     for name, seen in found.items():
-        print(f"{name}: bare {seen.step_us:.1f} µs; clocks {told(seen.clocks)}; with looks {told(seen.with_looks)};")
-        print(f"    floor {told(seen.floor)}")
-    if record:
-        RECORD.write([], costs={name: asdict(seen) for name, seen in found.items()})
+        print(f"{name}: bare {seen.step_us:.1f} µs; clocks {told(seen.clocks)}; with looks {told(seen.with_looks)}")
     if beyond:
         sys.exit(f"beyond its bound: {', '.join(beyond)}")
 

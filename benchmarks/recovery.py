@@ -72,26 +72,26 @@ class Workers:
         """Return those of each worker, the oldest worker first."""
         return {path: _lines(path) for path in sorted(self._folder.glob("*.jsonl"))}
 
-    def wait_for(self, count: int, since: float = 0.0, fewer: bool = False) -> float:
+    def wait_for(self, ranks: int, count: int, since: float = 0.0, fewer: bool = False) -> float:
         """Wait until workers have taken steps together after a time; return when the last of those steps ended.
 
         Args:
+            ranks: that take a step together.
             count: of steps that each takes.
             since: seconds since the epoch.
-            fewer: one worker is enough.
+            fewer: one worker is enough, with however many others.
         """
-        deadline = time.monotonic() + _TIMEOUT_S
+        deadline, wanted = time.monotonic() + _TIMEOUT_S, 1 if fewer else ranks
         while time.monotonic() < deadline:
-            after = [[line for line in lines if line["at"] > since] for lines in self.steps().values()]
-            reached = sorted(
-                done[count - 1]["at"]
-                for lines in after
-                if len(done := [line for line in lines if fewer or line["world"] == 2]) >= count
-            )
-            if len(reached) >= (1 if fewer else 2):
-                return float(reached[0 if fewer else 1])
+            ends = [
+                [line["at"] for line in lines if line["at"] > since and (fewer or line["world"] == ranks)]
+                for lines in self.steps().values()
+            ]
+            reached = sorted(each[count - 1] for each in ends if len(each) >= count)
+            if len(reached) >= wanted:
+                return float(reached[wanted - 1])
             time.sleep(0.02)
-        raise TimeoutError(f"the workers took no {count} steps within {_TIMEOUT_S:g} s")
+        raise TimeoutError(f"{ranks} ranks took no {count} steps within {_TIMEOUT_S:g} s")
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
@@ -160,12 +160,12 @@ def recovery(way: str) -> Recovery:
         workers = Workers(folder)
         with started(way, folder):
             try:
-                workers.wait_for(_STEPS)
+                workers.wait_for(2, _STEPS)
                 newest = list(workers.steps())[-1]
                 killed = time.time()
                 _kill(int(newest.stem.partition("-")[2]), of=folder)
-                still = workers.wait_for(1, since=killed + 0.05, fewer=True)
-                whole = workers.wait_for(1, since=killed + 0.05)
+                still = workers.wait_for(2, 1, since=killed + 0.05, fewer=True)
+                whole = workers.wait_for(2, 1, since=killed + 0.05)
             except TimeoutError as error:
                 raise RuntimeError(f"{way}: {error}:\n{(folder / 'output').read_text()[-3000:]}") from None
             lines = [line for own in workers.steps().values() for line in own]

@@ -27,7 +27,6 @@ from benchmarks.render import SOURCE, Row
 
 _STEPS = 40
 """Of all ranks before a change."""
-_TIMEOUT_S = 120.0
 WAYS = {"anew": "all ranks started anew", "in place": "ranks that stay kept"}
 
 RECORD = Record(
@@ -62,28 +61,13 @@ def change(job: LocalJob, workers: Workers, ranks: int) -> Change:
     """Let a running job go on with so many ranks, and return what that cost."""
     called = time.time()
     job.resize(ranks)
-    whole = wait_for(workers, ranks, 1, since=called)
+    whole = workers.wait_for(ranks, 1, since=called)
     lines = [line for own in workers.steps().values() for line in own]
     ends = sorted(line["at"] for line in lines if called - 1.0 <= line["at"] <= whole)
     gap_s = max(later - earlier for earlier, later in itertools.pairwise(ends))
     before = max(line["step"] for line in lines if line["world"] != ranks)
     again = min(line["step"] for line in lines if line["world"] == ranks and line["at"] > called)
     return Change(job.kept, gap_s, whole - called, max(0, before - again + 1))
-
-
-def wait_for(workers: Workers, ranks: int, count: int, since: float) -> float:
-    """Wait until so many ranks have each taken steps together; return when the last of those steps ended."""
-    deadline = time.monotonic() + _TIMEOUT_S
-    while time.monotonic() < deadline:
-        after = [
-            [line["at"] for line in own if line["at"] > since and line["world"] == ranks]
-            for own in workers.steps().values()
-        ]
-        reached = sorted(ends[count - 1] for ends in after if len(ends) >= count)
-        if len(reached) >= ranks:
-            return float(reached[ranks - 1])
-        time.sleep(0.02)
-    raise TimeoutError(f"{ranks} ranks took no {count} steps within {_TIMEOUT_S:g} s")
 
 
 def changes(way: str, rounds: int) -> dict[str, list[Change]]:
@@ -98,7 +82,7 @@ def changes(way: str, rounds: int) -> dict[str, list[Change]]:
             job.resize(1)
             for _ in range(rounds):
                 for ranks, kind in ((2, "1 to 2"), (1, "2 to 1")):
-                    wait_for(workers, 3 - ranks, _STEPS, since=began)
+                    workers.wait_for(3 - ranks, _STEPS, since=began)
                     began = time.time()
                     found[kind].append(change(job, workers, ranks))
         finally:

@@ -6,6 +6,7 @@ import ast
 import json
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,7 @@ def library() -> Iterator[tuple[str, str]]:
                         yield str(path.relative_to(ROOT)), node.value
 
 
+@cache
 def records() -> list[str]:
     """Return all records of a GPU."""
     texts = [json.dumps(json.loads(path.read_text(encoding="utf-8"))) for path in sorted(FOLDER.glob("*.json"))]

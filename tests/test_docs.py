@@ -16,7 +16,7 @@ import accel
 from accel import entry, strategies
 from accel.guard.guard import Tolerance
 from accel.profiler.trial import TrialConfig
-from accel.report import model as report
+from accel.report import report
 from accel.search.plan import Plan
 from accel.search.state import Pace
 from accel.strategies import Exactness
@@ -203,7 +203,7 @@ def test_the_guards_tolerances_are_those_of_the_code() -> None:
         assert [float(cell) for cell in table[level.word]] == pytest.approx(expected, rel=0.05)
 
 
-@pytest.mark.parametrize("part", [report.RunReport, report.StrategyRow, report.Machine, report.Event, Plan])
+@pytest.mark.parametrize("part", [report.Report, report.StrategyRow, report.Machine, report.Event, Plan])
 def test_every_field_of_the_files_is_documented(part: type) -> None:
     pages = text("docs/report.md") + text("docs/optimize.md")
     missing = [field.name for field in dataclasses.fields(part) if f"`{field.name}`" not in pages]

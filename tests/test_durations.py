@@ -16,12 +16,6 @@ RUN = {f"tests/test_a.py::test_{number}": 0.1 for number in range(90)} | {
 EARLIER = Slowest.of(RUN)
 
 
-def test_the_ten_slowest_are_kept_the_slowest_first() -> None:
-    assert EARLIER.tests == 100
-    assert EARLIER.total_s == pytest.approx(64.0)
-    assert list(EARLIER.seconds.values()) == [10.0, 9.0, 8.0, 7.0, 6.0, 5.0, 4.0, 3.0, 2.0, 1.0]
-
-
 @pytest.mark.parametrize("slower", [0.2, 1.0, 7.0])
 def test_a_slower_machine_is_no_growth(slower: float) -> None:
     assert Slowest.of({name: slower * value for name, value in RUN.items()}).growth_over(EARLIER) == ""
@@ -39,12 +33,7 @@ def test_a_run_of_some_tests_is_not_compared() -> None:
 def test_the_list_is_read_as_it_was_written(tmp_path: Path) -> None:
     EARLIER.write(tmp_path / "ten.json")
     assert Slowest.read(tmp_path / "ten.json") == EARLIER
-
-
-def test_the_committed_list_is_of_the_whole_run() -> None:
-    recorded = Slowest.read()
-    assert recorded.tests > 1000
-    assert len(recorded.seconds) == 10
+    assert list(EARLIER.seconds.values()) == [10.0, 9.0, 8.0, 7.0, 6.0, 5.0, 4.0, 3.0, 2.0, 1.0]
 
 
 @pytest.mark.parametrize(("seconds", "expected"), [(0.1, pytest.ExitCode.OK), (5.0, pytest.ExitCode.TESTS_FAILED)])

@@ -11,7 +11,7 @@ from tests import huge_pages
 
 
 def test_memory_holds_what_it_held() -> None:
-    seen = np.random.default_rng(0).integers(0, 256, 64 << 20, dtype=np.uint8)
+    seen = np.random.default_rng(0).integers(0, 256, 8 << 20, dtype=np.uint8)
     before = seen.copy()
     texts = [str(random.random()) for _ in range(100_000)]
     joined = "".join(texts)

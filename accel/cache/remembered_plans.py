@@ -20,7 +20,7 @@ from accel.cache.folder import NoFolder, cache_folder, delete_file, file_name, r
 from accel.profiler.host import machine_name
 from accel.profiler.interruptions import ours
 from accel.profiler.typed_json import UnreadableJson, decode, read
-from accel.report.model import NOTHING_REMEMBERED
+from accel.report.report import NOTHING_REMEMBERED
 from accel.run import Run
 from accel.search.plan import fingerprint
 from accel.search.remembered import RememberedSearch

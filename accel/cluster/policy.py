@@ -157,10 +157,11 @@ def _rates(job: JobView, kind: str, kinds: dict[str, ClusterNode], replicas: NDA
     known = job.profiles.get(kind)
     if known is not None:
         return _believed(known, node.gpus, replicas)
-    other = next((each for each in job.profiles if each in kinds), None)
-    if other is None:
+    if not job.profiles:
         return node.speed * replicas.astype(float)
-    return _believed(job.profiles[other], node.gpus, replicas) * node.speed / kinds[other].speed
+    other = next((each for each in job.profiles if each in kinds), next(iter(job.profiles)))
+    measured_on = kinds[other].speed if other in kinds else 1.0
+    return _believed(job.profiles[other], node.gpus, replicas) * node.speed / measured_on
 
 
 def _believed(profile: JobProfile, per_node: int, replicas: NDArray[np.int64]) -> Floats:
@@ -271,11 +272,18 @@ def _best_sizes(
     """Return the size of each job with which the sum is highest."""
     kind_of = _best_kinds(sizes, gains, room) if len(room) > 1 else [0 if own else None for own in sizes]
     shares: list[Share | None] = [None] * len(sizes)
-    for kind, most in room.items():
-        members = [(job, at) for job, at in enumerate(kind_of) if at is not None and sizes[job][at].kind == kind]
-        picked = _knapsack([(sizes[job][at].replicas, gains[job][at]) for job, at in members], most)
+
+    def fill(kind: str, members: list[tuple[int, int]]) -> None:
+        used = sum(share.replicas for share in shares if share is not None and share.kind == kind)
+        picked = _knapsack([(sizes[job][at].replicas, gains[job][at]) for job, at in members], room[kind] - used)
         for (job, _), replicas in zip(members, picked, strict=True):
             shares[job] = Share(kind, replicas) if replicas else None
+
+    for kind in room:
+        fill(kind, [(job, at) for job, at in enumerate(kind_of) if at is not None and sizes[job][at].kind == kind])
+    for kind in room if len(room) > 1 else ():  # jobs that are alike choose the same kind: what is left of the others
+        waiting = [job for job, share in enumerate(shares) if share is None]
+        fill(kind, [(job, at) for job in waiting for at, each in enumerate(sizes[job]) if each.kind == kind])
     return shares
 
 

@@ -1,14 +1,16 @@
-"""What is printed of a cluster's jobs: state, size and why, speed, and where their time went."""
+"""What is told of a cluster's jobs: state, size, speed, and where their time went, as text, JSON, a page or metrics."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from accel.cluster.job_table import JobRow
+from accel.cluster.job_table import JobRow, JobTable
+from accel.errors import InvalidArgument
 from accel.report.quiet_rich import Table
 
 
@@ -30,6 +32,7 @@ class JobStatus:
     note: str
 
 
+STATES = ("waiting", "running", "done", "failed", "cancelled")
 HEADS = ("job", "state", "replicas", "done", "speed-up", "ran h", "resizes", "time lost", "note")
 CAUSES = ("training", "start", "compile", "input", "checkpoint", "restart", "waiting")
 """Of a job's time, in the order in which they are shown."""
@@ -111,3 +114,62 @@ def shares_of(row: JobRow) -> dict[str, float]:
     booked = row.booked()
     total = sum(booked.values())
     return {cause: 100 * booked[cause] / total if total else 0.0 for cause in CAUSES}
+
+
+# --- metrics ----------------------------------------------------------------------------------------------------------
+
+
+class JobCollector:
+    """Read a job table whenever Prometheus asks.
+
+    Args:
+        table: of the jobs.
+    """
+
+    def __init__(self, table: JobTable) -> None:
+        self._table = table
+
+    def collect(self) -> Iterator[Any]:
+        """Yield the metrics."""
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+        rows = self._table.jobs()
+        states = GaugeMetricFamily("accel_cluster_jobs", "Jobs by state.", labels=["state"])
+        counted = Counter(row.state for row in rows)
+        for state in STATES:
+            states.add_metric([state], counted[state])
+        yield states
+        of_a_job: tuple[tuple[Any, str, str, Callable[[JobRow], float | None]], ...] = (
+            (GaugeMetricFamily, "replicas", "Replicas of a job.", lambda row: len(row.nodes)),
+            (GaugeMetricFamily, "progress_ratio", "Done part of a job, by its declared epochs.", JobRow.progress),
+            (CounterMetricFamily, "service_seconds", "GPU-seconds that a job has had.", lambda row: row.service_s),
+            (CounterMetricFamily, "resizes", "Resizes of a job.", lambda row: row.changes),
+        )
+        for kind, name, text, value in of_a_job:
+            family = kind(f"accel_cluster_job_{name}", text, labels=["job"])
+            for row in rows:
+                if (now := value(row)) is not None:
+                    family.add_metric([row.name], now)
+            yield family
+        spent = CounterMetricFamily("accel_cluster_job_seconds", "Seconds of a job by cause.", labels=["job", "cause"])
+        for row in rows:
+            for cause, seconds in row.booked().items():
+                spent.add_metric([row.name, cause], seconds)
+        yield spent
+
+
+def serve(table: JobTable, port: int) -> None:
+    """Serve the metrics of a cluster on a port, in a thread.
+
+    Raises:
+        InvalidArgument: if prometheus_client is not installed, or the port is taken.
+    """
+    try:
+        from prometheus_client import REGISTRY, start_http_server
+    except ImportError:
+        raise InvalidArgument("prometheus_client must be installed for --metrics-port") from None
+    REGISTRY.register(JobCollector(table))
+    try:
+        start_http_server(port)
+    except OSError as error:
+        raise InvalidArgument(f"--metrics-port must be free. Found: {port}: {error}") from None

@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import sys
 import tempfile
 import time
-from datetime import timedelta
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from datetime import datetime, timedelta, timezone
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from accel.commands.bench_table import UNITS, BandwidthTable, Request
+from accel import __version__
 from accel.errors import AccelError, InvalidArgument
-from accel.files import check_folder
-from accel.report.words import clean
+from accel.files import check_folder, save
+from accel.report.terminal import Page
+from accel.report.words import clean, count_text
 
 if TYPE_CHECKING:
-    from accel.comm.bandwidth import Row
+    from accel.comm.bandwidth import Bandwidth, Fit, Row
 
+SCHEMA = 2
 FAILED = 1
 UNUSABLE = 2
+UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 # Also the order of the table. Repeated here because the modules that define them load torch.
 _OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast", "send_recv")
@@ -35,6 +41,23 @@ def _size(ctx: click.Context, param: click.Parameter, value: str) -> int:
     if match is None or int(match[1]) < 1:
         raise click.BadParameter(f"must be a number of bytes such as 4096, 4K or 64M. Found: {value!r}")
     return int(match[1]) * UNITS[match[2].upper()]
+
+
+@dataclass(frozen=True)
+class Request:
+    """The options of the command line."""
+
+    operations: tuple[str, ...]
+    sizes: tuple[int, ...]
+    links: tuple[str, ...]
+    dtype: str
+    backend: str
+    iters: int
+    warmup: int
+    row_s: float
+    timeout_s: float
+    target: str
+    command: str
 
 
 _option = partial(click.option, show_default=True)
@@ -227,3 +250,159 @@ def _measured(request: Request, rank: int, ranks: int, backend: str) -> int:
         sys.stderr.flush()
         os._exit(FAILED)
     return FAILED if any(row.wrong for row in rows) else 0
+
+
+# --- the table -------------------------------------------------------------------------------------------------------
+
+_LEGEND = (
+    "Sizes in bytes (K = 1024), bandwidths in GB/s as nccl-tests defines them. spread: "
+    "p20 and p80 beside the median; sent/S: what the network interfaces counted."
+)
+_ROWS = {"size": 5, "count": 9, "type": 4, "time us": 8, "spread": 9, "algbw": 7, "busbw": 7, "#wrong": 6, "sent/S": 6}
+"""Columns with their widths, at most 79 of the terminal with a space between them; negative ones are flush left."""
+_FITS = {"operation": -14, "link": -5, "alpha us": 10, "beta s/byte": 12, "1/beta GB/s": 12, "worst error": 12}
+_SHORT = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u"}
+_NO_LINE = 0.5
+"""Worst relative error above which no line is printed: it would predict times unlike any that were measured."""
+
+
+class BandwidthTable:
+    """Prints rows as they are measured, so that an interrupted run has printed what it measured."""
+
+    def __init__(self, request: Request, backend: str, ranks: int) -> None:
+        self._request, self._backend, self._ranks = request, backend, ranks
+        self._started = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        self._section: tuple[str, str] | None = None
+        page = Page()
+        page.paragraph(f"accel bench comm: {count_text(ranks, 'rank')}, {backend}", "bold")
+        page.paragraph(_LEGEND)
+        click.echo(page.text())
+
+    def row(self, row: Row) -> None:
+        """Print one row, under a heading where the operation or the link changes."""
+        page = Page()
+        if self._section != (row.link, row.operation):
+            self._section = row.link, row.operation
+            page.heading(f"{row.operation}, {row.link}: {count_text(row.ranks, 'rank')}")
+            page.paragraph(_line(_ROWS, _ROWS), "dim")
+        if row.problem:
+            page.paragraph(f"{size_text(row.size_bytes)}: {row.problem}", "yellow")
+        else:
+            page.paragraph(_line(_ROWS, _cells(row)), "red" if row.wrong else "")
+        click.echo(page.text())
+
+    def end(self, rows: list[Row], result: Bandwidth | None, problem: str) -> None:
+        """Print the fitted lines and write the file."""
+        fits = _fits(rows)
+        page = Page()
+        if fits:
+            page.heading("lines t(S) = alpha + beta * S")
+        lines = {key: fit for key, fit in fits.items() if fit.error <= _NO_LINE}
+        if lines:
+            page.paragraph(_line(_FITS, _FITS))
+        for (operation, link), fit in lines.items():
+            beta = fit.beta_s_per_byte
+            cells = _us(fit.alpha_s), f"{beta:.3g}", _gb(1 / beta) if beta else "-", f"{100 * fit.error:.0f} %"
+            page.paragraph(_line(_FITS, (operation, link, *cells)))
+        if without := [key for key in fits if key not in lines]:
+            worst = max(fits[key].error for key in without)
+            page.paragraph(
+                f"no line: {', '.join(map(' '.join, without))}; times are up to {100 * worst:.0f} % off the nearest "
+                "one: they follow none, or the machine was busy",
+                "yellow",
+            )
+        if result is not None:
+            page.paragraph("")
+            page.paragraph(f"{count_text(len(rows), 'row')} in {result.seconds:.1f} s; {_wrong_text(rows)}", "bold")
+        click.echo(page.text())
+        if problem:
+            click.echo(f"error: {clean(problem)}", err=True)
+        if target := self._request.target:
+            document = self._document(rows, fits, result, problem)
+            save("--report", target, json.dumps(document, indent=1, allow_nan=False) + "\n")
+            click.echo(f"wrote {target}", err=True)
+
+    def _document(
+        self, rows: list[Row], fits: Mapping[tuple[str, str], Fit], result: Bandwidth | None, problem: str
+    ) -> dict[str, Any]:
+        import torch
+
+        return {
+            "kind": "comm",
+            "schema": SCHEMA,
+            "started": self._started,
+            "command": self._request.command,
+            "accel": __version__,
+            "torch": torch.__version__,
+            "backend": self._backend,
+            "ranks": self._ranks,
+            "nodes": [list(node) for node in result.nodes] if result else None,
+            "problem": problem,
+            "seconds": result.seconds if result else None,
+            "rows": [{**asdict(row), "algbw": row.algbw, "busbw": row.busbw} for row in rows],
+            "fits": [{"operation": key[0], "link": key[1], **fit._asdict()} for key, fit in fits.items()],
+        }
+
+
+def _line(widths: Mapping[str, int], texts: Iterable[str]) -> str:
+    pairs = zip(texts, widths.values(), strict=True)
+    return " ".join(text.rjust(width) if width > 0 else text.ljust(-width) for text, width in pairs)
+
+
+def _cells(row: Row) -> list[str]:
+    median_s, low_s, high_s = row.time_s, row.time_p20_s, row.time_p80_s
+    assert median_s and low_s is not None and high_s is not None  # what has none has a problem to tell
+    return [
+        size_text(row.size_bytes),
+        str(row.count),
+        re.sub(r"[a-z]+", lambda match: _SHORT[match[0]], row.dtype),
+        _us(median_s),
+        f"{100 * (low_s / median_s - 1):+.0f}/{100 * (high_s / median_s - 1):+.0f}%",
+        _gb(row.algbw),
+        _gb(row.busbw),
+        "-" if row.wrong is None else str(row.wrong),
+        "-" if row.sent_bytes is None else f"{row.sent_bytes / row.size_bytes:.2f}",
+    ]
+
+
+def size_text(size: int) -> str:
+    """Format a number of bytes, in K, M or G where it is a whole number of them.
+
+    Example:
+        >>> size_text(65536)
+        '64K'
+    """
+    for unit, factor in reversed(UNITS.items()):
+        if size >= factor and size % factor == 0:
+            return f"{size // factor}{unit}"
+    return str(size)
+
+
+def _us(seconds: float) -> str:
+    return f"{1e6 * seconds:.1f}" if seconds < 1e-3 else f"{1e6 * seconds:.0f}"
+
+
+def _gb(rate: float | None) -> str:
+    if rate is None:
+        return "-"
+    value = rate / 1e9
+    return f"{value:.3g}" if 1e-3 <= value < 1e4 else f"{value:.1e}" if value else "0"
+
+
+def _fits(rows: list[Row]) -> dict[tuple[str, str], Fit]:
+    """Return the line through what was measured of each operation over each link."""
+    from accel.comm.bandwidth import fit_line
+
+    series: dict[tuple[str, str], list[tuple[float, float]]] = {}
+    for row in rows:
+        if row.time_s:
+            series.setdefault((row.operation, row.link), []).append((row.size_bytes, row.time_s))
+    return {key: fit_line(points) for key, points in series.items() if len({size for size, _ in points}) > 1}
+
+
+def _wrong_text(rows: list[Row]) -> str:
+    measured = [row for row in rows if row.wrong is not None]
+    wrong = sum(row.wrong or 0 for row in measured)
+    without = len(rows) - len(measured)
+    text = f"{wrong} wrong elements" if wrong else "every result exact" if measured else "nothing measured"
+    return text + (f"; {count_text(without, 'operation')} without a time" if without else "")

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import sys
 import threading
+import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,9 +21,18 @@ from accel.exactness import LEVELS, check_level
 from accel.files import check_folder, check_report
 
 if TYPE_CHECKING:
-    from accel.commands.time_limit import TimeLimit
-    from accel.profiler.script import Script
+    from accel.profiler.script import Ending, Script
     from accel.script.training import ScriptTraining
+
+REQUEUE = 75
+"""The EX_TEMPFAIL of sysexits.h: SLURM queues a job that ends so again where slurm.conf has RequeueExit=75."""
+_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
+_LONGEST_S, _SHARE = 120.0, 0.1
+"""Before the limit a training is told to end: a tenth of the time, at most two minutes."""
+_FIRST_PORT, _PORTS = 20_000, 12_000
+"""Below those that Linux gives to connections."""
+_NEEDED = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_STEP_ID")
+"""Of a task that srun has started; in a batch script itself there is no step."""
 
 
 @click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
@@ -79,20 +91,12 @@ def run(
         start_ranks(nproc, sys.argv[1:])
         return
     if "SLURM_PROCID" in os.environ:
-        from accel.commands.slurm import torch_variables
-
         os.environ.update(torch_variables(os.environ))
-    limit = None if until is None else _limit(until)
+    limit = None if until is None else TimeLimit(seconds_until(until, os.environ))
     options = {**_checked(allow, budget, report, enable, disable), "cache": cache}
     if patch is not None:
         check_folder("--patch", patch)
     RunJob(Script(script, own_arguments(arguments), module=module), options, patch, limit).begin(context)
-
-
-def _limit(until: str) -> TimeLimit:
-    from accel.commands.time_limit import TimeLimit, seconds_until
-
-    return TimeLimit(seconds_until(until, os.environ))
 
 
 def start_ranks(count: int, arguments: list[str]) -> None:
@@ -227,3 +231,125 @@ def unused_gpus(used: list[bool]) -> str:
         f"accel: the script used {sum(used)} of {len(used)} GPUs; with DistributedDataParallel, started by accel run "
         f"--nproc {len(used)}, it could train up to {len(used) / sum(used):g} times as many samples a second"
     )
+
+
+# --- under a batch system ---------------------------------------------------------------------------------------------
+
+
+def torch_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return what torch.distributed needs to know of a task of `srun`; nothing elsewhere, or under torchrun.
+
+    The rendezvous is on the first node, where task 0 is; its port is the same on all.
+    https://slurm.schedmd.com/srun.html#SECTION_OUTPUT-ENVIRONMENT-VARIABLES
+
+    Args:
+        environment: of this process.
+
+    Raises:
+        InvalidArgument: if a variable of SLURM's is not as its manual says.
+
+    Example:
+        >>> torch_variables({"RANK": "3", "SLURM_PROCID": "0"})
+        {}
+    """
+    if "RANK" in environment or not set(_NEEDED).issubset(environment):
+        return {}
+    nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST") or "localhost"
+    tasks = environment.get("SLURM_STEP_TASKS_PER_NODE") or environment["SLURM_NTASKS"]
+    try:
+        job, step = int(environment.get("SLURM_JOB_ID", "0")), int(environment["SLURM_STEP_ID"])
+        return {
+            "RANK": environment["SLURM_PROCID"],
+            "WORLD_SIZE": environment["SLURM_NTASKS"],
+            "LOCAL_RANK": environment["SLURM_LOCALID"],
+            "LOCAL_WORLD_SIZE": str(_tasks_by_node(tasks)[int(environment["SLURM_NODEID"])]),
+            "MASTER_ADDR": environment.get("MASTER_ADDR") or first_node(nodes),
+            "MASTER_PORT": environment.get("MASTER_PORT") or str(_FIRST_PORT + (job + step) % _PORTS),
+        }
+    except (ValueError, IndexError):
+        given = {name: value for name, value in environment.items() if name.startswith("SLURM_STEP") or name in _NEEDED}
+        raise InvalidArgument(f"SLURM's variables must be as its manual says. Found: {given}") from None
+
+
+def first_node(nodes: str) -> str:
+    """Return the first host of a list in SLURM's form.
+
+    Example:
+        >>> first_node("gpu[007-012,020],login1")
+        'gpu007'
+    """
+    first = re.match(r"[^,\[]+(?:\[([^,\-\]]+)[^\]]*\])?[^,\[]*", nodes)
+    if first is None:
+        raise InvalidArgument(nodes)
+    return first[0] if first[1] is None else re.sub(r"\[.*\]", first[1], first[0])
+
+
+def _tasks_by_node(tasks: str) -> list[int]:
+    """Return how many tasks each node has: `2(x3),1` is 2, 2, 2, 1."""
+    counts: list[int] = []
+    for part in tasks.split(","):
+        count, _, times = part.partition("(x")
+        counts += [int(count)] * int(times.rstrip(")") or 1)
+    return counts
+
+
+def seconds_until(text: str, environment: Mapping[str, str]) -> float:
+    """Return the seconds to a limit from now on.
+
+    Args:
+        text: such as `90s`, `30m` or `2h` from the start of this process; `slurm` for the end of the SLURM job.
+        environment: of this process.
+
+    Raises:
+        InvalidArgument: if it is neither, is over, or there is no SLURM job that says when it ends.
+    """
+    from accel.profiler.host import seconds_since_start
+
+    if "TORCHELASTIC_RUN_ID" in environment:
+        raise InvalidArgument("--until must be given without torchrun, which would start the ranks again; use srun")
+    if text == "slurm":
+        end = environment.get("SLURM_JOB_END_TIME", "")
+        if not end.isdecimal():
+            raise InvalidArgument(f"--until slurm must be in a SLURM job with SLURM_JOB_END_TIME. Found: {end!r}")
+        left_s = int(end) - time.time()
+    else:
+        number = re.fullmatch(r"(\d+(?:\.\d+)?)([smh])", text)
+        if number is None:
+            raise InvalidArgument(f"--until must be a time such as '90s', '30m' or '2h', or 'slurm'. Found: {text!r}")
+        left_s = float(number[1]) * _UNITS[number[2]] - seconds_since_start()
+    if left_s <= 0:
+        raise InvalidArgument(f"--until must be a time to come. Found: {text!r}, over for {-left_s:.0f} s")
+    return left_s
+
+
+class TimeLimit:
+    """Tell this process to end before a limit: SIGTERM, a checkpoint after the step under way, then `REQUEUE`.
+
+    Args:
+        left_s: seconds to the limit.
+    """
+
+    def __init__(self, left_s: float) -> None:
+        self.is_saved = False
+        """The time was over, and the training saves a checkpoint: it can be queued again."""
+        self._timer = threading.Timer(left_s - min(_LONGEST_S, _SHARE * left_s), self._over)
+        self._timer.daemon = True
+
+    def begin(self) -> None:
+        """Let the time run."""
+        self._timer.start()
+
+    def ending(self, ending: Ending) -> Ending:
+        """Let no more time run: the script has ended; return how, for the process's exit status."""
+        from accel.profiler.script import TERMINATED, Ending
+
+        self._timer.cancel()
+        return Ending(REQUEUE, "out of time") if self.is_saved and ending.status == TERMINATED else ending
+
+    def _over(self) -> None:
+        elastic = sys.modules.get("accel.elastic.run")
+        self.is_saved = elastic is not None and any(run.checkpoint is not None for run in elastic.RUNS.values())
+        saved = "it saves and ends" if self.is_saved else "it ends; nothing is saved without accel.Elastic(checkpoint=)"
+        if os.environ.get("RANK", "0") == "0":
+            say(f"accel: the time of the script is over: {saved}")
+        os.kill(os.getpid(), signal.SIGTERM)

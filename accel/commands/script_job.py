@@ -7,8 +7,10 @@ import contextlib
 import os
 import sys
 import threading
-from types import TracebackType
-from typing import TYPE_CHECKING, Literal, NoReturn
+from collections.abc import Callable, Sequence
+from importlib.machinery import ModuleSpec
+from types import ModuleType, TracebackType
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import click
 
@@ -17,6 +19,7 @@ from accel.errors import InvalidArgument
 if TYPE_CHECKING:
     from accel.profiler.script import Script
 
+_OWN = "accel."
 _CHILDREN_S = 1.0
 """CPU seconds of child processes above which they may have trained; importing torch takes about as long."""
 
@@ -59,7 +62,6 @@ class ScriptJob:
 
     def begin_after_torch(self) -> None:
         """Call `start` once the script has imported torch; what a forked child or an exit handler imports is theirs."""
-        from accel.script.after_import import after_import
 
         def imported() -> None:
             if self._is_running and os.getpid() == self._process:
@@ -174,3 +176,75 @@ def training_in_children(command: str) -> str:
         f"accel: child processes ran for {children_s:.1f} s; training in them is not seen. Start the ranks with "
         f"torchrun --nproc-per-node N -m accel {command}, or call accel.optimize in the child"
     )
+
+
+# --- when torch has been imported -------------------------------------------------------------------------------------
+
+
+def after_import(name: str, then: Callable[[], None]) -> None:
+    """Call `then` when the module has been imported, at once if it has been already.
+
+    If a module of accel's imports it, `then` waits until that one is whole, since it may need what stands there.
+
+    Args:
+        name: of a module at the top, such as `torch`.
+        then: must not raise.
+    """
+    if name in sys.modules:
+        then()
+    else:
+        sys.meta_path.insert(0, _Finder(name, then))
+
+
+class _Finder:
+    """Marks each specification of the module that it hands out, for the one that is loaded is seldom the first.
+
+    Libraries ask whether a module is installed, with `importlib.util.find_spec`, and throw the answer away.
+    """
+
+    def __init__(self, name: str, then: Callable[[], None]) -> None:
+        self._name, self._then = name, then
+        self._is_imported = False
+        self._being_imported: set[str] = set()
+        """Modules of accel's own."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if name != self._name and not name.startswith(_OWN):
+            return None
+        spec = self._of_the_next(name, path, target)
+        if spec is not None and hasattr(spec.loader, "exec_module"):
+            self._mark(name, spec.loader)
+        return spec
+
+    def _of_the_next(self, name: str, path: Sequence[str] | None, target: ModuleType | None) -> ModuleSpec | None:
+        """Return what the finders after this one find; those before it have been asked."""
+        finders = list(sys.meta_path)
+        for finder in finders[finders.index(self) + 1 :] if self in finders else []:
+            spec = finder.find_spec(name, path, target) if hasattr(finder, "find_spec") else None
+            if spec is not None:
+                return spec
+        return None
+
+    def _mark(self, name: str, loader: Any) -> None:
+        execute = loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            with contextlib.suppress(AttributeError):  # marked twice, where a finder hands out one loader again
+                del loader.exec_module
+            self._import(name, execute, module)
+
+        loader.exec_module = exec_module
+
+    def _import(self, name: str, execute: Callable[[ModuleType], None], module: ModuleType) -> None:
+        if name != self._name:
+            self._being_imported.add(name)
+        try:
+            execute(module)
+            self._is_imported = self._is_imported or name == self._name
+        finally:
+            self._being_imported.discard(name)
+            if self._is_imported and not self._being_imported and self in sys.meta_path:
+                sys.meta_path.remove(self)
+                self._then()

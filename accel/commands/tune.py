@@ -14,7 +14,7 @@ from accel.cluster.job_table import JobSpec, JobTable, claimed, scheduler_of
 from accel.cluster.local_actuator import on_this_machine
 from accel.cluster.scheduler import Scheduler
 from accel.cluster.tuning import ParameterTuner, read_space
-from accel.commands.cluster_folder import FOLDER
+from accel.commands.jobs import FOLDER
 from accel.errors import InvalidArgument
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from accel.report.model import NOTHING_REMEMBERED, BatchRow, Event, Machine, State, Status, StrategyRow
-from accel.report.report import Report
+from accel.report.report import NOTHING_REMEMBERED, BatchRow, Event, Machine, Report, State, Status, StrategyRow
 
 __all__ = ["NOTHING_REMEMBERED", "BatchRow", "Event", "Machine", "Report", "State", "Status", "StrategyRow"]

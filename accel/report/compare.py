@@ -11,8 +11,8 @@ from accel.errors import InvalidArgument, ReportError
 from accel.profiler.report import ProfileReport
 from accel.report import blocks, terminal
 from accel.report.blocks import Document, Paragraph, Section, Table, TableCell, TableRow
-from accel.report.model import RunReport
 from accel.report.optimize_document import TONE_OF
+from accel.report.report import Report
 from accel.report.words import ended_text, finite, gain_text, ms_text, percent_text
 
 T = TypeVar("T")
@@ -73,7 +73,7 @@ class ReportComparison:
 
 
 def compare(
-    before: RunReport | ProfileReport, after: RunReport | ProfileReport, *, threshold: float = 0.05
+    before: Report | ProfileReport, after: Report | ProfileReport, *, threshold: float = 0.05
 ) -> ReportComparison:
     """Compare two reports of the same training, both of `accel.optimize` or both of `accel profile`.
 
@@ -90,7 +90,7 @@ def compare(
     if not (math.isfinite(threshold) and threshold >= 0):
         raise InvalidArgument(f"threshold must be 0 or more, e.g. 0.05 for 5 %. Found: {threshold}")
     facts: list[str] = []
-    if isinstance(before, RunReport) and isinstance(after, RunReport):
+    if isinstance(before, Report) and isinstance(after, Report):
         times = [_ms_of_run(report, which) for report, which in zip((before, after), _BOTH, strict=True)]
         samples = [finite(report.samples_per_step) or 0.0 for report in (before, after)]
         # The batch is that of one rank: with another number of them, neither steps nor samples are the same work.
@@ -142,7 +142,7 @@ def _batch_note(old: float, new: float) -> list[str]:
 # --- reports of accel.optimize ---------------------------------------------------------------------------------------
 
 
-def _ms_of_run(report: RunReport, which: str) -> float:
+def _ms_of_run(report: Report, which: str) -> float:
     ms = finite(report.accel_ms)
     # A report file may hold anything: NaN compares as "no regression", and zero has no ratio.
     if ms is None or ms <= 0:
@@ -155,7 +155,7 @@ def _ms_of_run(report: RunReport, which: str) -> float:
     return ms
 
 
-def _run_notes(before: RunReport, after: RunReport, changed: list[str]) -> list[str]:
+def _run_notes(before: Report, after: Report, changed: list[str]) -> list[str]:
     names = ["model", "parameters", "fingerprint", "allow", *([] if changed else ["samples_per_step"])]
     pairs = [(name, getattr(before, name), getattr(after, name)) for name in names]
     pairs += [(name, value, getattr(after.machine, name)) for name, value in vars(before.machine).items()]
@@ -164,7 +164,7 @@ def _run_notes(before: RunReport, after: RunReport, changed: list[str]) -> list[
     return _differences(pairs) + changed + unended
 
 
-def _strategies(before: RunReport, after: RunReport) -> Iterator[Section]:
+def _strategies(before: Report, after: Report) -> Iterator[Section]:
     rows = []
     for name, pair in _pairs(*({row.name: row for row in report.rows} for report in (before, after))):
         gains = " → ".join("-" if row is None else gain_text(row.gain, row.gain_low, row.gain_high) for row in pair)

@@ -6,7 +6,7 @@ import shlex
 
 from accel.exactness import Exactness
 from accel.profiler.report import NextStep, ProfileReport
-from accel.report.model import RunReport
+from accel.report.report import Report
 
 _RISKS = {
     Exactness.EXACT: "none: the same bits",
@@ -39,7 +39,7 @@ def after_profile(report: ProfileReport) -> NextStep:
     return step
 
 
-def after_run(report: RunReport) -> NextStep:
+def after_run(report: Report) -> NextStep:
     """Return what to do after a run with `accel.optimize`.
 
     Args:

@@ -1,8 +1,9 @@
-"""What the report of `accel.optimize` shows, as data: its sections and their pictures."""
+"""What the report of `accel.optimize` shows, as data: its sections and their pictures; and what a run prints of it."""
 
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterable, Iterator
 
 from accel.report import blocks
@@ -18,10 +19,10 @@ from accel.report.blocks import (
     TableCell,
     TableRow,
 )
-from accel.report.model import RunReport, StrategyRow
 from accel.report.pictures import Axis, label, segments
 from accel.report.quiet_rich import cell_len
-from accel.report.terminal import MAX_WIDTH, clip
+from accel.report.report import NOTHING_REMEMBERED, Report, StrategyRow
+from accel.report.terminal import MAX_WIDTH, Page, clip
 from accel.report.words import (
     batch_text,
     clean,
@@ -41,6 +42,7 @@ from accel.report.words import (
     search_text,
     seconds_text,
     step_text,
+    throughput_text,
 )
 
 EVENT_LIMIT = 20
@@ -68,7 +70,57 @@ def decision_line(row: StrategyRow) -> str:
     return f"{start}; {why}" if why else start
 
 
-def document(report: RunReport) -> Document:
+def summary(report: Report, whole: str) -> str:
+    """Return the outcome of a search in at most six sentences, the speed-up first, for stderr.
+
+    Args:
+        report: of a search that has ended.
+        whole: how to see the whole report.
+    """
+    page = Page(stream=sys.stderr)
+    page.paragraph(f"accel: {report.model} {_headline(report)}", "bold green" if report.plan else "bold")
+    for sentence in _sentences(report):
+        page.paragraph(sentence, indent=2)
+    page.paragraph(f"all strategies: {whole}", indent=2)
+    return page.text()
+
+
+def _headline(report: Report) -> str:
+    if not report.plan or report.speedup is None or not report.is_settled:
+        return run_verdict_text(report)
+    return f"{gain_text(report.speedup, report.speedup_low, report.speedup_high)}: {throughput_text(report)}"
+
+
+def _sentences(report: Report) -> Iterator[str]:
+    if report.plan:
+        yield f"training the same: {report.training_same or 'not known'}"
+        if report.state != "replayed":  # its verdict names them
+            yield f"kept: {', '.join(name_text(row) for row in report.rows if row.status == 'kept')}"
+    else:
+        yield _tried_text(report)
+    if text := batch_text(report):
+        yield f"batch size: {text}"
+    yield f"limits the run now: {limit_text(report, remedy=False)}"
+    yield f"search: {search_text(report)}"
+    if text := offers_text(report):
+        yield text
+    if report.cache.startswith(NOTHING_REMEMBERED):
+        yield report.cache
+
+
+def _tried_text(report: Report) -> str:
+    off = [row for row in report.rows if row.status in ("undone", "inconclusive")]
+    tried = ", ".join(f"{name_text(row)} ({row.why})" for row in off)
+    untried = ", ".join(row.name for row in report.rows if row.status == "not tried")
+    if not untried:
+        return f"tried: {tried or 'nothing, no strategy fits this run'}"
+    return f"tried: {tried or 'nothing'}; not tried: {untried}"
+
+
+# --- the document ----------------------------------------------------------------------------------------------------
+
+
+def document(report: Report) -> Document:
     """Lay out what the report of a run under `accel.optimize` shows."""
     lead = [Paragraph(text=f"training the same: {report.training_same or 'not known'}")]
     if text := offers_text(report):
@@ -102,7 +154,7 @@ def document(report: RunReport) -> Document:
     )
 
 
-def _strategies(report: RunReport) -> Iterator[Block]:
+def _strategies(report: Report) -> Iterator[Block]:
     if not report.rows:
         yield Paragraph(text="none was considered yet", tone="idle")
         return
@@ -151,7 +203,7 @@ def _nonempty(*texts: object) -> list[str]:
     return [str(text) for text in texts if text]
 
 
-def _anatomy(report: RunReport) -> Iterator[Section]:
+def _anatomy(report: Report) -> Iterator[Section]:
     names = _phases(report)
     if not names:
         return
@@ -182,7 +234,7 @@ def _share_texts(part: dict[str, float], name: str) -> tuple[str, str]:
     return ms_text(value), percent_text(value / total) if value is not None and total else "-"
 
 
-def _batch_sizes(report: RunReport) -> Iterator[Section]:
+def _batch_sizes(report: Report) -> Iterator[Section]:
     """Show the changes of the batch size, if it may change."""
     if report.max_batch_size is None:
         return
@@ -218,12 +270,12 @@ def _figure(value: float | None) -> str:
 # --- pictures --------------------------------------------------------------------------------------------------------
 
 
-def _phases(report: RunReport) -> list[str]:
+def _phases(report: Report) -> list[str]:
     """List the phases of the step in the order they were first measured, before and after together."""
     return list(dict.fromkeys([*report.anatomy_before, *report.anatomy_after]))
 
 
-def _speed_picture(report: RunReport) -> Iterator[Block]:
+def _speed_picture(report: Report) -> Iterator[Block]:
     """Draw the step before and after as bars from zero."""
     plain, accelerated = finite(report.plain_ms), finite(report.accel_ms)
     if plain is None or accelerated is None:
@@ -244,7 +296,7 @@ def _speed_picture(report: RunReport) -> Iterator[Block]:
     yield Paragraph(text=note, tone="idle", only="page")
 
 
-def _anatomy_picture(report: RunReport) -> Iterator[Picture]:
+def _anatomy_picture(report: Report) -> Iterator[Picture]:
     """Draw the phases of the step before and after as stacked bars on one scale."""
     parts = {"before": report.anatomy_before, "after": report.anatomy_after}
     drawable = {
@@ -267,7 +319,7 @@ def _anatomy_picture(report: RunReport) -> Iterator[Picture]:
     )
 
 
-def _gains_picture(report: RunReport) -> Iterator[Block]:
+def _gains_picture(report: Report) -> Iterator[Block]:
     """Draw the gain of each strategy that was tried, with its interval."""
     rows = [row for row in report.rows if finite(row.gain) is not None]
     if not rows:

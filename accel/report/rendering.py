@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TextIO
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
 
 from accel.profiler.report import ProfileReport
 from accel.report import optimize_document, profile_document, terminal
-from accel.report.blocks import Card, Document, Section, Table
-from accel.report.model import RunReport
+from accel.report.blocks import SIGNS, Card, Document, Section, Table
+from accel.report.pictures import shade
+from accel.report.report import Report
+from accel.report.words import clean
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
 
 
-def document(report: RunReport | ProfileReport) -> Document:
+def document(report: Report | ProfileReport) -> Document:
     """Return what a report shows, ready to be laid out."""
     return (
         profile_document.document(report) if isinstance(report, ProfileReport) else optimize_document.document(report)
@@ -19,7 +26,7 @@ def document(report: RunReport | ProfileReport) -> Document:
 
 
 def as_text(
-    report: RunReport | ProfileReport, width: int | None = None, color: bool | None = None, stream: TextIO | None = None
+    report: Report | ProfileReport, width: int | None = None, color: bool | None = None, stream: TextIO | None = None
 ) -> str:
     """Render a report for a terminal or a log; see `terminal.render`."""
     return terminal.render(document(report), width, color, stream)
@@ -43,9 +50,41 @@ def _phases_alone(table: Table) -> Table:
     return replace(table, rows=[row for row in table.rows if row.depth < 2])
 
 
-def as_page(report: RunReport | ProfileReport) -> str:
-    """Render a report as one self-contained web page."""
-    # Imported here: a report on a terminal needs no jinja2.
-    from accel.report.page import render
+def as_page(report: Report | ProfileReport) -> str:
+    """Render a report as one self-contained web page, light and dark: no network, no scripts, any text literally.
 
-    return render(document(report))
+    `page.html.j2` lays the blocks of its document out, `pictures.html.j2` draws its pictures.
+    """
+    return _environment().get_template("page.html.j2").render(document=document(report), signs=SIGNS)
+
+
+@cache
+def _environment() -> Environment:
+    """Return the templates, which show any text literally and `-` for a missing value."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined  # a report on a terminal needs none
+
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        finalize=_finalize,
+    )
+    environment.filters |= {"shade": shade, "sentence": _sentence}
+    environment.tests["block"] = lambda block, kind: type(block).__name__ == kind
+    return environment
+
+
+def _sentence(text: str) -> str:
+    """Begin a text with a capital letter, unless it begins with a unit."""
+    return text if text.startswith("ms") else text[:1].upper() + text[1:]
+
+
+def _finalize(value: Any) -> Any:
+    """Make a value safe to be escaped and shown; output of macros is safe already."""
+    if value is None:
+        return "-"
+    if isinstance(value, str) and not hasattr(value, "__html__"):
+        return clean(value, keep="\n")
+    return value

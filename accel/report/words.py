@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from accel.profiler.evidence import GpuShare, OpTime, Roofline, ThreadShare
 from accel.profiler.phases import PHASES
 from accel.profiler.report import Finding, HostFacts, MachineFacts, Node, ProfileReport, Saving
-from accel.report.model import RunReport, StrategyRow
+from accel.report.report import Report, StrategyRow
 
 _AT_ROOF = 1.05
 """Share of a roof up to which an operator counts as at it: both are measured."""
@@ -108,7 +108,7 @@ def machine_text(machine: MachineFacts, processes: int = 0) -> str:
 # --- the run under accel.optimize ------------------------------------------------------------------------------------
 
 
-def run_verdict_text(report: RunReport) -> str:
+def run_verdict_text(report: Report) -> str:
     """Return the outcome in one line, speed first."""
     if report.state == "replayed" and report.speedup is None:
         return f"replayed without a trial: {', '.join(report.plan) or 'nothing of the plan applies here'}"
@@ -128,7 +128,7 @@ def run_verdict_text(report: RunReport) -> str:
     return f"{whole}: {throughput_text(report)}{same}"
 
 
-def _without_speedup_text(report: RunReport) -> str:
+def _without_speedup_text(report: Report) -> str:
     """Say why the whole has not been compared with the plain loop, and what was kept in trials of its own."""
     kept = kept_text(report)
     so_far = f"; kept in trials of their own, not yet compared as a whole: {kept}" if kept else ""
@@ -144,14 +144,14 @@ def _without_speedup_text(report: RunReport) -> str:
     return f"no speed-up of the whole: {alone}"
 
 
-def kept_text(report: RunReport) -> str:
+def kept_text(report: Report) -> str:
     """Return what was kept in trials of its own, with its gains, in one line."""
     rows = (row for row in report.rows if row.status == "kept")
     gains = (f"{row.name} {gain_text(row.gain, row.gain_low, row.gain_high)}" for row in rows)
     return ", ".join(gain.removesuffix(" -") for gain in gains)
 
 
-def throughput_text(report: RunReport) -> str:
+def throughput_text(report: Report) -> str:
     """Return samples a second, or else ms per step, without and with the plan; both must be known."""
     assert report.plain_ms is not None and report.accel_ms is not None
     if report.samples_per_step and report.plain_ms > 0 and report.accel_ms > 0:
@@ -180,7 +180,7 @@ def _error_text(value: float | None) -> str:
     return "-" if value is None else "same bits" if value == 0 else f"{value:.1g}"
 
 
-def interval_text(report: RunReport) -> str:
+def interval_text(report: Report) -> str:
     """Format the confidence interval of the speed-up as ratios and as percentages of more steps a second."""
     low, high = finite(report.speedup_low), finite(report.speedup_high)
     if low is None or high is None:
@@ -189,7 +189,7 @@ def interval_text(report: RunReport) -> str:
     return f"confidence interval [{ratio_text(low)}x, {ratio_text(high)}x], that is {more} steps a second"
 
 
-def pay_back_text(report: RunReport) -> str:
+def pay_back_text(report: Report) -> str:
     """Return when the search has paid, or will have paid, for itself."""
     if report.break_even_step is not None:
         return f"{'paid' if report.steps >= report.break_even_step else 'pays'} back at step {report.break_even_step}"
@@ -202,13 +202,13 @@ def pay_back_text(report: RunReport) -> str:
     return "does not pay back"
 
 
-def search_text(report: RunReport) -> str:
+def search_text(report: Report) -> str:
     """Return what the search took and when it pays back, in one sentence."""
     trials = f"{report.search_steps} of {report.steps} steps were trial steps"
     return f"{trials}, cost {seconds_text(report.search_s)}; {pay_back_text(report)}"
 
 
-def offers_text(report: RunReport) -> str:
+def offers_text(report: Report) -> str:
     """Return what a wider `allow` would give; '' if nothing is known."""
     if not report.offers:
         return ""
@@ -217,7 +217,7 @@ def offers_text(report: RunReport) -> str:
     return f"allow='reduced' would make a step about {gain:.1f}x as fast ({first}){more}"
 
 
-def limit_text(report: RunReport, *, remedy: bool = True) -> str:
+def limit_text(report: Report, *, remedy: bool = True) -> str:
     """Return what limits the run now, its share of the step and, with `remedy`, what would treat it."""
     if not report.bottleneck:
         return "not known"
@@ -227,7 +227,7 @@ def limit_text(report: RunReport, *, remedy: bool = True) -> str:
     return f"{report.bottleneck}{part}" + (f"; {advice}" if advice else "")
 
 
-def model_text(report: RunReport) -> str:
+def model_text(report: Report) -> str:
     """Return which model ran and what accel was allowed to do."""
     words = [report.model or "model not known", f"{report.parameters:,} parameters" if report.parameters else ""]
     words += [f"{name} {value}" for name, value in (("allow", report.allow), ("budget", report.budget)) if value]
@@ -239,7 +239,7 @@ def name_text(row: StrategyRow) -> str:
     return f"{row.name} {row.setting}".strip()
 
 
-def batch_text(report: RunReport) -> str:
+def batch_text(report: Report) -> str:
     """Return how the batch size has changed and what that is worth, in one sentence; '' if it stays."""
     if report.max_batch_size is None or not report.batch_rows:
         return report.batch_note

@@ -130,7 +130,8 @@ class Journal:
         """Where the report goes: a file, a folder, or None for the terminal alone."""
         if self.target is not None and self.target.suffix != ".json":
             # Now, not at exit: there the import makes Python forget that Ctrl-C ended the run: exit status 1, not 130.
-            import_module("accel.report.page")
+            for module in ("jinja2", "accel.report.rendering"):
+                import_module(module)
         self.whole = _whole_text(self.target)
         """How to see the whole report."""
         self.batch: BatchHistory | None = None
@@ -172,7 +173,7 @@ class Journal:
         if self._reported is None and outlook.is_too_early(self._controller):
             return False
         if self._reported is None or (tried and self._reported == "nothing tried"):
-            from accel.report.summary import summary  # brings rich: only where there is something to print
+            from accel.report.optimize_document import summary  # brings rich: only where there is something to print
 
             stderr.write(summary(report, self.whole))
             self._announcer.search_has_ended()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -69,6 +69,19 @@ class Fault:
         for parent in parents:
             owner = getattr(owner, parent)
         return owner, name
+
+
+def faults(decision: str, module: str, tests: tuple[str, ...], **rows: tuple[str, str, Change]) -> Iterator[Fault]:
+    """Yield the faults of one decision in one module, which the same tests are to catch.
+
+    Args:
+        decision: whose they are.
+        module: in which they are put.
+        tests: as in `Fault`.
+        rows: name → what it does wrong, the attribute in the module, and the change of it.
+    """
+    for name, (what, attribute, change) in rows.items():
+        yield Fault(name, decision, what, f"{module}:{attribute}", change, tests)
 
 
 def returns(value: Any) -> Change:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from accel.profiler.trial import TrialConfig
-from benchmarks.decisions.fault import Fault, is_now, property_becomes, result_becomes, returns
+from benchmarks.decisions.fault import faults, is_now, property_becomes, result_becomes, returns
 
 _METER = ("tests/profiler/test_host.py",)
 _SHARED = ("tests/accel/test_shared_host.py",)
@@ -34,248 +34,140 @@ def _each_for_itself(right: Any) -> Any:
 
 
 FAULTS = [
-    # Crowd meter
-    Fault(
-        "stuck_crowded",
+    *faults(
         "crowd meter",
-        "always sees busy cores",
-        "accel.profiler.host:CrowdMeter.cores",
-        returns(64.0),
+        "accel.profiler.host",
         _METER,
+        stuck_crowded=("always sees busy cores", "CrowdMeter.cores", returns(64.0)),
+        stuck_quiet=("never sees busy cores", "CrowdMeter.cores", returns(0.0)),
+        counts_its_own=("takes this run's own work for that of others", "_tree_seconds", returns(0.0)),
     ),
-    Fault(
-        "stuck_quiet",
+    *faults(
         "crowd meter",
-        "never sees busy cores",
-        "accel.profiler.host:CrowdMeter.cores",
-        returns(0.0),
-        _METER,
-    ),
-    Fault(
-        "counts_its_own",
-        "crowd meter",
-        "takes this run's own work for that of others",
-        "accel.profiler.host:_tree_seconds",
-        returns(0.0),
-        _METER,
-    ),
-    Fault(
-        "search_sees_no_crowd",
-        "crowd meter",
-        "measures under neighbours what depends on them",
-        "accel.search.outlook:is_crowded",
-        returns(False),
+        "accel.search.outlook",
         _CROWD,
+        search_sees_no_crowd=("measures under neighbours what depends on them", "is_crowded", returns(False)),
+        search_sees_a_crowd=(
+            "puts off what depends on neighbours that are not there",
+            "is_crowded",
+            returns(True),
+        ),
     ),
-    Fault(
-        "search_sees_a_crowd",
+    *faults(
         "crowd meter",
-        "puts off what depends on neighbours that are not there",
-        "accel.search.outlook:is_crowded",
-        returns(True),
-        _CROWD,
-    ),
-    Fault(
-        "neighbours_unseen",
-        "crowd meter",
-        "uses all threads beside any neighbour",
-        "accel.run.host_load:HostLoad.is_shared",
-        property_becomes(lambda self, right: False),
+        "accel.run.host_load",
         _SHARED,
+        neighbours_unseen=(
+            "uses all threads beside any neighbour",
+            "HostLoad.is_shared",
+            property_becomes(lambda self, right: False),
+        ),
+        neighbours_never_leave=(
+            "leaves cores to neighbours that have left",
+            "HostLoad.is_quiet",
+            property_becomes(lambda self, right: False),
+        ),
     ),
-    Fault(
-        "neighbours_never_leave",
+    *faults(
         "crowd meter",
-        "leaves cores to neighbours that have left",
-        "accel.run.host_load:HostLoad.is_quiet",
-        property_becomes(lambda self, right: False),
+        "accel.search.state",
         _SHARED,
+        remembers_neighbours=(
+            "remembers what was kept beside neighbours for every run",
+            "SearchState.lasting_plan",
+            lambda right: lambda self: self.plan,
+        ),
     ),
-    Fault(
-        "remembers_neighbours",
-        "crowd meter",
-        "remembers what was kept beside neighbours for every run",
-        "accel.search.state:SearchState.lasting_plan",
-        lambda right: lambda self: self.plan,
-        _SHARED,
-    ),
-    # Verdict
-    Fault(
-        "smallest_cause_first",
+    *faults(
         "verdict",
-        "names the smallest cause first",
-        "accel.profiler.naming:ordered",
-        result_becomes(_smallest_first),
+        "accel.profiler.naming",
         _NAMING,
+        smallest_cause_first=("names the smallest cause first", "ordered", result_becomes(_smallest_first)),
+        overlap_is_decided=("puts causes in order that overlap within noise", "too_close", returns("")),
+        crowd_is_no_finding=("names causes from figures that a crowd has distorted", "_crowded", returns(None)),
+        neighbours_hide_all=("names nothing but the crowd beside one busy process", "_hides_all", returns(True)),
+        neighbours_hide_nothing=("names causes whatever else is on the cores", "_hides_all", returns(False)),
+        small_causes_beside_neighbours=(
+            "names a small cause that a neighbour has made large enough",
+            "WORTH_BESIDE",
+            is_now(0.0),
+        ),
+        few_steps_suffice=("judges by a handful of steps", "diagnose", _whatever_the_steps),
     ),
-    Fault(
-        "threshold_halved",
+    *faults(
         "verdict",
-        "calls a twentieth of the step a cause",
-        "accel.profiler.diagnose.findings:SURE",
-        is_now(0.05),
+        "accel.profiler.diagnose.findings",
         _NAMING,
+        threshold_halved=("calls a twentieth of the step a cause", "SURE", is_now(0.05)),
+        threshold_doubled=("calls a fifth of the step no cause", "SURE", is_now(0.20)),
+        no_borderline=("calls nothing borderline", "SURE", is_now(0.08)),
     ),
-    Fault(
-        "threshold_doubled",
+    *faults(
         "verdict",
-        "calls a fifth of the step no cause",
-        "accel.profiler.diagnose.findings:SURE",
-        is_now(0.20),
-        _NAMING,
-    ),
-    Fault(
-        "no_borderline",
-        "verdict",
-        "calls nothing borderline",
-        "accel.profiler.diagnose.findings:SURE",
-        is_now(0.08),
-        _NAMING,
-    ),
-    Fault(
-        "overlap_is_decided",
-        "verdict",
-        "puts causes in order that overlap within noise",
-        "accel.profiler.naming:too_close",
-        returns(""),
-        _NAMING,
-    ),
-    Fault(
-        "crowd_is_no_finding",
-        "verdict",
-        "names causes from figures that a crowd has distorted",
-        "accel.profiler.naming:_crowded",
-        returns(None),
-        _NAMING,
-    ),
-    Fault(
-        "neighbours_hide_all",
-        "verdict",
-        "names nothing but the crowd beside one busy process",
-        "accel.profiler.naming:_hides_all",
-        returns(True),
-        _NAMING,
-    ),
-    Fault(
-        "neighbours_hide_nothing",
-        "verdict",
-        "names causes whatever else is on the cores",
-        "accel.profiler.naming:_hides_all",
-        returns(False),
-        _NAMING,
-    ),
-    Fault(
-        "small_causes_beside_neighbours",
-        "verdict",
-        "names a small cause that a neighbour has made large enough",
-        "accel.profiler.naming:WORTH_BESIDE",
-        is_now(0.0),
-        _NAMING,
-    ),
-    Fault(
-        "few_steps_suffice",
-        "verdict",
-        "judges by a handful of steps",
-        "accel.profiler.naming:diagnose",
-        _whatever_the_steps,
-        _NAMING,
-    ),
-    Fault(
-        "contradictions_stand",
-        "verdict",
-        "leaves findings that the phases contradict",
-        "accel.profiler.diagnose.consistency:check",
-        lambda right: lambda findings, shares: (list(findings), []),
+        "accel.profiler.diagnose.consistency",
         ("tests/profiler/test_consistency.py",),
+        contradictions_stand=(
+            "leaves findings that the phases contradict",
+            "check",
+            lambda right: lambda findings, shares: (list(findings), []),
+        ),
     ),
-    Fault(
-        "experiments_are_ignored",
+    *faults(
         "verdict",
-        "names what an experiment has shown to save nothing",
-        "accel.profiler.conclusion.judging:judge",
-        returns([]),
+        "accel.profiler.conclusion.judging",
         _JUDGING,
+        experiments_are_ignored=("names what an experiment has shown to save nothing", "judge", returns([])),
     ),
-    # Loader
-    Fault(
-        "keeps_the_slowest",
+    *faults(
         "loader",
-        "takes the slowest of the engines tried",
-        "accel.dataio.passes.rounds:Rounds.best",
-        property_becomes(_slowest),
+        "accel.dataio.passes.rounds",
         _TUNER,
+        keeps_the_slowest=("takes the slowest of the engines tried", "Rounds.best", property_becomes(_slowest)),
+        simplicity_is_worth_nothing=("takes more workers for a gain within noise", "_SIMPLER", is_now(0.0)),
+        one_round_decides=("decides after one block of each", "Rounds._settled", returns(True)),
+        rounds_never_settle=("goes on with engines that differ in nothing", "Rounds._settled", returns(False)),
     ),
-    Fault(
-        "simplicity_is_worth_nothing",
+    *faults(
         "loader",
-        "takes more workers for a gain within noise",
-        "accel.dataio.passes.rounds:_SIMPLER",
-        is_now(0.0),
+        "accel.dataio.passes.tuner",
         _TUNER,
+        never_chooses_anew=("stays with an engine that has become slow", "Tuner._watch", returns(None)),
+        more_workers_than_cores=("tries workers that only wait for a core", "most_workers", returns(16)),
     ),
-    Fault(
-        "one_round_decides",
-        "loader",
-        "decides after one block of each",
-        "accel.dataio.passes.rounds:Rounds._settled",
-        returns(True),
-        _TUNER,
-    ),
-    Fault(
-        "rounds_never_settle",
-        "loader",
-        "goes on with engines that differ in nothing",
-        "accel.dataio.passes.rounds:Rounds._settled",
-        returns(False),
-        _TUNER,
-    ),
-    Fault(
-        "never_chooses_anew",
-        "loader",
-        "stays with an engine that has become slow",
-        "accel.dataio.passes.tuner:Tuner._watch",
-        returns(None),
-        _TUNER,
-    ),
-    Fault(
-        "more_workers_than_cores",
-        "loader",
-        "tries workers that only wait for a core",
-        "accel.dataio.passes.tuner:most_workers",
-        returns(16),
-        _TUNER,
-    ),
-    # Gradients' scheme
-    Fault(
-        "small_gains_unproved",
+    *faults(
         "scheme",
-        "keeps a gain that no trial has shown",
-        "accel.comm.selector:_TRIAL",
-        is_now(TrialConfig(looks=(2, 3), alpha=0.4, keep_gain=-0.9, drop_gain=-0.95)),
+        "accel.comm.selector",
         _SCHEMES,
+        small_gains_unproved=(
+            "keeps a gain that no trial has shown",
+            "_TRIAL",
+            is_now(TrialConfig(looks=(2, 3), alpha=0.4, keep_gain=-0.9, drop_gain=-0.95)),
+        ),
     ),
-    Fault(
-        "tries_the_worst",
+    *faults(
         "scheme",
-        "tries first what is predicted to be slowest",
-        "accel.comm.cost_model.choice:worthwhile",
-        result_becomes(lambda options: options[::-1]),
+        "accel.comm.cost_model.choice",
         (*_SCHEMES, "tests/comm/test_choice.py"),
+        tries_the_worst=(
+            "tries first what is predicted to be slowest",
+            "worthwhile",
+            result_becomes(lambda options: options[::-1]),
+        ),
     ),
-    Fault(
-        "exactness_is_worth_nothing",
+    *faults(
         "scheme",
-        "of two alike takes the less exact one",
-        "accel.comm.cost_model.choice:fidelity",
-        result_becomes(lambda fidelity: -fidelity),
+        "accel.comm.cost_model.choice",
         ("tests/comm/test_choice.py", *_SCHEMES),
+        exactness_is_worth_nothing=(
+            "of two alike takes the less exact one",
+            "fidelity",
+            result_becomes(lambda fidelity: -fidelity),
+        ),
     ),
-    Fault(
-        "ranks_disagree",
+    *faults(
         "scheme",
-        "lets each rank decide for itself",
-        "accel.comm.ranks.object_group:ObjectGroup.decide",
-        _each_for_itself,
+        "accel.comm.ranks.object_group",
         ("tests/comm/test_failure.py",),
+        ranks_disagree=("lets each rank decide for itself", "ObjectGroup.decide", _each_for_itself),
     ),
 ]

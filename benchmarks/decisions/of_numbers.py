@@ -7,7 +7,7 @@ import os
 from dataclasses import replace
 from typing import Any
 
-from benchmarks.decisions.fault import Fault, is_now, property_becomes, result_becomes, returns
+from benchmarks.decisions.fault import faults, is_now, property_becomes, result_becomes, returns
 
 _GUARD = ("tests/accel/test_guard.py",)
 _DRAWS = ("tests/accel/test_guard_draws.py", "tests/accel/test_guard.py")
@@ -78,220 +78,142 @@ def _newest_or_none(right: Any) -> Any:
 
 
 FAULTS = [
-    # Guard
-    Fault(
-        "tolerance_times_ten",
+    *faults(
         "guard",
-        "allows ten times the deviation",
-        "accel.guard.guard:Tolerance.of",
-        _ten_times_as_wide,
+        "accel.guard.guard",
         _GUARD,
+        tolerance_times_ten=("allows ten times the deviation", "Tolerance.of", _ten_times_as_wide),
+        always_right=("finds each candidate right", "compare", _agreed),
     ),
-    Fault(
-        "ignores_gradients",
+    *faults(
         "guard",
-        "compares the outputs alone",
-        "accel.guard.comparison:_compare_gradients",
-        _agreed,
+        "accel.guard.comparison",
         _GUARD,
+        ignores_gradients=("compares the outputs alone", "_compare_gradients", _agreed),
+        ignores_outputs=("compares the gradients alone", "_compare_tensors", _agreed),
     ),
-    Fault(
-        "ignores_outputs",
+    *faults(
         "guard",
-        "compares the gradients alone",
-        "accel.guard.comparison:_compare_tensors",
-        _agreed,
+        "accel.guard.snapshot",
         _GUARD,
+        ignores_random_streams=("replays with other random numbers", "restore_generators", returns(None)),
+        leaves_a_trace=("does not put buffers back after a replay", "_write", returns(None)),
     ),
-    Fault(
-        "ignores_random_streams",
+    *faults(
         "guard",
-        "replays with other random numbers",
-        "accel.guard.snapshot:restore_generators",
-        returns(None),
+        "accel.guard.draws",
+        _DRAWS,
+        ignores_draws=("does not compare what was drawn", "difference", returns("")),
+    ),
+    *faults(
+        "guard",
+        "accel.guard.update_guard",
         _GUARD,
+        updates_always_right=("finds each optimizer's update right", "compare", _agreed),
     ),
-    Fault(
-        "ignores_draws", "guard", "does not compare what was drawn", "accel.guard.draws:difference", returns(""), _DRAWS
-    ),
-    Fault("always_right", "guard", "finds each candidate right", "accel.guard.guard:compare", _agreed, _GUARD),
-    Fault(
-        "updates_always_right",
+    *faults(
         "guard",
-        "finds each optimizer's update right",
-        "accel.guard.update_guard:compare",
-        _agreed,
-        _GUARD,
-    ),
-    Fault(
-        "leaves_a_trace",
-        "guard",
-        "does not put buffers back after a replay",
-        "accel.guard.snapshot:_write",
-        returns(None),
-        _GUARD,
-    ),
-    Fault(
-        "watch_sees_nothing",
-        "guard",
-        "lets outputs that are not finite pass while a strategy is on",
-        "accel.guard.watch:Watch._problem",
-        returns(""),
+        "accel.guard.watch",
         _SESSION,
+        watch_sees_nothing=(
+            "lets outputs that are not finite pass while a strategy is on",
+            "Watch._problem",
+            returns(""),
+        ),
     ),
-    # Batch size
-    Fault(
-        "below_the_users_batch",
+    *faults(
         "batch size",
-        "offers half the user's batch",
-        "accel.elastic.batch_size.choice:candidates",
-        _half_the_batch_too,
+        "accel.elastic.batch_size.choice",
         _BATCH,
+        below_the_users_batch=("offers half the user's batch", "candidates", _half_the_batch_too),
+        above_the_cap=("offers twice the largest batch allowed", "candidates", _twice_the_cap_too),
+        no_hysteresis=("changes for any gain", "MARGIN", is_now(1.0)),
+        believes_the_estimate=(
+            "reckons with the estimate, not with the interval's careful end",
+            "_best",
+            _by_the_estimate,
+        ),
     ),
-    Fault(
-        "above_the_cap",
+    *faults(
         "batch size",
-        "offers twice the largest batch allowed",
-        "accel.elastic.batch_size.choice:candidates",
-        _twice_the_cap_too,
+        "accel.elastic.batch_size.policy",
         _BATCH,
+        pure_noise_grows=("grows while the noise scale is not known", "BatchPolicy.decide", _unknown_is_pure_noise),
+        forgets_the_memory_limit=("tries again at once what did not fit into memory", "_FITS_AGAIN", is_now(0)),
+        leaps=("tries a hundred times the largest batch timed", "_GROWTH", is_now(100)),
     ),
-    Fault(
-        "no_hysteresis",
+    *faults(
         "batch size",
-        "changes for any gain",
-        "accel.elastic.batch_size.choice:MARGIN",
-        is_now(1.0),
-        _BATCH,
-    ),
-    Fault(
-        "pure_noise_grows",
-        "batch size",
-        "grows while the noise scale is not known",
-        "accel.elastic.batch_size.policy:BatchPolicy.decide",
-        _unknown_is_pure_noise,
-        _BATCH,
-    ),
-    Fault(
-        "believes_the_estimate",
-        "batch size",
-        "reckons with the estimate, not with the interval's careful end",
-        "accel.elastic.batch_size.choice:_best",
-        _by_the_estimate,
-        _BATCH,
-    ),
-    Fault(
-        "forgets_the_memory_limit",
-        "batch size",
-        "tries again at once what did not fit into memory",
-        "accel.elastic.batch_size.policy:_FITS_AGAIN",
-        is_now(0),
-        _BATCH,
-    ),
-    Fault(
-        "rehearses_nothing",
-        "batch size",
-        "lets the loop run out of memory with a larger batch",
-        "accel.elastic.batch_size.rehearsal:BatchRehearsal.problem",
-        returns(""),
+        "accel.elastic.batch_size.rehearsal",
         ("tests/accel/elastic/test_rehearsal.py",),
+        rehearses_nothing=(
+            "lets the loop run out of memory with a larger batch",
+            "BatchRehearsal.problem",
+            returns(""),
+        ),
     ),
-    Fault(
-        "leaps",
+    *faults(
         "batch size",
-        "tries a hundred times the largest batch timed",
-        "accel.elastic.batch_size.policy:_GROWTH",
-        is_now(100),
-        _BATCH,
-    ),
-    Fault(
-        "pays_stalls_in_full",
-        "batch size",
-        "waits for all that a measurement of the noise took once before the next one",
-        "accel.goodput.noise_schedule:_BY_AND_BY",
-        is_now(1.0),
+        "accel.goodput.noise_schedule",
         _NOISE,
+        pays_stalls_in_full=(
+            "waits for all that a measurement of the noise took once before the next one",
+            "_BY_AND_BY",
+            is_now(1.0),
+        ),
+        forgives_stalls=(
+            "never pays for what a measurement of the noise took beyond the usual",
+            "_BY_AND_BY",
+            is_now(0.0),
+        ),
     ),
-    Fault(
-        "forgives_stalls",
+    *faults(
         "batch size",
-        "never pays for what a measurement of the noise took beyond the usual",
-        "accel.goodput.noise_schedule:_BY_AND_BY",
-        is_now(0.0),
+        "accel.goodput.noise_scale",
         _NOISE,
+        keeps_the_beginning=(
+            "lets measurements of the run's beginning outweigh later ones",
+            "_LEAST_WITH_FIRST",
+            is_now(12),
+        ),
     ),
-    Fault(
-        "keeps_the_beginning",
-        "batch size",
-        "lets measurements of the run's beginning outweigh later ones",
-        "accel.goodput.noise_scale:_LEAST_WITH_FIRST",
-        is_now(12),
-        _NOISE,
-    ),
-    # Learning rate
-    Fault(
-        "above_linear",
+    *faults(
         "learning rate",
-        "multiplies by more than the batch grew",
-        "accel.elastic.scaling_rules:BatchScale.bounded_gain",
-        property_becomes(lambda batch, gain: gain if batch.scale == 1 else 1.5 * batch.scale),
+        "accel.elastic.scaling_rules",
         _RATES,
+        above_linear=(
+            "multiplies by more than the batch grew",
+            "BatchScale.bounded_gain",
+            property_becomes(lambda batch, gain: gain if batch.scale == 1 else 1.5 * batch.scale),
+        ),
+        beyond_the_noise=(
+            "goes on growing beyond the noise scale",
+            "BatchScale.scale_within_noise",
+            property_becomes(lambda batch, scale: batch.scale),
+        ),
+        linear_for_adam=(
+            "multiplies Adam's rate by the batch, not by its root",
+            "Sqrt.multipliers",
+            result_becomes(lambda by: by._replace(lr=by.lr**2)),
+        ),
     ),
-    Fault(
-        "beyond_the_noise",
-        "learning rate",
-        "goes on growing beyond the noise scale",
-        "accel.elastic.scaling_rules:BatchScale.scale_within_noise",
-        property_becomes(lambda batch, scale: batch.scale),
-        _RATES,
-    ),
-    Fault(
-        "linear_for_adam",
-        "learning rate",
-        "multiplies Adam's rate by the batch, not by its root",
-        "accel.elastic.scaling_rules:Sqrt.multipliers",
-        result_becomes(lambda by: by._replace(lr=by.lr**2)),
-        _RATES,
-    ),
-    # Checkpoints
-    Fault(
-        "no_checksum",
+    *faults(
         "checkpoints",
-        "loads what has the right size",
-        "accel.elastic.checkpoint:_verify",
-        _size_alone,
+        "accel.elastic.checkpoint",
         _CHECKPOINT,
+        no_checksum=("loads what has the right size", "_verify", _size_alone),
+        newest_or_none=("does not fall back where the newest is damaged", "Checkpoints._newest", _newest_or_none),
+        damaged_ones_count=(
+            "removes a whole one for the sake of a damaged one",
+            "Checkpoints._looks_whole",
+            returns(True),
+        ),
     ),
-    Fault(
-        "newest_or_none",
+    *faults(
         "checkpoints",
-        "does not fall back where the newest is damaged",
-        "accel.elastic.checkpoint:Checkpoints._newest",
-        _newest_or_none,
-        _CHECKPOINT,
-    ),
-    Fault(
-        "damaged_ones_count",
-        "checkpoints",
-        "removes a whole one for the sake of a damaged one",
-        "accel.elastic.checkpoint:Checkpoints._looks_whole",
-        returns(True),
-        _CHECKPOINT,
-    ),
-    Fault(
-        "never_due",
-        "checkpoints",
-        "never saves",
-        "accel.elastic.save_policy:SavePolicy._decide",
-        returns(False),
+        "accel.elastic.save_policy",
         _SAVES,
-    ),
-    Fault(
-        "always_due",
-        "checkpoints",
-        "saves after each step",
-        "accel.elastic.save_policy:SavePolicy._decide",
-        returns(True),
-        _SAVES,
+        never_due=("never saves", "SavePolicy._decide", returns(False)),
+        always_due=("saves after each step", "SavePolicy._decide", returns(True)),
     ),
 ]

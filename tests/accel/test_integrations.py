@@ -22,7 +22,7 @@ from accel.errors import InvalidArgument
 from accel.integrations.callback import TrainingCallback
 from accel.integrations.trackers import log_batches, log_report, metrics
 from accel.report import Report, StrategyRow
-from accel.report.model import BatchRow
+from accel.report.report import BatchRow
 from accel.script.training import ScriptTraining
 from tests import warm
 from tests.accel.frameworks import LET_TORCHVISION_IMPORT, need

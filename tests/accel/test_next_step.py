@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from pathlib import Path
+from subprocess import CompletedProcess
 from typing import Any
 
 import pytest
@@ -12,9 +13,10 @@ import pytest
 from accel import Report
 from accel.commands import mcp as served
 from accel.profiler.report import Finding, ProfileReport, Saving
-from accel.report.model import StrategyRow
 from accel.report.next_step import after_profile, after_run
-from tests.accel.profiled import script
+from accel.report.report import StrategyRow
+from tests import warm
+from tests.accel.profiled import ONE_THREAD, script
 
 
 def profiled(**fields: Any) -> ProfileReport:
@@ -89,7 +91,14 @@ def test_the_tools_of_a_coding_agent(tmp_path: Path) -> None:
 def test_a_script_that_is_profiled_by_an_agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script(tmp_path, "\nfor epoch in range(2):\n    for x, y in loader:\n        step(x, y)\n")
     monkeypatch.chdir(tmp_path)
-    found = served.profile("train.py", [])
-    assert found["steps"] > 0 and found["next_step"]["action"]
     with pytest.raises(Exception, match=r"there is no report; the script printed: .*'gone.py'"):
         served.profile("gone.py", [])
+    monkeypatch.setattr(served, "_accel", lambda arguments, timeout_s: accel(tmp_path, arguments).stderr)
+    found = served.profile("train.py", [])
+    assert found["steps"] > 0 and found["next_step"]["action"]
+    assert "accel: wrote" in found["printed"]
+
+
+def accel(folder: Path, arguments: list[str]) -> CompletedProcess[str]:
+    """Run a command in a process that has imported torch, where a fresh interpreter takes seconds for it."""
+    return warm.run(["-m", "accel", *arguments], cwd=folder, environment=ONE_THREAD)

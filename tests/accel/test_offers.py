@@ -10,7 +10,7 @@ import torch
 import accel
 from accel import strategies
 from accel.profiler.bottleneck import Bottleneck
-from accel.report.summary import summary
+from accel.report.optimize_document import summary
 from accel.run import Run
 from accel.search import outlook
 from accel.search.actions import Action, Result

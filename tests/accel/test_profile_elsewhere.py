@@ -33,6 +33,8 @@ child.start()
 child.join()
 """
 
+EVALUATION = "\nfor x, y in loader:\n    model(x)\n"
+
 ONE_UPDATE = "\nstep(*next(iter(loader)))\n"
 
 
@@ -41,6 +43,7 @@ ONE_UPDATE = "\nstep(*next(iter(loader)))\n"
     [
         (IN_A_THREAD, ["no optimizer step seen", "40 updates ran in other threads", "thread that runs the script"]),
         (IN_A_CHILD, ["no optimizer step seen", "child processes ran for", "torchrun --nproc-per-node"]),
+        (EVALUATION, ["no optimizer step seen", "40 batches from a DataLoader, 0 backward passes, 0 updates"]),
         (ONE_UPDATE, ["no whole step seen", "1 backward passes, 1 updates, 0 whole steps"]),
     ],
 )

@@ -13,8 +13,8 @@ import pytest
 from accel.errors import AccelError, ReportError
 from accel.profiler.report import Finding, ProfileReport, Saving, from_json
 from accel.report import Event, Machine, Report, StrategyRow
-from accel.report.model import BatchRow
 from accel.report.rendering import as_text
+from accel.report.report import BatchRow
 
 
 def _report() -> Report:

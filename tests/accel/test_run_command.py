@@ -15,10 +15,9 @@ from accel import Report, strategies
 from accel.commands import run as run_module
 from accel.commands.cli import main
 from accel.commands.run import registered_strategies
+from accel.commands.script_job import after_import
 from accel.dataio.passes.proxy import LoaderProxy
 from accel.profiler.script import Script
-from accel.script import after_import as importing
-from accel.script.after_import import after_import
 from accel.script.training import ScriptTraining
 from tests import warm
 from tests.accel.loops import QUIET, make_loader
@@ -106,21 +105,17 @@ def test_switched_off_it_runs_the_script_and_says_nothing(tmp_path: Path) -> Non
     assert done.returncode == 0
 
 
-def test_nothing_is_patched_in_spawned_workers(tmp_path: Path) -> None:
-    script(
-        tmp_path,
-        """
-        class Look(torch.utils.data.Dataset):
-            def __len__(self):
-                return 4
-
-            def __getitem__(self, index):
-                return hasattr(DataLoader.__iter__, "__wrapped__")
-
-        if __name__ == "__main__":
-            spawned = DataLoader(Look(), batch_size=4, num_workers=1, multiprocessing_context="spawn")
-            print(hasattr(DataLoader.__iter__, "__wrapped__"), next(iter(spawned)).any().item())
-        """,
+def test_a_spawned_child_knows_nothing_of_accel(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(
+        "import multiprocessing, sys\n"
+        "def look(queue):\n    queue.put('accel' in sys.modules)\n"
+        "if __name__ == '__main__':\n"
+        "    context = multiprocessing.get_context('spawn')\n"
+        "    queue = context.SimpleQueue()\n"
+        "    child = context.Process(target=look, args=(queue,))\n"
+        "    child.start()\n"
+        "    print('accel' in sys.modules, queue.get())\n"
+        "    child.join()\n"
     )
     assert accel_run(tmp_path, "train.py").stdout == "True False\n"
 
@@ -242,7 +237,7 @@ def test_what_waits_for_an_import_is_done_after_it(tmp_path: Path, monkeypatch: 
     assert seen == [1] and waited_for.value == 1
     assert type(waited_for.__loader__).__name__ == "SourceFileLoader"
     assert "exec_module" not in vars(waited_for.__loader__)
-    assert not [finder for finder in sys.meta_path if type(finder).__module__ == "accel.script.after_import"]
+    assert not [finder for finder in sys.meta_path if type(finder).__module__ == "accel.commands.script_job"]
     after_import("waited_for", lambda: seen.append(2))
     assert seen == [1, 2]
     del sys.modules["waited_for"]
@@ -258,13 +253,13 @@ def test_what_waits_for_an_import_waits_for_the_module_of_accel_s_own_that_impor
     (tmp_path / "ours" / "outer.py").write_text("from ours import inner\nlast = 3\n")
     (tmp_path / "ours" / "inner.py").write_text("import waited_for\nlast = 2\n")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(importing, "_OWN", "ours.")
+    monkeypatch.setattr("accel.commands.script_job._OWN", "ours.")
     seen: list[int] = []
     after_import("waited_for", lambda: seen.append(sys.modules["ours.outer"].last))
     from ours import outer  # type: ignore[import-not-found]
 
     assert seen == [3] == [outer.last]
-    assert not [finder for finder in sys.meta_path if type(finder).__module__ == "accel.script.after_import"]
+    assert not [finder for finder in sys.meta_path if type(finder).__module__ == "accel.commands.script_job"]
     for name in ("waited_for", "ours", "ours.outer", "ours.inner"):
         del sys.modules[name]
 

@@ -28,7 +28,7 @@ from tests.accel.loops import QUIET
 from tests.accel.profiled import ONE_THREAD, ROOT, accel_profile, report, script
 from tests.accel.sigterm import send
 
-NEVER_IMPORTED = "from accel.script import after_import\nafter_import.after_import = lambda name, then: None\n"
+NEVER_IMPORTED = "from accel.commands import script_job\nscript_job.after_import = lambda name, then: None\n"
 
 
 def under(command: str, folder: Path, body: str, before: str = "") -> CompletedProcess[str]:

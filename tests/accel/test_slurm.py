@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from accel.commands.slurm import first_node, torch_variables
-from accel.commands.time_limit import REQUEUE, TimeLimit, seconds_until
+from accel.commands.run import REQUEUE, TimeLimit, first_node, seconds_until, torch_variables
 from accel.errors import InvalidArgument
 from tests.accel.elastic.schedules import check_samples, lines
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from accel.report import Report
-from accel.report.summary import summary
+from accel.report.optimize_document import summary
 from accel.session.journal import Announcer, _whole_text
 from tests.accel.run_reports import full, row
 

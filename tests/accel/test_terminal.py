@@ -18,9 +18,8 @@ from accel.commands import profile
 from accel.profiler.gather import Exchange
 from accel.profiler.script import Script
 from accel.report import Event, Report
-from accel.report.optimize_document import decision_line
+from accel.report.optimize_document import decision_line, summary
 from accel.report.rendering import as_text as render
-from accel.report.summary import summary
 from accel.report.words import clean, ms_text
 from tests.accel import profile_reports, run_reports
 from tests.accel.run_reports import full, row

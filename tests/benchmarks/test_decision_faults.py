@@ -11,9 +11,8 @@ from click.testing import CliRunner
 
 from benchmarks import decision_faults
 from benchmarks.decision_faults import Caught
-from benchmarks.decisions import fault as faults
 from benchmarks.decisions import of_machine, of_numbers, of_search
-from benchmarks.decisions.fault import Fault
+from benchmarks.decisions.fault import Change, Fault, returns
 from benchmarks.decisions.table import FAULTS
 
 EACH_FAULT = pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
@@ -59,13 +58,13 @@ def modules(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
     return owner, user
 
 
-def played(place: str, change: faults.Change) -> Fault:
+def played(place: str, change: Change) -> Fault:
     return Fault("played", "trial", "does it wrong", f"played_owner:{place}", change, ())
 
 
 def test_a_place_that_is_gone_is_an_error(modules: tuple[Any, Any]) -> None:
     with pytest.raises(AttributeError):
-        played("judge_no_more", faults.returns(None)).right()
+        played("judge_no_more", returns(None)).right()
 
 
 # What the tests said

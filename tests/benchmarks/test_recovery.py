@@ -21,9 +21,9 @@ def test_any_worker_and_both(tmp_path: Path) -> None:
     worker(tmp_path, "1-11", (1.1, 1, 2), (2.1, 2, 2))
     worker(tmp_path, "2-12", (7.5, 5, 2))
     workers = Workers(tmp_path)
-    assert workers.wait_for(1, since=3.0, fewer=True) == 5.0
-    assert workers.wait_for(1, since=3.0) == 7.5
-    assert workers.wait_for(2) == 2.1
+    assert workers.wait_for(2, 1, since=3.0, fewer=True) == 5.0
+    assert workers.wait_for(2, 1, since=3.0) == 7.5
+    assert workers.wait_for(2, 2) == 2.1
 
 
 def test_a_row_counts_what_did_not_come_back(monkeypatch: pytest.MonkeyPatch) -> None:

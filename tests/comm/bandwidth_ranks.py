@@ -12,8 +12,7 @@ import torch.distributed as dist
 from click.testing import CliRunner
 
 from accel.comm.bandwidth import PeerLost, Row, Settings, measure_links
-from accel.commands.bench import _measured
-from accel.commands.bench_table import Request
+from accel.commands.bench import Request, _measured
 from accel.commands.cli import main
 
 

@@ -22,8 +22,7 @@ from accel.comm.bandwidth import Bandwidth, PeerLost, Row, Settings, measure_lin
 from accel.comm.bandwidth.cases import DTYPES, OPERATIONS, LinkClass, RankPlace, elements, links_of, modulus, sent_bytes
 from accel.comm.bandwidth.fit import fit_line
 from accel.comm.ranks.topology import by_machine
-from accel.commands.bench import _child, bench
-from accel.commands.bench_table import BandwidthTable, Request, size_text
+from accel.commands.bench import BandwidthTable, Request, _child, bench, size_text
 from accel.commands.cli import main
 from benchmarks.comm.lab import Lab
 from tests.comm import bandwidth_ranks, tcp_bytes

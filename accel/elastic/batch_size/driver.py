@@ -48,7 +48,7 @@ from accel.profiler.loop import backward
 from accel.profiler.loop.observers import LoopObserver
 from accel.profiler.loop.optimizers import Optimizers
 from accel.profiler.stderr import warn
-from accel.report.model import BatchRow
+from accel.report.report import BatchRow
 from accel.run.context import Run
 from accel.run.ranks import Ranks
 from accel.session.session import Session

@@ -15,7 +15,7 @@ from accel.errors import InvalidArgument
 from accel.goodput.job import JobProfile, LostTime
 from accel.profiler.loop.observers import LoopObserver
 from accel.profiler.stderr import warn
-from accel.report.model import BatchRow
+from accel.report.report import BatchRow
 from accel.report.words import finite
 
 PROFILE = "job.json"

@@ -13,7 +13,7 @@ from torch.distributed.run import config_from_args, get_args_parser
 
 from accel.cluster.manifests import KIND, PodTemplate, ray_cluster
 from accel.commands.cli import main
-from accel.commands.cluster_up import up
+from accel.commands.cluster import up
 
 models = pytest.importorskip("kubeflow_trainer_api.models", reason="needs kubeflow-trainer-api")
 KUBERAY = json.loads((Path(__file__).parent / "kuberay_schema.json").read_text())

@@ -139,6 +139,19 @@ def test_another_kind_of_gpu_is_reckoned_with_by_its_speed() -> None:
     assert set(found["a"]) == {"big-00"}
 
 
+def test_what_a_job_has_measured_counts_on_a_kind_that_it_was_not_measured_on() -> None:
+    """The scheduler does not know on which kind that was, and names it "gpu"."""
+    slow_links = job("a", profiles={"gpu": profile(sync_s=3.0, left=10_000.0)}, max_replicas=2)
+    for kind in ("gpu", "A100"):
+        assert len(allocate([slow_links], hosts(1, kind=kind), {}, 0.0)["a"]) == 1
+
+
+def test_jobs_that_are_alike_share_the_kinds_of_gpu() -> None:
+    nodes = [*hosts(1, kind="A100"), *hosts(1, kind="V100", speed=0.9)]
+    found = allocate([job("a"), job("b")], nodes, {}, 0.0)
+    assert sorted(found.values()) == [("A100-00",) * 4, ("V100-00",) * 4]
+
+
 def test_spot_nodes_are_used_last() -> None:
     nodes = [ClusterNode("a-spot", 4, is_spot=True), ClusterNode("b", 4)]
     assert set(allocate([job("a", max_replicas=4)], nodes, {}, 0.0)["a"]) == {"b"}

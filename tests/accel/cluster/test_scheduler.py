@@ -26,11 +26,9 @@ from accel.cluster.actuators import LOG, RESTARTS, ClusterUnreachable, Status
 from accel.cluster.job_table import ENDED, FILE, JobRow, JobSpec, JobTable, TableUnwritable, claimed, scheduler_of
 from accel.cluster.jobs import ClusterNode
 from accel.cluster.local_actuator import LocalActuator, processes_of
-from accel.cluster.metrics import JobCollector
 from accel.cluster.policy import PolicyOptions, allocate
 from accel.cluster.scheduler import Scheduler
-from accel.cluster.status import job_status, to_html, to_json
-from accel.commands import cluster_up
+from accel.cluster.status import JobCollector, job_status, to_html, to_json
 from accel.commands.cli import main
 from accel.elastic import local_job
 from accel.elastic.batch_size.report import PROFILE
@@ -607,7 +605,7 @@ def test_jobs_of_several_nodes_are_kept_apart_if_asked(
         asked.append(options)
         return allocate(*args, options)
 
-    monkeypatch.setattr(cluster_up, "allocate", noted)
+    monkeypatch.setattr("accel.commands.cluster.allocate", noted)
     command = ["cluster", "up", "--cluster", str(tmp_path), "--slots", "1", "--until-empty", *apart]
     handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     assert CliRunner().invoke(main, command).exit_code == 0

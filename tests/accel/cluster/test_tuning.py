@@ -65,12 +65,12 @@ class PlayedJobs:
 
 
 def test_trials_are_jobs_and_the_best_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    played, most = PlayedJobs(tmp_path, trials=12), 0
+    played, most = PlayedJobs(tmp_path), 0
     while played.tuner.look():
         played.trains(monkeypatch)
         most = max(most, sum(row.state in ("waiting", "running") for row in played.table.jobs()))
     rows = played.table.jobs()
-    assert len(rows) == 12
+    assert len(rows) == 8
     assert most == 2
     assert {"train.py", "--epochs=10"} < set(rows[0].spec.arguments)
     assert any(re.fullmatch(r"--layers=[123]", each) for each in rows[0].spec.arguments)
@@ -78,12 +78,12 @@ def test_trials_are_jobs_and_the_best_is_found(tmp_path: Path, monkeypatch: pyte
     best, score = played.tuner.best or ({}, math.inf)
     assert score == min(played.x(row) ** 2 + 0.1 for row in rows if row.state == "done")
     assert best["x"] ** 2 + 0.1 == score
-    assert sum(played.steps.values()) < 120
-    assert len(played.said) == 12
+    assert sum(played.steps.values()) < 80
+    assert len(played.said) == 8
 
 
 def test_a_tuner_that_was_killed_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    played = PlayedJobs(tmp_path)
+    played = PlayedJobs(tmp_path, trials=5)
     for _ in range(4):
         played.tuner.look()
         played.trains(monkeypatch)
@@ -94,7 +94,7 @@ def test_a_tuner_that_was_killed_goes_on(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(JobTable, "submit", submit)
     played.tuner = played.started()
     played.ends(monkeypatch)
-    assert len(played.table.jobs()) == 8
+    assert len(played.table.jobs()) == 5
 
 
 @pytest.mark.parametrize(("state", "text"), [("failed", "failed: exit status 3"), ("done", "failed: no score")])
