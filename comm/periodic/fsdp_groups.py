@@ -28,6 +28,17 @@ class ShardGroup:
     module: FSDPModule
     layout: Layout
     checked: set[Layout] = field(default_factory=set)
+    kept: torch.Tensor | None = None
+    """The sum of shards that are not averaged over replicas yet (`set_requires_all_reduce(False)`)."""
+
+    def accumulated(self, shard: torch.Tensor) -> bool:
+        """Add what was kept to a shard and return True; or keep the shard, where the next pass is to be averaged."""
+        total = shard if self.kept is None else shard.add_(self.kept)
+        is_due = all(group.all_reduce_grads for group in _param_groups(self.module))
+        self.kept = None if is_due else total.clone()
+        if not is_due:
+            shard.zero_()  # FSDP2 adds it to the gradients now
+        return is_due
 
     @property
     def own_factor(self) -> bool:

@@ -8,6 +8,7 @@ import pytest
 
 from tests.accel.elastic import elastic_ranks
 from tests.comm.ranks import run_ranks
+from tests.process_group import KINDS
 
 
 def test_two_ranks_stop_together_and_three_go_on(tmp_path: Path) -> None:
@@ -56,10 +57,25 @@ def test_no_rank_takes_a_batch_that_one_of_them_has_no_memory_for(is_asked: bool
     assert f"samples are too many: {why}" in " ".join(ranks[0]["why"])
 
 
-def test_accumulated_batches_are_exchanged_once_and_are_as_one() -> None:
-    for rank in run_ranks(elastic_ranks.accumulates_as_one_batch, 2, timeout_s=120):
+@pytest.mark.parametrize("kind", KINDS)
+def test_accumulated_batches_are_exchanged_once_and_are_as_one(kind: str) -> None:
+    for rank in run_ranks(elastic_ranks.accumulates_as_one_batch, 2, kind, timeout_s=120):
         assert rank["weights"] == pytest.approx(rank["expected"], rel=1e-9)
         assert rank["exchanges"] == rank["plainly"]
+
+
+@pytest.mark.parametrize("micro_steps", [1, 3])
+@pytest.mark.parametrize("kind", KINDS)
+def test_steps_and_their_noise_are_counted_where_the_exchange_is_put_off(kind: str, micro_steps: int) -> None:
+    """No decision is taken twice, and what is measured is the same on all ranks."""
+    first, second = run_ranks(elastic_ranks.optimized_puts_off, 2, kind, micro_steps, timeout_s=120)
+    assert (first["note"], second["note"]) == ("", "")
+    assert first["weights"] == second["weights"]
+    assert first["updates"] == first["counted"] == second["updates"]
+    assert (first["by_loop"], first["base"]) == (micro_steps, 8 * micro_steps)
+    assert sorted(first["taken"] + second["taken"]) == list(range(2400))
+    assert first["measured"] > 10
+    assert (first["measured"], first["estimate"]) == (second["measured"], second["estimate"])
 
 
 @pytest.mark.parametrize("same", [True, False], ids=["the same optimizer", "another one"])

@@ -14,7 +14,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn import functional as F
-from torch.nn.parallel import DistributedDataParallel
 
 from accel.goodput import noise_gradients
 from accel.goodput.noise_gradients import (
@@ -29,7 +28,7 @@ from accel.goodput.noise_scale import NoiseSums
 from accel.guard.together import fsdp_parameters
 from tests.accel.goodput.noise_loops import OPTIMIZERS, Kept, Regression, averaged, meter_for, sums_of_parts
 from tests.comm.ranks import run_ranks
-from tests.process_group import group_of_one
+from tests.process_group import exchange, group_of_one, parallel
 
 STEPS, SIZE = 24, 8
 
@@ -57,24 +56,6 @@ def gather(own: Any) -> list[Any]:
     return everyone
 
 
-def sharded(model: nn.Module, kind: str) -> nn.Module:
-    """Shard it over both ranks, or (HSDP) over one, with a replica on each."""
-    shape, names = ((2, 1), ("replicate", "shard")) if kind == "hsdp" else ((2,), ("shard",))
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
-    fully_shard(model[0], mesh=mesh)  # type: ignore[index]
-    return fully_shard(model, mesh=mesh)
-
-
-def exchange(model: Any, kind: str, now: bool) -> None:
-    """Let the next backward pass exchange gradients, or put that off as the kind has it."""
-    if kind == "ddp":
-        model.require_backward_grad_sync = now
-    elif kind == "fsdp2":
-        model.set_requires_gradient_sync(now)
-    elif kind == "hsdp":
-        model.set_requires_all_reduce(now)
-
-
 def hooks(model: nn.Module) -> bool:
     """Tell whether any are on a parameter, or on the whole weight that FSDP2 has gathered."""
     leaves = [each._unsharded_param for each in fsdp_parameters(model) if hasattr(each, "_unsharded_param")]
@@ -93,7 +74,7 @@ def trained(
 ) -> dict[str, Any]:
     """Train a replica, and return what its meter says."""
     whole = net(width)
-    model: Any = DistributedDataParallel(whole) if kind == "ddp" else sharded(whole, kind)
+    model: Any = parallel(whole, kind)
     if lossy:
         model.register_comm_hook(None, zeros)
     optimizer = OPTIMIZERS[make](model.parameters()) if make else torch.optim.SGD(model.parameters(), 0.0)
