@@ -38,6 +38,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
+import accel
 from accel.profiler.host import usable_cores
 from benchmarks.comm.lab import Lab, why_not
 from benchmarks.comm.ranks import mlp, report, reported, slowest
@@ -53,9 +54,9 @@ HOOKS = ("torch fp16", "torch PowerSGD")
 
 
 def mlp100(size: Size) -> Workload:
-    """Make ten layers of 1,600, 25.6 M weights, with 96 samples a batch; both sizes are the same."""
-    x = torch.randn(20 * 96, 1600)
-    loader = DataLoader(TensorDataset(x, x.roll(1, 1).relu()), 96, shuffle=True)
+    """Make ten layers of 1,600, 25.6 M weights, with 64 samples a batch; both sizes are the same."""
+    x = torch.randn(20 * 64, 1600)
+    loader = DataLoader(TensorDataset(x, x.roll(1, 1).relu()), 64, shuffle=True)
     model = mlp(1600, 10)
     return Workload(model, loader, torch.optim.AdamW(model.parameters(), 1e-3), nn.functional.mse_loss)
 
@@ -100,12 +101,12 @@ RECORD = Record(
         ),
         "speedup_low": Column("least of the pairs"),
         "speedup_high": Column("most of the pairs"),
-        "plain_efficiency": Column(
-            "samples/s ÷ ranks ÷ those of one plain rank", "plain efficiency", _percent("plain")
-        ),
-        "accel_efficiency": Column(
-            "samples/s ÷ ranks ÷ those of one plain rank", "accel efficiency", _percent("accel")
-        ),
+        **{
+            f"{side}_efficiency": Column(
+                "samples/s ÷ ranks ÷ those of one plain rank", f"{side} efficiency", _percent(side)
+            )
+            for side in ("plain", "accel")
+        },
         "rivals": Column(
             "plain ÷ each rival's step, pairs of launches",
             "rivals",
@@ -164,21 +165,20 @@ def work(launch: Launch) -> None:
         for group in workload.optimizer.param_groups:
             group["fused"] = True
     workload = sharded(workload, launch.batch, device)
+    is_accelerated = launch.variant == "accel"
     if launch.variant in HOOKS:
         _put_hook_on(workload.model, launch.variant)
-    is_accelerated = launch.variant == "accel"
-    if is_accelerated:
+    elif is_accelerated:
         workload = optimized(workload, allow=launch.allow, cache=False, budget=launch.budget)
-    over = _search_is_over(workload) if is_accelerated else lambda: True
+
+    def over() -> bool:
+        return not is_accelerated or accel.explain(workload.model).state != "searching"
+
     times = _timed(workload, device, over, launch.steps, launch.settle_s)
     step_s = slowest(statistics.median(times))
-    kept, left = [], {}
-    if is_accelerated:
-        import accel
-
-        rows = accel.explain(workload.model).rows
-        kept = [row.name for row in rows if row.status == "kept"]
-        left = {row.name: row.why for row in rows if row.name not in kept and row.status != "not applicable"}
+    rows = accel.explain(workload.model).rows if is_accelerated else []
+    kept = [row.name for row in rows if row.status == "kept"]
+    left = {row.name: row.why for row in rows if row.status not in ("kept", "not applicable")}
     report({"step_s": step_s, "kept": kept, "left": left})
     dist.barrier()
     dist.destroy_process_group()
@@ -198,12 +198,6 @@ def _put_hook_on(ddp: Any, name: str) -> None:
         ddp.register_comm_hook(None, fp16_compress_hook)
     else:  # torch's defaults, but that it begins before the steps that are measured and not after 1,000
         ddp.register_comm_hook(PowerSGDState(None, start_powerSGD_iter=3), powerSGD_hook)
-
-
-def _search_is_over(workload: Workload) -> Callable[[], bool]:
-    import accel
-
-    return lambda: accel.explain(workload.model).state != "searching"
 
 
 def _timed(
@@ -305,7 +299,10 @@ def compare(
             kept = result["kept"] if name == "accel" else kept
     pairs = {name: [p / own for p, own in zip(seconds["plain"], seconds[name], strict=True)] for name in variants}
     ranks = shape[0] * shape[1]
-    plain_s, accel_s = (statistics.median(seconds[name]) for name in ("plain", "accel"))
+    figures: Row = {}
+    for name in ("plain", "accel"):
+        step_s = statistics.median(seconds[name])
+        figures |= {f"{name}_s": step_s, f"{name}_samples_s": ranks * launch.batch / step_s}
     return {
         "model": launch.model,
         "size": launch.size,
@@ -314,10 +311,7 @@ def compare(
         "shape": f"{shape[0]}x{shape[1]}",
         "ranks": ranks,
         "batch": launch.batch,
-        "plain_s": plain_s,
-        "accel_s": accel_s,
-        "plain_samples_s": ranks * launch.batch / plain_s,
-        "accel_samples_s": ranks * launch.batch / accel_s,
+        **figures,
         "speedup": geometric_mean(pairs["accel"]),
         "speedup_low": extremes(pairs["accel"]).low,
         "speedup_high": extremes(pairs["accel"]).high,
