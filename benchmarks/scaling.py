@@ -110,7 +110,7 @@ RECORD = Record(
         "rivals": Column(
             "plain ÷ each rival's step, pairs of launches",
             "rivals",
-            lambda row: ", ".join(f"{name} {times:.2f}x" for name, times in row.get("rivals", {}).items()),
+            lambda row: ", ".join(f"{name} {times:.2f}x" for name, times in row.get("rivals", {}).items()) or None,
         ),
         "kept": Column("strategies that stayed", "kept", lambda row: ", ".join(row["kept"]) or "-"),
     },

@@ -144,20 +144,12 @@ class NoiseMeter:
 
                 self._begun += 1
                 try:
-                    sample = self._sample()
+                    sample = _sample_of(self._model, self._replicas, seed=self._begun)
                     self._measured = _MeasuredStep(self._model, self._optimizers, loss_scale, self._sketch, sample)
                 except Unmeasurable as refusal:
                     self.refusal = self.reason = str(refusal)
                 self._own_s = self.clock() - self._began_s
         return self._measured is not None
-
-    def _sample(self) -> ShardedSample | None:
-        """Return which coordinates of a sharded model are looked at in this step, the same on all ranks."""
-        if not is_sharded(self._model):
-            return None
-        if self._replicas == 1:
-            raise Unmeasurable("the parameters are sharded (DTensor), and there is one rank alone")
-        return ShardedSample(self._model, seed=self._begun)
 
     def begin_batch(self, samples: int, accumulated: int = 1) -> None:
         """A batch has been delivered to this rank.
@@ -294,6 +286,15 @@ class NoiseMeter:
 
 def _scale_of(scaler: torch.amp.GradScaler | None) -> float:
     return float(scaler.get_scale()) if scaler is not None and scaler.is_enabled() else 1.0
+
+
+def _sample_of(model: nn.Module, replicas: int, seed: int) -> ShardedSample | None:
+    """Return the coordinates of a sharded model that a step looks at, the same on all ranks; None of another model."""
+    if not is_sharded(model):
+        return None
+    if replicas == 1:
+        raise Unmeasurable("the parameters are sharded (DTensor), and there is one rank alone")
+    return ShardedSample(model, seed)
 
 
 class _MeasuredStep:
