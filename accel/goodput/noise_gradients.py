@@ -262,17 +262,19 @@ class ShardedSample:
         own = {id(each.sharded_param) for each in sharded if not each.is_dtensor}
         if own != {id(p) for p in model.parameters() if p.requires_grad}:
             raise Unmeasurable("parameters are spread over processes in another way than by FSDP2 (fully_shard) alone")
-        gathered = [each for each in sharded if hasattr(each, "_unsharded_param")]
-        self._parameters: list[Any] = [each.sharded_param for each in gathered]
+        weights = [(each.sharded_param, getattr(each, "_unsharded_param", None)) for each in sharded]
+        # One that was not called yet has no gathered weight, and one that has just been unfrozen a frozen one.
+        weights = [(p, whole) for p, whole in weights if whole is not None and whole.requires_grad]
+        self._parameters: list[Any] = [p for p, _ in weights]
         generator = torch.Generator().manual_seed(seed)
-        whole = sum(p.numel() for p in self._parameters)
+        numel = sum(p.numel() for p in self._parameters)
         self.places: list[Tensor] = []
         for p in self._parameters:
-            drawn = max(_LEAST_DRAWN, _SKETCH * p.numel() // whole)
+            drawn = max(_LEAST_DRAWN, _SKETCH * p.numel() // numel)
             every = p.numel() <= drawn
             place = torch.arange(p.numel()) if every else torch.randint(p.numel(), (drawn,), generator=generator)
             self.places.append(place.to(p.device))
-        self.tap: GradientTap = _SampledTap([each._unsharded_param for each in gathered], self.places)
+        self.tap: GradientTap = _SampledTap([whole for _, whole in weights], self.places)
 
     def moments(self, optimizers: Sequence[Optimizer]) -> AdamMoments | None:
         """Return what this rank has of the optimizer's squares; 0 where another one has them. None if it has none.

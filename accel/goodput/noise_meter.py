@@ -148,6 +148,8 @@ class NoiseMeter:
                     self._measured = _MeasuredStep(self._model, self._optimizers, loss_scale, self._sketch, sample)
                 except Unmeasurable as refusal:
                     self.refusal = self.reason = str(refusal)
+                except ours() as error:  # of what FSDP2 keeps, in another version of torch
+                    self.refusal = self.reason = _failed(error)
                 self._own_s = self.clock() - self._began_s
         return self._measured is not None
 
@@ -288,6 +290,10 @@ def _scale_of(scaler: torch.amp.GradScaler | None) -> float:
     return float(scaler.get_scale()) if scaler is not None and scaler.is_enabled() else 1.0
 
 
+def _failed(error: Exception) -> str:
+    return f"the measurement failed: {type(error).__name__}: {error}"
+
+
 def _sample_of(model: nn.Module, replicas: int, seed: int) -> ShardedSample | None:
     """Return the coordinates of a sharded model that a step looks at, the same on all ranks; None of another model."""
     if not is_sharded(model):
@@ -394,7 +400,7 @@ class _MeasuredStep:
         except Unmeasurable as error:
             self.reason = str(error)
         except ours() as error:  # out of memory in a replay, say
-            self.reason = f"the measurement failed: {type(error).__name__}: {error}"
+            self.reason = _failed(error)
             give_memory_back()
 
     def _replay(self, replay: ReplayedParts) -> None:

@@ -182,6 +182,18 @@ def test_model_that_is_spread_in_another_way_is_refused(tmp_path: Path) -> None:
         assert meter.refusal == "the parameters are sharded (DTensor), and there is one rank alone"
 
 
+def test_error_of_the_sample_does_not_reach_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    def other_torch(model: nn.Module) -> bool:
+        raise AttributeError("fsdp_params")
+
+    monkeypatch.setattr("accel.goodput.noise_meter.is_sharded", other_torch)
+    model = net()
+    meter = meter_for(model, torch.optim.SGD(model.parameters(), 0.1))
+    meter._schedule.steps_left = 0
+    assert not meter.begin_step()
+    assert meter.refusal == "the measurement failed: AttributeError: fsdp_params"
+
+
 def test_value_that_is_not_finite_on_one_rank_skips_the_step_on_all() -> None:
     first, second = run_ranks(trained, 2, 1, False, "nan")
     assert (first["skipped"], second["skipped"]) == (1, 1)
