@@ -2,14 +2,16 @@
 
     python -m benchmarks.scaling [MODEL …] [--shape 1x1 --shape 2x1 …] [--rate 1gbit] [--allow lossy] [--record]
     python -m benchmarks.scaling resnet bert gpt --shape 1x2 --kind weak --pinned --by-hand
+    python -m benchmarks.scaling mlp100 --shape 2x1 --kind weak --allow lossy --rivals
     python -m benchmarks.scaling --plot docs/scaling.svg
 
 Strong scaling keeps the batch of the whole group, weak scaling that of each rank. Ranks run under torchrun. As root
 with iproute2 each host of a shape (hosts x ranks of each) is a network namespace whose link is shaped to `--rate`; with
-GPUs, or without root, there is one host. Each launch trains one variant, plain and accelerated ones in turns A B B A; a
-step is that of the slowest rank, after the search. `--by-hand` launches what an expert writes beside them: the module
-compiled before it is wrapped, and a fused optimizer. `--pinned` gives each rank one core. At the end stands the
-geometric mean of all speed-ups. `--plot` draws what is recorded, and measures nothing.
+GPUs, or without root, there is one host. Each launch trains one variant, all of them in turns A B B A; a step is that
+of the slowest rank, after the search. `--by-hand` adds what an expert writes: the module compiled before it is wrapped,
+and a fused optimizer. `--rivals` adds DDP with torch's own hooks: 16-bit gradients, and PowerSGD. `--pinned` gives each
+rank one core. At the end stands the geometric mean of all speed-ups. `--plot` draws what is recorded, and measures
+nothing. `mlp100` is no model of the suite: its gradients are 100 MB, its step takes 0.4 s on one core.
 """
 
 from __future__ import annotations
@@ -30,12 +32,16 @@ import click
 import torch
 import torch.distributed as dist
 from rich.console import Console
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
+import accel
 from accel.profiler.host import usable_cores
 from benchmarks.comm.lab import Lab, why_not
-from benchmarks.comm.ranks import report, reported, slowest
+from benchmarks.comm.ranks import mlp, report, reported, slowest
 from benchmarks.record import ROOT, Column, Record
 from benchmarks.render import SOURCE, Row
 from benchmarks.spread import extremes, geometric_mean
@@ -43,6 +49,19 @@ from benchmarks.suite import MODELS, Size, Workload, train_step
 from benchmarks.variants import optimized
 
 KINDS = ("strong", "weak")
+HOOKS = ("torch fp16", "torch PowerSGD")
+"""Rivals: DDP with a communication hook of torch's."""
+
+
+def mlp100(size: Size) -> Workload:
+    """Make ten layers of 1,600, 25.6 M weights, with 64 samples a batch; both sizes are the same."""
+    x = torch.randn(20 * 64, 1600)
+    loader = DataLoader(TensorDataset(x, x.roll(1, 1).relu()), 64, shuffle=True)
+    model = mlp(1600, 10)
+    return Workload(model, loader, torch.optim.AdamW(model.parameters(), 1e-3), nn.functional.mse_loss)
+
+
+WORKLOADS = {**{name: make for name, make in MODELS.items() if name != "gan"}, "mlp100": mlp100}
 
 
 def _percent(side: str) -> Callable[[Row], str | None]:
@@ -82,11 +101,16 @@ RECORD = Record(
         ),
         "speedup_low": Column("least of the pairs"),
         "speedup_high": Column("most of the pairs"),
-        "plain_efficiency": Column(
-            "samples/s ÷ ranks ÷ those of one plain rank", "plain efficiency", _percent("plain")
-        ),
-        "accel_efficiency": Column(
-            "samples/s ÷ ranks ÷ those of one plain rank", "accel efficiency", _percent("accel")
+        **{
+            f"{side}_efficiency": Column(
+                "samples/s ÷ ranks ÷ those of one plain rank", f"{side} efficiency", _percent(side)
+            )
+            for side in ("plain", "accel")
+        },
+        "rivals": Column(
+            "plain ÷ each rival's step, pairs of launches",
+            "rivals",
+            lambda row: ", ".join(f"{name} {times:.2f}x" for name, times in row.get("rivals", {}).items()) or None,
         ),
         "kept": Column("strategies that stayed", "kept", lambda row: ", ".join(row["kept"]) or "-"),
     },
@@ -106,14 +130,13 @@ class Launch(NamedTuple):
     size: Size
     batch: int
     """Of each rank."""
-    accelerated: bool
+    variant: str
+    """`plain`, `accel`, `by hand` (compiled and with a fused optimizer), or one of `HOOKS`."""
     allow: str
     steps: int
     """That are measured."""
     settle_s: float
     """The longest search."""
-    by_hand: bool = False
-    """Compiled and with a fused optimizer, without accel."""
     pinned: bool = False
     """Each rank on a core of its own."""
     budget: str = "60"
@@ -136,42 +159,47 @@ def work(launch: Launch) -> None:
         torch.set_num_threads(1)
     dist.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(seconds=300))
     torch.manual_seed(0)
-    workload = MODELS[launch.model](launch.size)
-    if launch.by_hand:
+    workload = WORKLOADS[launch.model](launch.size)
+    if launch.variant == "by hand":
         workload.model.compile()
         for group in workload.optimizer.param_groups:
             group["fused"] = True
-    workload = sharded(workload, launch.batch, device)
-    if launch.accelerated:
+    # torch's PowerSGD waits within callbacks: over gloo ranks come to those of several buckets in any order, and hang.
+    in_one = launch.variant == "torch PowerSGD" and not cuda
+    workload = sharded(workload, launch.batch, device, 1000 if in_one else None)
+    is_accelerated = launch.variant == "accel"
+    if launch.variant in HOOKS:
+        _put_hook_on(workload.model, launch.variant)
+    elif is_accelerated:
         workload = optimized(workload, allow=launch.allow, cache=False, budget=launch.budget)
-    over = _search_is_over(workload) if launch.accelerated else lambda: True
+
+    def over() -> bool:
+        return not is_accelerated or accel.explain(workload.model).state != "searching"
+
     times = _timed(workload, device, over, launch.steps, launch.settle_s)
     step_s = slowest(statistics.median(times))
-    kept, left = [], {}
-    if launch.accelerated:
-        import accel
-
-        rows = accel.explain(workload.model).rows
-        kept = [row.name for row in rows if row.status == "kept"]
-        left = {row.name: row.why for row in rows if row.name not in kept and row.status != "not applicable"}
+    rows = accel.explain(workload.model).rows if is_accelerated else []
+    kept = [row.name for row in rows if row.status == "kept"]
+    left = {row.name: row.why for row in rows if row.status not in ("kept", "not applicable")}
     report({"step_s": step_s, "kept": kept, "left": left})
     dist.barrier()
     dist.destroy_process_group()
 
 
-def sharded(workload: Workload, batch: int, device: torch.device) -> Workload:
+def sharded(workload: Workload, batch: int, device: torch.device, bucket_mb: int | None = None) -> Workload:
     """Return the workload under DDP, with a share of the data for each rank."""
-    model = workload.model.to(device)
-    ddp = DistributedDataParallel(model, device_ids=[device.index] if device.type == "cuda" else None)
+    model, ids = workload.model.to(device), [device.index] if device.type == "cuda" else None
+    ddp = DistributedDataParallel(model, device_ids=ids, bucket_cap_mb=bucket_mb)
     data = workload.loader.dataset
     loader = DataLoader(data, batch, sampler=DistributedSampler(data), drop_last=True)
     return workload._replace(model=ddp, loader=loader)
 
 
-def _search_is_over(workload: Workload) -> Callable[[], bool]:
-    import accel
-
-    return lambda: accel.explain(workload.model).state != "searching"
+def _put_hook_on(ddp: Any, name: str) -> None:
+    if name == "torch fp16":
+        ddp.register_comm_hook(None, fp16_compress_hook)
+    else:  # torch's defaults, but that it begins before the steps that are measured and not after 1,000
+        ddp.register_comm_hook(PowerSGDState(None, start_powerSGD_iter=3), powerSGD_hook)
 
 
 def _timed(
@@ -250,26 +278,33 @@ def batch_of_a_rank(batch: int, ranks: int, kind: str) -> int:
     return batch // ranks
 
 
-def compare(launch: Launch, shape: tuple[int, int], rate: str, rounds: int, start: Callable[..., Row]) -> Row:
-    """Launch plain and accelerated ranks in turns and return their step times.
+def compare(
+    launch: Launch, shape: tuple[int, int], rate: str, rounds: int, rivals: Sequence[str], start: Callable[..., Row]
+) -> Row:
+    """Launch plain ranks, accelerated ones and rivals in turns, and return their step times.
 
     Args:
         launch: with the batch of each rank.
         shape: hosts, and ranks of each.
         rate: of the links; '' for one host without shaping.
         rounds: launches of each.
+        rivals: other variants.
         start: launches and returns what rank 0 printed.
     """
-    seconds: dict[bool, list[float]] = {False: [], True: []}
+    variants = ["plain", "accel", *rivals]
+    seconds: dict[str, list[float]] = {name: [] for name in variants}
     kept: list[str] = []
     for number in range(rounds):
-        for accelerated in (False, True) if number % 2 == 0 else (True, False):
-            result = start(launch._replace(accelerated=accelerated), *shape, rate, 600.0 + launch.settle_s)
-            seconds[accelerated].append(result["step_s"])
-            kept = result["kept"] if accelerated else kept
-    pairs = [plain / own for plain, own in zip(seconds[False], seconds[True], strict=True)]
+        for name in variants if number % 2 == 0 else reversed(variants):
+            result = start(launch._replace(variant=name), *shape, rate, 600.0 + launch.settle_s)
+            seconds[name].append(result["step_s"])
+            kept = result["kept"] if name == "accel" else kept
+    pairs = {name: [p / own for p, own in zip(seconds["plain"], seconds[name], strict=True)] for name in variants}
     ranks = shape[0] * shape[1]
-    plain_s, accel_s = (statistics.median(seconds[side]) for side in (False, True))
+    figures: Row = {}
+    for name in ("plain", "accel"):
+        step_s = statistics.median(seconds[name])
+        figures |= {f"{name}_s": step_s, f"{name}_samples_s": ranks * launch.batch / step_s}
     return {
         "model": launch.model,
         "size": launch.size,
@@ -278,25 +313,13 @@ def compare(launch: Launch, shape: tuple[int, int], rate: str, rounds: int, star
         "shape": f"{shape[0]}x{shape[1]}",
         "ranks": ranks,
         "batch": launch.batch,
-        "plain_s": plain_s,
-        "accel_s": accel_s,
-        "plain_samples_s": ranks * launch.batch / plain_s,
-        "accel_samples_s": ranks * launch.batch / accel_s,
-        "speedup": geometric_mean(pairs),
-        "speedup_low": extremes(pairs).low,
-        "speedup_high": extremes(pairs).high,
+        **figures,
+        "speedup": geometric_mean(pairs["accel"]),
+        "speedup_low": extremes(pairs["accel"]).low,
+        "speedup_high": extremes(pairs["accel"]).high,
+        "rivals": {name: geometric_mean(pairs[name]) for name in rivals},
         "kept": kept,
     }
-
-
-def by_hand(
-    launch: Launch, row: Row, shape: tuple[int, int], rate: str, rounds: int, start: Callable[..., Row]
-) -> float:
-    """Return the speed-up of what an expert writes over the plain step of a row."""
-    hand = launch._replace(by_hand=True)
-    seconds = [start(hand, *shape, rate, 600.0 + launch.settle_s)["step_s"] for _ in range(rounds)]
-    plain_s: float = row["plain_s"]
-    return plain_s / float(statistics.median(seconds))
 
 
 def with_efficiency(rows: Sequence[Row]) -> list[Row]:
@@ -363,7 +386,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
 
 LINE = (
     "{model} {kind:6} {shape:5} batch {batch:3}: {plain_s:.3f} → {accel_s:.3f} s a step, {plain_samples_s:.1f} → "
-    "{accel_samples_s:.1f} samples/s, {speedup:.2f}x [{speedup_low:.2f}, {speedup_high:.2f}], kept {words}"
+    "{accel_samples_s:.1f} samples/s, {speedup:.2f}x [{speedup_low:.2f}, {speedup_high:.2f}], kept {words}{others}"
 )
 
 
@@ -375,7 +398,7 @@ def _shape(text: str) -> tuple[int, int]:
 
 
 @click.command()
-@click.argument("models", nargs=-1, type=click.Choice([name for name in MODELS if name != "gan"]))
+@click.argument("models", nargs=-1, type=click.Choice([*WORKLOADS]))
 @click.option("--shape", "shapes", multiple=True, help="Hosts x ranks of each; default what fits here.")
 @click.option("--kind", "kinds", multiple=True, default=KINDS, type=click.Choice(KINDS))
 @click.option("--rate", default="1gbit", show_default=True, help="Of each host's link, if hosts can be had.")
@@ -387,7 +410,8 @@ def _shape(text: str) -> tuple[int, int]:
 @click.option("--settle", default=120.0, show_default=True, help="Longest search, s.")
 @click.option("--budget", default="60", show_default=True, help="Of accel.optimize: s, or a share of the launch.")
 @click.option("--rounds", default=2, show_default=True, type=click.IntRange(1), help="Launches of each variant.")
-@click.option("--by-hand", "expert", is_flag=True, help="Launch a compiled model with a fused optimizer too.")
+@click.option("--by-hand", is_flag=True, help="Launch a compiled model with a fused optimizer too.")
+@click.option("--rivals", is_flag=True, help="Launch DDP with torch's hooks too: 16-bit gradients, PowerSGD.")
 @click.option("--pinned", is_flag=True, help="Give each rank one core.")
 @click.option("--plot", type=click.Path(path_type=Path, dir_okay=False), help="Draw what is recorded to this file.")
 @click.option("--record", is_flag=True, help="Write the figures to benchmarks/results/, after each curve.")
@@ -403,7 +427,8 @@ def main(
     settle: float,
     budget: str,
     rounds: int,
-    expert: bool,
+    by_hand: bool,
+    rivals: bool,
     pinned: bool,
     plot: Path | None,
     record: bool,
@@ -422,27 +447,28 @@ def main(
     wanted = [_shape(text) for text in shapes or default_shapes(gpus, usable_cores(), not reason)]
     if reason and any(hosts > 1 for hosts, _ in wanted):
         raise click.ClickException(f"shapes with several hosts can't be had: {reason}")
-    gains: dict[str, list[float]] = {"accel": [], "by hand": []}
+    others = [*(["by hand"] if by_hand else []), *(HOOKS if rivals else ())]
+    gains: dict[str, list[float]] = {}
     for model, kind in itertools.product(models or ("resnet",), kinds):
-        batch = MODELS[model](size).loader.batch_size
+        batch = WORKLOADS[model](size).loader.batch_size
         curve = []
         for shape in wanted:
             try:
                 share = batch_of_a_rank(batch, shape[0] * shape[1], kind)
             except ValueError as error:
                 raise click.ClickException(str(error)) from None
-            launch = Launch(model, size, share, False, allow, steps, settle, pinned=pinned, budget=budget)
-            curve.append({**compare(launch, shape, "" if reason else rate, rounds, launched), "kind": kind})
-            console.print(LINE.format_map({**curve[-1], "words": ", ".join(curve[-1]["kept"]) or "nothing"}))
-            gains["accel"].append(curve[-1]["speedup"])
-            if expert:
-                gains["by hand"].append(by_hand(launch, curve[-1], shape, "" if reason else rate, rounds, launched))
-                console.print(f"  by hand {gains['by hand'][-1]:.2f}x")
+            launch = Launch(model, size, share, "plain", allow, steps, settle, pinned=pinned, budget=budget)
+            row = {**compare(launch, shape, "" if reason else rate, rounds, others, launched), "kind": kind}
+            curve.append(row)
+            speedups = {"accel": row["speedup"], **row["rivals"]}
+            said = "".join(f", {name} {speedups[name]:.2f}x" for name in others)
+            console.print(LINE.format_map({**row, "words": ", ".join(row["kept"]) or "nothing", "others": said}))
+            for name, speedup in speedups.items():
+                gains.setdefault(name, []).append(speedup)
         if record:
             RECORD.write(with_efficiency([*curve, *_alone(launch, kind, "" if reason else rate)])[: len(curve)])
     for what, each in gains.items():
-        if each:
-            console.print(f"geometric mean of {len(each)}, {what}: {geometric_mean(each):.2f}x, least {min(each):.2f}x")
+        console.print(f"geometric mean of {len(each)}, {what}: {geometric_mean(each):.2f}x, least {min(each):.2f}x")
 
 
 if __name__ == "__main__":

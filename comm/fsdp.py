@@ -49,7 +49,8 @@ class FSDPComm:
     """Average FSDP2's gradient shards over replicas, as a compressor sends them.
 
     Every rank makes one, with the same arguments, after `fully_shard` and before the first backward pass. The loop
-    stays as it is. Gradients are accumulated with `set_requires_gradient_sync`, as without it.
+    stays as it is. Gradients are accumulated with `set_requires_gradient_sync` or `set_requires_all_reduce`, as without
+    it.
 
     A hook of FSDP2 returns nothing and works in place, so it runs where FSDP2 calls it: on a GPU on the stream of
     all-reduces, beside backward; on a CPU, where FSDP2's own collectives block as well, within backward. Not run on
@@ -156,6 +157,8 @@ class FSDPComm:
                 f"{group.layout.numel:,} elements; FSDP2 does not tell a hook which are there: use all, freeze them "
                 "before FSDPComm is made, or set_reduce_scatter_unused_params(True) where PyTorch has it"
             )
+        if not group.accumulated(shard):
+            return
         self._begin(group.layout.index)
         if group.own_factor:
             shard.mul_(self._across.size)  # what is set_gradient_divide_factor's stays a sum over replicas
@@ -250,6 +253,17 @@ class ShardGroup:
     module: FSDPModule
     layout: Layout
     checked: set[Layout] = field(default_factory=set)
+    kept: torch.Tensor | None = None
+    """The sum of shards that are not averaged over replicas yet (`set_requires_all_reduce(False)`)."""
+
+    def accumulated(self, shard: torch.Tensor) -> bool:
+        """Add what was kept to a shard and return True; or keep the shard, where the next pass is to be averaged."""
+        total = shard if self.kept is None else shard.add_(self.kept)
+        is_due = all(group.all_reduce_grads for group in _param_groups(self.module))
+        self.kept = None if is_due else total.clone()
+        if not is_due:
+            shard.zero_()  # FSDP2 adds it to the gradients now
+        return is_due
 
     @property
     def own_factor(self) -> bool:

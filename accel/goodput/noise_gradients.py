@@ -24,7 +24,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -32,6 +32,7 @@ from torch.optim import Optimizer
 
 from accel.errors import AccelError
 from accel.goodput.noise_scale import NoiseSums
+from accel.guard.together import fsdp_parameters
 
 Gather = Callable[[Any], list[Any]]
 """Gives each rank what all of them passed, by rank."""
@@ -39,7 +40,9 @@ Gather = Callable[[Any], list[Any]]
 _LEAST_ROOT = 0.1
 """√v̂ at least, of its root mean square over the tensor."""
 _SKETCH = 16384
-"""Numbers of a sketch: the squared length has a standard deviation of √(2/m), 1.1 %, or less."""
+"""Numbers of a sketch: the squared length has a standard deviation of √(2/m), 1.1 %, or less. And of a sample."""
+_LEAST_DRAWN = 32
+"""Coordinates of each weight in a sample, if it has as many."""
 
 
 class Unmeasurable(AccelError):  # not an error of the user's: the meter leaves the step out, and says why
@@ -113,11 +116,9 @@ def trained_parameters(model: Any) -> list[Tensor]:
     """Return the parameters of a model that require gradients, each once, in the order of `named_parameters`.
 
     Raises:
-        Unmeasurable: if they are spread over processes or devices.
+        Unmeasurable: if they lie on several devices.
     """
     parameters: list[Tensor] = [p for _, p in model.named_parameters() if p.requires_grad]
-    if any(hasattr(p, "to_local") for p in parameters):
-        raise Unmeasurable("the parameters are spread over processes (DTensor), so no rank has a whole gradient")
     if len({p.device for p in parameters}) > 1:
         raise Unmeasurable("the parameters lie on several devices")
     if not parameters:
@@ -151,8 +152,26 @@ def _joined(tensors: list[Tensor]) -> Tensor:
     return cast(Tensor, torch._utils._flatten_dense_tensors(singles))  # type: ignore[no-untyped-call]
 
 
+class AdamMoments(NamedTuple):
+    """What √v̂ + ε of each parameter is made of."""
+
+    squares: list[Tensor]
+    corrections: list[float]
+    epsilons: list[float]
+
+    def denominators(self) -> Tensor:
+        """Return max(√v̂, r / 10) + ε as one vector."""
+        return _joined(_denominators(*self))
+
+
 def denominators(parameters: Sequence[Tensor], optimizers: Sequence[Optimizer]) -> Tensor | None:
-    """Return max(√v̂, r / 10) + ε as one vector, or None where an optimizer has no v̂: the plain noise scale.
+    """Return max(√v̂, r / 10) + ε as one vector, or None where an optimizer has no v̂: see `adam_moments`."""
+    moments = adam_moments(parameters, optimizers)
+    return None if moments is None else moments.denominators()
+
+
+def adam_moments(parameters: Sequence[Tensor], optimizers: Sequence[Optimizer]) -> AdamMoments | None:
+    """Return v and what corrects it, or None where an optimizer has no v̂: the plain noise scale.
 
     Args:
         parameters: those of the gradients, in their order.
@@ -178,7 +197,7 @@ def denominators(parameters: Sequence[Tensor], optimizers: Sequence[Optimizer]) 
         epsilons.append(float(group["eps"]))
     if not any("exp_avg_sq" in owner[id(p)][0].state.get(p, {}) for p in parameters if id(p) in owner):
         raise Unmeasurable("the optimizer has no averages of squared gradients yet")
-    return _joined(_denominators(squares, corrections, epsilons))
+    return AdamMoments(squares, corrections, epsilons)
 
 
 def _square(p: Tensor, state: dict[str, Any]) -> Tensor:
@@ -215,6 +234,86 @@ def _correction(state: dict[str, Any], group: dict[str, Any]) -> float:
         return 1.0
     beta2, steps = float(group["betas"][1]), max(float(step), 1.0)
     return max(1.0 - float(beta2**steps), 1e-12)
+
+
+class ShardedSample:
+    """A sample of the coordinates of an FSDP2 model, the same on all ranks.
+
+        √(n / k) x_i        for k of a weight's n coordinates: the squared length is that of the whole, in expectation
+
+    FSDP2 gathers a weight before its use and reduces its gradient afterwards: what arrives at the gathered weight is
+    this rank's own gradient, whole. But √v̂ is known to the owner of a shard alone. For vectors in Adam's coordinates
+    ranks would exchange as many numbers as the model has; of a sample they exchange v̂ as well, and divide at the end.
+
+    Args:
+        model: whose trained parameters are all sharded by FSDP2, and were gathered before.
+        seed: of the draw, the same on all ranks; another one for each step, so that its error averages out.
+
+    Attributes:
+        places: of the sample's coordinates in each weight.
+        tap: collects the sample of the gradients.
+
+    Raises:
+        Unmeasurable: if parameters are spread in another way.
+    """
+
+    def __init__(self, model: Any, seed: int) -> None:
+        sharded = [each for each in fsdp_parameters(model) if each.sharded_param.requires_grad]
+        own = {id(each.sharded_param) for each in sharded if not each.is_dtensor}
+        if own != {id(p) for p in model.parameters() if p.requires_grad}:
+            raise Unmeasurable("parameters are spread over processes in another way than by FSDP2 (fully_shard) alone")
+        weights = [(each.sharded_param, getattr(each, "_unsharded_param", None)) for each in sharded]
+        # One that was not called yet has no gathered weight, and one that has just been unfrozen a frozen one.
+        weights = [(p, whole) for p, whole in weights if whole is not None and whole.requires_grad]
+        self._parameters: list[Any] = [p for p, _ in weights]
+        generator = torch.Generator().manual_seed(seed)
+        numel = sum(p.numel() for p in self._parameters)
+        self.places: list[Tensor] = []
+        for p in self._parameters:
+            drawn = max(_LEAST_DRAWN, _SKETCH * p.numel() // numel)
+            every = p.numel() <= drawn
+            place = torch.arange(p.numel()) if every else torch.randint(p.numel(), (drawn,), generator=generator)
+            self.places.append(place.to(p.device))
+        self.tap: GradientTap = _SampledTap([whole for _, whole in weights], self.places)
+
+    def moments(self, optimizers: Sequence[Optimizer]) -> AdamMoments | None:
+        """Return what this rank has of the optimizer's squares; 0 where another one has them. None if it has none.
+
+        Raises:
+            Unmeasurable: if no Adam has taken a step yet.
+        """
+        moments = adam_moments(self._parameters, optimizers)
+        if moments is None:
+            return None
+        pairs = zip(moments.squares, self.places, strict=True)
+        return moments._replace(squares=[_of_shard(square, places).cpu() for square, places in pairs])
+
+
+class _SampledTap(GradientTap):
+    """Keeps gradients at some places alone, each in place of as many as the weight has for one of them."""
+
+    def __init__(self, parameters: Sequence[Tensor], places: Sequence[Tensor]) -> None:
+        super().__init__(parameters)
+        self._places = places
+
+    def _arrive(self, number: int, gradient: Tensor | None) -> None:
+        if gradient is not None and gradient.layout == torch.strided:
+            places = self._places[number]
+            drawn = gradient.detach().reshape(-1)[places].float()
+            gradient = drawn * math.sqrt(gradient.numel() / max(len(places), 1))
+        super()._arrive(number, gradient)
+
+
+def _of_shard(square: Any, places: Tensor) -> Tensor:
+    """Return the values of a sharded tensor at places of the whole one; 0 where another rank has them."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    shape, offset = compute_local_shape_and_global_offset(square.shape, square.device_mesh, square.placements)
+    index = [each - first for each, first in zip(torch.unravel_index(places, square.shape), offset, strict=True)]
+    is_own = torch.stack([(each >= 0) & (each < size) for each, size in zip(index, shape, strict=True)]).all(0)
+    values = torch.zeros(len(places), device=places.device)
+    values[is_own] = square.to_local()[tuple(each[is_own] for each in index)].float().to(places.device)
+    return values
 
 
 class GradientSketch:
@@ -271,21 +370,34 @@ class PartSums:
     total: Tensor | None = None
     """The sum of the parts' gradients, or its sketch."""
     square: Tensor | float = 0.0
-    """The sum of the parts' squared norms."""
+    """The sum of the parts' squared norms; of a sample, each coordinate's part of it."""
     count: int = 0
     inverse_sizes: float = 0.0
     """Σ 1 / samples."""
+    moments: AdamMoments | None = None
+    """Of a sample: what this rank has of them; they are not in the sums yet."""
 
-    def add(self, vector: Tensor, samples: float) -> None:
-        """Add the gradient of a micro-batch of so many samples, > 0, or its sketch."""
+    def add(self, vector: Tensor, samples: float, *, is_sample: bool = False) -> None:
+        """Add the gradient of a micro-batch of so many samples, > 0, its sketch or a sample of it."""
         self.total = vector if self.total is None else self.total + vector
-        self.square = self.square + vector.square().sum()
+        self.square = self.square + (vector.square() if is_sample else vector.square().sum())
         self.count += 1
         self.inverse_sizes += 1 / samples
 
     def on_host(self) -> PartSums:
         """Return the same with nothing on a device."""
-        return replace(self, total=None if self.total is None else self.total.cpu(), square=float(self.square))
+        total = None if self.total is None else self.total.cpu()
+        return replace(self, total=total, square=torch.as_tensor(self.square).cpu())
+
+
+def in_coordinates(ranks: Sequence[PartSums]) -> Sequence[PartSums]:
+    """Return the sums of all ranks in Adam's coordinates, where each has brought its part of the moments."""
+    moments = [rank.moments for rank in ranks if rank.moments is not None]
+    if len(moments) < len(ranks):
+        return ranks
+    squares = [torch.stack(each).amax(0) for each in zip(*(one.squares for one in moments), strict=True)]
+    scales = moments[0]._replace(squares=squares).denominators()
+    return [replace(r, total=cast(Tensor, r.total) / scales, square=r.square / scales.square()) for r in ranks]
 
 
 def step_sums(ranks: Sequence[PartSums]) -> NoiseSums | None:
@@ -299,7 +411,7 @@ def step_sums(ranks: Sequence[PartSums]) -> NoiseSums | None:
     count, inverse_sizes = sum(rank.count for rank in ranks), sum(rank.inverse_sizes for rank in ranks)
     if count < 2:
         return None
-    squares = torch.as_tensor(sum(rank.square for rank in ranks)), sum(totals[1:], totals[0]).square().sum()
+    squares = torch.as_tensor(sum(rank.square for rank in ranks)).sum(), sum(totals[1:], totals[0]).square().sum()
     square, total_square = (each / len(ranks) ** 2 for each in torch.stack(squares).tolist())
     part_samples = count / inverse_sizes
     return NoiseSums(count * square, total_square, part_samples, count * part_samples)

@@ -2,6 +2,7 @@
 
     replicas, accumulation          the parts are there already: what arrives at the parameters for each micro-batch, on
                                     each rank. Ranks exchange a sketch of their gradients and a few sums
+    FSDP2                           the same, at the weights that it has gathered, of a sample of their coordinates
     one replica, one batch a step   the model's call is recorded, and replayed on a part of the batch
 
 Between measured steps there are no hooks, and nothing is kept. On a measured step gradients are seen as they arrive,
@@ -23,11 +24,21 @@ from torch.optim import Optimizer
 from accel.device_memory import give_memory_back
 from accel.errors import InvalidArgument
 from accel.goodput import noise_gradients
-from accel.goodput.noise_gradients import Gather, GradientSketch, GradientTap, PartSums, Unmeasurable, step_sums
+from accel.goodput.noise_gradients import (
+    Gather,
+    GradientSketch,
+    GradientTap,
+    PartSums,
+    ShardedSample,
+    Unmeasurable,
+    in_coordinates,
+    step_sums,
+)
 from accel.goodput.noise_replay import Call, ReplayedParts
 from accel.goodput.noise_scale import NoiseScale, NoiseSums
 from accel.goodput.noise_schedule import NoiseSchedule
 from accel.guard import guard
+from accel.guard.alone import is_sharded
 from accel.guard.guard import Recording
 from accel.guard.snapshot import without_gradient
 from accel.profiler.interruptions import ours
@@ -43,10 +54,10 @@ class NoiseMeter:
     `wants_call`; `before_update` when an optimizer is about to step; `end_step`. All ranks must pass the same steps.
 
     Args:
-        model: perhaps in DistributedDataParallel, perhaps decorated by `accel.amp`.
+        model: perhaps in DistributedDataParallel or sharded by FSDP2, perhaps decorated by `accel.amp`.
         optimizers: that update it. If all are of Adam's kind, the noise is measured in their coordinates.
         noise: takes the measurements in; default a new one.
-        replicas: ranks that train copies of the model, each with batches of its own; default 1.
+        replicas: ranks that train the model, whole or sharded, each with batches of its own; default 1.
         gather: gives each rank what all of them passed, by rank; needed where there are several.
         scaler: the loop's GradScaler, if it has one.
 
@@ -110,7 +121,7 @@ class NoiseMeter:
         self._is_timed = False
         """The present step's time counts among the usual ones."""
         self._samples_passed = 0.0
-        self._fruitless = 0
+        self._fruitless = self._begun = 0
         self._was_preconditioned: bool | None = None
 
     # -- the loop's events ---------------------------------------------------------------------------------------------
@@ -131,10 +142,14 @@ class NoiseMeter:
                 def loss_scale() -> float:  # averaged with those of other steps, gradients must not have a factor
                     return _scale_of(self._scaler) * self._accumulated
 
+                self._begun += 1
                 try:
-                    self._measured = _MeasuredStep(self._model, self._optimizers, loss_scale, self._sketch)
+                    sample = _sample_of(self._model, self._replicas, seed=self._begun)
+                    self._measured = _MeasuredStep(self._model, self._optimizers, loss_scale, self._sketch, sample)
                 except Unmeasurable as refusal:
                     self.refusal = self.reason = str(refusal)
+                except ours() as error:  # of what FSDP2 keeps, in another version of torch
+                    self.refusal = self.reason = _failed(error)
                 self._own_s = self.clock() - self._began_s
         return self._measured is not None
 
@@ -249,7 +264,7 @@ class NoiseMeter:
             began = self.clock()
             own = None if step.reason else step.parts.on_host()
             ranks, costs, usual = zip(*self._gather((own, cost_s + self._exchange_s, usual_s)), strict=True)
-            sums = None if None in ranks else step_sums(ranks)
+            sums = None if None in ranks else step_sums(in_coordinates(ranks))
             cost_s, usual_s = fmean(costs), fmean(usual)
             self._exchange_s = self.clock() - began
         self._schedule.pay(cost_s, usual_s)
@@ -275,6 +290,19 @@ def _scale_of(scaler: torch.amp.GradScaler | None) -> float:
     return float(scaler.get_scale()) if scaler is not None and scaler.is_enabled() else 1.0
 
 
+def _failed(error: Exception) -> str:
+    return f"the measurement failed: {type(error).__name__}: {error}"
+
+
+def _sample_of(model: nn.Module, replicas: int, seed: int) -> ShardedSample | None:
+    """Return the coordinates of a sharded model that a step looks at, the same on all ranks; None of another model."""
+    if not is_sharded(model):
+        return None
+    if replicas == 1:
+        raise Unmeasurable("the parameters are sharded (DTensor), and there is one rank alone")
+    return ShardedSample(model, seed)
+
+
 class _MeasuredStep:
     """One measured step: from the hooks on the parameters to its sums. What fails in it is none of the loop's errors.
 
@@ -283,6 +311,7 @@ class _MeasuredStep:
         optimizers: that update them.
         loss_scale: returns what the gradients are divided by.
         sketch: of the vectors that ranks exchange; None on one rank.
+        sample: of the coordinates of a sharded model; None for another one.
 
     Attributes:
         parts: sums over the micro-batches of this rank.
@@ -300,14 +329,16 @@ class _MeasuredStep:
         optimizers: Sequence[Optimizer],
         loss_scale: Callable[[], float],
         sketch: GradientSketch | None,
+        sample: ShardedSample | None = None,
     ) -> None:
         self.parts = PartSums()
         self.sums: NoiseSums | None = None
         self.updated = False
         self.reason = ""
         self._model, self._optimizers, self._loss_scale, self._sketch = model, optimizers, loss_scale, sketch
-        self._parameters = noise_gradients.trained_parameters(model)
-        self._tap = GradientTap(self._parameters)
+        self._sample = sample
+        self._parameters = noise_gradients.trained_parameters(model) if sample is None else sample.places
+        self._tap = GradientTap(self._parameters) if sample is None else sample.tap
         self._tap.install()
         self._samples = 0.0
         self._calls = 0
@@ -319,7 +350,7 @@ class _MeasuredStep:
     @property
     def is_preconditioned(self) -> bool:
         """True if the noise is measured in Adam's coordinates."""
-        return self._denominators is not None
+        return self._denominators is not None or self.parts.moments is not None
 
     def begin_batch(self, samples: float) -> None:
         """End the batch before, if there is one."""
@@ -369,7 +400,7 @@ class _MeasuredStep:
         except Unmeasurable as error:
             self.reason = str(error)
         except ours() as error:  # out of memory in a replay, say
-            self.reason = f"the measurement failed: {type(error).__name__}: {error}"
+            self.reason = _failed(error)
             give_memory_back()
 
     def _replay(self, replay: ReplayedParts) -> None:
@@ -385,12 +416,17 @@ class _MeasuredStep:
 
     def _end_last_batch(self) -> None:
         self._end_batch()
+        if self._sample is not None:
+            self.parts.moments = self._sample.moments(self._optimizers)
         self.sums = step_sums([self.parts]) if self._sketch is None else None
 
     def _end_batch(self) -> None:
         if self._samples <= 0:
             raise Unmeasurable("the number of samples in a batch is not known")
-        vector = self._coordinates(self._vector(self._taken()))
+        vector = self._vector(self._taken())
+        if self._sample is not None:
+            return self.parts.add(vector, self._samples, is_sample=True)
+        vector = self._coordinates(vector)
         self.parts.add(vector if self._sketch is None else self._sketch.of(vector), self._samples)
 
     def _taken(self) -> list[Tensor | None]:

@@ -35,8 +35,7 @@ def why_not_together(model: nn.Module) -> str:
 
     if not isinstance(model, FSDPModule):
         return SPREAD
-    groups = [group for module in model.modules() if isinstance(module, FSDPModule) for group in _param_groups(module)]
-    shards = [shard for group in groups for shard in group.fsdp_params]
+    groups, shards = _groups(model), fsdp_parameters(model)
     own = {id(shard.sharded_param) for shard in shards if not shard.is_dtensor}
     if any(isinstance(p, DTensor) and id(p) not in own for p in model.parameters()):
         return SPREAD
@@ -94,6 +93,17 @@ def in_step() -> Iterator[None]:
             "this rank failed in a call of the sharded model that all ranks made again to compare a strategy, and "
             f"can't go on: {type(error).__name__}: {error}; name the strategy in disable="
         ) from error
+
+
+def fsdp_parameters(model: nn.Module) -> list[Any]:
+    """Return what FSDP2 keeps of each parameter that it shards, in the same order on all ranks."""
+    return [parameter for group in _groups(model) for parameter in group.fsdp_params]
+
+
+def _groups(model: nn.Module) -> list[Any]:
+    from torch.distributed.fsdp import FSDPModule
+
+    return [group for module in model.modules() if isinstance(module, FSDPModule) for group in _param_groups(module)]
 
 
 def _param_groups(module: Any) -> list[Any]:

@@ -226,15 +226,19 @@ def no_exchange(models: Sequence[DistributedDataParallel]) -> Counterfactual:
     return Counterfactual("no gradient exchange", what, off, lambda: left_off > 0, changes_learning=True)
 
 
+_LEFT_OUT: Any = 0
+"""False, told from the one that the loop's own `no_sync` sets."""
+
+
 def last_exchange(models: Sequence[DistributedDataParallel], passes: int) -> Counterfactual:
-    """Exchange gradients in the last of so many passes before an update."""
+    """Exchange gradients in the last of so many passes before an update that the loop does not leave out itself."""
     left_out = 0
 
     def before_call(model: DistributedDataParallel, counts: dict[int, int]) -> None:
         nonlocal left_out
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and model.require_backward_grad_sync is not False:
             counts[id(model)] = counts.get(id(model), 0) + 1
-            model.require_backward_grad_sync = counts[id(model)] % passes == 0
+            model.require_backward_grad_sync = counts[id(model)] % passes == 0 or _LEFT_OUT
             left_out += not model.require_backward_grad_sync
 
     @contextlib.contextmanager

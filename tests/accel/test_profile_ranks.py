@@ -198,3 +198,36 @@ def test_habits_under_ddp_are_named_where_they_are(tmp_path: Path, cause: str, e
     else:
         assert cause not in [*causes(found), *(each.cause for each in found.borderline)], found
         assert not experiment or experiment not in tried
+
+
+PUT_OFF = """
+from tests.process_group import exchange, parallel
+
+dist.init_process_group("gloo")
+model = parallel(nn.Sequential(*[nn.Linear(512, 512) for _ in range(4)]), kind)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+updates = 0
+for number, x in enumerate(DataLoader(torch.randn(1920, 512), batch_size=8)):
+    is_last = number % 3 == 2
+    exchange(model, kind, is_last)
+    model(x).square().mean().backward()
+    if is_last:
+        optimizer.step()
+        optimizer.zero_grad()
+        updates += 1
+print("updates:", updates)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("kind", ["fsdp2", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("ddp", "hsdp"))])
+def test_micro_steps_whose_exchange_is_put_off_are_one_step(tmp_path: Path, kind: str) -> None:
+    script(tmp_path, f"import torch.distributed as dist\nkind = {kind!r}\n" + PUT_OFF)
+    first, second = profile_ranks(tmp_path, 2, "--no-confirm", "train.py")
+
+    assert first.returncode == second.returncode == 0, first.stderr + second.stderr
+    found = report(tmp_path)
+    assert "updates: 80" in first.stdout
+    assert 30 < found.steps <= 80
+    named = [*causes(found), *(each.cause for each in found.borderline)]
+    assert not {"communication.each_micro_step", "communication.inverted_no_sync"}.intersection(named)

@@ -101,12 +101,13 @@ AS_FSDP2: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
     ),
     "second dimension": (torch.float32, {"shard_placement_fn": _second}),
     "accumulation": (torch.float32, {}),
+    "accumulation of shards": (torch.float32, {}),
     "divide factor": (torch.float64, {}),
 }
 """A dtype, and options of `fully_shard`."""
 
 
-@few(AS_FSDP2, ("mixed precision", "accumulation"))
+@few(AS_FSDP2, ("mixed precision", "accumulation", "accumulation of shards"))
 @on_ranks(4, per_host=2)
 def test_exact_averaging_is_fsdp2s(rank: int, world: int, names: tuple[str, ...]) -> None:
     """FSDP2 itself averages over replicas where it is sharded over both dimensions."""
@@ -123,10 +124,13 @@ def test_exact_averaging_is_fsdp2s(rank: int, world: int, names: tuple[str, ...]
         for step in range(3):
             for model, optimizer in zip((ours, theirs), optimizers, strict=True):
                 optimizer.zero_grad()
-                if name == "accumulation":
-                    model.set_requires_gradient_sync(False)  # type: ignore[operator]
+                if name.startswith("accumulation"):
+                    put_off: Any = model.set_requires_gradient_sync
+                    if name == "accumulation of shards":
+                        put_off = model.set_requires_all_reduce
+                    put_off(False)
                     loss(model, rank, step + 3, dtype).backward()
-                    model.set_requires_gradient_sync(True)  # type: ignore[operator]
+                    put_off(True)
                 loss(model, rank, step, dtype).backward()
                 optimizer.step()
             # Sums of four in another order, over three steps.

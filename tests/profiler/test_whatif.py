@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from accel.profiler.experiments.counterfactuals import (
     all_threads,
     can_update_at_once,
     fetched_ahead,
+    last_exchange,
     no_anomaly_mode,
     no_collector,
     no_exchange,
@@ -211,6 +213,32 @@ def test_an_exchange_that_the_loop_switches_itself_goes_on(sets_it_itself: bool)
 
     assert model.require_backward_grad_sync
     assert switch.worked() is not sets_it_itself
+
+
+@pytest.mark.parametrize("set_back", [False, True])
+def test_exchanges_are_left_out_beside_those_that_the_loop_leaves_out_itself(set_back: bool) -> None:
+    """Of four passes before an update the loop exchanges gradients in the last two."""
+    model: Any = nn.Identity()
+    model.require_backward_grad_sync = True
+
+    def exchanged() -> list[bool]:
+        found = []
+        for own in (False, False, True, True):
+            before = model.require_backward_grad_sync
+            if not own or set_back:
+                model.require_backward_grad_sync = own
+            model(torch.ones(1))
+            found.append(bool(model.require_backward_grad_sync))
+            if not own and not set_back:
+                model.require_backward_grad_sync = before  # as no_sync does
+        return found
+
+    switch = last_exchange([model], 2)
+    assert exchanged() == [False, False, True, True]
+    with switch.off():
+        assert [exchanged(), exchanged()] == [[False, False, False, True]] * 2
+    assert exchanged() == [False, False, True, True]
+    assert switch.worked()
 
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD, torch.optim.RMSprop])

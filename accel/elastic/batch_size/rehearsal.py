@@ -6,8 +6,8 @@ A loop that runs out of memory in the midst of a step can't be helped: the excep
 once with the larger batch between two steps, and a gradient sent back through it. Beside that, memory for the loss is
 held: twice that of the outputs, as log-softmax and its gradient take.
 
-On a CPU nothing fails when memory runs out: the system kills the process. There a batch is refused first if in
-proportion to it the process would need more than is available.
+On a CPU nothing fails when memory runs out: the system kills the process. And ranks that exchange values within a call
+can't rehearse one. There a batch is refused if in proportion to it the process would need more than is available.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from accel.device_memory import give_memory_back
 from accel.guard import guard
-from accel.guard.alone import talks_within_calls
+from accel.guard.alone import local, talks_within_calls
 from accel.guard.guard import Recording
 from accel.guard.snapshot import without_gradient
 from accel.profiler.host import available_memory, resident_memory
@@ -86,8 +86,9 @@ class BatchRehearsal:
     ) -> str:
         """Return why the loop can't take a batch of so many samples, '' if nothing speaks against it; record no more.
 
-        Nothing does where no call was recorded, such as of a model whose inputs don't have a dimension of the samples,
-        or where ranks exchange values within a call: one that ran out of memory there would leave the others waiting.
+        Memory in proportion to the samples is all that does where no call was recorded, such as of a model whose inputs
+        don't have a dimension of the samples, or where ranks exchange values within a call: one that ran out of memory
+        there would leave the others waiting.
 
         Args:
             samples: of the larger batch, on this rank.
@@ -97,7 +98,7 @@ class BatchRehearsal:
         """
         recording, self._recording = self._recording, None
         held = 2 * self._trained() if keeps_gradients else []
-        if reason := agree(self._exhausted(samples, sum(parameter.nbytes for parameter in held))):
+        if reason := agree(self._exhausted(samples, sum(local(parameter).nbytes for parameter in held))):
             return reason
         if recording is None or talks_within_calls(self._model):
             return ""
@@ -152,20 +153,35 @@ class BatchRehearsal:
         return [parameter for parameter in self._model.parameters() if parameter.requires_grad]
 
     def _exhausted(self, samples: int, held: int) -> str:
-        """Return '' unless a CPU's memory would not do for so many samples, and `held` bytes beside them.
+        """Return '' unless memory would not do for so many samples, and `held` bytes beside them.
 
         What the process took more since it began to train is what its samples need.
         """
-        available = available_memory() if self._device.type == "cpu" else None
-        now, before = resident_memory(), self._resident_before
-        if available is None or now is None or before is None:
+        memory = self._on_host() if self._device.type == "cpu" else self._on_device()
+        if memory is None:
             return ""
-        # What a script took most before it trained, while it loaded its data, says nothing of a step.
-        most = now.most if now.most > before.most else max(now.now, before.now)
-        needed = before.now + (most - before.now) * samples / self._samples - now.now + held
-        available //= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # the ranks of a host rehearse together
+        before, now, most, available = memory
+        needed = before + (most - before) * samples / self._samples - now + held
         if needed <= _MOST * available:
             return ""
         return (
             f"they may take {needed / 2**20:,.0f} MB more of memory, of which {available / 2**20:,.0f} MB are available"
         )
+
+    def _on_host(self) -> tuple[int, int, int, int] | None:
+        """Return the bytes that the process had before it trained, has now and had at most, and what it may take."""
+        available, now, before = available_memory(), resident_memory(), self._resident_before
+        if available is None or now is None or before is None:
+            return None
+        # What a script took most before it trained, while it loaded its data, says nothing of a step.
+        most = now.most if now.most > before.most else max(now.now, before.now)
+        # The ranks of a host rehearse together.
+        return before.now, now.now, most, available // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+    def _on_device(self) -> tuple[int, int, int, int] | None:
+        """Return the same of a GPU, where a call can't be rehearsed; between two steps there are weights and states."""
+        if self._device.type != "cuda" or not talks_within_calls(self._model):
+            return None
+        now, most = torch.cuda.memory_allocated(self._device), torch.cuda.max_memory_allocated(self._device)
+        free, _ = torch.cuda.mem_get_info(self._device)
+        return now, now, most, free + torch.cuda.memory_reserved(self._device) - now

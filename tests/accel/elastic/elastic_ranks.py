@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import BatchSampler, DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
@@ -40,6 +41,7 @@ from accel.goodput.efficiency import NoiseInterval
 from accel.run import ranks as accel_ranks
 from accel.run.ranks import Ranks
 from tests.hooked import hooked
+from tests.process_group import exchange, parallel
 
 SIGNAL_AT = 15
 
@@ -122,7 +124,8 @@ def made(rank: int) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def numbers(model: nn.Module) -> list[float]:
-    return [value for p in model.parameters() for value in p.flatten().tolist()]
+    whole = (p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters())
+    return [value for p in whole for value in p.flatten().tolist()]
 
 
 def until_terminated(rank: int, world: int, folder: Path) -> dict[str, Any]:
@@ -256,12 +259,12 @@ def one_rank_has_less_memory(rank: int, world: int, is_asked: bool) -> dict[str,
     return {"taken": taken, "weights": weights, "note": note, "why": why}
 
 
-def accumulates_as_one_batch(rank: int, world: int) -> dict[str, Any]:
-    """Train with three batches a step, clipped, and with one of as many samples; count the exchanges."""
+def accumulates_as_one_batch(rank: int, world: int, kind: str) -> dict[str, Any]:
+    """Train with three batches a step, clipped, and with one of as many samples; count the exchanges of DDP."""
 
     def trained(pieces: int) -> tuple[list[float], int]:
         torch.manual_seed(0)
-        model = DistributedDataParallel(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double())
+        model = parallel(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double(), kind)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         exchanged = []
 
@@ -270,7 +273,8 @@ def accumulates_as_one_batch(rank: int, world: int) -> dict[str, Any]:
             work: Any = torch.distributed.all_reduce(bucket.buffer().div_(world), async_op=True)
             return work.get_future().then(lambda future: future.value()[0])
 
-        model.register_comm_hook(None, hook)
+        if kind == "ddp":
+            model.register_comm_hook(None, hook)
         accumulation = GradientAccumulation(model, [optimizer])
         draw = torch.Generator().manual_seed(rank)
         for _ in range(10):
@@ -285,6 +289,48 @@ def accumulates_as_one_batch(rank: int, world: int) -> dict[str, Any]:
 
     (weights, exchanges), (expected, plainly) = trained(3), trained(1)
     return {"weights": weights, "expected": expected, "exchanges": exchanges, "plainly": plainly}
+
+
+def optimized_puts_off(rank: int, world: int, kind: str, micro_steps: int) -> dict[str, Any]:
+    """Train under `max_batch_size`; a loop of several micro-steps puts the exchange off to the last of them."""
+    torch.manual_seed(0)
+    model = parallel(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)), kind)
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    x = torch.randn(2400, 3, generator=torch.Generator().manual_seed(0))
+    data = TensorDataset(x, torch.arange(2400))
+    loader: Any = DataLoader(data, batch_size=4, sampler=DistributedSampler(data))
+    settings: dict[str, Any] = {"allow": "exact", "cache": False, "budget": "0.0001s"}
+    elastic = accel.Elastic(max_batch_size=64)
+    model, loader, optimizer = accel.optimize(model, loader, optimizer, elastic=elastic, **settings)
+    steps: list[int] = []
+    optimizer.register_step_post_hook(lambda *_: steps.append(1))
+    taken: list[int] = []
+    for number, (x, index) in enumerate(loader):
+        is_last = (number + 1) % micro_steps == 0
+        exchange(model, kind, is_last)
+        (model(x).sum(1) - x.sum(1)).square().mean().div(micro_steps).backward()
+        if is_last:
+            optimizer.step()
+            optimizer.zero_grad()
+        taken += index.tolist()
+    run = entry.optimized(model)
+    assert run is not None and run.elastic is not None and run.elastic.batch is not None
+    batch = run.elastic.batch
+    assert batch.noise.meter is not None and batch.controller is not None
+    found = {
+        "updates": len(steps),
+        "counted": batch._steps,
+        "by_loop": batch._step.by_loop,
+        "base": batch._base,
+        "decided": [each.batch for each in batch.controller.decisions],
+        "taken": taken,
+        "note": batch.note,
+        "measured": batch.noise.meter.noise.measured,
+        "estimate": tuple(batch.noise.meter.noise.estimate()),
+        "weights": numbers(model),
+    }
+    accel.undo(model)
+    return found
 
 
 def one_rank_leaves_steps_out(rank: int, world: int, same: bool) -> dict[str, Any]:

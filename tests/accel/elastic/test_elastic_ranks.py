@@ -11,6 +11,7 @@ from torch import nn
 from accel.elastic.saving.bucket_order import BucketOrder
 from tests.accel.elastic import elastic_ranks
 from tests.comm.ranks import run_ranks
+from tests.process_group import KINDS as PARALLEL
 
 JOINED = ["batch_size", "tail", "seed"]
 KINDS = ["none", "stops", "evaluates", "join"]
@@ -22,7 +23,12 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     folder = tmp_path_factory.mktemp("two")
     return told(
         {
-            "accumulated": (elastic_ranks.accumulates_as_one_batch,),
+            **{f"accumulated, {kind}": (elastic_ranks.accumulates_as_one_batch, kind) for kind in PARALLEL},
+            **{
+                f"put off, {kind}, {micro_steps}": (elastic_ranks.optimized_puts_off, kind, micro_steps)
+                for kind in PARALLEL
+                for micro_steps in (1, 3)
+            },
             "left out, the same": (elastic_ranks.one_rank_leaves_steps_out, True),
             "left out, another": (elastic_ranks.one_rank_leaves_steps_out, False),
             "buckets": (elastic_ranks.buckets_put_back,),
@@ -121,10 +127,27 @@ def test_no_rank_takes_a_batch_that_one_of_them_has_no_memory_for(
     assert f"samples are too many: {why}" in " ".join(ranks[0]["why"])
 
 
-def test_accumulated_batches_are_exchanged_once_and_are_as_one(two: dict[str, list[Any]]) -> None:
-    for rank in two["accumulated"]:
+@pytest.mark.parametrize("kind", PARALLEL)
+def test_accumulated_batches_are_exchanged_once_and_are_as_one(two: dict[str, list[Any]], kind: str) -> None:
+    for rank in two[f"accumulated, {kind}"]:
         assert rank["weights"] == pytest.approx(rank["expected"], rel=1e-9)
         assert rank["exchanges"] == rank["plainly"]
+
+
+@pytest.mark.parametrize("micro_steps", [1, 3])
+@pytest.mark.parametrize("kind", PARALLEL)
+def test_steps_and_their_noise_are_counted_where_the_exchange_is_put_off(
+    two: dict[str, list[Any]], kind: str, micro_steps: int
+) -> None:
+    """No decision is taken twice, and what is measured is the same on all ranks."""
+    first, second = two[f"put off, {kind}, {micro_steps}"]
+    assert (first["note"], second["note"]) == ("", "")
+    assert first["weights"] == second["weights"]
+    assert first["updates"] == first["counted"] == second["updates"]
+    assert (first["by_loop"], first["base"]) == (micro_steps, 8 * micro_steps)
+    assert sorted(first["taken"] + second["taken"]) == list(range(2400))
+    assert first["measured"] > 10
+    assert (first["measured"], first["estimate"]) == (second["measured"], second["estimate"])
 
 
 @pytest.mark.parametrize("optimizer", ["the same", "another"])

@@ -215,6 +215,21 @@ def test_a_cpu_is_asked_for_its_memory_first(
     assert len(CALLS) == (not reason)
 
 
+@pytest.mark.parametrize(("samples", "problem"), [(24, ""), (32, "they may take 12,288 MB more of memory, of which")])
+def test_a_gpus_memory_is_asked_where_ranks_talk_within_a_call(
+    samples: int, problem: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of 20 GiB with weights of 4 and, in a step of 8 samples, 3 more."""
+    readings = {"memory_allocated": 4, "max_memory_allocated": 7, "memory_reserved": 8}
+    for name, gib in readings.items():
+        monkeypatch.setattr(f"torch.cuda.{name}", lambda device, gib=gib: gib * GIB)
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (8 * GIB, 20 * GIB))
+    monkeypatch.setattr("accel.elastic.batch_size.rehearsal.talks_within_calls", lambda model: True)
+    rehearsed = BatchRehearsal(Bounded(100), nothing, torch.device("cuda"))
+    rehearsed.prepare(8)
+    assert rehearsed.problem(samples)[: len(problem) or None] == problem
+
+
 def test_memory_that_ran_out_is_told_from_other_errors() -> None:
     assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate"))
     assert is_out_of_memory(MemoryError())

@@ -3,27 +3,39 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn import functional as F
-from torch.nn.parallel import DistributedDataParallel
 
 from accel.goodput import noise_gradients
-from accel.goodput.noise_gradients import _SKETCH, GradientSketch, PartSums, step_sums
+from accel.goodput.noise_gradients import (
+    _SKETCH,
+    GradientSketch,
+    PartSums,
+    ShardedSample,
+    Unmeasurable,
+    step_sums,
+)
 from accel.goodput.noise_scale import NoiseSums
+from accel.guard.together import fsdp_parameters
 from tests.accel.goodput.noise_loops import OPTIMIZERS, Kept, Regression, averaged, meter_for, sums_of_parts
 from tests.comm.ranks import run_ranks
+from tests.process_group import exchange, group_of_one, parallel
 
 STEPS, SIZE = 24, 8
 
 
-def net() -> nn.Module:
+def net(width: int = 160) -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(12, 160), nn.Tanh(), nn.Linear(160, 120), nn.Tanh(), nn.Linear(120, 5))
+    return nn.Sequential(nn.Linear(12, width), nn.Tanh(), nn.Linear(width, 120), nn.Tanh(), nn.Linear(120, 5))
 
 
 def batch(number: int) -> tuple[Tensor, Tensor]:
@@ -44,23 +56,39 @@ def gather(own: Any) -> list[Any]:
     return everyone
 
 
-def trained(rank: int, world: int, accumulation: int, lossy: bool, faults: str) -> dict[str, Any]:
+def hooks(model: nn.Module) -> bool:
+    """Tell whether any are on a parameter, or on the whole weight that FSDP2 has gathered."""
+    leaves = [each._unsharded_param for each in fsdp_parameters(model) if hasattr(each, "_unsharded_param")]
+    return any(p._backward_hooks for p in [*model.parameters(), *leaves])
+
+
+def trained(
+    rank: int,
+    world: int,
+    accumulation: int,
+    lossy: bool,
+    faults: str,
+    kind: str = "ddp",
+    width: int = 160,
+    make: str = "",
+) -> dict[str, Any]:
     """Train a replica, and return what its meter says."""
-    model = DistributedDataParallel(net())
+    whole = net(width)
+    model: Any = parallel(whole, kind)
     if lossy:
         model.register_comm_hook(None, zeros)
-    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    optimizer = OPTIMIZERS[make](model.parameters()) if make else torch.optim.SGD(model.parameters(), 0.0)
     noise = Kept()
     meter = meter_for(model, optimizer, noise=noise, replicas=world, gather=gather)
     due = []
     for step in range(STEPS):
         meter.begin_step()
-        due.append(any(p._backward_hooks for p in model.parameters()))
+        due.append(hooks(model))
         optimizer.zero_grad()
         for micro in range(accumulation):
             x, y = batch((step * world + rank) * accumulation + micro)
             meter.begin_batch(0 if faults == "unknown" and rank == 1 else SIZE)
-            model.require_backward_grad_sync = micro == accumulation - 1
+            exchange(model, kind, micro == accumulation - 1)
             assert not meter.wants_call
             loss = F.cross_entropy(model(x), y) / accumulation
             (loss * math.nan if faults == "nan" and rank == 1 and step == 8 else loss).backward()
@@ -72,9 +100,9 @@ def trained(rank: int, world: int, accumulation: int, lossy: bool, faults: str) 
             meter.before_update(optimizer)
         if faults != "nan":  # NaN times a rate of 0 is NaN
             optimizer.step()
-        assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+        assert make or all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
         meter.end_step()
-        assert not any(p._backward_hooks for p in model.parameters())
+        assert not hooks(model)
     return {
         "sums": [tuple(each) for each in noise.all],
         "due": due,
@@ -110,6 +138,60 @@ def test_two_ranks_measure_what_one_process_computes(accumulation: int, lossy: b
         assert found[1] == pytest.approx(expected.mean_square, rel=0.1)
         assert NoiseSums(*found).variance == pytest.approx(expected.variance, rel=0.1)
         assert found[2:] == pytest.approx((SIZE, 2 * accumulation * SIZE))
+
+
+@pytest.mark.parametrize("make", ["momentum", "adam", "adamw"])
+@pytest.mark.parametrize(("kind", "accumulation"), [("fsdp2", 1), ("fsdp2", 2), ("hsdp", 2)])
+def test_sharded_model_has_the_noise_of_its_replicas(kind: str, accumulation: int, make: str) -> None:
+    """The exchange is put off to the last batch of a step. The sample has all coordinates, so only rounding differs."""
+    width = 80
+    assert sum(p.numel() for p in net(width).parameters()) < _SKETCH
+    expected, _ = run_ranks(trained, 2, accumulation, False, "", "ddp", width, make)
+    first, second = run_ranks(trained, 2, accumulation, False, "", kind, width, make)
+    assert first == second
+    assert first["due"] == expected["due"]
+    assert len(first["sums"]) > 5
+    for found, wanted in zip(first["sums"], expected["sums"], strict=True):
+        assert found == pytest.approx(wanted, rel=1e-3)
+
+
+@pytest.mark.parametrize("make", ["", "adam"])
+def test_sample_of_a_sharded_model_has_the_noise_of_the_whole_on_average(make: str) -> None:
+    """Of one weight in five; each step has another sample."""
+    width = 600
+    assert sum(p.numel() for p in net(width).parameters()) > 4 * _SKETCH
+    (first, _), (expected, _) = (run_ranks(trained, 2, 1, False, "", kind, width, make) for kind in ("fsdp2", "ddp"))
+    assert len(first["sums"]) == len(expected["sums"]) > 5
+    for number in (0, 1):
+        found, wanted = (sum(sums[number] for sums in each["sums"]) for each in (first, expected))
+        assert found == pytest.approx(wanted, rel=0.05)
+
+
+def test_model_that_is_spread_in_another_way_is_refused(tmp_path: Path) -> None:
+    with group_of_one(tmp_path):
+        mesh = init_device_mesh("cpu", (1,))
+        model = parallelize_module(net(), mesh, {"0": ColwiseParallel()})
+        with pytest.raises(Unmeasurable, match=r"in another way than by FSDP2 \(fully_shard\) alone"):
+            ShardedSample(model, 0)
+        partly = nn.Sequential(fully_shard(net(), mesh=mesh), nn.Linear(5, 5))
+        with pytest.raises(Unmeasurable, match="in another way than by FSDP2"):
+            ShardedSample(partly, 0)
+        meter = meter_for(model, torch.optim.SGD(model.parameters(), 0.1))
+        meter._schedule.steps_left = 0
+        meter.begin_step()
+        assert meter.refusal == "the parameters are sharded (DTensor), and there is one rank alone"
+
+
+def test_error_of_the_sample_does_not_reach_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    def other_torch(model: nn.Module) -> bool:
+        raise AttributeError("fsdp_params")
+
+    monkeypatch.setattr("accel.goodput.noise_meter.is_sharded", other_torch)
+    model = net()
+    meter = meter_for(model, torch.optim.SGD(model.parameters(), 0.1))
+    meter._schedule.steps_left = 0
+    assert not meter.begin_step()
+    assert meter.refusal == "the measurement failed: AttributeError: fsdp_params"
 
 
 def test_value_that_is_not_finite_on_one_rank_skips_the_step_on_all() -> None:
