@@ -276,10 +276,12 @@ def _next_look(state: SearchState, level: StepLevel, next_check: int, step_s: fl
 def _waits_no_more(state: SearchState) -> bool:
     """Tell whether something that waited can be tried now; what does not apply waits no more."""
     for candidate in state.pending():
-        if candidate.stage is CandidateStage.QUEUED or priority.can_be_tried(state, candidate):
+        if candidate.stage is CandidateStage.QUEUED or not (pending := priority.why_pending(state, candidate)):
             return True
         if why := candidate.refusal():
             verdicts.give_up(state, candidate, "not applicable", why)
+        elif candidate.row.status == "not tried":
+            candidate.row.why = pending
     return False
 
 

@@ -56,6 +56,14 @@ def test_what_turns_out_not_to_apply_while_it_waits_is_said_and_waits_no_more() 
     assert not any(action.check for action in machine.actions)
 
 
+def test_the_reason_that_is_said_is_that_of_the_last_look() -> None:
+    machine = Machine()
+    measures = candidate("cache", prepare=lambda: "cores are measured" if machine.step < 60 else "cores are busy")
+
+    controller = simulate([measures], machine, until_settled=False, steps=5000)
+    assert (controller.rows["cache"].status, controller.rows["cache"].why) == ("not tried", "cores are busy")
+
+
 def test_a_preparation_that_fails_leaves_the_candidate_out() -> None:
     def fails() -> str:
         raise OSError("no room")
