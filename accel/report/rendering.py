@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -12,10 +13,13 @@ from accel.report import optimize_document, profile_document, terminal
 from accel.report.blocks import SIGNS, Card, Document, Section, Table
 from accel.report.pictures import shade
 from accel.report.report import Report
-from accel.report.words import clean
+from accel.report.words import clean, percent_text
 
 if TYPE_CHECKING:
     from jinja2 import Environment
+
+_SMALL = 0.01
+"""Share of the step below which a phase has no line of its own where the report is brief."""
 
 
 def document(report: Report | ProfileReport) -> Document:
@@ -33,21 +37,29 @@ def as_text(
 
 
 def as_brief(report: ProfileReport, stream: TextIO | None = None) -> str:
-    """Render what a profiled run prints: the verdict, the first cause, what to do next and the phases of a step."""
+    """Render what a profiled run prints in 25 to 30 lines: verdict, first cause, what to do, main phases."""
     whole = document(report)
-    sections = [_brief(section) for section in whole.sections if section.name in ("why", "next", "anatomy")]
+    cards = [block for section in whole.sections for block in section.blocks if isinstance(block, Card)]
+    said = {remedy for _, remedy in cards[0].remedies} if cards else set()
+    names = ("why", "anatomy") if said.issuperset(report.next) else ("why", "next", "anatomy")
+    sections = [_brief(section, cards[1:], report) for section in whole.sections if section.name in names]
     return terminal.render(replace(whole, sections=sections), stream=stream)
 
 
-def _brief(section: Section) -> Section:
-    """Return a section with its first card alone, and without the parts of phases."""
-    cards = [block for block in section.blocks if isinstance(block, Card)]
-    shown = [block for block in section.blocks if block not in cards[1:]]
-    return replace(section, blocks=[_phases_alone(block) if isinstance(block, Table) else block for block in shown])
+def _brief(section: Section, left_out: Sequence[Card], report: ProfileReport) -> Section:
+    shown = [block for block in section.blocks if block not in left_out]
+    return replace(
+        section, blocks=[_main_phases(block, report) if isinstance(block, Table) else block for block in shown]
+    )
 
 
-def _phases_alone(table: Table) -> Table:
-    return replace(table, rows=[row for row in table.rows if row.depth < 2])
+def _main_phases(table: Table, report: ProfileReport) -> Table:
+    """Return the rows of phases, without their parts; those of less than 1 % of the step are only named."""
+    small = [node.name for node in report.evidence.children if node.share < _SMALL] if report.evidence else []
+    rows = [row for row in table.rows if row.depth < 2 and (row.depth == 0 or row.cells[0].text not in small)]
+    columns = [replace(table.columns[0], width=0, whole=True), *table.columns[1:]]  # names of phases are short
+    more = f"less than {percent_text(_SMALL)} each: {', '.join(small)}" if small else ""
+    return replace(table, columns=columns, rows=rows, more=more)
 
 
 def as_page(report: Report | ProfileReport) -> str:

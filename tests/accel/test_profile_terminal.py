@@ -10,7 +10,7 @@ import pytest
 from accel.profiler.evidence import OpTime, Roofline
 from accel.profiler.report import Node, ProfileReport, Saving, from_json
 from accel.report import words
-from accel.report.rendering import as_page
+from accel.report.rendering import as_brief, as_page
 from accel.report.rendering import as_text as render
 from tests.accel import profile_reports
 
@@ -81,6 +81,21 @@ def test_an_experiment_that_measured_nothing_is_no_measurement(experiment: str, 
 )
 def test_refused_verdict_repeats_nothing(fields: dict[str, object], text: str) -> None:
     assert words.verdict_text(profile_reports.refused(**fields)) == text
+
+
+def test_a_run_prints_one_screen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = as_brief(profile_reports.full()).splitlines()
+    assert len(lines) <= 30
+    assert "less than 1 % each: copy, host, loss, outside" in lines
+    assert not any(line.startswith(("  copy", "  host")) for line in lines)
+
+
+def test_what_the_first_cause_says_is_not_said_twice() -> None:
+    report = profile_reports.full()
+    remedy = report.findings[0].remedy
+    assert "next" not in as_brief(replace(report, next=[remedy])).splitlines()
+    assert "next" in as_brief(report).splitlines()
 
 
 def test_tree_shows_the_share_of_each_part() -> None:
