@@ -6,6 +6,8 @@ import json
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from accel.profiler.evidence import OpTime, Roofline
 from accel.profiler.report import Node, ProfileReport, Saving, from_json
@@ -98,14 +100,49 @@ def test_what_the_first_cause_says_is_not_said_twice() -> None:
     assert "next" in as_brief(report).splitlines()
 
 
-def test_tree_shows_the_share_of_each_part() -> None:
-    halves = [Node(name="half", ms=5.0, share=0.5), Node(name="unknown", ms=5.0, share=float("nan"))]
-    rows = words.tree(Node(name="step", ms=10.0, share=1.0, children=halves))
-    assert [(row.depth, row.name, row.percent) for row in rows] == [
-        (0, "step", "100.0 %"),
-        (1, "half", "50.0 %"),
-        (1, "unknown", "-"),
+def _shown_tenths(report: ProfileReport) -> list[tuple[int, int]]:
+    """Return (depth, tenths of a percent as shown) for each row of the tree."""
+    return [(row.depth, round(10 * float(row.percent.removesuffix(" %")))) for row in words.tree(report.evidence)]
+
+
+def _check_sums(rows: list[tuple[int, int]]) -> None:
+    for place, (depth, tenths) in enumerate(rows):
+        children = []
+        for below, part in rows[place + 1 :]:
+            if below <= depth:
+                break
+            if below == depth + 1:
+                children.append(part)
+        assert not children or sum(children) == tenths
+
+
+def test_tree_shows_parts_that_add_up_to_100_percent() -> None:
+    rows = _shown_tenths(profile_reports.full())
+    assert rows[0] == (0, 1000)
+    _check_sums(rows)
+
+
+@given(parts=st.lists(st.lists(st.floats(0, 10), max_size=6), min_size=1, max_size=8))
+def test_shares_that_add_up_are_shown_adding_up(parts: list[list[float]]) -> None:
+    whole = sum(map(sum, parts))
+    if whole <= 1e-6:
+        return
+    children = [
+        Node(
+            name="part", ms=sum(ms), share=sum(ms) / whole, children=[Node(name="x", ms=v, share=v / whole) for v in ms]
+        )
+        for ms in parts
     ]
+    rows = _shown_tenths(ProfileReport(evidence=Node(name="step", ms=whole, share=1.0, children=children)))
+    assert rows[0] == (0, 1000)
+    _check_sums([row for row in rows if row[0] < 2])
+    assert all(tenths >= 0 for _, tenths in rows)
+
+
+def test_shares_that_do_not_add_up_are_shown_as_they_are() -> None:
+    half = Node(name="half", ms=5.0, share=0.5)
+    rows = words.tree(Node(name="step", ms=10.0, share=1.0, children=[half]))
+    assert [(row.name, row.percent) for row in rows] == [("step", "100.0 %"), ("half", "50 %")]
 
 
 def test_deep_tree_needs_no_deep_stack() -> None:
