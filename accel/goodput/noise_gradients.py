@@ -262,7 +262,9 @@ class ShardedSample:
         own = {id(each.sharded_param) for each in sharded if not each.is_dtensor}
         if own != {id(p) for p in model.parameters() if p.requires_grad}:
             raise Unmeasurable("parameters are spread over processes in another way than by FSDP2 (fully_shard) alone")
-        weights = [(each.sharded_param, getattr(each, "_unsharded_param", None)) for each in sharded]
+        weights: list[tuple[Any, Any]] = [
+            (each.sharded_param, getattr(each, "_unsharded_param", None)) for each in sharded
+        ]
         # One that was not called yet has no gathered weight, and one that has just been unfrozen a frozen one.
         weights = [(p, whole) for p, whole in weights if whole is not None and whole.requires_grad]
         self._parameters: list[Any] = [p for p, _ in weights]
