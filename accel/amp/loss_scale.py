@@ -2,13 +2,14 @@
 
     scale ← scale · backoff   after `hysteresis` overflows in a row,   scale · growth   after `interval` good steps
 
-It multiplies gradients where they enter the model, at its outputs, and is divided out where they leave it, at weights
-and inputs (`casts.py`), so the loop's loss and its gradients stay as they are. It is computed on the device: nothing
-waits.
+It multiplies gradients where they enter the model, at its outputs, and is divided out where they
+leave it, at weights and inputs (`casts.py`), so the loop's loss and its gradients stay as they are.
+It is computed on the device: nothing waits.
 
-A step of any optimizer with a gradient of a scaled model that is not finite is skipped. Gradients are looked at when it
-begins; nothing is remembered of backward passes. Optimizers that know `found_inf`, as torch's fused ones and those of
-`accel.optim`, are told; any other finds no gradients in a step that is skipped, at the cost of one number read.
+A step of any optimizer with a gradient of a scaled model that is not finite is skipped. Gradients
+are looked at when it begins; nothing is remembered of backward passes. Optimizers that know
+`found_inf`, as torch's fused ones and those of `accel.optim`, are told; any other finds no
+gradients in a step that is skipped, at the cost of one number read.
 
 Source: Micikevicius et al., Mixed Precision Training, ICLR 2018; the hysteresis is Megatron-LM's.
 """

@@ -1,7 +1,8 @@
 """What a graph is captured for: the structure of the arguments, how each tensor lies in memory, and the modes of torch.
 
-torch copies a new input into a graph's own with `copy_`, which broadcasts: an input of [1, C] silently fills one of
-[B, C]. Here each kind of call has a graph of its own; `Buckets` pads inputs of many sizes to a few kinds.
+torch copies a new input into a graph's own with `copy_`, which broadcasts: an input of [1, C]
+silently fills one of [B, C]. Here each kind of call has a graph of its own; `Buckets` pads inputs
+of many sizes to a few kinds.
 """
 
 from __future__ import annotations

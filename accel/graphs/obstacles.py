@@ -1,7 +1,8 @@
 """What can't be captured, found while a function is recorded, or named operator by operator by `why_not_capturable`.
 
-A replay runs no Python. So what the function has put into an attribute stays what it was at the recording, what the
-host has drawn or counted is drawn and counted no more, and what it writes to its inputs goes into the graph's copies.
+A replay runs no Python. So what the function has put into an attribute stays what it was at the
+recording, what the host has drawn or counted is drawn and counted no more, and what it writes to
+its inputs goes into the graph's copies.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Decide whether the strategies are to blame for a gradient that is not finite.
 
-While strategies are on, each call of the model is kept until its gradients have been checked: references to its inputs,
-the random state before it, the gradient that arrived at its outputs. If a gradient is then not finite, the kept calls
-are replayed plainly and under the strategies, and the arrived gradients are sent back through both.
+While strategies are on, each call of the model is kept until its gradients have been checked:
+references to its inputs, the random state before it, the gradient that arrived at its outputs. If a
+gradient is then not finite, the kept calls are replayed plainly and under the strategies, and the
+arrived gradients are sent back through both.
 
     they differ                                             the strategies are to blame
     they agree, and what arrived or came out is not finite  the run does this without strategies too

@@ -6,9 +6,9 @@
     exact       the same bits
     complex     numbers count as their real and imaginary parts
 
-δ, γ and s follow from the exactness and from ε of the coarsest format within the plain call (`rounding`);
-docs/contributing/guard.md has the reasons. TF32 is off in both where it would hide a fault, and dropout draws in
-canonical order in both (`draws`), so that it counts among the outputs.
+δ, γ and s follow from the exactness and from ε of the coarsest format within the plain call
+(`rounding`); docs/contributing/guard.md has the reasons. TF32 is off in both where it would hide a
+fault, and dropout draws in canonical order in both (`draws`), so that it counts among the outputs.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """Random numbers in a replay: noted, and drawn in one order whatever the memory layout.
 
-`bernoulli_` fills a channels_last tensor in the order of memory, and takes other numbers for bfloat16 than for float32.
-In a canonical replay each draw is made in float32 on contiguous memory and copied over, so that paths that draw alike
-are alike. The dropout of a fused attention, which draws within its kernel and by dtype, is left out there, forward and
-backward; its probability is noted. What is noted shows whether two paths draw from the same distributions.
+`bernoulli_` fills a channels_last tensor in the order of memory, and takes other numbers for
+bfloat16 than for float32. In a canonical replay each draw is made in float32 on contiguous memory
+and copied over, so that paths that draw alike are alike. The dropout of a fused attention, which
+draws within its kernel and by dtype, is left out there, forward and backward; its probability is
+noted. What is noted shows whether two paths draw from the same distributions.
 """
 
 from __future__ import annotations

@@ -1,10 +1,12 @@
 """The update on a device: what is sent there before a step, and when its launches can be those of the step before.
 
-The table of a step's tensors there, their addresses and which programs walk through which of them, lives as long as
-tensors keep their sizes and dtypes; addresses are sent again when they change, as those of gradients do.
+The table of a step's tensors there, their addresses and which programs walk through which of them,
+lives as long as tensors keep their sizes and dtypes; addresses are sent again when they change, as
+those of gradients do.
 
-Nothing waits for the device. Within the capture of a CUDA graph the addresses go into a table of that graph's own;
-hyperparameters are read from the table of all steps, so that `send` before a replay reaches it.
+Nothing waits for the device. Within the capture of a CUDA graph the addresses go into a table of
+that graph's own; hyperparameters are read from the table of all steps, so that `send` before a
+replay reaches it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """One step of an optimizer for all parameters: on a GPU by kernels, elsewhere by torch's fused operators.
 
-On a CPU weights are updated in float32, or float64 where they are float64. Gradients are read and left as they are:
-what is scaled or clipped is a copy.
+On a CPU weights are updated in float32, or float64 where they are float64. Gradients are read and
+left as they are: what is scaled or clipped is a copy.
 """
 
 from __future__ import annotations

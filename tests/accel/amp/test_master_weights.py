@@ -96,7 +96,6 @@ def check(make: Make, dtype: torch.dtype, **options: Any) -> None:
     assert optimizer.state_dict()["state"].keys() == other.state_dict()["state"].keys()
 
 
-@pytest.mark.sample(2)
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_an_optimizer_updates_as_in_float32(name: str, dtype: torch.dtype) -> None:
@@ -173,7 +172,6 @@ def test_states_go_between_precisions(dtype: torch.dtype) -> None:
     train(model, optimizer, batches(1, 8))
 
 
-@pytest.mark.sample(2)
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("name", ["AdamW", "AdamW fused", "SGD fused", "FusedAdamW", "FusedSGD"])
 def test_a_model_that_becomes_channels_last_after_it_was_decorated(name: str, dtype: torch.dtype) -> None:

@@ -73,7 +73,6 @@ def test_selective_checkpointing_does_not_count_the_casts(monkeypatch: pytest.Mo
         torch.testing.assert_close(checkpointed, plain, rtol=1e-2, atol=1e-3)
 
 
-@pytest.mark.sample(2)
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_it_trains_as_without_checkpointing(name: str, reentrant: bool) -> None:
@@ -114,7 +113,6 @@ class Gains(nn.Module):
         return y
 
 
-@pytest.mark.sample(2)
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_weights_beside_modules_and_buffers_that_are_replaced(name: str, reentrant: bool) -> None:

@@ -275,7 +275,6 @@ def test_for_another_batch_shape_it_is_tried_again(fault: Any) -> None:
     assert state.plan == {"heap": None}
 
 
-@pytest.mark.sample(3, every_value=False)
 @pytest.mark.parametrize("at", range(10, 420, 41))
 @pytest.mark.parametrize("ends", ["other batches", "a trip"])
 def test_what_happens_in_the_midst_of_its_trial(at: int, ends: str, fault: Any) -> None:

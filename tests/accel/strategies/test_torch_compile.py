@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._dynamo.backends.debugging import aot_eager
 from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
@@ -66,11 +65,10 @@ class Counts:
 
     def __call__(self, graph: Any, inputs: Any, **_: Any) -> Callable[..., Any]:
         self.graphs += 1
-        compiled = aot_eager(graph, inputs)
 
         def run(*args: Any) -> Any:
             self.runs += 1
-            return compiled(*args)
+            return graph.forward(*args)
 
         return run
 
