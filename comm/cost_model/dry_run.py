@@ -19,7 +19,7 @@ from accel.comm.engine.pipeline import BucketJob
 from accel.comm.engine.reduction import arranged, pipeline_stages
 from accel.comm.layout import Layout
 from accel.comm.memory import Memory
-from accel.comm.ranks.channel import SMALL_BYTES, sum_small
+from accel.comm.ranks import small_sums
 from accel.comm.ranks.topology import Topology
 
 _IN_TRAINING = 1.15
@@ -61,6 +61,13 @@ class DryChannel:
                     coming.zero_()
         self._since = self._clock()
 
+    def swap(self, peer: int, send: Tensor, receive: Tensor) -> None:
+        """Note what goes to one rank, or, if nothing does, wait for as much."""
+        sent = (send if send.numel() else receive).nbytes
+        self._note("exchange", sent * self._near[peer], sent * (not self._near[peer]), sent)
+        receive.copy_(send) if send.numel() == receive.numel() else receive.zero_()
+        self._since = self._clock()
+
     def all_gather(self, own: Tensor, out: Sequence[Tensor]) -> None:
         """Note what an all-gather sends."""
         self.exchange([own] * self.size, out)
@@ -69,8 +76,8 @@ class DryChannel:
 
     def all_reduce(self, values: Tensor) -> None:
         """Note an all-reduce, which is an exchange where it is small."""
-        if self.size > 1 and values.nbytes < SMALL_BYTES:
-            sum_small(self, values)
+        if self.size > 1 and values.nbytes < small_sums.TINY_BYTES:
+            small_sums.all_reduce(self, values)
         elif self.size > 1:
             self._note("ring", values.nbytes, 0, values.nbytes)
         self._since = self._clock()

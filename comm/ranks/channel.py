@@ -7,7 +7,7 @@ gloo may move one direction at a time where a message is larger than about 1 MB:
 MB/s. In pieces of up to 1 MB, one under way per peer, it runs at 11.9; with two under way at 9.0. So `exchange` sends
 pieces in lock-step: of 1 MB, since those of 256 KB took up to twice the time of a core, and of the clock where nothing
 is slower than memory (2 hosts of 2 ranks, unshaped: 53 ms in place of 111 for 36 MB). gloo's ring costs 3.6 ms for 4
-KB, hence an all-reduce of few bytes goes another way: see `sum_small`. NCCL needs neither.
+KB, hence an all-reduce of few bytes uses other algorithms: see `accel.comm.ranks.small_sums`. NCCL needs neither.
 """
 
 from __future__ import annotations
@@ -17,22 +17,23 @@ import traceback
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import wraps
-from itertools import pairwise
 from typing import Any, ParamSpec, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from accel.comm.layout import equal_cuts
+from accel.comm.ranks import small_sums
 from accel.profiler.errors import AccelError
 from accel.profiler.interruptions import ours
 
 PIECE_BYTES = 1 << 20
-SMALL_BYTES = 64 * 1024
-"""An all-reduce of less is one of few bytes, where rounds count for more than bytes."""
-_ROUND_S, _MESSAGE_S, _BYTE_S = 2.5e-4, 3e-5, 8e-9
-"""Over gloo at 1 Gbit/s: a round of 4 KB takes 0.24 ms to one rank and back, 0.28 ms all-to-all."""
+_CONNECTED = 32
+"""Ranks of a group that are all connected from the start. Where connections are made on demand, gloo stops the thread
+that serves them before it closes them; with a message there that nobody receives any more, as after an abort, that
+thread never stops, and who frees the group waits for ever (of 50 to 250 aborts of three busy ranks one)."""
+
+
 P = ParamSpec("P")
 
 
@@ -102,18 +103,17 @@ def _share(channel: Channel, own: Tensor, out: Sequence[Tensor]) -> None:
         out[channel.rank].copy_(own)
 
 
-def _options(timeout: timedelta) -> Any:
-    """Return gloo's options; all ranks are connected from the start.
+def _options(size: int, timeout: timedelta) -> Any:
+    """Return gloo's options; in a large group, two ranks are connected when they first speak to each other.
 
-    Where connections are made on demand, gloo stops the thread that serves them before it closes them. With a message
-    there that nobody receives any more, as after an abort, that thread never stops, and who frees the group waits for
-    ever (of 50 to 250 aborts of three busy ranks one).
+    Else each rank would read every other's address from the store and hold a socket to it, for each stage of a scheme.
     """
     gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()
     names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
-    devices = [gloo.create_device(interface=name, lazy_init=False) for name in names]
-    options._devices = devices or [gloo.create_default_device(lazy_init=False)]
+    on_demand = size > _CONNECTED
+    devices = [gloo.create_device(interface=name, lazy_init=on_demand) for name in names]
+    options._devices = devices or [gloo.create_default_device(lazy_init=on_demand)]
     options._threads, options._timeout = 2 * len(options._devices), timeout
     return options
 
@@ -129,8 +129,9 @@ class GlooChannel:
 
     @_backend_call
     def _connect(self, store: Any, timeout: timedelta) -> None:
-        self._group = dist.ProcessGroupGloo(store, self.rank, self.size, _options(timeout))
-        self._group.barrier().wait()  # a rank that went on and closed would cut off those that are still connecting
+        self._group = dist.ProcessGroupGloo(store, self.rank, self.size, _options(self.size, timeout))
+        if self.size <= _CONNECTED:  # a rank that went on and closed would cut off those that are still connecting
+            self._group.barrier().wait()
 
     @_backend_call
     def exchange(self, sends: Sequence[Tensor], receives: Sequence[Tensor]) -> None:
@@ -151,6 +152,15 @@ class GlooChannel:
             for work in works:
                 work.wait()
 
+    @_backend_call
+    def swap(self, peer: int, send: Tensor, receive: Tensor) -> None:
+        """Send to one rank and receive from it; an empty tensor is no message."""
+        group = self._open()
+        works = [group.recv([receive], peer, 0)] if receive.numel() else []
+        works += [group.send([send], peer, 0)] if send.numel() else []
+        for work in works:
+            work.wait()
+
     def all_gather(self, own: Tensor, out: Sequence[Tensor]) -> None:
         _share(self, own, out)
 
@@ -163,11 +173,17 @@ class GlooChannel:
             self._open().allgather([list(out)], [own]).wait()
 
     @_backend_call
+    def broadcast(self, values: Tensor) -> None:
+        """Replace `values` by those of rank 0."""
+        if self.size > 1:
+            self._open().broadcast([values]).wait()
+
+    @_backend_call
     def all_reduce(self, values: Tensor) -> None:
         if self.size == 1 or not values.numel():
             return
-        if values.nbytes < SMALL_BYTES:
-            sum_small(self, values)
+        if values.nbytes < small_sums.TINY_BYTES:
+            small_sums.all_reduce(self, values)
         else:
             self._open().allreduce([values]).wait()
 
@@ -229,45 +245,3 @@ class NcclChannel:
 def channel_kind(device: torch.device) -> type[GlooChannel] | type[NcclChannel]:
     """Return the kind of channel that carries tensors of a device."""
     return NcclChannel if device.type == "cuda" else GlooChannel
-
-
-# -- all-reduces of few bytes -----------------------------------------------------------------------------------------
-
-
-def sums_directly(size: int, nbytes: int) -> bool:
-    """Return whether ranks that sum `nbytes` send all of it to each other: the fewer ranks, the longer.
-
-    By the α-β model (Hockney 1994), with a round of α, a little for each further message of it, and β for a byte:
-
-        n ranks, S bytes   rounds   messages of a rank   bytes of a rank
-        direct             1        n − 1                (n − 1) S
-        by shares          2        2 (n − 1)            2 (n − 1)/n S, as a ring's: each rank sums one share
-    """
-    bytes_more = nbytes * (size - 1) * (size - 2) / size
-    return bytes_more * _BYTE_S <= _ROUND_S + (size - 2) * _MESSAGE_S
-
-
-def sum_small(channel: Channel, values: Tensor) -> None:
-    """Replace `values`, contiguous, by their sum over the ranks, the same bits on each: added in the order of ranks.
-
-    Half precision is summed as float32.
-    """
-    flat, size = values.view(-1), channel.size
-    if sums_directly(size, flat.nbytes):
-        _sum_arrived(channel, [flat] * size, flat)
-        return
-    shares = [flat[low:high] for low, high in pairwise(equal_cuts(flat.numel(), size))]
-    own = shares[channel.rank]
-    _sum_arrived(channel, shares, own)
-    channel.exchange([own] * size, shares)
-
-
-def _sum_arrived(channel: Channel, sends: Sequence[Tensor], own: Tensor) -> None:
-    """Send `sends[r]` to each rank r, and add to `own` what arrives for it."""
-    parts = own.new_empty(channel.size, own.numel())
-    parts[channel.rank] = own
-    channel.exchange(sends, list(parts))
-    total = parts[0].to(torch.promote_types(own.dtype, torch.float32))
-    for part in parts[1:]:
-        total = total + part
-    own.copy_(total)

@@ -56,8 +56,13 @@ class ObjectGroup:
 
     def first(self, own: T | None) -> T:
         """Return what rank 0 passed."""
-        objects: list[Any] = self.gather(own if self.rank == 0 else None)
-        received: T = objects[0]
+        data = _bytes_of(own if self.rank == 0 else None)
+        with self._connected():
+            size = torch.tensor([len(data)])
+            self._channel.broadcast(size)
+            data = data if self.rank == 0 else torch.empty(int(size), dtype=torch.uint8)
+            self._channel.broadcast(data)
+        received: T = _object_of(data)
         return received
 
     def decide(self, own: T, decision: Callable[[list[T]], A]) -> A:

@@ -15,14 +15,23 @@ class Counting:
         self.rank, self.size = rank, size
         self.messages = 0
         self.bytes = 0
+        self.peers: set[int] = set()
+
+    def _sent(self, to: int, what: Tensor) -> None:
+        if to != self.rank and what.numel():
+            self.messages += 1
+            self.bytes += what.nbytes
+            self.peers.add(to)
 
     def exchange(self, sends: Sequence[Tensor], receives: Sequence[Tensor]) -> None:
         for to, what in enumerate(sends):
-            if to != self.rank and what.numel():
-                self.messages += 1
-                self.bytes += what.nbytes
+            self._sent(to, what)
         for one in receives:
             one.zero_()
+
+    def swap(self, peer: int, send: Tensor, receive: Tensor) -> None:
+        self._sent(peer, send)
+        receive.zero_()
 
 
 class CountingStore:

@@ -1,7 +1,8 @@
-"""Channels over gloo: sums, in the messages that the model counts, and how they end."""
+"""Channels over gloo: what they ask of the store, and how many sockets they hold."""
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -13,9 +14,7 @@ import torch
 from torch.distributed import HashStore
 
 from accel.comm.ranks import channel
-from accel.comm.ranks.channel import SMALL_BYTES, ConnectionBroken, GlooChannel, sum_small, sums_directly
-from tests.comm.simulated import Counting
-from tests.comm.threaded_ranks import together
+from accel.comm.ranks.channel import ConnectionBroken, GlooChannel
 
 
 def everywhere(count: int, work: Callable[[int], Any]) -> list[Any]:
@@ -32,15 +31,61 @@ def everywhere(count: int, work: Callable[[int], Any]) -> list[Any]:
     return found
 
 
-def made(count: int) -> list[GlooChannel]:
-    store = HashStore()
-    return everywhere(count, lambda rank: GlooChannel(store, range(count), rank, timedelta(seconds=20)))
+def sockets() -> int:
+    """Return the open descriptors of this process, in which all the ranks are."""
+    return len(os.listdir("/proc/self/fd"))
+
+
+def made(count: int) -> tuple[list[GlooChannel], HashStore, int]:
+    store, before = HashStore(), sockets()
+    channels = everywhere(count, lambda rank: GlooChannel(store, range(count), rank, timedelta(seconds=20)))
+    return channels, store, sockets() - before
+
+
+@pytest.fixture
+def large(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take each group for a large one, whose ranks are connected on demand."""
+    monkeypatch.setattr(channel, "_CONNECTED", 0)
+
+
+@pytest.mark.usefixtures("large")
+def test_making_one_costs_each_rank_as_much_however_many_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    held = {}
+    for count in (2, 4, 12):
+        channels, store, opened = made(count)
+        assert store.num_keys() == count  # each has told its address, and nobody has asked for one
+        held[count] = opened / count
+        for one in channels:
+            one.close()
+    assert held[12] <= held[2]  # it was one to each of the others
+
+
+@pytest.mark.usefixtures("large")
+def test_a_rank_connects_to_those_that_it_speaks_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    channels, _, _ = made(12)
+
+    def next_to_next(rank: int) -> float:
+        values, nothing = torch.full((3,), float(rank)), torch.empty(0)
+        received = torch.zeros(3)
+        for even in (True, False):  # in pairs, first 0 and 1, then 1 and 2
+            peer = rank + 1 if (rank % 2 == 0) == even else rank - 1
+            if 0 <= peer < 12:
+                channels[rank].swap(peer, values if peer > rank else nothing, received if peer < rank else nothing)
+        return float(received[0])
+
+    base = sockets()
+    assert everywhere(12, next_to_next) == [0.0] + [float(rank - 1) for rank in range(1, 12)]
+    assert sockets() - base <= 2 * 11  # a connection has two ends, both of them here
+    for one in channels:
+        one.close()
 
 
 @pytest.mark.parametrize("count", [3, 6])
 def test_sums_are_those_of_all_ranks_for_every_size(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    channels = made(count)
+    channels, _, _ = made(count)
 
     def summed(rank: int) -> list[torch.Tensor]:
         found = []
@@ -63,8 +108,8 @@ def test_sums_are_those_of_all_ranks_for_every_size(count: int, monkeypatch: pyt
 def test_a_group_is_freed_while_a_message_is_there_that_nobody_receives(monkeypatch: pytest.MonkeyPatch) -> None:
     """As after an abort: with connections made on demand, gloo's own thread then never ends, and is waited for."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    one, other = made(2)
-    everywhere(2, lambda rank: (one, other)[rank].exchange([torch.ones(3)] * 2, [torch.zeros(3)] * 2))
+    one, other = made(2)[0]
+    everywhere(2, lambda rank: (one, other)[rank].swap(1 - rank, torch.ones(3), torch.zeros(3)))
     given_up = one._open().recv([torch.zeros(1000)], 1, 0)
     time.sleep(0.2)  # until the other rank knows that it is waited for
     del given_up
@@ -81,51 +126,3 @@ def test_a_peer_that_never_comes_is_told_as_other_broken_connections(monkeypatch
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     with pytest.raises(ConnectionBroken):
         GlooChannel(HashStore(), range(2), 0, timedelta(seconds=0.5))
-
-
-SIZES = (2, 3, 4, 6, 8, 16, 64)
-
-
-@pytest.mark.sample(5)
-@pytest.mark.parametrize("size", [2, 3, 5, 8, 12])
-@pytest.mark.parametrize("directly", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_sums_are_right_and_the_same_bits_on_every_rank(
-    size: int, directly: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(channel, "sums_directly", lambda size, nbytes: directly)
-    for numel in (1, size, 37):  # fewer elements than ranks: some have no share
-        given = torch.randn(size, numel, dtype=torch.float64).to(dtype)
-
-        def work(line, given=given):  # type: ignore[no-untyped-def]
-            values = given[line.rank].clone()
-            sum_small(line, values)
-            return values
-
-        found = together(size, work)
-        want = given.double().sum(0)
-        for one in found:
-            assert torch.equal(one, found[0])
-        # Of size − 1 roundings in float32 or wider, and one to the dtype.
-        wide = torch.finfo(torch.promote_types(dtype, torch.float32)).eps
-        bound = (wide * size + torch.finfo(dtype).eps) * given.double().abs().sum(0)
-        assert ((found[0].double() - want).abs() <= bound).all()
-
-
-@pytest.mark.parametrize("size", SIZES)
-def test_a_rank_sends_everything_in_one_round_or_a_rings_bytes_in_two(size: int) -> None:
-    for nbytes in (4, 64, 1000, 4096, 20_000, SMALL_BYTES - 4):
-        line = Counting(size - 1, size)
-        sum_small(line, torch.zeros(nbytes // 4))  # type: ignore[arg-type]
-        if sums_directly(size, nbytes):
-            assert (line.messages, line.bytes) == (size - 1, (size - 1) * nbytes)
-        else:
-            assert line.messages <= 2 * (size - 1)
-            assert line.bytes <= 2 * (size - 1) / size * nbytes + 2 * 4 * size  # shares of whole elements
-
-
-def test_the_size_up_to_which_ranks_hear_each_other_directly_falls_with_their_number() -> None:
-    limits = [sum(sums_directly(size, nbytes) for nbytes in range(4, SMALL_BYTES, 64)) for size in SIZES]
-    assert limits == sorted(limits, reverse=True)
-    assert limits[0] == len(range(4, SMALL_BYTES, 64))  # two ranks send the same bytes either way
-    assert 64 * limits[SIZES.index(6)] < SMALL_BYTES / 4

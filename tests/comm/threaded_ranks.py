@@ -114,6 +114,13 @@ class _Group:
         values.copy_(torch.stack(parts).sum(0))
         return _Work()
 
+    def broadcast(self, tensors: list[Tensor]) -> _Work:
+        for to in range(1, self._size) if self._rank == 0 else ():
+            self._world.put((*self._name, "first", to), tensors[0].clone())
+        if self._rank:
+            tensors[0].copy_(self._world.take((*self._name, "first", self._rank)))
+        return _Work()
+
     def allgather(self, outs: list[list[Tensor]], owns: list[Tensor]) -> _Work:
         for to in range(self._size):
             self._world.put((*self._name, "all", self._rank, to), owns[0].clone())
