@@ -40,8 +40,8 @@ def as_brief(report: ProfileReport, stream: TextIO | None = None) -> str:
     """Render what a profiled run prints in 25 to 30 lines: verdict, first cause, what to do, main phases."""
     whole = document(report)
     cards = [block for section in whole.sections for block in section.blocks if isinstance(block, Card)]
-    said = {remedy for _, remedy in cards[0].remedies} if cards else set()
-    names = ("why", "anatomy") if said.issuperset(report.next) else ("why", "next", "anatomy")
+    remedies = {remedy for _, remedy in cards[0].remedies} if cards else set()
+    names = ("why", "anatomy") if remedies.issuperset(report.next) else ("why", "next", "anatomy")
     sections = [_brief(section, cards[1:], report) for section in whole.sections if section.name in names]
     return terminal.render(replace(whole, sections=sections), stream=stream)
 
