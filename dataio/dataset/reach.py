@@ -20,12 +20,14 @@ import logging
 import sys
 import sysconfig
 import types
+import weakref
 from collections import deque
 from collections.abc import Iterator
+from importlib.util import resolve_name
 from itertools import islice
 from pathlib import PurePath
 from types import MemberDescriptorType
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -49,13 +51,13 @@ def reachable(*roots: _Named) -> Iterator[_Named]:
         ["the dataset['a'][0]"]
     """
     followed = packages(*(thing for _, thing in roots))
-    seen: dict[tuple[bool, int], Any] = {}
+    seen: dict[int, Any] = {}
     waiting = deque(roots)
     while waiting and len(seen) < MOST:
         name, thing = waiting.popleft()
-        if (key := identity(thing)) in seen:
+        if id(thing) in seen:
             continue
-        seen[key] = thing  # kept, so that no other thing gets its id meanwhile
+        seen[id(thing)] = thing  # kept, so that no other thing gets its id meanwhile
         if not isinstance(thing, ClassOf):
             yield name, thing
         waiting.extend(_parts(name, thing, followed))
@@ -64,28 +66,37 @@ def reachable(*roots: _Named) -> Iterator[_Named]:
 class ClassOf:
     """The class of an object that is there already: nobody makes another one when a batch is fetched.
 
-    What a constructor names (where files lie, how they are unpacked) is of no account then.
+    What a constructor names (where files lie, how they are unpacked) is of no account then. There is one of each class.
     """
 
-    __slots__ = ("kind",)
+    __slots__ = ("__weakref__", "_kind")
+    _all: ClassVar[weakref.WeakKeyDictionary[type, ClassOf]] = weakref.WeakKeyDictionary()
 
     def __init__(self, kind: type) -> None:
-        self.kind = kind
+        self._kind = weakref.ref(kind)
+
+    @classmethod
+    def object(cls, thing: Any) -> ClassOf:
+        """Return that of an object."""
+        return cls.of(type(thing))
+
+    @classmethod
+    def of(cls, kind: type) -> ClassOf:
+        """Return that of a class."""
+        own = cls._all.get(kind)
+        if own is None:
+            own = cls._all[kind] = cls(kind)
+        return own
 
     def bases(self, followed: set[str]) -> list[type]:
         """Return it and its base classes, as far as they are looked into."""
-        return [base for base in self.kind.__mro__ if is_followed(base.__module__, followed)]
+        kind = self._kind()
+        return [] if kind is None else [base for base in kind.__mro__ if is_followed(base.__module__, followed)]
 
     def parts(self, followed: set[str]) -> Iterator[_Named]:
         """Yield attributes and methods, those of the base classes too, and how an object is made."""
         for base in self.bases(followed):
             yield from _own_parts(base)
-
-
-def identity(thing: Any) -> tuple[bool, int]:
-    """Return what tells a thing from all others that are there."""
-    is_class_of = isinstance(thing, ClassOf)
-    return is_class_of, id(thing.kind if is_class_of else thing)
 
 
 MAKING = frozenset({"__init__", "__new__", "__post_init__", "__init_subclass__", "__set_name__", "__class_getitem__"})
@@ -115,7 +126,7 @@ def _parts(name: str, thing: Any, followed: set[str]) -> Iterator[_Named]:
         yield from (part for part in thing.parts(followed) if part[0].rpartition(".")[2] not in MAKING)
     else:
         yield from ((f"{name}.{key}", value) for key, value in attributes(thing))
-        yield type(thing).__qualname__, ClassOf(type(thing))
+        yield type(thing).__qualname__, ClassOf.object(thing)
 
 
 _CODE = (types.FunctionType, types.MethodType, staticmethod, classmethod, property, functools.partial, type)
@@ -216,7 +227,11 @@ def named_modules(function: types.FunctionType) -> list[tuple[types.ModuleType, 
     """Return the user's own modules that a function names or imports, with what it may name of each."""
     names = names_of(function.__code__)
     named = [function.__globals__.get(name) for name in names.globals]
-    for module in names.imported:
+    for imported in names.imported:
+        try:
+            module = resolve_name(imported, function.__globals__.get("__package__") or "")
+        except ImportError:  # a relative one, outside of a package
+            continue
         named += [sys.modules.get(each) for each in (module, *(f"{module}.{part}" for part in names.all))]
     modules = {each.__name__: each for each in named if isinstance(each, types.ModuleType)}
     return [(each, sorted(names.all)) for name, each in modules.items() if not is_library(name)]
@@ -229,19 +244,41 @@ class Names(NamedTuple):
     all: frozenset[str]
     """Attributes and methods too."""
     imported: frozenset[str]
-    """Modules that it imports when it runs, by their whole names."""
+    """Modules that it imports when it runs, relative ones with their dots."""
+
+    @property
+    def by_text(self) -> bool:
+        """Whether it looks things up by texts that may be made when it runs."""
+        return not (_LOOKS_UP.isdisjoint(self.globals) and _LOOKS_UP.isdisjoint(self.all))
+
+    @property
+    def attributes_by_text(self) -> bool:
+        """Whether it may ask an object for an attribute by such a text."""
+        return not ASKS_BY_TEXT.isdisjoint(self.all)
+
+
+_LOOKS_UP = frozenset(
+    {
+        *("__import__", "eval", "exec", "import_module", "modules", "globals", "__globals__", "f_globals"),
+        *("_getframe", "currentframe", "builtins", "__builtins__"),
+    }
+)
+ASKS_BY_TEXT = frozenset({"getattr", "vars", "__dict__", "__getattribute__", "attrgetter", "getattr_static"})
 
 
 @functools.lru_cache(4096)
 def names_of(code: types.CodeType) -> Names:
-    """Return what code names."""
+    """Return what code names; texts in it too where it asks for something by a text."""
     inner = [names_of(each) for each in code.co_consts if isinstance(each, types.CodeType)]
-    steps = [(each.opname, each.argval) for each in dis.get_instructions(code)]
-    loaded = {name for kind, name in steps if kind in ("LOAD_GLOBAL", "LOAD_NAME")}
-    imported = {name for kind, name in steps if kind == "IMPORT_NAME"}
+    steps = list(dis.get_instructions(code))
+    asked = {(each.opname, each.argval) for each in steps}
+    loaded = {name for kind, name in asked if kind in ("LOAD_GLOBAL", "LOAD_NAME")}
+    levels = [(steps[at - 2].argval, each.argval) for at, each in enumerate(steps) if each.opname == "IMPORT_NAME"]
+    imported = {"." * level + name if isinstance(level, int) else name for level, name in levels}
+    texts = {each for each in code.co_consts if isinstance(each, str) and each.isidentifier()}
     return Names(
-        frozenset(loaded).union(*(each.globals for each in inner)),
-        frozenset(code.co_names).union(*(each.all for each in inner)),
+        frozenset(loaded | (texts if "globals" in loaded else set())).union(*(each.globals for each in inner)),
+        frozenset({*code.co_names, *(texts if "getattr" in loaded else ())}).union(*(each.all for each in inner)),
         frozenset(imported).union(*(each.imported for each in inner)),
     )
 

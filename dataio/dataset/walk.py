@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import contextvars
 import datetime
 import decimal
@@ -40,11 +41,11 @@ from accel.dataio.dataset.content import (
 from accel.dataio.dataset.handles import is_handle
 from accel.dataio.dataset.numbers import Owner, is_number
 from accel.dataio.dataset.reach import (
+    ASKS_BY_TEXT,
     MAKING,
     ClassOf,
     attributes,
     code_parts,
-    identity,
     is_code,
     is_followed,
     is_library,
@@ -123,16 +124,17 @@ def look_through(fetch: Fetch, owned: list[Owner], lengths: Mapping[int, Any], s
     """
     walk = _Walk(fetch, owned, lengths, share)
     walk.hold("os.environ", partial(_of_dict, getattr(os.environ, "_data", {})))
-    seen: dict[tuple[bool, int], Any] = {}  # kept, so that no other thing gets one's id
+    walk.hold("the module builtins", lambda: [len(vars(builtins))])
+    seen: dict[int, Any] = {}  # kept, so that no other thing gets one's id
     while queue := walk.waiting or walk.later:
         name, thing = queue.popleft()
-        if is_scalar(thing) or (key := identity(thing)) in seen:
+        if is_scalar(thing) or id(thing) in seen:
             continue
         walk.is_later = walk.is_later or queue is walk.later
         if len(seen) >= _MOST:
             walk.hide(f"what is beyond the first {_MOST:,} things in {name}")
             break
-        seen[key] = thing
+        seen[id(thing)] = thing
         try:
             walk.look(name, thing)
         except ours():  # a class of the user's may raise whatever it likes
@@ -230,7 +232,7 @@ class _Walk:
         if slots := slots_of(type(thing)):
             self.hold(name, partial(_of_all, [partial(slot.__get__, thing) for slot in slots]))
         self.waiting += [(f"{name}.{key}", value) for key, value in attributes(thing)]
-        self.waiting.append((type(thing).__qualname__, ClassOf(type(thing))))
+        self.waiting.append((type(thing).__qualname__, ClassOf.object(thing)))
 
     def look_at_memory(self, name: str, thing: Any, memory: Any) -> None:
         """Compare the memory of a thing, and its attributes if it has any."""
@@ -369,11 +371,22 @@ def _look_at_function(walk: _Walk, name: str, function: types.FunctionType) -> N
     walk.hold(name, lambda: [function.__code__, function.__defaults__, function.__kwdefaults__, *own, *own.values()])
     if cells := function.__closure__ or ():
         walk.hold(name, partial(_of_all, [partial(getattr, cell, "cell_contents") for cell in cells]))
-    if named := sorted(names_of(function.__code__).globals):
+    names, modules = names_of(function.__code__), named_modules(function)
+    if names.by_text or (modules and names.attributes_by_text):
+        walk.unsee(f"{function.__qualname__}, which looks things up by texts,")
+    if named := sorted(names.globals):
         walk.hold(f"a global of {function.__qualname__}", partial(_of_names, function.__globals__, named))
-    for module, parts in named_modules(function):
+        if added := [each for each in named if _is_put_in_builtins(each)]:
+            walk.hold("the module builtins", partial(_of_names, vars(builtins), added))
+            walk.waiting += [(f"builtins.{each}", vars(builtins)[each]) for each in added]
+    for module, parts in modules:
         walk.hold(f"an attribute of the module {module.__name__}", partial(_of_names, vars(module), parts))
     walk.waiting += code_parts(name, function, walk.followed)
+
+
+def _is_put_in_builtins(name: str) -> bool:
+    thing = vars(builtins).get(name)
+    return thing is not None and getattr(thing, "__module__", None) not in ("builtins", "io", "_sitebuiltins")
 
 
 def _look_at_method(walk: _Walk, name: str, method: types.MethodType) -> None:
@@ -388,15 +401,19 @@ def _look_at_method(walk: _Walk, name: str, method: types.MethodType) -> None:
                 waiting.append(of_class)
                 walk.waiting.append((f"{name}.{new}", of_class))
     walk.waiting.append((name, method.__func__))
+    if not named.isdisjoint(ASKS_BY_TEXT):
+        walk.unsee(f"{name}, which looks things up by texts,")
     if (own := own_attributes(owner)) is not None:
         walk.hold(name, partial(_of_names, own, sorted(named)))
         walk.waiting += [(f"{name}.{each}", own[each]) for each in sorted(named & own.keys())]
 
 
 def _look_at_class(walk: _Walk, thing: Any) -> None:
-    of_class = thing if isinstance(thing, ClassOf) else ClassOf(thing)
+    of_class = thing if isinstance(thing, ClassOf) else ClassOf.of(thing)
     for kind in of_class.bases(walk.followed):
         walk.hold(kind.__qualname__, partial(_of_dict, vars(kind), ("__slotnames__",)))  # set by the first copy
+        if not is_library(type(kind).__module__):
+            walk.unsee(f"{kind.__qualname__}, whose class is a metaclass of your own,")
     for name, value in of_class.parts(walk.followed):
         # Code may make further objects of a class: by `cls(…)`, `type(self)(…)`, `dataclasses.replace`.
         is_making = isinstance(thing, ClassOf) and name.rpartition(".")[2] in MAKING

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import builtins
 import dataclasses
 import enum
+import importlib
 import itertools
 import os
 import random
@@ -12,6 +14,7 @@ import types
 from collections.abc import Callable, Iterator
 from concurrent.futures import wait
 from contextvars import ContextVar
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -152,12 +155,51 @@ def test_a_sampler_that_is_not_torch_s_is_not_read_ahead(kind: str) -> None:
         moved(made, 2, threads=True)
 
 
-def test_indices_of_the_loop_s_own_class_are_not_read_ahead() -> None:
-    class FollowedIndices(list[int]):
-        """Says what it holds by what the loop has set."""
+class FollowedIndices(list[int]):
+    """Says what it holds by what the loop has set."""
 
-    loader = DataLoader(Numbers(16), batch_size=4, sampler=SubsetRandomSampler(FollowedIndices(range(16))))
-    assert "a FollowedIndices of indices, which may follow the loop" in refused(loader)
+
+def test_indices_of_the_loop_s_own_class_are_not_read_ahead() -> None:
+    sampler = SubsetRandomSampler(FollowedIndices(range(16)))
+    assert "a FollowedIndices of indices, which may follow the loop" in refused(
+        DataLoader(Numbers(16), batch_size=4, sampler=sampler)
+    )
+
+
+class ByText(Numbers):
+    """Looks a number up by a text that is made when it runs."""
+
+    key = "SHIFT"
+
+    def __getitem__(self, index: int) -> float:
+        return float(super().__getitem__(index)) + vars(sys.modules[__name__]).get(self.key.lower(), 0)
+
+
+def test_what_is_looked_up_by_texts_can_not_be_seen() -> None:
+    assert "looks things up by texts" in DatasetWatch(Fetch(ByText(8), list, batched=True)).unseen
+    assert "looks things up by texts" in refused(DataLoader(ByText(8), batch_size=4))
+
+
+def test_a_module_that_a_function_imports_by_its_place_is_watched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "package_of_mine"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "config.py").write_text("SHIFT = 1\n")
+    (package / "data.py").write_text(
+        "class Data:\n"
+        "    def __len__(self):\n        return 8\n"
+        "    def __getitem__(self, index):\n"
+        "        from . import config\n        from .config import SHIFT\n        return index + SHIFT\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    data = importlib.import_module("package_of_mine.data").Data()
+    data[0]
+    watch = DatasetWatch(Fetch(data, list, batched=True))
+    assert not watch.changed()
+    monkeypatch.setattr(sys.modules["package_of_mine.config"], "SHIFT", 2)
+    assert watch.changed()
 
 
 def test_a_sampler_that_the_loop_puts_in_place_of_torch_s_is_not_read_ahead() -> None:
@@ -267,10 +309,15 @@ class Parent:
 class Curriculum(Dataset[Tensor]):
     """Sample i is the sum of all that a loop may set."""
 
+    scale = 0
+
     def __init__(self) -> None:
         self.level, self.parent, self.deep = 0, Parent(), {"a": {"b": ({"c": [0]},)}}
-        self.array, self.tensor = np.zeros(LENGTH), torch.zeros(LENGTH)
+        self.array, self.tensor, self.table = np.zeros(LENGTH), torch.zeros(LENGTH), torch.zeros(3)
+        self.shared = torch.from_numpy(np.zeros(LENGTH))
+        self.numbers, self.named = [0] * 300, dict.fromkeys(range(300), 0)
         self.pairs = [(str(number), 0) for number in range(9000)]
+        self.raw, self.made_of = bytearray(LENGTH), [[0] for _ in range(LENGTH)]
 
     @property
     def of_parent(self) -> int:
@@ -283,10 +330,11 @@ class Curriculum(Dataset[Tensor]):
         import settings_of_a_script as settings  # type: ignore[import-not-found]
 
         named = LEVEL + NESTED["transform"]["strength"][0] + settings.offset
-        held = self.level + self.of_parent + self.deep["a"]["b"][0]["c"][0] + self.pairs[index][1]
-        tables = self.array[index] + self.tensor[index]
+        held = self.level + self.scale + self.of_parent + self.deep["a"]["b"][0]["c"][0] + self.made_of[index][0]
+        tables = self.array[index] + self.tensor[index] + self.table.sum() + self.shared[index] + self.raw[index]
+        long = self.numbers[index] + self.named[index] + self.pairs[index][1]
         outside = int(os.environ.get("ACCEL_TEST_SHIFT", "0"))
-        return torch.as_tensor(index + named + held + outside + float(tables))
+        return torch.as_tensor(index + named + held + long + outside + float(tables))
 
 
 class Shifted:
@@ -312,13 +360,23 @@ CHANGES: dict[str, Callable[[Curriculum, Shifted, int], Any]] = {
     "attribute": lambda data, collate, value: setattr(data, "level", value),
     "global": _global,
     "entry of a global": lambda data, collate, value: NESTED["transform"]["strength"].__setitem__(0, value),
+    "dict of a global": lambda data, collate, value: NESTED.update(transform={"strength": [value]}),
     "module": lambda data, collate, value: setattr(SETTINGS, "offset", value),
+    "class attribute": lambda data, collate, value: setattr(Curriculum, "scale", value),
+    "of a property": lambda data, collate, value: setattr(data.parent, "shift", value),
     "class of a property": lambda data, collate, value: setattr(Parent, "shift", value),
     "nested": lambda data, collate, value: data.deep["a"]["b"][0]["c"].__setitem__(0, value),
+    "list of lists": lambda data, collate, value: data.made_of[40].__setitem__(0, value),
+    "array": lambda data, collate, value: data.array.fill(value),
     "one element": lambda data, collate, value: data.array.__setitem__(40, value),
     "tensor": lambda data, collate, value: data.tensor.fill_(value),
+    "tensor's data": lambda data, collate, value: data.table.data.fill_(value),
     "tensor by way of an array": _numpy,
+    "tensor of an array": lambda data, collate, value: data.shared.numpy().fill(value),
+    "long list": lambda data, collate, value: data.numbers.__setitem__(40, value),
+    "long dict": lambda data, collate, value: data.named.__setitem__(40, value),
     "list of pairs": lambda data, collate, value: data.pairs.__setitem__(40, ("", value)),
+    "bytes": lambda data, collate, value: data.raw.__setitem__(40, value),
     "environment": lambda data, collate, value: os.environ.update(ACCEL_TEST_SHIFT=str(value)),
     "collate function": lambda data, collate, value: setattr(collate, "shift", value),
     "nothing": lambda data, collate, value: None,
@@ -359,7 +417,7 @@ GRID = [
 ]
 
 
-@pytest.mark.sample(20)
+@pytest.mark.sample(40)
 @pytest.mark.parametrize(("how", "change", "when"), GRID)
 def test_a_change_of_any_kind_is_in_the_next_batch(how: str, change: str, when: set[int]) -> None:
     """After the fifth batch, when others had been made, or after the last one, before the next epoch."""
@@ -522,6 +580,16 @@ class Scaled:
         return cls(index)
 
 
+class Meta(type):
+    """Has attributes of its own, which its classes show too."""
+
+    shift = 0
+
+
+class OfMeta(metaclass=Meta):
+    """Has none of its own."""
+
+
 class ArrayWithAttributes(np.ndarray[Any, Any]):
     """An array with a scale."""
 
@@ -562,6 +630,24 @@ def _set_global(held: Any) -> None:
     SCALE = 2
 
 
+def _into_builtins(held: Any) -> None:
+    builtins.accel_level = 2  # type: ignore[attr-defined]
+
+
+def _by_text(held: Any, index: int) -> Any:
+    return globals()["SCA" + held]
+
+
+def _of_module_by_text(held: Any, index: int) -> Any:
+    import settings_of_a_script as settings
+
+    return getattr(settings, "off" + held)
+
+
+def _of_builtins(held: Any, index: int) -> Any:
+    return getattr(builtins, "accel_level", 0)
+
+
 def _array_of(held: Any) -> None:
     held.numpy()[:] = 1
 
@@ -598,6 +684,13 @@ HIDDEN: dict[str, tuple[Callable[[Any, int], Any], Callable[[], Any], Callable[[
         lambda: {Key(): 0},
         lambda held: setattr(next(iter(held)), "scale", 2),
     ),
+    "an attribute of a metaclass": (
+        lambda held, i: type(held).shift,
+        OfMeta,
+        lambda held: setattr(Meta, "shift", 2),
+    ),
+    "a name in builtins": (lambda held, i: accel_level, lambda: None, _into_builtins),  # type: ignore[name-defined] # noqa: F821
+    "an attribute of builtins": (_of_builtins, lambda: None, _into_builtins),
     "another kind of number": (
         lambda held, i: len(repr(held[40])),
         lambda: [1] * 300,
@@ -618,6 +711,12 @@ HIDDEN: dict[str, tuple[Callable[[Any, int], Any], Callable[[], Any], Callable[[
         lambda: torch.zeros(1 << 19),
         _array_of,
     ),
+    "a global by a text": (_by_text, lambda: "LE", _set_global),
+    "a module's attribute by a text": (
+        _of_module_by_text,
+        lambda: "set",
+        lambda held: setattr(SETTINGS, "offset", 2),
+    ),
 }
 
 
@@ -626,6 +725,9 @@ def test_what_is_hard_to_see_is_seen_to_change_or_known_to_be_unseen(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys.modules[__name__], "SCALE", 1)
+    monkeypatch.setattr(SETTINGS, "offset", 0)
+    monkeypatch.setattr(Meta, "shift", 0)
+    monkeypatch.setattr(builtins, "accel_level", 1, raising=False)
     read, make, change = HIDDEN[kind]
     data = Reads(read, make())
     watch, before = DatasetWatch(Fetch(data, list, batched=True)), data[40]
