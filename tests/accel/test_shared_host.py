@@ -16,8 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import accel
-from accel.run import host_load
-from accel.run.context import Observed
+from accel.run import Run, host_load
 from accel.run.host_load import HostLoad, HostMeter
 from accel.search.actions import Action, Result
 from accel.search.state import Candidate, Pace
@@ -363,7 +362,8 @@ def host_of() -> Iterator[Callable[..., HostMeter]]:
         patch.setattr(host_load, "CrowdMeter", Meter)
         patch.setattr(host_load.time, "monotonic", lambda: Meter.now_s)
         patch.setenv("LOCAL_WORLD_SIZE", "3")
-        yield lambda **run: HostMeter(cast(Any, SimpleNamespace(observed=Observed(), **run)))
+        unused = cast(Any, None)
+        yield lambda **run: HostMeter(Run(nn.Identity(), [], [], unused, unused, **run))
 
 
 def test_a_look_is_of_a_second_or_more(host_of: Callable[..., HostMeter]) -> None:
