@@ -48,6 +48,12 @@ def is_dear(candidate: Candidate) -> bool:
     return not candidate.is_insisted and (callable(cost_s) or cost_s >= DEAR_S)
 
 
+def least_trial_s(state: SearchState) -> float:
+    """Return the seconds that a trial takes at the least, with steps as they are now."""
+    config = (state.config.brief() or state.config).for_steps_of(state.step_s)
+    return 2 * config.looks[0] * config.block_steps * state.step_s
+
+
 def work_s(state: SearchState, candidate: Candidate) -> float:
     """Return the seconds of one-off work to expect of the setting that is tried next."""
     return work_of(state, candidate, _next_setting(candidate))

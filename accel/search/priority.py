@@ -10,6 +10,8 @@ _SHORTER = 1.25
 """Times as long as now that the step must have been."""
 _OTHER_LIMIT = 2.0
 """Times as long as now: something else limits the step by then, such as the device, whose time launches had hidden."""
+_MOST = 0.5
+"""Share of the step from which on a cause takes most of it."""
 _MOST_TIMES = 2
 """How often the verdict on a candidate is reopened."""
 
@@ -20,9 +22,11 @@ def next_candidate(state: SearchState) -> Candidate | None:
     return min(queued, key=lambda candidate: rank(state, candidate), default=None)
 
 
-def rank(state: SearchState, candidate: Candidate) -> tuple[int, bool, bool, bool, bool, bool, int, int]:
+def rank(state: SearchState, candidate: Candidate) -> tuple[bool, int, bool, bool, bool, bool, bool, int, int]:
     """Return what sorts candidates: cheap ones first, and among them what treats the present bottleneck.
 
+    What treats a cause that takes most of the step comes before all else, unless the guard compares it first. What
+    takes seconds once is cheap where steps are so slow that a trial takes as long.
     On a crowded machine what depends on other processes comes last: they may have left by then.
     What has a place of its own (`TrialDesign.order`) keeps that: a comparison by the guard can make the heap grow for
     good, and then it is too late to see what the allocator gives. A small network's plain steps took 77 ms before one,
@@ -31,16 +35,24 @@ def rank(state: SearchState, candidate: Candidate) -> tuple[int, bool, bool, boo
     findings = state.diagnosis.findings
     limits = [Bottleneck(finding.bottleneck) for finding in findings] + state.diagnosis.limits
     treated = (limits.index(limit) for limit in candidate.strategy.treats if limit in limits)
+    again = candidate.at_length or bool(state.recollection.lost(candidate.name))
     return (
+        again or candidate.is_compared or not _treats_most(state, candidate),
         candidate.comparison.order,
-        candidate.at_length or bool(state.recollection.lost(candidate.name)),
+        again,
         candidate.comparison.depends_on_host and outlook.is_crowded(state),
-        costs.is_dear(candidate),
+        costs.is_dear(candidate) and costs.work_s(state, candidate) > costs.least_trial_s(state),
         candidate.name not in [finding.strategy for finding in findings],
         candidate.is_compared,
         min(treated, default=len(limits)),
         candidate.order,
     )
+
+
+def _treats_most(state: SearchState, candidate: Candidate) -> bool:
+    """Tell whether a candidate treats the cause that takes most of the step, if there is such a one."""
+    first = next(iter(state.diagnosis.findings), None)
+    return first is not None and first.share > _MOST and Bottleneck(first.bottleneck) in candidate.strategy.treats
 
 
 def why_pending(state: SearchState, candidate: Candidate) -> str:

@@ -76,8 +76,8 @@ def _charges_another(right: Any) -> Any:
 
 
 def _dear_ones_first(rank: tuple[Any, ...]) -> tuple[Any, ...]:
-    order, at_length, crowded, is_dear, named, compared, *rest = rank
-    return (order, at_length, crowded, not is_dear, named, not compared, *rest)
+    least, order, at_length, crowded, is_dear, named, compared, *rest = rank
+    return (least, order, at_length, crowded, not is_dear, named, not compared, *rest)
 
 
 def _backwards(rank: tuple[Any, ...]) -> tuple[Any, ...]:

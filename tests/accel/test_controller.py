@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import statistics
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
 from accel.profiler.trial import TrialConfig
 from accel.search.actions import Action, Result
+from accel.strategies.trial_design import TrialDesign
 from tests.accel.simulation import FAST, INPUT, PLAIN_S, QUIET, Machine, candidate, simulate, step_of_first
 
 
@@ -406,6 +407,33 @@ def test_what_a_finding_names_comes_before_what_treats_its_class() -> None:
 
     tried = [name for action in machine.actions if action.check for name in action.check]
     assert tried[0] == "loader_workers"
+
+
+def first_plan(machine: Machine) -> dict[str, Any]:
+    return next(action.plan for action in machine.actions if action.plan)
+
+
+@pytest.mark.parametrize(("data_share", "first"), [(0.8, "exchange"), (0.3, "heap")])
+def test_what_treats_most_of_the_step_comes_before_all_that_it_need_not_wait_for(data_share: float, first: str) -> None:
+    """Beside 65 % of communication an allocator was tried for a minute and gave 3 %."""
+
+    class EarlyTrial(TrialDesign):
+        order: ClassVar[int] = -1
+
+    heap = candidate("heap", touches=frozenset(), kind=EarlyTrial)
+    exchange = candidate("exchange", treats=INPUT, touches=frozenset())
+    machine = Machine(data_share=data_share, thread=lambda step: QUIET)
+    simulate([heap, exchange], machine)
+    assert first_plan(machine) == {first: None}
+
+
+@pytest.mark.parametrize(("slower", "first"), [(1.0, "other"), (60.0, "measured")])
+def test_what_takes_seconds_once_is_cheap_beside_slow_steps(slower: float, first: str) -> None:
+    measured = candidate("measured", treats=INPUT, touches=frozenset(), cost_s=5.0)
+    other = candidate("other", touches=frozenset())
+    machine = Machine(data_share=0.45, thread=lambda step: QUIET, drift=lambda step: slower)
+    simulate([other, measured], machine)
+    assert first_plan(machine) == {first: None}
 
 
 def test_a_finished_plan_is_looked_at_now_and_then_only() -> None:
