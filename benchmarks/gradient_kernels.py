@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accel.comm.compression import top_k
+from accel.comm import dgc
 from accel.kernels import quantise, sign_pack, threshold
 from accel.kernels.codes.block_code import BlockCode
 from accel.kernels.support import Cost
@@ -170,13 +170,13 @@ def _largest(values: Tensor, share: float) -> Case:
         return values.abs().topk(count, sorted=False).indices
 
     def right() -> bool:
-        found, expected = (values[one].abs().sort().values for one in (top_k.largest(values, count), topk()))
+        found, expected = (values[one].abs().sort().values for one in (dgc.largest(values, count), topk()))
         return torch.equal(found, expected)
 
     # Every value is read once, at least, and every position is written.
     cost = Cost(flops=len(values), bytes=4 * len(values) + 8 * count)
-    rivals: dict[str, Call] = {"plain": lambda: top_k._largest(values, count, by_kernels=False), "torch.topk": topk}
-    return Case(f"largest {share:.2%}", lambda: top_k.largest(values, count), cost, right, rivals, waits=True)
+    rivals: dict[str, Call] = {"plain": lambda: dgc._largest(values, count, by_kernels=False), "torch.topk": topk}
+    return Case(f"largest {share:.2%}", lambda: dgc.largest(values, count), cost, right, rivals, waits=True)
 
 
 def rows(bandwidth: float) -> Iterator[Row]:

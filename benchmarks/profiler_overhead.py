@@ -34,7 +34,7 @@ from torch.utils.data import DataLoader
 from accel.profiler.loop import callslot
 from accel.profiler.loop.recorder import Recorder
 from accel.profiler.session import WATCH_S
-from accel.profiler.system.sampler import Sampler
+from accel.profiler.system.instruments import Sampler
 from benchmarks.spread import median_interval
 
 PIECE_S = 0.025

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from accel.profiler.conclusion import judging
+from accel.profiler.conclusion import verdict
 from accel.profiler.evidence import Evidence, TraceSummary
 from accel.profiler.experiments import whatif
 from accel.profiler.gather import Exchange
@@ -239,7 +239,7 @@ class ProfileSession:
     def diagnose(self, evidence: Evidence) -> Diagnosis:
         """Name the causes, with the results of the experiments."""
         diagnosis = diagnose(evidence)
-        self.unseen += judging.judge(
+        self.unseen += verdict.judge(
             diagnosis, self.experiments, self._suspected, self._why_untried, {"host.gc": diagnosis.collected}
         )
         return diagnosis

@@ -114,7 +114,7 @@ FAULTS = [
     ),
     *faults(
         "verdict",
-        "accel.profiler.conclusion.judging",
+        "accel.profiler.conclusion.verdict",
         _JUDGING,
         experiments_are_ignored=("names what an experiment has shown to save nothing", "judge", returns([])),
     ),

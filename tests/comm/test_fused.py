@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from accel.comm.compression.top_k import largest
 from accel.comm.compressor import BlockCompressor
+from accel.comm.dgc import largest
 from accel.comm.int8 import Int8
 from accel.comm.layout import Layout, Piece
 from accel.comm.memory import Slot

@@ -7,7 +7,7 @@ import inspect
 import pytest
 import torch
 
-from accel.comm.compression.low_rank import add_product, noise, orthonormal
+from accel.comm.powersgd import add_product, noise, orthonormal
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.float64]

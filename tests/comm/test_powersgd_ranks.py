@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from accel.comm.compression.low_rank import noise
 from accel.comm.hooks import CommState
-from accel.comm.powersgd import PowerSGD
+from accel.comm.powersgd import PowerSGD, noise
 from tests.comm import cases
 from tests.comm.few import few
 from tests.comm.ranks import on_ranks, run_ranks

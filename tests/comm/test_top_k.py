@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accel.comm.compression.top_k import largest
+from accel.comm.dgc import largest
 
 # One element, less than a block, a block and its neighbours, several with a rest, and enough for samples.
 SIZES = [1, 2, 63, 64, 65, 257, 1000, 16_384, 70_001]

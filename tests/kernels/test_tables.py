@@ -20,7 +20,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from accel.comm.compression import low_rank
+from accel.comm import powersgd
 from accel.kernels import fcos_heads, gather_rows, quantise, sign_pack
 from accel.kernels.fcos_targets import near as fcos_near
 from accel.kernels.fcos_targets.inputs import Grid, Rule
@@ -32,7 +32,7 @@ from tests.sampling import examples
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
-MODULES = (fcos_heads, fcos_near, gather_rows, window_regions, sign_pack, quantise, low_rank)
+MODULES = (fcos_heads, fcos_near, gather_rows, window_regions, sign_pack, quantise, powersgd)
 GRIDS = (Grid(4, 6, 8, 0.0, 64.0), Grid(2, 3, 16, 64.0, 1e8))
 
 TABLES: dict[str, Callable[[int], Any]] = {
@@ -45,7 +45,7 @@ TABLES: dict[str, Callable[[int], Any]] = {
     "regular points": lambda n: fcos_heads._grids(((n, 3),), (8,), ((0.0, 64.0),), torch.float32),
     "signs of bytes": lambda n: sign_pack._table(CPU),
     "levels": lambda n: quantise._levels(CPU),
-    "noise": lambda n: low_rank.noise(n, 2, 8, torch.float32, CPU),
+    "noise": lambda n: powersgd.noise(n, 2, 8, torch.float32, CPU),
 }
 """Every function that keeps tensors, with a number that makes its arguments others."""
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from accel.profiler import naming
-from accel.profiler.conclusion import judging, verdict
+from accel.profiler.conclusion import verdict
 from accel.profiler.diagnose import anatomy as anatomies
 from accel.profiler.diagnose import consistency
 from accel.profiler.diagnose.causes import CAUSES, CROWDS
@@ -135,7 +135,7 @@ def test_any_claim_of_any_cause_fits_the_phases_or_is_taken_back(
     )
     tried = Experiment(name="x", what="y", before_ms=2, after_ms=1, saving=saving, pairs=6, verdict=outcome)
     found.findings, found.refused = [claim], ""
-    judging.judge(found, {cause: tried}, [], lambda finding: "")
+    verdict.judge(found, {cause: tried}, [], lambda finding: "")
 
     told = verdict.build_report(seen, found)
 
@@ -225,7 +225,7 @@ def test_what_an_experiment_saves_is_put_in_order_by_its_part_of_the_mean_step()
     found = naming.diagnose(seen)
     saving = Saving(value=0.94, low=0.93, high=0.95)
     tried = Experiment(name="x", what="y", before_ms=18, after_ms=1, saving=saving, pairs=6, verdict="keep")
-    judging.judge(found, {"input.cpu": tried}, [], lambda finding: "")
+    verdict.judge(found, {"input.cpu": tried}, [], lambda finding: "")
 
     told = verdict.build_report(seen, found)
 

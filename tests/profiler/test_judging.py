@@ -6,7 +6,7 @@ import pytest
 
 from accel.profiler import naming
 from accel.profiler.conclusion import verdict as verdicts
-from accel.profiler.conclusion.judging import judge
+from accel.profiler.conclusion.verdict import judge
 from accel.profiler.diagnose.anatomy import Anatomy
 from accel.profiler.diagnose.causes import CAUSES
 from accel.profiler.evidence import Evidence, LoaderFacts, OptimizerFacts, ThreadShare

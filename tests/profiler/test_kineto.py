@@ -15,7 +15,7 @@ from torch import nn
 from torch._C._autograd import DeviceType
 from torch.autograd.profiler import profile
 
-from accel.profiler.trace.kineto import full_path, read, users_lines, work_kind
+from accel.profiler.trace.window import full_path, read, users_lines, work_kind
 
 ZERO = 1_795_000_000_000_000_000  # ns since the epoch: floats of that size would lose 256 ns
 

@@ -14,8 +14,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from accel.profiler.trace import operators
 from accel.profiler.trace.digest import call_groups
-from accel.profiler.trace.kineto import read
 from accel.profiler.trace.operators import base, kernel_kind, kind
+from accel.profiler.trace.window import read
 
 MATMUL = (
     "aten::mm aten::addmm aten::bmm aten::baddbmm aten::mv aten::linear aten::mkldnn_linear aten::_scaled_mm "

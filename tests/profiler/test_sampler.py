@@ -13,8 +13,8 @@ import pytest
 
 from accel.profiler.host import ThreadTime
 from accel.profiler.loop.clock import StepClock
+from accel.profiler.system.instruments import Sampler, ThreadClocks
 from accel.profiler.system.loop_source import batch_lines, is_users, users_frames
-from accel.profiler.system.sampler import Sampler, ThreadClocks
 
 LOOPS = """\
 def train(batches, optimizers):
@@ -61,7 +61,7 @@ def test_what_is_the_user_s() -> None:
     assert not is_users(threading.__file__)
     assert not is_users(pytest.__file__)
     assert not is_users("<frozen runpy>")
-    assert not is_users(sys.modules["accel.profiler.system.sampler"].__file__ or "")
+    assert not is_users(sys.modules["accel.profiler.system.instruments"].__file__ or "")
 
 
 def test_frames_are_the_innermost_first() -> None:

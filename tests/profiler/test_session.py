@@ -24,7 +24,7 @@ from accel.profiler.nvml import Nvml
 from accel.profiler.phases import Measurement
 from accel.profiler.session import WARM_UP, ProfileSession
 from accel.profiler.system import instruments
-from accel.profiler.system.sampler import _Sample
+from accel.profiler.system.instruments import _Sample
 from accel.profiler.trace import roofline, window
 
 

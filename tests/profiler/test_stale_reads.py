@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from accel.profiler.experiments.counterfactuals import no_waiting
-from accel.profiler.experiments.stale_reads import StaleReads
+from accel.profiler.experiments.counterfactuals import StaleReads, no_waiting
 from accel.profiler.experiments.whatif import STUCK, experiment
 from accel.profiler.loop.patches import READS
 from accel.profiler.loop.recorder import Recorder

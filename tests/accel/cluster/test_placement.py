@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from accel.cluster.placement import Share, place
+from accel.cluster.policy import Share, place
 from tests.accel.cluster.cluster_cases import hosts
 
 

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from accel.elastic.batch_size.loss_trend import LossTrend, loss_of
+from accel.elastic.batch_size.run_noise import LossTrend, loss_of
 
 SCATTER = 0.12
 """Of the loss of a batch of 32 images."""
