@@ -68,7 +68,7 @@ class UpdatingOptimizer(Optimizer):
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state of this optimizer, or of torch's of the same kind.
+        """Load a state of this optimizer, or of torch's or apex's of the same kind.
 
         Args:
             state_dict: moments keep float32, whatever the parameters' dtype; tensors are not copied where they are of
@@ -213,20 +213,6 @@ class MultiTensorOptimizer(UpdatingOptimizer):
             self._apex.write_steps()
         return super().state_dict()
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state of this optimizer, or of torch's, or apex's, of the same kind.
-
-        Args:
-            state_dict: moments keep float32, whatever the parameters' dtype; tensors are not copied where they are of
-                the right dtype and device, as torch does.
-
-        Raises:
-            InvalidArgument: if it is of another optimizer or of other parameters; nothing has been changed then.
-        """
-        super().load_state_dict(state_dict)
-        if self._apex is not None:
-            self._apex.read_steps()
-
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_uses_apex": self._apex is not None}
 
@@ -248,6 +234,8 @@ class MultiTensorOptimizer(UpdatingOptimizer):
         self._rounded.clear()
         if uses_apex:
             self._use_apex()
+        elif self._apex is not None:
+            self._apex.read_steps()
 
 
 def numbers(group: dict[str, Any], switches: dict[str, str]) -> Hypers:
