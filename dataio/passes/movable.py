@@ -79,7 +79,11 @@ def not_elsewhere(loader: DataLoader[Any], *, exact: bool) -> str:
     from accel.dataio.dataset.handles import shared_handle
     from accel.dataio.dataset.watch import DatasetWatch
     from accel.dataio.fetching.fetch import fetch_of
+    from accel.dataio.passes.epochs import ordering
 
+    sampler: Any = ordering(loader)
+    if exact and type(sampler) is SubsetRandomSampler and not isinstance(sampler.indices, (tuple, range)):
+        return "the loop could set other indices in its SubsetRandomSampler within an epoch: allow='exact' leaves it"
     if exact and (unseen := DatasetWatch(fetch_of(loader), share=0.0).unseen):
         return f"the loop could change {unseen}, within an epoch without being seen: allow='exact' leaves it"
     return shared_handle(loader)

@@ -166,6 +166,15 @@ def test_indices_of_the_loop_s_own_class_are_not_read_ahead() -> None:
     )
 
 
+@pytest.mark.parametrize(("indices", "is_left"), [([1, 0, 2], True), ((1, 0, 2), False), (range(3), False)])
+def test_indices_that_the_loop_could_set_are_left_alone_where_bits_must_be_the_same(
+    indices: Any, is_left: bool
+) -> None:
+    loader = DataLoader(Numbers(16), batch_size=2, sampler=SubsetRandomSampler(indices))
+    assert ("could set other indices" in refused(loader)) is is_left
+    assert not refused(loader, exact=False)
+
+
 class ByText(Numbers):
     """Looks a number up by a text that is made when it runs."""
 
