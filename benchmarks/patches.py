@@ -100,6 +100,8 @@ def said_of_patch(said: str) -> tuple[list[str], dict[str, str]]:
     """Return the strategies that a run has written into its patch, and those that it left out with their reasons."""
     line = next((line for line in said.splitlines() if line.startswith(("accel: wrote ", "accel: no patch: "))), "")
     written = re.search(r" with ([\w, ]+) \(patch ", line)
+    if not written and not line.endswith("nothing was kept") and " is left out: " not in line:
+        raise ScriptFailed(line or "it said nothing of a patch")
     left = dict(re.findall(r"(\w+) is left out: (.*?)(?=; \w+ is left out: |$)", line))
     return written[1].split(", ") if written else [], left
 

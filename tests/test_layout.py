@@ -228,6 +228,17 @@ def test_cores_are_counted_in_one_place() -> None:
     assert found == {"profiler/host.py"}
 
 
+def test_hooks_of_tensors_are_registered_in_one_place() -> None:
+    """Whoever registers one alone forgets that autograd calls it with None where no gradient arrives."""
+    found = {
+        str(path.relative_to(ROOT))
+        for folder in ("accel", *LINKED)
+        for path in own_modules(folder)
+        if ".register_hook(" in path.read_text(encoding="utf-8")
+    }
+    assert found == {"profiler/loop/backward.py"}
+
+
 # `import accel`
 
 

@@ -33,6 +33,7 @@ from torch.optim import Optimizer
 from accel.errors import AccelError
 from accel.goodput.noise_scale import NoiseSums
 from accel.guard.together import fsdp_parameters
+from accel.profiler.loop.backward import on_gradient
 
 Gather = Callable[[Any], list[Any]]
 """Gives each rank what all of them passed, by rank."""
@@ -83,7 +84,7 @@ class GradientTap:
     def install(self) -> None:
         """Put the hooks on."""
         self.remove()
-        self._handles = [p.register_hook(partial(self._arrive, i)) for i, p in enumerate(self._parameters)]  # type: ignore[no-untyped-call]
+        self._handles = [on_gradient(p, partial(self._arrive, i)) for i, p in enumerate(self._parameters)]
 
     def remove(self) -> None:
         """Take the hooks off, and let go of what has arrived."""
@@ -103,9 +104,7 @@ class GradientTap:
         self._arrived.clear()
         return [None if gradient is None else gradient.detach() for gradient in arrived]
 
-    def _arrive(self, number: int, gradient: Tensor | None) -> None:
-        if gradient is None:  # a function of the user's has returned none
-            return
+    def _arrive(self, number: int, gradient: Tensor) -> None:
         # This very tensor is kept: autograd then copies it into `.grad` instead of moving it, and clipping leaves it.
         if number in self._arrived:  # a second pass over the same batch
             gradient = self._arrived[number] + gradient

@@ -24,6 +24,7 @@ from accel.graphs.owners import Owners
 from accel.graphs.recorder import CudaRecorder, GraphRecorder
 from accel.profiler.interruptions import ours
 from accel.profiler.loop import callslot
+from accel.profiler.loop.backward import on_gradient
 from accel.run.gate import Call, hooks_of
 
 _MOST_COUNTED = 1024
@@ -111,7 +112,7 @@ class EagerCalls:
             prepared.add(kind)
 
         for number in differentiable:
-            outputs[number].register_hook(lambda _, number=number: arrive(number))  # type: ignore[no-untyped-call]
+            on_gradient(outputs[number], lambda _, number=number: arrive(number))  # type: ignore[misc]
 
 
 class ModelCalls:

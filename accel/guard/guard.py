@@ -29,6 +29,7 @@ from accel.guard.comparison import Comparison, Replayed, Tolerance, compare, noi
 from accel.guard.draws import ReplayedDraws
 from accel.guard.rounding import Rounding, rounding_of
 from accel.guard.snapshot import ModelSnapshot, devices_of, plain_attributes
+from accel.profiler.loop.backward import on_gradient
 from accel.profiler.trees import copied, leaves, tensors
 
 __all__ = ["Comparison", "Recording", "Replayed", "Tolerance", "compare", "record", "replay", "untouched"]
@@ -114,7 +115,7 @@ class Recording:
         """Record the gradients that arrive at the outputs."""
         for number, tensor in enumerate(tensors(outputs)):
             if tensor.requires_grad:
-                self.hooks.append(tensor.register_hook(partial(self._arrive, number)))  # type: ignore[no-untyped-call]
+                self.hooks.append(on_gradient(tensor, partial(self._arrive, number)))
 
     def forget(self) -> None:
         """Listen no more: an output that is a parameter outlives the step, and a hook on it holds this whole call."""

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from accel.profiler.host import has_amx, usable_cores
+from accel.profiler.loop.backward import on_gradient
 from accel.profiler.loop.optimizers import Optimizers
 from accel.profiler.trees import shape_of, tensors
 from accel.run import ranks
@@ -92,7 +93,7 @@ class Observed:
         self.output_orders[shapes] = tuple(map(order, returned))
         for tensor in returned:
             if tensor.grad_fn is not None:  # on a leaf, such as a parameter, the hook would stay
-                tensor.register_hook(self.note_backward)  # type: ignore[no-untyped-call]
+                on_gradient(tensor, self.note_backward)
 
     def orders_of(self, returned: list[Tensor]) -> Orders:
         """Return how the tensors that a call returns would lie in memory in a plain one, as far as that is known.

@@ -140,7 +140,8 @@ def _own_files(script: Path, folder: Path) -> list[Path]:
     """Return the script, then the modules that it has imported from beside it or from where it was started."""
     script = script.resolve()
     loaded = {name: getattr(module, "__file__", None) or "" for name, module in list(sys.modules.items())}
-    files = [Path(file).resolve() for name, file in loaded.items() if file.endswith(".py") and name[:6] != "accel."]
+    paths = [Path(file) for name, file in loaded.items() if file.endswith(".py") and name[:6] != "accel."]
+    files = [path.resolve() for path in paths if path.is_absolute() and path.is_file()]  # torch.ops says "_ops.py"
     beside, installed = (script.parent, folder), Path(sys.prefix).resolve()
     own = (each for each in files if any(map(each.is_relative_to, beside)) and not each.is_relative_to(installed))
     return list(dict.fromkeys([script, *own]))

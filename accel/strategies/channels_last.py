@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from accel.profiler.bottleneck import Bottleneck
+from accel.profiler.loop.backward import on_gradient
 from accel.profiler.trees import map_tensors, tensors
 from accel.run import Run
 from accel.run.context import Observed
@@ -163,5 +164,5 @@ def _to_last(tensor: Tensor) -> Tensor:
     if laid_out is given:
         return tensor
     if given.requires_grad:
-        given.register_hook(in_order)  # type: ignore[no-untyped-call]
+        on_gradient(given, in_order)
     return laid_out

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 
 class _Mark:
@@ -94,6 +95,20 @@ def unheard() -> Iterator[None]:
 def is_running() -> bool:
     """Return whether this call is made within a backward pass, as those that activation checkpointing repeats are."""
     return torch._C._current_graph_task_id() != -1
+
+
+def on_gradient(tensor: Tensor, call: Callable[[Tensor], Tensor | None]) -> RemovableHandle:
+    """Register `call` for each gradient that arrives at a tensor; what it returns takes the gradient's place.
+
+    Autograd also calls hooks of tensors at which none arrives, with None: of an output that the loss doesn't depend on,
+    where the node that made it has others that it does (a compiled model that returns logits and loss).
+    """
+
+    def arrives(gradient: Tensor | None) -> Tensor | None:
+        return None if gradient is None else call(gradient)
+
+    handle: RemovableHandle = tensor.register_hook(arrives)  # type: ignore[no-untyped-call]
+    return handle
 
 
 def replace_passes(patches: Any, make: Callable[[Any], Any]) -> None:

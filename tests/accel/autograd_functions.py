@@ -18,3 +18,16 @@ class OneGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         return gradients[0], None
+
+
+class OneNode(torch.autograd.Function):
+    """Return both tensors from one node, as a compiled model does; no gradient arrives at one that isn't used."""
+
+    @staticmethod
+    def forward(ctx: Any, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        return first.clone(), second.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients

@@ -217,6 +217,19 @@ def test_the_plan_of_the_only_model_is_written(kept: dict[str, Any], tmp_path: P
     assert not (tmp_path / "none.diff").exists()
 
 
+def test_a_module_whose_file_is_none_is_passed_over(
+    kept: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch.ops says that its file is "_ops.py", wherever the script was started."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "gone", SimpleNamespace(__file__=str(tmp_path / "gone.py")))
+    assert torch.ops.__file__ == "_ops.py"
+
+    said = patch.write_patch(tmp_path / "train.py", tmp_path, tmp_path / "out.diff")
+
+    assert "with fused_optimizer" in said
+
+
 def test_what_a_module_of_the_scripts_own_makes_is_changed_there_from_wherever_it_was_started(
     kept: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

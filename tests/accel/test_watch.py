@@ -21,6 +21,7 @@ from accel.guard.blame import Blame
 from accel.guard.watch import Watch
 from accel.run import ranks
 from accel.run.gate import Call, Gate
+from tests.accel.autograd_functions import OneNode
 from tests.accel.guard_replays import broken, gives_nan, same
 from tests.accel.loops import make_loader
 from tests.accel.test_guard_alone import Parallel, state
@@ -63,6 +64,33 @@ def test_a_loop_that_checkpoints_its_model_trains_under_a_strategy(only_quick: N
         optimizer.zero_grad()
         outputs = checkpoint(model, x, use_reentrant=False)
         nn.functional.cross_entropy(outputs, target % 3).backward()
+        optimizer.step()
+    assert (session.switchboard.trips, session.active, session.failed) == ({}, {"quick": None}, "")
+
+
+class LogitsAndLoss(nn.Module):
+    """Returns two outputs from one node of the graph, of which the loop uses the loss alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor, target: Tensor) -> Any:
+        logits = self.layer(x)
+        return OneNode.apply(logits, nn.functional.cross_entropy(logits, target))
+
+
+def test_an_output_that_the_loss_leaves_out_trains_under_a_strategy(only_quick: None) -> None:
+    """Autograd calls hooks on it with None: once the whole search, the guard's replays, and the watch after it."""
+    torch.manual_seed(0)
+    model = LogitsAndLoss()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model, loader, optimizer = accel.optimize(model, make_loader(), optimizer, allow="exact", budget=60)
+    session: Any = None
+    for number, (x, target) in enumerate(loader):
+        session = keep_quick_on(model) if number == 4 else session
+        optimizer.zero_grad()
+        model(x, target % 3)[1].backward()
         optimizer.step()
     assert (session.switchboard.trips, session.active, session.failed) == ({}, {"quick": None}, "")
 

@@ -27,11 +27,16 @@ def test_six_public_scripts_and_more_can_run_long_enough() -> None:
         ),
         ("accel: no patch: dropout_masks is left out: no line\n", [], {"dropout_masks": "no line"}),
         ("accel: no patch: nothing was kept\n", [], {}),
-        ("", [], {}),
     ],
 )
 def test_what_a_run_says_of_its_patch(said: str, written: list[str], left: dict[str, str]) -> None:
     assert patches.said_of_patch(said) == (written, left)
+
+
+@pytest.mark.parametrize("said", ["", "accel: no patch: [Errno 2] No such file or directory: 'train.py'\n"])
+def test_a_run_that_failed_to_write_its_patch_is_no_success(said: str) -> None:
+    with pytest.raises(public_scripts.ScriptFailed):
+        patches.said_of_patch(said)
 
 
 def test_a_step_is_the_median_of_the_second_half(tmp_path: Path) -> None:
