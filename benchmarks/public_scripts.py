@@ -120,7 +120,9 @@ def run(
     steps.unlink(missing_ok=True)
     path = script.prepare(source, copy)
     if patch is not None:
-        subprocess.run(["patch", "-s", "-p1", "-i", str(patch)], cwd=path.parent, check=True)
+        changed = patch.read_text(encoding="utf-8").partition("--- a/")[2].partition("\n")[0]
+        root = next(folder for folder in path.parents if (folder / changed).exists())
+        subprocess.run(["patch", "-s", "-p1", "-i", str(patch)], cwd=root, check=True)
     before = _files(copy)
     command = [sys.executable, str(path), *script.arguments]
     if accel_options is not None:

@@ -1,7 +1,7 @@
 """What there is to choose from: compressors by name, each with how far it moves the numbers.
 
     exact       the same bits: DDP's own all-reduce and nothing else
-    reordered   the same precision, another order of summation: by hosts
+    reordered   the same precision, another order of summation: by hosts, or through the memory of the only one
     reduced     16 bits on the wire
     lossy       fewer, or fewer numbers, and what a step lost is sent with the next (error feedback)
 
@@ -92,16 +92,17 @@ def check_level(allow: str) -> str:
     return allow
 
 
-def allowed(allow: str, *, by_hosts: bool) -> list[Scheme]:
+def allowed(allow: str, *, by_hosts: bool, in_memory: bool = False) -> list[Scheme]:
     """Return the schemes, beside DDP's own all-reduce, that a level permits.
 
     Args:
         allow: of `LEVELS`.
         by_hosts: there are several hosts with several ranks, as many on each.
+        in_memory: sums of all ranks go through shared memory; else flat and exact is what DDP does anyway.
     """
     level = LEVELS.index(check_level(allow))
     names = [name for name, entry in CATALOGUE.items() if LEVELS.index(entry.level) <= level]
-    flat = [Scheme(name) for name in names if name != "exact"]  # flat and exact is what DDP does anyway
+    flat = [Scheme(name) for name in names if name != "exact" or in_memory]
     return flat + [Scheme(name, hierarchical=True) for name in names if by_hosts]
 
 

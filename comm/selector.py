@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from accel.comm.catalogue import Scheme, allowed, check_level
+from accel.comm.catalogue import Scheme, check_level
 from accel.comm.cost_model.choice import WORTH, Choice, Option, choose, costs_of, fidelity, preferred
 from accel.comm.cost_model.cost import Network
 from accel.comm.cost_model.probe import probe
@@ -116,7 +116,7 @@ class AutoComm(Planner):
         super().bind(model, process_group, scaler=scaler)
         self.choice, self.chosen, self._best, self.settled, self._broke_off = None, None, None, False, False
         self._steps = self._search()
-        self._schemes = allowed(self.allow, by_hosts=self.topology.by_hosts_pays) if self.topology.size > 1 else []
+        self._schemes = self.schemes(self.allow)
         if self._schemes:
             self.network = self._network or self._probed()
 

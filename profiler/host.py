@@ -90,7 +90,7 @@ class ThreadMeter:
 
 def usable_cores() -> int:
     """Return the number of cores this process may use."""
-    cores, quota = len(_affinity()), cgroup.quota()
+    cores, quota = len(own_cores()), cgroup.quota()
     return max(1, min(cores, round(quota))) if quota else cores
 
 
@@ -143,7 +143,7 @@ def has_amx() -> bool:
     return False
 
 
-def _affinity(pid: int = 0) -> frozenset[int]:
+def own_cores(pid: int = 0) -> frozenset[int]:
     """Return the cores that a process may run on; this one's by default."""
     if hasattr(os, "sched_getaffinity"):
         return frozenset(os.sched_getaffinity(pid))
@@ -221,7 +221,7 @@ class CrowdMeter:
         self._before = self._read()
 
     def _read(self) -> _Reading | None:
-        cores, quota = _affinity(), cgroup.quota()
+        cores, quota = own_cores(), cgroup.quota()
         busy = _busy_seconds(self._proc, cores) if quota is None or quota >= len(cores) else None
         if busy is None:
             return None
@@ -279,6 +279,6 @@ def _tree_seconds(proc: Path, top: int, cores: frozenset[int]) -> float:
 def _share_on(pid: int, cores: frozenset[int]) -> float:
     """Return the share of the cores that a process may run on that are in `cores`."""
     with Tolerated("a process has ended"):
-        allowed = _affinity(pid)
+        allowed = own_cores(pid)
         return len(allowed & cores) / len(allowed)
     return 1.0

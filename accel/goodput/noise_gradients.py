@@ -297,8 +297,8 @@ class _SampledTap(GradientTap):
         super().__init__(parameters)
         self._places = places
 
-    def _arrive(self, number: int, gradient: Tensor | None) -> None:
-        if gradient is not None and gradient.layout == torch.strided:
+    def _arrive(self, number: int, gradient: Tensor) -> None:
+        if gradient.layout == torch.strided:
             places = self._places[number]
             drawn = gradient.detach().reshape(-1)[places].float()
             gradient = drawn * math.sqrt(gradient.numel() / max(len(places), 1))

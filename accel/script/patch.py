@@ -137,13 +137,15 @@ def write_patch(script: Path, folder: Path, target: Path) -> str:
 
 
 def _own_files(script: Path, folder: Path) -> list[Path]:
-    """Return the script, then the modules that it has imported from beside it or from where it was started."""
+    """Return the script, then the modules that it has imported from around it or from where it was started."""
     script = script.resolve()
     loaded = {name: getattr(module, "__file__", None) or "" for name, module in list(sys.modules.items())}
     paths = [Path(file) for name, file in loaded.items() if file.endswith(".py") and name[:6] != "accel."]
     files = [path.resolve() for path in paths if path.is_absolute() and path.is_file()]  # torch.ops says "_ops.py"
-    beside, installed = (script.parent, folder), Path(sys.prefix).resolve()
-    own = (each for each in files if any(map(each.is_relative_to, beside)) and not each.is_relative_to(installed))
+    on_path = [Path(each).resolve() for each in sys.path if each]
+    around = [script.parent, folder, *filter(script.is_relative_to, on_path)]  # the root of its repository, say
+    installed = Path(sys.prefix).resolve()
+    own = (each for each in files if any(map(each.is_relative_to, around)) and not each.is_relative_to(installed))
     return list(dict.fromkeys([script, *own]))
 
 

@@ -1,13 +1,15 @@
 """What one bucket costs under one scheme: its real stages, run on this machine alone over channels that send nothing.
 
 The stages are those of the hook, so that a new compressor needs no formula: what it computes is timed, what it would
-send is counted. Peers are assumed to send what this rank does.
+send is counted. Peers are assumed to send what this rank does. Within a host bytes are copied to memory and back, as in
+training.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
 from statistics import median
 
 import torch
@@ -20,6 +22,8 @@ from accel.comm.engine.reduction import arranged, pipeline_stages
 from accel.comm.layout import Layout
 from accel.comm.memory import Memory
 from accel.comm.ranks import small_sums
+from accel.comm.ranks.channel import Channel
+from accel.comm.ranks.shared_memory import HALF_BYTES, HEAD_BYTES, SharedMemoryChannel
 from accel.comm.ranks.topology import Topology
 
 _IN_TRAINING = 1.15
@@ -35,7 +39,7 @@ class DryChannel:
         own = set(topology.within(0))
         self._near = [rank in own for rank in ranks]
         hosts = {topology.host_of(rank) for rank in ranks}
-        self._scope = "within" if len(hosts) == 1 else "world" if len(ranks) == topology.size else "across"
+        self.scope = "within" if len(hosts) == 1 else "world" if len(ranks) == topology.size else "across"
         self._clock, self._since = clock, clock()
         self.segments: list[StageSegment] = []
 
@@ -90,7 +94,7 @@ class DryChannel:
 
     def _note(self, kind: str, near: float, far: float, largest: float) -> None:
         worked = self._clock() - self._since
-        call = CollectiveCall(kind, self._scope, near, far, largest) if near + far else None
+        call = CollectiveCall(kind, self.scope, near, far, largest) if near + far else None
         self.segments.append(StageSegment(worked, call))
 
 
@@ -108,9 +112,13 @@ def dry_run(scheme: Scheme, layout: Layout, topology: Topology, device: torch.de
     memory = Memory()
     channels: list[DryChannel] = []
 
-    def channel(name: str, ranks: tuple[int, ...]) -> DryChannel:
-        channels.append(DryChannel(ranks, topology, clock))
-        return channels[-1]
+    def channel(name: str, ranks: tuple[int, ...]) -> Channel:
+        line = DryChannel(ranks, topology, clock)
+        channels.append(line)
+        if line.size == 1 or line.scope != "within" or device.type != "cpu":
+            return line
+        areas = [torch.zeros(HEAD_BYTES + 2 * HALF_BYTES, dtype=torch.uint8)] * line.size
+        return SharedMemoryChannel(line.ranks, line.rank, areas, timedelta(seconds=1))
 
     stages = pipeline_stages(catalogue_settings(scheme), arranged(topology, 0, scheme.hierarchical), memory, channel)
     gradients = torch.randn(layout.numel, generator=torch.Generator().manual_seed(0)).to(device, layout.dtype)
@@ -122,7 +130,7 @@ def dry_run(scheme: Scheme, layout: Layout, topology: Topology, device: torch.de
             costs = []
             for stage, own in zip(stages, channels, strict=True):
                 own.begin()
-                stage.run(job, own)
+                stage.run(job, stage.channel)
                 costs.append(own.end())
             measured.append(tuple(costs))
     return _fastest(measured[1:], 1.0 if device.type == "cuda" else _IN_TRAINING)  # the first one allocates

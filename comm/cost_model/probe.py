@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +20,7 @@ from accel.comm.bandwidth import Bandwidth, Settings, measure_links
 from accel.comm.cost_model.cost import Link, Network
 from accel.comm.ranks import topology as hosts
 from accel.comm.ranks.topology import Topology
-from accel.profiler.host import usable_cores
+from accel.profiler.host import own_cores, usable_cores
 
 _OPERATIONS = ("all_reduce", "all_to_all")
 _SIZES = (1 << 12, 1 << 19, 1 << 21, 1 << 23)
@@ -69,16 +70,36 @@ def _measured(topology: Topology, device: torch.device, machines: tuple[str, ...
     measured = Topology(speed.nodes)
     network = network_of(speed, measured if measured.even else topology, 1.0)
     nbytes = _BYTES if network.world.byte_s * _RUNS * _BYTES < _LONG_S else _FEWER_BYTES
-    cores_by_rank = _everyone((usable_cores(), _core_byte_s(device, nbytes)))
-    crowd = Counter(machines)
+    by_rank = _everyone((usable_cores(), own_cores(), _core_byte_s(device, nbytes)))
     return replace(
         network,
         burst_bytes=_burst_bytes(network, device),
         hosts=len(topology.hosts),
         ranks=len(topology.hosts[0]),
-        cores=min(cores / crowd[machine] for machine, (cores, _) in zip(machines, cores_by_rank, strict=True)),
-        core_byte_s=sum(byte_s for _, byte_s in cores_by_rank) / len(cores_by_rank),
+        cores=min(cores_of_each(machines, [(usable, own) for usable, own, _ in by_rank])),
+        core_byte_s=sum(byte_s for *_, byte_s in by_rank) / len(by_rank),
     )
+
+
+def cores_of_each(machines: Sequence[str], cores: Sequence[tuple[int, frozenset[int]]]) -> list[float]:
+    """Return the cores that each rank has where all work: those that several may use are shared out.
+
+    Args:
+        machines: of each rank.
+        cores: how many each rank may use, which a quota of all may limit, and which.
+
+    Example:
+        >>> cores_of_each(["one", "one"], [(1, frozenset({0})), (1, frozenset({1}))])  # pinned
+        [1.0, 1.0]
+    """
+    ranks, users = Counter(machines), Counter[tuple[str, int]]()
+    for machine, (_, own) in zip(machines, cores, strict=True):
+        users.update((machine, core) for core in own)
+    shares = []
+    for machine, (usable, own) in zip(machines, cores, strict=True):
+        share = sum(1 / users[machine, core] for core in own)
+        shares.append(min(share, usable / ranks[machine]) if usable < len(own) else share)
+    return shares
 
 
 def network_of(speed: Bandwidth, topology: Topology, cores: float) -> Network:

@@ -39,6 +39,7 @@ from accel.comm.layout import Layout
 from accel.comm.memory import LossScale, Memory
 from accel.comm.ranks.channel import Channel, channel_kind
 from accel.comm.ranks.failure import PATIENCE_S
+from accel.comm.ranks.shared_memory import through_memory
 from accel.comm.ranks.topology import Topology
 from accel.profiler.errors import InvalidArgument
 
@@ -294,7 +295,9 @@ class Route:
         kind = channel_kind(binding.device)
 
         def channel(name: str, ranks: tuple[int, ...]) -> Channel:
-            return kind(PrefixStore(f"{name}/{ranks[0]}", store), ranks, binding.rank, timeout)
+            line = kind(PrefixStore(f"{name}/{ranks[0]}", store), ranks, binding.rank, timeout)
+            one_host = set(ranks) <= set(arrangement.within) and binding.device.type == "cpu"
+            return through_memory(line, timeout) if one_host else line
 
         stages = pipeline_stages(settings, arrangement, memory, channel)
         # A rank that continued, and perhaps closed at once, would cut off those that are still connecting.

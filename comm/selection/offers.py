@@ -18,7 +18,6 @@ from torch import nn
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.nn.parallel import DistributedDataParallel
 
-from accel.comm.catalogue import allowed
 from accel.comm.cost_model.choice import Choice, Option, choose, costs_of
 from accel.comm.cost_model.cost import Network
 from accel.comm.cost_model.probe import probe
@@ -124,8 +123,7 @@ class SchemeOffers(Planner):
         if len(self.recorder) < WATCH and not self.choices:
             return False
         assert self._network is not None
-        schemes = allowed(level, by_hosts=self.topology.by_hosts_pays)
-        costs = costs_of(schemes, self.facts, self.objects)
+        costs = costs_of(self.schemes(level), self.facts, self.objects)
         self.choices[level] = choose(self.recorder.observed(), self.facts, self._network, costs, self.objects)
         self.recorder.on = False
         return True

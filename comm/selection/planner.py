@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from accel.comm.catalogue import Scheme, allowed
 from accel.comm.cost_model.choice import BucketFacts, ObservedStep
 from accel.comm.engine.binding import divides_by_active, why_no_steps
 from accel.comm.engine.gradient_engine import Averaged, GradientEngine
@@ -191,6 +192,13 @@ class Planner(GradientEngine):
         ddp = self.binding.ddp()
         views = ddp is not None and bool(ddp.gradient_as_bucket_view)
         return BucketFacts(self.recorder.layouts, self.topology, self.binding.device, views)
+
+    def schemes(self, level: str) -> list[Scheme]:
+        """Return the schemes beside DDP's own all-reduce that a level of `allow` permits between these ranks."""
+        if self.topology.size == 1:
+            return []
+        in_memory = len(self.topology.hosts) == 1 and self.binding.device.type == "cpu"
+        return allowed(level, by_hosts=self.topology.by_hosts_pays, in_memory=in_memory)
 
     def close(self) -> None:
         """End threads and groups; the hook is DDP's own all-reduce from then on."""

@@ -217,6 +217,21 @@ def test_the_plan_of_the_only_model_is_written(kept: dict[str, Any], tmp_path: P
     assert not (tmp_path / "none.diff").exists()
 
 
+def test_a_module_of_the_folder_that_the_script_is_imported_from_is_its_own(
+    kept: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "projects").mkdir()
+    (tmp_path / "projects" / "run.py").write_text("from lib import main\n\nmain()\n", encoding="utf-8")
+    (tmp_path / "lib.py").write_text(SCRIPT, encoding="utf-8")
+    monkeypatch.setitem(sys.modules, "lib_of_this_test", SimpleNamespace(__file__=str(tmp_path / "lib.py")))
+    script, folder, target = tmp_path / "projects" / "run.py", tmp_path / "projects", tmp_path / "out.diff"
+
+    assert "found 0 times" in patch.write_patch(script, folder, target)
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
+    assert f"with fused_optimizer (patch -p1 -d {tmp_path} < " in patch.write_patch(script, folder, target)
+    assert target.read_text().startswith("--- a/lib.py\n+++ b/lib.py\n")
+
+
 def test_a_module_whose_file_is_none_is_passed_over(
     kept: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

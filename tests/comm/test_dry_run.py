@@ -45,12 +45,10 @@ def test_what_is_sent_is_what_the_encoding_says(name: str, parts: int) -> None:
 
 
 def test_by_hosts_slices_cross_and_the_rest_stays_within() -> None:
-    whole = 4 * (1 << 20)
+    whole = 4 * (1 << 20)  # what ranks of a host sum goes through memory
     found = dry_run(Scheme("exact", True), bucket((1 << 20,)), FOUR, CPU)
     assert [(one.kind, one.scope, one.near_bytes, one.far_bytes) for one in calls(found)] == [
-        ("exchange", "within", whole / 2, 0),
         ("ring", "across", whole / 2, 0),
-        ("exchange", "within", whole / 2, 0),
     ]
 
 
@@ -81,7 +79,8 @@ def test_all_ways_and_all_buckets_have_a_cost() -> None:
         assert len(layout_costs) == len(layouts)
         for stages, layout in zip(layout_costs, layouts, strict=True):
             sent = sum(one.near_bytes + one.far_bytes for one in calls(stages))
-            assert 0 < sent < 8 * 4 * layout.numel + 10_000, way
+            # Of a small bucket the slice of rank 0 may be empty, and within its host nothing is sent.
+            assert (0 if way.hierarchical else 1) <= sent < 8 * 4 * layout.numel + 10_000, way
 
 
 def test_without_time_left_the_largest_bucket_stands_for_the_others() -> None:

@@ -359,7 +359,7 @@ def test_closing_with_a_state_that_is_missing_or_unlike(rank: int, world: int) -
 @pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.slow), 4, pytest.param(6, marks=pytest.mark.slow)])
 @on_ranks(per_host=None)
 def test_bytes_are_those_of_the_formula(rank: int, world: int) -> None:
-    """Of each host to others, and within hosts, per byte of weights, in each phase."""
+    """Through sockets, of each host to others and within hosts, per byte of weights, in each phase."""
     hosts, per_host = 2, world // 2
     for within, momentum, copies in (("host", False, 1), ("rank", True, 2)):
         torch.manual_seed(0)
@@ -390,9 +390,7 @@ def test_bytes_are_those_of_the_formula(rank: int, world: int) -> None:
         assert between == pytest.approx([2 * (world - 1) / world] * hosts, rel=0.01)
         phase(3)  # the first averaging is at step 6: pipelines have met by then
         between, inside = phase(2)
-        assert max(between) < 1e-3  # a barrier
-        expected = 2 * (per_host - 1) if within == "host" else 0
-        assert inside == pytest.approx([expected] * hosts, rel=0.01, abs=1e-3)
+        assert max(between + inside) < 1e-3  # a barrier; within a host sums go through memory
         between, _ = phase(1)
         assert between == pytest.approx([copies * 2 * (hosts - 1) / hosts] * hosts, rel=0.01)
         local.close()

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from accel.comm.bandwidth import Bandwidth, Row
 from accel.comm.cost_model import probe
-from accel.comm.cost_model.probe import network_of
+from accel.comm.cost_model.probe import cores_of_each, network_of
 from accel.comm.ranks.topology import Topology
 from tests.comm.bandwidth_ranks import row
 from tests.comm.ranks import on_ranks
@@ -85,3 +85,20 @@ def test_a_topology_is_measured_once_unless_a_rank_does_not_know_it(rank: int, w
     assert 0 <= network.world.byte_s < math.inf
     assert 0 <= network.core_byte_s < math.inf
     assert network.cores > 0
+
+
+@pytest.mark.parametrize(
+    ("machines", "cores", "expected"),
+    [
+        ("aa", [(1, {0}), (1, {1})], [1, 1]),  # pinned
+        ("aa", [(2, {0, 1}), (2, {0, 1})], [1, 1]),
+        ("ab", [(2, {0, 1}), (2, {0, 1})], [2, 2]),
+        ("aaa", [(2, {0, 1}), (2, {0, 1}), (1, {1})], [5 / 6, 5 / 6, 1 / 3]),
+        ("aa", [(2, {0, 1, 2, 3}), (2, {0, 1, 2, 3})], [1, 1]),  # a quota of two cores
+    ],
+)
+def test_cores_that_several_ranks_may_use_are_shared_out(
+    machines: str, cores: list[tuple[int, set[int]]], expected: list[float]
+) -> None:
+    own = [(usable, frozenset(each)) for usable, each in cores]
+    assert cores_of_each(list(machines), own) == pytest.approx(expected)
