@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from statistics import median
 from typing import Any, NamedTuple
 
 from benchmarks.gpu import searches
@@ -92,7 +93,9 @@ def _end_to_end(result: Result) -> Iterator[Line]:
         lasted = [row["seconds"] for row in chosen]
         seconds = " to ".join(f"{each:.0f}" for each in dict.fromkeys((min(lasted), max(lasted))))
         what = f"`optimize` on {len(ratios)} models, {variant} run: steps of a process in {seconds} s, {included}"
-        figure = f"{geometric_mean(ratios):.2f}x, of the models {min(ratios):.2f}x to {max(ratios):.2f}x"
+        figure = (
+            f"{geometric_mean(ratios):.2f}x, median {median(ratios):.2f}x, {min(ratios):.2f}x to {max(ratios):.2f}x"
+        )
         yield Line(what, "the plain loop", figure, "figures.md", headline=variant == "second")
     for row in rows:
         if row.get("variant", "first") == "first":
@@ -238,7 +241,7 @@ def _searches(result: Result) -> Iterator[Line]:
                 f"the plain loop, {row['baseline']}",
                 row["figure"],
                 "gpu.md",
-                headline=row["is_last"] and "[" in row["figure"],
+                headline=row["is_last"] and "[" in row["figure"] and "nothing" not in row["kept"],
             )
 
 
@@ -274,7 +277,8 @@ def _choice(result: Result) -> Iterator[Line]:
     for row in result["rows"]:
         if row["model"] in names and row["method"] == "auto lossy":
             model, first = names[row["model"]], row["model"] == "resnet"
-            what = f"gradients of {model}, {row['shape']} hosts x ranks, {row['rate']}, chosen automatically: step time"
+            where = f"{row['shape']} hosts x ranks, {row['rate']}"
+            what = f'gradients as of {model}, {where}, `allow="lossy"` ({row["chosen"]} chosen): time of a step'
             yield Line(what, "DDP", _times(row), "comm_figures.md", headline=first)
 
 

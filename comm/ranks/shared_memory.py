@@ -199,9 +199,8 @@ def through_memory(line: Channel, timeout: timedelta) -> Channel:
         mine = torch.tensor([os.getpid(), file, *token])
         everyone = [torch.empty_like(mine) for _ in range(line.size)]
         line.all_gather(mine, everyone)
-        areas = [_opened(*row.tolist()) for row in everyone]
-        found = [area for area in areas if area is not None]
-        complete = torch.tensor([float(len(found) == line.size)])
+        areas = [area for row in everyone if (area := _opened(*row.tolist())) is not None]
+        complete = torch.tensor([float(len(areas) == line.size)])
         line.all_reduce(complete)
     finally:
         if file >= 0:
@@ -209,7 +208,7 @@ def through_memory(line: Channel, timeout: timedelta) -> Channel:
     if int(complete) < line.size:
         return line
     line.close()
-    return SharedMemoryChannel(line.ranks, line.rank, found, timeout)
+    return SharedMemoryChannel(line.ranks, line.rank, areas, timeout)
 
 
 def _is_alive(process: int) -> bool:
