@@ -16,7 +16,7 @@ PATHS = {
     # who and with which question: page after page, or the part under a heading of it; and words of the answer
     "a ResNet on one GPU: what do I gain, by what?": (("docs/one_gpu.md",), 'allow="reduced"'),
     "a Hugging Face Trainer: where does the line go?": (("docs/hugging_face.md",), "callback = TransformersCallback("),
-    "two slow nodes: what to try, at what cost?": (("docs/slow_links.md",), "not run\non GPUs with NCCL yet"),
+    "two slow nodes: what to try, at what cost?": (("docs/slow_links.md",), "accel's hooks have not run there"),
     "decoding JPEG starves the GPU": (("docs/jpeg.md",), "ImageFolder"),
     "torchrun, nodes come and go": (("docs/index.md", "docs/elastic.md"), "remaining_epochs"),
     "an elastic job on Kubernetes": (
