@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import subprocess
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
@@ -196,3 +197,28 @@ def test_a_peer_that_has_gone_is_a_broken_connection() -> None:
     with pytest.raises(ConnectionBroken):
         one.all_reduce(torch.ones(10 * HALF))
     one.close()
+
+
+def alone(process: int, timeout: timedelta) -> SharedMemoryChannel:
+    """The channel of rank 0 of two, whose peer is a process that never signals."""
+    areas = [torch.zeros(shared_memory.HEAD_BYTES + 2 * HALF, dtype=torch.uint8) for _ in range(2)]
+    channel = SharedMemoryChannel((0, 1), 0, areas, timeout)
+    channel._heads[1][shared_memory._PROCESS] = process
+    return channel
+
+
+def test_a_peer_whose_process_has_ended_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_memory, "_LOOK_S", 0.0)
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    with pytest.raises(ConnectionBroken, match="the process of rank 1 has ended"):
+        alone(ended.pid, timedelta(hours=1)).all_reduce(torch.ones(10))
+    zombie = subprocess.Popen(["true"])  # nobody has asked for its status yet
+    with pytest.raises(ConnectionBroken, match="the process of rank 1 has ended"):
+        alone(zombie.pid, timedelta(hours=1)).all_reduce(torch.ones(10))
+    zombie.wait()
+
+
+def test_a_peer_that_does_not_come_is_named() -> None:
+    with pytest.raises(ConnectionBroken, match=r"rank 1 did not come within 0\.01 s"):
+        alone(os.getpid(), timedelta(seconds=0.01)).all_reduce(torch.ones(10))
