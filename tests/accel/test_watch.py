@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 import weakref
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -38,6 +39,18 @@ def keep_quick_on(model: nn.Module) -> Any:
     return session
 
 
+def check_training_under_quick(model: nn.Module, optimizer: Any, loss: Callable[[Tensor, Tensor], Tensor]) -> None:
+    """Train an epoch, from the fifth step on under `quick`, and check that it stays on and nothing fails."""
+    _, loader, optimizer = accel.optimize(model, make_loader(), optimizer, allow="exact", budget=60)
+    session: Any = None
+    for number, (x, target) in enumerate(loader):
+        session = keep_quick_on(model) if number == 4 else session
+        optimizer.zero_grad()
+        loss(x, target % 3).backward()
+        optimizer.step()
+    assert (session.switchboard.trips, session.active, session.failed) == ({}, {"quick": None}, "")
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_call_that_checkpointing_repeats_is_not_made_once_more(reentrant: bool) -> None:
     """Torch ends it by an error of its own, as soon as all is there that the backward pass needs."""
@@ -57,15 +70,11 @@ def test_a_call_that_checkpointing_repeats_is_not_made_once_more(reentrant: bool
 def test_a_loop_that_checkpoints_its_model_trains_under_a_strategy(only_quick: None) -> None:
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    model, loader, optimizer = accel.optimize(model, make_loader(), optimizer, allow="exact", budget=60)
-    session: Any = None
-    for number, (x, target) in enumerate(loader):
-        session = keep_quick_on(model) if number == 4 else session
-        optimizer.zero_grad()
-        outputs = checkpoint(model, x, use_reentrant=False)
-        nn.functional.cross_entropy(outputs, target % 3).backward()
-        optimizer.step()
-    assert (session.switchboard.trips, session.active, session.failed) == ({}, {"quick": None}, "")
+    check_training_under_quick(
+        model,
+        optimizer,
+        lambda x, target: nn.functional.cross_entropy(checkpoint(model, x, use_reentrant=False), target),  # type: ignore[arg-type]
+    )
 
 
 class LogitsAndLoss(nn.Module):
@@ -85,14 +94,7 @@ def test_an_output_that_the_loss_leaves_out_trains_under_a_strategy(only_quick: 
     torch.manual_seed(0)
     model = LogitsAndLoss()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    model, loader, optimizer = accel.optimize(model, make_loader(), optimizer, allow="exact", budget=60)
-    session: Any = None
-    for number, (x, target) in enumerate(loader):
-        session = keep_quick_on(model) if number == 4 else session
-        optimizer.zero_grad()
-        model(x, target % 3)[1].backward()
-        optimizer.step()
-    assert (session.switchboard.trips, session.active, session.failed) == ({}, {"quick": None}, "")
+    check_training_under_quick(model, optimizer, lambda x, target: model(x, target)[1])
 
 
 class ReturnsAWeight(nn.Module):

@@ -160,6 +160,21 @@ def test_where_one_rank_cannot_map_an_area_all_use_sockets(monkeypatch: pytest.M
     assert [type(one) for one in made(4)] == [GlooChannel] * 4
 
 
+def test_a_rank_is_known_as_alive_before_another_can_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened, known = shared_memory._opened, []
+
+    def note(*given: int) -> Tensor | None:
+        area = opened(*given)
+        assert area is not None
+        known.append(int(area[:HALF].view(torch.int64)[shared_memory._PROCESS]))
+        return area
+
+    monkeypatch.setattr(shared_memory, "_opened", note)
+    for one in made(2):
+        one.close()
+    assert known == [os.getpid()] * 4
+
+
 def test_a_system_without_memory_files_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "memfd_create", _no_memory)
     assert shared_memory._anonymous_file() == -1
