@@ -32,7 +32,7 @@ _NAMES = {
     "comm.one_bit": "OneBit", "comm.powersgd": "PowerSGD", "comm.ranks.failure": "CommError",
     "comm.selector": "AutoComm", "comm.sgd_momentum": "take_momentum", "dataio.dali": "DaliLoader",
     "dataio.elastic_sampler": "ElasticSampler", "dataio.image_geometry": "RandomResizedCrop Resize ResizeCenterCrop",
-    "dataio.image_normalize": "Normalize", "dataio.images": "ImageDataset ImageFolder collate_images",
+    "dataio.image_normalize": "Normalize", "dataio.images": "ImageDataset ImageFolder Slice collate_images tar_samples",
     "dataio.length_balance": "LengthBalancedBatchSampler", "dataio.loader": "ContinuousLoader",
     "dataio.packing": "PackCollate pack unpack", "dataio.sample_cache": "SampleCache",
     "dataio.token_loss": "count_tokens global_tokens scale_gradients token_mean", "elastic.checkpoint": "Checkpoints",
@@ -68,14 +68,15 @@ __all__ = [  # noqa: RUF022  (the order of `sorted`)
     "LearningRateScaler", "LengthBalancedBatchSampler", "LocalJob", "LocalSGD", "NoiseInterval", "NoiseMeter",
     "Normalize", "Observations", "OneBit", "PackCollate", "Plan", "PlanError", "PowerSGD", "ProgressSchedule",
     "RandomResizedCrop", "Report", "ReportError", "Resize", "ResizeCenterCrop", "SampleCache", "SavePolicy",
-    "SpeedTable", "Stage", "ThroughputModel", "Trial", "TrialConfig", "__version__", "amp", "bernoulli_",
+    "Slice", "SpeedTable", "Stage", "ThroughputModel", "Trial", "TrialConfig", "__version__", "amp", "bernoulli_",
     "capture_state", "collate_images", "compact", "count_tokens", "disabled", "explain", "fcos3d_targets",
     "fcos_targets", "fit_throughput", "fp32_precision", "fuse_window_attention", "gather_rows", "global_tokens",
     "graphs", "hook", "job_profile", "log_batches", "log_report", "measure_links", "optim", "optimize", "outliving",
     "pack", "patch_fcos_head", "patch_yolov7_loss", "patch_yolox_head", "progress_of", "register_compressor",
     "remaining_epochs", "report_score", "request_checkpoint", "reshard", "restore_state", "save_checkpoint",
-    "scale_gradients", "scaling_rules", "shifted_window_attention", "simota_assign", "take_momentum", "token_mean",
-    "undo", "unpack", "unpatch_fcos_head", "unpatch_yolov7_loss", "unpatch_yolox_head", "window_attention",
+    "scale_gradients", "scaling_rules", "shifted_window_attention", "simota_assign", "take_momentum", "tar_samples",
+    "token_mean", "undo", "unpack", "unpatch_fcos_head", "unpatch_yolov7_loss", "unpatch_yolox_head",
+    "window_attention",
 ]
 # fmt: on
 
@@ -100,7 +101,7 @@ if TYPE_CHECKING:
     from accel.dataio.elastic_sampler import ElasticSampler
     from accel.dataio.image_geometry import RandomResizedCrop, Resize, ResizeCenterCrop
     from accel.dataio.image_normalize import Normalize
-    from accel.dataio.images import ImageDataset, ImageFolder, collate_images
+    from accel.dataio.images import ImageDataset, ImageFolder, Slice, collate_images, tar_samples
     from accel.dataio.length_balance import LengthBalancedBatchSampler
     from accel.dataio.loader import ContinuousLoader
     from accel.dataio.packing import PackCollate, pack, unpack

@@ -1,6 +1,6 @@
 """`accel run` on training scripts that others wrote: the same result, and how much faster.
 
-    python -m benchmarks.public_scripts [SCRIPT …] [--rounds 3] [--sources FOLDER] [--record]
+    python -m benchmarks.public_scripts [SCRIPT …] [--rounds 3] [--minutes 3] [--sources FOLDER] [--record]
 
 Each script runs plainly and under `accel run --allow exact`: exit status, output (but its times) and files must be the
 same. Then, in each round, a plain run, a first one under `accel run`, with an empty cache, and a later one, with what
@@ -58,6 +58,34 @@ RECORD = Record(
     head=f"{SOURCE}. Whole processes, imports and search included.",
     key=("script",),
 )
+
+LONG = Record(
+    "long-scripts",
+    "`accel run` on public training scripts that take minutes: seconds of whole processes, the search included",
+    {
+        "script": Column("by its name", "script"),
+        "plain_s": Column("a plain run, the mean", "plain s", ":.0f"),
+        "first": RECORD.columns["first"],
+        "first_low": RECORD.columns["first_low"],
+        "first_high": RECORD.columns["first_high"],
+        "step": Column(
+            "plain ÷ first, a step in the second half of the run; geometric mean",
+            "later steps [least, most]",
+            "{step:.2f}x [{step_low:.2f}, {step_high:.2f}]",
+        ),
+        "step_low": Column("the least of all rounds"),
+        "step_high": Column("the most"),
+        "why": Column("what was kept, or why nothing was, in the last run", "kept, or why nothing"),
+    },
+    head=lambda result: f"{SOURCE.format_map(result)}. {_mean_of(result)}",
+    key=("script",),
+)
+
+
+def _mean_of(result: Row) -> str:
+    firsts = [row["first"] for row in result["rows"]]
+    return f"First runs, with an empty cache; geometric mean {geometric_mean(firsts):.2f}x, least {min(firsts):.2f}x."
+
 
 SITE = ROOT / "benchmarks" / "public" / "site"
 
@@ -228,6 +256,49 @@ def compare(name: str, source: Path, rounds: int) -> Row:
         }
 
 
+def lasting(script: PublicScript, source: Path, seconds: float) -> PublicScript:
+    """Return a script with the arguments of a longer run, their numbers such that a plain one takes these seconds."""
+    with tempfile.TemporaryDirectory() as scratch:
+        longer = replace(script, arguments=(*script.arguments, *(script.longer or ())))
+        scale = max(1.0, seconds / run(longer, source, None, Path(scratch)).seconds)
+    numbers = [re.sub(r"\d+$", lambda number: str(round(int(number[0]) * scale)), word) for word in script.longer or ()]
+    return replace(script, arguments=(*script.arguments, *numbers))
+
+
+def compare_long(name: str, source: Path, rounds: int, plain_s: float) -> Row:
+    """Run one script for some time, plainly and under `accel run` with an empty cache, and return its row.
+
+    Raises:
+        ScriptFailed: if it fails in one of them.
+    """
+    script = lasting(SCRIPTS[name], source, plain_s)
+    ended: dict[str, list[Ending]] = {"plain": [], "first": []}
+    with tempfile.TemporaryDirectory() as scratch:
+        report = Path(scratch) / "report.json"
+        for number in range(rounds):
+            for kind in ("plain", "first") if number % 2 == 0 else ("first", "plain"):
+                shutil.rmtree(Path(scratch) / "cache", ignore_errors=True)
+                options = None if kind == "plain" else ["--report", str(report)]
+                ending = run(script, source, options, Path(scratch))
+                if ending.status:
+                    raise ScriptFailed(f"{name}, {kind}, fails with status {ending.status}: {ending.said[-500:]}")
+                ended[kind].append(ending)
+        seconds = {kind: [each.seconds for each in endings] for kind, endings in ended.items()}
+        steps = {kind: [each.step_s or 1.0 for each in endings] for kind, endings in ended.items()}
+        return {
+            "script": name,
+            "plain_s": fmean(seconds["plain"]),
+            **_of_rounds(seconds["plain"], seconds["first"]).named("first", "first_low", "first_high"),
+            **_of_rounds(steps["plain"], steps["first"]).named("step", "step_low", "step_high"),
+            "why": _why(report, ended["first"][-1].said),
+        }
+
+
+_FIRST = "plain {plain_s:.1f} s; first {first:.2f}x [{first_low:.2f}, {first_high:.2f}]"
+_LINE = f"{{script:20}} same: {{same}}; {_FIRST}; later {{ratio:.2f}}x [{{low:.2f}}, {{high:.2f}}]; {{why}}"
+_LONG_LINE = f"{{script:20}} {_FIRST}; later steps {{step:.2f}}x [{{step_low:.2f}}, {{step_high:.2f}}]; {{why}}"
+
+
 sources_option = click.option(
     "--sources",
     type=click.Path(path_type=Path),
@@ -239,25 +310,26 @@ sources_option = click.option(
 @click.command()
 @click.argument("scripts", nargs=-1, type=click.Choice(sorted(SCRIPTS)))
 @click.option("--rounds", default=3, show_default=True, type=click.IntRange(1), help="Runs of each kind.")
+@click.option("--minutes", type=click.FloatRange(0, min_open=True), help="That plain runs take; default: as they are.")
 @sources_option
 @click.option("--record", is_flag=True, help="Write the figures to benchmarks/results/.")
-def main(scripts: tuple[str, ...], rounds: int, sources: Path, record: bool) -> None:
+def main(scripts: tuple[str, ...], rounds: int, minutes: float | None, sources: Path, record: bool) -> None:
     """Run public SCRIPTS (default: all) plainly and under `accel run`; exit with 1 if one differs, or fails plainly."""
     console = Console(highlight=False, soft_wrap=True)
     rows, failed = list[Row](), False
-    for name in scripts or SCRIPTS:
+    for name in scripts or [name for name, script in SCRIPTS.items() if script.longer or minutes is None]:
         try:
-            row = compare(name, fetch(SCRIPTS[name].repo, sources), rounds)
+            source = fetch(SCRIPTS[name].repo, sources)
+            row = compare(name, source, rounds) if minutes is None else compare_long(name, source, rounds, 60 * minutes)
         except ScriptFailed as error:
             failed = True
             console.print(str(error), markup=False)
             continue
         rows.append(row)
         if record:
-            RECORD.write([row])
-        line = "{script:20} same: {same}; plain {plain_s:.1f} s; first {first:.2f}x [{first_low:.2f}, {first_high:.2f}]"
-        console.print((line + "; later {ratio:.2f}x [{low:.2f}, {high:.2f}]; {why}").format_map(row), markup=False)
-    sys.exit(failed or any(row["same"] != "yes" for row in rows))
+            (RECORD if minutes is None else LONG).write([row])
+        console.print((_LINE if minutes is None else _LONG_LINE).format_map(row), markup=False)
+    sys.exit(failed or any(row.get("same", "yes") != "yes" for row in rows))
 
 
 if __name__ == "__main__":

@@ -73,6 +73,7 @@ BLOCKS = (
     Block("docs/figures.md", "demo_amx", "demo-amx", demo.table_block),
     Block("README.md", "proof", "never-slower-reordered", lambda _: proof_block(newest)),
     Block("docs/figures.md", "scripts", "public-scripts", public_scripts.RECORD.block),
+    Block("docs/figures.md", "long", "long-scripts", public_scripts.LONG.block),
     Block("docs/figures.md", "figures", "never-slower-reordered", lambda _: figures_block(newest)),
     Block("docs/figures.md", "table", "never-slower-reordered", never_slower.RECORD.block),
     Block("docs/figures.md", "whole", "end-to-end", end_to_end.table_block),

@@ -43,6 +43,12 @@ def test_a_path_is_some_files_that_exist(path: str) -> None:
     assert not [file for file in files if not (ROOT / file).is_file()]
 
 
+def test_a_path_is_short() -> None:
+    """All files that one must open count, not only those with a number."""
+    lengths = [len(set(re.findall(r"`([\w/]+/\w+\.py)`", text))) for text in PATHS.values()]
+    assert all(length <= most for length, most in zip(lengths, (20, 24, 14, 18), strict=True)), lengths
+
+
 @pytest.mark.parametrize("path", PATHS)
 def test_the_files_of_a_path_lead_to_each_other(path: str) -> None:
     """One can go from the first to every other one by imports between them, of whichever direction."""

@@ -175,6 +175,8 @@ def test_every_strategy_is_in_the_table_and_has_a_section() -> None:
     for kind, cells in zip(strategies.REGISTRY, table.values(), strict=True):
         assert set(cells[1].split(", ")) == {bottleneck.value for bottleneck in kind.treats}
         assert cells[2] == kind.exactness.word
+        on_shards = not kind.touches & {"model", "ranks"} or "shards" in kind.touches
+        assert cells[4] in (("DDP, FSDP2",) if on_shards and kind.name != "batched_muon" else ("DDP", "one process"))
         assert ("opt-in" in cells[3]) == ("run.enabled" in inspect.getsource(kind))
 
 
@@ -188,11 +190,14 @@ def test_every_cause_and_phase_of_the_profiler_is_documented_in_its_own_words() 
     from accel.profiler.diagnose.causes import CAUSES
     from accel.profiler.phases import MEANING
 
-    told = {row[0].strip("`"): [cell.strip("`") for cell in row[1:]] for row in rows("docs/profiler.md")}
+    told = dict[str, list[str]]()
+    for name, *cells in rows("docs/profiler.md"):
+        told.setdefault(name.strip("`"), []).extend(cell.strip("`") for cell in cells)
     for phase, meaning in MEANING.items():
         assert told[phase] == [meaning]
     for cause in CAUSES.values():
-        assert (told[cause.name][0], told[cause.name][2]) == (cause.title, cause.strategy)
+        title, _, strategy, remedy = told[cause.name]
+        assert (title, strategy, remedy) == (cause.title, cause.strategy, cause.remedy)
 
 
 def test_the_guards_tolerances_are_those_of_the_code() -> None:

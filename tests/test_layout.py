@@ -47,14 +47,15 @@ PUBLIC = [
     "LearningRateScaler", "LengthBalancedBatchSampler", "LocalJob", "LocalSGD", "NoiseInterval", "NoiseMeter",
     "Normalize", "Observations", "OneBit", "PackCollate", "Plan", "PlanError", "PowerSGD", "ProgressSchedule",
     "RandomResizedCrop", "Report", "ReportError", "Resize", "ResizeCenterCrop", "SampleCache", "SavePolicy",
-    "SpeedTable", "Stage", "ThroughputModel", "Trial", "TrialConfig", "__version__", "amp", "bernoulli_",
+    "Slice", "SpeedTable", "Stage", "ThroughputModel", "Trial", "TrialConfig", "__version__", "amp", "bernoulli_",
     "capture_state", "collate_images", "compact", "count_tokens", "disabled", "explain", "fcos3d_targets",
     "fcos_targets", "fit_throughput", "fp32_precision", "fuse_window_attention", "gather_rows", "global_tokens",
     "graphs", "hook", "job_profile", "log_batches", "log_report", "measure_links", "optim", "optimize", "outliving",
     "pack", "patch_fcos_head", "patch_yolov7_loss", "patch_yolox_head", "progress_of", "register_compressor",
     "remaining_epochs", "report_score", "request_checkpoint", "reshard", "restore_state", "save_checkpoint",
-    "scale_gradients", "scaling_rules", "shifted_window_attention", "simota_assign", "take_momentum", "token_mean",
-    "undo", "unpack", "unpatch_fcos_head", "unpatch_yolov7_loss", "unpatch_yolox_head", "window_attention",
+    "scale_gradients", "scaling_rules", "shifted_window_attention", "simota_assign", "take_momentum", "tar_samples",
+    "token_mean", "undo", "unpack", "unpatch_fcos_head", "unpatch_yolov7_loss", "unpatch_yolox_head",
+    "window_attention",
 ]
 # fmt: on
 

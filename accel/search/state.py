@@ -92,9 +92,9 @@ class Candidate:
     needs_s: float = 0.0
     """What its next trial must be allowed to cost, since the last one was cut short."""
     standing: Outcome | None = None
-    """What its own trial has shown, if that can't be repeated and has kept it; it is in both plans of later trials."""
+    """The outcome of the trial that has kept it, if its design `stands`; it is in both plans of later trials."""
     before: tuple[StrategyRow, CandidateStage] | None = None
-    """What was known before it was tried, or kept, out of its turn."""
+    """The row and stage to go back to. Set while it is tried, or kept, out of its turn; else None."""
     done: set[str] = field(default_factory=set)
     """One-off work that has been done."""
     judged_ms: float = 0.0

@@ -23,6 +23,8 @@ Time of one call, with α per message and β per byte on a link, for N hosts of 
     exchange     rounds of 1 MB · α_message + bytes to other hosts of all ranks of a host · β_inter
                  + bytes to ranks of the same host · β_intra
 
+On a CPU what passes through shared memory within a host is no call but work of a core, timed by the dry run.
+
 Pure functions: nothing here measures, see `accel.comm.cost_model.probe` and `accel.comm.cost_model.dry_run`.
 
 Sources: α-β model (Hockney 1994); cost of all-reduce algorithms (Thakur et al. 2005).

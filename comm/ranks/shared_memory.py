@@ -4,9 +4,9 @@ Each rank has an area, a head and two halves, which it alone writes. A turn of a
 
     write the own half │ signal: count a turn in the own head, wait for the others' │ read the others' halves
 
-Turns take the halves by turns. A rank that signals has read what was written before the others' last signal, so a half
-may be written again two turns later. Over sockets each byte is copied into the kernel and out of it, and for a signal
-two threads would have to be woken beside a backward pass on the same core.
+Consecutive turns write to alternating halves. A rank that signals has read what was written before the others' last
+signal, so a half may be written again two turns later. Over sockets each byte is copied into the kernel and out of it,
+and for a signal two threads would have to be woken beside a backward pass on the same core.
 
 The memory belongs to no file (`memfd_create(2)`), so nothing stays behind when a rank is killed, and the size of
 /dev/shm doesn't matter. A peer opens it through /proc, which it may as the same user in the same PID namespace. Where
@@ -35,7 +35,7 @@ HALF_BYTES = 1 << 25
 until the scheduler lets it continue beside the backward pass."""
 HEAD_BYTES = 4096
 _TURN, _PROCESS, _ENDED, _NUMBERS = 0, 8, 16, 24
-"""Places in the head of an area, 8 bytes each, the first three in cache lines of their own."""
+"""Indices into the head, an array of 8-byte numbers: 8 is byte 64, so the first three have cache lines of their own."""
 _ORDERED = ("x86_64", "AMD64")
 """Machines on which others see a core's writes in their order, so that a signal comes after what it tells of."""
 _LOOK_S = 0.1

@@ -35,8 +35,12 @@ def train(folder: str | None, epochs: int, pause_s: float) -> None:
     """Train to the end, from the newest checkpoint if there is one."""
     torch.set_num_threads(1)  # the operators are tiny: a second thread only waits
     data, is_distributed = samples(), dist.is_initialized()
+    has_gpu = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if has_gpu else torch.device("cpu")
+    if has_gpu:
+        torch.cuda.set_device(device)
     torch.manual_seed(0)
-    model: nn.Module = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 2))
+    model: nn.Module = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 2)).to(device)
     if is_distributed:
         model = DistributedDataParallel(model)
         loader = DataLoader(data, batch_size=16, sampler=DistributedSampler(data))
@@ -57,7 +61,7 @@ def train(folder: str | None, epochs: int, pause_s: float) -> None:
         total, steps = 0.0, 0
         for x, label in loader:
             optimizer.zero_grad()
-            loss = nn.functional.cross_entropy(model(x), label)
+            loss = nn.functional.cross_entropy(model(x.to(device)), label.to(device))
             loss.backward()
             optimizer.step()
             total, steps = total + loss.item(), steps + 1
@@ -76,7 +80,7 @@ def train(folder: str | None, epochs: int, pause_s: float) -> None:
 def main(folder: str | None, epochs: int, pause: float) -> None:
     """Train, saved in FOLDER if it is given."""
     if "RANK" in os.environ:
-        dist.init_process_group("gloo")
+        dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
     try:
         train(folder, epochs, pause)
     finally:

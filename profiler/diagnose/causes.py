@@ -88,7 +88,7 @@ _ALL = (
         "transfer.pageable",
         "the device waits for copies from the host",
         "pin_memory=True in the loader and .to(device, non_blocking=True), one batch ahead",
-        "async_copy",
+        "pin_memory",
     ),
     Cause(
         "launch.small_ops",

@@ -1,4 +1,4 @@
-"""The one rule for where a step ends.
+"""The rule for where a step of a session ends; `accel profile` has its own (`batches`, `recorder`).
 
     fed:    request ──▶ batch ──▶ call ──▶ backward ──▶ update ──▶ request
     unfed:                        call ──▶ backward ──▶ update ──▶ call
@@ -73,9 +73,10 @@ class StepRule:
         batches: batches since then.
         has_batch: a batch was delivered, and neither another one requested nor an update made since.
         is_fed: steps end at requests, which a loader answers; an update by a batch that was asked for makes it so.
-        has_just_changed: the step that ends now is the first without a request: it is all those since the last one.
-        needs_requests: steps end at nothing but requests: where the batch size is chosen at each, another thread makes
-            them, or the trials have ended.
+        has_just_changed: the loop was taken to be fed until now, so the step that ends is several steps long: all since
+            the last request.
+        needs_requests: only a request may end a step. Set where the batch size is decided at requests, where another
+            thread makes the requests, and when the session has closed.
         wants_calls: a call of the model may end a step, or tell that the loop is not fed.
         is_updating: an optimizer is stepping: a call within is of its closure.
     """
