@@ -120,7 +120,7 @@ SCRIPTS = {
         "karpathy/minGPT",
         "projects/adder/adder.py",
         ("--trainer.max_iters=300", "--trainer.num_workers=0"),
-        longer=("--trainer.max_iters=490",),
+        longer=("--trainer.max_iters=2400",),
     ),
 }
 

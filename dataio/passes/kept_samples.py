@@ -38,9 +38,9 @@ _LEAST = 0.05
 _WORTH = 0.5
 # As often each sample may have come round before too few of them were kept.
 _MOST_ROUNDS = 4
-# Noting a sample may take so much of the time of its fetch: that slows the first two epochs down, and handing one out
-# from memory takes about as long as noting it.
-_MOST_NOTING = 0.2
+# Noting a sample may take so much of the time of its fetch. It slows two epochs down, which the budget has allowed for;
+# handing a sample out with its batch takes some seventh of noting it alone, so from here on little is won.
+_MOST_NOTING = 1.0
 # Samples compared when an epoch begins: at most so many, and this share.
 _CHECKED_FIRST, _CHECKED_SHARE = 16, 0.01
 # Of what a dataset holds, so many things are looked at for paths.

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks import public_scripts
-from benchmarks.public.scripts import COMMITS, SCRIPTS
+from benchmarks.public.scripts import COMMITS, SCRIPTS, PublicScript
 from benchmarks.public_scripts import Ending, compare
+from benchmarks.record import header
 
 PLAIN = Ending(0, "loss 0.5\n", {"model.pt": "aa"}, 10.0, "")
 
@@ -59,3 +60,20 @@ def test_a_script_that_fails_plainly_is_no_match(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(public_scripts, "run", lambda *_: failed)
     with pytest.raises(public_scripts.ScriptFailed, match="mnist fails plainly, with status 1: OSError: no such data"):
         compare("mnist", tmp_path, 2)
+
+
+def test_long_runs_scale_their_numbers_and_take_turns(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    runs: list[tuple[tuple[str, ...], bool]] = []
+
+    def run(script: PublicScript, source: Path, options: list[str] | None, scratch: Path) -> Ending:
+        runs.append((script.arguments, options is not None))
+        return replace(PLAIN, seconds=10.0 if options is None else 8.0, step_s=0.3 if options is None else 0.2)
+
+    monkeypatch.setattr(public_scripts, "run", run)
+    row = public_scripts.compare_long("mnist", tmp_path, 2, 60.0)
+    assert runs[0][0][-2:] == ("--epochs", "8")
+    assert [(arguments[-2:], accelerated) for arguments, accelerated in runs[1:]] == [
+        (("--epochs", "48"), accelerated) for accelerated in (False, True, True, False)
+    ]
+    assert (row["first"], row["step"]) == (pytest.approx(1.25), pytest.approx(1.5))
+    assert "geometric mean 1.25x" in public_scripts.LONG.block({"rows": [row], **header("", "a command")})

@@ -78,16 +78,16 @@ def any_cost(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_samples_that_are_fetched_as_fast_as_they_are_noted_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Noting them doubled the time of the first epoch's fetches, and took longer than it could ever win."""
-    monkeypatch.setattr(kept_samples, "_MOST_NOTING", 0.2)
-    monkeypatch.setattr(SampleRecorder, "noting_share", lambda self, fetch: 0.21)
+    monkeypatch.setattr(kept_samples, "_MOST_NOTING", 1.0)
+    monkeypatch.setattr(SampleRecorder, "noting_share", lambda self, fetch: 1.01)
     strategy, run, loop = make()
     before = loop.dataset.fetched[0]
     assert strategy.waits(run) == strategy.refusal(run)
-    assert strategy.refusal(run) == "noting a sample takes 21% of the time of its fetch: there is little to be won"
+    assert strategy.refusal(run) == "noting a sample takes 101% of the time of its fetch: there is little to be won"
     assert fetches(loop) == len(loop.dataset)
     assert loop.dataset.fetched[0] - before == len(loop.dataset) + 1  # sample 0, to see what samples are like
 
-    monkeypatch.setattr(SampleRecorder, "noting_share", lambda self, fetch: 0.19)
+    monkeypatch.setattr(SampleRecorder, "noting_share", lambda self, fetch: 0.99)
     strategy, run, loop = make()
     assert strategy.waits(run).startswith("it waits until most samples have come twice")
     assert strategy.refusal(run) == ""
