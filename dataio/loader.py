@@ -109,7 +109,7 @@ class ContinuousLoader(DataLoader[Any]):
         if not isinstance(sampler, ElasticSampler):
             return LoaderPass(core, self)
         if core.counts is None:
-            core.counts = not sampler.counting  # unless the loop iterates sampler.consumed(loader) itself
+            core.counts = not sampler.ledger.is_counting  # unless the loop iterates sampler.consumed(loader) itself
         running = LoaderPass(core, self)
         return sampler.consumed(running) if core.counts else running
 

@@ -35,7 +35,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from accel.comm.selection import reducer
-from accel.dataio.elastic_sampler import ElasticSampler
+from accel.dataio.elastic_sampler import ElasticSampler, share_among
 from accel.dataio.passes.proxy import LoaderProxy
 from accel.elastic.saving import bucket_order
 from accel.errors import AccelError
@@ -145,7 +145,7 @@ class InPlace:
         if order.number <= self._done or order.ranks <= 0:
             return False
         step = order.ranks * self._sampler.batch_sizes[self._sampler.rank]
-        return self._sampler.steps_left > 0 and self._sampler.length - self._sampler.position >= step
+        return self._sampler.ledger.steps_left > 0 and self._sampler.length - self._sampler.position >= step
 
     # -- ranks that train ----------------------------------------------------------------------------------------------
 
@@ -217,7 +217,7 @@ class InPlace:
             return "each rank has a part of its optimizer's state"
         if len(set(self._sampler.batch_sizes)) > 1:
             return "its ranks have batches of different sizes"
-        if self._sampler.holds_batches:
+        if self._sampler.ledger.holds_batches:
             return "its loop holds batches that it has not trained on"
         underway = self.proxy._accel_fetching.underway
         if underway.oldest is not underway.current:
@@ -301,7 +301,7 @@ class InPlace:
             bucket_order.is_heard_elsewhere = any(heard)
             os.environ.update(RANK=str(rank), WORLD_SIZE=str(order.ranks), LOCAL_WORLD_SIZE=str(order.ranks))
             run_ranks.begin_anew()
-            self._sampler.share_among(order.ranks, rank)
+            share_among(self._sampler, order.ranks, rank, self._sampler.batch_sizes[self._sampler.rank])
 
         self._restart(form)
 

@@ -190,9 +190,6 @@ class ElasticRun:
             del RUNS[model]
         if self.batch is not None:
             self.batch.close(everywhere=everywhere)
-            if everywhere:  # a change that was to come some batches later would outlive this one
-                sampler = self.loader.batch_sampler
-                sampler.share_among(sampler.num_replicas, sampler.rank, self.batch.local_base)
         if self.checkpoint is not None:
             self.checkpoint.close()
 

@@ -25,8 +25,9 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from accel.dataio.elastic_sampler import DealtStep, ElasticSampler, SamplerPlace
+from accel.dataio.elastic_sampler import ElasticSampler, LoopTurns
 from accel.dataio.passes.proxy import LoaderProxy, PassesUnderWay
+from accel.dataio.sampling.ledger import DealtStep, SamplerPlace
 from accel.elastic.left_alone import is_left_alone
 from accel.errors import InvalidArgument
 from accel.profiler.loop import backward
@@ -41,7 +42,7 @@ class _Pass:
     """One pass over the loader.
 
     Args:
-        dealt: the sampler's name for it.
+        dealt: its steps in the sampler's ledger.
     """
 
     def __init__(self, dealt: deque[DealtStep]) -> None:
@@ -61,7 +62,7 @@ class SamplePosition(LoopObserver):
 
     def __init__(self, sampler: ElasticSampler) -> None:
         super().__init__()
-        self.sampler = sampler
+        self.sampler, self._ledger = sampler, sampler.ledger
         self._passes: WeakKeyDictionary[Any, _Pass] = WeakKeyDictionary()
         self._iterator: weakref.ref[Any] | None = None
         self._pass: _Pass | None = None
@@ -78,7 +79,7 @@ class SamplePosition(LoopObserver):
         self._empty_at: SamplerPlace | None = None
         """The end of an epoch, where a pass without a batch has begun."""
         self._is_uncounted = False
-        """`sampler.trained` waits for an update."""
+        """`ledger.trained` waits for an update."""
         UPDATES.add_weakly(self.updated)
 
     # -- the loader (observers.LoopObserver) ---------------------------------------------------------------------------
@@ -92,20 +93,20 @@ class SamplePosition(LoopObserver):
         elif self._is_uncounted and outer is None:
             self._count()  # the loop has left its pass before an update
         self._ending = None
-        sampler = self.sampler
-        if sampler.steps_after(sampler.place) == 0:
+        sampler, ledger = self.sampler, self._ledger
+        if ledger.deals.steps_after(ledger.place) == 0:
             # The pass before was left after its last batch. The first one of a run that is resumed there has no batch:
             # it is over, and the loop has counted it.
-            if sampler.place in (self._empty_at, None if sampler.trained is None else sampler.trained.place):
+            if ledger.place in (self._empty_at, None if ledger.trained is None else ledger.trained.place):
                 sampler.set_epoch(sampler.epoch + 1)
-                _end_turn(sampler)
-            self._empty_at = sampler.place
+                sampler.turns.end_pass()
+            self._empty_at = ledger.place
         if outer is not None and not torch.is_grad_enabled():
-            sampler.next_begins_at = sampler.place._replace(position=0, taken_before=sampler.place.taken)
+            ledger.next_begins_at = ledger.place._replace(position=0, taken_before=ledger.place.taken)
 
     def begin_again(self, one: Any) -> None:
         """The batches of a pass are made anew, from where the sampler was put meanwhile: on other ranks, say."""
-        self._passes[one] = self._pass = _Pass(self.sampler.begun_last)
+        self._passes[one] = self._pass = _Pass(self._ledger.begun_last)
         self._iterator = weakref.ref(one, self._freed)
         self._fresh, self._is_uncounted = [], False
 
@@ -122,7 +123,7 @@ class SamplePosition(LoopObserver):
         current = self._pass
         if current is None or not current.dealt:
             return  # of a pass that had begun before this followed the loader
-        current.delivered.append(self.sampler.deliver(current.dealt))
+        current.delivered.append(self._ledger.deliver(current.dealt))
         current.batches += 1
         if current not in self._fresh:
             self._fresh.append(current)
@@ -169,10 +170,10 @@ class SamplePosition(LoopObserver):
             self._count()
 
     def _train(self, one: _Pass, held: int) -> None:
-        self.sampler.trained, self._is_uncounted = one.delivered[-1 - held], True
-        self.sampler.turns, self.sampler.is_turn_trained = self.sampler.turn, True
+        self._ledger.trained, self._is_uncounted = one.delivered[-1 - held], True
+        self.sampler.turns.train()
         if self._iterator is not None and self._iterator() is None and self._underway.oldest is None:
-            _end_turn(self.sampler)  # the loop has left the pass, and trains on what it holds of it
+            self.sampler.turns.end_pass()  # the loop has left the pass, and trains on what it holds of it
             backward.forget(self)
 
     def _see_what_is_held(self, one: _Pass) -> None:
@@ -187,13 +188,13 @@ class SamplePosition(LoopObserver):
             one.held_at_first, one.delivered = held, deque(one.delivered, MOST_HELD + 1)
         else:
             self._ahead = held if held == one.held_at_first and held < MOST_HELD else 0
-            self.sampler.holds_batches = self._ahead > 0
+            self._ledger.holds_batches = self._ahead > 0
 
     # -- counting ------------------------------------------------------------------------------------------------------
 
     def _count(self) -> None:
-        assert self.sampler.trained is not None
-        self.sampler.count(self.sampler.trained)
+        assert self._ledger.trained is not None
+        self.sampler.count(self._ledger.trained.place)
         self._is_uncounted = False
         if self._ending is not None and self._left == 0:
             self._finish(self._ending)
@@ -201,13 +202,13 @@ class SamplePosition(LoopObserver):
     def _finish(self, one: _Pass) -> None:
         """The epoch is over: gradients that are left at its end come to nothing in most loops."""
         self._ending, self._left, self._is_uncounted = None, 0, False
-        end = one.delivered[-1]
-        if self.sampler.epoch == end.place.epoch:
+        end = one.delivered[-1].place
+        if self.sampler.epoch == end.epoch:
             self.sampler.count(end)
-            self.sampler.set_epoch(end.place.epoch + 1)
+            self.sampler.set_epoch(end.epoch + 1)
         if not self._fresh:
             backward.forget(self)
-        _end_turn(self.sampler)
+        self.sampler.turns.end_pass()
 
     def _freed(self, one: weakref.ref[Any]) -> None:
         """The loop has left a pass, or come to its end."""
@@ -215,25 +216,19 @@ class SamplePosition(LoopObserver):
             if self._ending is not None and self._ending.trained:
                 self._finish(self._ending)
             elif self._pass.trained:
-                _end_turn(self.sampler)
+                self.sampler.turns.end_pass()
                 if not self._fresh:
                     backward.forget(self)
 
     def _note(self, proxy: LoaderProxy) -> None:
         """Note the sampler's name for the pass begun last: nothing else has begun since then."""
-        self.sampler.next_begins_at = None
+        self._ledger.next_begins_at = None
         newest = proxy._accel_fetching.underway.newest
         if newest is not None and newest not in self._passes:
-            self._passes[newest] = _Pass(self.sampler.begun_last)
+            self._passes[newest] = _Pass(self._ledger.begun_last)
 
 
 # -- epochs ------------------------------------------------------------------------------------------------------------
-
-
-def _end_turn(sampler: ElasticSampler) -> None:
-    """A trained pass is over, and so is the turn that it was in, unless that goes on with another one."""
-    if sampler.turn is not None and sampler.is_turn_trained:
-        sampler.turns = sampler.turn + 1
 
 
 class RemainingEpochs(Sequence[int]):
@@ -246,32 +241,25 @@ class RemainingEpochs(Sequence[int]):
                 if step == 500: break
 
     A turn is over when the loop asks for the next one; in a state that is saved before that, once its pass has ended or
-    was left. In other loops `sampler.turns` is None.
+    was left. In other loops `sampler.turns.over` is None.
 
     Args:
-        sampler: of the loader.
+        turns: of the loader's sampler.
         numbers: that are left.
     """
 
-    def __init__(self, sampler: ElasticSampler, numbers: range) -> None:
-        self._sampler, self._numbers = sampler, numbers
+    def __init__(self, turns: LoopTurns, numbers: range) -> None:
+        self._turns, self._numbers = turns, numbers
 
     def __iter__(self) -> Iterator[int]:
-        sampler = self._sampler
-        sampler.is_turn_trained = False
+        self._turns.is_trained = False
         try:
             for number in self._numbers:
-                self._begin_turn(number)
+                self._turns.begin(number)
                 yield number
-            self._begin_turn(self._numbers.stop)
+            self._turns.begin(self._numbers.stop)
         finally:  # also where the loop is left
-            sampler.turn = None
-
-    def _begin_turn(self, number: int) -> None:
-        sampler = self._sampler
-        if sampler.is_turn_trained:
-            sampler.turns = number
-        sampler.turn, sampler.is_turn_trained = number, False
+            self._turns.present = None
 
     def __getitem__(self, index: Any) -> Any:
         return self._numbers[index]
@@ -311,7 +299,7 @@ def remaining_epochs(loader: Any, total: int) -> Sequence[int]:
             "loader must be the one that accel.optimize returned under elastic=, got "
             f"{type(loader).__name__} without an ElasticSampler"
         )
-    sampler.total_epochs = total
-    first = sampler.epoch if sampler.turns is None else sampler.turns
-    sampler.epochs_to_come = max(total - first, 0)
-    return RemainingEpochs(sampler, range(first, max(total, first)))
+    turns = sampler.turns
+    first = sampler.epoch if turns.over is None else turns.over
+    turns.total, turns.to_come = total, max(total - first, 0)
+    return RemainingEpochs(turns, range(first, max(total, first)))

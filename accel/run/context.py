@@ -190,8 +190,8 @@ class Run:
 
     def steps_in_all(self) -> float | None:
         """Return how many steps the run will have; None if nobody has said so, or the loader has no length."""
-        sampler = getattr(self.loader, "batch_sampler", None)
-        epochs = getattr(sampler, "epochs_to_come", None) if self.planned_epochs is None else self.planned_epochs
+        turns = getattr(getattr(self.loader, "batch_sampler", None), "turns", None)
+        epochs = getattr(turns, "to_come", None) if self.planned_epochs is None else self.planned_epochs
         if self.planned_steps is not None or epochs is None:
             return self.planned_steps
         try:

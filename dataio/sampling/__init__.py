@@ -1,1 +1,1 @@
-"""Arithmetic of the samplers: packs, deals, permutations."""
+"""Arithmetic of the samplers: packs, deals, permutations; and the steps that are dealt."""

@@ -15,11 +15,13 @@ It is no cipher: nobody is kept from finding the seed.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from hashlib import blake2b
 from math import isqrt
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from accel.profiler.errors import InvalidArgument
@@ -112,6 +114,16 @@ class Permutation:
         high *= columns
         high += low
         return high
+
+
+def order_of(epoch: int, *, length: int, seed: int, shuffle: bool, order: str) -> Callable[[Items], Items]:
+    """Return the order of an epoch, as a function of its places; the arguments are those of `ElasticSampler`."""
+    if not shuffle:
+        return lambda places: places
+    if order == "feistel":
+        return Permutation(length, seed=seed, epoch=epoch)
+    generator = torch.Generator().manual_seed(seed + epoch)
+    return torch.randperm(length, generator=generator).numpy().__getitem__
 
 
 def _scramble(numbers: Words, key: np.uint64, below: int) -> Words:

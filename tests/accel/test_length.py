@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import accel
+from accel.dataio.elastic_sampler import LoopTurns
 from accel.errors import InvalidArgument
 from accel.integrations import callback
 from accel.run import Run
@@ -182,11 +183,11 @@ def test_steps_of_a_run() -> None:
     accumulating.observed.batches_per_step = 4
     assert accumulating.steps_in_all() == 7.5
     assert run_of(loader=iter(loader), planned_epochs=3).steps_in_all() is None
-    resumed = SimpleNamespace(batch_sampler=SimpleNamespace(epochs_to_come=2), __len__=lambda: 10)
+    resumed = SimpleNamespace(batch_sampler=SimpleNamespace(turns=LoopTurns(to_come=2)), __len__=lambda: 10)
     assert run_of(loader=resumed).steps_in_all() is None  # it has no length
 
     class Loader(list[int]):
-        batch_sampler = SimpleNamespace(epochs_to_come=2)
+        batch_sampler = SimpleNamespace(turns=LoopTurns(to_come=2))
 
     assert run_of(loader=Loader(range(10))).steps_in_all() == 20
 

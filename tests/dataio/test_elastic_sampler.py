@@ -169,7 +169,7 @@ def test_indices_computed_at_once_are_those_computed_step_by_step(
 ) -> None:
     def epoch(block: int) -> list[list[list[int]]]:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("accel.dataio.elastic_sampler._BLOCK", block)
+            patch.setattr("accel.dataio.sampling.ledger._BLOCK", block)
             samplers = ranks(150, sizes, tail=tail)
             for sampler in samplers:
                 sampler.set_batch_size((other * len(sizes))[: len(sizes)], delay=step)
@@ -311,18 +311,18 @@ def test_restart_keeps_the_step_at_which_the_batch_size_changes() -> None:
 
 def test_a_batch_may_be_counted_later_than_it_is_delivered() -> None:
     sampler = ElasticSampler(20, batch_size=4, shuffle=False)
-    outer = iter(sampler)
-    dealt = sampler.begun_last
+    ledger, outer = sampler.ledger, iter(sampler)
+    dealt = ledger.begun_last
     assert [next(outer) for _ in range(3)] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
-    first, second = sampler.deliver(dealt), sampler.deliver(dealt)
-    assert (sampler.position, sampler.steps_left, sampler.fresh, sampler.dealt_ahead) == (0, 5, 4, 3)
-    sampler.count(first)
-    assert (sampler.position, sampler.steps_left, sampler.dealt_ahead) == (4, 4, 2)
+    first, second = ledger.deliver(dealt), ledger.deliver(dealt)
+    assert (sampler.position, ledger.steps_left, sampler.fresh, ledger.dealt_ahead) == (0, 5, 4, 3)
+    sampler.count(first.place)
+    assert (sampler.position, ledger.steps_left, ledger.dealt_ahead) == (4, 4, 2)
     assert sampler.state_dict()["position"] == 4
     inner = iter(sampler)  # it begins with what was not counted
     assert next(inner) == [4, 5, 6, 7]
-    assert sampler.deliver(sampler.begun_last).place == second.place
-    sampler.count(sampler.deliver(dealt))
-    assert (sampler.position, sampler.taken) == (12, 3)
-    sampler.count(second)
-    assert (sampler.position, sampler.taken) == (8, 2)
+    assert ledger.deliver(ledger.begun_last).place == second.place
+    sampler.count(ledger.deliver(dealt).place)
+    assert (sampler.position, ledger.place.taken) == (12, 3)
+    sampler.count(second.place)
+    assert (sampler.position, ledger.place.taken) == (8, 2)

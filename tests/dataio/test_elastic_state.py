@@ -49,6 +49,15 @@ def test_set_epoch_at_the_head_of_the_loop_keeps_a_loaded_position() -> None:
     assert (sampler.position, len(sampler)) == (0, 3)
 
 
+def test_a_loop_may_set_the_epoch_itself() -> None:
+    sampler, other = (ElasticSampler(10, batch_size=4) for _ in range(2))
+    sampler.epoch = 3
+    other.set_epoch(3)
+    assert sampler.state_dict() == other.state_dict()
+    assert list(sampler.consumed(sampler)) == list(other.consumed(other))
+    assert (sampler.epoch, sampler.position) == (4, 0)
+
+
 def test_a_state_from_the_last_batch_goes_on_with_the_next_epoch() -> None:
     sampler = ElasticSampler(10, batch_size=4)
     sampler.set_epoch(0, 10)

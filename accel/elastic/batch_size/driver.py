@@ -25,7 +25,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
-from accel.dataio.elastic_sampler import ElasticSampler
+from accel.dataio.elastic_sampler import ElasticSampler, share_among
 from accel.dataio.passes.proxy import LoaderProxy
 from accel.device_memory import total_memory
 from accel.elastic.batch_size.choice import LEAST_STEPS, check_largest, most_tried, resumed_shares
@@ -205,7 +205,7 @@ class BatchRun(LoopObserver):
             return
         samples = self._step.begin_batch()
         self.noise.begin_batch(self._sampler.fresh, self._step.accumulated)
-        if not self._sampler.holds_batches and (
+        if not self._sampler.ledger.holds_batches and (
             samples != self._followed or (self._rates.by_epoch and self._step.hundredths != self._followed_at)
         ):
             self._follow(samples)
@@ -224,7 +224,7 @@ class BatchRun(LoopObserver):
     def backward_ended(self, roots: list[Tensor]) -> None:
         """Take the loss, and count the batch."""
         try:
-            trained = self._sampler.trained
+            trained = self._sampler.ledger.trained
             if trained is None or trained is self._heard:
                 return  # of another model, before the loop begins, or a further pass of a batch
             self._heard = trained
@@ -253,7 +253,7 @@ class BatchRun(LoopObserver):
         self.noise.end_step(self._step.samples // self._sampler.num_replicas)
         is_judged = self._decision_due - self._steps < _JUDGED or self._sampler.num_replicas > 1
         if self.controller is None:
-            self._first_steps.append((self._step.batches, self._sampler.steps_left == 0))
+            self._first_steps.append((self._step.batches, self._sampler.ledger.steps_left == 0))
         elif is_usual and is_judged and not self._exchange_changed(self.controller):
             batches = self._step.batches // self._step.by_loop
             self.controller.timed(self._step.samples, self.end.at - self._began, batches)
@@ -277,7 +277,7 @@ class BatchRun(LoopObserver):
         if self._steps > _FIRST_STEPS:
             TURNS.leave(self)  # the session, alone from now on, need not ask whose turn it is
         self.noise.check()
-        mine = self._sampler.dealt_ahead, self._step.refusal
+        mine = self._sampler.ledger.dealt_ahead, self._step.refusal
         agreed = self._met("decide on the batch size", mine, self._decision)
         self._is_settled, self.noise.known, self._followed = agreed.is_settled, agreed.noise, 0
         self._decision_due = self._steps + agreed.decision.steps
@@ -291,7 +291,7 @@ class BatchRun(LoopObserver):
         self._session.leave_out_step()
         local, agree = self._local(planned), partial(self._met, "compare the memory they have", answer=first_of)
         problem = self._rehearsal.problem(local, keeps_gradients=planned.accumulated > 1, agree=agree)
-        mine = problem, self._sampler.dealt_ahead
+        mine = problem, self._sampler.ledger.dealt_ahead
         decision, ahead = self._met("rehearse a larger batch", mine, partial(self._rehearsed, planned))
         self._decision_due = self._steps + decision.steps
         if (decision.batch, decision.accumulated) == (planned.batch, planned.accumulated):
@@ -404,7 +404,7 @@ class BatchRun(LoopObserver):
         if (model := controller.times.model) is None:
             return None
         base, sampler = controller.base_batch, self._sampler
-        epochs, samples = sampler.total_epochs, sampler.length
+        epochs, samples = sampler.turns.total, sampler.length
         return JobProfile(
             model=model,
             noise=noise,
@@ -494,6 +494,8 @@ class BatchRun(LoopObserver):
             self._step.close()  # with the rates of what a step is from now on: the last one may have been short
             samples = self._step.local * self._sampler.num_replicas * self._step.by_loop
             self._rates.follow(samples, self._base, self.noise.known, self._step.hundredths / 100)
+        if everywhere:  # a change that was to come some batches later would outlive this one
+            share_among(self._sampler, self._sampler.num_replicas, self._sampler.rank, self.local_base)
 
 
 def first_of(reasons: list[str]) -> str:

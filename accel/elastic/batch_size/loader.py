@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
-from accel.dataio.elastic_sampler import ElasticSampler
+from accel.dataio.elastic_sampler import ElasticSampler, share_among
 from accel.dataio.loader import ContinuousLoader
 from accel.dataio.peek import PeekedEpoch
 from accel.dataio.sampling.round_robin import world
@@ -45,15 +45,12 @@ class EpochBatches(ElasticSampler):
     _least = 2  # a changed batch may leave a single sample where the loader never does: batch norm needs two
     generator: torch.Generator | None = None
     """Of the loader; None if it is the user's on several ranks, where each may have another one."""
+    sampler: EpochBatches
+    """Itself: loops ask torch's `BatchSampler` for that, to tell it the epoch."""
     _before_pass: Tensor | None = None
     _taken_then: int | None = None
     """Steps taken when the pass under way began. While no more are, an iterator that is asked for begins the same pass:
     a loader with workers asks twice, and draws in between."""
-
-    @property
-    def sampler(self) -> EpochBatches:
-        """Itself: loops ask torch's `BatchSampler` for that, to tell it the epoch."""
-        return self
 
     @property
     def batch_size(self) -> int:
@@ -62,12 +59,13 @@ class EpochBatches(ElasticSampler):
 
     def __len__(self) -> int:
         """Return the steps of this epoch: those the loop has taken since it began or was resumed, and those to come."""
-        return self.taken + self.steps_left
+        place = self.ledger.place
+        return place.taken - place.taken_before + self.ledger.steps_left
 
     def __iter__(self) -> Iterator[list[int]]:
         """Begin a pass; the loader then draws the workers' seed."""
-        if self.generator is not None and self._taken_then != self.place.taken:
-            self._before_pass, self._taken_then = self.generator.get_state(), self.place.taken
+        if self.generator is not None and self._taken_then != self.ledger.place.taken:
+            self._before_pass, self._taken_then = self.generator.get_state(), self.ledger.place.taken
         return super().__iter__()
 
     def peek_epoch(self, epoch: int) -> PeekedEpoch | None:
@@ -83,7 +81,7 @@ class EpochBatches(ElasticSampler):
             return peeked.holds()
 
         def begin() -> None:
-            self._before_pass, self._taken_then = before, self.place.taken
+            self._before_pass, self._taken_then = before, self.ledger.place.taken
             peeked.begin()
 
         return peeked._replace(holds=holds, begin=begin)
@@ -92,8 +90,7 @@ class EpochBatches(ElasticSampler):
         """Return what it takes to go on from here, equal on all ranks."""
         state = super().state_dict()
         if self.generator is not None:
-            has_begun = self.position or self.dealt_ahead
-            before = self._before_pass if has_begun else None
+            before = self._before_pass if self.position or self.ledger.dealt_ahead else None  # where it has begun
             state["generator"] = self.generator.get_state() if before is None else before
         return state
 
@@ -142,11 +139,11 @@ def elastic_loader(loader: Any) -> DataLoader[Any]:
         is_taken_over = loader.num_workers == 0 or plain_loader(loader) is not loader
         return loader if is_taken_over else _copied(loader)
     own: Any = loader.batch_sampler  # a loader that was given one knows neither size nor drop_last itself
-    order = _order(own, loader.generator)
-    batches = EpochBatches(batch_size=own.batch_size, drop_last=own.drop_last, **order)
+    batches = EpochBatches(batch_size=own.batch_size, drop_last=own.drop_last, **_order(own, loader.generator))
     # torch refuses to have these set on a loader once it is made. A generator of its own gives the workers their seeds:
     # a training that is resumed in the midst of an epoch asks for an iterator once more than one that was not.
     generator = loader.generator or torch.Generator().manual_seed(batches.seed)
+    batches.sampler = batches
     batches.generator = generator if loader.generator is None or batches.num_replicas == 1 else None
     return _copied(loader, batch_sampler=batches, sampler=batches, generator=generator)
 
@@ -185,22 +182,16 @@ def _fixed(loader: Any) -> str:
 
 def _own_order(sampler: Any) -> str:
     """Return '' if the order of a sampler is one that an `ElasticSampler` has, else why it isn't."""
+    (replicas, rank), name = world(), type(sampler).__name__
     if type(sampler) is DistributedSampler:
-        replicas, rank = world()
-        if (sampler.num_replicas, sampler.rank) == (replicas, rank):
-            return ""
-        own = f"rank {sampler.rank} of {sampler.num_replicas}"
-        return f"its DistributedSampler is {own}, this process {rank} of {replicas}"
-    if world()[0] > 1:
-        return f"with several ranks its samples must be shared out by a DistributedSampler, not a {_name(sampler)}"
+        own, here = f"rank {sampler.rank} of {sampler.num_replicas}", f"{rank} of {replicas}"
+        return "" if own == f"rank {here}" else f"its DistributedSampler is {own}, this process {here}"
+    if replicas > 1:
+        return f"with several ranks its samples must be shared out by a DistributedSampler, not a {name}"
     if type(sampler) is RandomSampler:
         others = sampler.replacement or sampler.num_samples != len(sampler.data_source)
         return "its RandomSampler draws with replacement, or another number than there are samples" if others else ""
-    return "" if type(sampler) is SequentialSampler else f"its order is that of a {_name(sampler)}"
-
-
-def _name(sampler: Any) -> str:
-    return type(sampler).__name__
+    return "" if type(sampler) is SequentialSampler else f"its order is that of a {name}"
 
 
 def _order(own: BatchSampler, generator: torch.Generator | None) -> dict[str, Any]:
@@ -256,4 +247,4 @@ def deal_alike(sampler: ElasticSampler, settings: OptimizeSettings, *, is_new: b
         )
     if is_new:
         vars(sampler).update({name: first[name] for name in _DEALT_BY})
-        sampler.share_among(sampler.num_replicas, sampler.rank, first["batch_size"])
+        share_among(sampler, sampler.num_replicas, sampler.rank, first["batch_size"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from itertools import islice, takewhile
 
 import torch
 from torch import nn
@@ -84,7 +85,7 @@ class StepBatches:
         if accumulation is None or not accumulation.is_at_work or self._is_accumulated:
             return
         # Several ranks agree on a refusal at decisions only. A loop that holds batches is seen to at its epoch's end.
-        if self._sampler.num_replicas == 1 and not self._sampler.holds_batches:
+        if self._sampler.num_replicas == 1 and not self._sampler.ledger.holds_batches:
             accumulation.rest()
 
     def watch(
@@ -132,26 +133,22 @@ class StepBatches:
 
         By one batch: steps that a suspended session does not hear of would add up.
         """
-        samples, accumulation = self._sampler.samples_in_hand, self._accumulation
+        in_hand, accumulation = self._sampler.ledger.in_hand, self._accumulation
+        samples = in_hand.fresh_of_all if in_hand else 0
         if accumulation is None or not accumulation.is_at_work:
             return samples * self.by_loop
-        accumulation.begin_batch(self._sizes(self._sampler.samples_in_hand))
+        accumulation.begin_batch(self._sizes(samples))
         step = accumulation.present
         return step.samples if step.batches > 1 else samples
 
     def _sizes(self, in_hand: int) -> list[int]:
         """Return the samples of each batch of a step that begins; all have one size, but for an epoch's last."""
         # Batches that were dealt before the last decision are as many to a step as they were.
-        sizes, steps = [in_hand], self.steps_of(in_hand // self._sampler.num_replicas)
-        if steps == 1:
-            return sizes
-        if self._accumulation is not None and self._accumulation.refusal and self._sampler.num_replicas == 1:
-            return sizes  # several ranks go on until they have agreed
-        for samples in self._sampler.samples_ahead(steps - 1):
-            if samples > in_hand:
-                break
-            sizes.append(samples)
-        return sizes
+        steps, alone = self.steps_of(in_hand // self._sampler.num_replicas), self._sampler.num_replicas == 1
+        if steps > 1 and alone and self._accumulation is not None and self._accumulation.refusal:
+            steps = 1  # several ranks go on until they have agreed
+        ahead = islice(self._sampler.ledger.samples_ahead(), steps - 1)
+        return [in_hand, *takewhile(lambda samples: samples <= in_hand, ahead)]
 
     def begin_pass(self, one: object) -> bool:
         """A batch of a pass over the data has come: where the one before was left, so is the step that it was in.

@@ -246,7 +246,7 @@ class CheckpointRun(LoopObserver):
             return False
         if not is_due:
             return policy.stop and not self._is_put_off
-        is_put_off = self.training.sampler.steps_left == 0 and not self._is_put_off
+        is_put_off = self.training.sampler.ledger.steps_left == 0 and not self._is_put_off
         self._is_put_off = False
         if policy.is_wanted or not is_put_off:
             self.save()

@@ -53,7 +53,7 @@ def test_each_epoch_has_each_sample_once_whatever_the_batch_sizes(
         for step, batch in enumerate(sampler.consumed(loader)):
             seen += batch.tolist()
             if step in wanted:
-                sampler.set_batch_size(wanted[step], delay=sampler.dealt_ahead + workers_run_ahead)
+                sampler.set_batch_size(wanted[step], delay=sampler.ledger.dealt_ahead + workers_run_ahead)
         assert sorted(seen) == list(range(n))
         assert shuffle or seen == list(range(n))
 

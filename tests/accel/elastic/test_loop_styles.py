@@ -127,7 +127,7 @@ def with_looks(training: Training) -> None:
 
 def beside_a_picture_whose_iterator_is_kept(training: Training) -> None:
     kept = []
-    if training.loader.batch_sampler.steps_left:  # resumed at an epoch's end, the first pass has no batch
+    if training.loader.batch_sampler.ledger.steps_left:  # resumed at an epoch's end, the first pass has no batch
         kept.append(iter(training.loader))
         next(kept[0])
     plainly(training)
@@ -241,4 +241,4 @@ def test_a_turn_is_over_whose_batches_were_all_fetched_before_one_was_trained_on
         for _ in remaining_epochs(training.loader, turns):
             for batch in list(training.loader):
                 training.take(batch)
-        assert training.loader.batch_sampler.turns == turns
+        assert training.loader.batch_sampler.turns.over == turns

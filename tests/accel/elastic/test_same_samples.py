@@ -101,7 +101,7 @@ def test_an_epoch_has_the_samples_of_the_plain_loader(
                     now = max(batch, changes[step])
                     for sampler in samplers:
                         sampler.set_batch_size(now)
-                if step in stops and samplers[0].steps_left:
+                if step in stops and samplers[0].ledger.steps_left:
                     state, over = samplers[0].state_dict(), False
                     break
             if not over:
