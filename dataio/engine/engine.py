@@ -72,7 +72,6 @@ class BatchJob(NamedTuple):
         seed: of the random numbers that fetching may draw; None to leave them alone.
         after: states of the loader's own generators once `indices` were drawn.
         dataset: to read in place of the loader's own, by engines without copies; None for the loader's own.
-        epoch: which of the epochs that were drawn it belongs to.
         number: of the batch in its epoch.
         watch: for threads, which read the loop's own dataset: what it must be as; None for anything.
         numbers: of the dataset, for engines with copies of it: under which the batch is to be made; set by the engine.
@@ -82,7 +81,6 @@ class BatchJob(NamedTuple):
     seed: int | None
     after: list[torch.Tensor] = []  # noqa: RUF012  (never changed)
     dataset: Any = None
-    epoch: int = 0
     number: int = 0
     watch: DatasetWatch | None = None
     numbers: Numbers = {}  # noqa: RUF012  (never changed)

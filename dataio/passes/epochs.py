@@ -1,4 +1,4 @@
-"""The index lists of an epoch: drawn early, given back if not used, and seen to be the right ones.
+"""The index lists of an epoch: drawn early, and seen to be the right ones.
 
 The next epoch is drawn under a *copy* of the random state, in the order in which a `DataLoader` draws: the workers'
 base seed first, then the sampler at its first index. When the loop does begin the epoch, the copy is compared with the
@@ -13,23 +13,17 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
-from accel.dataio.engine.engine import BatchJob
-from accel.dataio.fetching.randomness import derived_seed
 from accel.dataio.peek import PeekedEpoch
-from accel.profiler.errors import AccelError
-from accel.profiler.interruptions import ours
 
+_MOST_WRONG = 3  # guesses in a row, after which the next epoch is not guessed any more
 _PLAIN = (int, float, bool, str, type(None))
 
 States = list[torch.Tensor]
@@ -77,13 +71,11 @@ class Draws:
             _advance(self._global_draws)
             self._apart = None
 
-    def drew(self, since: States) -> bool:
-        """Return whether these lists needed random numbers, apart from the loop's: they moved the states `since`."""
-        return self._apart is not None and not same(self._apart, since)
-
-    def keep(self) -> None:
-        """Begin the epoch and leave the random states alone: these lists needed none."""
-        self._apart = None
+    def begin_apart(self, since: States) -> bool:
+        """Begin the epoch and leave the random states alone; return False if these lists have moved them `since`."""
+        if self._apart is None or same(self._apart, since):
+            self._apart = None
+        return self._apart is None
 
     def generators(self) -> States:
         """Return the states of the loader's own generators, as these draws left them."""
@@ -102,158 +94,6 @@ class Draws:
             torch.randperm(len(sampler.data_source), generator=sampler.generator)  # as at its end; it yields none of it
         else:
             self.put_back(drawn, wanted)
-
-
-class ListLost(AccelError, RuntimeError):
-    """An interruption came while the sampler drew an index list."""
-
-    def __init__(self) -> None:
-        super().__init__(
-            "this pass can't go on: it was interrupted while the sampler drew an index list, which is lost; begin a "
-            "new pass over the loader"
-        )
-
-
-class IndexLists:
-    """Yields the index lists of an epoch, first those that were drawn before and given back.
-
-    torch's `BatchSampler` reads its batch size at each list (with drop_last only when an epoch begins). A list that was
-    given back after the loop has set it is as long as it would be drawn now.
-
-    Args:
-        loader: whose samplers yield the lists.
-        draws: draws them.
-
-    Attributes:
-        exhausted: no more can be drawn.
-    """
-
-    def __init__(self, loader: DataLoader[Any], draws: Draws) -> None:
-        outer = loader._index_sampler
-        self._batches = outer if type(outer) is BatchSampler and not outer.drop_last else None
-        self._size = self._size_now  # of the lists drawn
-        self._rest: list[Any] = []  # left over of a longer one
-        self._is_uneven = False
-        self.draws, self.exhausted = draws, False
-        self._is_drawing = False  # a list is on its way to whoever draws it; after an interruption it is lost
-        self.number(0, None)
-        self._back: deque[BatchJob] = deque()
-        self._states: tuple[States, States] | None = None
-        self._error: Exception | None = None
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
-
-    def __next__(self) -> Any:
-        size = self._size_now
-        self._is_uneven = self._is_uneven or size != self._size
-        if not self._is_uneven:
-            return self._next()
-        while len(self._rest) < size:
-            try:
-                self._rest += self._next()
-            except StopIteration:
-                break
-        indices, self._rest = self._rest[:size], self._rest[size:]
-        if not indices:
-            raise StopIteration
-        return indices
-
-    def _next(self) -> Any:
-        if self._back:
-            job = self._back.popleft()
-            self._draw_up_to(job.after)
-            return job.indices
-        if self._states is not None:
-            self._draw_up_to(self._states[1])
-            self._states = None
-        if self._error is not None:
-            raise self._error
-        try:
-            return _copied(next(self.draws))
-        except StopIteration:
-            self.exhausted = True
-            raise
-        except ours() as error:
-            self._error = error
-            raise
-
-    def give_back(self, jobs: list[BatchJob], before: States | None, after: States) -> None:
-        """Take back lists that were drawn and not used.
-
-        Args:
-            jobs: with these lists, oldest first.
-            before, after: states of the loader's own generators before the first of them was drawn and after the last:
-                they were put back, and are drawn through again. `before` is None if they were not.
-        """
-        if self._rest:
-            jobs = [*jobs, BatchJob(self._rest, None, after)]
-            self._rest = []
-        self._back.extendleft(reversed(jobs))
-        self._is_uneven, self._size = self._is_uneven or self.has_new_size, self._size_now
-        if before is not None:
-            self._states = before, after if self._states is None else self._states[1]
-        self.exhausted = self.exhausted and not self._back and self._states is None
-
-    @property
-    def _size_now(self) -> int:
-        return 0 if self._batches is None else self._batches.batch_size
-
-    @property
-    def has_new_size(self) -> bool:
-        """Whether the loop has set another batch size since lists were drawn."""
-        return self._size_now != self._size
-
-    def _draw_up_to(self, state: States) -> None:
-        if self._states is None:
-            return
-        at, last = self._states
-        if not same(state, at):
-            self.draws.draw_again(at, state)
-        self._states = state, last
-
-    # -- as jobs -----------------------------------------------------------------------------------
-
-    def number(self, epoch: int, base_seed: int | None, first: int = 0, dataset: Any = None) -> None:
-        """Make jobs of the lists from now on.
-
-        Args:
-            epoch: its number among the epochs drawn so far.
-            base_seed: of the epoch's random numbers; None to leave them alone.
-            first: number of the next list in its epoch.
-            dataset: to fetch from, see `BatchJob`.
-        """
-        self._epoch, self._base_seed, self._number, self._dataset = epoch, base_seed, first, dataset
-
-    def next_job(self, take: Callable[[BatchJob], Any]) -> bool:
-        """Hand the next list to `take`, as a job, and return whether there was one.
-
-        Raises:
-            ListLost: if one was lost before.
-        """
-        if self._is_drawing:
-            raise ListLost
-        self._is_drawing = True
-        try:
-            indices, number = next(self), self._number
-            seed = None if self._base_seed is None else derived_seed(self._base_seed, number)
-            take(BatchJob(indices, seed, self.draws.generators(), self._dataset, self._epoch, number))
-            self._number = number + 1
-        except StopIteration:
-            self._is_drawing = False
-            return False
-        except ours():
-            self._is_drawing = False
-            raise
-        self._is_drawing = False
-        return True
-
-
-def _copied(indices: Any) -> Any:
-    """Return an index list that stays as it is: a sampler may yield the same one again and again, filled anew."""
-    if type(indices) is list or isinstance(indices, np.ndarray):
-        return indices.copy()
-    return indices.clone() if isinstance(indices, Tensor) else indices
 
 
 @dataclass
@@ -278,6 +118,52 @@ class Ahead:
         """Return whether the epoch that begins now has these lists, where the random states are the same."""
         present = epoch_of(loader), lengths(loader), settings(loader)
         return present == (self.epoch, self.lengths, self.settings) and self.peeked.holds()
+
+    def begin(self, loader: DataLoader[Any]) -> None:
+        """Begin the epoch: the random states are where its first list is going to be drawn."""
+        restore_own(loader, self.began[1:])
+        _advance(self.base_draws)
+        self.peeked.begin()
+
+    def start(self, loader: DataLoader[Any]) -> bool:
+        """Have the lists that were drawn count; return False if the loop drew something since the epoch began."""
+        if not same(capture(loader), self.began):
+            return self.draws.begin_apart(self.began)
+        self.draws.begin()
+        return True
+
+
+class Guesses:
+    """What a sampler's next epoch is guessed from, and whether that is worth while.
+
+    Attributes:
+        step: by how much the sampler's epoch is expected to move on.
+        failed: epochs that were begun ahead in vain.
+    """
+
+    def __init__(self) -> None:
+        self.step, self.failed, self._wrong = 1, 0, 0
+        self._begun_at: int | None = None
+
+    def epoch_begins(self, epoch: int | None, *, at_an_end: bool = True) -> None:
+        """Learn how the sampler's epoch moves; after an early break some samplers stay where they are."""
+        if at_an_end and epoch is not None and self._begun_at is not None:
+            self.step = epoch - self._begun_at
+        self._begun_at = epoch
+
+    def was_right(self) -> None:
+        """Count an epoch that was the guessed one."""
+        self._wrong = 0
+
+    def was_wrong(self, *, can_learn: bool) -> None:
+        """Count one that was not; a loop that draws random numbers before it will do so again, and can't be learnt."""
+        self.failed += 1
+        self._wrong += 1 if can_learn else _MOST_WRONG
+
+    @property
+    def are_worth_it(self) -> bool:
+        """Whether the next epoch is to be guessed."""
+        return self._wrong < _MOST_WRONG
 
 
 def ordering(loader: DataLoader[Any]) -> Any:
@@ -304,12 +190,6 @@ def restore_own(loader: DataLoader[Any], state: States) -> None:
     """Set the loader's own generators, not torch's."""
     for generator, saved in zip(_generators(loader), state, strict=True):
         generator.set_state(saved)
-
-
-def begin_ahead(loader: DataLoader[Any], ahead: Ahead) -> None:
-    """Advance the random states to where an epoch drawn ahead has begun, before its first list."""
-    restore_own(loader, ahead.began[1:])
-    _advance(ahead.base_draws)
 
 
 def _advance(draws: int) -> None:

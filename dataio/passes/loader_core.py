@@ -103,7 +103,7 @@ class LoaderCore(BatchSource):
         while tuner.current != self.setting:
             try:
                 engine = self.engines.get(tuner.current)
-                engine.base_seed = self._continuous.base_seed
+                engine.base_seed = self._continuous.epoch.lists.base_seed
                 engine.start()
             except ours() as error:
                 tuner.failed(error)
@@ -169,7 +169,7 @@ class LoaderCore(BatchSource):
         continuous = PrefetchAcrossEpochs(self.loader, engines.get(self.setting), strict=not engines.asked)
         starts_own = self.tuner is not None and self.loader.num_workers > 0 and not engines.calls_init
         if starts_own and (engine := engines.start_own()) is not None:
-            continuous.know(engine)
+            continuous.copies.made(engine, early=True)
         return continuous
 
     def _begin_epoch(self, continuous: PrefetchAcrossEpochs) -> None:

@@ -71,7 +71,7 @@ def same_as_plain(loader: DataLoader[Any], workers: PrefetchAcrossEpochs) -> boo
     try:
         return equal(workers.fetch(), plain)
     finally:
-        workers.close_feed()
+        workers.epoch.feeding = False
 
 
 def _first(loader: DataLoader[Any]) -> list[int]:

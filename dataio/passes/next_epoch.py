@@ -20,13 +20,11 @@ from accel.dataio.dataset.watch import DatasetWatch
 from accel.dataio.engine.thread_pool import ThreadModes
 from accel.dataio.fetching.fetch import fetch_of
 from accel.dataio.passes import epochs
-from accel.dataio.passes.epochs import Ahead, Draws
+from accel.dataio.passes.epochs import Ahead, Draws, Guesses
 from accel.dataio.passes.movable import not_continuable
 from accel.profiler.errors import InvalidArgument
 from accel.profiler.interruptions import ours
 
-# Epochs in a row that were begun early in vain, after which none is any more.
-_MOST_WRONG = 3
 _OPTIONS = (
     *("collate_fn", "worker_init_fn", "num_workers", "prefetch_factor", "timeout", "pin_memory", "generator"),
     *("multiprocessing_context", "persistent_workers", "in_order"),
@@ -40,7 +38,8 @@ class NextEpoch:
         loader: map-style, with `num_workers` of at least 1.
 
     Attributes:
-        used, failed_guesses: epochs that were begun early, in time and in vain.
+        used: epochs that were begun early, in time.
+        guesses: what they are begun from, and how many were in vain.
 
     Raises:
         InvalidArgument: if `not_continuable`.
@@ -52,43 +51,38 @@ class NextEpoch:
         self._loader = loader
         self._early: _EarlyEpoch | None = None
         self._looked_from: weakref.ref[Any] | None = None
-        self._begun_at: int | None = None
-        self._epoch_step = 1
-        self.used = self.failed_guesses = self._wrong = 0
+        self.used, self.guesses = 0, Guesses()
 
     def begin(self) -> Iterator[Any]:
         """Return torch's iterator over the epoch that begins now."""
         loader, early = self._loader, self._early
-        self._early, epoch = None, epochs.epoch_of(self._loader)
-        if epoch is not None and self._begun_at is not None:
-            self._epoch_step = epoch - self._begun_at
-        self._begun_at = epoch
+        self._early = None
+        self.guesses.epoch_begins(epochs.epoch_of(loader))
         if early is None:
             return iter(loader)
         if early.is_right(loader):
-            self.used, self._wrong = self.used + 1, 0
+            self.used += 1
+            self.guesses.was_right()
             return early.begin(loader)
-        # A loop that draws random numbers of its own between the two will do so again; epochs can be learnt.
-        self._wrong += 1 if epochs.same_draws(loader, early.ahead) else _MOST_WRONG
-        self.failed_guesses += 1
+        self.guesses.was_wrong(can_learn=epochs.same_draws(loader, early.ahead))
         early.close()
         return iter(loader)
 
     def look_ahead(self, batches: Any) -> None:
         """Begin the next epoch if an iterator of torch's has given out all index lists of this one; once for each."""
-        if self._early is not None or self._wrong >= _MOST_WRONG or not hasattr(batches, "_send_idx"):
+        if self._early is not None or not self.guesses.are_worth_it or not hasattr(batches, "_send_idx"):
             return
         is_full = batches._send_idx - batches._rcvd_idx >= batches._prefetch_factor * batches._num_workers
         if is_full or (self._looked_from is not None and self._looked_from() is batches):
             return
         self._looked_from = weakref.ref(batches)
-        ahead = epochs.draw_ahead(self._loader, step=self._epoch_step)
+        ahead = epochs.draw_ahead(self._loader, step=self.guesses.step)
         if ahead is None or (watch := DatasetWatch(fetch_of(self._loader))).unseen_at_all:
             return
         try:
             self._early = _EarlyEpoch(self._loader, ahead, watch)
         except ours():  # it is raised again when the epoch begins, or was a moment's lack of memory
-            self._wrong = _MOST_WRONG
+            self.guesses.was_wrong(can_learn=False)
 
     def close(self) -> None:
         """End the workers of an epoch that was begun early."""
@@ -123,9 +117,8 @@ class _EarlyEpoch:
 
     def begin(self, loader: DataLoader[Any]) -> Iterator[Any]:
         """Make it the running epoch: its draws count from now on."""
-        epochs.begin_ahead(loader, self.ahead)
+        self.ahead.begin(loader)
         self.ahead.draws.begin()
-        self.ahead.peeked.begin()
         batches: Iterator[Any] = self._batches
         return batches
 

@@ -86,7 +86,7 @@ class EpochIterator:
     def __del__(self) -> None:
         continuous = self.__dict__.get("continuous")
         if continuous is not None and not sys.is_finalizing():
-            continuous.leave()
+            continuous.epoch.put_back()
 
     def __iter__(self) -> Any:
         return self
@@ -119,7 +119,7 @@ class EpochIterator:
         try:
             return self._maker.fetch(self)
         except StopIteration:
-            if self.continuous is None or self.continuous.feeding:
+            if self.continuous is None or self.continuous.epoch.feeding:
                 raise
             self.detach()  # the engine was drained
         except ours() as error:
@@ -131,13 +131,13 @@ class EpochIterator:
     def _pass_over(self) -> None:
         """Skip the batch that could not be made."""
         if self.continuous is not None:
-            self.continuous.skip_failed()
+            self.continuous.epoch.move_on()
         self._stand_at(self.position + 1 if self.continuous is None else self._reached)
 
     def _stand_at(self, position: int) -> None:
         self.position = position
         if self.continuous is not None:
-            self.continuous.handed = position
+            self.continuous.epoch.handed = position
 
     def _end(self) -> None:
         self.continuous, self.rest = None, iter(())  # a newer pass has nothing to detach, and keeps what is made ahead
@@ -146,7 +146,7 @@ class EpochIterator:
     def _reached(self) -> int:
         """Number of the next batch to be handed over; those before it, whose copy is under way, were fetched."""
         assert self.continuous is not None
-        return self.continuous.served - (0 if self._copier is None else len(self._copier))
+        return self.continuous.epoch.served - (0 if self._copier is None else len(self._copier))
 
     def _copied(self, copier: AheadCopier) -> Any:
         """Return the batch whose copy was begun before, and begin that of the next one."""

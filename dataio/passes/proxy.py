@@ -343,7 +343,7 @@ class SwitchableSource(BatchSource):
         current = running.continuous
         if current is not None:
             if current is not wanted:
-                current.close_feed()
+                current.epoch.feeding = False
         elif wanted is not None and hasattr(running.rest, "_sampler_iter"):
             plain: Any = running.rest
             wanted.take(plain._sampler_iter, base_seed=plain._base_seed, first=running.position)
@@ -354,7 +354,7 @@ class SwitchableSource(BatchSource):
         """Go on plainly from the very batch: a broken sample then raises the dataset's own error."""
         workers = running.continuous
         assert workers is not None
-        if error is workers.sampler_error:
+        if error is workers.epoch.sampler_error:
             return False
         running.detach()
         workers.close()

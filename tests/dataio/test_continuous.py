@@ -104,7 +104,7 @@ def test_order_and_random_state_are_those_of_the_plain_loader(kind: str) -> None
 
     assert moved[0] == plain[0]
     assert torch.equal(moved[1], plain[1])
-    assert pool.failed_guesses == failed_guesses
+    assert pool.guesses.failed == failed_guesses
 
 
 @pytest.mark.parametrize("seed", range(5))

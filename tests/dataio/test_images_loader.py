@@ -63,7 +63,7 @@ def assert_same(found: list[list[Batch]], expected: list[list[Batch]]) -> None:
 def wrong_guesses(loader: ContinuousLoader) -> int:
     continuous = loader._core._continuous
     assert continuous is not None
-    return continuous.failed_guesses
+    return continuous.guesses.failed
 
 
 @pytest.mark.sample(3)
@@ -116,7 +116,9 @@ def test_the_next_epochs_batches_are_under_way_when_one_ends(samples: Any) -> No
         continuous = loader._core._continuous
         assert continuous is not None
 
-        assert len(continuous._record) == 4
+        following = continuous.epoch.following
+        assert following is not None
+        assert following.waiting == 4
         assert dataset.epoch == 0
 
 

@@ -223,7 +223,7 @@ def test_an_epoch_that_moves_evenly_is_fetched_ahead() -> None:
 
         assert [float(epoch[0][0, 1]) for epoch in seen] == [0, 1, 2, 3, 4, 5]
         # The first move of the dataset could not be known; all after it were.
-        assert continuous.failed_guesses == 1
+        assert continuous.guesses.failed == 1
 
 
 def test_threads_make_nothing_ahead_from_a_dataset_that_will_move() -> None:
@@ -235,7 +235,7 @@ def test_threads_make_nothing_ahead_from_a_dataset_that_will_move() -> None:
 
         assert [float(epoch[0][0, 1]) for epoch in seen] == [0, 1, 2, 3, 4, 5]
         # They would read it as it is before it moves. The first move could not be known.
-        assert continuous.failed_guesses == 1
+        assert continuous.guesses.failed == 1
 
 
 def test_a_change_that_can_not_be_sent_starts_the_workers_anew() -> None:

@@ -185,7 +185,7 @@ def test_epochs_are_made_ahead(monkeypatch: pytest.MonkeyPatch, make: Any, numbe
     monkeypatch.setattr(PrefetchAcrossEpochs, "resume", lambda self: gone_on.append(resume(self)) or gone_on[-1])
     with ContinuousLoader(make(), mode="threads", num_workers=2) as loader:
         passes(loader, [None] * 4, NUMBERS[number])
-        assert loader._core._continuous.failed_guesses == 0  # type: ignore[union-attr]
+        assert loader._core._continuous.guesses.failed == 0  # type: ignore[union-attr]
 
     assert gone_on == [False, True, True, True]
 

@@ -213,7 +213,7 @@ def test_a_distributed_sampler_follows_set_epoch() -> None:
         return loader(sampler=DistributedSampler(Augmented(), num_replicas=2, rank=1, seed=5))
 
     following = both(make, number=5, change=change)
-    assert (following.used, following.failed_guesses) == (2, 2)  # after the jump the next one is taken for another
+    assert (following.used, following.guesses.failed) == (2, 2)  # after the jump the next one is taken for another
 
 
 def _in_dataset(loader: Any, epoch: int) -> None:
@@ -240,7 +240,7 @@ def test_what_the_loop_changes_between_two_epochs_counts(change: Any) -> None:
         following = both(lambda: loader(shuffle=True), number=3, change=change)
     finally:
         torch.set_default_dtype(torch.float32)
-    assert (following.used, following.failed_guesses) == (1, 1)
+    assert (following.used, following.guesses.failed) == (1, 1)
 
 
 def test_what_the_loop_changes_within_an_epoch_is_not_seen_by_its_workers() -> None:
