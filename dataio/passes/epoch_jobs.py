@@ -274,7 +274,9 @@ class EpochJobs:
         return room if self.following is None else self.following.give(engine, check, room)
 
     def take_back(self, engine: Engine) -> None:
-        """Have an engine forget the jobs that it has; it gets those of this epoch again."""
+        """Have an engine forget the jobs that it has; it gets those of this epoch again, of the dataset as it is."""
+        self._jobs = deque(job._replace(dataset=None) for job in self._jobs)
+        self.lists.number(self.lists.base_seed, self.lists.next_number)
         if self._given > self.served + self.failed or self.following is not None:
             engine.discard()
         self._given, self.failed, self.following = self.served, False, None

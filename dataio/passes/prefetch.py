@@ -215,7 +215,7 @@ class PrefetchAcrossEpochs:
         """Have the engine's processes, if it has any, started anew for the next batch."""
         self.epoch.take_back(self.engine)
         self.engine.restart()
-        self.copies.made(self.engine, early=True)
+        self.copies.made(self.engine)
 
 
 class _Copies(NamedTuple):

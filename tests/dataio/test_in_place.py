@@ -225,3 +225,40 @@ def test_a_collate_function_of_a_trainer_is_watched_where_its_code_looks() -> No
     assert not check.changed()
     trainer.pad = 2
     assert check.changed()
+
+
+class Lesson(Dataset[Tensor]):
+    """It can be read as it will be in another epoch."""
+
+    def __init__(self, epoch: int = 0, level: int = 0) -> None:
+        self.epoch, self.level = epoch, level
+
+    def __len__(self) -> int:
+        return LENGTH
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.tensor([index, self.epoch, self.level])
+
+    def at_epoch(self, epoch: int) -> Lesson:
+        return Lesson(epoch, self.level)
+
+
+@pytest.mark.parametrize("mode", ["threads", "fork"])
+def test_a_change_within_an_epoch_that_was_drawn_ahead(mode: Any) -> None:
+    """Threads went on reading what the dataset was expected to be in that epoch."""
+
+    def seen(loader: Any, data: Lesson) -> list[Tensor]:
+        found = []
+        for data.epoch in range(4):
+            for number, batch in enumerate(loader):
+                found.append(batch.clone())
+                if number == 4 and data.epoch == 2:
+                    data.level += 1
+        return found
+
+    data = Lesson()
+    wanted = seen(DataLoader(data, 20), data)
+    data = Lesson()
+    with wrapped(DataLoader(data, 20), mode) as loader:
+        made = seen(loader, data)
+    assert all(torch.equal(one, other) for one, other in zip(made, wanted, strict=True))
