@@ -18,7 +18,7 @@ from accel.optimized import MODELS, Optimized, conclude, elastic_run_of
 from accel.run import Gate, Run
 from accel.search.controller import decisions
 from accel.search.state import Candidate, SearchState
-from accel.session.journal import Announcer, Journal, own_place
+from accel.session.journal import Announcer, Journal
 from accel.session.session import Session
 from accel.session.training_loader import free_fetching
 
@@ -49,7 +49,7 @@ def start(
     run.exact, run.enabled = settings.level.word == "exact", settings.enable
     run.planned_steps, run.planned_epochs = settings.steps, settings.epochs
     announcer = Announcer()
-    taken = [other.journal.target for key, other in MODELS.items() if key is not model]
+    taken = [other.journal.place.target for key, other in MODELS.items() if key is not model]
     fetching_in_use = fetching is not proxy._accel_fetching
     search = SearchState(
         offered=[
@@ -75,13 +75,13 @@ def start(
     )
     session = Session(run, chosen, partial(decisions, search), say=announcer.say)
     journal = Journal(
-        run,
         session,
         search,
         announcer,
         allow=settings.level.word,
         budget=settings.budget.text,
-        report=own_place(settings.report, taken, type(model).__name__, announcer.say),
+        report=settings.report,
+        taken=taken,
         replayed=settings.plan,
     )
     session.start(settled=journal.settled)
@@ -95,8 +95,8 @@ def start(
         None if previous is None else previous.elastic,
         restart=partial(restart, model),
     )
-    if elastic is not None:
-        journal.batch = elastic.batch
+    if elastic is not None and elastic.batch is not None:
+        journal.describe_batch = elastic.batch.report.describe
     optimized = Optimized(session, journal, announcer, settings, elastic)
     for earlier_proxy in earlier_proxies:
         optimized.follow(earlier_proxy)

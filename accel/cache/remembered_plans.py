@@ -17,7 +17,6 @@ from torch import nn
 
 import accel
 from accel.cache.folder import NoFolder, cache_folder, delete_file, file_name, read_file, write_file
-from accel.profiler.host import machine_name
 from accel.profiler.interruptions import ours
 from accel.profiler.typed_json import UnreadableJson, decode, read
 from accel.report.report import NOTHING_REMEMBERED
@@ -170,7 +169,7 @@ def conditions(run: Run, options: dict[str, Any]) -> dict[str, Any]:
         "dataset": _kind(getattr(loader, "dataset", None)),
         "loader_workers": str(getattr(loader, "num_workers", None)),
         **options,
-        "device": machine_name(run.device),
+        "device": run.device_name,
         "cores": run.cores,
         "threads": run.threads,
         "ranks": run.world_size,

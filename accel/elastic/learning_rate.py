@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.optim import LBFGS, Optimizer
@@ -181,6 +181,7 @@ class StepRates:
 
     Args:
         rule: for all of them; None for that of each.
+        optimizers: of the run, which may become more.
         say: prints one line for the user.
 
     Attributes:
@@ -189,30 +190,28 @@ class StepRates:
         progress_before: steps of the user's batch that earlier processes of this training were worth.
     """
 
-    def __init__(self, rule: Rule | None, say: Callable[[str], None]) -> None:
-        self._rule, self._say = rule, say
+    def __init__(self, rule: Rule | None, optimizers: Sequence[Optimizer], say: Callable[[str], None]) -> None:
+        self._rule, self.optimizers, self._say = rule, cast("Optimizers", optimizers), say
         self.by_epoch = rule is not None and type(rule) not in (AdaScale, Linear, NoScaling, Sqrt)
         self.adopted = 0
         self.progress_before = 0.0
         self._scalers: list[tuple[Optimizer, LearningRateScaler]] = []
         self._scale: BatchScale | None = None
-        self._followed: tuple[int, int, NoiseInterval | None, float] | None = None
-        """What `_scale` was made of."""
 
     @property
     def progress(self) -> float:
         """Steps of the user's batch that the steps so far were worth."""
         return self.progress_before + max((scaler.progress for _, scaler in self._scalers), default=0.0)
 
-    def adopt(self, optimizers: Optimizers) -> None:
-        """Scale these too, from their next step on.
+    def adopt(self) -> None:
+        """Scale new optimizers too, from their next step on.
 
         Raises:
             InvalidArgument: if the step of one can't be scaled.
         """
-        adopted = optimizers.appended
+        adopted = self.optimizers.appended
         known = {id(optimizer) for optimizer, _ in self._scalers}
-        for optimizer in list(optimizers):  # which the run does not keep alive
+        for optimizer in list(self.optimizers):  # which the run does not keep alive
             if id(optimizer) in known:
                 continue
             scaler = LearningRateScaler(optimizer, self._rule)
@@ -232,10 +231,6 @@ class StepRates:
             noise: the noise scale; None while it is not known.
             epoch: passes over the data so far, in steps of 0.01: a rule is asked at each.
         """
-        followed = samples, base, noise, epoch  # a rule is asked again only when something changes
-        if followed == self._followed:
-            return
-        self._followed = followed
         size = max(samples, base)
         if size == base and (self._scale is None or self._scale.batch_size == base):
             return  # as the optimizers' own
@@ -261,7 +256,7 @@ class StepRates:
             scaler.close(counts=True)
 
     def _update(self, scale: BatchScale) -> None:
-        if scale != self._scale:
+        if scale != self._scale:  # a rule is asked again only when something changes
             self._scale = scale
             for _, scaler in self._scalers:
                 scaler.update(scale)

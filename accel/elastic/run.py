@@ -71,8 +71,6 @@ class ElasticRun:
             session.events.rule.needs_requests = True  # a step here ends with a request
             self.batch = BatchRun(
                 session,
-                session.run,
-                sampler,
                 settings.max_batch_size,
                 rule=settings.scaling_rule,
                 scaler=None if how is None else how.scaler,
@@ -85,7 +83,8 @@ class ElasticRun:
                 model = session.run.model
                 if (orders := orders_of_job()) is not None:
                     self._in_place = InPlace(orders, model, optimizer, sampler, restart, is_alone, say)
-                training = TrainingCheckpoints(model, optimizer, sampler, how, self.batch, say)
+                record = None if self.batch is None else self.batch.record
+                training = TrainingCheckpoints(model, optimizer, sampler, how, record, say)
                 self.checkpoint = CheckpointRun(
                     training, say=say, in_place=self._in_place, saved=lambda: self._decided(is_saved=True)
                 )
@@ -97,7 +96,7 @@ class ElasticRun:
                     if self.checkpoint.updates.step and self._profile_file is not None:
                         self._book = TimeBook(self._profile_file.lost())
             if self.batch is not None:
-                self.batch.check()  # only now: on more ranks than the training began on, the user's batch stays
+                self.batch.record.check()  # only now: on more ranks than the training began on, the user's batch stays
         except BaseException:
             self.close()
             raise
@@ -110,9 +109,9 @@ class ElasticRun:
         if not self.checkpoint.takes_over(previous.checkpoint):
             return False
         if self.batch is not None and previous.batch is not None:
-            self.batch.memory = previous.batch.memory
-            self.batch.load_state_dict(previous.batch.state_dict())
-            self.batch.start_s, self._book = previous.batch.start_s, previous._book
+            self.batch.record.memory = previous.batch.record.memory
+            self.batch.record.load_state_dict(previous.batch.record.state_dict())
+            self.batch.timer.start_s, self._book = previous.batch.timer.start_s, previous._book
         return True
 
     def saves_in(self, folder: str | os.PathLike[str]) -> bool:
@@ -138,13 +137,14 @@ class ElasticRun:
             return None
         policy = None if self.checkpoint is None else self.checkpoint.policy
         save_s, saved_s = (0.0, 0.0) if policy is None else (policy.save_s, policy.saved_s)
-        return self.batch.profile(save_s, self._book.lost(self.batch.start_s, saved_s))
+        start_s = self.batch.timer.start_s
+        return self.batch.report.profile(start_s + save_s, self._book.lost(start_s, saved_s))
 
     def _decided(self, *, is_saved: bool = False) -> None:
         """Write the profile beside the checkpoints."""
         if self._profile_file is not None and (profile := self.profile()) is not None:
-            assert self.batch is not None and self.batch.controller is not None
-            self._profile_file.write(profile, self.batch.controller.batch, is_saved=is_saved)
+            assert self.batch is not None and self.batch.record.controller is not None
+            self._profile_file.write(profile, self.batch.record.controller.batch, is_saved=is_saved)
 
     def follow(self, proxy: LoaderProxy, session: Any) -> None:
         """Follow the loader, around the session that follows it: samples are counted and clocks stopped before it."""
@@ -152,7 +152,7 @@ class ElasticRun:
         if not is_followed(proxy, SamplePosition):
             follow(proxy, self._position)
         if self.batch is not None:
-            follow(proxy, self.batch.end)
+            follow(proxy, self.batch.timer)
         follow(proxy, session)
         if self.batch is not None:
             follow(proxy, self.batch)
@@ -178,7 +178,7 @@ class ElasticRun:
         for follower in observers_of(proxy) if current is not None else ():
             follower.batch_requested()
         if self.batch is not None:
-            self.batch.start_s = time.monotonic() - began
+            self.batch.timer.start_s = time.monotonic() - began
 
     def close(self, *, everywhere: bool = False) -> None:
         """Leave batch size and learning rate to the loop, and save no more; samples are still counted.
@@ -195,7 +195,7 @@ class ElasticRun:
 
     def leave(self, proxy: LoaderProxy) -> None:
         """Hear no more of the loader, but for its samples."""
-        for follower in (self.batch, self.checkpoint, self._book, None if self.batch is None else self.batch.end):
+        for follower in (self.batch, self.checkpoint, self._book, None if self.batch is None else self.batch.timer):
             if follower is not None:
                 leave(proxy, follower)
 

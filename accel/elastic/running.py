@@ -77,7 +77,7 @@ def progress_of(model: nn.Module) -> CountsProgress:
     """
     if (steps := left_alone.steps_of(model)) is not None:
         return steps
-    return _Progress(model, _part(model, "progress_of", _GROWING, lambda run: run.batch))
+    return _Progress(model, _part(model, "progress_of", _GROWING, lambda run: run.batch).rates)
 
 
 def job_profile(model: nn.Module) -> JobProfile:
@@ -117,7 +117,7 @@ class _Progress:
         """Steps of the user's batch that the steps so far were worth."""
         run = RUNS.get(self._model)
         if run is not None and run.batch is not None:  # after `undo` the last one counts on
-            self._counts = run.batch
+            self._counts = run.batch.rates
         return self._counts.progress
 
 

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from accel.report.report import NOTHING_REMEMBERED, BatchRow, Event, Machine, Report, State, Status, StrategyRow
+from accel.report.report import NOTHING_REMEMBERED, Event, Machine, Report, ReportPlace, State, Status, StrategyRow
 
-__all__ = ["NOTHING_REMEMBERED", "BatchRow", "Event", "Machine", "Report", "State", "Status", "StrategyRow"]
+__all__ = ["NOTHING_REMEMBERED", "Event", "Machine", "Report", "ReportPlace", "State", "Status", "StrategyRow"]

@@ -5,14 +5,20 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import shlex
+from collections.abc import Callable, Container
 from dataclasses import dataclass, field
 from html import escape
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
 
 from accel.errors import ReportError
 from accel.files import write_atomic
+from accel.profiler import stderr
+from accel.profiler.interruptions import ours
 from accel.profiler.report import KIND, SCHEMA, MachineFacts, ProfileReport, ReportHead, from_object
 from accel.profiler.typed_json import UnreadableJson, decode, read
 
@@ -256,3 +262,52 @@ def _of_optimize(raw: Any, path: str | os.PathLike[str]) -> Report:
         return read(Report, raw, "report", required=("machine", "rows", "events"))
     except UnreadableJson as error:
         raise ReportError(f"{path} is not a whole report: {error}. Make it again with this version.") from None
+
+
+class ReportPlace:
+    """Where the report of a model goes: beside those of others that were to go to the same place.
+
+    Args:
+        report: a `.json` or `.html` file, a folder, or None for the terminal alone.
+        taken: where the reports of other models go.
+
+    Attributes:
+        target: the file or folder.
+        whole: how to see the whole report.
+    """
+
+    def __init__(self, report: str | None, taken: Container[Path | None] = ()) -> None:
+        self.target: Path | None = None
+        self.whole, self._files = "print(accel.explain(model))", list[Path]()
+        if report is None:
+            return
+        places = (numbered(Path(report), number) for number in itertools.count(1))
+        target = self.target = next(place for place in places if place not in taken)
+        if target.suffix != ".json":
+            # Now, not at exit: there the import makes Python forget that Ctrl-C ended the run: exit status 1, not 130.
+            for module in ("jinja2", "accel.report.rendering"):
+                import_module(module)
+        is_file = target.suffix in (".json", ".html")
+        self._files = [target] if is_file else [target / "report.json", target / "report.html"]
+        first = str(self._files[0])
+        self.whole = first if target.suffix == ".html" else f"accel report {shlex.quote(first)}"
+
+    def write(self, report: Report, save_plan: Callable[[Path], None]) -> None:
+        """Write the files; a folder gets one of the plan, too."""
+        try:
+            for file in self._files:
+                report.save(file)
+            if len(self._files) > 1:
+                save_plan(self._files[0].with_name("plan.json"))
+        # A full disk, or a setting that JSON does not know, must neither end the plan nor raise from `undo`.
+        except ours(OSError, TypeError, ValueError) as error:
+            stderr.write(f"accel: the report could not be written: {error}")
+
+
+def numbered(report: Path, model: int) -> Path:
+    """Return where the report of the n-th model goes: a file or a folder beside that of the first."""
+    if model == 1:
+        return report
+    if report.suffix in (".json", ".html"):
+        return report.with_name(f"{report.stem}-{model}{report.suffix}")
+    return report.with_name(f"{report.name}-{model}")  # a folder, such as lr0.001

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from accel.profiler.host import has_amx, usable_cores
+from accel.profiler.host import has_amx, machine_name, usable_cores
 from accel.profiler.loop.backward import on_gradient
 from accel.profiler.loop.optimizers import Optimizers
 from accel.profiler.trees import shape_of, tensors
@@ -162,6 +162,11 @@ class Run:
         tensors = itertools.chain(self.model.parameters(), self.model.buffers())
         first = next(tensors, None)  # asked for at each step: a list of them all took 0.2 ms with 60
         return torch.device("cpu") if first is None else first.device
+
+    @property
+    def device_name(self) -> str:
+        """Its name, e.g. `cpu (AMD EPYC)`."""
+        return machine_name(self.device)
 
     @property
     def inner(self) -> nn.Module:

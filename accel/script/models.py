@@ -15,9 +15,9 @@ from accel import entry
 from accel.dataio.passes.proxy import LoaderProxy
 from accel.profiler import stderr
 from accel.profiler.loop.observers import leave
+from accel.report.report import numbered
 from accel.run import ranks
 from accel.script.optimizer_steps import parameters_of
-from accel.session.journal import numbered
 from accel.session.session import Session
 
 AT_ONCE = 8
@@ -171,7 +171,7 @@ class ScriptModels:
         if record is None:
             return
         if report is None:
-            record.journal.whole = whole
+            record.journal.place.whole = whole
         follow = (lambda proxy: None) if loader is None else record.follow
         self._models[id(model)] = ScriptModel(model, record.session, follow, updates)
         for proxy in proxies:

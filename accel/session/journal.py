@@ -4,27 +4,22 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import itertools
 import logging
-import os
 import platform
 import shlex
 import sys
 from collections.abc import Callable, Container, Iterable
 from datetime import datetime
-from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch.nn.parameter import is_lazy
 
 import accel
 from accel.profiler import stderr
-from accel.profiler.host import machine_name
-from accel.profiler.interruptions import ours
 from accel.profiler.report import utf8
-from accel.report import NOTHING_REMEMBERED, BatchRow, Machine, Report, State, StrategyRow
+from accel.report import NOTHING_REMEMBERED, Machine, Report, ReportPlace, State, StrategyRow
 from accel.run import Run, ranks
 from accel.search import outlook
 from accel.search.plan import Choices, Plan, fingerprint
@@ -45,42 +40,19 @@ _MEASURED = (
 """Fields of a report that hold what was measured of a finished plan."""
 
 
-class BatchHistory(Protocol):
-    """What decides the batch size, as the report needs it."""
-
-    @property
-    def max_batch_size(self) -> int:
-        """The most samples of a step, over all ranks."""
-
-    @property
-    def progress(self) -> float:
-        """Steps of the user's batch that the steps so far were worth."""
-
-    @property
-    def note(self) -> str:
-        """Why the batch size is not changed, or no more; '' if it may be."""
-
-    def rows(self) -> list[BatchRow]:
-        """Changes of the batch size, the user's own first."""
-
-
 class Announcer:
     """Print messages for the user; decisions of the first search are logged, and their outcome is the report's."""
 
     def __init__(self) -> None:
-        self._printed: set[str] = set()
+        self.printed: set[str] = set()
+        """Lines that were printed once, and are not printed again."""
         self._kept: set[str] = set()
         self._prints_decisions = False
 
-    @property
-    def has_printed(self) -> bool:
-        """True if a line was printed."""
-        return bool(self._printed)
-
     def say(self, line: str) -> None:
         """Print one line, once, on the rank that prints."""
-        if line not in self._printed and ranks.leads():
-            self._printed.add(line)
+        if line not in self.printed and ranks.leads():
+            self.printed.add(line)
             stderr.write(f"accel: {line}")
 
     def search_has_ended(self) -> None:
@@ -109,35 +81,31 @@ class Journal:
     """Keep the report of one run.
 
     Args:
-        report: a `.json` or `.html` file, a folder, or None for the terminal alone.
+        report: where it is to go, see `ReportPlace`.
+        taken: where the reports of other models go.
         replayed: the plan that is replayed, None if one is searched for.
     """
 
     def __init__(
         self,
-        run: Run,
         session: Session,
         controller: SearchState,
         announcer: Announcer,
         *,
         allow: str,
         budget: str,
-        report: str | os.PathLike[str] | None,
+        report: str | None,
+        taken: Container[Path | None] = (),
         replayed: Plan | None,
     ) -> None:
-        self._run, self._session, self._controller, self._announcer = run, session, controller, announcer
-        self.target = None if report is None else Path(report)
-        """Where the report goes: a file, a folder, or None for the terminal alone."""
-        if self.target is not None and self.target.suffix != ".json":
-            # Now, not at exit: there the import makes Python forget that Ctrl-C ended the run: exit status 1, not 130.
-            for module in ("jinja2", "accel.report.rendering"):
-                import_module(module)
-        self.whole = _whole_text(self.target)
-        """How to see the whole report."""
-        self.batch: BatchHistory | None = None
-        """What decides the batch size, if anything does."""
+        self._run, self._session, self._controller, self._announcer = session.run, session, controller, announcer
+        self.place, model = ReportPlace(report, taken), type(self._run.model).__name__
+        if report is not None and self.place.target != Path(report):
+            announcer.say(f"{report} has the report of another model; that of {model} goes to {self.place.target}")
+        self.describe_batch: Callable[[Report], None] = lambda report: None
+        """Puts what is known of the batch size into a report, if anything decides it."""
         self._replayed = replayed
-        self._is_on_gpu = run.cuda  # at the end a framework may have taken the model back to the CPU
+        self._is_on_gpu = self._run.cuda  # at the end a framework may have taken the model back to the CPU
         self._finished = False
         self._reported: Literal["trials", "nothing tried"] | None = None
         """Of what the last outcome that was printed told."""
@@ -148,8 +116,8 @@ class Journal:
         self._report = Report(
             started=datetime.now().astimezone().isoformat(timespec="seconds"),
             command=utf8(shlex.join(["python", *sys.orig_argv[1:]])),
-            machine=_machine(run),
-            model=type(run.model).__name__,
+            machine=_machine(self._run),
+            model=model,
             allow=allow,
             budget=budget,
         )
@@ -175,7 +143,7 @@ class Journal:
         if self._reported is None or (tried and self._reported == "nothing tried"):
             from accel.report.optimize_document import summary  # brings rich: only where there is something to print
 
-            stderr.write(summary(report, self.whole))
+            stderr.write(summary(report, self.place.whole))
             self._announcer.search_has_ended()
             self._reported = "trials" if tried else "nothing tried"
             self._write(report)
@@ -211,7 +179,7 @@ class Journal:
         if report.steps == 0:
             what = f"no training step of {report.model} was seen"
             what += "; iterate the loader that optimize returned, and call the model that it was given"
-            return "" if self._announcer.has_printed else what
+            return "" if self._announcer.printed else what
         why, remedy = outlook.why_open(self._controller)
         what = f"the run ended after {report.steps} steps, before the search for {report.model} had a verdict"
         kept = report.kept_text() or ", ".join(report.plan)
@@ -220,16 +188,7 @@ class Journal:
         return f"{what} ({why}); kept so far: {kept or 'nothing'}{begins}; {remedy}"
 
     def _write(self, report: Report) -> None:
-        try:
-            if self.target is not None and self.target.suffix in (".json", ".html"):
-                report.save(self.target)
-            elif self.target is not None:
-                report.save(self.target / "report.json")
-                report.save(self.target / "report.html")
-                self.plan(report).save(self.target / "plan.json")
-        # A full disk, or a setting that JSON does not know, must neither end the plan nor raise from `undo`.
-        except ours(OSError, TypeError, ValueError) as error:
-            stderr.write(f"accel: the report could not be written: {error}")
+        self.place.write(report, lambda path: self.plan(report).save(path))
 
     @property
     def kept(self) -> Choices:
@@ -272,9 +231,7 @@ class Journal:
         _anatomy(report, controller)
         outlook.limit(report, controller)
         report.training_same = _training_same(report)
-        if self.batch is not None:
-            report.max_batch_size, report.progress = self.batch.max_batch_size, self.batch.progress
-            report.batch_rows, report.batch_note = self.batch.rows(), self.batch.note
+        self.describe_batch(report)
         report.unseen = self._unseen(session)
         if session.rank == 0:
             self._stand_by(report, controller)
@@ -365,43 +322,9 @@ def _anatomy(report: Report, controller: SearchState) -> None:
         setattr(report, name, {phase: seconds * factor for phase, seconds in part.items()})
 
 
-def numbered(report: Path, model: int) -> Path:
-    """Return where the report of the n-th model goes: a file or a folder beside that of the first."""
-    if model == 1:
-        return report
-    if report.suffix in (".json", ".html"):
-        return report.with_name(f"{report.stem}-{model}{report.suffix}")
-    return report.with_name(f"{report.name}-{model}")  # a folder, such as lr0.001
-
-
-def own_place(report: str | None, taken: Container[Path | None], model: str, say: Callable[[str], None]) -> Path | None:
-    """Return where the report of a model goes: beside those of others that were to go to the same place.
-
-    Args:
-        report: the place that was asked for, None for the terminal alone.
-        taken: where the reports of other models go.
-    """
-    if report is None:
-        return None
-    places = (numbered(Path(report), number) for number in itertools.count(1))
-    place = next(place for place in places if place not in taken)
-    if place != Path(report):
-        say(f"{report} has the report of another model; that of {model} goes to {place}")
-    return place
-
-
-def _whole_text(target: Path | None) -> str:
-    """Return how to see the whole report that is written to `target`: a file, a folder, or None for nowhere."""
-    if target is None:
-        return "print(accel.explain(model))"
-    if target.suffix == ".html":
-        return str(target)
-    return f"accel report {shlex.quote(str(target if target.suffix == '.json' else target / 'report.json'))}"
-
-
 def _machine(run: Run) -> Machine:
     return Machine(
-        device=machine_name(run.device),
+        device=run.device_name,
         cores=run.cores,
         threads=run.threads,
         platform=platform.platform(),
@@ -416,8 +339,7 @@ def _training_same(report: Report) -> str:
     kept = [row for row in report.rows if row.status == "kept"]
     if not kept:
         return ""
-    errors = [max(row.output_error or 0.0, row.gradient_error or 0.0) for row in kept]
-    worst = max(errors)
+    worst = max(max(row.output_error or 0.0, row.gradient_error or 0.0) for row in kept)
     if worst == 0:
         return "same bits" if all(row.exactness == "exact" for row in kept) else "the guard found the same bits"
     return f"outputs, gradients and updates agree to {worst:.1e}"

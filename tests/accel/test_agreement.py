@@ -129,10 +129,11 @@ class Followed:
         self.printed = io.StringIO()
         voice = Announcer()
         self.controller = search_of(candidates, announce=voice.announce, pace=FAST, **options)
-        self.session: Any = SimpleNamespace(rank=0, steps=0, active={}, samples_per_step=32.0, alive=True, failed="")
+        counts = {"rank": 0, "steps": 0, "samples_per_step": 32.0}
+        self.session: Any = SimpleNamespace(run=run, active={}, alive=True, failed="", **counts)
         self.session.switchboard = SimpleNamespace(note=lambda name: "")
         self.journal = Journal(
-            run, self.session, self.controller, voice, allow="reordered", budget="", report=None, replayed=None
+            self.session, self.controller, voice, allow="reordered", budget="", report=None, replayed=None
         )
         self._machine, self._decisions = machine, decisions(self.controller)
         self._action = next(self._decisions)

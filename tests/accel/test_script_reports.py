@@ -10,8 +10,8 @@ import pytest
 
 import accel
 from accel import entry
+from accel.report.report import numbered
 from accel.script.training import ScriptTraining
-from accel.session.journal import numbered
 from tests.accel.loops import make
 from tests.accel.script_followed import OPTIONS, epochs, training
 

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from accel.profiler.report import ProfileReport
-from accel.report import BatchRow, Event, Machine, Report
+from accel.report import Event, Machine, Report
 from accel.report.rendering import as_page, as_text
+from accel.report.report import BatchRow
 from tests.accel import profile_reports, run_reports
 from tests.accel.pages import Page
 

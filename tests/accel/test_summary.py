@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import logging
-from pathlib import Path
 
 import pytest
 
-from accel.report import Report
+from accel.report import Report, ReportPlace
 from accel.report.optimize_document import summary
-from accel.session.journal import Announcer, _whole_text
+from accel.session.journal import Announcer
 from tests.accel.run_reports import full, row
 
 WHOLE = "print(accel.explain(model))"
@@ -60,7 +59,7 @@ def test_a_replayed_plan_is_named_once() -> None:
     ],
 )
 def test_where_the_whole_report_is(target: str | None, text: str) -> None:
-    assert _whole_text(None if target is None else Path(target)) == text
+    assert ReportPlace(target).whole == text
 
 
 def test_decisions_of_the_search_are_logged_and_later_changes_printed(

@@ -9,10 +9,9 @@ upper end: while the truth may lie on either side, the batch stays.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
-from accel.errors import InvalidArgument
 from accel.goodput.efficiency import UNMEASURED_SHARE, Bound, NoiseInterval, efficiency
 from accel.goodput.noise_scale import NoiseEstimate
 
@@ -22,12 +21,6 @@ stayed for 1.01, a CNN came to its target 0.71 to 1.06 times as fast as by the b
 times (three seeds each, in turns, two cores): larger batches stood, and took more samples than the noise scale says."""
 _PER_DOUBLING = 2
 """Batch sizes that are considered between one and its double."""
-
-LEAST_STEPS = 4
-"""Of an epoch: the first of them is not timed, and the last one may be smaller, so that two are left to judge by."""
-
-_ALIKE = 0.95
-"""Share of the memory that there was: what the system keeps to itself differs between devices of one kind."""
 
 Seconds = Callable[[int], float]
 """Time of a step by its batch, measured or predicted."""
@@ -57,31 +50,6 @@ class Better(NamedTuple):
     """The noise scale that was reckoned with, samples."""
 
 
-def check_largest(most: int, sizes: Sequence[int], base: int | None, multiple: int = 1) -> None:
-    """Raise if a loop's batch can't be changed up to so many samples.
-
-    Args:
-        most: samples of a step allowed, over all ranks.
-        sizes: samples of each rank's batches.
-        base: the user's batch, samples over all ranks; None for the sum of these.
-        multiple: the batches of a step, over all ranks, each of which has a sample at least.
-
-    Raises:
-        InvalidArgument: in one sentence.
-    """
-    if len(set(sizes)) > 1:
-        raise InvalidArgument(
-            f"max_batch_size needs batches of one size on all ranks, got {list(sizes)} samples; give each rank as "
-            "many, or leave it out to keep the batch"
-        )
-    least = sum(sizes) if base is None else -(-base // multiple) * multiple
-    if most < least:
-        raise InvalidArgument(
-            f"max_batch_size must be at least the loader's batch over all ranks, {least} samples, got "
-            f"{most}; raise it, or leave it out to keep the batch"
-        )
-
-
 def candidates(base: int, most: int, multiple: int = 1) -> list[int]:
     """Return the batch sizes that are considered, ascending, from `base` to `most`.
 
@@ -100,21 +68,6 @@ def candidates(base: int, most: int, multiple: int = 1) -> list[int]:
     first, last = -(-base // multiple) * multiple, most // multiple * multiple
     rounded = (round(each) * multiple for each in spaced)  # the last of them may be above `most`
     return sorted({first, *(size for size in (last, *rounded) if first < size <= last)})
-
-
-def most_tried(base: int, most: int, length: int) -> int:
-    """Return the largest batch that is tried: an epoch of it has some steps by which it is judged.
-
-    Args:
-        base: the user's batch, samples over all ranks, which may always stay.
-        most: the largest allowed, samples.
-        length: samples of an epoch.
-
-    Example:
-        >>> most_tried(8, 512, 1000), most_tried(400, 512, 1000)
-        (250, 400)
-    """
-    return min(most, max(base, length // LEAST_STEPS))
 
 
 def better(now: int, sizes: Sequence[int], base: int, noise: NoiseInterval, seconds: Seconds) -> Better | None:
@@ -155,29 +108,6 @@ def _best(
         return None
     speed = best / seconds(best) / (now / seconds(now))
     return Better(best, ratio, speed, worth(best) / worth(now), noise.at(best, bound))
-
-
-def resumed_shares(state: Mapping[str, Any], base: int, shares: int, most: int, memory: int) -> Shares:
-    """Return how the first steps are dealt; the batch controller may take more at once when that has been rehearsed.
-
-    Args:
-        state: of the `BatchRun` before: the controller's batch, what fitted into a rank's memory, and its bytes.
-        base: samples of a step as the user wrote it, over all ranks.
-        shares: batches that a step's samples are dealt to, over all ranks.
-        most: samples of a step allowed, over all ranks.
-        memory: of the device that has the least, bytes; 0 if it is not known.
-
-    Example:
-        >>> state = {"controller": {"batch": 512}, "fits": 256, "memory": 80}
-        >>> resumed_shares(state, 64, 2, 1024, memory=80), resumed_shares(state, 64, 2, 1024, memory=40)
-        (Shares(local=256, steps=1), Shares(local=32, steps=1))
-    """
-    batch, is_alike = int(state["controller"]["batch"]), memory >= _ALIKE * state.get("memory", 0)
-    # On fewer ranks the user's batch is more for each.
-    known = max(int(state.get("fits", 1)) if is_alike else 1, -(-base // shares))
-    local = max(1, min(round(batch / shares), most // shares, known))
-    # Gradients that are kept take memory, too.
-    return Shares(local, max(1, min(batch, most) // (shares * local)) if is_alike else 1)
 
 
 def interval_of(estimate: NoiseEstimate) -> NoiseInterval | None:

@@ -24,17 +24,18 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from accel.elastic.batch_size.choice import MARGIN, Better, Shares, better, candidates
 from accel.goodput.efficiency import NoiseInterval, efficiency
 from accel.goodput.fit import fit_throughput
 from accel.goodput.goodput import BatchLimits
-from accel.goodput.observations import Configuration, Observations
+from accel.goodput.observations import WINDOW, Configuration, Observations
 from accel.goodput.throughput import ThroughputModel
 
 TIMED = 12
 """Steps of a batch by whose median it is judged."""
+JUDGED = 2 * WINDOW  # steps before a decision that are timed: it forgets those before, and some are left out
 _GROWTH = 2
 """Times the largest batch timed so far, which a batch that is tried may have at most."""
 _PATIENCE = 16, 256
@@ -69,17 +70,6 @@ class BatchDecision:
     """The noise scale, samples; None while it is not known."""
     steps: int
     """Until the next decision, at least."""
-
-
-class AgreedBatch(NamedTuple):
-    """What rank 0 decides for all."""
-
-    decision: BatchDecision
-    most_ahead: int
-    """Batches that a rank's loader has dealt ahead, at most."""
-    is_settled: bool
-    noise: NoiseInterval | None
-    """The last one that says something, by which all ranks scale their rates."""
 
 
 class FittingBatches:

@@ -6,17 +6,19 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from accel.elastic.batch_size.policy import BatchDecision
 from accel.errors import InvalidArgument
 from accel.goodput.job import JobProfile, LostTime
 from accel.profiler.loop.observers import LoopObserver
 from accel.profiler.stderr import warn
-from accel.report.report import BatchRow
+from accel.report.report import BatchRow, Report
 from accel.report.words import finite
+
+if TYPE_CHECKING:
+    from accel.elastic.batch_size.record import BatchRecord
 
 PROFILE = "job.json"
 """The job's profile, in the folder of its checkpoints."""
@@ -24,20 +26,63 @@ _NOTEWORTHY = 0.1
 """Change of the noise scale or of the progress that a scheduler should hear of."""
 
 
-def rows_of(decisions: Iterable[BatchDecision]) -> list[BatchRow]:
-    """Return the changes of the batch size, as they are shown."""
-    return [
-        BatchRow(
-            step=decision.step,
-            batch=decision.batch,
-            tried=decision.tried,
-            why=decision.why,
-            goodput=decision.goodput or None,
-            measured=decision.measured or None,
-            noise=finite(decision.noise),  # that of pure noise is infinite
+class BatchReport:
+    """What a run tells of its batch, by the record of it."""
+
+    def __init__(self, record: BatchRecord) -> None:
+        self.note = ""
+        """Why the batch size is not changed, or no more."""
+        self._record = record
+
+    def fail(self, error: Exception) -> None:
+        """Warn that the batch size stays, and why."""
+        text = str(error) if isinstance(error, InvalidArgument) else f"{type(error).__name__}: {error}"
+        step = self._record.step
+        stays = "the loop's own" if self._record.sampler.num_replicas == 1 else "as it is"
+        self.note = f"{stays} from step {step.ended_before + step.ended} on: {text}"
+        warn(f"the batch size is {self.note}", stacklevel=6)
+
+    def describe(self, report: Report) -> None:
+        """Put it into the report of the run; changes of the batch size begin with the user's own."""
+        record = self._record
+        report.max_batch_size, report.batch_note = record.max_batch_size, self.note
+        report.progress = record.rates.progress
+        report.batch_rows = [
+            BatchRow(
+                step=decision.step,
+                batch=decision.batch,
+                tried=decision.tried,
+                why=decision.why,
+                goodput=decision.goodput or None,
+                measured=decision.measured or None,
+                noise=finite(decision.noise),  # that of pure noise is infinite
+            )
+            for decision in (() if record.controller is None else record.controller.decisions)
+        ]
+
+    def profile(self, restart_s: float, lost: LostTime) -> JobProfile | None:
+        """Return the job's profile; None while times or noise are not known, and on ranks that don't decide.
+
+        Args:
+            restart_s: what a change of the placement costs.
+            lost: where the job's time went.
+        """
+        record = self._record
+        controller, noise, epochs = record.controller, record.noise.known, record.sampler.turns.total
+        if controller is None or noise is None or not record.leads or (model := controller.times.model) is None:
+            return None
+        base = controller.base_batch
+        return JobProfile(
+            model=model,
+            noise=noise,
+            base_batch=base,
+            limits=controller.batches.limits(record.most_tried),
+            most_replicas=record.most_replicas,
+            restart_s=restart_s,
+            progress=record.rates.progress,
+            total=float(epochs * -(-record.sampler.length // base)) if epochs else None,
+            lost=lost,
         )
-        for decision in decisions
-    ]
 
 
 class ProfileFile:

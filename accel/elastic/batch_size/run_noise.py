@@ -29,7 +29,6 @@ from accel.goodput.efficiency import NoiseInterval
 from accel.goodput.noise_gradients import Gather
 from accel.goodput.noise_meter import NoiseMeter
 from accel.goodput.noise_scale import NoiseScale
-from accel.run.context import Run
 
 if TYPE_CHECKING:
     from accel.session.session import Session
@@ -44,25 +43,21 @@ class RunNoise:
 
     Args:
         session: whose steps they are.
-        run: the user's objects.
         scaler: of the loop, if it has one and it is known: its scale is divided out of losses and gradients.
         clock: seconds, monotonic.
 
     Attributes:
         meter: None until the loop's first steps have shown how many batches a step has.
         trend: of the losses.
-        is_measured: the step under way is one that measures the noise.
+        is_metered, is_measured: the meter follows the step under way, and measures the noise in it.
         known: rank 0's last interval that says something; the batch stays while none does, and so do its rates.
     """
 
-    def __init__(
-        self, session: Session, run: Run, scaler: torch.amp.GradScaler | None, clock: Callable[[], float]
-    ) -> None:
-        self._session, self._run, self._scaler, self._clock = session, run, scaler, clock
+    def __init__(self, session: Session, scaler: torch.amp.GradScaler | None, clock: Callable[[], float]) -> None:
+        self._session, self._scaler, self._clock = session, scaler, clock
         self.meter: NoiseMeter | None = None
         self.trend = LossTrend()
-        self._is_metered = self.is_measured = False
-        """Whether the noise meter follows this step, and whether it measures it."""
+        self.is_metered = self.is_measured = False
         self.known: NoiseInterval | None = None
         self._is_closed = False
 
@@ -75,8 +70,8 @@ class RunNoise:
             state: of the noise scale in the run that this one goes on from; None if there was none.
         """
         self.meter = NoiseMeter(
-            self._run.model,
-            self._run.optimizers,
+            self._session.run.model,
+            self._session.run.optimizers,
             noise=NoiseScale(confidence=_CONFIDENCE),
             replicas=replicas,
             gather=gather,
@@ -96,16 +91,16 @@ class RunNoise:
         if self._is_closed:
             return
         meter, was_measured = self.meter, self.is_measured
-        self._is_metered = meter is not None and meter.wants_step and not self._session.is_busy
-        self.is_measured = meter is not None and self._is_metered and meter.begin_step()
+        self.is_metered = meter is not None and meter.wants_step and not self._session.is_busy
+        self.is_measured = meter is not None and self.is_metered and meter.begin_step()
         if self.is_measured or was_measured:
             self._session.events.calls.measure_noise(self.is_measured)
         if self.is_measured:
             self._session.leave_out_step()
 
     def begin_batch(self, fresh: int, accumulated: int) -> None:
-        """A batch was delivered, see `NoiseMeter.begin_batch`."""
-        if self._is_metered and self.meter is not None:
+        """A batch was delivered in a step that is metered, see `NoiseMeter.begin_batch`."""
+        if self.meter is not None:
             self.meter.begin_batch(fresh, accumulated)
 
     def take_loss(self, roots: list[Tensor]) -> None:
@@ -118,7 +113,7 @@ class RunNoise:
     def end_step(self, samples: int) -> None:
         """A step has ended that had so many samples on each rank."""
         if self.meter is not None:
-            self.meter.end_step() if self._is_metered else self.meter.skip_step(samples)
+            self.meter.end_step() if self.is_metered else self.meter.skip_step(samples)
 
     def check(self) -> None:
         """Raise InvalidArgument if the noise can't be measured."""
@@ -134,7 +129,7 @@ class RunNoise:
 
     def close(self) -> None:
         """Measure no more."""
-        self._is_metered, self.is_measured, self._is_closed = False, False, True
+        self.is_metered, self.is_measured, self._is_closed = False, False, True
         if self.meter is not None:
             self._session.events.calls.noise = None
             if self._session.alive:

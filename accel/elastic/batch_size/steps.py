@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from accel.dataio.elastic_sampler import ElasticSampler
 from accel.elastic.batch_size.accumulation import GradientAccumulation
+from accel.profiler.host import seconds_since_start
 from accel.profiler.loop.observers import LoopObserver
 
 _CERTAIN = 3
@@ -32,21 +33,33 @@ def batches_of_a_step(first: Sequence[tuple[int, bool]], before: int | None) -> 
     return max(1, min(number for number in counts if counts.count(number) == most))
 
 
-class StepEnd(LoopObserver):
+class StepTimer(LoopObserver):
     """Stops the clock of a step before anything else that follows the loader hears that it has ended.
 
     Args:
         clock: seconds, monotonic.
+
+    Attributes:
+        seconds: from the step's begin to the latest request of a batch.
+        start_s: from the start of the process, or of a change of ranks, to the first step's end; 0 before that.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         super().__init__()
-        self.at = 0.0
+        self.seconds = self.start_s = self._began = 0.0
         self._clock = clock
 
     def batch_requested(self) -> None:
-        """Note the time."""
-        self.at = self._clock()
+        """Stop the clock."""
+        self.seconds = self._clock() - self._began
+
+    def begin(self) -> None:
+        """A step begins."""
+        self._began = self._clock()
+
+    def end_first(self) -> None:
+        """The first step has ended."""
+        self.start_s = seconds_since_start()
 
 
 class StepBatches:
@@ -54,8 +67,10 @@ class StepBatches:
 
     Args:
         sampler: of the loader.
+        scaler: of the loop, if it has one and it is known.
 
     Attributes:
+        ended, ended_before: steps of this process, and of earlier ones of this training.
         by_loop: batches of a step whose gradients the loop accumulates itself; nothing is accumulated beyond them.
         has_room: memory for accumulated gradients has been rehearsed.
         batches, samples: of the present step that were trained on.
@@ -63,12 +78,13 @@ class StepBatches:
         has_ended: the pass over the data has no more batches.
     """
 
-    def __init__(self, sampler: ElasticSampler) -> None:
+    def __init__(self, sampler: ElasticSampler, scaler: torch.amp.GradScaler | None) -> None:
+        self.ended = self.ended_before = 0
         self.by_loop = 1
         self.has_room = False
         self.batches = self.samples = 0
         self.has_batch = False
-        self._sampler = sampler
+        self._sampler, self._scaler = sampler, scaler
         self._accumulation: GradientAccumulation | None = None
         self._is_accumulated = False
         """Something has been decided for which gradients must be accumulated, if only in the run before."""
@@ -88,12 +104,10 @@ class StepBatches:
         if self._sampler.num_replicas == 1 and not self._sampler.ledger.holds_batches:
             accumulation.rest()
 
-    def watch(
-        self, model: nn.Module, optimizers: Sequence[Optimizer], scaler: torch.amp.GradScaler | None = None
-    ) -> None:
+    def watch(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         """See from now on whether gradients can be accumulated; the loop has taken its first steps."""
         if self.by_loop == 1 and self._accumulation is None and optimizers:
-            self._accumulation = GradientAccumulation(model, optimizers, scaler)
+            self._accumulation = GradientAccumulation(model, optimizers, self._scaler)
 
     @property
     def refusal(self) -> str:

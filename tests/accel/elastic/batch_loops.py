@@ -131,8 +131,8 @@ def job() -> Iterator[tuple[nn.Module, DataLoader[Any], torch.optim.Optimizer]]:
 
 def batch_run_of(replicas: int, local: int, most: int) -> BatchRun:
     sampler = ElasticSampler(1000, batch_size=local, num_replicas=replicas, rank=0)
-    users = create_autospec(Run, instance=True, model=nn.Linear(8, 1))
-    users.optimizers = Optimizers()
-    run = BatchRun(create_autospec(Session, instance=True), users, sampler, most)
+    loader = DataLoader(range(1000), batch_sampler=sampler)  # type: ignore[arg-type]
+    users = create_autospec(Run, instance=True, model=nn.Linear(8, 1), loader=loader, optimizers=Optimizers())
+    run = BatchRun(create_autospec(Session, instance=True, run=users), most)
     run.close()  # it listens to nothing
     return run

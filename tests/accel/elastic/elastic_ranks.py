@@ -217,7 +217,7 @@ def optimized(rank: int, world: int, folder: Path, signal_at: int) -> dict[str, 
         pass
     weights, batch = numbers(model), batch_of(model)
     accel.undo(model)
-    return {"taken": taken, "weights": weights, "note": batch.note, "base": batch._base}
+    return {"taken": taken, "weights": weights, "note": batch.report.note, "base": batch.record.base}
 
 
 class _Bounded(nn.Module):
@@ -253,8 +253,8 @@ def one_rank_has_less_memory(rank: int, world: int, is_asked: bool) -> dict[str,
             model(x).sum().backward()
             optimizer.step()
             taken.append(len(x))
-    weights, note = numbers(model), batch_of(model).note
-    why = [row.why for row in batch_of(model).rows()]
+    weights, note = numbers(model), batch_of(model).report.note
+    why = [row.why for row in accel.explain(model).batch_rows]
     accel.undo(model)
     return {"taken": taken, "weights": weights, "note": note, "why": why}
 
@@ -316,15 +316,15 @@ def optimized_puts_off(rank: int, world: int, kind: str, micro_steps: int) -> di
     run = entry.optimized(model)
     assert run is not None and run.elastic is not None and run.elastic.batch is not None
     batch = run.elastic.batch
-    assert batch.noise.meter is not None and batch.controller is not None
+    assert batch.noise.meter is not None and batch.record.controller is not None
     found = {
         "updates": len(steps),
-        "counted": batch._steps,
-        "by_loop": batch._step.by_loop,
-        "base": batch._base,
-        "decided": [each.batch for each in batch.controller.decisions],
+        "counted": batch.record.step.ended,
+        "by_loop": batch.record.step.by_loop,
+        "base": batch.record.base,
+        "decided": [each.batch for each in batch.record.controller.decisions],
         "taken": taken,
-        "note": batch.note,
+        "note": batch.report.note,
         "measured": batch.noise.meter.noise.measured,
         "estimate": tuple(batch.noise.meter.noise.estimate()),
         "weights": numbers(model),
@@ -384,7 +384,7 @@ def optimized_accumulates(rank: int, world: int) -> dict[str, Any]:
         optimizer.step()
         taken += index.tolist()
         most = max(most, len(x))
-    why, note = [row.why for row in batch_of(model).rows()], batch_of(model).note
+    why, note = [row.why for row in accel.explain(model).batch_rows], batch_of(model).report.note
     taken_steps = len(steps)
     for number, (x, _) in enumerate(loader):
         if number == 10:
@@ -518,7 +518,7 @@ def odd(rank: int, world: int, kind: str) -> dict[str, Any]:
                     model.module(torch.randn(8, 3))
                 time.sleep(PAUSE_S)
     told = [str(each.message) for each in caught if "accel" in str(each.message) or "batch" in str(each.message)]
-    note, batch = batch_of(model).note, loader.batch_sampler.batch_sizes[rank]
+    note, batch = batch_of(model).report.note, loader.batch_sampler.batch_sizes[rank]
     accel.undo(model)
     weights = numbers(model)
     return {"taken": taken, "longest": longest, "told": told, "note": note, "batch": batch, "weights": weights}

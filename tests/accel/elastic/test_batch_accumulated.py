@@ -35,7 +35,7 @@ def test_a_loop_that_accumulates_keeps_its_batches_per_step(
             optimizer.step()
             optimizer.zero_grad()
 
-    controller = batch_run(model).controller
+    controller = batch_run(model).record.controller
     assert controller is not None
     assert controller.base_batch == 16
     assert controller.batch == reached
@@ -87,9 +87,9 @@ def test_a_step_of_several_batches_is_one_of_all_their_samples(
         assert sorted(seen) == list(range(3000))
         assert not pending  # an epoch ends with a step
     assert set(samples[:20]) == {8} and {24, 32} <= set(samples) <= {8, 16, 24, 32}
-    assert batch_run(model).note == ""
-    assert any(row.batch == 32 for row in batch_run(model).rows())
-    state = batch_run(model).state_dict()
+    assert batch_run(model).report.note == ""
+    assert any(row.batch == 32 for row in accel.explain(model).batch_rows)
+    state = batch_run(model).record.state_dict()
     assert (state["accumulated"], state["micro_batches"]) == (4, 1)
     accel.undo(model)
     assert "step" not in optimizer.__dict__
@@ -107,7 +107,7 @@ def test_a_step_of_several_batches_is_one_of_all_their_samples(
     model, loader, optimizer = accel.optimize(
         model, loader, optimizer, elastic=accel.Elastic(max_batch_size=32), **PLAIN
     )
-    batch_run(model).load_state_dict(state)
+    batch_run(model).record.load_state_dict(state)
     samples.clear()
     for x, y, index in loader:
         optimizer.zero_grad()
@@ -116,7 +116,7 @@ def test_a_step_of_several_batches_is_one_of_all_their_samples(
         pending += index.tolist()
         optimizer.step()
     assert set(samples[:4]) == {8} and set(samples[8:-1]) == {32}
-    assert (batch_run(model).note, batch_run(model).state_dict()["micro_batches"]) == ("", 1)
+    assert (batch_run(model).report.note, batch_run(model).record.state_dict()["micro_batches"]) == ("", 1)
     accel.undo(model)
 
 
@@ -143,7 +143,7 @@ def test_a_loop_that_accumulates_nothing_is_left_to_itself_unless_it_fetches_ahe
         nn.functional.mse_loss(model(x), y).backward()
         clock.now += 1e-3
         optimizer.step()
-    assert ("no batch of its own" in batch_run(model)._step.refusal) == fetches_ahead
+    assert ("no batch of its own" in batch_run(model).record.step.refusal) == fetches_ahead
 
 
 @pytest.mark.parametrize(
@@ -178,6 +178,6 @@ def test_a_look_before_the_fourth_step_is_no_accumulation(job: Any, clock: Clock
         nn.functional.mse_loss(model(x), y).backward()
         clock.now += 1e-3
         optimizer.step()
-    controller = batch_run(model).controller
+    controller = batch_run(model).record.controller
     assert controller is not None and controller.base_batch == 8
     assert controller.batch == 64

@@ -82,20 +82,24 @@ def test_on_another_number_of_ranks_the_users_batch_stays(replicas: int, most: i
     One rank has not had the memory of two: it begins with the largest batch that it has had.
     """
     run = batch_run_of(replicas, 8, most)
-    run.load_state_dict(_saved(128, 32))
-    run.check()  # 64 ranks of 2 x 8 would be 1,024
+    run.record.load_state_dict(_saved(128, 32))
+    run.record.check()  # 64 ranks of 2 x 8 would be 1,024
     assert run._sampler.batch_sizes == (local,) * replicas
-    assert (run._base, run.noise.known, run.progress) == (32, NoiseInterval(5000.0, 4000.0, math.inf, 64.0, 0.5), 3.5)
+    assert (run.record.base, run.noise.known, run.rates.progress) == (
+        32,
+        NoiseInterval(5000.0, 4000.0, math.inf, 64.0, 0.5),
+        3.5,
+    )
     again = batch_run_of(replicas, 8, most)
-    again.load_state_dict(run.state_dict())
-    assert again.state_dict() == run.state_dict()
+    again.record.load_state_dict(run.record.state_dict())
+    assert again.record.state_dict() == run.record.state_dict()
 
 
 def test_ranks_that_the_largest_batch_leaves_without_a_sample_are_refused() -> None:
     run = batch_run_of(64, 8, 100)
-    run.load_state_dict(_saved(64, 32))
+    run.record.load_state_dict(_saved(64, 32))
     with pytest.raises(InvalidArgument, match="loader's batch over all ranks, 128 samples, got 100; raise it"):
-        run.check()
+        run.record.check()
 
 
 @pytest.mark.parametrize(("memory", "local"), [(80, 64), (78, 64), (40, 8)])
@@ -103,19 +107,19 @@ def test_a_device_with_less_memory_begins_with_the_users_share(
     monkeypatch: pytest.MonkeyPatch, memory: int, local: int
 ) -> None:
     """It ran out of memory in its first step, began again from the same checkpoint, and so on."""
-    monkeypatch.setattr("accel.elastic.batch_size.driver.total_memory", lambda device: memory)
+    monkeypatch.setattr("accel.elastic.batch_size.record.total_memory", lambda device: memory)
     run = batch_run_of(2, 8, 256)
-    run.load_state_dict(_saved(256, 32, fits=64, memory=80, steps=700))
-    assert (run._sampler.batch_sizes, run._fits) == ((local, local), local)
-    assert (run.state_dict()["memory"], run.state_dict()["steps"]) == (memory, 700)
+    run.record.load_state_dict(_saved(256, 32, fits=64, memory=80, steps=700))
+    assert (run.record.sampler.batch_sizes, run.record.fits) == ((local, local), local)
+    assert (run.record.state_dict()["memory"], run.record.state_dict()["steps"]) == (memory, 700)
 
 
 def test_another_batch_of_the_loader_is_another_batch_of_the_users() -> None:
     run = batch_run_of(2, 16, 256)
-    run.load_state_dict(_saved(128, 32))
-    assert (run._base, run._sampler.batch_sizes) == (None, (16, 16))
+    run.record.load_state_dict(_saved(128, 32))
+    assert (run.record.base, run._sampler.batch_sizes) == (None, (16, 16))
     with pytest.raises(InvalidArgument, match="loader's batch over all ranks, 256 samples, got 200; raise it"):
-        batch_run_of(16, 16, 200).check()
+        batch_run_of(16, 16, 200).record.check()
 
 
 def test_one_loader_has_one_batch_size(job: Any) -> None:

@@ -53,7 +53,7 @@ def test_an_optimizer_that_calls_its_bases_step_is_one(job: Any, clock: Clock, n
     optimized = entry.optimized(model)
     assert optimized is not None
     assert optimized.session.run.optimizers == [optimizer]
-    assert batch_run(model).controller.batch > 8  # type: ignore[union-attr]
+    assert batch_run(model).record.controller.batch > 8  # type: ignore[union-attr]
 
 
 def test_a_batch_leaves_an_epoch_steps_to_be_judged_by(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,7 +70,7 @@ def test_a_batch_leaves_an_epoch_steps_to_be_judged_by(clock: Clock, monkeypatch
     )
     for _ in range(60):
         train(model, loader, optimizer, clock, nothing)
-    controller = batch_run(model).controller
+    controller = batch_run(model).record.controller
     assert controller is not None
     assert 8 < controller.batch <= 250
     assert controller.steps_missing() == 0
@@ -90,7 +90,7 @@ def test_another_model_that_is_trained_before_the_loop_tells_nothing_of_its_loss
     run = batch_run(model)
     assert not run.noise.trend.falls()
     train(model, loader, optimizer, clock, nothing)
-    assert run.note == "" and run.controller is not None and run.controller.batch == 64
+    assert run.report.note == "" and run.record.controller is not None and run.record.controller.batch == 64
 
 
 def test_a_rule_that_fails_ends_the_following_and_not_the_loop(
@@ -178,8 +178,8 @@ def test_a_batch_that_comes_again_after_a_break_is_no_look(
         optimizer.step()
         seen += index.tolist()
     run = batch_run(model)
-    assert run.controller is not None
-    assert (run.note, run._step.refusal, run.controller.base_batch) == ("", "", 8)
+    assert run.record.controller is not None
+    assert (run.report.note, run.record.step.refusal, run.record.controller.base_batch) == ("", "", 8)
     assert len(set(seen[:3000])) == len(seen[:3000])
 
 
@@ -190,7 +190,7 @@ def test_the_rate_is_that_of_the_batch_that_is_trained_on(job: Any, clock: Clock
     in_training: list[int] = []
     rates: list[tuple[int, float]] = []
     optimizer.register_step_pre_hook(
-        lambda *_: rates.append((in_training[-1], batch_run(model)._rates._scalers[0][1].multipliers.lr))
+        lambda *_: rates.append((in_training[-1], batch_run(model).rates._scalers[0][1].multipliers.lr))
     )
     for _ in range(2):
         for x, y, _ in fetched_ahead(loader, ahead):

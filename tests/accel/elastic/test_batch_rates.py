@@ -53,7 +53,7 @@ def test_rates_are_those_of_the_last_known_noise_when_it_is_not_known_any_more(
 
     unknown = NoiseInterval(math.inf, 0.0, math.inf)  # the loss falls too slowly to show it
     monkeypatch.setattr("accel.elastic.batch_size.run_noise.interval_of", lambda estimate: unknown)
-    (_, scaler), *_ = batch_run(model)._rates._scalers
+    (_, scaler), *_ = batch_run(model).rates._scalers
     rates: list[float] = []
     for _ in range(8):
         taken = train(model, loader, optimizer, clock, lambda step: rates.append(scaler.multipliers.lr))
@@ -84,7 +84,7 @@ def test_rates_follow_the_batch_where_nothing_can_be_accumulated(job: Any, clock
                 scales.append((max(8, len(x)), moved / steep / 0.01))
             if odd == "another optimizer":
                 other.step()
-    assert batch_run(model).note == ""
+    assert batch_run(model).report.note == ""
     assert max(size for size, _ in scales) > 8
     for size, scale in scales:
         assert scale == pytest.approx(size / 8, rel=0.05)
@@ -107,7 +107,7 @@ def test_a_rule_of_ones_own_is_asked(job: Any, clock: Clock, noise: None) -> Non
 def test_rates_stay_those_of_the_batch_where_the_session_hears_of_no_steps(job: Any, clock: Clock, noise: None) -> None:
     model, loader, optimizer = growing(job, 64, scaling_rule=Linear())
     train(model, loader, optimizer, clock, nothing)
-    (_, scaler), *_ = batch_run(model)._rates._scalers
+    (_, scaler), *_ = batch_run(model).rates._scalers
     with accel.disabled():
         taken = train(model, loader, optimizer, clock, nothing)
         assert len(taken[0]) == 64
@@ -125,7 +125,7 @@ def test_a_rule_by_the_epoch_is_asked_all_along_also_where_the_session_hears_of_
     elastic = accel.Elastic(max_batch_size=64, scaling_rule=lambda batch: 1.0 + (batch.epoch or 0.0))
     model, loader, optimizer = accel.optimize(*job, elastic=elastic, **PLAIN)
     train(model, loader, optimizer, clock, nothing)
-    (_, scaler), *_ = batch_run(model)._rates._scalers
+    (_, scaler), *_ = batch_run(model).rates._scalers
     epochs: list[float] = []
     train(model, loader, optimizer, clock, lambda step: epochs.append(scaler.multipliers.lr - 1))
     optimized = entry.optimized(model)

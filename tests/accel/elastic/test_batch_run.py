@@ -19,7 +19,6 @@ from accel.errors import InvalidArgument
 from accel.goodput.efficiency import NoiseInterval
 from accel.goodput.job import LostTime
 from accel.integrations.trackers import metrics
-from accel.run.ranks import Ranks
 from accel.session.session import Session
 from tests.accel.elastic.batch_loops import (
     PLAIN,
@@ -48,7 +47,7 @@ def test_the_batch_grows_by_goodput_and_each_epoch_has_each_sample_once(job: Any
     sizes = [len(batch) for batch in itertools.chain(*epochs)]
     assert sizes[0] == 8
     assert max(sizes) == 256
-    assert batch_run(model).controller.batch == 256  # type: ignore[union-attr]
+    assert batch_run(model).record.controller.batch == 256  # type: ignore[union-attr]
     assert len(loader) == -(-3000 // 256)
 
 
@@ -70,7 +69,7 @@ def test_a_noise_scale_without_an_upper_end_is_none_in_the_report(
     monkeypatch.setattr("accel.elastic.batch_size.run_noise.interval_of", lambda estimate: pure)
     model, loader, optimizer = growing(job, 64)
     train(model, loader, optimizer, clock, nothing)
-    controller = batch_run(model).controller
+    controller = batch_run(model).record.controller
     assert controller is not None and math.inf in [decision.noise for decision in controller.decisions]
     assert math.inf not in [row.noise for row in accel.explain(model).batch_rows]
 
@@ -96,7 +95,7 @@ def test_the_noise_of_the_loop_itself_lets_it_grow_and_its_labels_noise_does_not
             optimizer.step()
             if step == 600:
                 break
-        controller = batch_run(model).controller
+        controller = batch_run(model).record.controller
         assert controller is not None
         final[name] = controller.batch
         accel.undo(model)
@@ -124,7 +123,7 @@ def test_the_batch_is_decided_during_a_search_in_steps_without_a_candidate(
         if run.noise.meter is not None and run.noise.meter.is_measuring:
             measured.append(steps)
         steps = step + 1
-        if run.controller is not None and len(run.controller.decisions) > len(changed) + 1:
+        if run.record.controller is not None and len(run.record.controller.decisions) > len(changed) + 1:
             changed.append(step)
 
     train(model, loader, optimizer, clock, each)
@@ -145,7 +144,7 @@ def test_calls_are_looked_at_only_in_steps_that_need_it(job: Any) -> None:
     passed: dict[bool, list[bool]] = {True: [], False: []}
     for x, y, _ in itertools.chain(loader, loader, loader):
         if run.noise.meter is not None:
-            passed[run.noise.meter.is_measuring].append(run._run.gate.passes)
+            passed[run.noise.meter.is_measuring].append(run._session.run.gate.passes)
         optimizer.zero_grad()
         nn.functional.mse_loss(model(x), y).backward()
         optimizer.step()
@@ -217,7 +216,7 @@ def test_a_bound_below_the_loader_s_batch_is_refused(job: Any) -> None:
 def test_a_profile_is_rank_0s() -> None:
     """Each rank wrote one, those that don't decide with a model of the times that they never fitted."""
     run = batch_run_of(2, 8, 256)
-    run.controller = create_autospec(BatchPolicy, instance=True, base_batch=16, replicas=2, micro_batches=1)
+    run.record.controller = create_autospec(BatchPolicy, instance=True, base_batch=16, replicas=2, micro_batches=1)
     run.noise.known = NoiseInterval(5000.0, 4000.0, 6000.0)
-    run._ranks = create_autospec(Ranks, instance=True, leads=False)
-    assert run.profile(0.0, LostTime()) is None
+    run.record.leads = False
+    assert run.report.profile(0.0, LostTime()) is None

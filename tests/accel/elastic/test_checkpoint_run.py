@@ -169,11 +169,11 @@ def test_it_goes_on_with_the_batch_size_and_what_was_learnt_of_it(tmp_path: Path
     assert optimized.elastic is not None
     batch = optimized.elastic.batch
     assert batch is not None
-    state = batch.state_dict()
+    state = batch.record.state_dict()
     assert state["controller"]["times"]["configurations"]
     second.run()
-    assert batch.controller is not None
-    assert batch.progress > state["progress"]
+    assert batch.record.controller is not None
+    assert batch.rates.progress > state["progress"]
 
 
 def test_ranks_go_on_by_the_memory_of_the_one_that_has_least(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
