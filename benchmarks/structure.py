@@ -1,15 +1,11 @@
 """Print the sizes of the library, and measure what `tests/test_limits.py` limits.
 
-    python -m benchmarks.structure [--shrink]
-
-`tests/limits.json` lists the code that was over a limit when the limits came. Its numbers may only become smaller:
-`--shrink` writes today's where they have, and takes out what has come within its limit.
+python -m benchmarks.structure
 """
 
 from __future__ import annotations
 
 import ast
-import json
 import re
 import statistics
 import subprocess
@@ -26,8 +22,6 @@ from benchmarks.source_tree import LIBRARY, ROOT, imported_modules, library, own
 LIMITS = {"methods": 15, "imports": 12, "members of Strategy": 12, "patches": 1, "import depth": 16}
 """The most methods of a class, modules of ours imported by a module, members of `Strategy`, modules that patch the
 same class or module of torch, and modules of ours of which each imports the next."""
-
-ALLOWED = ROOT / "tests" / "limits.json"
 
 _HOOKS = re.compile(r"\.register_(optimizer_step|module)_\w+$")
 """Hooks that torch calls for every optimizer or module of the process."""
@@ -56,23 +50,13 @@ def over(measured: Measures) -> Measures:
     }
 
 
-def allowed() -> Measures:
-    """Return the committed list of what may be over its limit, with the number that it may have."""
-    listed: Measures = json.loads(text(ALLOWED))
-    return listed
-
-
-def breaches(measured: Measures, listed: Measures) -> list[str]:
-    """Return a sentence for each number over its limit and its place in the list, and for each place not needed."""
-    found = []
-    excess = over(measured)
-    for limit, most in LIMITS.items():
-        for name, number in excess[limit].items():
-            if number > listed[limit].get(name, most):
-                found.append(f"{name}: {number} {limit}, at most {listed[limit].get(name, most)}")
-        for name in listed[limit].keys() - excess[limit].keys():
-            found.append(f"{name}: within the limit of {most} {limit}; run python -m benchmarks.structure --shrink")
-    return found
+def breaches(measured: Measures) -> list[str]:
+    """Return a sentence for each number over its limit."""
+    return [
+        f"{name}: {number} {limit}, at most {LIMITS[limit]}"
+        for limit, numbers in over(measured).items()
+        for name, number in numbers.items()
+    ]
 
 
 # Classes
@@ -246,16 +230,9 @@ def sizes() -> dict[str, str]:
 
 
 @click.command(help=__doc__)
-@click.option("--shrink", is_flag=True, help="Write smaller numbers to tests/limits.json.")
-def main(shrink: bool) -> None:
+def main() -> None:
     """Print the sizes, and how much is over a limit."""
-    excess, listed = over(measures()), allowed()
-    if shrink:
-        listed = {
-            limit: {name: min(number, excess[limit][name]) for name, number in numbers.items() if name in excess[limit]}
-            for limit, numbers in listed.items()
-        }
-        ALLOWED.write_text(json.dumps(listed, indent=1) + "\n", encoding="utf-8")
+    excess = over(measures())
     rows = {
         **sizes(),
         **{f"over the limit of {most} {limit}": f"{len(excess[limit])}" for limit, most in LIMITS.items()},
