@@ -15,8 +15,8 @@ from accel.strategies.trial_design import TrialDesign
 if TYPE_CHECKING:
     from accel.dataio.passes.kept_samples import KeptSamples
 
-_EPOCHS, _NOTED_S = 2, 10e-6
-"""Seconds of noting a sample of 3 kB in each of two epochs: 8 to 23 µs in the first, 0 to 13 in the second."""
+_EPOCHS, _NOTED_S = 2, 15e-6
+"""Seconds of noting a sample of 3 kB in each of two epochs: 8 to 23 µs in the first, up to 13 in the second."""
 _UNKNOWN_S = 0.1
 """Of a dataset that has no length."""
 
