@@ -12,6 +12,10 @@ _OTHER_LIMIT = 2.0
 """Times as long as now: something else limits the step by then, such as the device, whose time launches had hidden."""
 _MOST = 0.5
 """Share of the step from which on a cause takes most of it."""
+_LEADING = 0.3
+"""The same for what takes epochs to prepare: that begins before others spend the budget bit by bit."""
+_SOON = 2.0
+"""Times the run so far, until the budget allows for that."""
 _MOST_TIMES = 2
 """How often the verdict on a candidate is reopened."""
 
@@ -22,11 +26,12 @@ def next_candidate(state: SearchState) -> Candidate | None:
     return min(queued, key=lambda candidate: rank(state, candidate), default=None)
 
 
-def rank(state: SearchState, candidate: Candidate) -> tuple[bool, int, bool, bool, bool, bool, bool, int, int]:
+def rank(state: SearchState, candidate: Candidate) -> tuple[bool, int, bool, bool, bool, bool, bool, bool, int, int]:
     """Return what sorts candidates: cheap ones first, and among them what treats the present bottleneck.
 
     What treats a cause that takes most of the step comes before all else, unless the guard compares it first. What
-    takes seconds once is cheap where steps are so slow that a trial takes as long.
+    takes seconds once is cheap where steps are so slow that a trial takes as long. What takes epochs to prepare begins
+    before others if it treats a large cause.
     On a crowded machine what depends on other processes comes last: they may have left by then.
     What has a place of its own (`TrialDesign.order`) keeps that: a comparison by the guard can make the heap grow for
     good, and then it is too late to see what the allocator gives. A small network's plain steps took 77 ms before one,
@@ -42,6 +47,7 @@ def rank(state: SearchState, candidate: Candidate) -> tuple[bool, int, bool, boo
         again,
         candidate.comparison.depends_on_host and outlook.is_crowded(state),
         costs.is_dear(candidate) and costs.work_s(state, candidate) > costs.least_trial_s(state),
+        not _leads(state, candidate),
         candidate.name not in [finding.strategy for finding in findings],
         candidate.is_compared,
         min(treated, default=len(limits)),
@@ -49,17 +55,40 @@ def rank(state: SearchState, candidate: Candidate) -> tuple[bool, int, bool, boo
     )
 
 
-def _treats_most(state: SearchState, candidate: Candidate) -> bool:
-    """Tell whether a candidate treats the cause that takes most of the step, if there is such a one."""
+def _treats_most(state: SearchState, candidate: Candidate, share: float = _MOST) -> bool:
+    """Tell whether a candidate treats the first cause, if that takes more than a share of the step."""
     first = next(iter(state.diagnosis.findings), None)
-    return first is not None and first.share > _MOST and Bottleneck(first.bottleneck) in candidate.strategy.treats
+    return first is not None and first.share > share and Bottleneck(first.bottleneck) in candidate.strategy.treats
+
+
+def _leads(state: SearchState, candidate: Candidate) -> bool:
+    """Tell whether a candidate's work in the loop should begin before others are tried: it takes long, and gains most."""
+    return (
+        candidate.comparison.prepare is not None
+        and not costs.is_dear(candidate)
+        and costs.work_s(state, candidate) > 0
+        and _treats_most(state, candidate, _LEADING)
+    )
+
+
+def _comes_after(state: SearchState, candidate: Candidate) -> str:
+    """Say that another one's work in the loop is to begin first, where the budget soon allows for it; '' if none's."""
+    if _leads(state, candidate):
+        return ""
+    for other in state.pending():
+        if _leads(state, other) and not state.recollection.postponed(other.name, state.elapsed_s):
+            expected_s = costs.expected_s(state, other)
+            from_s = state.budget.allowed_from(spent=state.cost_s, expected=expected_s, saved=state.saved_s)
+            if from_s <= _SOON * state.lasted_s:
+                return f"{other.name}, which may gain more, begins first"
+    return ""
 
 
 def why_pending(state: SearchState, candidate: Candidate) -> str:
     """Say why a candidate that applies can't be tried now; '' if it can. Begins what it waits for in the loop."""
     if why := state.recollection.postponed(candidate.name, state.elapsed_s):
         return why
-    return costs.too_dear(state, candidate) or waits_in_loop(state, candidate)
+    return costs.too_dear(state, candidate) or _comes_after(state, candidate) or waits_in_loop(state, candidate)
 
 
 def can_be_tried(state: SearchState, candidate: Candidate) -> bool:

@@ -79,8 +79,9 @@ class TrialDesign:
     """Steps to leave out after each switch, or a function of the setting."""
     describe: Callable[[Any], str] = lambda setting: "" if setting is None else str(setting)
     """Says a setting in words, for the report."""
-    prepare: Callable[[], str] = lambda: ""
-    """Begins what a trial must wait for in the running loop, and says what that is; '' once it can be tried."""
+    prepare: Callable[[], str] | None = None
+    """Begins what a trial must wait for in the running loop, and says what that is; '' once it can be tried. None if
+    there is nothing to wait for."""
     is_preparing: bool = False
     """That is under way, so that the strategy is not closed although it is off."""
     depends_on_host: bool = False

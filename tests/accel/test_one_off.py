@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 
+from accel.profiler.bottleneck import Bottleneck
 from accel.search.actions import Action, Result
 from accel.search.remembered import RememberedSearch
 from accel.search.state import Candidate
+from accel.strategies.trial_design import TrialDesign
 from tests.accel.memory import FakeMemory
-from tests.accel.simulation import FAST, PLAIN_S, Machine, candidate, simulate
+from tests.accel.simulation import FAST, PLAIN_S, QUIET, Machine, candidate, simulate, step_of_first
 
 WORK_S = {"blocks": 4.0, "whole": 20.0}
 
@@ -142,3 +144,23 @@ def test_work_that_is_not_expected_any_more_once_it_has_begun_is_charged_then() 
     assert began[0] * PLAIN_S >= 15  # not before the budget allows for it
     assert controller.rows["noting"].cost_s == pytest.approx(1.5, rel=0.05)
     assert controller.plan == {"noting": None}
+
+
+@pytest.mark.parametrize(("data_share", "leads"), [(0.5, True), (0.1, False)])
+def test_what_takes_epochs_to_prepare_begins_before_others_spend_the_budget_bit_by_bit(
+    data_share: float, leads: bool
+) -> None:
+    """A cache of samples, for half of the step, came after a minute: cheaper trials were affordable before it."""
+    machine, began = Machine(data_share=data_share, thread=lambda step: QUIET), list[int]()
+
+    def prepare() -> str:
+        began.extend([] if began else [machine.step])
+        return "it waits for two epochs" if machine.step < began[0] + 100 else ""
+
+    def design(**options: Any) -> TrialDesign:
+        return TrialDesign(cost_s=0.0 if began else 0.03, prepare=prepare, **options)
+
+    noting = candidate("noting", treats=frozenset({Bottleneck.INPUT}), touches=frozenset({"input"}), kind=design)
+    small = [candidate(f"small{number}", touches=frozenset({"optimizer"})) for number in range(4)]
+    simulate([*small, noting], machine, budget="3%", until_settled=False, steps=3_000, pace=FAST)
+    assert (began[0] < step_of_first(machine, lambda plan: "noting" not in plan)) == leads
