@@ -62,7 +62,7 @@ def _treats_most(state: SearchState, candidate: Candidate, share: float = _MOST)
 
 
 def _leads(state: SearchState, candidate: Candidate) -> bool:
-    """Tell whether a candidate's work in the loop should begin before others are tried: it takes long, and gains most."""
+    """Tell whether work of a candidate in the loop should begin before others are tried: it takes long, gains most."""
     return (
         candidate.comparison.prepare is not None
         and not costs.is_dear(candidate)
