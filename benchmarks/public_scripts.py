@@ -84,7 +84,8 @@ LONG = Record(
 
 def _mean_of(result: Row) -> str:
     firsts = [row["first"] for row in result["rows"]]
-    return f"First runs, with an empty cache; geometric mean {geometric_mean(firsts):.2f}x, least {min(firsts):.2f}x."
+    mean = f"geometric mean of {len(firsts)} scripts {geometric_mean(firsts):.2f}x, least {min(firsts):.2f}x"
+    return f"First runs, with an empty cache; {mean}."
 
 
 SITE = ROOT / "benchmarks" / "public" / "site"

@@ -76,4 +76,4 @@ def test_long_runs_scale_their_numbers_and_take_turns(monkeypatch: pytest.Monkey
         (("--epochs", "48"), accelerated) for accelerated in (False, True, True, False)
     ]
     assert (row["first"], row["step"]) == (pytest.approx(1.25), pytest.approx(1.5))
-    assert "geometric mean 1.25x" in public_scripts.LONG.block({"rows": [row], **header("", "a command")})
+    assert "geometric mean of 1 scripts 1.25x" in public_scripts.LONG.block({"rows": [row], **header("", "a command")})
