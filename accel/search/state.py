@@ -138,7 +138,7 @@ class Candidate:
     def waits(self) -> str:
         """Return what it waits for in the loop, '' if it can be tried; begins what that takes."""
         try:
-            why = "" if (prepare := self.comparison.prepare) is None else prepare()
+            why = self.comparison.waits()
         except ours() as error:
             return f"its preparation failed: {type(error).__name__}: {error}"
         begun = self.run.preparing

@@ -290,6 +290,6 @@ def _for_rank_0(own: Result, switchboard: Switchboard, run: Run, before: Action 
     off = {name: each for name, each in switchboard.strategies.items() if name not in switchboard.active}
     refusals = {name: why for name, each in off.items() if (why := asked(partial(each.refusal, run)))}
     begun = set() if before is None else (before.preparing & off.keys()) - refusals.keys()
-    waits = {name: asked(designed(off[name], run).prepare) for name in begun}
+    waits = {name: asked(designed(off[name], run).waits) for name in begun}
     sent: dict[str, Any] = {"trips": own.trips, "finding": own.finding, "alike": own.alike, "load": own.load}
     return Result(refusals=refusals, waits=waits, **sent)

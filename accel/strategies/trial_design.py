@@ -102,6 +102,10 @@ class TrialDesign:
     """The trial can't be repeated in turn with others: once kept it is on in both plans of every later trial, and its
     own gain is multiplied with that of the closing trial."""
 
+    def waits(self) -> str:
+        """Return what a trial must wait for in the running loop, and begin that; '' if for nothing."""
+        return "" if self.prepare is None else self.prepare()
+
     def trial(self, terms: Terms) -> Comparing:
         """Return the trial; see `accel.profiler.trial_driver`."""
         return by_blocks(
