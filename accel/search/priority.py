@@ -14,8 +14,6 @@ _MOST = 0.5
 """Share of the step from which on a cause takes most of it."""
 _LEADING = 0.3
 """The same for what takes epochs to prepare: that begins before others spend the budget bit by bit."""
-_SOON = 2.0
-"""Times the run so far, until the budget allows for that."""
 _MOST_TIMES = 2
 """How often the verdict on a candidate is reopened."""
 
@@ -72,16 +70,12 @@ def _leads(state: SearchState, candidate: Candidate) -> bool:
 
 
 def _comes_after(state: SearchState, candidate: Candidate) -> str:
-    """Say that another one's work in the loop is to begin first, where the budget soon allows for it; '' if none's."""
+    """Say that another one's work is to begin first, once the run is at most twice as long; '' if none's."""
     if _leads(state, candidate):
         return ""
-    for other in state.pending():
-        if _leads(state, other) and not state.recollection.postponed(other.name, state.elapsed_s):
-            expected_s = costs.expected_s(state, other)
-            from_s = state.budget.allowed_from(spent=state.cost_s, expected=expected_s, saved=state.saved_s)
-            if from_s <= _SOON * state.lasted_s:
-                return f"{other.name}, which may gain more, begins first"
-    return ""
+    leading = (other for other in state.pending() if _leads(state, other))
+    soon = (each for each in leading if costs.steps_until_affordable(state, [each]) * state.step_s <= state.lasted_s)
+    return next((f"{each.name}, which may gain more, begins first" for each in soon), "")
 
 
 def why_pending(state: SearchState, candidate: Candidate) -> str:

@@ -86,7 +86,7 @@ class BatchRun(LoopObserver):
         """True until a batch has stood through a decision, in the first steps only."""
         return self._alive and self._step.ended <= _FIRST_STEPS and not self.agreement.is_settled
 
-    # -- the loader (listeners.Follower) -------------------------------------------------------------------------------
+    # -- the loader (observers.LoopObserver) ---------------------------------------------------------------------------
 
     def epoch_begins(self, proxy: Any) -> None:
         """The first step of an epoch includes starting the loader: it is not timed."""
@@ -143,7 +143,7 @@ class BatchRun(LoopObserver):
         except ours() as error:  # of a rule of the user's, say
             self._fail(error)
 
-    # -- the backward pass (backward.EndListener) ----------------------------------------------------------------------
+    # -- the backward pass (a listener of profiler.loop.backward) ------------------------------------------------------
 
     def backward_ended(self, roots: list[Tensor]) -> None:
         """Take the loss, and count the batch."""
