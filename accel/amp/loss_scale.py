@@ -26,7 +26,6 @@ from torch import Tensor
 from torch.optim import SGD, Optimizer
 
 from accel.errors import InvalidArgument
-from accel.profiler import renamed
 from accel.profiler.loop.update_hooks import UPDATES
 
 
@@ -52,10 +51,6 @@ class DynamicLossScale:
         512.0
     """
 
-    @renamed.arguments(
-        **{"initial": "init_scale", "growth": "growth_factor", "backoff": "backoff_factor"},
-        **{"interval": "growth_interval", "least": "min_scale", "most": "max_scale"},
-    )
     def __init__(
         self,
         *,
