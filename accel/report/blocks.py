@@ -1,27 +1,27 @@
-"""The contents of a report as data: sections of texts, lists, facts, tables and pictures.
+"""The contents of a report as data: sections of texts, lists, facts, tables and bars.
 
-The reports of `accel.optimize` and of `accel profile` are made into a `Document` each; `terminal.py` and `page.py` lay
-any document out, and know nothing of reports.
+The reports of `accel.optimize` and of `accel profile` are made into a `Document` each; `terminal.py` and `page.html.j2`
+lay any document out, and know nothing of reports.
 
 Tones are `good`, `bad`, `warn`, `idle` and `strong`: styles of a terminal, classes of a page.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal, NamedTuple
 
 from accel.profiler.report import ReportHead
-from accel.report.pictures import BarSegment
-from accel.report.words import plural
+from accel.report.words import finite, ms_text, plural
 
 Only = Literal["", "terminal", "page"]
 """Where a block is shown; '' is on both."""
 
 SIGNS = {"good": "✓", "bad": "✗", "warn": "?", "idle": "○"}
 """Tone → sign with the same meaning, for output without colour."""
+SHADES = 10
+"""Number of fill classes in the style sheet; phases beyond it share them, and are distinguished by their numbers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,49 +54,48 @@ class Facts:
     only: Only = ""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Picture:
-    """A drawing on a page."""
+class BarPart(NamedTuple):
+    """A part of a bar on a page."""
 
+    shade: str
+    """Fill class; '' for a gap."""
     name: str
-    """Unique in the document."""
-    macro: str
-    """The macro in `pictures.html.j2` that draws it."""
-    drawn: Mapping[str, Any]
-    """The macro's data."""
-    title: str
     text: str
-    """A description in words."""
-    height: float
-    """Pixels."""
-    framed: bool = False
-    """Its axis labels are outside of it."""
-    legend: Sequence[tuple[str, str]] = ()
-    """(fill class, meaning)."""
+    percent: float
+    """Of the longest bar."""
+
+
+class Bar(NamedTuple):
+    """A bar of parts, from the left, under its label."""
+
+    label: str
+    text: str
+    parts: Sequence[BarPart]
 
 
 @dataclass(frozen=True, kw_only=True)
-class TableColumn:
-    """A column of a table; on a narrow terminal it moves to a line below its row."""
+class Bars:
+    """Bars on one scale, on a page."""
 
     title: str
-    width: int = 0
-    """Minimum width, in columns of a terminal."""
-    left: bool = False
+    bars: Sequence[Bar]
+    mark: float | None = None
+    """Where a line crosses all of them, in percent."""
+    only: Only = "page"
+
+
+class TableColumn(NamedTuple):
+    """A column of a table."""
+
+    title: str
+    left: bool
     """Contains words, not numbers: aligned left."""
-    whole: bool = False
-    """Words that must not be broken."""
-    prose: bool = False
-    """The last column, of sentences: it takes the room that is left."""
     only: Only = ""
 
 
-def columns(*specs: str, whole: bool = False, only: Only = "") -> list[TableColumn]:
-    """Return columns from their title, `<` for words or `>` for numbers, and their width, e.g. `phase<13`."""
-    return [
-        TableColumn(title=title, width=int(width), left=side == "<", whole=whole, only=only)
-        for title, side, width in (re.split("([<>])", spec) for spec in specs)
-    ]
+def columns(*specs: str, only: Only = "") -> list[TableColumn]:
+    """Return columns from their title and `<` for words or `>` for numbers, e.g. `phase<`."""
+    return [TableColumn(spec[:-1], spec[-1] == "<", only) for spec in specs]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,10 +112,6 @@ class TableCell:
     """On a page, the number and colour of a phase stand before the text; 0 is none."""
     small: Sequence[str] = ()
     """On a page, more in small letters below the text."""
-    code: str = ""
-    """Source code, below the text too."""
-    bar: Sequence[BarSegment] | None = None
-    """On a page, drawn in place of the text."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,20 +119,15 @@ class TableRow:
     """One row of a table, with a cell for each column."""
 
     cells: Sequence[TableCell]
-    below: str = ""
-    """A text below the row of a terminal."""
-    below_tone: str = "idle"
-    """The tone of that text."""
-    indent: int = 2
-    """Columns by which it is moved to the right."""
     depth: int = 0
-    """How far the first cell of a page is moved to the right, and on a narrow terminal what moved below the row."""
+    """How far the first cell is moved to the right."""
     only: Only = ""
 
 
-def cells(*parts: str | TableCell, tone: str = "") -> list[TableCell]:
-    """Return cells; a text becomes one with a tone."""
-    return [part if isinstance(part, TableCell) else TableCell(text=part, tone=tone) for part in parts]
+def row(*parts: str | TableCell, tone: str = "", depth: int = 0, only: Only = "") -> TableRow:
+    """Return a row; a text becomes a cell with a tone."""
+    cells = [part if isinstance(part, TableCell) else TableCell(text=part, tone=tone) for part in parts]
+    return TableRow(cells=cells, depth=depth, only=only)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,10 +154,9 @@ class Card:
     evidence: Sequence[str]
     remedies: Sequence[tuple[str, str]]
     """(who or what, what to do)."""
-    gauge: Picture | None = None
 
 
-Block = Paragraph | Listing | Facts | Table | Card | Picture
+Block = Paragraph | Listing | Facts | Table | Card | Bars
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,10 +171,27 @@ class Section:
     blocks: Sequence[Block] = ()
 
 
-def tabled(name: str, title: str, scope: str, table: Table) -> Iterator[Section]:
-    """Yield a section with a table, unless it has no rows."""
+@dataclass(frozen=True, kw_only=True)
+class Document:
+    """A report, ready to be laid out."""
+
+    kind: str
+    """First words, e.g. `accel`."""
+    verdict: str
+    tone: str
+    lead: Sequence[Paragraph]
+    """Lines below the verdict."""
+    model: str = ""
+    started: str = ""
+    mark: str = ""
+    """The state of a run that has not finished."""
+    sections: Sequence[Section] = ()
+
+
+def tabled(name: str, title: str, scope: str, table: Table, *more: Block) -> Iterator[Section]:
+    """Yield a section with a table and what follows it, unless it has no rows."""
     if table.rows:
-        yield Section(name=name, title=title, scope=scope, blocks=[table])
+        yield Section(name=name, title=title, scope=scope, blocks=[table, *more])
 
 
 def listed(name: str, title: str, listing: Listing) -> Iterator[Section]:
@@ -215,18 +221,35 @@ def hidden_text(hidden: int, kind: str, noun: str) -> str:
     return f"… {hidden} {kind} {nouns} in the JSON report" if hidden > 0 else ""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Document:
-    """A report, ready to be laid out."""
+def shade(number: int) -> str:
+    """Return the fill class of a phase by its number, from 1 on."""
+    return f"s{(number - 1) % SHADES}"
 
-    kind: str
-    """First words, e.g. `accel`."""
-    model: str
-    started: str
-    verdict: str
-    tone: str
-    lead: Sequence[Paragraph]
-    """Lines below the verdict."""
-    mark: str = ""
-    """The state of a run that has not finished."""
-    sections: Sequence[Section] = ()
+
+def percent_of(value: float | None, whole: float) -> float:
+    """Return a part in percent of the whole, within 0…100; 0 for what can't be drawn."""
+    share = finite(value) or 0.0
+    return round(100 * min(max(share / whole, 0.0), 1.0), 3) if finite(whole) and whole > 0 else 0.0
+
+
+def stacks(title: str, by_label: Iterable[tuple[str, dict[str, float]]], names: Sequence[str]) -> Iterator[Bars]:
+    """Yield bars of phases on one scale, unless there is nothing to draw.
+
+    Args:
+        title: of the picture.
+        by_label: each bar's label, and the ms of its phases.
+        names: all phases in the order of their numbers.
+    """
+    drawable = [(label, {name: max(finite(ms) or 0.0, 0.0) for name, ms in part.items()}) for label, part in by_label]
+    longest = max((sum(part.values()) for _, part in drawable), default=0.0)
+    bars = []
+    for label, part in drawable:
+        parts = []
+        for name, ms in part.items():
+            number = names.index(name) + 1
+            text = f"{name}: {ms_text(ms)} ms"
+            parts.append(BarPart(shade(number), f"{number} {name}", text, percent_of(ms, longest)))
+        if parts:
+            bars.append(Bar(f"{label}: {ms_text(sum(part.values()))} ms", "", parts))
+    if bars:
+        yield Bars(title=title, bars=bars)

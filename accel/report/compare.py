@@ -10,7 +10,7 @@ from typing import TypeVar
 from accel.errors import InvalidArgument, ReportError
 from accel.profiler.report import ProfileReport
 from accel.report import blocks, terminal
-from accel.report.blocks import Document, Paragraph, Section, Table, TableCell, TableRow
+from accel.report.blocks import Document, Paragraph, Section, Table, TableCell
 from accel.report.optimize_document import TONE_OF
 from accel.report.report import Report
 from accel.report.words import ended_text, finite, gain_text, ms_text, percent_text
@@ -59,8 +59,6 @@ class ReportComparison:
         times = f"{ms_text(self.old_ms)} → {ms_text(self.new_ms)} ms per {self.unit}"
         document = Document(
             kind="regression" if self.regressed else "no regression",
-            model="",
-            started="",
             verdict=f"{times}, {change} (threshold {100 * self.threshold:.3g} %)",
             tone="worse" if self.regressed else "good",
             lead=[
@@ -89,37 +87,50 @@ def compare(
     """
     if not (math.isfinite(threshold) and threshold >= 0):
         raise InvalidArgument(f"threshold must be 0 or more, e.g. 0.05 for 5 %. Found: {threshold}")
-    facts: list[str] = []
     if isinstance(before, Report) and isinstance(after, Report):
-        times = [_ms_of_run(report, which) for report, which in zip((before, after), _BOTH, strict=True)]
-        samples = [finite(report.samples_per_step) or 0.0 for report in (before, after)]
-        # The batch is that of one rank: with another number of them, neither steps nor samples are the same work.
-        changed = _batch_note(*samples) if before.machine.world_size == after.machine.world_size else []
-        notes = _run_notes(before, after, changed)
-        phases = _phases("accelerated step in ms", before.anatomy_after, after.anatomy_after)
-        sections = [*_strategies(before, after), *phases]
+        sides = [_of_run(report, which) for report, which in zip((before, after), _BOTH, strict=True)]
+        table, title = _strategies(before, after), "accelerated step in ms"
     elif isinstance(before, ProfileReport) and isinstance(after, ProfileReport):
-        times = [_ms_of_profile(report, which) for report, which in zip((before, after), _BOTH, strict=True)]
-        samples = [finite((r.samples_per_s or 0.0) * r.step_ms / 1e3) or 0.0 for r in (before, after)]
-        changed = _batch_note(*samples)
-        notes = _profile_notes(before, after) + changed
-        facts = list(_profile_facts(before, after))
-        phases = _phases("step in ms, mean", *(_phases_of_profile(report) for report in (before, after)))
-        sections = [*_findings(before, after), *phases]
+        sides = [_of_profile(report, which) for report, which in zip((before, after), _BOTH, strict=True)]
+        table, title = _findings(before, after), "step in ms, mean"
     else:
         kinds = ["accel profile" if isinstance(each, ProfileReport) else "accel.optimize" for each in (before, after)]
         raise ReportError(f"A and B must be reports of one kind, got one of {kinds[0]} and one of {kinds[1]}.")
-    old_ms, new_ms = (1e3 * ms / count if changed else ms for ms, count in zip(times, samples, strict=True))
-    unit = "1,000 samples" if changed else "step"
+    old, new = sides
+    # The batch is that of one rank: with another number of them, neither steps nor samples are the same work.
+    by_samples = old.ranks == new.ranks and _has_other_batch(old.samples, new.samples)
+    notes = [*_differences(old, new), *old.warnings, *new.warnings]
+    if by_samples:
+        samples = f"samples per step went from {ms_text(old.samples)} to {ms_text(new.samples)}"
+        notes.append(f"{samples}; so samples/s are compared")
     return ReportComparison(
-        old_ms=old_ms,
-        new_ms=new_ms,
+        old_ms=1e3 * old.ms / old.samples if by_samples else old.ms,
+        new_ms=1e3 * new.ms / new.samples if by_samples else new.ms,
         threshold=threshold,
-        unit=unit,
-        facts=facts,
+        unit="1,000 samples" if by_samples else "step",
+        facts=[_fact(name, *pair) for name, pair in _pairs(old.facts, new.facts) if pair != ("-", "-")],
         notes=tuple(notes),
-        sections=sections,
+        sections=[*table, *_phases(title, old.phases, new.phases)],
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Side:
+    """What is compared of a report of either kind."""
+
+    ms: float
+    samples: float
+    """In a step; 0 if not known."""
+    ranks: int
+    conditions: Mapping[str, object]
+    """What should be the same in both runs."""
+    warnings: Sequence[str]
+    facts: Mapping[str, str]
+    phases: Mapping[str, float]
+
+
+def _has_other_batch(old: float, new: float) -> bool:
+    return old > 0 and new > 0 and abs(new / old - 1) > _SAME_BATCH
 
 
 def _pairs(old: Mapping[str, T], new: Mapping[str, T]) -> Iterator[tuple[str, tuple[T | None, T | None]]]:
@@ -128,21 +139,18 @@ def _pairs(old: Mapping[str, T], new: Mapping[str, T]) -> Iterator[tuple[str, tu
         yield name, (old.get(name), new.get(name))
 
 
-def _differences(pairs: Sequence[tuple[str, object, object]]) -> list[str]:
-    return [f"{name.replace('_', ' ')} went from {old!r} to {new!r}" for name, old, new in pairs if old != new]
+def _differences(old: _Side, new: _Side) -> Iterator[str]:
+    """Say what is not the same; a value that one report lacks is no difference."""
+    for name, (first, second) in _pairs(old.conditions, new.conditions):
+        if first and second and first != second:
+            yield f"{name.replace('_', ' ')} went from {first!r} to {second!r}"
 
 
-def _batch_note(old: float, new: float) -> list[str]:
-    """Say that the batches differ in size, if they are known to; 0 is not known."""
-    if old <= 0 or new <= 0 or abs(new / old - 1) <= _SAME_BATCH:
-        return []
-    return [f"samples per step went from {ms_text(old)} to {ms_text(new)}; so samples/s are compared"]
+def _fact(name: str, old: str | None, new: str | None) -> str:
+    return f"{name}: {old} → {new}" if old != new else f"{name}: {new}, as before"
 
 
-# --- reports of accel.optimize ---------------------------------------------------------------------------------------
-
-
-def _ms_of_run(report: Report, which: str) -> float:
+def _of_run(report: Report, which: str) -> _Side:
     ms = finite(report.accel_ms)
     # A report file may hold anything: NaN compares as "no regression", and zero has no ratio.
     if ms is None or ms <= 0:
@@ -152,16 +160,50 @@ def _ms_of_run(report: Report, which: str) -> float:
             f"the {which} report has no accelerated step time (accel_ms is {report.accel_ms!r}, "
             f"state {report.state!r}); {remedy}."
         )
-    return ms
+    names = ("model", "parameters", "fingerprint", "allow")
+    return _Side(
+        ms=ms,
+        samples=finite(report.samples_per_step) or 0.0,
+        ranks=report.machine.world_size,
+        conditions={**{name: getattr(report, name) for name in names}, **vars(report.machine)},
+        warnings=[f"the {which} run is {report.state}"] if report.state in ("searching", "interrupted") else [],
+        facts={},
+        phases=report.anatomy_after,
+    )
 
 
-def _run_notes(before: Report, after: Report, changed: list[str]) -> list[str]:
-    names = ["model", "parameters", "fingerprint", "allow", *([] if changed else ["samples_per_step"])]
-    pairs = [(name, getattr(before, name), getattr(after, name)) for name in names]
-    pairs += [(name, value, getattr(after.machine, name)) for name, value in vars(before.machine).items()]
-    states = zip(_BOTH, (before.state, after.state), strict=True)
-    unended = [f"the {which} run is {state}" for which, state in states if state in {"searching", "interrupted"}]
-    return _differences(pairs) + changed + unended
+def _of_profile(report: ProfileReport, which: str) -> _Side:
+    if not (math.isfinite(report.step_ms) and report.step_ms > 0):
+        raise ReportError(
+            f"the {which} report has no step time (step_ms is {report.step_ms!r}, {report.steps} steps seen); "
+            "profile a run that trains before comparing."
+        )
+    names = ("model", "optimizer", "device", "cores", "threads", "platform", "python", "torch", "accel")
+    ranks = max(len(report.ranks), 1)
+    hosts = ", ".join(sorted({row.host for row in report.ranks}))
+    warnings = [f"the {which} report has no verdict: {report.refused}"] if report.refused else []
+    if ended := ended_text(report):
+        warnings.append(f"in the {which} run {ended}")
+    if (busy := finite(report.host.foreign_cores) or 0.0) >= _BUSY_CORES:
+        warnings.append(f"in the {which} run other processes kept {ms_text(round(busy, 2))} cores busy")
+    phases: dict[str, float] = {}
+    for node in report.evidence.children if report.evidence else ():
+        phases[node.name] = phases.get(node.name, 0.0) + node.ms
+    return _Side(
+        ms=report.step_ms,
+        samples=finite((report.samples_per_s or 0.0) * report.step_ms / 1e3) or 0.0,
+        ranks=ranks,
+        conditions={**{n: getattr(report.host, n) for n in names}, "number of ranks": ranks, "hosts": hosts},
+        warnings=warnings,
+        facts={
+            "samples/s": ms_text(report.samples_per_s),
+            "bottleneck": ("" if report.refused else report.bottleneck) or "no verdict",
+        },
+        phases=phases,
+    )
+
+
+# --- tables ----------------------------------------------------------------------------------------------------------
 
 
 def _strategies(before: Report, after: Report) -> Iterator[Section]:
@@ -173,65 +215,18 @@ def _strategies(before: Report, after: Report) -> Iterator[Section]:
             continue
         mark, tone = ("*", "strong") if len(statuses) > 1 else (" ", "")
         status = TableCell(text=" → ".join(statuses), tone=TONE_OF.get(pair[1].status if pair[1] else "", "idle"))
-        rows.append(TableRow(cells=[TableCell(text=f"{mark} {name}", tone=tone), status, TableCell(text=gains)]))
-    columns = [*blocks.columns("strategy<26", whole=True), *blocks.columns("status<28"), *blocks.columns("gain<40")]
-    yield from blocks.tabled("strategies", "strategies (* marks a changed one)", "", Table(columns=columns, rows=rows))
+        rows.append(blocks.row(TableCell(text=f"{mark} {name}", tone=tone), status, gains))
+    table = Table(columns=blocks.columns("strategy<", "status<", "gain<"), rows=rows)
+    yield from blocks.tabled("strategies", "strategies (* marks a changed one)", "", table)
 
 
 def _phases(title: str, before: Mapping[str, float], after: Mapping[str, float]) -> Iterator[Section]:
     rows = []
     for name, (old, new) in _pairs(before, after):
         difference = "-" if old is None or new is None else f"{new - old:+.3g}"
-        rows.append(TableRow(cells=blocks.cells(f"  {name}", ms_text(old), "→", ms_text(new), difference)))
-    columns = [*blocks.columns("phase<22", whole=True), *blocks.columns("before>9", ">2", "after>9", "change>9")]
-    yield from blocks.tabled("phases", title, "", Table(columns=columns, rows=rows))
-
-
-# --- reports of accel profile ----------------------------------------------------------------------------------------
-
-
-def _ms_of_profile(report: ProfileReport, which: str) -> float:
-    if not (math.isfinite(report.step_ms) and report.step_ms > 0):
-        raise ReportError(
-            f"the {which} report has no step time (step_ms is {report.step_ms!r}, {report.steps} steps seen); "
-            "profile a run that trains before comparing."
-        )
-    return report.step_ms
-
-
-def _phases_of_profile(report: ProfileReport) -> dict[str, float]:
-    phases: dict[str, float] = {}
-    for node in report.evidence.children if report.evidence else ():
-        phases[node.name] = phases.get(node.name, 0.0) + node.ms
-    return phases
-
-
-def _profile_facts(before: ProfileReport, after: ProfileReport) -> Iterator[str]:
-    rates = [ms_text(report.samples_per_s) for report in (before, after)]
-    limits = [("" if report.refused else report.bottleneck) or "no verdict" for report in (before, after)]
-    for name, (old, new) in {"samples/s": rates, "bottleneck": limits}.items():
-        if (old, new) != ("-", "-"):
-            yield f"{name}: {old} → {new}" if old != new else f"{name}: {new}, as before"
-
-
-def _profile_notes(before: ProfileReport, after: ProfileReport) -> list[str]:
-    names = ("model", "optimizer", "device", "cores", "threads", "platform", "python", "torch", "accel")
-    hosts = [", ".join(sorted({row.host for row in report.ranks})) for report in (before, after)]
-    pairs = [
-        *((name, getattr(before.host, name), getattr(after.host, name)) for name in names),
-        ("number of ranks", max(len(before.ranks), 1), max(len(after.ranks), 1)),
-        ("hosts", *hosts),
-    ]
-    # A value that one report lacks is not a difference.
-    notes = _differences([(name, old, new) for name, old, new in pairs if old and new])
-    for which, report in zip(_BOTH, (before, after), strict=True):
-        if report.refused:
-            notes.append(f"the {which} report has no verdict: {report.refused}")
-        if ended := ended_text(report):
-            notes.append(f"in the {which} run {ended}")
-        if (busy := finite(report.host.foreign_cores) or 0.0) >= _BUSY_CORES:
-            notes.append(f"in the {which} run other processes kept {ms_text(round(busy, 2))} cores busy")
-    return notes
+        rows.append(blocks.row(f"  {name}", ms_text(old), "→", ms_text(new), difference))
+    table = Table(columns=blocks.columns("phase<", "before>", ">", "after>", "change>"), rows=rows)
+    yield from blocks.tabled("phases", title, "", table)
 
 
 def _findings(before: ProfileReport, after: ProfileReport) -> Iterator[Section]:
@@ -243,11 +238,6 @@ def _findings(before: ProfileReport, after: ProfileReport) -> Iterator[Section]:
         fate, tone = ("gone", "good") if new is None else ("new", "bad") if old is None else ("stayed", "")
         shares = " → ".join("-" if finding is None else percent_text(finding.share) for finding in (old, new))
         title = next((finding.title for finding in (new, old) if finding), "")
-        texts = TableCell(text=fate, tone=tone), name, shares, TableCell(text=title, tone="idle")
-        rows.append(TableRow(cells=blocks.cells(*texts)))
-    columns = [
-        *blocks.columns("<7", "cause<24", "share<14"),
-        blocks.TableColumn(title="", width=49, left=True, prose=True),
-    ]
-    title = "what holds the run back, share of the step"
-    yield from blocks.tabled("findings", title, "", Table(columns=columns, rows=rows))
+        rows.append(blocks.row(TableCell(text=fate, tone=tone), name, shares, TableCell(text=title, tone="idle")))
+    table = Table(columns=blocks.columns("<", "cause<", "share<", "<"), rows=rows)
+    yield from blocks.tabled("findings", "what holds the run back, share of the step", "", table)

@@ -8,18 +8,19 @@ from collections.abc import Iterable, Iterator
 
 from accel.report import blocks
 from accel.report.blocks import (
+    Bar,
+    BarPart,
+    Bars,
     Block,
     Document,
     Facts,
     Listing,
     Paragraph,
-    Picture,
     Section,
     Table,
     TableCell,
     TableRow,
 )
-from accel.report.pictures import Axis, label, segments
 from accel.report.quiet_rich import cell_len
 from accel.report.report import NOTHING_REMEMBERED, Report, StrategyRow
 from accel.report.terminal import MAX_WIDTH, Page, clip
@@ -159,17 +160,19 @@ def _strategies(report: Report) -> Iterator[Block]:
         yield Paragraph(text="none was considered yet", tone="idle")
         return
     yield from _gains_picture(report)
-    numbers = ("status<14", "gain<18", "ms per step<18", "numerics<15", "cost<6")
-    columns = [
-        *blocks.columns("strategy<19"),
-        *blocks.columns(*numbers, whole=True),
-        *blocks.columns("why<0", only="page"),
-    ]
-    yield Table(columns=columns, rows=[_strategy(row) for row in report.rows])
+    columns = blocks.columns("strategy<", "status<", "gain<", "ms per step<", "numerics<", "cost<")
+    yield Table(columns=[*columns, *_WHY], rows=[_strategy(row) for row in report.rows])
+    for row in report.rows:
+        if row.why and row.status != _NOT_APPLICABLE:
+            yield Paragraph(text=f"{row.name}: {row.why}", tone="idle", only="terminal")
     if not_applicable := _not_applicable_text(report.rows):
         yield Paragraph(text=not_applicable, tone="idle", only="terminal")
     note = "numerics: relative difference of the outputs / of the worst gradient from the plain path"
     yield Paragraph(text=note, tone="idle", only="page")
+
+
+_WHY = blocks.columns("why<", only="page")
+"""On a terminal there is no room for it beside the figures: it follows the table."""
 
 
 def _strategy(row: StrategyRow) -> TableRow:
@@ -177,7 +180,7 @@ def _strategy(row: StrategyRow) -> TableRow:
     treats = f"treats {', '.join(row.treats)}" if row.treats else ""
     allowed = "" if row.tolerance is None else f"allowed {row.tolerance:.1g}"
     cost = seconds_text(row.cost_s) if row.cost_s else "-"
-    cells = blocks.cells(
+    return blocks.row(
         TableCell(text=name_text(row), tone="strong", small=_nonempty(row.summary, treats)),
         TableCell(text=row.status, tone=tone, sign=blocks.SIGNS[tone]),
         gain_text(row.gain, row.gain_low, row.gain_high),
@@ -185,8 +188,8 @@ def _strategy(row: StrategyRow) -> TableRow:
         TableCell(text=numerics_text(row), small=_nonempty(", ".join(_nonempty(row.exactness, allowed)))),
         TableCell(text=cost, small=_nonempty(row.steps and f"{row.steps} steps")),
         row.why or "-",
+        only="page" if row.status == _NOT_APPLICABLE else "",
     )
-    return TableRow(cells=cells, below=row.why, only="page" if row.status == _NOT_APPLICABLE else "")
 
 
 def _not_applicable_text(rows: Iterable[StrategyRow]) -> str:
@@ -204,29 +207,25 @@ def _nonempty(*texts: object) -> list[str]:
 
 
 def _anatomy(report: Report) -> Iterator[Section]:
-    names = _phases(report)
+    parts = {"before": report.anatomy_before, "after": report.anatomy_after}
+    names = list(dict.fromkeys(name for part in parts.values() for name in part))
     if not names:
         return
-    parts = (report.anatomy_before, report.anatomy_after)
     now = report.anatomy_after or report.anatomy_before
     longest = max(now, key=lambda name: now[name])
     rows = []
     for key, name in enumerate(names, start=1):
         mark, tone = (">", "strong") if name == longest else (" ", "")
         first = TableCell(text=name, short=f"{mark} {name}", tone=tone, key=key)
-        numbers = [text for part in parts for text in _share_texts(part, name)]
-        rows.append(TableRow(cells=blocks.cells(first, *numbers, tone=tone)))
-    before, after = (ms_text(sum(part.values()) if part else None) for part in parts)
-    rows.append(TableRow(cells=blocks.cells("  sum of phases", before, "", after, "", tone="idle")))
-    numbers = ["before>9", "share>6", "after>9", "share>6"]
-    columns = [*blocks.columns("phase<20", whole=True), *blocks.columns(*numbers)]
+        numbers = [text for part in parts.values() for text in _share_texts(part, name)]
+        rows.append(blocks.row(first, *numbers, tone=tone))
+    before, after = (ms_text(sum(part.values()) if part else None) for part in parts.values())
+    rows.append(blocks.row("  sum of phases", before, "", after, "", tone="idle"))
+    columns = blocks.columns("phase<", "before>", "share>", "after>", "share>")
     table = Table(columns=columns, rows=rows, caption="Median ms per phase, and its share of the step")
-    yield Section(
-        name="anatomy",
-        title="step anatomy",
-        scope=" in ms (> marks the longest phase now)",
-        blocks=[*_anatomy_picture(report), table],
-    )
+    pictures = blocks.stacks("Phases of the step before and after", parts.items(), names)
+    scope = " in ms (> marks the longest phase now)"
+    yield Section(name="anatomy", title="step anatomy", scope=scope, blocks=[*pictures, table])
 
 
 def _share_texts(part: dict[str, float], name: str) -> tuple[str, str]:
@@ -238,17 +237,13 @@ def _batch_sizes(report: Report) -> Iterator[Section]:
     """Show the changes of the batch size, if it may change."""
     if report.max_batch_size is None:
         return
-    numbers = ("step<7", "samples<8", "predicted<10", "measured<9", "noise<8")
-    columns = [*blocks.columns(*numbers, whole=True), *blocks.columns("why<0", only="page")]
+    columns = [*blocks.columns("step<", "samples<", "predicted<", "measured<", "noise<"), *_WHY]
     rows = [
-        TableRow(
-            cells=blocks.cells(
-                str(row.step),
-                TableCell(text=f"{row.batch}{'?' if row.tried else ''}", tone="strong"),
-                *(_figure(value) for value in (row.goodput, row.measured, row.noise)),
-                row.why or "-",
-            ),
-            below=row.why,
+        blocks.row(
+            str(row.step),
+            TableCell(text=f"{row.batch}{'?' if row.tried else ''}", tone="strong"),
+            *(_figure(value) for value in (row.goodput, row.measured, row.noise)),
+            row.why or "-",
         )
         for row in report.batch_rows
     ]
@@ -257,7 +252,12 @@ def _batch_sizes(report: Report) -> Iterator[Section]:
     if report.progress is not None:
         facts.append(("progress", f"{report.progress:.0f} steps of the loop's own batch"))
     table = [Table(columns=columns, rows=rows, caption=caption)] if rows else []
-    yield Section(name="batches", title="batch size", blocks=[Facts(pairs=facts), *table])
+    reasons = [
+        Paragraph(text=f"step {row.step}: {row.why}", tone="idle", only="terminal")
+        for row in report.batch_rows
+        if row.why
+    ]
+    yield Section(name="batches", title="batch size", blocks=[Facts(pairs=facts), *table, *reasons])
 
 
 def _figure(value: float | None) -> str:
@@ -270,85 +270,36 @@ def _figure(value: float | None) -> str:
 # --- pictures --------------------------------------------------------------------------------------------------------
 
 
-def _phases(report: Report) -> list[str]:
-    """List the phases of the step in the order they were first measured, before and after together."""
-    return list(dict.fromkeys([*report.anatomy_before, *report.anatomy_after]))
-
-
 def _speed_picture(report: Report) -> Iterator[Block]:
     """Draw the step before and after as bars from zero."""
     plain, accelerated = finite(report.plain_ms), finite(report.accel_ms)
     if plain is None or accelerated is None:
         yield Paragraph(text="not measured yet", only="page")
         return
-    axis = Axis(low=0.0, high=max(plain, accelerated))
-    texts = [f"before: {ms_text(plain)} ms", f"after: {ms_text(accelerated)} ms"]
-    bars = zip(texts, (axis.place(plain), axis.place(accelerated)), ("plain", "good"), strict=True)
-    yield Picture(
-        name="bars",
-        macro="bars",
-        title="Step time before and after",
-        text=", ".join(texts),
-        height=122,
-        drawn={"bars": list(bars), "ticks": axis.ticks(" ms")},
-    )
+    bars = []
+    for name, ms, tone in (("before", plain, "idle"), ("after", accelerated, "good")):
+        text = f"{name}: {ms_text(ms)} ms"
+        bars.append(Bar(text, "", [BarPart(tone, "", text, blocks.percent_of(ms, max(plain, accelerated)))]))
+    yield Bars(title="Step time before and after", bars=bars)
     note = "median step, measured interleaved in the closing trial; shorter is better"
     yield Paragraph(text=note, tone="idle", only="page")
 
 
-def _anatomy_picture(report: Report) -> Iterator[Picture]:
-    """Draw the phases of the step before and after as stacked bars on one scale."""
-    parts = {"before": report.anatomy_before, "after": report.anatomy_after}
-    drawable = {
-        name: {phase: max(ms, 0.0) for phase, ms in part.items() if finite(ms) is not None}
-        for name, part in parts.items()
-    }
-    sums = {name: sum(part.values()) for name, part in drawable.items() if part}
-    if not sums:
-        return
-    axis = Axis(low=0.0, high=max(sums.values()))
-    texts = {name: f"{name}: {ms_text(total)} ms" for name, total in sums.items()}
-    stacks = [(texts[name], segments(drawable[name].items(), _phases(report), axis)) for name in sums]
-    yield Picture(
-        name="phases",
-        macro="stacks",
-        title="Phases of the step before and after",
-        text=f"{', '.join(texts.values())}; the table below has the numbers",
-        height=50 * len(stacks) + 22,
-        drawn={"stacks": stacks, "ticks": axis.ticks(" ms")},
-    )
-
-
 def _gains_picture(report: Report) -> Iterator[Block]:
-    """Draw the gain of each strategy that was tried, with its interval."""
+    """Draw the interval of the gain of each strategy that was tried; a line marks no change."""
     rows = [row for row in report.rows if finite(row.gain) is not None]
-    if not rows:
-        return
-    ends = [finite(value) for row in rows for value in (row.gain, row.gain_low, row.gain_high)]
-    values = [1.0, *(value for value in ends if value is not None)]
-    margin = max(0.05, 0.08 * (max(values) - min(values)))
-    axis = Axis(low=min(values) - margin, high=max(values) + margin)
-    whiskers = []
+    ends = [finite(end) for row in rows for end in (row.gain, row.gain_low, row.gain_high)]
+    highest = max((end for end in ends if end is not None), default=1.0)
+    scale = 1.05 * max(highest, 1.0)
+    bars = []
     for row in rows:
-        name = name_text(row)
-        low, high = finite(row.gain_low), finite(row.gain_high)
-        whiskers.append(
-            {
-                "label": label(name),
-                "name": name,
-                "text": f"{gain_text(row.gain, low, high)} {label(row.status)}",
-                "tone": TONE_OF.get(row.status, "idle"),
-                "at": axis.place(row.gain or 0.0),
-                "span": None if low is None or high is None else (axis.place(low), axis.place(high)),
-            }
-        )
-    yield Picture(
-        name="gains",
-        macro="gains",
-        title="Gain of each strategy with its confidence interval; the dashed line is no change",
-        text="The table below has the numbers",
-        height=40 * len(rows) + 22,
-        drawn={"whiskers": whiskers, "one": axis.place(1.0), "ticks": axis.ticks("x")},
-    )
-    note = "each strategy against the run without it; right of the dashed line (1.0x) is faster"
-    yield Paragraph(text=note, tone="idle", only="page")
+        low, high = (row.gain if finite(end) is None else end for end in (row.gain_low, row.gain_high))
+        begin = blocks.percent_of(low, scale)
+        width = max(blocks.percent_of(high, scale) - begin, 0.0)
+        text = f"{gain_text(row.gain, row.gain_low, row.gain_high)} {row.status}"
+        span = BarPart(TONE_OF.get(row.status, "idle"), "", f"{name_text(row)}: {text}", round(width, 3))
+        bars.append(Bar(name_text(row), text, [BarPart("", "", "", begin), span]))
+    if bars:
+        yield Bars(title="Confidence interval of each strategy's gain", bars=bars, mark=blocks.percent_of(1.0, scale))
+        note = "each strategy against the run without it; right of the line (1.0x) is faster"
+        yield Paragraph(text=note, tone="idle", only="page")

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from accel.profiler.report import ProfileReport
 from accel.report import optimize_document, profile_document, terminal
-from accel.report.blocks import SIGNS, Card, Document, Section, Table
-from accel.report.pictures import shade
+from accel.report.blocks import SIGNS, Card, Document, Section, Table, shade
 from accel.report.report import Report
 from accel.report.words import clean, percent_text
 
@@ -57,15 +56,14 @@ def _main_phases(table: Table, report: ProfileReport) -> Table:
     """Return the rows of phases, without their parts; those of less than 1 % of the step are only named."""
     small = [node.name for node in report.evidence.children if node.share < _SMALL] if report.evidence else []
     rows = [row for row in table.rows if row.depth < 2 and (row.depth == 0 or row.cells[0].text not in small)]
-    columns = [replace(table.columns[0], width=0, whole=True), *table.columns[1:]]  # names of phases are short
     more = f"less than {percent_text(_SMALL)} each: {', '.join(small)}" if small else ""
-    return replace(table, columns=columns, rows=rows, more=more)
+    return replace(table, rows=rows, more=more)
 
 
 def as_page(report: Report | ProfileReport) -> str:
     """Render a report as one self-contained web page, light and dark: no network, no scripts, any text literally.
 
-    `page.html.j2` lays the blocks of its document out, `pictures.html.j2` draws its pictures.
+    `page.html.j2` lays the blocks of its document out.
     """
     return _environment().get_template("page.html.j2").render(document=document(report), signs=SIGNS)
 

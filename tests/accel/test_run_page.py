@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
+
+import pytest
 
 from accel.report import Event, Report
 from accel.report.rendering import as_page
 from tests.accel import run_reports
-from tests.accel.pages import Page, number, pictures
+from tests.accel.pages import Page, bars
 from tests.accel.run_reports import row
 
 
@@ -38,28 +41,23 @@ def test_unfinished_run_is_marked() -> None:
 
 
 def test_bars_start_at_zero_and_keep_the_ratio() -> None:
-    bars = [rect for rect in _page().having("rect") if rect["class"] in {"plain", "good"}]
-    assert [(bar["x"], bar["width"]) for bar in bars] == [("0", "100.0%"), ("0", "40.0%")]
+    html = as_page(_report())
+    assert bars(html, "Step time before and after") == [[("idle", 100.0)], [("good", 40.0)]]
 
 
-def test_anatomy_segments_lie_end_to_end_on_one_scale() -> None:
-    parts = pictures(as_page(_report()))["phases"].findall("svg")
-    assert [(part.get("x"), part.get("width")) for part in parts] == [
-        ("0.0%", "20.0%"),
-        ("20.0%", "80.0%"),
-        ("0.0%", "4.0%"),
-        ("4.0%", "36.0%"),
-    ]
+def test_phases_lie_end_to_end_on_one_scale() -> None:
+    stacks = bars(as_page(_report()), "Phases of the step")
+    assert stacks == [[("s0", 20.0), ("s1", 80.0)], [("s0", 4.0), ("s1", 36.0)]]
 
 
-def test_whiskers_span_the_interval_and_one_is_marked() -> None:
-    lines = list(pictures(as_page(_report()))["gains"].iter("line"))
-    one = next(number(line, "x1") for line in lines if line.get("class") == "one")
-    spans = [line for line in lines if line.get("class") == "whisker" and line.get("x1") != line.get("x2")]
-    kept, undone = [(number(span, "x1"), number(span, "x2")) for span in spans]
+def test_spans_are_the_intervals_and_one_is_marked() -> None:
+    html = as_page(_report())
+    ((_, low), (kept, wide)), ((_, least), (undone, narrow)) = bars(html, "Confidence interval")
+    (one,) = re.findall(r"background-position-x: ([^%]*)%", html)
     # All of the kept strategy's interval is right of no change, all of the undone one's left of it.
-    assert one < kept[0] < kept[1] <= 100
-    assert 0 <= undone[0] < undone[1] < one
+    assert (kept, undone) == ("good", "bad")
+    assert least + narrow < float(one) < low < low + wide <= 100
+    assert wide / narrow == pytest.approx(0.14 / 0.1, abs=0.01)
 
 
 def test_all_events_are_shown() -> None:

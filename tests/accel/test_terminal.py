@@ -87,7 +87,7 @@ def test_a_table_of_nothing_has_no_header() -> None:
 def test_markup_is_shown_literally_and_escapes_are_stripped() -> None:
     text = render(full(rows=[row(name="[red]x[/]", why="\x1b[31mred\x1b[0m \u202erl")]), width=100, color=False)
     assert "[red]x[/]" in text
-    assert "  [31mred[0m rl" in text
+    assert "[red]x[/]: [31mred[0m rl" in text
 
 
 class _Stream(io.StringIO):
@@ -175,7 +175,7 @@ def test_stream_without_unicode_gets_ascii(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize("make", [run_reports.hostile, profile_reports.hostile], ids=["run", "profile"])
 @settings(deadline=None)  # the machine may be busy
-@given(text=texts, number=st.floats(), width=st.integers(20, 300))
+@given(text=texts, number=st.floats(), width=st.integers(60, 300))
 @example(text="x", number=1e308, width=100)
 @example(text="x", number=-0.0, width=60)
 @example(text="[red]x[/]", number=1.0, width=100)
