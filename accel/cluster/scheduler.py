@@ -162,7 +162,7 @@ class Scheduler:
         return JobView(
             name=row.name,
             submitted_s=row.submitted_s,
-            profiles={} if profile is None else {"gpu": profile},
+            profile=profile,
             min_replicas=spec.min_replicas,
             max_replicas=max(spec.min_replicas, min(spec.max_replicas, EXPLORED * shown or 1)),
             is_preemptible=spec.is_preemptible and row.name not in self._changing and not row.is_cancelled,

@@ -9,7 +9,6 @@ fitted to the steps so far (`JobView`), and nothing else.
 
 from __future__ import annotations
 
-import csv
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from accel.cluster.jobs import ClusterNode, JobView, Policy
-from accel.cluster.profiles import Application, Noise, StepTime
+from accel.cluster.profiles import Application, Noise, StepTime, read_rows
 from accel.errors import InvalidArgument
 from accel.goodput.efficiency import NoiseInterval
 from accel.goodput.fit import fit_throughput
@@ -57,19 +56,7 @@ def read_workload(path: Path) -> list[Submission]:
     Raises:
         InvalidArgument: if it can't be read, lacks a column, or names a job twice.
     """
-    try:
-        with path.open(encoding="utf-8", newline="") as file:
-            rows = list(csv.DictReader(file))
-        jobs = [
-            Submission(
-                row["name"], int(row["time"]), row["application"], int(row["num_replicas"]), int(row["batch_size"])
-            )
-            for row in rows
-        ]
-    except (OSError, KeyError, TypeError, ValueError) as error:
-        raise InvalidArgument(
-            f"{path} must be a table with the columns {', '.join(Submission._fields)}. Found: {error!r}"
-        ) from None
+    jobs = read_rows(path, Submission)
     if not jobs or len({job.name for job in jobs}) < len(jobs):
         raise InvalidArgument(f"{path} must name at least one job, and none twice. Found: {len(jobs)} lines")
     return jobs
@@ -81,24 +68,6 @@ class Outage(NamedTuple):
     node: str
     since_s: float
     until_s: float
-
-
-def read_outages(path: Path) -> list[Outage]:
-    """Read outages: a CSV file with the columns node, since_s and until_s.
-
-    Args:
-        path: of the file.
-
-    Raises:
-        InvalidArgument: if it can't be read or lacks a column.
-    """
-    try:
-        with path.open(encoding="utf-8", newline="") as file:
-            return [Outage(row["node"], float(row["since_s"]), float(row["until_s"])) for row in csv.DictReader(file)]
-    except (OSError, KeyError, TypeError, ValueError) as error:
-        raise InvalidArgument(
-            f"{path} must be a table with the columns {', '.join(Outage._fields)}. Found: {error!r}"
-        ) from None
 
 
 class JobRules(NamedTuple):
@@ -169,11 +138,10 @@ class SimulatedJob:
             most = min(max(EXPLORED * self._most_replicas, 1), MOST_REPLICAS, most)
         else:
             most = submission.batch_size // application.local_bounds[0]
-        profile = self._profile()
         return JobView(
             name=submission.name,
             submitted_s=submission.time,
-            profiles={} if profile is None else {"gpu": profile},
+            profile=self._profile(),
             max_replicas=most,
             service_s=self.service_s,
             restarts=max(self.restarts, 0),

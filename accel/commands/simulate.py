@@ -8,24 +8,19 @@ from pathlib import Path
 
 import click
 
-from accel.cluster.baselines import Optimus, Tiresias, equal_shares, first_come, optimus_seconds
-from accel.cluster.genetic import Pollux
-from accel.cluster.jobs import ClusterNode, Policy
+from accel.cluster.baselines import Optimus, Tiresias, optimus_seconds
+from accel.cluster.jobs import ClusterNode
 from accel.cluster.outcome import SimulationOutcome, draw, outcome
 from accel.cluster.policy import allocate
-from accel.cluster.profiles import Application
-from accel.cluster.simulator import RESTART_S, JobRules, Simulation, read_outages, read_workload
+from accel.cluster.profiles import Application, read_rows
+from accel.cluster.simulator import RESTART_S, JobRules, Outage, Simulation, read_workload
 from accel.errors import InvalidArgument
 from accel.files import write_atomic
 from accel.report.quiet_rich import Console, Table
 
-FIXED = JobRules(is_elastic=False, has_fixed_size=True)
 RULES = {
     "accel": JobRules(),
-    "pollux": JobRules(),
-    "equal": JobRules(),
-    "tiresias": FIXED,
-    "first-come": FIXED,
+    "tiresias": JobRules(is_elastic=False, has_fixed_size=True),
     "optimus": JobRules(is_elastic=False),
 }
 """Policy → what kind of jobs it is for."""
@@ -79,7 +74,7 @@ def simulate(
     if not applications:
         raise InvalidArgument(f"{profiles} must hold a folder for each application. Found: none")
     hosts = [ClusterNode(f"node-{number:02}", gpus) for number in range(nodes)]
-    lost = [] if outages is None else read_outages(outages)
+    lost = [] if outages is None else read_rows(outages, Outage)
     outcomes = []
     for policy in policies:
         rules = RULES[policy]._replace(restart_s=restart_s, says_length=not unknown_length)
@@ -87,7 +82,10 @@ def simulate(
             simulation = Simulation(
                 read_workload(path), hosts, allocate, applications, rules, interval_s=interval, outages=lost
             )
-            simulation.policy = _policy(policy, simulation)
+            if policy == "tiresias":
+                simulation.policy = Tiresias()
+            elif policy == "optimus":
+                simulation.policy = Optimus(optimus_seconds({job.submission.name: job for job in simulation.jobs}))
             simulation.run()
             outcomes.append(outcome(simulation, policy, path.stem))
             if out is not None:
@@ -96,16 +94,6 @@ def simulate(
     if out is not None:
         write_atomic(out / "outcomes.json", json.dumps([each.to_dict() for each in outcomes], indent=1) + "\n")
     Console().print(_table(outcomes))
-
-
-def _policy(name: str, simulation: Simulation) -> Policy:
-    if name == "tiresias":
-        return Tiresias()
-    if name == "pollux":
-        return Pollux()
-    if name == "optimus":
-        return Optimus(optimus_seconds({job.submission.name: job for job in simulation.jobs}))
-    return {"accel": allocate, "equal": equal_shares, "first-come": first_come}[name]
 
 
 def _table(outcomes: Sequence[SimulationOutcome]) -> Table:
