@@ -18,6 +18,7 @@ class GradientByHosts(GradientStrategy):
     exactness = Exactness.REORDERED
     level = "reordered"
     above = ("lossy", "reduced")
+    measuring_s = 0.0  # there is one scheme
 
     def refusal(self, run: Run) -> str:
         """Say why not: also where hosts have one rank each, or GPUs, which need no host memory, have one host."""
