@@ -9,8 +9,8 @@ was sent, so that old gradients don't push on (momentum factor masking). After e
 
     Σ_r r + Σ_t≤T decoded_t = Σ_t≤T Σ_r u_t, each u_t as it was added to r (Nesterov: g_t + m u_t), void steps left out
 
-* Biases, norms and other small tensors are sent uncompressed. The optimizer keeps their momentum, and that of weight
-  decay, which is the same on every rank: neither has a residual. See `accel.comm.sgd_momentum`.
+* Biases, norms and other small tensors are sent uncompressed, and have no residual. The optimizer keeps the momentum of
+  weight decay, which is the same on every rank. See `accel.comm.sgd_momentum`.
 * One all-gather of packs (`Pack`) that have the same size on every rank: replicas stay equal to the bit.
 * Where ratio · ranks ≥ 1, packs would be as long as dense gradients on a ring: these are sent then, with no
   residual and no momentum dropped, and so they are where there is one rank, or by hosts one host. Ratio 1 is dense
@@ -151,66 +151,47 @@ class DGC(MomentumCorrection):
         dense = channel.size == 1 or ratio * channel.size >= 1
         parts = self._parts(piece, 1.0 if dense else ratio)
         scale = self._loss_scale(piece)
-        flags = []
         pack = None if dense else Pack.empty(piece.values, parts)
-        velocity = piece.slot.write(VELOCITY) if self.momentum else None
-        gathered = piece.slot.write(RESIDUAL) if piece.slot.has(RESIDUAL) else torch.empty_like(piece.values)
+        residual = piece.slot.read(RESIDUAL) if piece.slot.has(RESIDUAL) else None
+        gathered = torch.empty_like(piece.values) if residual is None else piece.slot.write(RESIDUAL)
+        flags = [any_nonzero(piece.values[part.span]) for part in parts]
         filled = 0
+        if scale != 1.0:
+            piece.values.div_(scale)
         for part in parts:
-            span = part.span
-            flags.append(any_nonzero(piece.values[span]))
-            if part.sent == 0:
-                if piece.slot.has(RESIDUAL):  # of another scheme, which did not send this parameter as it is
-                    piece.values[span].add_(piece.slot.read(RESIDUAL)[span], alpha=scale)
-                for field in (velocity, gathered):
-                    if field is not None:
-                        field[span].zero_()
-                continue
-            if scale != 1.0:
-                piece.values[span].div_(scale)
-            new = self._corrected(piece, part.name, span)
-            if piece.slot.has(RESIDUAL):
-                torch.add(piece.slot.read(RESIDUAL)[span], new, out=gathered[span])
-            else:
+            span, new = part.span, self._corrected(piece, part.name, part.span)
+            if residual is None:
                 gathered[span] = new
-            if pack is None:
+            else:
+                torch.add(residual[span], new, out=gathered[span])
+            if pack is None or part.sent == 0:
+                piece.values[span] = gathered[span]
+                gathered[span].zero_()
                 continue
             positions = largest(gathered[span], part.sent)
             filled = pack.put(filled, positions, gathered[span], span.start)
             gathered[span].index_fill_(0, positions, 0.0)
-            if velocity is not None and self.masking:
-                velocity[span].index_fill_(0, positions, 0.0)
+            if self.momentum and self.masking:
+                piece.slot.write(VELOCITY)[span].index_fill_(0, positions, 0.0)
         used = torch.stack(flags).int() if flags else piece.values.new_empty(0, dtype=torch.int32)
         if pack is not None:
             pack.used.copy_(used)
-        piece.carry.update(parts=parts, pack=pack, used=used, gathered=gathered, scale=scale)
+        piece.carry.update(parts=parts, pack=pack, used=used, scale=scale)
         piece.carry["raw"] = None if pack is None else pack.raw  # a tensor by itself: the next stage's stream holds it
 
     def _gather(self, piece: Piece, channel: Channel) -> None:
         """Add up what all ranks sent."""
-        parts, pack, gathered = piece.carry["parts"], piece.carry["pack"], piece.carry["gathered"]
+        parts, pack, scale = piece.carry["parts"], piece.carry["pack"], piece.carry["scale"]
         if pack is None:
-            used = self._sum_all(piece, channel, parts, gathered)
+            channel.all_reduce(piece.values)
+            flags = [torch.empty_like(piece.carry["used"]) for _ in range(channel.size)]
+            channel.all_gather(piece.carry["used"], flags)
+            used = torch.stack(flags).amax(0)
         else:
             used = pack.gather(piece.values, parts, channel)
-        scale = piece.carry["scale"]
         if scale != 1.0:
-            for part in parts:
-                if part.sent:
-                    piece.values[part.span].mul_(scale)
+            piece.values.mul_(scale)
         piece.stand_still([part.span for part in parts], used, (VELOCITY, RESIDUAL))
-
-    def _sum_all(self, piece: Piece, channel: Channel, parts: list[ParameterRange], gathered: Tensor) -> Tensor:
-        """Leave the sum of all in `piece.values` and nothing in `gathered`; return which parameters were used."""
-        for part in parts:
-            if part.sent:
-                piece.values[part.span] = gathered[part.span]
-                gathered[part.span].zero_()
-        channel.all_reduce(piece.values)
-        own = piece.carry["used"]
-        flags = [torch.empty_like(own) for _ in range(channel.size)]
-        channel.all_gather(own, flags)
-        return torch.stack(flags).amax(0)
 
 
 class Pack:

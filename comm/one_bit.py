@@ -115,33 +115,26 @@ class OneBit(MomentumCorrection, BlockCompressor):
         return None
 
     def _correct(self, piece: Piece, parts: list[ParameterRange]) -> Tensor:
-        """Apply momentum to what will be encoded; return which parts this rank used, (parts,) 0 or 1."""
+        """Apply momentum; return which parts this rank used, (parts,) 0 or 1."""
         used = [any_nonzero(piece.values[part.span]) for part in parts]
         if self.momentum:
-            scale = self._loss_scale(piece)
+            piece.carry["scale"] = scale = self._loss_scale(piece)
+            if scale != 1.0:
+                piece.values.div_(scale)
             for part in parts:
-                if not part.sent:
-                    piece.slot.write(VELOCITY)[part.span] = 0
-                    continue
-                if scale != 1.0:
-                    piece.values[part.span].div_(scale)
                 piece.values[part.span] = self._corrected(piece, part.name, part.span)
-            piece.carry["scale"] = scale
         return torch.stack(used).to(piece.values.dtype) if used else piece.values.new_empty(0)
 
     def _set_aside(self, piece: Piece, parts: list[ParameterRange]) -> Tensor:
         """Return what is sent uncompressed, residual included, and leave nothing of it to be encoded."""
         residual = piece.slot.read(RESIDUAL) if piece.slot.has(RESIDUAL) else None
         taken = []
-        for _, span, sent in parts:
-            if sent:
-                continue
+        for span in (part.span for part in parts if not part.sent):
             if residual is None:
                 taken.append(piece.values[span].clone())
                 piece.values[span] = 0
             else:
-                scale = piece.carry.get("scale", 1.0)  # with momentum, residuals are without it
-                taken.append(torch.add(piece.values[span], residual[span], alpha=scale))
+                taken.append(piece.values[span] + residual[span])
                 torch.neg(residual[span], out=piece.values[span])  # it is added before values are encoded
         return torch.cat(taken) if taken else piece.values.new_empty(0)
 
@@ -181,11 +174,9 @@ class OneBit(MomentumCorrection, BlockCompressor):
                 at += length
 
     def _finish(self, piece: Piece) -> None:
-        """Give what was encoded the scale that the optimizer expects, and leave what no rank used unchanged."""
+        """Give the sums the scale that the optimizer expects, and leave what no rank used unchanged."""
         fields = (VELOCITY,) if "dense" in piece.carry else (VELOCITY, RESIDUAL)
         scale, parts = piece.carry.get("scale", 1.0), piece.carry["parts"]
         if scale != 1.0:
-            for part in parts:
-                if part.sent:
-                    piece.values[part.span] *= scale
+            piece.values *= scale
         piece.stand_still([part.span for part in parts], piece.carry["used"], fields)

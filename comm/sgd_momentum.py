@@ -7,9 +7,8 @@ and move the weights at every step, unsent:
 
     b ← m b + λ w,  w ← w − lr b  (Nesterov: w ← w − lr (λ w + m b)),  then  w ← w − lr · what is delivered
 
-For parameters that are sent as they are, b sees their gradients too. So where there is no residual, as in DGC with
-ratio 1, the weights are those of dense SGD, and the buffer of a dense run is continued unchanged, without a byte on
-the wire.
+So where there is no residual, as in DGC with ratio 1, the weights are those of dense SGD, and the buffer of a dense run
+is continued, without a byte on the wire.
 
 Nothing of the optimizer is changed outside of `step()`: `param_groups`, `state_dict()` and schedulers, also those of
 momentum, see what they always saw. Inside, momentum and weight decay are 0.
@@ -85,7 +84,6 @@ class SGDMomentum:
         self._compressor, self._memory = compressor, state.memory  # not the state, which must be free to be dropped
         self._names = dict(state.binding.names)
         self._inside: list[tuple[dict[str, Any], dict[str, Any]]] = []
-        self._dense_grads: list[tuple[nn.Parameter, Tensor]] = []
         self._due = False
         """Whether gradients of this rank have been averaged since the last step."""
         self._index()
@@ -161,16 +159,12 @@ class SGDMomentum:
         for group in optimizer.param_groups:
             if group["momentum"] == 0:
                 continue
-            parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
-            self._keep([parameter for parameter in parameters if self._compressor.is_dense(parameter.shape)], group)
-            self._decay(
-                [parameter for parameter in parameters if not self._compressor.is_dense(parameter.shape)], group
-            )
+            self._move([parameter for parameter in group["params"] if parameter.grad is not None], group)
             names = ("momentum", "weight_decay", "nesterov")
             self._inside.append((group, {name: group[name] for name in names}))
             group.update(momentum=0, weight_decay=0, nesterov=False)
 
-    def _decay(self, parameters: list[nn.Parameter], group: dict[str, Any]) -> None:
+    def _move(self, parameters: list[nn.Parameter], group: dict[str, Any]) -> None:
         """Apply the momentum of weight decay, and what is left of earlier momentum."""
         decay, momentum, lr = group["weight_decay"], float(group["momentum"]), float(group["lr"])
         state = self._optimizer.state
@@ -188,32 +182,6 @@ class SGDMomentum:
         else:
             torch._foreach_add_(weights, buffers, alpha=-lr)
 
-    def _keep(self, parameters: list[nn.Parameter], group: dict[str, Any]) -> None:
-        """Give `step`, in place of the gradients of parameters that are sent as they are, what momentum makes of them.
-
-        The gradients themselves come back after it.
-        """
-        if not parameters:
-            return
-        momentum = float(group["momentum"])
-        sign = -1.0 if group["maximize"] else 1.0
-        gradients = [sign * parameter.grad for parameter in parameters if parameter.grad is not None]
-        if group["weight_decay"]:
-            torch._foreach_add_(
-                gradients, [parameter.detach() for parameter in parameters], alpha=group["weight_decay"]
-            )
-        buffers = [self._buffer(parameter) for parameter in parameters]
-        torch._foreach_mul_(buffers, momentum)
-        torch._foreach_add_(buffers, gradients)
-        if group["nesterov"]:
-            torch._foreach_add_(gradients, buffers, alpha=momentum)
-        else:
-            gradients = [buffer.clone() for buffer in buffers]
-        for parameter, moved in zip(parameters, gradients, strict=True):
-            assert parameter.grad is not None
-            self._dense_grads.append((parameter, parameter.grad))
-            parameter.grad = moved.mul_(sign)
-
     def _buffer(self, parameter: nn.Parameter) -> Tensor:
         kept = self._optimizer.state[parameter]
         if kept.get(BUFFER) is None:
@@ -225,12 +193,10 @@ class SGDMomentum:
         self._restore()
 
     def _restore(self) -> None:
-        """Undo what `_before` did to groups and gradients; after an error inside `step`, as soon as anyone asks."""
+        """Undo what `_before` did to groups; after an error inside `step`, as soon as anyone asks."""
         for group, options in self._inside:
             group.update(options)
-        for parameter, gradient in self._dense_grads:
-            parameter.grad = gradient
-        self._inside, self._dense_grads = [], []
+        self._inside = []
 
     # -- the end -----------------------------------------------------------------------------------------------------
 
@@ -247,8 +213,6 @@ class SGDMomentum:
         kept, ranks = saved["own"].pop(VELOCITY, {}), self._group_at_first if state is None else state.binding.group
         for group in self._optimizer.param_groups:
             for parameter in group["params"]:
-                if self._compressor.is_dense(parameter.shape):
-                    continue
                 kind = torch.promote_types(parameter.dtype, torch.float32)
                 total = torch.zeros(parameter.numel(), dtype=kind, device=parameter.device)
                 for skipped, values in kept.get(self._names[id(parameter)], []):
