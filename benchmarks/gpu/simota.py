@@ -17,11 +17,10 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from accel.kernels.simota import assign as op
-from accel.kernels.simota import cost
-from accel.kernels.simota.inputs import VARIANTS, Assignment, anchors_of, cells_of, truths_of
+from accel.kernels.simota import Assignment, cost
 from benchmarks.gpu.device_times import launched, replayed, sets
 from benchmarks.gpu.rows import Figures, growing, tried
+from benchmarks.gpu.simota_vectorised import assign
 from benchmarks.render import Row
 from benchmarks.simota import CLASSES, Batch, batch_of
 from tests.kernels import simota_oracle
@@ -56,16 +55,6 @@ def disagreement(found: Assignment, batch: Batch, images: int) -> str:
         if not simota_oracle.assign(image.to(torch.float64)).margin < simota_oracle.MARGIN:
             return f"image {index} is assigned otherwise than published"
     return f"{near} images hang on less than fp32 rounds; 1 may" if near > 1 else ""
-
-
-def plain(batch: Batch) -> Assignment:
-    """Assign by the vectorised path that a GPU without triton takes."""
-    rules = VARIANTS["yolox"]
-    real = torch.ones_like(batch.gt_classes, dtype=torch.bool)
-    truths = truths_of(batch.gt_boxes, batch.gt_classes, real, CLASSES, False)
-    cells = cells_of(batch.points, batch.strides, rules.radius, batch.boxes)
-    valid = op._candidates(cells, truths, rules, None)
-    return op.assign_fixed(anchors_of(batch.boxes, batch.cls, batch.obj, cells, valid, False), truths, rules, None)
 
 
 def rows(bytes_per_s: float) -> Iterator[dict[str, Any]]:
@@ -124,9 +113,9 @@ def by_warps(counts: tuple[int, ...] = (4, 1, 2)) -> Figures:
 def rivals(batch: Batch) -> dict[str, Callable[[], Any]]:
     """Return the loop over images, which waits for the device, and the plain path."""
     torch._dynamo.reset()
-    compiled = torch.compile(plain, fullgraph=True, dynamic=False)
+    compiled = torch.compile(assign, fullgraph=True, dynamic=False)
     held = on(batch, wide)
-    return {"loop": held.loop, "plain": lambda: plain(batch), "compile": lambda: compiled(batch)}
+    return {"loop": held.loop, "plain": lambda: assign(batch), "compile": lambda: compiled(batch)}
 
 
 def rival(call: Callable[[], Any], batch: Batch) -> dict[str, Any]:

@@ -10,7 +10,7 @@ own region first; a candidate taken more than once goes to the ground truth, of 
 OTA: https://arxiv.org/abs/2103.14259, YOLOX: https://arxiv.org/abs/2107.08430, YOLOv7:
 https://arxiv.org/abs/2207.02696.
 
-Shapes: B images, A anchors, G padded ground truths, C classes, N anchors at work (all, or the candidates).
+Shapes: B images, A anchors, G padded ground truths, C classes, N candidates of an image.
 
 The class cost is split, exactly, into a term per anchor and a term per (anchor, class), so that no [G, A, C] exists:
 
@@ -23,6 +23,8 @@ order here is one of those that the published one allows.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -30,26 +32,22 @@ from accel.kernels import support
 from accel.kernels.simota.inputs import (
     INF_BITS,
     NUMBERS,
-    Anchors,
     Assignment,
     Boxes,
     Cells,
     Given,
+    Predicted,
     Rules,
-    Truths,
-    anchors_of,
     cells_of,
-    check_anchors,
+    check_predicted,
     check_truths,
+    corners,
     rules_of,
-    truths_of,
     validate,
 )
 
-# Pairs held at once. 16 images, 50 boxes each, two cores: 17 ms with 2**18, 24 ms with 2**19, 32 ms with 2**15.
-_PAIRS_CPU, _PAIRS_CUDA = 1 << 18, 1 << 23
-_FEW = 4
-"""Images up to which a CPU takes one at a time."""
+_PAIRS = 1 << 18
+"""Pairs of a batch up to which each is looked at; of more, columns and rows of the grid are: 10 times as fast."""
 
 
 def simota_assign(
@@ -70,9 +68,9 @@ def simota_assign(
 ) -> Assignment:
     """Assign every anchor of a batch to a ground truth or to the background, by SimOTA.
 
-    The formula stands at the top of this module. On CUDA nothing waits for the device and every shape is fixed, so the
-    call can be captured in a CUDA graph; memory is O(B * A * (chunk + C)), never G * A. With triton it runs as
-    five kernels that hold no [B, G, A] either. All arithmetic is fp32 whatever the inputs are, and nothing is
+    The formula stands at the top of this module. On CUDA with triton it runs as five kernels: nothing waits for the
+    device and every shape is fixed, so the call can be captured in a CUDA graph, and memory is O(B * A * C), never
+    G * A. Elsewhere one image follows another. All arithmetic is fp32 whatever the inputs are, and nothing is
     differentiated, as published. Equal costs go to the lowest anchor, then to the lowest ground truth; in this, and
     where two costs differ by less than fp32 rounds, the result may differ from the published code. An image whose
     ground truths have no candidate has no foreground; the published code fails on it.
@@ -92,9 +90,8 @@ def simota_assign(
         variant: "yolox" (as YOLOX is now), "yolox-2021" (as it came out), "yolov7", "mmdet", or `Rules`. YOLOv7's BCE
             of the logit of p is the BCE of p; where p is 0 or 1 its published form is NaN and this one is not.
         xyxy: all boxes are (left, top, right, bottom) instead.
-        chunk: ground truths worked on at once by the plain path; None: as many as make 2**18 pairs on a CPU and 2**23
-            on CUDA.
-        check: look for NaN and infinities (on a CPU in the candidates only) and for wrong classes. Sides may be
+        chunk: has no effect; it was the number of ground truths worked on at once.
+        check: look for NaN and infinities (without triton in the candidates only) and for wrong classes. Sides may be
             infinite, of predictions or of ground truths: such a box overlaps with none, as published. This waits for
             the device. None: on a CPU only. Unchecked, they give a meaningless assignment, never a crash.
 
@@ -119,150 +116,125 @@ def simota_assign(
     given = Given(boxes, cls, obj, points, strides, gt_boxes, gt_classes, gt_mask, candidates)
     if torch.compiler.is_compiling():
         with torch.no_grad():  # torch gives an operator a backward pass, which this one has not
-            return Assignment(*assign_op(list(given), *flat(rules), xyxy, chunk, check))
-    validate(given, rules, chunk)
+            return Assignment(*assign_op(list(given), *flat(rules), xyxy, check))
+    validate(given, rules)
     check = boxes.is_cpu if check is None else check
-    if support.runs_triton(boxes) and not check and 0 not in boxes.shape and 0 not in gt_boxes.shape:
-        from accel.kernels.simota import launchers
-
-        return launchers.assign(given, rules, xyxy=xyxy)
-    return _assign(given, rules, xyxy=xyxy, chunk=chunk, check=check)
-
-
-@torch.no_grad()
-def _assign(given: Given, rules: Rules, *, xyxy: bool, chunk: int | None, check: bool) -> Assignment:
-    """Assign what needs a look at the values, or torch's operators."""
-    boxes, cls, obj, points, strides, gt_boxes, gt_classes, gt_mask, candidates = given
     if check:
         check_truths(gt_boxes, gt_classes, gt_mask, cls.shape[2], xyxy)
     if 0 in (*boxes.shape[:2], gt_boxes.shape[1]):
         return _background(boxes)
-    cells = cells_of(points, strides, rules.radius, boxes)
-    runs_triton, pairs = support.runs_triton(boxes), boxes.shape[1] * gt_boxes.shape[1]
-    if boxes.is_cpu and len(boxes) <= _FEW and pairs <= _PAIRS_CPU and chunk is None and not runs_triton:
-        from accel.kernels.simota import small_batch as simota_few
+    if not support.runs_triton(boxes):
+        return _by_images(given, rules, xyxy=xyxy, check=check)
+    from accel.kernels.simota import launchers
 
-        return simota_few.assign_few(given, cells, rules, _background(boxes), xyxy=xyxy, check=check)
-    mask = torch.ones_like(gt_classes, dtype=torch.bool) if gt_mask is None else gt_mask
-    truths = truths_of(gt_boxes, gt_classes, mask, cls.shape[2], xyxy)
-    if boxes.is_cpu and not runs_triton:
-        valid = _grid_candidates(cells, truths, rules, chunk) if candidates is None else candidates
-        return _assign_compact((boxes, cls, obj), cells, valid, truths, rules, xyxy=xyxy, chunk=chunk, check=check)
-    valid = torch.ones_like(boxes[..., 0], dtype=torch.bool) if candidates is None else candidates
-    anchors = anchors_of(boxes, cls, obj, cells, valid, xyxy)
     if check:
-        check_anchors(anchors, truths)
-    if runs_triton:
-        from accel.kernels.simota import launchers
-
-        return launchers.assign(given, rules, xyxy=xyxy)
-    if candidates is None:
-        anchors = anchors._replace(valid=_candidates(cells, truths, rules, chunk))
-    return assign_fixed(anchors, truths, rules, chunk)
+        _check_anchors(given, xyxy=xyxy)
+    return launchers.assign(given, rules, xyxy=xyxy)
 
 
-def _assign_compact(
-    predicted: tuple[Tensor, Tensor, Tensor | None],
-    cells: Cells,
-    valid: Tensor,
-    truths: Truths,
-    rules: Rules,
-    *,
-    xyxy: bool,
-    chunk: int | None,
-    check: bool,
-) -> Assignment:
-    """Assign on a CPU, where shapes may depend on values: some images at a time, their candidates only."""
-    whole, flat = _background(valid), valid.flatten().nonzero().flatten()
-    image = flat // valid.shape[1]
-    ends = valid.sum(1).cumsum(0)
-    rank = torch.arange(len(flat), device=flat.device) - (ends - valid.sum(1))[image]
-    most, begin = int(rank.max()) + 1 if len(rank) else 1, 0
-    images = max(1, _PAIRS_CPU // (most * truths.mask.shape[1]))
-    for start in range(0, len(valid), images):
-        at = slice(start, start + images)
-        mine, end = truths.map(lambda t, at=at: t[at]), int(ends[at][-1])  # type: ignore[misc]
-        slot = (image[begin:end] - start) * most + rank[begin:end]  # candidates go to the front, in their order
-        index = flat.new_full((len(mine.mask) * most,), start * valid.shape[1]).index_copy_(0, slot, flat[begin:end])
-        is_valid = valid.new_zeros(len(index)).index_fill_(0, slot, True).view(-1, most)
-        where = Cells(*(_rows(t.expand(valid.shape), index, most) for t in cells))
-        boxes, cls, obj = (None if t is None else _rows(t, index, most) for t in predicted)
-        assert boxes is not None and cls is not None
-        anchors = anchors_of(boxes, cls, obj, where, is_valid, xyxy)
+@torch.no_grad()
+def _by_images(given: Given, rules: Rules, *, xyxy: bool, check: bool) -> Assignment:
+    """Assign one image after the other by torch's operators, whose shapes follow from an image's candidates."""
+    boxes, candidates, whole = given.boxes, given.candidates, _background(given.boxes)
+    cells = cells_of(given.points, given.strides, rules.radius, boxes)
+    is_large = boxes.shape[0] * boxes.shape[1] * given.gt_boxes.shape[1] > _PAIRS
+    grid = _Grid.of(cells) if candidates is None and is_large else None
+    for image in range(len(boxes)):
+        gt, classes, real = _truths(given, image, xyxy)
+        here = Cells(*(t[image if len(t) > 1 else 0] for t in cells))
+        chosen = candidates[image] if candidates is not None else None if grid is None else grid.near(gt, rules)
+        index, inside = _candidates(here, gt, rules, chosen)
+        if len(index) == 0 or len(classes) == 0:
+            continue
+        mine = _predicted(given, image, index)
+        near = corners(mine.boxes, xyxy)
         if check:
-            check_anchors(anchors, mine, start)
-        assignment = assign_fixed(anchors, mine, rules, chunk)
-        for to, values in zip(whole[:4], assignment[:4], strict=True):
-            to.view(-1).index_copy_(0, flat[begin:end], values.flatten().index_select(0, slot))
-        whole.num_fg[at], begin = assignment.num_fg, end
+            check_predicted(mine, near, gt, image)
+        iou = overlap(gt, near, rules.union_eps)
+        taken, taker = _matched(_keys(iou, mine, classes, inside, rules), iou, rules)
+        at = index.index_select(0, taken)
+        whole.fg_mask[image].index_fill_(0, at, True)
+        whole.matched_gt[image].index_copy_(0, at, taker if real is None else real.index_select(0, taker))
+        whole.matched_iou[image].index_copy_(0, at, iou[taker, taken])
+        whole.matched_class[image].index_copy_(0, at, classes.index_select(0, taker))
+        whole.num_fg[image] = len(taken)
     return whole
 
 
-def _rows(tensor: Tensor, index: Tensor, each: int) -> Tensor:
-    """Return the rows of [B, A, ...] at an index into B * A, as [., each, ...]."""
-    return tensor.flatten(0, 1).index_select(0, index).view(-1, each, *tensor.shape[2:])
+def _check_anchors(given: Given, *, xyxy: bool) -> None:
+    """Raise InvalidArgument for predictions that are not finite, of all anchors or of the given candidates."""
+    for image in range(len(given.boxes)):
+        index = torch.arange(given.boxes.shape[1], device=given.boxes.device)
+        if given.candidates is not None:
+            index = given.candidates[image].nonzero().flatten()
+        mine = _predicted(given, image, index)
+        check_predicted(mine, corners(mine.boxes, xyxy), _truths(given, image, xyxy)[0], image)
 
 
-def assign_fixed(anchors: Anchors, truths: Truths, rules: Rules, chunk: int | None) -> Assignment:
-    """Assign with shapes that depend on no value, and without waiting for the device."""
-    count = anchors.valid.shape[1]
-    if 0 in (*anchors.valid.shape, truths.mask.shape[1]):
-        return _background(anchors.valid)
-    table = _class_costs(anchors, rules)
-    anchors = _hidden(anchors)
-    best = torch.full_like(anchors.valid, torch.iinfo(torch.int32).max, dtype=torch.int32)
-    cheapest = torch.zeros_like(best, dtype=torch.int64)
-    picked, is_taken = [], []
-    for part, start in _parts(truths, len(best) * count, chunk):
-        keys, k = _keys(anchors, part, table, rules)
-        least, where = keys.min(dim=1)  # the first of equals: documented by torch.min
-        cheapest = torch.where(least < best, where + start, cheapest)
-        best = torch.minimum(best, least)
-        top = keys.to(torch.int64).bitwise_left_shift_(32).add_(torch.arange(count, device=keys.device))
-        top = top.topk(min(rules.topk, count), largest=False).values
-        rank = torch.arange(top.shape[2], device=top.device)
-        is_taken.append((rank < k[..., None]) & (top >> 32 < INF_BITS))
-        picked.append(top & 0xFFFFFFFF)
-    return _resolve(anchors, truths, torch.cat(picked, 1), torch.cat(is_taken, 1), cheapest, rules)
+def _truths(given: Given, image: int, xyxy: bool) -> tuple[Boxes, Tensor, Tensor | None]:
+    """Return the ground truths of an image [G, 1], their classes [G], and which of the padded ones they are."""
+    boxes = given.gt_boxes[image]
+    classes = given.gt_classes[image].long().clamp(0, given.cls.shape[2] - 1)  # `check` raises for those out of range
+    real = None if given.gt_mask is None else given.gt_mask[image].nonzero().flatten()
+    if real is not None:
+        boxes, classes = boxes.index_select(0, real), classes.index_select(0, real)
+    return corners(boxes, xyxy).map(lambda t: t[:, None]), classes, real
 
 
-def _keys(anchors: Anchors, truths: Truths, table: Tensor, rules: Rules) -> tuple[Tensor, Tensor]:
-    """Return the costs as integers of the same order [B, G, N], negative in the region, and how many to take [B, G]."""
-    near = truths.boxes.map(lambda t: t[..., None])
-    iou = overlap(near, anchors.boxes.map(lambda t: t[:, None]), rules.union_eps)
-    k = iou.topk(min(rules.topk, iou.shape[2])).values.sum(-1).to(torch.int32).clamp(1, rules.topk)
-    images = torch.arange(len(table), device=table.device)[:, None] * table.shape[1]
-    own = table.flatten(0, 1).index_select(0, (images + truths.classes).flatten()).view_as(iou)
-    # An IoU that rounds to above 1 must not make a cost negative: its sign bit is the region's.
-    price = iou.add_(rules.log_eps).log_().mul_(-rules.iou_weight).add_(own).clamp_(min=0)
-    if rules.region != "given":
-        _, inside = regions_of(Cells(*(t[:, None] for t in anchors.cells)), near, rules)
-        price = torch.where(inside, -price, price)
-    return price.view(torch.int32), k * truths.mask
+def _predicted(given: Given, image: int, index: Tensor) -> Predicted:
+    """Return the predictions of some anchors of an image."""
+    columns = (given.boxes, given.cls, given.obj)
+    return Predicted(*(None if t is None else t[image].index_select(0, index) for t in columns))  # type: ignore[arg-type]
 
 
-def _resolve(
-    anchors: Anchors, truths: Truths, picked: Tensor, is_taken: Tensor, cheapest: Tensor, rules: Rules
-) -> Assignment:
-    """Resolve anchors that several ground truths take; `picked` and `is_taken` are [B, G, topk]."""
-    batch, count = anchors.valid.shape
-    offset = torch.arange(batch, device=picked.device)[:, None, None] * count
-    flat = (picked.clamp(max=count - 1) + offset).flatten()
-    gts = torch.arange(picked.shape[1], device=picked.device)[None, :, None]
-    zeros = flat.new_zeros(batch * count)
-    takers = zeros.scatter_add(0, flat, is_taken.flatten().long()).view(batch, count)
-    # Where there is one taker, the sum of the takers is that one.
-    taker = zeros.scatter_add(0, flat, (is_taken * gts).flatten()).view(batch, count)
-    gt = torch.where(takers > 1, cheapest, taker)
-    own = truths.boxes.map(lambda t: t.gather(1, gt))
-    iou, fg = overlap(own, anchors.boxes, rules.union_eps), takers > 0
-    return Assignment(
-        fg,
-        gt.masked_fill(~fg, -1),
-        iou.masked_fill(~fg, 0),
-        truths.classes.gather(1, gt).masked_fill(~fg, -1),
-        fg.sum(1),
-    )
+def _candidates(cells: Cells, gt: Boxes, rules: Rules, chosen: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Return the candidates [N], and which are in the region of each ground truth [G, N]; None: all.
+
+    Args:
+        cells: of all anchors of the image, [A] each.
+        gt: its ground truths, [G, 1] each.
+        rules: of the variant.
+        chosen: [A] bool, the candidates; None to look at every pair.
+    """
+    if chosen is None:
+        near, inside = regions_of(cells, gt, rules)
+        index = near.any(0).nonzero().flatten()
+        return index, inside.index_select(1, index)
+    index = chosen.nonzero().flatten()
+    if rules.region == "given":
+        return index, None
+    return index, regions_of(Cells(*(t.index_select(0, index) for t in cells)), gt, rules)[1]
+
+
+def _keys(iou: Tensor, mine: Predicted, classes: Tensor, inside: Tensor | None, rules: Rules) -> Tensor:
+    """Return the costs as integers of the same order [G, N], negative in the region."""
+    p = mine.cls.to(torch.float32)  # a copy already
+    if mine.obj is not None:
+        p = p.sigmoid_().mul_(mine.obj.float().sigmoid()[:, None]).sqrt_()
+    # 0 - log p: negated, log 1 would be the negative zero, whose sign bit is the region's.
+    own = 0 - p.index_select(1, classes).log_().clamp_(min=-100)
+    absent = p.neg_().log1p_().clamp_(min=-100)
+    own += absent.index_select(1, classes).sub_(absent.sum(-1, keepdim=True)).clamp_(min=0)
+    own = own.mul_(rules.cls_weight).T
+    # An IoU that rounds to above 1 must not make a cost negative.
+    price = iou.add(rules.log_eps).log_().mul_(-rules.iou_weight).add_(own).clamp_(min=0)
+    return (price if inside is None else torch.where(inside, -price, price)).view(torch.int32)
+
+
+def _matched(keys: Tensor, iou: Tensor, rules: Rules) -> tuple[Tensor, Tensor]:
+    """Return the candidates that learn a box, in their order, and the ground truth of each."""
+    most = min(rules.topk, keys.shape[1])
+    k = iou.topk(most).values.sum(-1).to(torch.int32).clamp_(1, rules.topk)
+    places = torch.arange(keys.shape[1], device=keys.device)
+    top = keys.to(torch.int64).bitwise_left_shift_(32).add_(places).topk(most, largest=False).values
+    gt, rank = ((places[:most] < k[:, None]) & (top >> 32 < INF_BITS)).nonzero().unbind(1)
+    picked = top[gt, rank] & 0xFFFFFFFF
+    takers = picked.bincount(minlength=keys.shape[1])
+    taker = torch.zeros_like(takers).index_copy_(0, picked, gt)
+    if len(keys) > 1:
+        taker = torch.where(takers > 1, keys.min(0).indices, taker)
+    taken = takers.nonzero().flatten()
+    return taken, taker.index_select(0, taken)
 
 
 def overlap(a: Boxes, b: Boxes, union_eps: float) -> Tensor:
@@ -288,27 +260,35 @@ def _between(x: Tensor, middle: Tensor, reach: Tensor) -> Tensor:
     return (x > middle - reach) & (x < middle + reach)
 
 
-def _grid_candidates(cells: Cells, truths: Truths, rules: Rules, chunk: int | None) -> Tensor:
-    """Return the result of `_candidates`, from the few columns and rows of a grid: 10 times as fast on a CPU.
+class _Grid(NamedTuple):
+    """The distinct columns and rows of cells that all images share, and the place of each cell among their pairs."""
 
-    A cell is near some ground truth if its column and its row are near the same one: a product of two matrices.
-    """
-    if len(cells.x) > 1 or len(cells.reach) > 1:
-        return _candidates(cells, truths, rules, chunk)
-    columns, column = _packed(cells.x[0], cells.reach[0])
-    rows, row = _packed(cells.y[0], cells.reach[0])
-    if len(columns) * len(rows) > 8 * len(column):
-        return _candidates(cells, truths, rules, chunk)
-    gt = truths.boxes.map(lambda t: t[..., None])
-    across, wide = _unpacked(columns)
-    down, high = _unpacked(rows)
-    near = _both(_between(across, gt.x, wide), _between(down, gt.y, high))
-    if rules.region == "box":
-        near |= _both((across > gt.left) & (across < gt.right), (down > gt.top) & (down < gt.bottom))
-    return near.flatten(1).index_select(1, column * len(rows) + row)
+    columns: tuple[Tensor, Tensor]
+    """Middles and reach."""
+    rows: tuple[Tensor, Tensor]
+    place: Tensor
+
+    @classmethod
+    def of(cls, cells: Cells) -> _Grid | None:
+        """Return the grid of cells; None if they are of single images, or scattered."""
+        if len(cells.x) > 1 or len(cells.reach) > 1:
+            return None
+        columns, column = _distinct(cells.x[0], cells.reach[0])
+        rows, row = _distinct(cells.y[0], cells.reach[0])
+        if len(columns) * len(rows) > 8 * len(column):
+            return None
+        return cls(_pairs(columns), _pairs(rows), column * len(rows) + row)
+
+    def near(self, gt: Boxes, rules: Rules) -> Tensor:
+        """Return the anchors near any ground truth [A]: their columns and their rows are near the same one."""
+        (across, wide), (down, high) = self.columns, self.rows
+        near = _both(_between(across, gt.x, wide), _between(down, gt.y, high))
+        if rules.region == "box":
+            near |= _both((across > gt.left) & (across < gt.right), (down > gt.top) & (down < gt.bottom))
+        return near.flatten().index_select(0, self.place)
 
 
-def _packed(high: Tensor, low: Tensor) -> tuple[Tensor, Tensor]:
+def _distinct(high: Tensor, low: Tensor) -> tuple[Tensor, Tensor]:
     """Return the distinct pairs of two fp32 as integers, and the index of each pair among them."""
     bits = low.contiguous().view(torch.int32).long()
     pairs: tuple[Tensor, Tensor] = torch.unique(
@@ -317,55 +297,13 @@ def _packed(high: Tensor, low: Tensor) -> tuple[Tensor, Tensor]:
     return pairs
 
 
-def _unpacked(pairs: Tensor) -> tuple[Tensor, Tensor]:
-    return (pairs >> 32).int().view(torch.float32), (pairs & 0xFFFFFFFF).int().view(torch.float32)
+def _pairs(bits: Tensor) -> tuple[Tensor, Tensor]:
+    return (bits >> 32).int().view(torch.float32), (bits & 0xFFFFFFFF).int().view(torch.float32)
 
 
 def _both(columns: Tensor, rows: Tensor) -> Tensor:
-    """Return where a column [B, G, X] and a row [B, G, Y] share a ground truth, [B, X, Y]."""
-    return columns.float().transpose(1, 2) @ rows.float() > 0
-
-
-def _candidates(cells: Cells, truths: Truths, rules: Rules, chunk: int | None) -> Tensor:
-    """Return the anchors near any ground truth [B, A]."""
-    shape, wide = (len(truths.mask), cells.x.shape[1]), Cells(*(t[:, None] for t in cells))
-    is_candidate = torch.zeros(shape, dtype=torch.bool, device=cells.x.device)
-    for part, _ in _parts(truths, is_candidate.numel(), chunk):
-        is_candidate |= regions_of(wide, part.boxes.map(lambda t: t[..., None]), rules)[0].any(1)
-    return is_candidate
-
-
-def _class_costs(anchors: Anchors, rules: Rules) -> Tensor:
-    """Return the class costs [B, C + 1, N]: the last one, of the class of hidden ground truths, is infinite."""
-    p = anchors.cls.to(torch.float32, copy=True)
-    if anchors.obj is not None:
-        p = p.sigmoid_().mul_(anchors.obj.float().sigmoid()[..., None]).sqrt_()
-    # 0 - log p: negated, log 1 would be the negative zero, whose sign bit is the region's.
-    own = 0 - p.log().clamp_(min=-100)
-    absent = p.neg_().log1p_().clamp_(min=-100)
-    own += absent.sub_(absent.sum(-1, keepdim=True)).clamp_(min=0)
-    own = own.mul_(rules.cls_weight).masked_fill_(~anchors.valid[..., None], torch.inf)
-    batch, count, classes = own.shape
-    table = own.new_empty(batch, classes + 1, count)
-    table[:, classes] = torch.inf
-    table[:, :classes] = own.transpose(1, 2)
-    return table
-
-
-def _parts(truths: Truths, pairs_each: int, chunk: int | None) -> list[tuple[Truths, int]]:
-    """Cut the ground truths into pieces of `chunk`; with the index of the first of each."""
-    most = _PAIRS_CPU if truths.mask.is_cpu else _PAIRS_CUDA
-    size = chunk or max(1, most // pairs_each)
-    starts = range(0, truths.mask.shape[1], size)
-    return [(truths.map(lambda t, s=s: t[:, s : s + size]), s) for s in starts]  # type: ignore[misc]
-
-
-def _hidden(anchors: Anchors) -> Anchors:
-    """Hide anchors that are no candidates: no area and in no region, so that no pair needs a mask."""
-    return anchors._replace(
-        boxes=anchors.boxes.map(lambda t: t.where(anchors.valid, 0)),
-        cells=anchors.cells._replace(x=anchors.cells.x.where(anchors.valid, torch.inf)),
-    )
+    """Return where a column [G, X] and a row [G, Y] share a ground truth, [X, Y]."""
+    return columns.float().T @ rows.float() > 0
 
 
 def _background(like: Tensor) -> Assignment:
@@ -390,14 +328,13 @@ def flat(rules: Rules) -> tuple[str, list[float]]:
 
 @torch.library.custom_op("accel::simota_assign", mutates_args=())
 def assign_op(
-    given: list[Tensor | None], region: str, numbers: list[float], xyxy: bool, chunk: int | None, check: bool | None
+    given: list[Tensor | None], region: str, numbers: list[float], xyxy: bool, check: bool | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Run `simota_assign` with the rules taken apart."""
     topk, *others = numbers
     rules = Rules(region=region, topk=int(topk), **dict(zip(NUMBERS[1:], others, strict=True)))
     *tensors, candidates = given
-    options = {"xyxy": xyxy, "chunk": chunk, "check": check}
-    return tuple(simota_assign(*tensors, candidates=candidates, variant=rules, **options))  # type: ignore[arg-type, return-value]
+    return tuple(simota_assign(*tensors, candidates=candidates, variant=rules, xyxy=xyxy, check=check))  # type: ignore[arg-type, return-value]
 
 
 @assign_op.register_fake

@@ -110,33 +110,15 @@ class Cells(NamedTuple):
     reach: Tensor
 
 
-class Anchors(NamedTuple):
-    """The anchors at work."""
+class Predicted(NamedTuple):
+    """What is predicted of the candidates of one image."""
 
-    boxes: Boxes
-    """[B, N] each."""
+    boxes: Tensor
+    """[N, 4]."""
     cls: Tensor
-    """[B, N, C] logits, or probabilities if `obj` is None."""
+    """[N, C] logits, or probabilities if `obj` is None."""
     obj: Tensor | None
-    """[B, N] logits."""
-    cells: Cells
-    valid: Tensor
-    """[B, N] bool: is a candidate."""
-
-
-class Truths(NamedTuple):
-    """The ground truths. Hidden ones: no area, middle at infinity, class C."""
-
-    boxes: Boxes
-    """[B, G] each, fp32."""
-    classes: Tensor
-    """[B, G] int64."""
-    mask: Tensor
-    """[B, G] bool."""
-
-    def map(self, change: Callable[[Tensor], Tensor]) -> Truths:
-        """Return the ground truths with every tensor changed alike."""
-        return Truths(self.boxes.map(change), change(self.classes), change(self.mask))
+    """[N] logits."""
 
 
 def corners(boxes: Tensor, xyxy: bool) -> Boxes:
@@ -150,24 +132,12 @@ def corners(boxes: Tensor, xyxy: bool) -> Boxes:
     return Boxes(x - half_width, y - half_height, x + half_width, y + half_height, width * height, x, y)
 
 
-def truths_of(gt_boxes: Tensor, gt_classes: Tensor, gt_mask: Tensor, classes: int, xyxy: bool) -> Truths:
-    boxes = corners(gt_boxes, xyxy).map(lambda t: t.where(gt_mask, 0))
-    boxes = boxes._replace(x=boxes.x.where(gt_mask, torch.inf), y=boxes.y.where(gt_mask, torch.inf))
-    # Out of range they would read past the table; `check` raises for it.
-    labels = gt_classes.long().clamp(0, max(classes - 1, 0)).masked_fill(~gt_mask, classes)
-    return Truths(boxes, labels, gt_mask)
-
-
 def cells_of(points: Tensor | None, strides: Tensor | None, radius: float, boxes: Tensor) -> Cells:
     if points is None or strides is None:
         nothing = torch.zeros(1, boxes.shape[1], device=boxes.device)
         return Cells(nothing, nothing, nothing)
     x, y = points.float().reshape(-1, *points.shape[-2:]).unbind(-1)
     return Cells(x, y, strides.float().reshape(-1, strides.shape[-1]) * radius)
-
-
-def anchors_of(boxes: Tensor, cls: Tensor, obj: Tensor | None, cells: Cells, valid: Tensor, xyxy: bool) -> Anchors:
-    return Anchors(corners(boxes, xyxy), cls, obj, cells, valid)
 
 
 def rules_of(variant: str | Rules) -> Rules:
@@ -213,8 +183,8 @@ def _fits(given: Given, rules: Rules) -> bool:
     )
 
 
-def validate(given: Given, rules: Rules, chunk: int | None) -> None:
-    if chunk is None and _fits(given, rules):
+def validate(given: Given, rules: Rules) -> None:
+    if _fits(given, rules):
         return
     boxes, cls, _, points, strides, gt_boxes, gt_classes, gt_mask, candidates = given
     if boxes.ndim != 3 or boxes.shape[2] != 4:
@@ -256,8 +226,6 @@ def validate(given: Given, rules: Rules, chunk: int | None) -> None:
         raise InvalidArgument("simota_assign: the region 'given' needs candidates, a bool mask [B, A]. Found: None")
     if rules.region != "given" and (points is None or strides is None):
         raise InvalidArgument(f"simota_assign: the region {rules.region!r} needs points and strides. Found: None")
-    if chunk is not None and chunk < 1:
-        raise InvalidArgument(f"simota_assign: chunk must be at least 1, or None. Found: {chunk}")
 
 
 def check_truths(gt_boxes: Tensor, gt_classes: Tensor, gt_mask: Tensor | None, classes: int, xyxy: bool) -> None:
@@ -289,21 +257,22 @@ def is_a_box(boxes: Boxes) -> Tensor:
     return lies & (boxes.area > -torch.inf)
 
 
-def check_anchors(anchors: Anchors, truths: Truths, first: int = 0) -> None:
-    """Raise for values that are not finite; `first` is the index of the first image."""
+def check_predicted(mine: Predicted, near: Boxes, gt: Boxes, image: int) -> None:
+    """Raise InvalidArgument for predictions of an image that are not finite; `near` are their boxes."""
+    total = mine.boxes.sum() + mine.cls.sum()
+    if mine.obj is not None and (total + mine.obj.sum()).isfinite():
+        return
     # x, y and the area are finite if and only if the box is; a sum over classes only overflows where one is near to.
-    boxes = anchors.boxes.x + anchors.boxes.y + anchors.boxes.area
-    for name, values in (("boxes", boxes), ("cls", anchors.cls.sum(-1)), ("obj", anchors.obj)):
-        if values is None or values.isfinite().all():
+    for name, values in (("boxes", near.x + near.y + near.area), ("cls", mine.cls.sum(-1)), ("obj", mine.obj)):
+        if values is None:
             continue
-        bad = ~values.isfinite() & anchors.valid
-        if name == "boxes" and truths.boxes.area.isfinite().all():
-            bad &= ~is_a_box(anchors.boxes)
+        bad = ~values.isfinite()
+        if name == "boxes" and gt.area.isfinite().all():
+            bad &= ~is_a_box(near)
         if bad.any():
             raise InvalidArgument(
                 f"simota_assign: predictions must be finite. Found: NaN or infinity in {name} of {int(bad.sum())} "
-                f"anchors, first in image {first + int(bad.nonzero()[0, 0])}; skip this step, or look for the learning "
-                "rate or loss scale that made them"
+                f"anchors of image {image}; skip this step, or look for the learning rate or loss scale that made them"
             )
-    if anchors.obj is None and bool((((anchors.cls < 0) | (anchors.cls > 1)).any(-1) & anchors.valid).any()):
+    if mine.obj is None and bool(((mine.cls < 0) | (mine.cls > 1)).any()):
         raise InvalidArgument("simota_assign: without obj, cls must hold probabilities, 0 to 1; pass obj with logits")

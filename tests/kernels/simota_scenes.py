@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accel.kernels.simota import assign as simota
 from accel.kernels.simota import simota_assign
-from accel.kernels.simota.inputs import VARIANTS, Assignment, Rules, anchors_of, cells_of, truths_of
+from accel.kernels.simota.inputs import Assignment, Rules
 from tests.kernels import simota_oracle as oracle
 
 CLASSES = 5
@@ -178,18 +177,6 @@ FAMILIES: dict[str, Callable[[int], Batch]] = {
     "overflown": overflown,
     "without bounds": without_bounds,
 }
-
-
-def fixed(batch: Batch, variant: str, chunk: int | None = None) -> Assignment:
-    """Assign by the path of the GPU without triton."""
-    rules = VARIANTS[variant]
-    truths = truths_of(batch.gt_boxes, batch.gt_classes, batch.gt_mask, batch.cls.shape[2], False)
-    cells = cells_of(batch.points, batch.strides, rules.radius, batch.boxes)
-    valid = batch.candidates
-    if valid is None:
-        valid = simota._candidates(cells, truths, rules, chunk)
-    anchors = anchors_of(batch.boxes, batch.cls, batch.obj, cells, valid, False)
-    return simota.assign_fixed(anchors, truths, rules, chunk)
 
 
 def with_candidates(batch: Batch, variant: str) -> Batch:

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from accel.kernels import support
 from accel.kernels.simota import simota_assign
 from accel.kernels.simota.inputs import Assignment
 from tests.kernels.simota_scenes import equal, excused, oracle_batch, scene
@@ -15,10 +14,7 @@ from tests.kernels.simota_scenes import equal, excused, oracle_batch, scene
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.parametrize("triton", [True, False])
-def test_captured_in_a_graph_without_waiting(triton: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not triton:
-        monkeypatch.setattr(support, "runs_triton", lambda _: False)
+def test_captured_in_a_graph_without_waiting() -> None:
     first, second = scene(0, 5), scene(1, 5)
     held = first.change(lambda t: t.cuda())
     held.assign()  # kernels are compiled, and caches filled, outside
@@ -41,13 +37,8 @@ def test_captured_in_a_graph_without_waiting(triton: bool, monkeypatch: pytest.M
         assert excused(batch, got, "yolox") <= 1
 
 
-@pytest.mark.parametrize("triton", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_gpu_in_every_precision(
-    dtype: torch.dtype, triton: bool, monkeypatch: pytest.MonkeyPatch, waits_for_nothing: Any
-) -> None:
-    if not triton:
-        monkeypatch.setattr(support, "runs_triton", lambda _: False)
+def test_gpu_in_every_precision(dtype: torch.dtype, waits_for_nothing: Any) -> None:
     rounded = scene(3, 20, images=4, size=128).change(lambda t: t.to(dtype) if t.is_floating_point() else t)
     there = rounded.change(lambda t: t.cuda())
     there.assign()
