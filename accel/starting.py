@@ -56,11 +56,10 @@ def start(
             Candidate(
                 strategy=strategy,
                 run=run,
-                order=order,
                 ruled_out=_ruled_out(strategy, settings, fetching_in_use),
                 is_insisted=strategy.name in settings.enable,
             )
-            for order, strategy in enumerate(chosen.values())
+            for strategy in chosen.values()
         ],
         budget=settings.budget,
         reduce=statistics.fmean if run.cuda else statistics.median,

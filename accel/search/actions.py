@@ -87,8 +87,8 @@ class Result:
     """Of the host since the last look, if the action asked for it and it is known."""
     regime: Hashable = None
     """The conditions that the plan was chosen for: batch shape, world size, threads, …"""
-    growth: float = 1.0
-    """By how much the batch controller has made the usual batch larger, if it is another than before."""
+    has_new_batch: bool = False
+    """The usual batch is another than before, since the batch controller has changed it."""
 
     def lengthen(self, step: int, seconds: float) -> None:
         """Add to the last counted step, if it is the one of this number."""

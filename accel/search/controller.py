@@ -16,19 +16,10 @@ from accel.profiler.trial import Verdict
 from accel.run.host_load import SHORTEST_LOOK_S, HostLoad
 from accel.search import costs, outlook, priority, verdicts
 from accel.search.actions import Action, Decisions, Result
-from accel.search.experiment import Interrupted, act, ask_for_more, close, has_news, look, trial, watching
-from accel.search.plan import Choices
-from accel.search.state import BatchGrowth, Candidate, CandidateStage, SearchState
-from accel.search.trying import (
-    affordable_recipe,
-    consider,
-    follow_recipe,
-    recall,
-    say_what_does_not_apply_anyway,
-    take_over,
-    try_settings,
-)
-from accel.strategies.trial_design import TrialDesign
+from accel.search.experiment import Interrupted, act, ask_for_more, close, has_news, look, searching, trial, watching
+from accel.search.plan import without
+from accel.search.state import Candidate, CandidateStage, SearchState
+from accel.search.trying import affordable_recipe, consider, follow_recipe, recall, take_over, try_settings
 
 _GLANCE = 2
 """Steps after which the host is looked at for the first time, if they take long enough."""
@@ -87,7 +78,9 @@ def _observe(state: SearchState) -> Decisions:
     if not state.plan:
         yield from _begin_affordably(state)
         yield from _follow(state)
-    say_what_does_not_apply_anyway(state)
+    for candidate in state.candidates.values():  # of what the level leaves out: naming it would not help
+        if candidate.row.status == "not allowed" and (why := candidate.refusal()):
+            verdicts.decide(state, candidate, "not applicable", why)
 
 
 def _glance(state: SearchState) -> Decisions:
@@ -150,16 +143,13 @@ def _reopen(state: SearchState) -> None:
         state.say("the loader, the batch shape or the thread count changed: the search starts again")
     state.reopened += 1
     verdicts.remember(state)  # what was found under the earlier conditions
-    state.searching, state.is_out_of_turn = True, False
-    state.plan, state.growth, state.announced = {}, BatchGrowth(), {}
+    state.searching, state.searched_until = True, 0
+    state.plan, state.new_batches, state.announced = {}, 0, {}
     state.closing, state.closed_plan, state.last_trial = None, {}, None
     state.recipe.begin_again()
     for candidate in state.candidates.values():
-        if candidate.stage is CandidateStage.RULED_OUT:
-            continue
         candidate.begin_again()
         if (watch := candidate.comparison.watch) is not None:
-            watch.is_used = False
             watch.begin_again()
 
 
@@ -224,12 +214,12 @@ def _hold(state: SearchState) -> Decisions:
             next_check = state.steps + gap
             level.forget()
             continue
-        times = state.growth.times
         is_preparing = any(candidate.comparison.is_preparing for candidate in state.pending())
+        new_batches = state.new_batches
         action = _next_look(state, level, next_check, step_s)
         result = yield from act(state, action, may_grow=True)
         step_s = statistics.median(result.seconds or [step_s])
-        if state.growth.times != times:  # the plan is tried again soon
+        if state.new_batches > new_batches:  # the plan is tried again soon
             next_check = min(next_check, state.steps + state.pace.recheck)
             level.begin_again()
             seconds.clear()
@@ -295,8 +285,8 @@ def _check_again(state: SearchState) -> Decisions:
         if again == state.pace.confirm:
             for name in list(state.plan):
                 verdicts.remove(state, name, f"the guard's later check failed: {result.finding.problem}")
-    if state.growth.is_unchecked:
-        state.growth.is_unchecked = False
+    if state.new_batches:
+        state.new_batches = 0
         yield from _retry_kept(state, list(state.plan))
     else:
         # Step times don't show that the machine was busy during the search and is quiet now (or the reverse).
@@ -316,7 +306,7 @@ def _retry_kept(state: SearchState, names: Iterable[str]) -> Decisions:
         if costs.made_for_calls(state, candidate) is not None:
             continue
         watch = candidate.comparison.watch
-        if candidate.before is not None and watch is not None and watch.are_here:
+        if watch is not None and watch.is_used and watch.are_here:
             continue
         yield from _retry(state, candidate)
 
@@ -329,17 +319,8 @@ def _retry(
     Args:
         if_much_slower: the verdict where its first steps are much slower than those without it.
     """
-    name, plan = candidate.name, dict(state.plan)
-    without: Choices = {n: setting for n, setting in plan.items() if n != name}
-    result = yield from trial(
-        state,
-        TrialDesign(),
-        without,
-        plan,
-        settle=candidate.comparison.settling(plan[name]),
-        config=state.config.of_kept(),
-        if_much_slower=if_much_slower,
-    )
+    name, plan, config = candidate.name, dict(state.plan), state.config.of_kept()
+    result = yield from trial(state, without(state.plan, name), plan, config=config, if_much_slower=if_much_slower)
     if result is None or result.outcome is None:
         return None
     if result.outcome.verdict == "drop":
@@ -364,20 +345,17 @@ def _follow(state: SearchState) -> Decisions:
         load, watch.news = watch.news, None
         if load is None:
             continue
-        state.is_out_of_turn = True
-        try:
+        with searching(state):
             if load.is_quiet:
                 yield from _without(state, candidate)
             else:
                 yield from _beside(state, candidate, load)
-        finally:
-            state.is_out_of_turn = False
         if state.lasting_plan():
             state.last_trial = None  # it says nothing of these
 
 
 def _beside(state: SearchState, candidate: Candidate, load: HostLoad) -> Decisions:
-    """Try a strategy at length, for it is noisy here; only a keep counts.
+    """Try a strategy at length, for it is noisy here; what has not had its turn has it later, if it is not kept.
 
     Its trial begins with it: plain steps are slow here, and in a run that ends soon there is time for nothing else.
     """
@@ -390,8 +368,7 @@ def _beside(state: SearchState, candidate: Candidate, load: HostLoad) -> Decisio
     if again_s and not costs.affordable(state, again_s):
         watch.not_kept()
         return
-    before = candidate.row, candidate.stage
-    candidate.before, watch.is_used = before, True
+    was_pending, watch.is_used = candidate.is_pending, True
     candidate.withdraw()
     yield from try_settings(state, candidate, replace(state.config.early(), first="B"))
     candidate.settings_left = None
@@ -400,13 +377,12 @@ def _beside(state: SearchState, candidate: Candidate, load: HostLoad) -> Decisio
         state.note(f"{name} {candidate.row.setting} is kept for as long as there are {load.text}")
         state.say(f"other processes keep the machine busy: {name} {candidate.row.setting} until they leave")
         candidate.stage = CandidateStage.DECIDED
-        verdicts.settle(state, candidate)
     else:
-        verdicts.leave_out_of_turn(candidate)
-        if not candidate.has_failed():
-            verdicts.restore(candidate, before)
-        else:
-            verdicts.settle(state, candidate)
+        watch.not_kept()
+        if was_pending and not candidate.has_failed():
+            candidate.queue_again()
+            return
+    verdicts.settle(state, candidate)
 
 
 def _without(state: SearchState, candidate: Candidate) -> Decisions:
@@ -417,7 +393,7 @@ def _without(state: SearchState, candidate: Candidate) -> Decisions:
     if candidate.name not in state.plan or watch is None:
         return
     if verdict == "keep":
-        candidate.before, watch.is_used = None, False
+        watch.is_used = False
         candidate.row.why += "; faster without them too"
     else:
         watch.left_open()

@@ -28,8 +28,6 @@ _REPLAYS = {"model": 3.0, "optimizer": 0.5, "input": 0.0}
 nothing."""
 _OVERSPENT = 0.01
 """Share of the run so far that a trial may cost where less than that is left of the budget."""
-_LEAST_RATIO = 0.1
-"""Part of what one-off work declares that the next such work is expected to take at the least: some is done already."""
 _MARGIN = 1.1
 """The run may have become faster since the plain step was measured."""
 
@@ -61,9 +59,11 @@ def work_s(state: SearchState, candidate: Candidate) -> float:
 
 def work_of(state: SearchState, candidate: Candidate, setting: Any) -> float:
     """Return the same of a setting: what is done already, or does not wait for the budget, costs nothing more."""
-    again_s = _again_s(state, candidate, setting)
-    work = _work(candidate, setting)
-    if candidate.is_insisted or work in candidate.done:
+    other = made_for_calls(state, candidate)
+    again_s = 0.0
+    if other is not None and candidate.passed != {**state.plan, candidate.name: setting}:  # else it has been made
+        again_s = _once_s(state, other, state.plan[other.name])
+    if candidate.is_insisted or _work(candidate, setting) in candidate.done:
         return again_s
     return again_s + _once_s(state, candidate, setting)
 
@@ -81,30 +81,18 @@ def made_for_calls(state: SearchState, candidate: Candidate) -> Candidate | None
     return next((other for other in made if declared_s(other, state.plan[other.name]) >= DEAR_S), None)
 
 
-def _again_s(state: SearchState, candidate: Candidate, setting: Any) -> float:
-    """Return the seconds to expect of making once more what is made for calls as they are now."""
-    other = made_for_calls(state, candidate)
-    if other is None or candidate.passed == {**state.plan, candidate.name: setting}:
-        return 0.0  # for such a plan the guard's check has done so already
-    return _once_s(state, other, state.plan[other.name])
-
-
 def _once_s(state: SearchState, candidate: Candidate, setting: Any) -> float:
-    """Return what one-off work takes: as measured last, or as declared, corrected by what other such work has shown."""
+    """Return what one-off work takes: as measured last, else as declared."""
     declared = declared_s(candidate, setting)
-    expected = declared * state.work_ratio.get(candidate.name, 1.0)
-    return state.recollection.cost_s.get(_work(candidate, setting), expected) if declared else 0.0
+    return state.recollection.cost_s.get(_work(candidate, setting), declared) if declared else 0.0
 
 
 def note_work(state: SearchState, candidate: Candidate, setting: Any, seconds: float) -> None:
     """Note that one-off work has been done, and what it has taken, if it is dear."""
     work, expected_s = _work(candidate, setting), work_of(state, candidate, setting)
-    if is_dear(candidate):
-        known_s, declared = state.recollection.cost_s, declared_s(candidate, setting)
-        if declared and work not in known_s:
-            state.work_ratio[candidate.name] = max(seconds / declared, _LEAST_RATIO)
-        known_s[work] = max(seconds, known_s.get(work, 0.0) if work in candidate.done else 0.0)
-        if expected_s and work not in candidate.done:
+    if is_dear(candidate) and work not in candidate.done:
+        state.recollection.cost_s[work] = seconds
+        if expected_s:
             state.note(f"{work}: one-off work took {seconds:.1f} s, expected {expected_s:.1f} s")
     candidate.done.add(work)
 
@@ -148,11 +136,7 @@ def expected_s(state: SearchState, candidate: Candidate) -> float:
 
 
 def affordable(state: SearchState, seconds: float, *, to_win: float = TO_WIN) -> bool:
-    """Return whether the budget allows for a further cost now.
-
-    Args:
-        to_win: share of what is still to come of the run, if that is known, which the cost may take.
-    """
+    """Return whether the budget allows for a further cost now; `to_win` is as in `Budget.allows`."""
     return state.budget.allows(
         spent=state.cost_s,
         expected=seconds,
@@ -165,8 +149,7 @@ def affordable(state: SearchState, seconds: float, *, to_win: float = TO_WIN) ->
 
 def can_pay(state: SearchState, candidate: Candidate, seconds: float) -> bool:
     """Return whether the budget allows for a cost of a candidate: half of its recorded gain may be spent on it."""
-    gain = state.recipe.gain(candidate.name) or 1.0
-    return affordable(state, seconds, to_win=max(TO_WIN, (1 - 1 / gain) / 2))
+    return affordable(state, seconds, to_win=max(TO_WIN, (1 - 1 / state.recipe.gain(candidate.name)) / 2))
 
 
 def can_do_at_once(state: SearchState, candidate: Candidate, setting: Any, before_s: float = 0.0) -> bool:

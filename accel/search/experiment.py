@@ -21,6 +21,7 @@ _PAIRS = 6
 """Pairs of blocks that a closing trial has at the least, and so a trial that stands for it."""
 _MOST_SAVED = 0.95
 """Share of a step that replays may seem to save at most."""
+_IN_BLOCKS = TrialDesign()
 
 
 class Interrupted(AccelError):
@@ -35,7 +36,7 @@ def act(state: SearchState, action: Action, *, may_grow: bool = False) -> Genera
     """Run an action, and book what it has cost.
 
     Args:
-        may_grow: the batch controller may change the batch, if what is on will do for such a batch as well.
+        may_grow: the batch controller may change the batch, unless what is on was made for calls as they were.
 
     Raises:
         Interrupted: if it ran under other conditions than the plan was measured for.
@@ -45,7 +46,7 @@ def act(state: SearchState, action: Action, *, may_grow: bool = False) -> Genera
     state.steps += result.steps
     state.elapsed_s += result.elapsed_s + result.aside_s
     state.saved_s += result.elapsed_s * (state.shown_gain(action.plan) - 1)
-    if state.searching or state.is_out_of_turn:
+    if state.searching:
         state.cost_s += result.aside_s
     if looks:
         state.next_look_s = state.elapsed_s + state.pace.until_look(result.load)
@@ -53,11 +54,11 @@ def act(state: SearchState, action: Action, *, may_grow: bool = False) -> Genera
             if (watch := candidate.comparison.watch) is not None:
                 watch.see(result.load)
     if _is_another_regime(state, result):
-        is_made_for_calls = any(state.candidates[name].comparison.is_made_for_calls for name in action.plan)
-        is_taken = may_grow and state.growth.takes(result.growth, is_made_for_calls)
         state.regime = result.regime
-        if not is_taken:
+        is_made_for_calls = any(state.candidates[name].comparison.is_made_for_calls for name in action.plan)
+        if not (may_grow and result.has_new_batch) or is_made_for_calls:
             raise Interrupted
+        state.new_batches += 1
     state.regime = result.regime if state.regime is None else state.regime
     for name, why in result.trips.items():
         _record_trip(state, name, f"{why} at step {state.steps}", action)
@@ -94,6 +95,16 @@ def _record_trip(state: SearchState, name: str, why: str, action: Action) -> Non
         return
     verdicts.remove(state, name, why)
     candidate.stage = CandidateStage.FAILED
+
+
+@contextlib.contextmanager
+def searching(state: SearchState) -> Iterator[None]:
+    """Let what is done in a block be a part of the search, at its cost, also once that is over."""
+    before, state.searching = state.searching, True
+    try:
+        yield
+    finally:
+        state.searching = before
 
 
 @contextlib.contextmanager
@@ -135,12 +146,9 @@ def ask_for_more(state: SearchState) -> Decisions:
     for candidate in outlook.left_out(state):
         if not costs.affordable(state, costs.check_s(state, candidate)):
             continue
-        was_out_of_turn, state.is_out_of_turn = state.is_out_of_turn, True  # what it takes is a cost of the search
-        try:
+        with searching(state):
             check = {candidate.name: candidate.settings()[0]}
             result = yield from act(state, Action(plan=state.plan, steps=state.pace.guard, check=check))
-        finally:
-            state.is_out_of_turn = was_out_of_turn
         name, finding = candidate.name, result.finding
         plain_s, with_s = (0.0, 0.0) if finding is None else finding.replays_s
         saved = min(_MOST_SAVED, (plain_s - with_s) / state.plain_s)
@@ -206,11 +214,10 @@ def check_whole(state: SearchState, plan: Choices, steps: int | None = None) -> 
 
 def trial(
     state: SearchState,
-    comparison: TrialDesign,
     a: Choices,
     b: Choices,
     *,
-    settle: int,
+    design: TrialDesign = _IN_BLOCKS,
     config: TrialConfig | None = None,
     if_much_slower: Verdict | None = None,
     limit_s: Callable[[], float] = lambda: math.inf,
@@ -218,14 +225,15 @@ def trial(
     """Compare plan `b` with plan `a`; None if a strategy tripped meanwhile.
 
     Args:
-        settle: steps to leave out after each switch.
         config: the statistics, if not those of the search.
         if_much_slower: the verdict where the first steps of `b` are much slower.
+        limit_s: tells what it may cost.
     """
     step_s = state.plain_s if a == state.standing_plan() != state.plan else state.step_s
+    switched = [each for each in (a | b).items() if each not in a.items() or each not in b.items()]
     terms = Terms(
         config=(config or state.config).for_steps_of(step_s),
-        settle=settle,
+        settle=max(state.candidates[name].comparison.settling(setting) for name, setting in switched),
         reduce=state.reduce,
         step_s=max(step_s, 1e-4),
         if_much_slower=if_much_slower,
@@ -241,11 +249,11 @@ def trial(
         return Steps(seconds=result.seconds, settling=result.settling, drained=result.drained, phases=result.phases)
 
     try:
-        result = yield from drive(comparison.trial(terms), run)
+        result = yield from drive(design.trial(terms), run)
     except _Tripped:
         return None
     state.cost_s += result.cost_s
-    if result.outcome is not None and not comparison.stands and (state.searching or state.is_out_of_turn):
+    if result.outcome is not None and not design.stands and state.searching:
         state.last_trial = dict(a), dict(b), result.outcome
     return result
 
@@ -271,17 +279,8 @@ def close(
         plan, standing = dict(state.plan), state.standing_plan()
         outcome = _known_outcome(state, plan, standing)
         if outcome is None and plan != standing:
-            settle = max(state.candidates[name].comparison.settling(setting) for name, setting in plan.items())
             with charged_to(state):
-                result = yield from trial(
-                    state,
-                    TrialDesign(),
-                    standing,
-                    plan,
-                    settle=settle,
-                    if_much_slower=if_much_slower,
-                    limit_s=limit_s,
-                )
+                result = yield from trial(state, standing, plan, if_much_slower=if_much_slower, limit_s=limit_s)
             if result is None:
                 continue  # a strategy tripped and is gone: close with the rest
             outcome = result.outcome

@@ -9,8 +9,6 @@ from accel.report import Report
 from accel.search import costs
 from accel.search.state import Candidate, SearchState
 
-_SILENT_S = 60.0
-"""How long a run may be too young for a first trial without a word of that, s."""
 _LIMITS = {
     "host.oversubscribed": "crowded cores",
     "host.own_processes": "crowded cores",
@@ -40,8 +38,8 @@ def is_crowded(state: SearchState) -> bool:
 
 
 def is_too_early(state: SearchState) -> bool:
-    """Tell whether nothing has been tried in the first minute, and something may be tried later in this run."""
-    if state.replay is not None or state.elapsed_s > _SILENT_S or state.has_tried:
+    """Tell whether nothing has been tried, and something may be tried later in this run."""
+    if state.replay is not None or state.has_tried:
         return False
     waiting = [each for each in state.pending() if not state.recollection.postponed(each.name, state.elapsed_s)]
     expected = (costs.expected_s(state, candidate) for candidate in waiting)

@@ -26,6 +26,11 @@ Choices = dict[str, Any]
 """Strategy name → setting, in the order they are switched on."""
 
 
+def without(plan: Choices, name: str) -> Choices:
+    """Return a plan without one of its strategies."""
+    return {other: setting for other, setting in plan.items() if other != name}
+
+
 def fingerprint(model: nn.Module) -> str:
     """Return a hash of the names, shapes and dtypes of the model's state, not its values; a plan is bound to it.
 

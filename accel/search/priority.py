@@ -19,12 +19,12 @@ _MOST_TIMES = 2
 
 
 def next_candidate(state: SearchState) -> Candidate | None:
-    """Return which candidate is to be looked at next; None if there is none, or all others have to wait."""
-    queued = [each for each in state.pending() if each.stage is CandidateStage.QUEUED or can_be_tried(state, each)]
+    """Return which candidate is to be looked at next, of equals the first in the registry; None if all have to wait."""
+    queued = [each for each in state.pending() if each.stage is CandidateStage.QUEUED or not why_pending(state, each)]
     return min(queued, key=lambda candidate: rank(state, candidate), default=None)
 
 
-def rank(state: SearchState, candidate: Candidate) -> tuple[bool, int, bool, bool, bool, bool, bool, bool, int, int]:
+def rank(state: SearchState, candidate: Candidate) -> tuple[int, ...]:
     """Return what sorts candidates: cheap ones first, and among them what treats the present bottleneck.
 
     What treats a cause that takes most of the step comes before all else, unless the guard compares it first. What
@@ -49,7 +49,6 @@ def rank(state: SearchState, candidate: Candidate) -> tuple[bool, int, bool, boo
         candidate.name not in [finding.strategy for finding in findings],
         candidate.is_compared,
         min(treated, default=len(limits)),
-        candidate.order,
     )
 
 
@@ -85,11 +84,6 @@ def why_pending(state: SearchState, candidate: Candidate) -> str:
     return costs.too_dear(state, candidate) or _comes_after(state, candidate) or waits_in_loop(state, candidate)
 
 
-def can_be_tried(state: SearchState, candidate: Candidate) -> bool:
-    """Tell whether a candidate that had to wait can be tried now."""
-    return not why_pending(state, candidate)
-
-
 def waits_in_loop(state: SearchState, candidate: Candidate) -> str:
     """Ask what a candidate waits for in the loop; work that begins then, and is expected no more, is charged."""
     expected_s = costs.work_s(state, candidate)
@@ -113,24 +107,19 @@ def reopen_verdicts(state: SearchState) -> None:
     """
     for candidate in state.candidates.values():
         is_out = candidate.stage is CandidateStage.DECIDED and candidate.name not in state.plan
-        if not is_out or candidate.times_reopened >= _MOST_TIMES:
-            continue
-        candidate.judged_ms = candidate.judged_ms or candidate.row.before_ms or state.step_s * 1e3
-        if candidate.judged_ms >= _SHORTER * state.step_s * 1e3 and _may_matter(state, candidate):
+        if is_out and candidate.times_reopened < _MOST_TIMES and _may_matter(state, candidate):
             state.note(f"{candidate.name}: the step has become shorter since its verdict, which is reopened")
-            candidate.withdraw()
-            candidate.stage, candidate.at_length, candidate.settings_left = CandidateStage.QUEUED, False, None
+            candidate.queue_again()
             candidate.times_reopened += 1
-            candidate.judged_ms = 0.0
 
 
 def _may_matter(state: SearchState, candidate: Candidate) -> bool:
     """Tell whether the upper end of what a candidate saved, or the phase that it shortens, is enough of the step."""
-    row = candidate.row
+    row, step_ms = candidate.row, state.step_s * 1e3
     if row.status == "not tried":  # it could win too little; else it has steps, of a check that could compare nothing
         return bool(candidate.comparison.phase) and not row.steps and not too_little(state, candidate)
-    if row.status not in ("undone", "inconclusive") or row.before_ms is None or row.gain_high is None:
+    if row.before_ms is None or row.gain_high is None or row.before_ms < _SHORTER * step_ms:
         return False
-    if candidate.judged_ms >= _OTHER_LIMIT * state.step_s * 1e3 or candidate.strategy.treats == {Bottleneck.LAUNCH}:
+    if row.before_ms >= _OTHER_LIMIT * step_ms or candidate.strategy.treats == {Bottleneck.LAUNCH}:
         return True  # with less work on the device the host may limit the step
-    return row.before_ms * (1 - 1 / row.gain_high) > state.config.drop_gain * state.step_s * 1e3
+    return row.before_ms * (1 - 1 / row.gain_high) > state.config.drop_gain * step_ms

@@ -66,9 +66,9 @@ class Recipe:
         """The search begins again: nothing of it has been tried."""
         self.is_checking, self._tried = False, set()
 
-    def gain(self, name: str) -> float | None:
-        """Return what a strategy has gained on such a device where it was kept; None if there is no record."""
-        return next((each.gain for each in self._members if each.strategy == name), None)
+    def gain(self, name: str) -> float:
+        """Return the ratio that a strategy has gained on such a device where it was kept; 1 if there is no record."""
+        return next((each.gain or 1.0 for each in self._members if each.strategy == name), 1.0)
 
     def choices(self, state: SearchState, *, free: bool = False) -> Choices:
         """Return what of it applies here, has not been decided and is not on, each with its best guess of a setting.

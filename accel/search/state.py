@@ -45,10 +45,6 @@ if TYPE_CHECKING:
     from accel.profiler.naming import Diagnosis
 
 _NOT_ASKED = "the other ranks are about to prepare it"
-_ALIKE = 3.0
-"""Times as large a batch, or as small, for which a plan is not searched for again. When each change of the batch did
-that, the plan went, and a gain of 8 % with it for seconds."""
-
 _FEWEST = 5
 """Steps that an action measures at the least."""
 _LOOKING = 0.005
@@ -73,8 +69,6 @@ class Candidate:
 
     strategy: Strategy
     run: Any
-    order: int = 0
-    """Its place in the registry, which decides among equals."""
     ruled_out: tuple[str, str] | None = None
     """Report status and reason, if the user's arguments leave it out."""
     is_insisted: bool = False
@@ -93,12 +87,8 @@ class Candidate:
     """What its next trial must be allowed to cost, since the last one was cut short."""
     standing: Outcome | None = None
     """The outcome of the trial that has kept it, if its design `stands`; it is in both plans of later trials."""
-    before: tuple[StrategyRow, CandidateStage] | None = None
-    """The row and stage to go back to. Set while it is tried, or kept, out of its turn; else None."""
     done: set[str] = field(default_factory=set)
     """One-off work that has been done."""
-    judged_ms: float = 0.0
-    """The step that its last verdict holds for; 0 before the first."""
     times_reopened: int = 0
     """How often its verdict was reopened since the step had become shorter."""
     other_draws: bool = False
@@ -116,6 +106,12 @@ class Candidate:
     def comparison(self) -> TrialDesign:
         """How it is judged now."""
         return designed(self.strategy, self.run)
+
+    @property
+    def is_beside_others(self) -> bool:
+        """It is on, or being tried, only for as long as other processes are there."""
+        watch = self.comparison.watch
+        return watch is not None and watch.is_used
 
     @property
     def is_compared(self) -> bool:
@@ -162,13 +158,17 @@ class Candidate:
         self.row.cost_s, self.row.steps, self.row.tolerance = before.cost_s, before.steps, before.tolerance
         self.row.output_error, self.row.gradient_error = before.output_error, before.gradient_error
 
+    def queue_again(self) -> None:
+        """Withdraw the verdict, and let its turn come again."""
+        self.withdraw()
+        self.stage, self.at_length, self.settings_left = CandidateStage.QUEUED, False, None
+
     def begin_again(self) -> None:
         """Forget what a search has found."""
         self.row = self._new_row()
         self.stage = CandidateStage.QUEUED if self.ruled_out is None else CandidateStage.RULED_OUT
         self.at_length, self.settings_left, self.passed, self.needs_s = False, None, None, 0.0
-        self.standing, self.before, self.done = None, None, set()
-        self.judged_ms, self.times_reopened = 0.0, 0
+        self.standing, self.done, self.times_reopened = None, set(), 0
 
     def _new_row(self) -> StrategyRow:
         row = StrategyRow(
@@ -231,23 +231,6 @@ class Pace:
         return max(self.rest, min(math.ceil(self.look_s / max(step_s, 1e-6)), _IDLE * self.rest))
 
 
-@dataclass
-class BatchGrowth:
-    """By how much the batch controller has changed the batch since the search began."""
-
-    times: float = 1.0
-    is_unchecked: bool = False
-    """The plan has not been tried again since the last change."""
-
-    def takes(self, times: float, is_made_for_calls: bool) -> bool:
-        """Take a change in; return whether a plan that was found before says something of such a batch."""
-        self.times *= times
-        if times == 1.0 or is_made_for_calls or not 1 / _ALIKE < self.times < _ALIKE:
-            return False
-        self.is_unchecked = True
-        return True
-
-
 @dataclass(eq=False, kw_only=True)
 class SearchState:
     """What a search knows, has decided and has spent.
@@ -288,7 +271,7 @@ class SearchState:
     steps: int = 0
     search_steps: int = 0
     searched_until: int = 0
-    """Step at which the last search ended."""
+    """Step at which the last search ended; 0 before that, and once the conditions have changed."""
     elapsed_s: float = 0.0
     before_s: float = 0.0
     """How long the run had lasted before its first step, as far as that counts in the budget."""
@@ -296,8 +279,6 @@ class SearchState:
     saved_s: float = 0.0
     check_s: dict[str, float] = field(default_factory=dict)
     """What is compared → what the guard's next comparison of it will cost, by the last one."""
-    work_ratio: dict[str, float] = field(default_factory=dict)
-    """Strategy → what its one-off work took on this machine ÷ what it expected."""
 
     plain_ms: float = 0.0
     step_ms: float = 0.0
@@ -312,9 +293,8 @@ class SearchState:
     """The conditions that the plan is measured under."""
     reopened: int = 0
     """How often the search has begun again from the plain loop."""
-    growth: BatchGrowth = field(default_factory=BatchGrowth)
-    is_out_of_turn: bool = False
-    """A strategy is tried out of its turn: that costs, although the search may be over."""
+    new_batches: int = 0
+    """How often the batch controller has changed the batch since the plan was tried last."""
     next_look_s: float = 0.0
 
     closing: Outcome | None = None
@@ -375,7 +355,7 @@ class SearchState:
 
     def lasting_plan(self) -> Choices:
         """Return the plan without what is in it only for as long as other processes are there."""
-        return {name: setting for name, setting in self.plan.items() if self.candidates[name].before is None}
+        return {name: setting for name, setting in self.plan.items() if not self.candidates[name].is_beside_others}
 
     def standing_plan(self) -> Choices:
         """Return the part of the plan that is in both plans of each trial, since its own trial can't be repeated."""

@@ -15,11 +15,10 @@ from accel.profiler.trial_driver import TrialResult
 from accel.search import costs, priority, verdicts
 from accel.search.actions import Action, Decisions, Result
 from accel.search.experiment import act, charged_to, check, check_whole, close, has_news, look, trial
-from accel.search.plan import Choices
+from accel.search.plan import Choices, without
 from accel.search.recipes import Recipe
 from accel.search.remembered import RememberedPlan
 from accel.search.state import Candidate, CandidateStage, SearchState
-from accel.strategies.trial_design import TrialDesign
 
 _SOON_STEADY = 2
 """What needs more settling steps may need a few more the first time: its first steps say little."""
@@ -46,13 +45,6 @@ def consider(state: SearchState, candidate: Candidate, *, is_paid_for: bool = Fa
             verdicts.decide(state, candidate, "not tried", why)
     else:
         yield from _try_in_turn(state, candidate)
-
-
-def say_what_does_not_apply_anyway(state: SearchState) -> None:
-    """Say of what the user's level leaves out that it does not apply, where that is so: naming it would not help."""
-    for candidate in state.candidates.values():
-        if candidate.row.status == "not allowed" and (why := candidate.refusal()):
-            verdicts.decide(state, candidate, "not applicable", why)
 
 
 def _try_in_turn(state: SearchState, candidate: Candidate) -> Decisions:
@@ -129,15 +121,14 @@ def _try_setting(
     if not has_passed:
         return trial_plan, None
     candidate.passed = trial_plan
-    settle = candidate.comparison.settling(setting)
+    is_soon_steady = candidate.comparison.settling(setting) <= _SOON_STEADY
     result = yield from trial(
         state,
-        candidate.comparison,
         state.plan,
         trial_plan,
-        settle=settle,
+        design=candidate.comparison,
         config=config,
-        if_much_slower=_if_much_slower(state, candidate, config) if settle <= _SOON_STEADY else None,
+        if_much_slower=_if_much_slower(state, candidate, config) if is_soon_steady else None,
         limit_s=_limit(state) if is_limited else lambda: math.inf,
     )
     if not candidate.is_compared:  # then it works when it is switched on
@@ -193,19 +184,15 @@ def leave_out(state: SearchState, candidate: Candidate) -> Decisions:
 
     Steps without it that are much slower end the trial at once.
     """
-    name, plan = candidate.name, dict(state.plan)
-    without: Choices = {n: setting for n, setting in plan.items() if n != name}
-    config = state.config.of_kept()
+    name, plan, config = candidate.name, dict(state.plan), state.config.of_kept()
     with charged_to(state, candidate):
         result = yield from trial(
             state,
-            TrialDesign(),
             plan,
-            without,
-            settle=candidate.comparison.settling(plan[name]),
+            without(state.plan, name),
             config=config.brief() or config,
             if_much_slower="drop",
-            limit_s=lambda: costs.trial_limit_s(state),
+            limit_s=partial(costs.trial_limit_s, state),
         )
     if result is None or result.outcome is None or name not in state.plan:
         return

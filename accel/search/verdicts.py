@@ -6,6 +6,7 @@ from accel.guard.comparison import Comparison as Finding
 from accel.profiler.trial import Outcome
 from accel.profiler.trial_driver import TrialResult
 from accel.report import Status, StrategyRow
+from accel.search.plan import without
 from accel.search.state import Candidate, CandidateStage, SearchState
 
 
@@ -34,33 +35,18 @@ def remove(state: SearchState, name: str, why: str, *, is_slower: bool = False) 
     """Undo a strategy of the plan.
 
     Args:
-        is_slower: it does not pay as things are; what was kept out of its turn has that on a quiet host.
+        is_slower: it does not pay as things are; what was kept beside other processes has its turn again.
     """
     candidate = state.candidates[name]
-    state.plan = {n: setting for n, setting in state.plan.items() if n != name}
+    state.plan = without(state.plan, name)
     state.note(f"{name} undone: {why}")
-    before = candidate.before
     candidate.standing, candidate.stage, candidate.settings_left = None, CandidateStage.DECIDED, None
     decide(state, candidate, "undone", why)
-    if before is not None:
-        leave_out_of_turn(candidate)
-        if is_slower:
-            restore(candidate, before)
-
-
-def leave_out_of_turn(candidate: Candidate) -> None:
-    """Note that a strategy is not, or no longer, kept for what its watch has seen."""
-    candidate.before = None
-    if (watch := candidate.comparison.watch) is not None:
-        watch.is_used = False
+    watch = candidate.comparison.watch
+    if watch is not None and watch.is_used:
         watch.not_kept()
-
-
-def restore(candidate: Candidate, before: tuple[StrategyRow, CandidateStage]) -> None:
-    """Let an earlier verdict stand again; what has been spent since counts."""
-    row, candidate.stage = before
-    row.cost_s, row.steps = candidate.row.cost_s, candidate.row.steps
-    candidate.row = row
+        if is_slower:
+            candidate.queue_again()
 
 
 def record_finding(candidate: Candidate, finding: Finding) -> None:

@@ -232,7 +232,7 @@ class ActionRunner:
             run.observed.note_batch(measured.batch.shape)
         threads = torch.get_num_threads() if "intraop_threads" not in self._session.active else run.threads
         result.regime = (measured.batch.shape, run.world_size, threads, events.loader.moves, events.usage.called)
-        result.growth = measured.batch.take_growth()
+        result.has_new_batch = measured.batch.has_followed()
         result.load = self._host.look(action.host)
         run.observed.fetch_finding = events.loader.finding
         events.usage.tell_uncalled()

@@ -8,10 +8,10 @@ import logging
 import platform
 import shlex
 import sys
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import torch
 from torch.nn.parameter import is_lazy
@@ -23,21 +23,13 @@ from accel.report import NOTHING_REMEMBERED, Machine, Report, ReportPlace, State
 from accel.run import Run, ranks
 from accel.search import outlook
 from accel.search.plan import Choices, Plan, fingerprint
-from accel.search.state import SearchState
+from accel.search.state import Candidate, SearchState
 from accel.search.verdicts import remember
 
 if TYPE_CHECKING:
     from accel.session.session import Session
 
 log = logging.getLogger("accel")
-
-_ANATOMIES = ("anatomy_before", "anatomy_after")
-_MEASURED = (
-    *("plain_ms", "accel_ms", "speedup", "speedup_low", "speedup_high", "break_even_step"),
-    *("bottleneck", "bottleneck_share", "bottleneck_advice"),
-    *_ANATOMIES,
-)
-"""Fields of a report that hold what was measured of a finished plan."""
 
 
 class Announcer:
@@ -107,12 +99,10 @@ class Journal:
         self._replayed = replayed
         self._is_on_gpu = self._run.cuda  # at the end a framework may have taken the model back to the CPU
         self._finished = False
-        self._reported: Literal["trials", "nothing tried"] | None = None
-        """Of what the last outcome that was printed told."""
-        self._concluded_in = 0
-        """How often the search had begun again by then."""
+        self._is_reported = False
+        """The outcome of a search has been printed."""
         self._concluded: Report | None = None
-        """The report at the end of the last search: its conclusions hold while another search runs."""
+        """The report at the end of the last search."""
         self._report = Report(
             started=datetime.now().astimezone().isoformat(timespec="seconds"),
             command=utf8(shlex.join(["python", *sys.orig_argv[1:]])),
@@ -133,19 +123,17 @@ class Journal:
     def settled(self) -> bool:
         """A search is over: print its outcome in a few lines, write the files; return whether one has been printed.
 
-        That of a later search is printed only where nothing had been tried before. In the first minute nothing is told
-        before a first trial that is still to come: that takes 0.05 to 0.25 s.
+        Nothing is told before a first trial that is still to come, and that of a later search is not printed.
         """
-        report = self.report()  # whose conclusions stand while another search runs
-        tried = self._controller.has_tried
-        if self._reported is None and outlook.is_too_early(self._controller):
+        if not self._is_reported and outlook.is_too_early(self._controller):
             return False
-        if self._reported is None or (tried and self._reported == "nothing tried"):
+        report = self._concluded = copy.deepcopy(self.report())
+        if not self._is_reported:
             from accel.report.optimize_document import summary  # brings rich: only where there is something to print
 
             stderr.write(summary(report, self.place.whole))
             self._announcer.search_has_ended()
-            self._reported = "trials" if tried else "nothing tried"
+            self._is_reported = True
             self._write(report)
         return True
 
@@ -167,7 +155,7 @@ class Journal:
             self._announcer.say(what)
 
     def _ending(self, report: Report) -> str:
-        if report.state == "done" and self._reported is None:
+        if report.state == "done" and not self._is_reported:
             candidates = self._controller.candidates
             left = [row.name for row in report.rows if row.status == "not tried" and not candidates[row.name].refusal()]
             untried = ", ".join(left)
@@ -217,7 +205,7 @@ class Journal:
         report.machine.world_size = self._run.world_size
         if not self._has_size:
             self._describe_model()
-        report.rows = list(controller.rows.values())
+        report.rows = [self._row(candidate) for candidate in controller.candidates.values()]
         report.events = list(controller.events)
         report.plan = dict(controller.plan) if session.rank == 0 else session.active
         report.state = self._state(controller)
@@ -233,44 +221,31 @@ class Journal:
         report.training_same = _training_same(report)
         self.describe_batch(report)
         report.unseen = self._unseen(session)
-        if session.rank == 0:
-            self._stand_by(report, controller)
-        report.rows = list(map(self._with_note, report.rows))
-        return report
+        return self._conclusion(report)
 
-    def _with_note(self, row: StrategyRow) -> StrategyRow:
-        note = self._controller.candidates[row.name].comparison.note if row.status == "kept" else ""
-        return dataclasses.replace(row, why=f"{row.why}; {note}") if note else row
+    def _row(self, candidate: Candidate) -> StrategyRow:
+        """Return the row of a candidate as it is told; what is on before its trial has ended is kept so far."""
+        row, note = candidate.row, candidate.comparison.note
+        if row.status == "not tried" and candidate.name in self._controller.plan:
+            return dataclasses.replace(row, status="kept", why="on so far; its trial has not ended")
+        return dataclasses.replace(row, why=f"{row.why}; {note}") if row.status == "kept" and note else row
 
-    def _stand_by(self, report: Report, controller: SearchState) -> None:
-        """Store the conclusions of a search that has ended; while another one runs, report what of them holds."""
-        if not controller.searching:
-            self._concluded, self._concluded_in = copy.deepcopy(report), controller.reopened
-            return
-        concluded = self._concluded
-        # If a strategy was undone since, the stored conclusions no longer hold, and there are no new ones yet.
-        if concluded is None or any(controller.rows[name].status == "undone" for name in concluded.plan):
-            return
-        if controller.reopened == self._concluded_in and concluded.plan != controller.plan:
-            # What was added since is in the plan, and not in the speed-up of the whole. Of none that would be a 1.
-            if concluded.plan and concluded.plan.items() <= controller.plan.items():
-                self._repeat(concluded, report, _MEASURED)
-            return
-        self._repeat(concluded, report, (*_MEASURED, "plan", "training_same"))
-        report.rows = [_latest(row, controller.rows[row.name]) for row in concluded.rows]
-
-    def _repeat(self, concluded: Report, report: Report, names: Iterable[str]) -> None:
-        for name in names:
-            setattr(report, name, copy.deepcopy(getattr(concluded, name)))
-        if self._finished:
-            report.state = concluded.state
+    def _conclusion(self, report: Report) -> Report:
+        """Return what the last search has found, if the run has ended in a later one and nothing of it was undone."""
+        concluded, controller = self._concluded, self._controller
+        if not self._finished or report.state != "interrupted" or concluded is None:
+            return report
+        if any(controller.rows[name].status == "undone" for name in concluded.plan):
+            return report
+        now = {name: getattr(report, name) for name in ("steps", "search_steps", "search_s", "events", "unseen")}
+        return dataclasses.replace(concluded, **now)
 
     def _state(self, controller: SearchState) -> State:
         if not self._session.alive:
             return "undone"
         if controller.searching:
             if self._finished:
-                return "interrupted" if controller.closed is None else "done"
+                return "done" if controller.searched_until else "interrupted"
             return "searching"
         return "done" if self._replayed is None else "replayed"
 
@@ -291,14 +266,6 @@ class Journal:
         return unseen
 
 
-def _latest(concluded: StrategyRow, present: StrategyRow) -> StrategyRow:
-    """Return the row of a strategy while another search runs: the stored one, unless it was decided about since."""
-    if "kept" in (concluded.status, present.status):
-        return copy.deepcopy(concluded)
-    is_decided = present.status != "not tried" or (concluded.status == "not tried" and bool(present.why))
-    return present if is_decided else copy.deepcopy(concluded)
-
-
 def _speed(report: Report, controller: SearchState) -> None:
     """Set the step times before and after, and the speed-up, as the closing trial has shown them."""
     closing = controller.closed
@@ -306,7 +273,7 @@ def _speed(report: Report, controller: SearchState) -> None:
     if closing is not None:
         report.plain_ms, report.accel_ms = closing.before_ms, closing.after_ms
         report.speedup, report.speedup_low, report.speedup_high = closing.gain, closing.low, closing.high
-    elif not controller.searching and not controller.plan and controller.plain_ms:
+    elif controller.searched_until and not controller.plan and controller.plain_ms:
         report.plain_ms = report.accel_ms = controller.plain_ms
         report.speedup = 1.0
 
@@ -314,12 +281,12 @@ def _speed(report: Report, controller: SearchState) -> None:
 def _anatomy(report: Report, controller: SearchState) -> None:
     """Set both anatomies, scaled to the reported step times: they were measured outside the closing trial."""
     parts = [controller.anatomy_before, controller.anatomy_after]
-    if not controller.searching and not controller.plan:
+    if controller.searched_until and not controller.plan:
         parts[1] = parts[0]  # the later one may have been measured under a plan that is undone by now
-    for name, part, step_ms in zip(_ANATOMIES, parts, (report.plain_ms, report.accel_ms), strict=True):
-        total = sum(part.values())
-        factor = step_ms / total if step_ms and total > 0 else 1e3
-        setattr(report, name, {phase: seconds * factor for phase, seconds in part.items()})
+    report.anatomy_before, report.anatomy_after = (
+        {phase: seconds * (step_ms / sum(part.values()) if step_ms else 1e3) for phase, seconds in part.items()}
+        for part, step_ms in zip(parts, (report.plain_ms, report.accel_ms), strict=True)
+    )
 
 
 def _machine(run: Run) -> Machine:

@@ -81,10 +81,8 @@ class UsualBatch:
     def __init__(self) -> None:
         self.shape: Hashable = None
         """Its shape, "varying" if there is no usual one, None before the first steps."""
-        self._growth = 1.0
-        """By how much the batch was changed since growth was taken last."""
-        self._grown: Hashable = None
-        """The usual shape then."""
+        self._before: Hashable = None
+        """The usual shape before the batch controller changed the batch; None if it hasn't."""
         self._counts: Counter[Hashable] = Counter()
         """Of the measured steps since that was judged: an action of one step has one shape although shapes vary."""
 
@@ -98,17 +96,18 @@ class UsualBatch:
         self._counts.clear()
         return True
 
-    def resize(self, growth: float) -> None:
-        """The batch controller has made the batch so many times as large: earlier shapes say nothing of it."""
-        self._growth *= growth
+    def forget(self, *, is_resized: bool) -> None:
+        """Forget the shapes since the usual one was judged; the batch controller may have changed the batch."""
         self._counts.clear()
+        if is_resized:
+            self._before = self.shape
 
-    def take_growth(self) -> float:
-        """Return by how much the batch has been changed, once the usual shape has followed; else 1."""
-        if self.shape in (self._grown, "varying"):
-            return 1.0
-        self._grown, growth, self._growth = self.shape, self._growth, 1.0
-        return growth
+    def has_followed(self) -> bool:
+        """Tell, once, that the usual shape has followed a change by the batch controller."""
+        if self._before is None or self.shape in (self._before, "varying"):
+            return False
+        self._before = None
+        return True
 
 
 class WholeEpoch:
@@ -161,10 +160,10 @@ class ActionSteps:
         """Begin an action, after so many epochs have begun."""
         self.action, self.result, self._whole_epoch = action, Result(), WholeEpoch(epochs)
 
-    def forget(self, growth: float) -> None:
-        """Forget the times of the action so far; batches are so many times as large now."""
+    def forget(self, *, is_resized: bool) -> None:
+        """Forget the times of the action so far; the batch controller may have changed the batch."""
         self.result.forget_steps()
-        self.batch.resize(growth)
+        self.batch.forget(is_resized=is_resized)
 
     def add(self, measured: Measurement, epochs: int, *, are_repeated: bool) -> bool:
         """Take in a step that has ended; return whether it was the action's last.

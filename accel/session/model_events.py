@@ -238,6 +238,4 @@ class UpdateEvents:
     def backward_ended(self, roots: list[Tensor]) -> None:
         """Check the gradients."""
         if self._state.mode is not _SUSPENDED:
-            if not self._events.steps and not self._events.usage.called:
-                self._events.usage.trained_elsewhere()
             self._calls.watch.backward_ended(roots)

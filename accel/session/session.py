@@ -52,6 +52,8 @@ class Session:
         self.run, self.strategies = run, strategies
         self.name = type(run.model).__name__
         """The class of the model."""
+        self.last_turn = 0
+        """See `Turns`."""
         self.rank = 0
         """This process's rank, 0 until the ranks have met."""
         self.samples_per_step: float | None = None
@@ -108,10 +110,10 @@ class Session:
         """Do not count the time of the step that begins: something else is measured in it."""
         self.events.measured.is_left_out = self.state.mode is Mode.MEASURING
 
-    def begin_again(self, growth: float = 1.0) -> None:
-        """Forget the times of the present action, and end an idle rest: batches are so many times as large now."""
+    def begin_again(self, *, is_resized: bool = False) -> None:
+        """Forget the times of the present action, and end an idle rest; the batch controller may have changed it."""
         measured = self.events.measured
-        measured.forget(growth)
+        measured.forget(is_resized=is_resized)
         if measured.action is not None and measured.action.settled:
             self.state.wake()
 

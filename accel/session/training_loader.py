@@ -25,9 +25,6 @@ _GONE_AFTER = 32
 _UPDATES_WITHOUT_BATCH = 3
 # After so many requests of another thread than the one that trains, the loop is taken to fetch there.
 _REQUESTS_ELSEWHERE = 8
-# After so many backward passes without a call of the model or a step of its optimizer, the loop is assumed to train
-# another model. A pass over the loader that trains nothing, to gather statistics say, counts nothing.
-_PASSES_ELSEWHERE = 32
 
 
 class TrainingLoader:
@@ -133,7 +130,7 @@ class Usage:
         """The loop has iterated the loader."""
         self.called = False
         """The loop has called the model to train it."""
-        self._updates = self._requests_elsewhere = self._passes_elsewhere = 0
+        self._updates = self._requests_elsewhere = 0
 
     def updated_without_batch(self) -> None:
         """The model was updated, and the loader has not been iterated."""
@@ -151,15 +148,6 @@ class Usage:
             self._say(
                 f"the batches of {self._model} are taken by another thread than the one that trains it, so that its "
                 "steps can't be told apart and nothing more is tried; iterate the loader in the loop itself"
-            )
-
-    def trained_elsewhere(self) -> None:
-        """A backward pass has run, and neither a training call of the model before it nor a step of its optimizer."""
-        self._passes_elsewhere += 1
-        if self._passes_elsewhere == _PASSES_ELSEWHERE:
-            self._say(
-                f"{self._passes_elsewhere} backward passes ran without a training call of {self._model} or a step of "
-                "its optimizer; pass the model that the loop trains"
             )
 
     def tell_uncalled(self) -> None:

@@ -14,6 +14,9 @@ from typing import Protocol
 class Searcher(Protocol):
     """A session, as `Turns` needs it."""
 
+    last_turn: int
+    """Number of its last step, among those of all searchers."""
+
     @property
     def name(self) -> str:
         """The model's name, for messages."""
@@ -28,22 +31,19 @@ class Turns:
 
     def __init__(self) -> None:
         self._now = 0
-        self._last: weakref.WeakKeyDictionary[Searcher, int] = weakref.WeakKeyDictionary()
-        # A lone searcher, once known, and its latest step: to look it up in the dictionary, and to write, costs 5 µs.
-        self._alone: weakref.ref[Searcher] | None = None
-        self._last_alone = 0
+        self._searchers: weakref.WeakSet[Searcher] = weakref.WeakSet()
+        self._is_one = True
 
     def join(self, searcher: Searcher) -> None:
         """Add a searcher."""
-        if len(self._last) == 1:
-            (alone,) = self._last
-            self._last[alone] = max(self._last[alone], self._last_alone)
-        self._last[searcher], self._alone = self._now, None
+        searcher.last_turn = self._now
+        self._searchers.add(searcher)
+        self._is_one = len(self._searchers) < 2
 
     def leave(self, searcher: Searcher) -> None:
         """Remove a searcher."""
-        self._last.pop(searcher, None)
-        self._alone = None
+        self._searchers.discard(searcher)
+        self._is_one = len(self._searchers) < 2
 
     def step(self, searcher: Searcher) -> Searcher | None:
         """Note a step of `searcher`, and return one that searches in the same loop, or None.
@@ -51,17 +51,11 @@ class Turns:
         Ranks that run the same loop get the same answer at the same step.
         """
         self._now += 1
-        if self._alone is not None and self._alone() is searcher:
-            self._last_alone = self._now
+        since, searcher.last_turn = searcher.last_turn, self._now
+        if self._is_one:
             return None
-        if len(self._last) == 1 and searcher in self._last:
-            self._alone, self._last_alone = weakref.ref(searcher), self._now
-            return None
-        self._alone = None
-        since = self._last.get(searcher, self._now - 1)
-        self._last[searcher] = self._now
-        others = [o for o, last in self._last.items() if o is not searcher and last > since and o.searching]
-        return others[0] if others else None
+        others = (other for other in self._searchers if other is not searcher and other.last_turn > since)
+        return min((other for other in others if other.searching), key=lambda other: other.last_turn, default=None)
 
 
 TURNS = Turns()

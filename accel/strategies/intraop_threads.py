@@ -71,11 +71,11 @@ class OtherProcesses:
     """
 
     def __init__(self) -> None:
-        self.is_used = False
         self.begin_again()
 
     def begin_again(self) -> None:
         """Forget what was seen."""
+        self.is_used = False
         self.are_here = False
         self.news: HostLoad | None = None
         self._shared, self._quiet = 0, 0
@@ -99,6 +99,7 @@ class OtherProcesses:
 
     def not_kept(self) -> None:
         """Act on others only after twice as many looks as before: those that come and go would cost a trial each."""
+        self.is_used = False
         self._needed *= 2
         self._shared = 0
         self._is_answered, self.news = False, None

@@ -158,8 +158,7 @@ def simulate(
 
 def search(candidates: list[Candidate], *, budget: str | float | int = 1e9, **options: Any) -> SearchState:
     """Return the state of a search that is to begin; a candidate may have been in an earlier one."""
-    for order, each in enumerate(candidates):
-        each.order = order
+    for each in candidates:
         each.begin_again()
     return SearchState(offered=candidates, budget=Budget.parse(budget), **options)
 

@@ -182,7 +182,7 @@ class BatchAgreement:
         if local != now:
             alone = self._sampler.num_replicas == 1
             self._sampler.set_batch_size(local, delay=None if alone else most_ahead + _AHEAD)
-        self._session.begin_again(growth=local / now)
+        self._session.begin_again(is_resized=local != now)
         self._say(f"batch size {decision.batch}: {decision.why}")
 
     def _local(self, decision: BatchDecision) -> int:

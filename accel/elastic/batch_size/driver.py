@@ -76,6 +76,8 @@ class BatchRun(LoopObserver):
         self._followed = self._followed_at = 0
         """Samples of the step that the learning rate is meant for, and in which hundredth of a pass over the data."""
         backward.listen(self)
+        self.last_turn = 0
+        """See `Turns`."""
         TURNS.join(self)
         TURNS.step(self)  # so that the session, whose first step comes before this one's, waits
 

@@ -114,7 +114,7 @@ def test_the_batch_is_decided_during_a_search_in_steps_without_a_candidate(
     monkeypatch.setattr(Session, "is_busy", property(lambda self: steps // 10 % 2 == 1))
     left_out, begun_again, changed, measured = [], [], [], []
     monkeypatch.setattr(Session, "leave_out_step", lambda self: left_out.append(steps))
-    monkeypatch.setattr(Session, "begin_again", lambda self, growth: begun_again.append(steps))
+    monkeypatch.setattr(Session, "begin_again", lambda self, is_resized: begun_again.append(steps))
     model, loader, optimizer = growing(job, 64)
 
     def each(step: int) -> None:
