@@ -15,7 +15,7 @@ import itertools
 import os
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -24,6 +24,8 @@ from typing import Any, NamedTuple
 from accel.errors import AccelError
 from accel.files import save
 from accel.optimized import MODELS
+from accel.profiler.loop.optimizers import Optimizers
+from accel.run.context import Run
 
 
 class NotWritable(AccelError):
@@ -36,6 +38,22 @@ class Edit(NamedTuple):
     start: int
     end: int
     text: str
+
+
+class ModelPlan(NamedTuple):
+    """What was kept for a model.
+
+    Args:
+        choices: strategy → setting, as in a plan.
+        model: class of the model, e.g. "ResNet"; needed where a script makes several optimizers of one class.
+        optimizer: class of its optimizer, e.g. "AdamW".
+        device: type of its device, "cpu" or "cuda".
+    """
+
+    choices: Mapping[str, Any]
+    model: str
+    optimizer: str
+    device: str
 
 
 @dataclass
@@ -53,22 +71,21 @@ class ScriptPatch:
     left: dict[str, str] = field(default_factory=dict)
 
 
-def patch_script(source: str, name: str, choices: Mapping[str, Any], optimizer: str, device: str) -> ScriptPatch:
-    """Write a plan into a script.
+def patch_script(source: str, name: str, plans: Sequence[ModelPlan]) -> ScriptPatch:
+    """Write plans into a script.
 
     Args:
         source: text of the script.
         name: its path, for the header of the diff.
-        choices: strategy → setting, as in a plan.
-        optimizer: class of the optimizer that the script makes, e.g. "AdamW".
-        device: type of the model's device, "cpu" or "cuda".
+        plans: of each model that the script trains.
 
     Returns:
         The diff, with what is in it and what is not.
 
     Example:
         >>> script = "opt = torch.optim.SGD(net.parameters(), lr=0.1)\\n"
-        >>> print(patch_script(script, "train.py", {"fused_optimizer": "fused"}, "SGD", "cpu").diff)
+        >>> plan = ModelPlan({"fused_optimizer": "fused"}, "Net", "SGD", "cpu")
+        >>> print(patch_script(script, "train.py", [plan]).diff)
         --- a/train.py
         +++ b/train.py
         @@ -1 +1 @@
@@ -76,24 +93,27 @@ def patch_script(source: str, name: str, choices: Mapping[str, Any], optimizer: 
         +opt = torch.optim.SGD(net.parameters(), lr=0.1, fused=True)
         <BLANKLINE>
     """
-    script = _Source(source, optimizer, device)
     result = ScriptPatch()
     edits: list[Edit] = []
-    for strategy, setting in choices.items():
-        write = _WRITERS.get(strategy)
-        try:
-            if write is None:
-                raise NotWritable(f"no line of a script does the same; keep it by plan= ({strategy})")
-            own = [*edits, *write(script, setting)]
-            ast.parse(_applied(source, own))
-        except NotWritable as reason:
-            result.left[strategy] = str(reason)
-            continue
-        except SyntaxError:
-            result.left[strategy] = "the place in the script is written in an unusual way"
-            continue
-        edits = own
-        result.written.append(strategy)
+    for plan in plans:
+        script = _Source(source, plan)
+        for strategy, setting in plan.choices.items():
+            label = _label(strategy, plan, plans)
+            write = _WRITERS.get(strategy)
+            try:
+                if write is None:
+                    raise NotWritable(f"no line of a script does the same; keep it by plan= ({strategy})")
+                added = [*write(script, setting)]
+                own = edits if set(added) <= set(edits) else [*edits, *added]  # one model may have what another has
+                ast.parse(_applied(source, own))
+            except NotWritable as reason:
+                result.left[label] = str(reason)
+                continue
+            except SyntaxError:
+                result.left[label] = "the place in the script is written in an unusual way"
+                continue
+            edits = own
+            result.written.append(label)
     changed = _applied(source, edits)
     lines, new = (text.splitlines(keepends=True) for text in (source, changed))
     result.diff = "".join(difflib.unified_diff(lines, new, f"a/{name}", f"b/{name}"))
@@ -108,20 +128,18 @@ def write_patch(script: Path, folder: Path, target: Path) -> str:
         folder: where it was started.
         target: the diff.
     """
-    plans = [(each.session.run, each.journal.kept) for each in MODELS.values() if each.journal.kept]
-    if len(plans) != 1:
-        return f"no patch: {'nothing was kept' if not plans else f'{len(plans)} models have plans of their own'}"
-    ((run, choices),) = plans
+    plans = [_plan_of(each.session.run, each.journal.kept) for each in MODELS.values() if each.journal.kept]
+    if not plans:
+        return "no patch: nothing was kept"
     folder = folder.resolve()
     files = _own_files(script, folder)
     root = Path(os.path.commonpath([folder, *files]))  # patch refuses paths that lead out of where it runs
-    optimizers = ", ".join(sorted({type(each).__name__ for each in run.optimizers}))
     whole = ScriptPatch()
     try:
         for file in files:
-            rest = {name: setting for name, setting in choices.items() if name not in whole.written}
             name, source = file.relative_to(root).as_posix(), file.read_text(encoding="utf-8")
-            part = patch_script(source, name, rest, optimizers, run.device.type)
+            rest = [plan._replace(choices=_missing(plan, plans, whole.written)) for plan in plans]
+            part = patch_script(source, name, rest)
             left = {**part.left, **whole.left}  # the reason is that of the script itself
             whole = ScriptPatch(whole.diff + part.diff, [*whole.written, *part.written], left)
         if whole.written:
@@ -134,6 +152,19 @@ def write_patch(script: Path, folder: Path, target: Path) -> str:
     where = "" if root == folder else f" -d {shlex.quote(str(root))}"
     how = f"patch -p1{where} < {shlex.quote(str(target))}"
     return f"wrote {target} with {', '.join(whole.written)} ({how})" + (f"; {reasons}" if reasons else "")
+
+
+def _label(strategy: str, plan: ModelPlan, plans: Sequence[ModelPlan]) -> str:
+    return strategy if len(plans) == 1 else f"{strategy} of {plan.model}"
+
+
+def _missing(plan: ModelPlan, plans: Sequence[ModelPlan], written: list[str]) -> dict[str, Any]:
+    return {name: setting for name, setting in plan.choices.items() if _label(name, plan, plans) not in written}
+
+
+def _plan_of(run: Run, choices: Mapping[str, Any]) -> ModelPlan:
+    kinds = Optimizers(run.optimizers).kinds
+    return ModelPlan(choices, type(run.inner).__name__, ", ".join(sorted(kinds)), run.device.type)
 
 
 def _own_files(script: Path, folder: Path) -> list[Path]:
@@ -162,9 +193,9 @@ def _applied(source: str, edits: list[Edit]) -> str:
 class _Source:
     """A script's syntax tree, and the places in it that strategies change."""
 
-    def __init__(self, source: str, optimizer: str, device: str) -> None:
-        self.text, self.device = source, device
-        self._optimizer = optimizer
+    def __init__(self, source: str, plan: ModelPlan) -> None:
+        self.device = plan.device
+        self._optimizer, self._model = plan.optimizer, plan.model
         self._tree = ast.parse(source)
         self._lines = source.splitlines(keepends=True)
         self._starts = [0]
@@ -187,17 +218,17 @@ class _Source:
     def optimizer(self) -> ast.Call:
         """Return the call that makes the optimizer."""
         calls = self.calls(self._optimizer)
+        if len(calls) > 1:
+            made = {name for call in self.calls(self._model) for name in _targets(self.statement(call))}
+            calls = [call for call in calls if made & {_trained(call)}]
         if len(calls) != 1:
             raise NotWritable(f"{self._optimizer}(…) must stand once in the file, found {len(calls)} times")
         return calls[0]
 
     def model(self) -> str:
         """Return the expression of the model whose parameters the optimizer gets."""
-        for node in ast.walk(self.optimizer()):
-            if isinstance(node, ast.Call) and _called(node) in ("parameters", "named_parameters"):
-                owner = node.func
-                if isinstance(owner, ast.Attribute) and not isinstance(owner.value, ast.Call):
-                    return ast.unparse(owner.value)
+        if model := _trained(self.optimizer()):
+            return model
         raise NotWritable(f"the call of {self._optimizer} does not name the model's parameters()")
 
     def before_optimizer(self, line: str) -> Edit:
@@ -288,6 +319,16 @@ _BODIES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.For, ast.Whi
 def _called(call: ast.Call) -> str:
     function = call.func
     return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+
+
+def _trained(optimizer: ast.Call) -> str:
+    """Return the expression of the model whose parameters the call of an optimizer names; '' if it names none."""
+    for node in ast.walk(optimizer):
+        if isinstance(node, ast.Call) and _called(node) in ("parameters", "named_parameters"):
+            owner = node.func
+            if isinstance(owner, ast.Attribute) and not isinstance(owner.value, ast.Call):
+                return ast.unparse(owner.value)
+    return ""
 
 
 def _does_backward(loop: ast.For) -> bool:

@@ -9,6 +9,7 @@ import struct
 from pathlib import Path
 
 import numpy as np
+from PIL import Image
 
 _SAMPLES = {"train": 6000, "t10k": 1000}
 
@@ -33,6 +34,22 @@ def mnist(folder: Path) -> None:
 def _write(path: Path, content: bytes) -> None:
     path.write_bytes(content)
     path.with_name(f"{path.name}.gz").write_bytes(gzip.compress(content, mtime=0))
+
+
+def pictures(folder: Path) -> None:
+    """Write train/ and val/ with JPEGs of 320 x 256 in a folder for each of ten classes, for `ImageFolder`.
+
+    Each is one of ten coarse random patterns, moved, with noise.
+    """
+    draw = np.random.default_rng(0)
+    patterns = draw.integers(0, 200, (10, 8, 10, 3))
+    for part, count in (("train", 480), ("val", 40)):
+        for number in range(count):
+            place = folder / part / f"class{number % 10}"
+            place.mkdir(parents=True, exist_ok=True)
+            moved = np.roll(np.kron(patterns[number % 10], np.ones((32, 32, 1))), draw.integers(-16, 17, 2), (0, 1))
+            noisy = np.clip(moved + draw.normal(0, 12, moved.shape), 0, 255).astype(np.uint8)
+            Image.fromarray(noisy).save(place / f"{number}.jpg", quality=90)
 
 
 def wikitext(folder: Path) -> None:

@@ -19,11 +19,13 @@ class Optimizers(Sequence[Optimizer]):
 
     Attributes:
         appended: how many have come so far, those that are gone too.
+        kinds: names of their classes, likewise: in a script with a `main()` none is left at its end.
     """
 
     def __init__(self, optimizers: Iterable[Optimizer] = ()) -> None:
         self._references: list[weakref.ref[Optimizer]] = []
         self.appended = 0
+        self.kinds: set[str] = set(optimizers.kinds) if isinstance(optimizers, Optimizers) else set()
         for optimizer in optimizers:
             self.append(optimizer)
 
@@ -31,6 +33,7 @@ class Optimizers(Sequence[Optimizer]):
         """Add one."""
         self._references = [*self._references, weakref.ref(optimizer, self._forget)]
         self.appended += 1
+        self.kinds.add(type(optimizer).__name__)
 
     def _forget(self, reference: weakref.ref[Optimizer]) -> None:
         self._references = [each for each in self._references if each is not reference]

@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 import torch
 
+from accel.profiler.loop.optimizers import Optimizers
 from accel.script import patch
-from accel.script.patch import patch_script
+from accel.script.patch import ModelPlan, ScriptPatch, patch_script
 from accel.strategies import names
 
 SCRIPT = textwrap.dedent(
@@ -63,9 +64,13 @@ EVERY = {
 }
 
 
+def patch_one(source: str, choices: dict[str, Any], optimizer: str = "AdamW", device: str = "cpu") -> ScriptPatch:
+    return patch_script(source, "train.py", [ModelPlan(choices, "Sequential", optimizer, device)])
+
+
 def patched(folder: Path, choices: dict[str, Any], source: str = SCRIPT, *, device: str = "cpu") -> str:
     """Return the script after `patch` has applied its diff, and check that -R takes it back."""
-    found = patch_script(source, "train.py", choices, "AdamW", device)
+    found = patch_one(source, choices, device=device)
     assert found.written == list(choices) and not found.left
     if shutil.which("patch") is None:
         pytest.skip("patch is not installed")
@@ -143,11 +148,9 @@ def test_epochs_with_workers_have_the_order_that_they_have_without(tmp_path: Pat
 
 def test_a_setting_of_the_process_needs_neither_optimizer_nor_an_import_of_torch_that_is_not_there() -> None:
     source = '"""Train."""\nfrom torch import nn\nfrom lib import train\n\n\ndef main():\n    import torch\n'
-    found = patch_script(source, "train.py", {"intraop_threads": 1}, "AdamW", "cpu")
+    found = patch_one(source, {"intraop_threads": 1})
     assert "+import torch\n+torch.set_num_threads(1)\n" in found.diff
-    assert (
-        "no import at its top" in patch_script("train()\n", "a.py", {"allocator": None}, "SGD", "cpu").left["allocator"]
-    )
+    assert "no import at its top" in patch_one("train()\n", {"allocator": None}, "SGD").left["allocator"]
 
 
 def test_a_call_within_a_larger_expression_keeps_its_meaning(tmp_path: Path) -> None:
@@ -180,7 +183,7 @@ def test_what_can_not_be_written_is_left_out_with_its_reason(
     change: tuple[str, str], choices: dict[str, Any], reason: str
 ) -> None:
     source = SCRIPT.replace(*change) if change[0] else SCRIPT
-    found = patch_script(source, "train.py", choices, "AdamW", "cpu")
+    found = patch_one(source, choices)
     assert not found.diff and not found.written
     assert reason in found.left[next(iter(choices))]
 
@@ -189,10 +192,40 @@ def test_every_registered_strategy_is_written_or_named() -> None:
     choices = {
         name: {"loader_workers": 1, "fused_optimizer": "fused", "intraop_threads": 1}.get(name) for name in names()
     }
-    found = patch_script(SCRIPT, "train.py", choices, "AdamW", "cpu")
+    found = patch_one(SCRIPT, choices)
     assert sorted([*found.written, *found.left]) == sorted(names())
     added = "".join(line[1:] + "\n" for line in found.diff.splitlines() if line.startswith("+") and line[:3] != "+++")
     assert "model.compile()" in added
+
+
+def test_the_optimizers_of_two_models_are_told_apart_by_what_they_train() -> None:
+    """As in pytorch/examples' dcgan."""
+    source = textwrap.dedent(
+        """\
+        import torch
+        netG = Generator(1).to(device)
+        netD = Discriminator(1).to(device)
+        optimizerD = torch.optim.Adam(netD.parameters(), lr=opt.lr)
+        optimizerG = torch.optim.Adam(netG.parameters(), lr=opt.lr)
+        """
+    )
+    shared: dict[str, Any] = {"channels_last": None, "intraop_threads": 1}
+    plans = [
+        ModelPlan({**shared, "fused_optimizer": "fused"}, "Generator", "Adam", "cpu"),
+        ModelPlan({**shared, "sample_cache": None}, "Discriminator", "Adam", "cpu"),
+    ]
+
+    found = patch_script(source, "train.py", plans)
+
+    added = [line[1:] for line in found.diff.splitlines() if line.startswith("+") and line[:3] != "+++"]
+    assert added == [
+        "torch.set_num_threads(1)",
+        "netD.to(memory_format=torch.channels_last)",
+        "netG.to(memory_format=torch.channels_last)",
+        "optimizerG = torch.optim.Adam(netG.parameters(), lr=opt.lr, fused=True)",
+    ]
+    assert found.written[:2] == ["channels_last of Generator", "intraop_threads of Generator"]
+    assert list(found.left) == ["sample_cache of Discriminator"]
 
 
 @pytest.fixture
@@ -200,7 +233,8 @@ def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """What the run of a script has kept: the fused optimizer and a cache of samples."""
     (tmp_path / "train.py").write_text(SCRIPT, encoding="utf-8")
     weight = torch.nn.Parameter(torch.zeros(1))
-    run = SimpleNamespace(optimizers=[torch.optim.AdamW([weight])], device=torch.device("cpu"))
+    optimizers = Optimizers([torch.optim.AdamW([weight])])  # which is gone by now, as where a `main()` made it
+    run = SimpleNamespace(optimizers=optimizers, inner=torch.nn.Sequential(), device=torch.device("cpu"))
     kept: dict[str, Any] = {"fused_optimizer": "fused", "sample_cache": None}
     models = {1: SimpleNamespace(session=SimpleNamespace(run=run), journal=SimpleNamespace(kept=kept))}
     monkeypatch.setattr(patch, "MODELS", models)
