@@ -9,7 +9,7 @@ through any `CommState`, or as DDP sends them.
 
 A step is a step of the optimizer, and ranks must take as many. In the dense phase all skip together what GradScaler
 skips. In the local phase each finds infinities of its own: ranks that have skipped different steps are an error at the
-next averaging.
+next averaging. A model that is decorated by `accel.amp` counts its skipped steps.
 
 Sources: Lin et al. 2020 (arxiv.org/abs/1808.07217), section 3.
 """
@@ -341,7 +341,7 @@ def _difference(own: tuple[int, int, int], theirs: tuple[int, int, int], rank: i
         return (
             f"ranks must come to an averaging after as many steps and backward passes, got {own[0]} and {own[1]} "
             f"here and {theirs[0]} and {theirs[1]} on rank {rank}; where a GradScaler skips steps of single ranks, "
-            "train in bfloat16"
+            "train in bfloat16, or with accel.amp"
         )
     return (
         f"ranks must have the same parameters and optimizer state at an averaging, got others on rank {rank} than "

@@ -234,7 +234,10 @@ class LossScale:
     @staticmethod
     def _check(scaler: Any) -> None:
         if scaler is not None and not hasattr(scaler, "get_scale"):
-            raise InvalidArgument(f"scaler must be a torch.amp.GradScaler, got {type(scaler).__name__}")
+            raise InvalidArgument(
+                f"scaler must be a torch.amp.GradScaler, got {type(scaler).__name__}; gradients of a model that is "
+                "decorated by accel.amp have no scale"
+            )
 
     def follow(self, memory: Memory) -> None:
         """Multiply what was not sent yet by the change of the scale since the last call; between steps.

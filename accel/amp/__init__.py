@@ -3,5 +3,11 @@
 from __future__ import annotations
 
 from accel.amp.decorate import decorate, master_params, undecorate
+from accel.amp.loss_scale import DynamicLossScale
 
-__all__ = ["decorate", "master_params", "undecorate"]
+__all__ = [
+    "DynamicLossScale",
+    "decorate",
+    "master_params",
+    "undecorate",
+]

@@ -5,20 +5,28 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
+from accel.amp.loss_scale import DynamicLossScale
 from accel.amp.mixed_call import Float32Island, MixedCall
 from accel.errors import InvalidArgument
+
+LossScale = DynamicLossScale | float | Literal["dynamic"] | None
 
 _LEVELS = ("O0", "O1", "O2")
 _CALLS = "_accel_mixed_call"
 """The attribute of a decorated model that makes its calls: it goes along in copies and pickles."""
+_KEY = "loss_scale"
+"""Of a loss scale, in the state of an optimizer."""
+_of_optimizers: weakref.WeakKeyDictionary[Any, list[RemovableHandle]] = weakref.WeakKeyDictionary()
+"""What takes the hooks off the optimizers that were decorated with a model."""
 _classes: weakref.WeakKeyDictionary[type[Any], weakref.ref[type[Any]]] = weakref.WeakKeyDictionary()
 """The classes of decorated models, by their own."""
 
@@ -31,7 +39,7 @@ def decorate(
     level: str = "O2",
     dtype: torch.dtype | None = None,
     keep_fp32: Collection[type[nn.Module] | str] = (),
-    loss_scale: str | None = "dynamic",
+    loss_scale: LossScale = "dynamic",
 ) -> Any:
     """Train models in mixed precision; the loop stays `loss.backward(); optimizer.step()`.
 
@@ -42,16 +50,17 @@ def decorate(
     | O2 | 16 bits, by copies of the weights that a call makes | float32 |
 
     Parameters, their gradients and the optimizer stay as they are, in float32: the parameters are the master weights.
-    Inputs are cast at the model's border, outputs are float32. float16 needs a `torch.amp.GradScaler` in the loop.
+    Inputs are cast at the model's border, outputs are float32. With float16, gradients are multiplied by a loss scale
+    where they enter the model, at its output, and divided where they leave it; a step that overflows is skipped.
 
     Args:
-        models: one or several; they are changed in place. One in `DistributedDataParallel` too.
-        optimizers: one or several, of these models; nothing is done to them.
+        models: one or several, trained together; they are changed in place. One in `DistributedDataParallel` too.
+        optimizers: one or several, whose `state_dict` is to have the loss scale; nothing else is done to them.
         level: "O0" to "O2"; default "O2".
-        dtype: torch.float16 or torch.bfloat16; default bfloat16.
+        dtype: torch.float16 or torch.bfloat16; default float16 on CUDA, bfloat16 elsewhere.
         keep_fp32: at O2, classes and names of modules that compute in float32 beside batch normalisation.
-        loss_scale: None says that the loop scales the loss by a `torch.amp.GradScaler`, as float16 needs. The default
-            is for the other dtypes, which need no scale.
+        loss_scale: "dynamic" (default; none for bfloat16), a number that stays, a `DynamicLossScale`, or None for none:
+            where the loop has a `torch.amp.GradScaler`.
 
     Returns:
         What was passed: models, and optimizers unless they were left out; in lists where sequences were passed.
@@ -76,11 +85,17 @@ def decorate(
     if level not in _LEVELS:
         raise InvalidArgument(f"level must be one of {', '.join(_LEVELS)}. Found: {level!r}.")
     _check(plain, chosen)
-    dtype = _dtype(dtype, loss_scale)
+    dtype = _dtype(dtype, plain)
+    scale = _scale(loss_scale, dtype)
     kept = [_kept(model, level, keep_fp32) for model in plain]
     if level != "O0":
+        if scale is not None:
+            scale.to(next((p.device for model in plain for p in model.parameters()), torch.device("cpu")))
         for model, own in zip(plain, kept, strict=True):
-            _decorate(model, MixedCall(dtype, own, autocast=level == "O1"))
+            _decorate(model, MixedCall(dtype, scale, own, autocast=level == "O1"))
+        if scale is not None:
+            handles = [handle for each in chosen for handle in _with_scale(each, scale)]
+            _of_optimizers.update((vars(model)[_CALLS], handles) for model in plain)
     if optimizers is None:
         return given if isinstance(models, Sequence) else given[0]
     return (
@@ -111,6 +126,8 @@ def undecorate(models: Any) -> Any:
                 for key in [key for key, hook in hooks.items() if _is_island(hook, calls)]:
                     del hooks[key]
                     module._forward_pre_hooks_with_kwargs.pop(key, None)
+        for handle in _of_optimizers.pop(calls, ()):
+            handle.remove()
         model.__class__ = type(model).__mro__[1]
         del vars(model)[_CALLS]
     return models
@@ -193,6 +210,25 @@ def _is_island(hook: Any, calls: MixedCall) -> bool:
     return isinstance(owner, Float32Island) and owner.calls is calls
 
 
+# -- the loss scale in checkpoints -------------------------------------------------------------------------------------
+
+
+def _with_scale(optimizer: Optimizer, scale: DynamicLossScale) -> list[RemovableHandle]:
+    def save(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        return {**state_dict, _KEY: scale.state_dict()}
+
+    def load(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+        if _KEY in state_dict:
+            scale.load_state_dict(state_dict[_KEY])
+
+    if not hasattr(optimizer, "_optimizer_state_dict_post_hooks"):  # one around another, that has no hooks of its own
+        return []
+    return [
+        optimizer.register_state_dict_post_hook(save),
+        optimizer.register_load_state_dict_pre_hook(load),
+    ]
+
+
 # -- arguments ---------------------------------------------------------------------------------------------------------
 
 
@@ -204,15 +240,30 @@ def _listed(given: Any) -> list[Any]:
     return list(given) if isinstance(given, Sequence) else [given]
 
 
-def _dtype(dtype: torch.dtype | None, loss_scale: str | None) -> torch.dtype:
-    if dtype not in (None, torch.float16, torch.bfloat16):
+def _dtype(dtype: torch.dtype | None, models: list[nn.Module]) -> torch.dtype:
+    if dtype is None:
+        on_cuda = any(p.is_cuda for model in models for p in model.parameters())
+        return torch.float16 if on_cuda else torch.bfloat16
+    if dtype not in (torch.float16, torch.bfloat16):
         raise InvalidArgument(f"dtype must be torch.float16 or torch.bfloat16. Found: {dtype}.")
-    if loss_scale not in (None, "dynamic") or (loss_scale is not None and dtype == torch.float16):
+    return dtype
+
+
+def _scale(given: LossScale, dtype: torch.dtype) -> DynamicLossScale | None:
+    if isinstance(given, DynamicLossScale):
+        return given
+    if given == "dynamic":
+        return DynamicLossScale() if dtype == torch.float16 else None
+    if given is None:
+        return None
+    if isinstance(given, bool) or not isinstance(given, int | float) or not 0 < given < float("inf"):
         raise InvalidArgument(
-            "float16 needs a torch.amp.GradScaler in the loop, and loss_scale=None says that it is there. Found: "
-            f"loss_scale={loss_scale!r}. bfloat16 needs no scale."
+            f'loss_scale must be "dynamic", a number > 0, a DynamicLossScale or None. Found: {given!r}.'
         )
-    return dtype or torch.bfloat16
+    number = float(given)
+    return DynamicLossScale(
+        init_scale=number, growth_factor=1.0, backoff_factor=1.0, min_scale=number, max_scale=number
+    )
 
 
 def _kept(model: nn.Module, level: str, keep: Collection[type[nn.Module] | str]) -> list[nn.Module]:

@@ -5,7 +5,7 @@
               └──────────────────────────▲──────────────────────────────┘
                                          └── W: float32, what optimizer, checkpoint and loop see
 
-The casts are part of the graph (`casts.py`), so W gets float32 gradients.
+The casts are part of the graph (`casts.py`), so W gets float32 gradients without a loss scale.
 
 Source: as `torch.func.functional_call` puts tensors in; FSDP2's mixed precision keeps float32 parameters, too.
 """
@@ -25,7 +25,8 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from accel.amp.casts import cast_weights
+from accel.amp.casts import cast_weights, enter, leave
+from accel.amp.loss_scale import DynamicLossScale, skip_overflowed_steps
 from accel.errors import InvalidArgument
 from accel.precision import autocast_of_call
 from accel.profiler.loop import backward
@@ -37,6 +38,11 @@ _CASTABLE = (torch.float64, torch.float32, *_HALF)
 # Its operators take 16-bit images beside float32 weights and statistics.
 _NORMS = nn.modules.batchnorm._BatchNorm
 _OF_NORMS = frozenset({"weight", "bias", "running_mean", "running_var"})
+
+_FIRST, _EVERY = 2, 64
+"""Calls of a model whose backward pass is looked at: so many at first, and then one of so many. It takes 2 µs for each
+node of the graph."""
+_OR = "or take bfloat16, or torch.amp.GradScaler and loss_scale=None."
 
 _disable: Any = torch.compiler.disable
 
@@ -66,7 +72,7 @@ class Swap(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """A tensor of a module that a call needs in another dtype."""
+    """A tensor of a module that a call needs in another dtype, or with its gradient unscaled."""
 
     module: nn.Module
     where: dict[str, Any]
@@ -80,6 +86,7 @@ class MixedCall:
 
     Args:
         dtype: float16 or bfloat16.
+        scale: of the gradients within the model; None for none.
         kept: modules that compute in float32, beside batch normalisation.
         autocast: leave weights and inputs in float32, and compute under autocast.
         warns: say so, once, if the model writes to its weights or buffers within a call; else `rounded` has its name.
@@ -88,26 +95,37 @@ class MixedCall:
     def __init__(
         self,
         dtype: torch.dtype,
+        scale: DynamicLossScale | None = None,
         kept: Sequence[nn.Module] = (),
         *,
         autocast: bool = False,
         warns: bool = True,
     ) -> None:
-        self.dtype, self.kept, self.autocast = dtype, list(kept), autocast
+        self.dtype, self.scale, self.kept, self.autocast = dtype, scale, list(kept), autocast
+        self._calls = 0
+        """With a scale."""
         self._thread: int | None = None
         """That in which a call is under way."""
         self._runs_again = False
         """A backward pass runs a part of a call again."""
+        self._model: weakref.ref[nn.Module] | None = None
+        """That of the last call with a scale."""
         self.rounded, self._warns = "", warns
         """The first weight or buffer that the model was seen to write to, in 16 bits."""
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_thread": None, "_runs_again": False}
+        return {**vars(self), "_thread": None, "_runs_again": False, "_model": None}
 
     @property
     def is_under_way(self) -> bool:
         """True within a call, and where a backward pass runs a part of one again."""
         return self._thread is not None or self._runs_again
+
+    @property
+    def trained(self) -> set[int]:
+        """The ids of the parameters whose gradients may have come through the loss scale."""
+        model = None if self._model is None else self._model()
+        return set() if model is None else set(map(id, model.parameters()))
 
     @functools.partial(_disable, recursive=False)  # the model's own code may be compiled
     def __call__(self, model: nn.Module, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -129,21 +147,21 @@ class MixedCall:
         places: list[Swap] = []
         try:
             self._thread = threading.get_ident()
-            args, kwargs = self._begin(model, places, args, kwargs)
+            args, kwargs, scale = self._begin(model, places, args, kwargs)
             with self._context(model):
                 output = call(*args, **kwargs)
         finally:
             self._end(places)
-        return _left(output)
+        return _left(output, scale)
 
     @_never_compiled
-    def _begin(self, model: nn.Module, places: list[Swap], args: Any, kwargs: Any) -> tuple[Any, Any]:
-        if not self.autocast:
-            args, kwargs = _mapped(lambda x: x.to(self.dtype), (args, kwargs))
+    def _begin(self, model: nn.Module, places: list[Swap], args: Any, kwargs: Any) -> tuple[Any, Any, Tensor | None]:
+        scale, inputs = self._scale_of_call(model), None if self.autocast else self.dtype
+        args, kwargs = _mapped(lambda x: enter(x, inputs, scale), (args, kwargs))
         _follow_checkpointing()
-        _under_way.calls.append(_Call(self, weakref.ref(model)))
-        self._put_in(model, places)
-        return args, kwargs
+        _under_way.calls.append(_Call(self, weakref.ref(model), scale))
+        self._put_in(model, places, scale)
+        return args, kwargs, scale
 
     @_never_compiled
     def _end(self, places: list[Swap]) -> None:
@@ -171,14 +189,14 @@ class MixedCall:
                 stacklevel=2,
             )
 
-    def run_again(self, model: nn.Module, function: Callable[..., Any], *args: Any) -> Any:
+    def run_again(self, model: nn.Module, scale: Tensor | None, function: Callable[..., Any], *args: Any) -> Any:
         """Run a part of a call again within the backward pass, on casts of the weights as they were in the call."""
         places: list[Swap] = []
-        _under_way.calls.append(_Call(self, weakref.ref(model)))
+        _under_way.calls.append(_Call(self, weakref.ref(model), scale))
         self._runs_again = True
         try:
             with _disable_current_modes():  # selective checkpointing counts the operators of the part
-                self._put_in(model, places, one_by_one=True)  # each part runs backward by itself
+                self._put_in(model, places, scale, one_by_one=True)  # each part runs backward by itself
             return function(*args)
         finally:
             self._runs_again = False
@@ -186,20 +204,29 @@ class MixedCall:
             with _disable_current_modes():
                 self._restore(places)
 
+    def _scale_of_call(self, model: nn.Module) -> Tensor | None:
+        if self.scale is None or not torch.is_grad_enabled():
+            return None
+        self._model = weakref.ref(model)
+        skip_overflowed_steps(self)
+        self._calls += 1
+        _BYPASSES.expect(self._calls)
+        return self.scale.of_call()
+
     def _context(self, model: nn.Module) -> contextlib.AbstractContextManager[None]:
         if not self.autocast:
             return contextlib.nullcontext()
         return autocast_of_call(next((p.device.type for p in model.parameters()), "cpu"), self.dtype)
 
-    def _put_in(self, model: nn.Module, places: list[Swap], *, one_by_one: bool = False) -> None:
+    def _put_in(self, model: nn.Module, places: list[Swap], scale: Tensor | None, *, one_by_one: bool = False) -> None:
         """Put casts in the places of weights and buffers, and note each place."""
-        wanted = list(self._wanted(model))
+        wanted = list(self._wanted(model, scale is not None))
         each = {(id(own.tensor), own.dtype): own for own in wanted}  # tied weights are cast once
         tensors, dtypes = [own.tensor for own in each.values()], [own.dtype for own in each.values()]
         if one_by_one:
-            cast = [cast_weights([tensor], [dtype])[0] for tensor, dtype in zip(tensors, dtypes, strict=True)]
+            cast = [cast_weights([tensor], [dtype], scale)[0] for tensor, dtype in zip(tensors, dtypes, strict=True)]
         else:
-            cast = cast_weights(tensors, dtypes)
+            cast = cast_weights(tensors, dtypes, scale)
         by_key = dict(zip(each, cast, strict=True))
         places.extend(_lists_of_weights(wanted))
         for own in wanted:
@@ -207,7 +234,7 @@ class MixedCall:
             places.append(Swap(own.where, own.name, own.tensor, now, _mark(now)))
             own.where[own.name] = now
 
-    def _wanted(self, model: nn.Module) -> Iterator[Wanted]:
+    def _wanted(self, model: nn.Module, is_scaled: bool) -> Iterator[Wanted]:
         kept = {id(inner) for module in self.kept for inner in module.modules()}
         for module in model.modules():
             own_names = _OF_NORMS if isinstance(module, _NORMS) else ()
@@ -226,7 +253,7 @@ class MixedCall:
                         f"updates. Found: {name!r} of {type(module).__name__}, {p.dtype}; call float() on it."
                     )
                 dtype = p.dtype if is_kept or name in own_names else self.dtype
-                if p.dtype != dtype:
+                if p.dtype != dtype or (is_scaled and p.requires_grad):
                     yield Wanted(module, module._parameters, name, p, dtype)
             for name, buffer in () if is_kept else module._buffers.items():
                 is_cast = buffer is None or buffer.dtype not in _CASTABLE or buffer.dtype == self.dtype
@@ -239,6 +266,7 @@ class _Call(NamedTuple):
 
     calls: MixedCall
     model: weakref.ref[nn.Module]
+    scale: Tensor | None
 
 
 class _UnderWay(threading.local):
@@ -270,13 +298,13 @@ def _follow_checkpointing() -> None:
 def _bound(function: Callable[..., Any]) -> Callable[..., Any]:
     if not _under_way.calls:
         return function
-    calls, model = _under_way.calls[-1]
+    calls, model, scale = _under_way.calls[-1]
 
     def bound(*args: Any, **kwargs: Any) -> Any:
         whole = model()
         if whole is None or calls.is_under_way or not backward.is_running():
             return function(*args, **kwargs)
-        return calls.run_again(whole, functools.partial(function, **kwargs), *args)
+        return calls.run_again(whole, scale, functools.partial(function, **kwargs), *args)
 
     return bound
 
@@ -342,9 +370,60 @@ def _mark(tensor: Tensor) -> tuple[int, int]:
 
 
 @_never_compiled
-def _left(output: Any) -> Any:
-    return _mapped(lambda y: y.float() if y.dtype in _HALF else y, output)
+def _left(output: Any, scale: Tensor | None) -> Any:
+    return _mapped(lambda y: leave(y, scale), output)
 
 
 def _mapped(function: Callable[[Tensor], Tensor], value: Any) -> Any:
     return map_tensors(lambda x: function(x) if x.is_floating_point() else x, value)
+
+
+class _BypassWatch:
+    """Find gradients that get into a model, or out of it, past the border where the loss scale is put in and taken out.
+
+    A loss that reads a layer's activation by a hook, or a loss that the model leaves in an attribute: weights would
+    divide such gradients by a scale that they never had. A weight that the model finds elsewhere than in its modules:
+    it would keep the scale.
+    """
+
+    def expect(self, call: int) -> None:
+        """Look at the next backward pass, if it is the turn of this call, counted from 1, of a model with a scale."""
+        if call <= _FIRST or call % _EVERY == 0:
+            backward.listen(self)
+
+    def backward_begins(self, roots: list[Tensor]) -> None:
+        """Raise InvalidArgument if a weight would get a gradient that is not scaled."""
+        backward.forget(self)
+        waiting = [(node, False) for root in roots if (node := getattr(root, "grad_fn", None)) is not None]
+        seen = set(waiting)
+        while waiting:
+            node, is_scaled = waiting.pop()
+            name = node.name()
+            if getattr(node, "inverse", None) is not None and not is_scaled and name == "_WeightsBackward":
+                raise InvalidArgument(
+                    "gradients must get into a decorated model by its output, where the loss scale is applied. Found: "
+                    "a loss of something else that the model has computed, in a hook or in an attribute. Return it "
+                    f"with the output, {_OR}"
+                )
+            if is_scaled and (name == "_LeaveBackward" or isinstance(getattr(node, "variable", None), nn.Parameter)):
+                raise InvalidArgument(
+                    "gradients must leave a decorated model by its weights and inputs, where the loss scale is taken "
+                    "out. Found: a tensor that it uses and that is neither: a weight in a list, or of a module "
+                    f"that is no part of it. Make it one, {_OR}"
+                )
+            is_scaled = _after(node, is_scaled)
+            for following, _ in node.next_functions:
+                if following is not None and (following, is_scaled) not in seen:
+                    seen.add((following, is_scaled))
+                    waiting.append((following, is_scaled))
+
+
+def _after(node: Any, is_scaled: bool) -> bool:
+    """Return whether gradients are scaled behind a node."""
+    name = node.name()
+    if name == "_CrossingBackward":
+        return bool(node.goes_in)
+    return name == "_LeaveBackward" or (is_scaled and name not in ("_EnterBackward", "_WeightsBackward"))
+
+
+_BYPASSES = _BypassWatch()

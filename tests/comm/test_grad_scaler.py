@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from accel.amp import DynamicLossScale, decorate
 from accel.comm.catalogue import Scheme
 from accel.comm.compressor import Compressor
 from accel.comm.dgc import DGC
@@ -172,6 +173,32 @@ def test_a_pickle_asks_for_its_scaler_and_goes_on_with_it(rank: int, world: int)
             sums.step(ddp, step, scaler.get_scale())
         sums.check(state, scaler.get_scale(), kind)
         state.close()
+
+
+@on_ranks(2)
+def test_gradients_of_a_decorated_model_have_no_scale(rank: int, world: int) -> None:
+    scale = DynamicLossScale(init_scale=4.0, growth_interval=2)
+    ddp: Any = given_module()
+    sgd: Any = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    ddp, sgd = decorate(ddp, sgd, level="O1", dtype=torch.float16, loss_scale=scale)
+    refused = message(lambda: CommState(ddp, Int8(64), timeout=SECONDS, scaler=scale))
+    assert "gradients of a model that is decorated by accel.amp have no scale" in refused
+    state = CommState(ddp, Int8(64), error_feedback=True, timeout=SECONDS)
+    ddp.register_comm_hook(state, hook)
+    sums, scales = Sums(rank, world), []
+    for step in range(7):
+        if step == 4:
+            given = gradients(rank, step, torch.float64)
+            given[2] = torch.full_like(given[2], float("inf") if rank == 1 else 0.0)
+            backward(ddp, given)
+        else:
+            sums.step(ddp, step, 1.0)
+        scales.append(float(scale.value))
+        sgd.step()
+    # Two good steps each double it, the fifth overflows.
+    assert scales == [4.0, 4.0, 8.0, 8.0, 16.0, 8.0, 8.0]
+    sums.check(state, 1.0)
+    state.close()
 
 
 @on_ranks(2)

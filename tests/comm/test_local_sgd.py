@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from accel.amp import DynamicLossScale, decorate
 from accel.comm.compressor import Exact
 from accel.comm.dgc import DGC
 from accel.comm.half import Half
@@ -160,7 +161,7 @@ def test_ranks_that_skip_different_steps_are_told(rank: int, world: int) -> None
     assert message(train) == (
         "InvalidArgument: ranks must come to an averaging after as many steps and backward passes, got "
         f"{mine} and {backwards} here and {theirs[0]} and {theirs[1]} on rank {1 - rank}; where a GradScaler "
-        "skips steps of single ranks, train in bfloat16"
+        "skips steps of single ranks, train in bfloat16, or with accel.amp"
     )
     run.local.close(average=False)
 
@@ -547,3 +548,21 @@ def test_what_ddp_was_told_to_ignore_stays_each_ranks_own(rank: int, world: int)
     assert int(net.norm.num_batches_tracked) == 10 * rank + 2
     assert same_everywhere(torch.cat([net.first.weight.detach().view(-1), net.norm.running_var]))
     assert same_everywhere(optimizer.state[net.first.weight]["momentum_buffer"])
+
+
+@on_ranks(2)
+def test_a_decorated_model_with_a_loss_scale_takes_local_steps(rank: int, world: int) -> None:
+    """Each rank finds infinities of its own."""
+    ddp = DistributedDataParallel(Net(torch.float32))
+    scale = DynamicLossScale(init_scale=2.0**10, growth_interval=100)
+    optimizer: Any = torch.optim.SGD(ddp.parameters(), lr=0.01, momentum=0.9)
+    ddp, optimizer = decorate(ddp, optimizer, dtype=torch.float16, loss_scale=scale)
+    infinite = {0: {1}, 1: {0, 2}}
+    with LocalSGD(ddp, optimizer, 0, 9, within="rank", timeout=SECONDS):
+        for step in range(4):
+            train(ddp, optimizer, rank, step, float("inf") if step in infinite[rank] else 1.0)
+        assert scale.state_dict()["scale"] == (512.0, 256.0)[rank]
+    for step in range(4, 8):
+        train(ddp, optimizer, rank, step)
+    assert same_everywhere(flat(ddp))
+    assert flat(ddp).isfinite().all()

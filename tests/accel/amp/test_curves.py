@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from accel.amp import decorate
+from accel.amp import DynamicLossScale, decorate
 from accel.optim import FusedAdamW
 
 STEPS, BATCH = 80, 64
@@ -71,16 +71,14 @@ def curve(data: tuple[Tensor, Tensor], name: str, make: Any, **options: Any) -> 
     images, labels = data
     torch.manual_seed(0)
     model = MODELS[name]().to(images.device)
-    model, optimizer = decorate(model, make(model.parameters()), loss_scale=None, **options)
-    scaler = torch.amp.GradScaler(images.device.type, 2.0**10, enabled=options.get("dtype") == torch.float16)
+    model, optimizer = decorate(model, make(model.parameters()), **options)
     losses = []
     for step in range(STEPS):
         chosen = torch.arange(step * BATCH, (step + 1) * BATCH) % len(images)
         optimizer.zero_grad()
         loss = nn.functional.cross_entropy(model(images[chosen]), labels[chosen])
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
+        loss.backward()
+        optimizer.step()
         losses.append(loss.detach())
     return torch.stack(losses)
 
@@ -109,7 +107,9 @@ def test_the_curve_on_a_gpu(digits: tuple[Tensor, Tensor], name: str, dtype: tor
 
 def check(data: tuple[Tensor, Tensor], name: str, dtype: torch.dtype, make: Any) -> None:
     plain = curve(data, name, lambda params: make(params, lr=0.01), level="O0")
-    own = curve(data, name, lambda params: make(params, lr=0.01), dtype=dtype)
+    # From 2**16 down the first steps would overflow, as ever, on cuDNN's LSTM: the curve would come some steps late.
+    scale = {"loss_scale": DynamicLossScale(init_scale=2.0**10)} if dtype == torch.float16 else {}
+    own = curve(data, name, lambda params: make(params, lr=0.01), dtype=dtype, **scale)
     # The band: a twentieth of the first loss at each step, smoothed over ten.
     smooth, expected = (each.unfold(0, 10, 1).mean(1) for each in (own, plain))
     assert float((smooth - expected).abs().max()) < 0.05 * float(plain[0])

@@ -13,15 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-import accel.amp
 from accel import optim
-from accel.amp import master_params, undecorate
+from accel.amp import decorate, master_params, undecorate
 from benchmarks.suite import packages
 from tests.accel.amp.amp_models import batches, cnn, loss_of, mlp, train
 from tests.kernels.hosts import need
 
 HALVES = (torch.float16, torch.bfloat16)
-decorate = functools.partial(accel.amp.decorate, loss_scale=None)
 Make = Callable[[Any], Any]
 
 TORCH: dict[str, Make] = {
@@ -88,9 +86,9 @@ def recorded(model: nn.Module, make: Make, count: int) -> tuple[list[list[Tensor
     return gradients, optimizer
 
 
-def check(make: Make, dtype: torch.dtype) -> None:
+def check(make: Make, dtype: torch.dtype, **options: Any) -> None:
     model, plain = mlp(), mlp()
-    decorate(model, dtype=dtype)
+    decorate(model, dtype=dtype, **options)
     gradients, optimizer = recorded(model, make, 4)
     assert all(grad is not None and grad.dtype == torch.float32 for own in gradients for grad in own)
     weights, other = fed(plain, make, gradients)
@@ -101,16 +99,16 @@ def check(make: Make, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_an_optimizer_updates_as_in_float32(name: str, dtype: torch.dtype) -> None:
-    check(OPTIMIZERS[name], dtype)
+    check(OPTIMIZERS[name], dtype, **({"loss_scale": 1024.0} if dtype == torch.float16 else {}))
 
 
 def test_optimizers_of_timm_update_as_in_float32() -> None:
     made = of_timm()
     assert len(made) > 40
     for number, (name, make) in enumerate(made.items()):
-        dtype = HALVES[number % 2]
+        dtype, options = ((torch.bfloat16, {}), (torch.float16, {"loss_scale": 1024.0}))[number % 2]
         try:
-            check(make, dtype)
+            check(make, dtype, **options)
         except AssertionError as error:
             raise AssertionError(f"{name}, {dtype}") from error
 
@@ -332,7 +330,7 @@ def test_clipping_and_schedulers_need_nothing() -> None:
 def test_the_native_grad_scaler_needs_no_change(name: str, clips: bool) -> None:
     model, plain = mlp(), mlp()
     optimizer = OPTIMIZERS[name](model.parameters())
-    decorate(model, optimizer, dtype=torch.float16)
+    decorate(model, optimizer, dtype=torch.float16, loss_scale=None)
     scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=10**6)
     gradients: list[list[Tensor | None]] = []
     data = batches(5, 8)
@@ -399,6 +397,16 @@ def test_a_weight_s_gradient_arrives_while_the_pass_goes_on() -> None:
     assert events.index("weight 3") < events.index("layer 1")
 
 
+def test_an_optimizer_that_is_passed_twice() -> None:
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    decorate(model, [optimizer, optimizer], dtype=torch.float16)
+    train(model, optimizer, batches(2, 8))
+    optimizer.load_state_dict(optimizer.state_dict())
+    undecorate(model)
+    assert "loss_scale" not in optimizer.state_dict()
+
+
 def test_undecorate_leaves_a_plain_loop_at_any_time() -> None:
     model, plain = mlp(), mlp()
     optimizer, other = (torch.optim.AdamW(each.parameters(), 0.01) for each in (model, plain))
@@ -406,3 +414,4 @@ def test_undecorate_leaves_a_plain_loop_at_any_time() -> None:
     loss_of(model(batches(1, 8)[0][0]), batches(1, 8)[0][1]).backward()
     undecorate([model, plain])
     assert all(map(torch.equal, train(model, optimizer, batches(3, 8)), train(plain, other, batches(3, 8))))
+    assert "loss_scale" not in optimizer.state_dict()

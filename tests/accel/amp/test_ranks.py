@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from accel.amp import decorate, undecorate
+from accel.amp import DynamicLossScale, decorate, undecorate
 from accel import optim
 
 dist.init_process_group("gloo")
@@ -33,19 +33,23 @@ def train(after, dtype, make, as_view, seed=0):
     torch.manual_seed(seed)
     model = Branches()
     optimizer = make(model.parameters())
+    scale = DynamicLossScale(init_scale=256.0) if dtype == torch.float16 else None
     options = {"gradient_as_bucket_view": as_view, "find_unused_parameters": True}
     if after:
         model = DistributedDataParallel(model, **options)
-    model, optimizer = decorate(model, optimizer, dtype=dtype, loss_scale=None)
+    model, optimizer = decorate(model, optimizer, dtype=dtype, loss_scale=scale)
     if not after:
         model = DistributedDataParallel(model, **options)
     for step in range(6):
         x = torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * step + rank))
         optimizer.zero_grad()
-        model(x, by_other=step > 0 and rank == 1).square().mean().backward()
+        loss = model(x, by_other=step > 0 and rank == 1).square().mean()
+        (loss * torch.inf if step == 3 and rank == 1 and scale is not None else loss).backward()
         if step == 0:
             assert model.module.other.weight.grad is None  # as without mixed precision
         optimizer.step()
+    if scale is not None:
+        assert scale.state_dict()["scale"] == 128.0
     flat = torch.cat([p.detach().flatten() for p in model.parameters()])
     other = [torch.empty_like(flat) for _ in range(2)]
     dist.all_gather(other, flat)

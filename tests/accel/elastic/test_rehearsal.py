@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 import accel
-from accel.amp import decorate
+from accel.amp import DynamicLossScale, decorate
 from accel.elastic.batch_size.rehearsal import BatchRehearsal, is_out_of_memory
 from accel.profiler.host import ResidentMemory, resident_memory
 from tests.accel.elastic.batch_loops import PLAIN, Clock, Numbered, batch_run, clock, known_noise, nothing, train
@@ -112,7 +112,7 @@ def test_the_loop_never_gets_a_batch_that_does_not_fit(
 def test_a_rehearsal_leaves_everything_as_it_was(
     models: list[nn.Module], clock: Clock, monkeypatch: pytest.MonkeyPatch, half: bool, keeps_zeros: bool
 ) -> None:
-    """Random numbers, batch normalisation, gradients: those of a loop that grows without rehearsals."""
+    """Random numbers, batch normalisation, gradients, loss scale: those of a loop that grows without rehearsals."""
     ends = []
     for rehearsed in (True, False):
         torch.manual_seed(0)
@@ -123,7 +123,8 @@ def test_a_rehearsal_leaves_everything_as_it_was(
         models.append(model)
         plain = job(model)
         if half:
-            decorate(model, plain[2])
+            scale = DynamicLossScale(init_scale=2.0**18, growth_interval=20)
+            decorate(model, plain[2], dtype=torch.float16, loss_scale=scale)
         if keeps_zeros:
             monkeypatch.setattr(plain[2], "zero_grad", partial(plain[2].zero_grad, set_to_none=False))
         model, loader, optimizer = accel.optimize(*plain, elastic=accel.Elastic(max_batch_size=256), **PLAIN)  # type: ignore[assignment]
@@ -131,7 +132,8 @@ def test_a_rehearsal_leaves_everything_as_it_was(
         for _ in range(3):
             train(model, loader, optimizer, clock, nothing)
         assert len(loader) == -(-3000 // 256)
-        ends.append([*model.state_dict().values(), torch.rand(3)])
+        learnt = scale.state_dict() if half else {}
+        ends.append([*model.state_dict().values(), torch.rand(3), torch.tensor([*learnt.values()])])
 
     for one, other in zip(*ends, strict=True):
         assert torch.equal(one, other)

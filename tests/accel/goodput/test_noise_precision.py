@@ -58,7 +58,8 @@ def test_o2_has_the_noise_of_the_plain_model(dtype: torch.dtype, clips: bool, ac
     """Clipping by `master_params` has moved the gradients to the masters before the replay."""
     model = net()
     optimizer: Any = torch.optim.SGD(model.parameters(), 0.0)
-    model, optimizer = amp.decorate(model, optimizer, dtype=dtype, loss_scale=None)
+    scale = amp.DynamicLossScale(init_scale=1024.0, growth_interval=3) if dtype == torch.float16 else None
+    model, optimizer = amp.decorate(model, optimizer, dtype=dtype, loss_scale=scale)
     noise = Kept()
     meter = meter_for(model, optimizer, noise=noise)
 
@@ -71,6 +72,30 @@ def test_o2_has_the_noise_of_the_plain_model(dtype: torch.dtype, clips: bool, ac
     ):
         assert not meter.reason
     agree(noise.all, plain_sums(20, accumulation), rel=0.05)
+    if scale is not None:
+        scale.settle()
+        assert float(scale.value) == 1024.0 * 2**6  # every three of 20 steps, as without a meter
+
+
+def test_o2_learns_the_same_with_and_without_a_meter() -> None:
+    weights = []
+    for metered in (False, True):
+        model = net()
+        optimizer: Any = optim.FusedAdamW(model.parameters(), 0.01)
+        scale = amp.DynamicLossScale(init_scale=2.0**15, growth_interval=4)
+        model, optimizer = amp.decorate(model, optimizer, dtype=torch.float16, loss_scale=scale)
+        meter = meter_for(model, optimizer)
+        if not metered:
+            meter.close()
+
+        def loss(output: Tensor, y: Tensor) -> Tensor:
+            return 30 * F.cross_entropy(output, y)  # overflows now and then
+
+        for _ in train(meter, model, optimizer, batches(), loss, steps=40):
+            pass
+        assert (meter.noise.measured > 3) == metered
+        weights.append([*model.state_dict().values(), scale.value.clone()])
+    assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
 
 
 def test_fused_adam_at_o2_is_measured_in_its_coordinates() -> None:

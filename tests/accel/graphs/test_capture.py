@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import StepLR
 
+from accel.amp import DynamicLossScale, decorate
 from accel.graphs import CapturedStep, capture
 from accel.graphs.capture import CaptureError
 from tests.accel.graphs.tape import TapeRecorder
@@ -452,6 +453,34 @@ def whole_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[
         return loss
 
     return step
+
+
+def test_a_loss_scale_learns_of_overflows_in_replays() -> None:
+    """The scale, what it has counted and the skipped updates are the device's: replays go on with them."""
+
+    def outcome(captured: bool) -> tuple[list[Any], int]:
+        model = network()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+        scale = DynamicLossScale(init_scale=2.0**10, growth_interval=5)
+        decorate(model, optimizer, dtype=torch.float16, loss_scale=scale)
+
+        step = whole_step(model, optimizer)
+        run: Any = taped(capture(step)) if captured else step
+        seen: list[Any] = []
+        torch.manual_seed(1)
+        for number in range(30):
+            x, target = batch(8, number)
+            run(x * torch.inf if number in (2, 9, 10, 20) else x, target)
+            seen.append((scale.state_dict(), *map(torch.clone, model.state_dict().values())))
+        return seen, run.replays if captured else 0
+
+    expected, _ = outcome(False)
+    seen, replays = outcome(True)
+    assert replays >= 20
+    assert len({each[0]["scale"] for each in expected}) == 3
+    for one, other in zip(seen, expected, strict=True):
+        assert one[0] == other[0]
+        assert all(torch.equal(a, b) or a.isnan().any() for a, b in zip(one[1:], other[1:], strict=True))
 
 
 class _Sends(TensorSGD):

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from accel.amp import DynamicLossScale, decorate
 from accel.graphs import CaptureError
 from tests.accel.graphs.model_loops import batch, squares_step
 from tests.accel.graphs.test_frozen import beside_a_gpu, taped_step
@@ -119,6 +120,66 @@ def test_a_state_that_was_cleared_begins_anew(cleared: str) -> None:
     (expected, _), (found, run) = outcome(False), outcome(True)
     assert all(map(torch.equal, found, expected))
     assert run.captures == 3
+
+
+def test_the_step_of_a_loss_scale_may_be_outside() -> None:
+    """It looks at the gradients, whoever has made them."""
+
+    def outcome(captured: bool, **options: Any) -> tuple[list[Any], Any]:
+        torch.manual_seed(0)
+        model = nn.Linear(6, 3)
+        optimizer = torch.optim.SGD(model.parameters(), 0.01)
+        decorate(model, optimizer, dtype=torch.float16, loss_scale=DynamicLossScale(init_scale=2.0**8))
+
+        def backward(x: Tensor) -> Tensor:
+            loss = model(x).square().mean()
+            loss.backward()
+            return loss
+
+        run: Any = taped_step(backward, modules=[model], warmup=1, **options) if captured else backward
+        results = []
+        for seed in range(8):
+            results.append(run(batch(8, seed)).detach())
+            optimizer.step()
+            optimizer.zero_grad()
+        return [*results, *map(torch.clone, model.parameters())], run
+
+    (expected, _), (found, run) = outcome(False), outcome(True)
+    assert all(map(torch.equal, found, expected))
+    assert run.replays > 0
+
+
+_SGD: dict[str, Callable[[Any], Any]] = {
+    "fused": lambda params: torch.optim.SGD(params, 0.05, momentum=0.9, fused=True),
+    "waits": lambda params: torch.optim.SGD(params, 0.05, momentum=0.9, foreach=False),
+}
+
+
+@pytest.mark.parametrize("warmup", [0, 2])
+@pytest.mark.parametrize("name", _SGD)
+def test_a_loss_scale_and_momentum_that_begins_late(name: str, warmup: int) -> None:
+    """Steps that overflow leave no momentum, and wait for the device; such ones once ended the capture for good."""
+
+    def outcome(captured: bool) -> tuple[list[Any], Any]:
+        torch.manual_seed(0)
+        model = nn.Linear(6, 3)
+        optimizer = _SGD[name](model.parameters())
+        scale = DynamicLossScale(init_scale=2.0**10)
+        decorate(model, optimizer, dtype=torch.float16, loss_scale=scale)
+
+        whole = squares_step(model, optimizer)
+        run: Any = taped_step(whole, modules=[model], optimizers=[optimizer], warmup=warmup) if captured else whole
+        results: list[Any] = []
+        for number in range(14):
+            x = batch(8, number)
+            results.append(run(x * torch.inf if number < 6 else x).detach().nan_to_num(7.0))
+            results += [scale.value.clone(), *(value.clone() for value in model.state_dict().values())]
+        return results, run
+
+    (expected, _), (found, run) = outcome(False), outcome(True)
+    assert all(map(torch.equal, found, expected))
+    assert (run.replays > 4) == (name == "fused")
+    assert bool(run.why_eager) == (name == "waits")
 
 
 def test_a_learning_rate_that_changes_before_each_capture_is_said() -> None:
