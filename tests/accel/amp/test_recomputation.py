@@ -89,7 +89,9 @@ def test_it_trains_as_without_checkpointing(name: str, reentrant: bool) -> None:
             optimizer.step()
             optimizer.zero_grad()
         results.append([p.detach() for p in model.parameters()])
-    assert all(map(torch.equal, *results))
+    # Where a CPU has float16 products, oneDNN takes other ones without gradients, as a part's first pass is made.
+    tolerance = 2e-3 if "float16" in name and reentrant else 0.0
+    torch.testing.assert_close(*results, rtol=tolerance, atol=tolerance)
 
 
 class Gains(nn.Module):
