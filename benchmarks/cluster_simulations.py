@@ -55,7 +55,7 @@ def rows(data: Path, restart_s: float) -> Iterator[Row]:
             rules = JobRules(restart_s=restart_s, says_length=says_length)
             simulation = Simulation(read_workload(path), nodes, allocate, applications, rules)
             simulation.run()
-            figures = outcome(simulation, "accel", path.stem)
+            figures = outcome(simulation, path.stem)
             means[says_length] = figures.mean_s
         summaries = {
             name: json.loads((data / "results-jobload" / f"{name}-1.0" / "summary.json").read_text())

@@ -1,23 +1,21 @@
-"""What came of a simulation: times, fairness, what was lost to what; as numbers, JSON and plots."""
+"""What came of a simulation: times, fairness, what was lost to what; as numbers and JSON."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from accel.cluster.profiles import Application
-from accel.cluster.simulator import ONE_BATCH, JobRules, Period, SimulatedJob, Simulation, Submission
+from accel.cluster.simulator import ONE_BATCH, JobRules, SimulatedJob, Simulation, Submission
 
 
 @dataclass(frozen=True, kw_only=True)
 class SimulationOutcome:
     """Figures of a simulation; all times are in seconds."""
 
-    policy: str
     workload: str
     completion_s: dict[str, float]
     """From submission to the end, by job."""
@@ -54,18 +52,16 @@ class SimulationOutcome:
         return {**means, **vars(self)}
 
 
-def outcome(simulation: Simulation, policy: str, workload: str) -> SimulationOutcome:
+def outcome(simulation: Simulation, workload: str) -> SimulationOutcome:
     """Return the figures of a simulation that has been run.
 
     Args:
         simulation: that has ended.
-        policy: its name.
         workload: its name.
     """
     jobs = simulation.jobs
     ends = {job.submission.name: float(job.finished_s or 0.0) for job in jobs}
     return SimulationOutcome(
-        policy=policy,
         workload=workload,
         completion_s={job.submission.name: ends[job.submission.name] - job.submission.time for job in jobs},
         fairness=fairness(jobs, sum(node.gpus for node in simulation.nodes), simulation.interval_s),
@@ -111,45 +107,3 @@ def _alone_s(application: Application, replicas: int) -> float:
     while job.finished_s is None:
         job.advance(600.0)
     return job.finished_s
-
-
-def utilisation(periods: Iterable[Period], gpus: int) -> tuple[list[float], list[float]]:
-    """Return when the share of busy GPUs changes, and that share from then on."""
-    changes: dict[float, int] = {}
-    for period in periods:
-        changes[period.since_s] = changes.get(period.since_s, 0) + len(period.nodes)
-        changes[period.until_s] = changes.get(period.until_s, 0) - len(period.nodes)
-    times = sorted(changes)
-    busy = np.cumsum([changes[time] for time in times])
-    return times, (busy / gpus).tolist()
-
-
-def draw(simulation: Simulation, path: Path, title: str) -> None:
-    """Write a Gantt chart of the jobs' replicas, and the share of busy GPUs below it.
-
-    Args:
-        simulation: that has been run.
-        path: of a PNG, SVG or PDF.
-        title: of the picture.
-    """
-    from matplotlib.figure import Figure
-
-    rows = {job.submission.name: row for row, job in enumerate(simulation.jobs)}
-    figure = Figure(figsize=(11, 3 + 0.06 * len(rows)), layout="constrained")
-    chart, busy = figure.subplots(2, 1, sharex=True, height_ratios=[max(len(rows) / 40, 2), 1])
-    most = max(len(period.nodes) for period in simulation.periods)
-    bars = chart.barh(
-        [rows[period.job] for period in simulation.periods],
-        [(period.until_s - period.since_s) / 3600 for period in simulation.periods],
-        left=[period.since_s / 3600 for period in simulation.periods],
-        height=0.9,
-    )
-    for bar, period in zip(bars, simulation.periods, strict=True):
-        bar.set_alpha(0.25 + 0.75 * len(period.nodes) / most)
-    chart.scatter([job.submission.time / 3600 for job in simulation.jobs], list(rows.values()), s=4, color="black")
-    chart.set(title=title, ylabel="job", ylim=(len(rows), -1))
-    times, shares = utilisation(simulation.periods, sum(node.gpus for node in simulation.nodes))
-    busy.step([time / 3600 for time in times], [100 * share for share in shares], where="post")
-    busy.set(xlabel="hours; a bar is the darker, the more GPUs; dots are submissions", ylabel="busy GPUs, %")
-    busy.set_ylim(0, 105)
-    figure.savefig(path)

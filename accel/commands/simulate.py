@@ -8,22 +8,14 @@ from pathlib import Path
 
 import click
 
-from accel.cluster.baselines import Optimus, Tiresias, optimus_seconds
 from accel.cluster.jobs import ClusterNode
-from accel.cluster.outcome import SimulationOutcome, draw, outcome
+from accel.cluster.outcome import SimulationOutcome, outcome
 from accel.cluster.policy import allocate
 from accel.cluster.profiles import Application, read_rows
 from accel.cluster.simulator import RESTART_S, JobRules, Outage, Simulation, read_workload
 from accel.errors import InvalidArgument
 from accel.files import write_atomic
 from accel.report.quiet_rich import Console, Table
-
-RULES = {
-    "accel": JobRules(),
-    "tiresias": JobRules(is_elastic=False, has_fixed_size=True),
-    "optimus": JobRules(is_elastic=False),
-}
-"""Policy → what kind of jobs it is for."""
 
 
 @click.command()
@@ -33,9 +25,6 @@ RULES = {
     type=click.Path(path_type=Path, exists=True, file_okay=False),
     required=True,
     help="Folder with a folder of measured tables for each application.",
-)
-@click.option(
-    "--policy", "policies", multiple=True, type=click.Choice(list(RULES)), default=["accel"], show_default=True
 )
 @click.option("--nodes", default=16, show_default=True, type=click.IntRange(1), help="Nodes of the cluster.")
 @click.option("--gpus", default=4, show_default=True, type=click.IntRange(1), help="GPUs of each node.")
@@ -53,11 +42,10 @@ RULES = {
     help="CSV file with node, since_s, until_s: when nodes fail or are reclaimed. Nodes are node-00, node-01, …",
 )
 @click.option("--unknown-length", is_flag=True, help="Jobs don't say how many epochs they train.")
-@click.option("--out", type=click.Path(path_type=Path, file_okay=False), help="Folder for the JSON and a plot of each.")
+@click.option("--out", type=click.Path(path_type=Path, file_okay=False), help="Folder for outcomes.json.")
 def simulate(
     workloads: Sequence[Path],
     profiles: Path,
-    policies: Sequence[str],
     nodes: int,
     gpus: int,
     interval: int,
@@ -75,30 +63,20 @@ def simulate(
         raise InvalidArgument(f"{profiles} must hold a folder for each application. Found: none")
     hosts = [ClusterNode(f"node-{number:02}", gpus) for number in range(nodes)]
     lost = [] if outages is None else read_rows(outages, Outage)
+    rules = JobRules(restart_s=restart_s, says_length=not unknown_length)
     outcomes = []
-    for policy in policies:
-        rules = RULES[policy]._replace(restart_s=restart_s, says_length=not unknown_length)
-        for path in workloads:
-            simulation = Simulation(
-                read_workload(path), hosts, allocate, applications, rules, interval_s=interval, outages=lost
-            )
-            if policy == "tiresias":
-                simulation.policy = Tiresias()
-            elif policy == "optimus":
-                simulation.policy = Optimus(optimus_seconds({job.submission.name: job for job in simulation.jobs}))
-            simulation.run()
-            outcomes.append(outcome(simulation, policy, path.stem))
-            if out is not None:
-                out.mkdir(parents=True, exist_ok=True)
-                draw(simulation, out / f"{path.stem}-{policy}.png", f"{path.stem}, {policy}")
+    for path in workloads:
+        simulation = Simulation(read_workload(path), hosts, allocate, applications, rules, interval, lost)
+        simulation.run()
+        outcomes.append(outcome(simulation, path.stem))
     if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
         write_atomic(out / "outcomes.json", json.dumps([each.to_dict() for each in outcomes], indent=1) + "\n")
     Console().print(_table(outcomes))
 
 
 def _table(outcomes: Sequence[SimulationOutcome]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("policy", no_wrap=True)
     table.add_column("workload", no_wrap=True)
     for head in ("mean s", "99 % s", "all s", "worst ratio", "GPU h", "resizes", "waited h", "lost h"):
         table.add_column(head, justify="right", no_wrap=head != "worst ratio")
@@ -106,5 +84,5 @@ def _table(outcomes: Sequence[SimulationOutcome]) -> Table:
         lost = (each.stood_s + each.lost_s) / 3600
         figures = f"{each.mean_s:,.0f}", f"{each.p99_s:,.0f}", f"{each.makespan_s:,.0f}", f"{each.worst_fairness:.2f}"
         more = f"{each.gpu_hours:,.0f}", str(each.restarts), f"{each.waited_s / 3600:.1f}", f"{lost:.1f}"
-        table.add_row(each.policy, each.workload, *figures, *more)
+        table.add_row(each.workload, *figures, *more)
     return table

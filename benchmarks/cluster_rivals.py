@@ -1,4 +1,4 @@
-"""The policies that others have published, as functions like `accel.cluster.policy.allocate`.
+"""Policies that others have published, as functions like `accel.cluster.policy.allocate`: they check the simulator.
 
 | policy | sizes | order |
 |---|---|---|
