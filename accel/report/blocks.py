@@ -10,13 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from accel.profiler.report import ReportHead
 from accel.report.words import finite, ms_text, plural
-
-Only = Literal["", "terminal", "page"]
-"""Where a block is shown; '' is on both."""
 
 SIGNS = {"good": "✓", "bad": "✗", "warn": "?", "idle": "○"}
 """Tone → sign with the same meaning, for output without colour."""
@@ -30,7 +27,6 @@ class Paragraph:
 
     text: str
     tone: str = ""
-    only: Only = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +47,6 @@ class Facts:
     pairs: Sequence[tuple[str, str]]
     verbatim: bool = False
     """To be copied, like a command."""
-    only: Only = ""
 
 
 class BarPart(NamedTuple):
@@ -81,7 +76,6 @@ class Bars:
     bars: Sequence[Bar]
     mark: float | None = None
     """Where a line crosses all of them, in percent."""
-    only: Only = "page"
 
 
 class TableColumn(NamedTuple):
@@ -90,12 +84,11 @@ class TableColumn(NamedTuple):
     title: str
     left: bool
     """Contains words, not numbers: aligned left."""
-    only: Only = ""
 
 
-def columns(*specs: str, only: Only = "") -> list[TableColumn]:
+def columns(*specs: str) -> list[TableColumn]:
     """Return columns from their title and `<` for words or `>` for numbers, e.g. `phase<`."""
-    return [TableColumn(spec[:-1], spec[-1] == "<", only) for spec in specs]
+    return [TableColumn(spec[:-1], spec[-1] == "<") for spec in specs]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,13 +114,14 @@ class TableRow:
     cells: Sequence[TableCell]
     depth: int = 0
     """How far the first cell is moved to the right."""
-    only: Only = ""
+    page_only: bool = False
+    """A terminal has no room for it."""
 
 
-def row(*parts: str | TableCell, tone: str = "", depth: int = 0, only: Only = "") -> TableRow:
+def row(*parts: str | TableCell, tone: str = "", depth: int = 0) -> TableRow:
     """Return a row; a text becomes a cell with a tone."""
     cells = [part if isinstance(part, TableCell) else TableCell(text=part, tone=tone) for part in parts]
-    return TableRow(cells=cells, depth=depth, only=only)
+    return TableRow(cells=cells, depth=depth)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -131,7 +131,7 @@ def document(report: Report) -> Document:
     remembered = ("remembered", report.remembered)
     cost = Facts(pairs=[("search", search_text(report)), remembered, ("limits the run now", limit_text(report))])
     machine = machine_text(report.machine, report.machine.world_size)
-    fingerprint = Facts(pairs=[("fingerprint", report.fingerprint)], only="page")
+    fingerprint = Facts(pairs=[("fingerprint", report.fingerprint)])
     plan_text = json.dumps(report.plan, default=str) if report.plan else ""
     plan = Facts(pairs=[("plan", plan_text), ("cache", report.cache)], verbatim=True)
     events = [f"step {event.step}: {event.text}" for event in report.events]
@@ -144,7 +144,7 @@ def document(report: Report) -> Document:
         mark="" if report.state == "done" else report.state,
         lead=lead,
         sections=[
-            Section(name="speed", title="before and after", blocks=list(_speed_picture(report))),
+            *_speed(report),
             Section(name="strategies", title="strategies", blocks=list(_strategies(report))),
             *_batch_sizes(report),
             Section(name="cost", title="cost and what is left", blocks=[cost]),
@@ -161,18 +161,14 @@ def _strategies(report: Report) -> Iterator[Block]:
         return
     yield from _gains_picture(report)
     columns = blocks.columns("strategy<", "status<", "gain<", "ms per step<", "numerics<", "cost<")
-    yield Table(columns=[*columns, *_WHY], rows=[_strategy(row) for row in report.rows])
+    yield Table(columns=columns, rows=[_strategy(row) for row in report.rows])
     for row in report.rows:
         if row.why and row.status != _NOT_APPLICABLE:
-            yield Paragraph(text=f"{row.name}: {row.why}", tone="idle", only="terminal")
+            yield Paragraph(text=f"{row.name}: {row.why}", tone="idle")
     if not_applicable := _not_applicable_text(report.rows):
-        yield Paragraph(text=not_applicable, tone="idle", only="terminal")
+        yield Paragraph(text=not_applicable, tone="idle")
     note = "numerics: relative difference of the outputs / of the worst gradient from the plain path"
-    yield Paragraph(text=note, tone="idle", only="page")
-
-
-_WHY = blocks.columns("why<", only="page")
-"""On a terminal there is no room for it beside the figures: it follows the table."""
+    yield Paragraph(text=note, tone="idle")
 
 
 def _strategy(row: StrategyRow) -> TableRow:
@@ -180,16 +176,15 @@ def _strategy(row: StrategyRow) -> TableRow:
     treats = f"treats {', '.join(row.treats)}" if row.treats else ""
     allowed = "" if row.tolerance is None else f"allowed {row.tolerance:.1g}"
     cost = seconds_text(row.cost_s) if row.cost_s else "-"
-    return blocks.row(
+    cells = [
         TableCell(text=name_text(row), tone="strong", small=_nonempty(row.summary, treats)),
         TableCell(text=row.status, tone=tone, sign=blocks.SIGNS[tone]),
-        gain_text(row.gain, row.gain_low, row.gain_high),
-        step_text(row),
+        TableCell(text=gain_text(row.gain, row.gain_low, row.gain_high)),
+        TableCell(text=step_text(row)),
         TableCell(text=numerics_text(row), small=_nonempty(", ".join(_nonempty(row.exactness, allowed)))),
         TableCell(text=cost, small=_nonempty(row.steps and f"{row.steps} steps")),
-        row.why or "-",
-        only="page" if row.status == _NOT_APPLICABLE else "",
-    )
+    ]
+    return TableRow(cells=cells, page_only=row.status == _NOT_APPLICABLE)
 
 
 def _not_applicable_text(rows: Iterable[StrategyRow]) -> str:
@@ -237,13 +232,12 @@ def _batch_sizes(report: Report) -> Iterator[Section]:
     """Show the changes of the batch size, if it may change."""
     if report.max_batch_size is None:
         return
-    columns = [*blocks.columns("step<", "samples<", "predicted<", "measured<", "noise<"), *_WHY]
+    columns = blocks.columns("step<", "samples<", "predicted<", "measured<", "noise<")
     rows = [
         blocks.row(
             str(row.step),
             TableCell(text=f"{row.batch}{'?' if row.tried else ''}", tone="strong"),
             *(_figure(value) for value in (row.goodput, row.measured, row.noise)),
-            row.why or "-",
         )
         for row in report.batch_rows
     ]
@@ -252,11 +246,7 @@ def _batch_sizes(report: Report) -> Iterator[Section]:
     if report.progress is not None:
         facts.append(("progress", f"{report.progress:.0f} steps of the loop's own batch"))
     table = [Table(columns=columns, rows=rows, caption=caption)] if rows else []
-    reasons = [
-        Paragraph(text=f"step {row.step}: {row.why}", tone="idle", only="terminal")
-        for row in report.batch_rows
-        if row.why
-    ]
+    reasons = [Paragraph(text=f"step {row.step}: {row.why}", tone="idle") for row in report.batch_rows if row.why]
     yield Section(name="batches", title="batch size", blocks=[Facts(pairs=facts), *table, *reasons])
 
 
@@ -270,19 +260,17 @@ def _figure(value: float | None) -> str:
 # --- pictures --------------------------------------------------------------------------------------------------------
 
 
-def _speed_picture(report: Report) -> Iterator[Block]:
+def _speed(report: Report) -> Iterator[Section]:
     """Draw the step before and after as bars from zero."""
     plain, accelerated = finite(report.plain_ms), finite(report.accel_ms)
     if plain is None or accelerated is None:
-        yield Paragraph(text="not measured yet", only="page")
         return
     bars = []
     for name, ms, tone in (("before", plain, "idle"), ("after", accelerated, "good")):
         text = f"{name}: {ms_text(ms)} ms"
         bars.append(Bar(text, "", [BarPart(tone, "", text, blocks.percent_of(ms, max(plain, accelerated)))]))
-    yield Bars(title="Step time before and after", bars=bars)
-    note = "median step, measured interleaved in the closing trial; shorter is better"
-    yield Paragraph(text=note, tone="idle", only="page")
+    title = "Median step before and after, interleaved in the closing trial"
+    yield Section(name="speed", title="before and after", blocks=[Bars(title=title, bars=bars)])
 
 
 def _gains_picture(report: Report) -> Iterator[Block]:
@@ -300,6 +288,5 @@ def _gains_picture(report: Report) -> Iterator[Block]:
         span = BarPart(TONE_OF.get(row.status, "idle"), "", f"{name_text(row)}: {text}", round(width, 3))
         bars.append(Bar(name_text(row), text, [BarPart("", "", "", begin), span]))
     if bars:
-        yield Bars(title="Confidence interval of each strategy's gain", bars=bars, mark=blocks.percent_of(1.0, scale))
-        note = "each strategy against the run without it; right of the line (1.0x) is faster"
-        yield Paragraph(text=note, tone="idle", only="page")
+        title = "Gain of each strategy against the run without it; right of the line (1.0x) is faster"
+        yield Bars(title=title, bars=bars, mark=blocks.percent_of(1.0, scale))

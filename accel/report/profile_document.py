@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from accel.profiler.evidence import OpTime
 from accel.profiler.phases import MEANING
-from accel.profiler.report import Experiment, Finding, ProfileReport, RankRow
+from accel.profiler.report import Experiment, Finding, Node, ProfileReport, RankRow
 from accel.report import blocks, words
 from accel.report.blocks import (
     Block,
@@ -76,7 +76,7 @@ def _lead(report: ProfileReport) -> Iterator[Paragraph]:
 
 def _limited(rows: Sequence[TableRow], noun: str) -> tuple[list[TableRow], str]:
     """Limit the rows on a terminal, with a note there; a page has all."""
-    limited = [*rows[:ROW_LIMIT], *(replace(row, only="page") for row in rows[ROW_LIMIT:])]
+    limited = [*rows[:ROW_LIMIT], *(replace(row, page_only=True) for row in rows[ROW_LIMIT:])]
     return limited, blocks.hidden_text(len(rows) - ROW_LIMIT, "more", noun)
 
 
@@ -87,7 +87,7 @@ def _why(report: ProfileReport) -> Iterator[Section]:
     cards: list[Block] = [_card(number, finding) for number, finding in enumerate(report.findings, start=1)]
     if not cards:
         text = "no cause was named" if report.refused else "nothing was found that holds the run back"
-        cards = [Paragraph(text=text, only="page")]
+        cards = [Paragraph(text=text)]
     cards += [Paragraph(text=words.borderline_text(finding), tone="idle") for finding in report.borderline]
     yield Section(name="why", title="why", blocks=cards)
 
@@ -110,42 +110,38 @@ def _card(number: int, finding: Finding) -> Card:
 
 
 def _evidence(report: ProfileReport) -> Iterator[Section]:
-    title = "where a step's time goes"
-    tree = words.tree(report.evidence)
-    if not tree or report.evidence is None:
-        yield Section(name="anatomy", title=title, blocks=[Paragraph(text="not measured", only="page")])
+    if report.evidence is None:
         return
     phases: dict[str, float] = {}
     for child in report.evidence.children:
         phases[child.name] = phases.get(child.name, 0.0) + child.ms
+    rows = [_part(depth, node, list(phases)) for depth, node in words.tree(report.evidence)]
     caption = f"Mean of {report.steps} steps; parts add up to what they are part of, all of them to the step"
     yield Section(
         name="anatomy",
-        title=title,
+        title="where a step's time goes",
         scope=" (parts add up to what they are part of)",
         blocks=[
             *blocks.stacks("Phases of a mean step", [(report.evidence.name, phases)], list(phases)),
-            Table(
-                columns=blocks.columns("part<", "ms>", "share>", "of the step<", "<"),
-                rows=[_part(row, list(phases)) for row in tree],
-                caption=caption,
-            ),
+            Table(columns=blocks.columns("part<", "ms>", "share>", "of the step<", "<"), rows=rows, caption=caption),
             Paragraph(text=words.unattributed_text(report), tone="idle"),
         ],
     )
 
 
-def _part(row: words.TreeRow, names: list[str]) -> TableRow:
-    tone = "strong" if row.depth < 2 else ""
-    length = round(row.share * _BAR)
-    key, meaning = (names.index(row.name) + 1, MEANING.get(row.name, "")) if row.depth == 1 else (0, "")
+def _part(depth: int, node: Node, names: list[str]) -> TableRow:
+    tone = "strong" if depth < 2 else ""
+    share = min(max(finite(node.share) or 0.0, 0.0), 1.0)
+    length = round(share * _BAR)
+    key, meaning = (names.index(node.name) + 1, MEANING.get(node.name, "")) if depth == 1 else (0, "")
+    percent = finite(100 * node.share)
     return blocks.row(
-        TableCell(text=row.name, tone=tone, key=key),
-        TableCell(text=row.ms, tone=tone),
-        TableCell(text=row.percent, tone=tone),
-        "█" * length if length else "▏" if row.share else "",
-        TableCell(text=row.note or meaning, short=row.note, tone="idle"),
-        depth=row.depth,
+        TableCell(text=node.name, tone=tone, key=key),
+        TableCell(text=ms_text(node.ms), tone=tone),
+        TableCell(text="-" if percent is None else f"{percent:.1f} %", tone=tone),
+        "█" * length if length else "▏" if share else "",
+        TableCell(text=node.note or meaning, short=node.note, tone="idle"),
+        depth=depth,
     )
 
 
@@ -159,7 +155,7 @@ def _experiments(experiments: Sequence[Experiment]) -> Iterator[Section]:
         outcome, tone = _OUTCOMES.get(each.verdict, (each.verdict, "warn"))
         rows.append(
             blocks.row(
-                TableCell(text=each.name, tone="strong", small=[what] if what else []),
+                TableCell(text=each.name, tone="strong"),
                 f"{ms_text(each.before_ms)} → {ms_text(each.after_ms)}",
                 words.saving_text(None if each.verdict == "void" else each.saving),
                 str(each.pairs),
@@ -167,7 +163,7 @@ def _experiments(experiments: Sequence[Experiment]) -> Iterator[Section]:
             )
         )
         if what:
-            notes.append(Paragraph(text=f"{each.name}: {what}", tone="idle", only="terminal"))
+            notes.append(Paragraph(text=f"{each.name}: {what}", tone="idle"))
     columns = blocks.columns("experiment<", "ms per step, A → B>", "saves>", "pairs>", "outcome<")
     table = Table(columns=columns, rows=rows, caption="Real steps with (B) and without (A) something, interleaved")
     scope = ": real steps with (B) and without (A), interleaved"
@@ -180,33 +176,25 @@ def _experiments(experiments: Sequence[Experiment]) -> Iterator[Section]:
 def _ranks(ranks: Sequence[RankRow]) -> Iterator[Section]:
     if len(ranks) < 2:
         return
-    phases = words.phase_names(row.phases_ms for row in ranks)
-    longest = _longest(ranks, phases)
-    columns = [
-        *blocks.columns("rank<", "host<", "step>"),
-        *(blocks.columns(f"{name}>", only="" if name in longest else "page")[0] for name in phases),
-        *blocks.columns("rest>", only="terminal"),
-        *blocks.columns("run/wait/asleep %>"),
-        *blocks.columns("steps>", only="page"),
-    ]
+    longest = _longest(ranks, words.phase_names(row.phases_ms for row in ranks))
+    columns = blocks.columns(
+        "rank<", "host<", "step>", *(f"{name}>" for name in longest), "rest>", "run/wait/asleep %>"
+    )
     slowest = sorted(ranks, key=lambda row: (not row.straggler, -(finite(row.step_ms) or 0.0)))[:RANK_LIMIT]
     rows = []
     for each in ranks:
         rest = sum(finite(ms) or 0.0 for name, ms in each.phases_ms.items() if name not in longest)
         tone, sign, straggler = ("warn", "▲", " straggler") if each.straggler else ("", "", "")
-        rows.append(
-            blocks.row(
-                TableCell(text=f"{each.rank}{straggler}", tone=tone, sign=sign),
-                each.host,
-                ms_text(each.step_ms),
-                *(ms_text(each.phases_ms.get(name)) for name in phases),
-                ms_text(rest),
-                "-" if each.thread is None else "/".join(map(words.number_text, vars(each.thread).values())),
-                str(each.steps),
-                tone=tone,
-                only="" if each in slowest else "page",
-            )
+        line = blocks.row(
+            TableCell(text=f"{each.rank}{straggler}", tone=tone, sign=sign),
+            each.host,
+            ms_text(each.step_ms),
+            *(ms_text(each.phases_ms.get(name)) for name in longest),
+            ms_text(rest),
+            "-" if each.thread is None else "/".join(map(words.number_text, vars(each.thread).values())),
+            tone=tone,
         )
+        rows.append(replace(line, page_only=each not in slowest))
     more = blocks.hidden_text(len(ranks) - len(slowest), "faster", "rank")
     caption = "Mean ms per step of each rank; its thread: on a core, waiting for a core, asleep"
     table = Table(columns=columns, rows=rows, more=more, caption=caption)
@@ -242,11 +230,7 @@ def _operators(report: ProfileReport) -> Iterator[Section]:
         if roofs:
             yield Section(name="operators", title="roofline", blocks=[Paragraph(text=roofs)])
         return
-    columns = [
-        *blocks.columns("operator<", "kind<", "calls>", "ms>", "share>", "GFLOP/s>", "GB/s>"),
-        *blocks.columns("FLOP/byte>", only="page"),
-        *blocks.columns("of roof>"),
-    ]
+    columns = blocks.columns("operator<", "kind<", "calls>", "ms>", "share>", "GFLOP/s>", "GB/s>", "of roof>")
     rows, more = _limited([_operator(op, report) for op in report.ops], "operator")
     caption = "Per step; of roof: the rate reached against the highest that its bytes and the device allow"
     short = "* a call is so short that launching it costs more than doing it"
@@ -265,7 +249,7 @@ def _operator(op: OpTime, report: ProfileReport) -> TableRow:
         TableCell(text=f"{op.name}{mark}", short=clip(clean(op.name[:200]), 29) + mark),
         op.kind,
         *(ms_text(op.calls), ms_text(op.ms), percent_text(op.share)),
-        *(ms_text(op.gflops), ms_text(op.gb_per_s), ms_text(op.intensity)),
+        *(ms_text(op.gflops), ms_text(op.gb_per_s)),
         words.roof_share_text(op, report.roofline),
     )
 
@@ -291,7 +275,7 @@ def _gpus(report: ProfileReport) -> Iterator[Section]:
     for gpu in report.gpus:
         facts = ", ".join(f"{name} {value}" for name, value in words.gpu_text(gpu) if value != "-")
         gpus.append(Paragraph(text=f"{gpu.index} {gpu.name}: {facts}", tone="warn" if gpu.throttled else ""))
-    note = Paragraph(text="busy says that some kernel ran, not how full the GPU was", tone="idle", only="page")
+    note = Paragraph(text="busy says that some kernel ran, not how full the GPU was", tone="idle")
     yield Section(name="gpus", title="GPUs", scope=", median over the run", blocks=[*gpus, note])
 
 

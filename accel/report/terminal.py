@@ -74,14 +74,12 @@ class Page:
 
     def table(self, table: blocks.Table) -> None:
         """Write a table, with what does not fit into a column below one another."""
-        shown = [place for place, column in enumerate(table.columns) if column.only != "page"]
         grid = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style=TONES["idle"])
-        for place in shown:
-            title, left, _ = table.columns[place]
+        for title, left in table.columns:
             grid.add_column(Text(self._safe(title)), justify="left" if left else "right", overflow="fold")
         for row in table.rows:
-            if row.only != "page":
-                texts = [self._cell(row.cells[place]) for place in shown]
+            if not row.page_only:
+                texts = [self._cell(cell) for cell in row.cells]
                 texts[0].pad_left(2 * min(row.depth, _MAX_DEPTH))
                 grid.add_row(*texts)
         if grid.row_count:
@@ -147,10 +145,9 @@ def render(
     for sentence in document.lead:
         _block(page, sentence)
     for section in document.sections:
-        own = [block for block in section.blocks if getattr(block, "only", "") != "page"]
-        if own:
+        if any(not isinstance(block, blocks.Bars) for block in section.blocks):
             page.heading(section.title + section.scope)
-        for block in own:
+        for block in section.blocks:
             _block(page, block)
     return page.text()
 

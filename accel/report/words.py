@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import unicodedata
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
 
 from accel.profiler.evidence import GpuShare, OpTime, Roofline, ThreadShare
 from accel.profiler.phases import PHASES
@@ -19,8 +18,6 @@ _ROOF_NOTES = {
     "above": "above: faster than the large matrix product that was measured; it ran while the device was slower, or in "
     "another precision",
 }
-_ADDS_UP = 0.005
-"""By how much, as a share of the step, parts may miss their parent and still count as adding up."""
 
 
 def clean(text: object, keep: str = "") -> str:
@@ -357,62 +354,11 @@ def experiment_text(finding: Finding) -> str:
 # --- evidence --------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class TreeRow:
-    """One part of a step."""
-
-    depth: int
-    name: str
-    ms: str
-    share: float
-    """Of the step, within 0…1."""
-    percent: str
-    """The share in words, rounded so that the parts of a node add up to what the node shows."""
-    note: str
-
-
-def tree(root: Node | None) -> list[TreeRow]:
-    """List the evidence from the root down.
-
-    Returns:
-        Rows whose percentages add up as shown: the parts of a node to the node, the whole to 100.0 %. Where the
-        shares themselves don't add up to within half a percent, they are shown as they are.
-    """
-    rows: list[TreeRow] = []
-    stack: list[tuple[Node, int, int | None]] = []
-    if root is not None:
-        stack = [(root, 0, 1000 if abs(root.share - 1) <= _ADDS_UP else None)]
-    while stack:
-        node, depth, tenths = stack.pop()
-        share = finite(node.share) or 0.0
-        percent = percent_text(node.share) if tenths is None else f"{tenths / 10:.1f} %"
-        rows.append(
-            TreeRow(
-                depth=depth,
-                name=node.name,
-                ms=ms_text(node.ms),
-                share=min(max(share, 0.0), 1.0),
-                percent=percent,
-                note=node.note,
-            )
-        )
-        parts = _split(tenths, node)
-        stack += [(child, depth + 1, part) for child, part in zip(node.children, parts, strict=True)][::-1]
-    return rows
-
-
-def _split(tenths: int | None, node: Node) -> Sequence[int | None]:
-    """Share a node's tenths of a percent out to its children, the rest of the rounding to the largest remainders."""
-    shares = [child.share for child in node.children]
-    total = finite(sum(shares)) or 0.0
-    if tenths is None or total <= 0 or min(shares) < 0 or abs(total - node.share) > _ADDS_UP:
-        return [None] * len(shares)
-    exact = [tenths * share / total for share in shares]
-    parts = [int(value) for value in exact]
-    order = sorted(range(len(parts)), key=lambda n: parts[n] - exact[n])
-    for n in order[: tenths - sum(parts)]:
-        parts[n] += 1
-    return parts
+def tree(node: Node, depth: int = 0) -> Iterator[tuple[int, Node]]:
+    """Yield the evidence from a node down, each part with its depth."""
+    yield depth, node
+    for child in node.children:
+        yield from tree(child, depth + 1)
 
 
 def phase_names(rows: Iterable[dict[str, float]]) -> list[str]:

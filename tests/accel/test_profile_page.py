@@ -31,7 +31,7 @@ def test_tree_adds_up_to_100_percent_and_shows_the_key_of_the_bar() -> None:
     rows = re.findall(row, html[: html.index('id="experiments"')])
     shown = [(int(indent or 1) - 1, round(10 * float(percent))) for indent, percent in rows]
     assert shown[0] == (0, 1000)
-    assert sum(tenths for depth, tenths in shown if depth == 1) == 1000
+    assert abs(sum(tenths for depth, tenths in shown if depth == 1) - 1000) <= 3  # each is rounded
     assert '<span class="key s0">1</span> data</th>' in html
     assert "0.4 % of the wall time belongs to no phase." in Page(html).text()
 

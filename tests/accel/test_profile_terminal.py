@@ -6,13 +6,11 @@ import json
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from accel.profiler.evidence import OpTime, Roofline
-from accel.profiler.report import Node, ProfileReport, Saving, from_json
+from accel.profiler.report import ProfileReport, Saving, from_json
 from accel.report import words
-from accel.report.rendering import as_brief, as_page
+from accel.report.rendering import as_brief
 from accel.report.rendering import as_text as render
 from tests.accel import profile_reports
 
@@ -98,59 +96,6 @@ def test_what_the_first_cause_says_is_not_said_twice() -> None:
     remedy = report.findings[0].remedy
     assert "next" not in as_brief(replace(report, next=[remedy])).splitlines()
     assert "next" in as_brief(report).splitlines()
-
-
-def _shown_tenths(report: ProfileReport) -> list[tuple[int, int]]:
-    """Return (depth, tenths of a percent as shown) for each row of the tree."""
-    return [(row.depth, round(10 * float(row.percent.removesuffix(" %")))) for row in words.tree(report.evidence)]
-
-
-def _check_sums(rows: list[tuple[int, int]]) -> None:
-    for place, (depth, tenths) in enumerate(rows):
-        children = []
-        for below, part in rows[place + 1 :]:
-            if below <= depth:
-                break
-            if below == depth + 1:
-                children.append(part)
-        assert not children or sum(children) == tenths
-
-
-def test_tree_shows_parts_that_add_up_to_100_percent() -> None:
-    rows = _shown_tenths(profile_reports.full())
-    assert rows[0] == (0, 1000)
-    _check_sums(rows)
-
-
-@given(parts=st.lists(st.lists(st.floats(0, 10), max_size=6), min_size=1, max_size=8))
-def test_shares_that_add_up_are_shown_adding_up(parts: list[list[float]]) -> None:
-    whole = sum(map(sum, parts))
-    if whole <= 1e-6:
-        return
-    children = [
-        Node(
-            name="part", ms=sum(ms), share=sum(ms) / whole, children=[Node(name="x", ms=v, share=v / whole) for v in ms]
-        )
-        for ms in parts
-    ]
-    rows = _shown_tenths(ProfileReport(evidence=Node(name="step", ms=whole, share=1.0, children=children)))
-    assert rows[0] == (0, 1000)
-    _check_sums([row for row in rows if row[0] < 2])
-    assert all(tenths >= 0 for _, tenths in rows)
-
-
-def test_shares_that_do_not_add_up_are_shown_as_they_are() -> None:
-    half = Node(name="half", ms=5.0, share=0.5)
-    rows = words.tree(Node(name="step", ms=10.0, share=1.0, children=[half]))
-    assert [(row.name, row.percent) for row in rows] == [("step", "100.0 %"), ("half", "50 %")]
-
-
-def test_deep_tree_needs_no_deep_stack() -> None:
-    root = Node(name="bottom", ms=1.0, share=1.0)
-    for _ in range(1100):  # Python stops at 1,000 calls
-        root = Node(name="part", ms=1.0, share=1.0, children=[root])
-    assert [row.percent for row in words.tree(root)] == ["100.0 %"] * 1101
-    assert render(ProfileReport(evidence=root), width=80, color=False) and as_page(ProfileReport(evidence=root))
 
 
 def test_one_rank_needs_no_table_of_ranks() -> None:

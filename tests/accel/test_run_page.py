@@ -42,7 +42,7 @@ def test_unfinished_run_is_marked() -> None:
 
 def test_bars_start_at_zero_and_keep_the_ratio() -> None:
     html = as_page(_report())
-    assert bars(html, "Step time before and after") == [[("idle", 100.0)], [("good", 40.0)]]
+    assert bars(html, "Median step before") == [[("idle", 100.0)], [("good", 40.0)]]
 
 
 def test_phases_lie_end_to_end_on_one_scale() -> None:
@@ -52,7 +52,7 @@ def test_phases_lie_end_to_end_on_one_scale() -> None:
 
 def test_spans_are_the_intervals_and_one_is_marked() -> None:
     html = as_page(_report())
-    ((_, low), (kept, wide)), ((_, least), (undone, narrow)) = bars(html, "Confidence interval")
+    ((_, low), (kept, wide)), ((_, least), (undone, narrow)) = bars(html, "Gain of each strategy")
     (one,) = re.findall(r"background-position-x: ([^%]*)%", html)
     # All of the kept strategy's interval is right of no change, all of the undone one's left of it.
     assert (kept, undone) == ("good", "bad")
