@@ -177,7 +177,6 @@ def optimize(
 
 
 def _proxy_of(loader: Any) -> LoaderProxy:
-    """Return the loader's proxy if it has one, or a new one."""
     if is_proxy(loader):
         return loader  # type: ignore[no-any-return]
     proxies = (proxy for optimized in MODELS.values() for proxy in optimized.proxies)

@@ -28,7 +28,6 @@ class Exactness(IntEnum):
 
 
 LEVELS = {level.word: level for level in Exactness}
-"""The words of `allow=` and their levels."""
 _OF_PRECISION = dict.fromkeys(("bf16", "bfloat16", "tf32", "half", "mixed"), "reduced")
 
 

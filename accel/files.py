@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import re
-import tempfile
+import secrets
 from pathlib import Path
 
 from accel.errors import InvalidArgument
 
 _START = 200
-"""Bytes of a file's name that its temporary one begins with: with what mkstemp adds, they are below the usual 255."""
+"""Bytes of a file's name that its temporary one begins with: with what is added, they are below the usual 255."""
 
 
 def write_atomic(path: str | os.PathLike[str], text: str) -> None:
@@ -34,32 +32,16 @@ def write_atomic(path: str | os.PathLike[str], text: str) -> None:
     target = Path(os.path.realpath(path))  # a link stays a link
     target.parent.mkdir(parents=True, exist_ok=True)
     start = os.fsencode(target.name)[:_START].decode(errors="ignore")
-    handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{start}.", suffix=".tmp")
+    temporary = target.with_name(f".{start}.{secrets.token_hex(4)}.tmp")
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
+        with open(temporary, "x", encoding="utf-8") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
-        # mkstemp makes the file private (0600); a report is as readable as any file the user makes.
-        with contextlib.suppress(OSError):  # some mounts keep no permissions, or let nobody change them
-            os.chmod(temporary, 0o666 & ~_umask())
         os.replace(temporary, target)
     except BaseException:
-        Path(temporary).unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
-
-
-def _umask() -> int:
-    """Return the permissions that new files of this process lack.
-
-    Python can only ask by setting another one, which for an instant holds for the files of all threads.
-    """
-    with contextlib.suppress(OSError):
-        if umask_line := re.search(r"^Umask:\s*([0-7]+)$", Path("/proc/self/status").read_text(), re.MULTILINE):
-            return int(umask_line[1], 8)
-    umask = os.umask(0o077)
-    os.umask(umask)
-    return umask
 
 
 def save(option: str, target: str | os.PathLike[str], text: str) -> None:

@@ -118,7 +118,6 @@ def products_use_tf32() -> bool:
 
 
 def _products() -> Callable[[], None]:
-    """Return what puts the precision of matrix products back."""
     backends: Any = torch.backends
     matmul, host = backends.cuda.matmul, backends.mkldnn.matmul
     new, of_host = matmul.fp32_precision, host.fp32_precision
@@ -136,7 +135,6 @@ def _products() -> Callable[[], None]:
 
 
 def _convolutions() -> Callable[[], None]:
-    """Return what puts the precision of convolutions and recurrent layers back."""
     cudnn: Any = torch.backends.cudnn
     new = [each.fp32_precision for each in _cudnn()]
     old = _read(lambda: cudnn.allow_tf32)

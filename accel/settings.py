@@ -33,16 +33,13 @@ class OptimizeSettings:
     disable: frozenset[str]
     plan: Plan | None
     budget: Budget
-    report: str | None = field(compare=False)
+    report: str | None
     cache: bool
     max_batch_size: int | None = None
     scaling_rule: Rule | None = None
-    checkpoint: str | Checkpointing | None = field(default=None, compare=False)
+    checkpoint: str | Checkpointing | None = None
     steps: int | None = field(default=None, compare=False)
     epochs: float | None = field(default=None, compare=False)
-    places: tuple[str | None, str | Checkpointing | None] = (None, None)
-    """Report and checkpoint as they were passed. `report` and `checkpoint` have them as absolute paths: others when the
-    script has changed its directory and calls again. That call goes on."""
 
     @property
     def conditions(self) -> dict[str, Any]:
@@ -100,7 +97,6 @@ def check_settings(
         checkpoint=_absolute(saved),
         steps=steps,
         epochs=epochs,
-        places=(target, saved),
     )
 
 

@@ -103,7 +103,6 @@ def start(
 
 
 def _memory(run: Run, settings: OptimizeSettings, fetching_in_use: bool) -> RememberedPlans | None:
-    """Return what keeps the result for the next run; None if nothing does."""
     if not settings.cache or settings.plan is not None:
         return None
     from accel.cache.remembered_plans import RememberedPlans, conditions

@@ -126,7 +126,8 @@ class ElasticRun:
         if settings.is_elastic or proxy._accel_loader is self.loader:
             return settings
         own = self._settings
-        named = replace(settings, max_batch_size=own.max_batch_size, scaling_rule=own.scaling_rule, places=own.places)
+        named = replace(settings, max_batch_size=own.max_batch_size, scaling_rule=own.scaling_rule)
+        named = replace(named, report=own.report, checkpoint=own.checkpoint)
         if named != own:
             self._say("another loader of the model: it is followed under the settings of the training loader")
         return own

@@ -25,19 +25,15 @@ class Action:
     """Run some real training steps under a plan."""
 
     plan: Choices
-    """Strategies that are on in these steps."""
     steps: int = 0
-    """Steps to count."""
     whole_epoch: bool = False
     """Count the steps of one epoch instead, from first to last: of the first that begins under the plan."""
     rest: int = 0
     """Steps to run first, under the plan but unmeasured; only the watch is active."""
     settle: int = 0
-    """Steps to run first and leave out."""
     check: Choices | None = None
     """A plan to compare with the plain path at the end of each of these steps; the steps themselves run `plan`."""
     anatomy: bool = False
-    """The profiler observes the counted steps."""
     base: bool = False
     """The plan is what has been kept so far: no candidate is on."""
     host: bool = False
@@ -59,11 +55,8 @@ class Result:
     """What happened in the steps of an action."""
 
     measurements: list[Measurement] = field(default_factory=list)
-    """The counted steps."""
-    settling: list[float] = field(default_factory=list)
-    """Seconds of the steps left out."""
-    settling_steps: list[int] = field(default_factory=list)
-    """Their numbers."""
+    settling: list[Measurement] = field(default_factory=list)
+    """The steps left out."""
     drained: bool = False
     """A device has done all work of these steps before the next one begins, so that this costs more than it takes."""
     steps: int = 0
@@ -100,16 +93,14 @@ class Result:
 
     def forget_steps(self) -> None:
         """Forget the times of the steps so far."""
-        for times in (self.measurements, self.settling, self.settling_steps):
-            times.clear()
+        self.measurements.clear()
+        self.settling.clear()
 
     def take_times(self, seconds: Mapping[int, float]) -> None:
         """Let steps have a device's times; those that were observed have them already, by phases."""
-        for measured in self.measurements if self.evidence is None else ():
+        for measured in [*self.settling, *(self.measurements if self.evidence is None else ())]:
             if took := seconds.get(measured.step):
                 _scale(measured, took)
-        numbered = zip(self.settling_steps, self.settling, strict=True)
-        self.settling = [seconds.get(number, by_host) for number, by_host in numbered]
 
     @property
     def diagnosis(self) -> Diagnosis:
@@ -155,11 +146,9 @@ class Result:
 
 
 Decisions = Generator[Action, Result, None]
-"""What the search consists of: it yields actions, and is sent their results."""
 
 
 def _scale(measured: Measurement, seconds: float) -> None:
-    """Let a step take so long, each phase its share."""
     factor = seconds / measured.seconds if measured.seconds else 1.0
     measured.seconds = seconds
     measured.phases = {phase: factor * each for phase, each in measured.phases.items()}

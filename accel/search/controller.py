@@ -23,6 +23,8 @@ from accel.search.trying import affordable_recipe, consider, follow_recipe, reca
 
 _GLANCE = 2
 """Steps after which the host is looked at for the first time, if they take long enough."""
+_IDLE = 10
+"""Times the usual rest, while nothing is on or waits: steps may be longer by then."""
 _WINDOW = 3
 """Medians by which the usual step time is known, and from which on slower ones in a row count."""
 
@@ -44,7 +46,6 @@ def decisions(state: SearchState) -> Decisions:
 
 
 def _decide(state: SearchState) -> Decisions:
-    """Search, close, and hold the plan until there is a reason to search again."""
     if state.replay is not None:
         yield from take_over(state, state.replay)
     else:
@@ -65,7 +66,6 @@ def _decide(state: SearchState) -> Decisions:
 
 
 def _observe(state: SearchState) -> Decisions:
-    """Measure the plain loop, and try what an earlier run has found, or else the recipe."""
     if watching(state):
         yield from _glance(state)
     yield from look(state)
@@ -114,7 +114,6 @@ def _begin_affordably(state: SearchState) -> Decisions:
 
 
 def _search(state: SearchState) -> Decisions:
-    """Try one candidate after the other, until all have been decided or have to wait."""
     for candidate in state.pending():
         # One-off work beside the loop costs something: that begins in its turn.
         if not candidate.comparison.cost_s and not candidate.refusal() and not priority.too_little(state, candidate):
@@ -137,7 +136,6 @@ def _search(state: SearchState) -> Decisions:
 
 
 def _reopen(state: SearchState) -> None:
-    """Begin again from the plain loop: the measurements were made under other conditions."""
     state.note("the loader, batch shape, world size or thread count changed: searching again")
     if state.announced:
         state.say("the loader, the batch shape or the thread count changed: the search starts again")
@@ -178,24 +176,16 @@ class StepLevel:
     def add(self, median_ms: float) -> str:
         """Add a median; return how the step became slower, '' if it did not."""
         self._medians_ms.append(median_ms)
-        if len(self._medians_ms) < _WINDOW:
+        usual_ms, fastest_ms = self._usual_ms, min(self._medians_ms)
+        if len(self._medians_ms) < _WINDOW or (usual_ms is not None and fastest_ms <= self._slower * usual_ms):
             return ""
-        if self._usual_ms is None:
+        if usual_ms is None:
             self._usual_ms = statistics.median(self._medians_ms)
-            self._medians_ms.clear()
-            return ""
-        fastest_ms = min(self._medians_ms)
-        if fastest_ms <= self._slower * self._usual_ms:
-            return ""
         self._medians_ms.clear()
-        return f"the step became slower ({self._usual_ms:.3g} → {fastest_ms:.3g} ms)"
-
-    def forget(self) -> None:
-        """Learn the usual step time again; the latest medians count towards it."""
-        self._usual_ms = None
+        return "" if usual_ms is None else f"the step became slower ({usual_ms:.3g} → {fastest_ms:.3g} ms)"
 
     def begin_again(self) -> None:
-        """Start over: what was measured ran under another plan."""
+        """Learn the usual step time again: what was measured ran under another plan."""
         self._usual_ms = None
         self._medians_ms.clear()
 
@@ -212,7 +202,7 @@ def _hold(state: SearchState) -> Decisions:
             yield from _check_again(state)
             gap *= 2
             next_check = state.steps + gap
-            level.forget()
+            level.begin_again()
             continue
         is_preparing = any(candidate.comparison.is_preparing for candidate in state.pending())
         new_batches = state.new_batches
@@ -239,18 +229,19 @@ def _hold(state: SearchState) -> Decisions:
             if slower:
                 state.note(f"{slower}: trying the plan again")
                 yield from _retry_kept(state, list(state.plan))
-                level.forget()
+                level.begin_again()
         if state.replay is None and state.is_unclosed:
             yield from close(state)  # the closing trial was of a larger plan
-            level.forget()
+            level.begin_again()
         verdicts.remember(state)
 
 
 def _next_look(state: SearchState, level: StepLevel, next_check: int, step_s: float) -> Action:
-    """Return the steps to measure, and those to let pass before them."""
     pace, pending = state.pace, state.pending()
     steps = pace.hold
-    rest = pace.rest if state.plan or pending else pace.idle_rest(step_s)
+    rest = pace.rest
+    if not state.plan and not pending:  # only another loop is looked for, and a look takes 50 µs of a short step
+        rest = max(rest, min(math.ceil(pace.look_s / max(step_s, 1e-6)), _IDLE * rest))
     if state.plan and level.is_open:
         rest = 0
     if watching(state):
@@ -338,7 +329,6 @@ def _retry(
 
 
 def _follow(state: SearchState) -> Decisions:
-    """Try what a watch of the host wants tried, or done without, now."""
     for candidate in watching(state):
         watch = candidate.comparison.watch
         assert watch is not None
@@ -386,7 +376,6 @@ def _beside(state: SearchState, candidate: Candidate, load: HostLoad) -> Decisio
 
 
 def _without(state: SearchState, candidate: Candidate) -> Decisions:
-    """Try the plan without what was kept beside others."""
     state.note("the other processes have left: the plan is tried without what was kept beside them")
     verdict = yield from _retry(state, candidate, if_much_slower="drop")
     watch = candidate.comparison.watch

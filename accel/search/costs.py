@@ -22,7 +22,6 @@ DEAR_S = 1.0
 """One-off work that takes so long comes after what is cheap, is not done beside other processes, and is measured."""
 ONE_OFF = "one-off work"
 COMPARING = "comparing it with the plain loop"
-"""Work that a trial is too dear for the budget by."""
 _REPLAYS = {"model": 3.0, "optimizer": 0.5, "input": 0.0}
 """Steps that a comparison in one step takes about, by what is compared: replays of the step, two updates of a copy,
 nothing."""
@@ -82,7 +81,6 @@ def made_for_calls(state: SearchState, candidate: Candidate) -> Candidate | None
 
 
 def _once_s(state: SearchState, candidate: Candidate, setting: Any) -> float:
-    """Return what one-off work takes: as measured last, else as declared."""
     declared = declared_s(candidate, setting)
     return state.recollection.cost_s.get(_work(candidate, setting), declared) if declared else 0.0
 
@@ -221,5 +219,4 @@ def _work(candidate: Candidate, setting: Any) -> str:
 
 
 def _compared(candidate: Candidate) -> str:
-    """Return which of the things that the guard compares of a candidate takes longest."""
     return max(candidate.strategy.touches & _REPLAYS.keys(), key=_REPLAYS.__getitem__)

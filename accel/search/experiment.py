@@ -246,7 +246,8 @@ def trial(
         result = yield from act(state, action)
         if result.trips:
             raise _Tripped
-        return Steps(seconds=result.seconds, settling=result.settling, drained=result.drained, phases=result.phases)
+        settling = [step.seconds for step in result.settling]
+        return Steps(seconds=result.seconds, settling=settling, drained=result.drained, phases=result.phases)
 
     try:
         result = yield from drive(design.trial(terms), run)

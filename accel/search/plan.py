@@ -54,13 +54,11 @@ class Plan:
     model: str
     """Class name, for the error message."""
     strategies: Choices = field(default_factory=dict)
-    """Strategy name → setting."""
     allow: str = "reordered"
     """The exactness the search was allowed."""
     device: str = ""
     torch: str = ""
     speedup: float | None = None
-    """Speed-up of the run that made it."""
     schema: int = SCHEMA
 
     def save(self, path: str | os.PathLike[str]) -> None:

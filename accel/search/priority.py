@@ -15,7 +15,6 @@ _MOST = 0.5
 _LEADING = 0.3
 """The same for what takes epochs to prepare: that begins before others spend the budget bit by bit."""
 _MOST_TIMES = 2
-"""How often the verdict on a candidate is reopened."""
 
 
 def next_candidate(state: SearchState) -> Candidate | None:

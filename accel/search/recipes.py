@@ -32,7 +32,6 @@ class RecipeMember:
     is_free: bool = False
     """It moves no bit, costs next to nothing to switch, and has not lost: it is on from the first steps."""
     trials: int = 0
-    """Recorded trials with a verdict."""
     kept: int = 0
     lost: int = 0
     """In these the whole interval was below 1."""
@@ -59,7 +58,6 @@ class Recipe:
     def __init__(self, device: str) -> None:
         self._device, self._members = device, members(device)
         self.is_checking = False
-        """It is on, and has shown nothing yet."""
         self._tried: set[str] = set()
 
     def begin_again(self) -> None:

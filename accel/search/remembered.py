@@ -91,13 +91,10 @@ class RememberedPlan:
         self._suggestion = ""
         """What is being checked, in words."""
         self.text = ""
-        """What the report says of it; '' if nothing was remembered."""
         self.is_checking = False
-        """The earlier plan is on, and has shown nothing yet."""
         self.cost_s: dict[str, float] = {}
         """One-off work → what it took when it was done last, in an earlier run or this one."""
         self.tried: set[str] = set()
-        """Strategies that have been tried in this run."""
         self.stored: RememberedSearch | None = None  # as far as it was decided in this run
 
     @property
@@ -241,7 +238,6 @@ class RememberedPlan:
             self._memory.store(search)
 
     def _end_check(self) -> None:
-        """If a check is under way, leave what is remembered as it was."""
         if self.is_checking and self._memory is not None and self._earlier is not None:
             self.is_checking = False
             self._memory.store(self._earlier)

@@ -49,8 +49,6 @@ _FEWEST = 5
 """Steps that an action measures at the least."""
 _LOOKING = 0.005
 """Share of the time that looks at the host may take."""
-_IDLE = 10
-"""Times the usual rest, while nothing is on or waits: steps may be longer by then."""
 
 
 class CandidateStage(Enum):
@@ -76,7 +74,6 @@ class Candidate:
 
     stage: CandidateStage = CandidateStage.QUEUED
     row: StrategyRow = field(init=False)
-    """What the report says of it."""
     at_length: bool = False
     """Noise has left its brief trial open: it comes after all others, and its trial is long."""
     settings_left: list[Any] | None = None
@@ -88,7 +85,6 @@ class Candidate:
     standing: Outcome | None = None
     """The outcome of the trial that has kept it, if its design `stands`; it is in both plans of later trials."""
     done: set[str] = field(default_factory=set)
-    """One-off work that has been done."""
     times_reopened: int = 0
     """How often its verdict was reopened since the step had become shorter."""
     other_draws: bool = False
@@ -184,29 +180,18 @@ class Candidate:
 
 @dataclass(frozen=True, kw_only=True)
 class Pace:
-    """The controller's step counts."""
+    """The controller's step counts; docs/contributing/controller.md says what each is for."""
 
     observe: int = 12
-    """Plain steps before anything is tried."""
     guard: int = 2
-    """Steps whose replays must agree before a candidate runs for real; two, so that a stale input shows."""
     hold: int = 50
-    """Steps in which a finished plan is measured at a time."""
     rest: int = 150
-    """Steps between two such measurements, in which nothing is measured."""
     recheck: int = 250
-    """Steps from the end of the search to the guard's next check; the interval then doubles."""
     patience: int = 250
-    """Steps that the search waits for the budget before it ends; what waits for longer is tried later."""
     confirm: int = 2
-    """Further batches with which the guard's later check must fail before the plan is undone: of a small network near
-    its end, gradients in bfloat16 were 1.3 % too long or too short (standard deviation), with no direction."""
     reopenings: int = 3
-    """How often the search may begin again; a batch shape that never settles would keep it searching."""
     look_s: float = 5.0
-    """From one look at the host's load to the next, s, where that matters."""
     slower: float = 1.10
-    """A plan whose step has become this much slower, three medians in a row, is tried again."""
 
     def until_look(self, load: HostLoad | None) -> float:
         """Return how long after a look at the host the next one is due, s; soon if it could not be told."""
@@ -221,14 +206,6 @@ class Pace:
         most = math.ceil(self.look_s / max(step_s, 1e-6))
         steps = min(steps, max(_FEWEST, most))
         return steps, max(0, most - steps)
-
-    def idle_rest(self, step_s: float) -> int:
-        """Return the steps between two measurements while nothing is on or waits: only another loop is looked for.
-
-        Args:
-            step_s: what a step takes, s. Of a short one a measurement is a large part: 50 µs.
-        """
-        return max(self.rest, min(math.ceil(self.look_s / max(step_s, 1e-6)), _IDLE * self.rest))
 
 
 @dataclass(eq=False, kw_only=True)
@@ -246,7 +223,6 @@ class SearchState:
     config: TrialConfig = field(default_factory=TrialConfig)
     pace: Pace = field(default_factory=Pace)
     reduce: Callable[[Sequence[float]], float] = statistics.median
-    """How a block of step times becomes one number."""
     announce: Callable[[StrategyRow], None] = lambda row: None
     say: Callable[[str], None] = lambda line: None
     replay: Choices | None = None
@@ -258,13 +234,11 @@ class SearchState:
     device: str = ""
     """The kind of device, which has a recipe or not; see `Run.device_kind`."""
     steps_in_all: Callable[[], float | None] = lambda: None
-    """How many steps the run will have; None if that isn't known."""
 
     plan: Choices = field(default_factory=dict)
     """The best plan so far, which an interrupted run keeps."""
     searching: bool = True
     events: list[Event] = field(default_factory=list)
-    """What happened at which step."""
     announced: dict[str, tuple[str, str, str]] = field(default_factory=dict)
     """Candidate → what was announced of it last."""
 
@@ -292,7 +266,6 @@ class SearchState:
     regime: object = None
     """The conditions that the plan is measured under."""
     reopened: int = 0
-    """How often the search has begun again from the plain loop."""
     new_batches: int = 0
     """How often the batch controller has changed the batch since the plan was tried last."""
     next_look_s: float = 0.0
@@ -309,7 +282,6 @@ class SearchState:
     def __post_init__(self) -> None:
         self.candidates = {candidate.name: candidate for candidate in self.offered}
         self.recollection = RememberedPlan(self.memory)
-        """What an earlier run has found."""
         self.recipe = Recipe(self.device)
 
     @property

@@ -163,7 +163,6 @@ def _limit(state: SearchState) -> Callable[[], float]:
 
 
 def _put_off(state: SearchState, candidate: Candidate, result: TrialResult) -> None:
-    """Say why a trial that was cut short is made later."""
     why = "other processes came or left in its trial; tried later"
     if not has_news(state):
         candidate.needs_s = 2 * result.cost_s
@@ -365,7 +364,6 @@ def _check_suggested(
 
 
 def _confirm(state: SearchState, plan: Choices, source: RememberedPlan | Recipe) -> None:
-    """Record that the closing trial has shown a suggested plan to be faster."""
     source.confirm()
     for name in plan:
         candidate = state.candidates[name]

@@ -140,7 +140,6 @@ class ActionRunner:
             self._begin_step()
 
     def _begin_step(self) -> float:
-        """Begin a step that is measured, and return the time."""
         events = self.events
         if self._run.cuda and events.measured.action is not None and not events.measured.action.whole_epoch:
             events.device.begin()

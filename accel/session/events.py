@@ -53,9 +53,7 @@ class StepEvents(LoopObserver):
         self._switchboard, self._runner = switchboard, runner
         self.usage, self.loader = Usage(run, say), TrainingLoader(run, self.aside)
         self.measured = ActionSteps()
-        """The steps of the action under way."""
         self.steps = 0
-        """Steps that have ended."""
         self.device = device.DeviceClock(lambda: device.events_on(run.device)())
         """Times the steps on a GPU."""
         self.boundaries = 0
@@ -63,7 +61,6 @@ class StepEvents(LoopObserver):
         self.epochs = 0
         """Epochs of the training loader that have begun."""
         self.observation: Observation | None = None
-        """The profiler's view of the present steps, if they are observed."""
         self.thread: int | None = None
         """The thread that trains, once it is known."""
         self.rule = StepRule(lambda: bool(run.optimizers), lambda: run.has_ranks)
@@ -147,7 +144,6 @@ class StepEvents(LoopObserver):
             self._pass_began_at = self.boundaries
 
     def _end_step(self) -> None:
-        """End the step, if there was one."""
         rule = self.rule
         has_ended = rule.updated or rule.has_ended()
         if has_ended:

@@ -144,7 +144,6 @@ class ActionSteps:
 
     def __init__(self) -> None:
         self.action: Action | None = None
-        """What is under way; None before the first boundary."""
         self.result = Result()
         self.usual, self.batch = UsualSteps(), UsualBatch()
         self.is_left_out = False
@@ -182,11 +181,8 @@ class ActionSteps:
             is_counted = not (are_repeated and is_left_out)
             return is_counted and self._whole_epoch.book(measured, result, epochs, are_repeated)
         if not is_left_out and not self.usual.is_odd(measured):
-            if len(result.settling) < action.settle:
-                result.settling.append(measured.seconds)
-                result.settling_steps.append(measured.step)
-            else:
-                result.measurements.append(measured)
+            is_settling = len(result.settling) < action.settle
+            (result.settling if is_settling else result.measurements).append(measured)
         return len(result.measurements) >= action.steps
 
 

@@ -106,7 +106,7 @@ class CallEvents:
             usage.called = usage.called or torch.is_grad_enabled()
             return self._gate.plain(*args, **kwargs)
         if not torch.is_grad_enabled():
-            return self.watch.evaluate(call, args, kwargs)
+            return self.watch.calls.call(call, args, kwargs)
         usage.called = True
         if self._events.rule.wants_calls and self._begins_step():
             return self._call_in_next_step(args, kwargs)
@@ -129,7 +129,6 @@ class CallEvents:
         return is_next and events.rule.call_ends_step()
 
     def _call_in_next_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """End the step, and make the first call of the next one as the gate is then."""
         with outside_autocast(self._run.device.type):
             self._events.step_begins_with_call()
         return self._gate.again(*args, **kwargs)

@@ -77,33 +77,22 @@ class Replays:
             NotReplayable: if the plain call fails.
             accel.guard.together.OutOfStep: if a call fails that all ranks make together.
         """
-        with together.in_step() if self.are_together else contextlib.nullcontext():
-            return self._compared(plan, recording, replay, compiles=compiles, beside=beside)
-
-    def _compared(
-        self,
-        plan: Choices,
-        recording: Recording,
-        replay: Callable[..., Replayed] | None,
-        *,
-        compiles: bool,
-        beside: Choices | None,
-    ) -> tuple[Comparison, Replayed]:
         exactness, switchboard = self.switchboard.exactness(plan), self.switchboard
         took_s: list[float] = []
         replay = self._timed(replay or guard.replay, took_s)
         canonical = exactness != Exactness.EXACT
-        switchboard.switch(beside or {})
-        recording.before.restore()
-        try:
-            draws = self._draws(canonical, compiles=compiles)
-            plain = replay(self.run.model, self.run.gate.plain, recording, draws=draws)
-        except torch.OutOfMemoryError:
-            raise
-        except ours() as error:
-            raise NotReplayable(f"{type(error).__name__}: {error}") from error
-        noting = partial(replay, draws=None if compiles else self._draws(canonical))
-        candidate = self.under(switchboard.acting_on("model", plan), recording, noting, beside)
+        with together.in_step() if self.are_together else contextlib.nullcontext():
+            switchboard.switch(beside or {})
+            recording.before.restore()
+            try:
+                draws = self._draws(canonical, compiles=compiles)
+                plain = replay(self.run.model, self.run.gate.plain, recording, draws=draws)
+            except torch.OutOfMemoryError:
+                raise
+            except ours() as error:
+                raise NotReplayable(f"{type(error).__name__}: {error}") from error
+            noting = partial(replay, draws=None if compiles else self._draws(canonical))
+            candidate = self.under(switchboard.acting_on("model", plan), recording, noting, beside)
         if compiles:
             candidate.draws = plain.draws
         finding = guard.compare(plain, candidate, exactness)

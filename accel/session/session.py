@@ -55,10 +55,8 @@ class Session:
         self.last_turn = 0
         """See `Turns`."""
         self.rank = 0
-        """This process's rank, 0 until the ranks have met."""
         self.samples_per_step: float | None = None
         self.failed = ""
-        """Why it has stopped by itself; '' if it hasn't."""
         self.clock, self.state = StepClock(clock), RunState()
         self.switchboard = Switchboard(
             run, strategies, suspected=lambda: backward.listen(self.events.updates), tripped=self.state.wake

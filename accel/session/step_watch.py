@@ -30,17 +30,12 @@ class StepWatch:
     def __init__(self, replays: Replays) -> None:
         self._replays, self._run, self._switchboard = replays, replays.run, replays.switchboard
         self.calls = Watch(self._run.gate, self._run.device, self._switchboard.trip)
-        """Checks outputs."""
         self._blame = Blame(self._run.model, self._run.observed.note_backward)
         self._excuse = Excuse()
         self._gradients_checked = False
         self._leaves_out_update = False
         self.steps_alone = True
         """No other rank takes the same steps, so an update may be left out."""
-
-    def evaluate(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Make a call without gradients, and check its outputs."""
-        return self.calls.call(call, args, kwargs)
 
     def call(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make a call, check its outputs, and keep it until its gradients have been checked."""
@@ -53,7 +48,6 @@ class StepWatch:
 
     @cached_property
     def _is_sharded(self) -> bool:
-        """This rank can't make calls of the model again alone."""
         return is_sharded(self._run.model)
 
     def learn(self, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> bool:
@@ -124,7 +118,6 @@ class StepWatch:
         self._switchboard.trip(why + ("; that update was left out" if self._leaves_out_update else ""))
 
     def _repeated(self, call: Recording) -> tuple[Replayed, Comparison]:
-        """Replay a call plainly and under the strategies that are on, and compare."""
         run, active = self._run, dict(self._switchboard.active)
         on_model = self._switchboard.acting_on("model", active)
         beside = {name: setting for name, setting in active.items() if name not in on_model}

@@ -40,7 +40,6 @@ class Switchboard:
         self.strategies = strategies
         self._suspected, self._tripped = suspected, tripped
         self.active: Choices = {}
-        """What is on now."""
         self.trips: dict[str, str] = {}
         """Strategy → why it was switched off, since the last action began."""
 

@@ -127,9 +127,7 @@ class Usage:
         self._run, self._say = run, say
         self._model = type(run.model).__name__
         self.iterated = False
-        """The loop has iterated the loader."""
         self.called = False
-        """The loop has called the model to train it."""
         self._updates = self._requests_elsewhere = 0
 
     def updated_without_batch(self) -> None:

@@ -59,4 +59,3 @@ class Turns:
 
 
 TURNS = Turns()
-"""The turns of this process."""

@@ -78,12 +78,10 @@ class Machine:
             self.step += 1
             result.steps += 1
             result.elapsed_s += seconds
-            if number < action.settle:
-                result.settling.append(seconds)
-            else:
-                data = start + (seconds - start) * self.data_share
-                phases = {"data": data, "forward": seconds - data}
-                result.measurements.append(Measurement(step=self.step, seconds=seconds, phases=phases, samples=32))
+            data = start + (seconds - start) * self.data_share
+            phases = {"data": data, "forward": seconds - data}
+            steps = result.settling if number < action.settle else result.measurements
+            steps.append(Measurement(step=self.step, seconds=seconds, phases=phases, samples=32))
         if action.anatomy:
             result.evidence = Evidence(steps=result.measurements, thread=self.thread(self.step))
         result.load = self.load(self.step) if action.host else None

@@ -37,7 +37,7 @@ class Stalls(Machine):
         result = super().answer(action)
         if action.plan != self.now_on and result.settling:
             self.now_on = action.plan
-            result.settling[0] += self.stall_s
+            result.settling[0].seconds += self.stall_s
             result.elapsed_s += self.stall_s
         self.wall_s += result.elapsed_s + result.aside_s
         self.lost.append((self.wall_s, self.wall_s - self.step * PLAIN_S))
