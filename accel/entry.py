@@ -18,6 +18,7 @@ from accel import startup
 from accel.dataio.passes.proxy import LoaderProxy, is_proxy
 from accel.errors import InvalidArgument
 from accel.optimized import MODELS, Optimized, conclude, elastic_proxy_of
+from accel.profiler import renamed
 from accel.report import Report
 from accel.run.ranks import are_several
 from accel.settings import OptimizeSettings, check_objects, check_settings
@@ -39,6 +40,12 @@ class _LeftOut(Enum):
     """Default of an argument that was not passed, since None is a valid value."""
 
     OPTIMIZER = "detected at its first step"
+
+
+def _elastic(**old: Any) -> Elastic:
+    from accel.elastic.options import Elastic
+
+    return Elastic(**old)
 
 
 @overload
@@ -78,6 +85,7 @@ def optimize(
 ) -> tuple[M, L, O]: ...
 
 
+@renamed.gathered("elastic", _elastic, "max_batch_size", "scaling_rule", "checkpoint")
 def optimize(
     model: nn.Module,
     loader: Any,

@@ -22,6 +22,7 @@ from accel.comm.half import Half
 from accel.comm.int8 import Int8
 from accel.comm.one_bit import OneBit
 from accel.comm.powersgd import PowerSGD
+from accel.profiler import renamed
 from accel.profiler.errors import InvalidArgument
 
 LEVELS = ("exact", "reordered", "reduced", "lossy")
@@ -79,6 +80,9 @@ def register_compressor(name: str, make: Callable[[], Compressor], level: str) -
     if make().needs_whole_step:
         raise InvalidArgument(f"{name!r} must see all buckets of a step, but some stay with DDP; use it with CommState")
     CATALOGUE[name] = Entry(make, level)
+
+
+register = renamed.function("register", register_compressor)
 
 
 def check_level(allow: str) -> str:

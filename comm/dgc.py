@@ -49,6 +49,7 @@ from accel.comm.compressor import RESIDUAL, Stage, any_nonzero
 from accel.comm.layout import Layout, Piece
 from accel.comm.ranks.channel import Channel
 from accel.kernels.threshold import at_least, block_maxima, takes
+from accel.profiler import renamed
 from accel.profiler.errors import InvalidArgument
 
 
@@ -85,6 +86,7 @@ class DGC(MomentumCorrection):
 
     feedback = True
 
+    @renamed.arguments(clip_norm="max_grad_norm", dense_below="exact_below")
     def __init__(
         self,
         ratio: float = 0.001,

@@ -28,6 +28,7 @@ from accel.dataio.image.pixels import Interpolation
 from accel.dataio.image_geometry import Pair, Placement
 from accel.dataio.images import ImageDataset
 from accel.dataio.sampling.round_robin import world
+from accel.profiler import renamed
 from accel.profiler.errors import InvalidArgument
 
 Batch = tuple[Sequence[bytes], Sequence[Placement]]
@@ -71,6 +72,7 @@ class DaliLoader:
         ...         loss = criterion(model(normalize(images)), labels)
     """
 
+    @renamed.arguments(prefetch="prefetch_factor")
     def __init__(
         self,
         dataset: ImageDataset,

@@ -30,6 +30,7 @@ from torch.utils.data import Dataset, get_worker_info
 from accel.dataio.engine.thread_pool import ThreadPool
 from accel.dataio.image.pixels import Interpolation, Resizer, decode, size_of
 from accel.dataio.image_geometry import Placement, Transform, uniforms
+from accel.profiler import renamed
 from accel.profiler.errors import InvalidArgument
 from accel.profiler.host import usable_cores
 
@@ -230,6 +231,9 @@ def collate_images(batch: Sequence[tuple[Tensor, int]]) -> tuple[Tensor, Tensor]
     images, labels = zip(*batch, strict=True)
     stacked = torch.stack([image.permute(1, 2, 0) for image in images])
     return stacked.permute(0, 3, 1, 2), torch.tensor(labels)
+
+
+collate = renamed.function("collate", collate_images)
 
 
 class ImageDataset(Dataset[tuple[Tensor, int]]):

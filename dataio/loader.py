@@ -25,6 +25,7 @@ from accel.dataio.passes import epochs, resume
 from accel.dataio.passes.engines import MODES, Mode, Options
 from accel.dataio.passes.loader_core import CoreIterator, LoaderCore, LoaderPass
 from accel.dataio.passes.movable import not_movable
+from accel.profiler import renamed
 from accel.profiler.errors import InvalidArgument, InvalidType
 
 # Attributes of a `DataLoader` that may be set, and that batches depend on.
@@ -66,6 +67,7 @@ class ContinuousLoader(DataLoader[Any]):
         [[0, 1], [2, 3], [4, 5]]
     """
 
+    @renamed.arguments(workers="num_workers", prefetch="prefetch_factor")
     def __init__(
         self,
         loader: DataLoader[Any],

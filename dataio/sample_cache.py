@@ -34,6 +34,7 @@ from accel.dataio.dataset.numbers import declared
 from accel.dataio.fetching.fetch import sample_of
 from accel.dataio.fetching.randomness import others_could_draw, random_state, states_of_their_own, streams
 from accel.dataio.samples.store import KEPT, UNKNOWN, NotKept, Places, SampleLayout, SampleStore
+from accel.profiler import renamed
 from accel.profiler.errors import InvalidArgument, InvalidType
 from accel.profiler.host import available_memory
 
@@ -402,6 +403,7 @@ class SampleCache(Dataset[Any]):
 
     accel_hides: ClassVar[frozenset[str]] = _OWN - {"dataset"}
 
+    @renamed.arguments(directory="folder")
     def __init__(self, dataset: Any, *, memory: int | None = None, folder: str | Path | None = None) -> None:
         if isinstance(dataset, SampleCache):
             raise InvalidArgument("the dataset is a SampleCache already; wrap the dataset inside it")

@@ -22,7 +22,7 @@ FOLDERS = ("accel", *LINKED, "benchmarks", "tests")
 # Facts of the host, the statistics of a trial and how ranks agree: loaders and communication may stand on them.
 GROUND_FLOOR = {
     *("accel.profiler.cgroup", "accel.profiler.errors", "accel.profiler.host", "accel.profiler.interruptions"),
-    *("accel.profiler.nvml", "accel.profiler.rendezvous", "accel.profiler.stderr"),
+    *("accel.profiler.nvml", "accel.profiler.renamed", "accel.profiler.rendezvous", "accel.profiler.stderr"),
     *("accel.profiler.torch_threads", "accel.profiler.trees", "accel.profiler.trial", "accel.profiler.trial_driver"),
 }
 
@@ -37,7 +37,7 @@ MAY_IMPORT = {
     "tests": set(FOLDERS),
 }
 
-# A name that goes breaks scripts.
+# A name that goes breaks scripts, and needs an old name for one release: see accel/profiler/renamed.py.
 # fmt: off
 PUBLIC = [
     "AccelError", "AutoComm", "BatchLimits", "BatchScale", "BatchedSimOTAAssigner", "CheckpointError",

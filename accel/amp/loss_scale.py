@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.optim import SGD, Optimizer
 
 from accel.errors import InvalidArgument
+from accel.profiler import renamed
 from accel.profiler.loop.update_hooks import UPDATES
 
 
@@ -51,6 +52,10 @@ class DynamicLossScale:
         512.0
     """
 
+    @renamed.arguments(
+        **{"initial": "init_scale", "growth": "growth_factor", "backoff": "backoff_factor"},
+        **{"interval": "growth_interval", "least": "min_scale", "most": "max_scale"},
+    )
     def __init__(
         self,
         *,

@@ -20,6 +20,7 @@ import numpy as np
 from accel.errors import InvalidArgument
 from accel.goodput.observations import StepTimes
 from accel.goodput.throughput import MOST, SYNC_TERMS, Floats, ThroughputModel, log_or_none, power_sum, sync_terms
+from accel.profiler import renamed
 
 
 class Prior(NamedTuple):
@@ -83,6 +84,9 @@ def fit_throughput(times: StepTimes, start: ThroughputModel | None = None) -> Th
     """
     problem = Problem(times)
     return model_of(problem.minimise(None if start is None else theta_of(start)))
+
+
+fit = renamed.function("fit", fit_throughput)
 
 
 def solver() -> Callable[..., Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -40,3 +41,20 @@ def test_what_can_t_be_is_refused_where_it_is_made(arguments: dict[str, Any], te
 def test_optimize_takes_nothing_else_for_it() -> None:
     with pytest.raises(InvalidArgument, match=r"elastic must be an accel\.Elastic or None\. Found: a int; pass"):
         accel.optimize(*made(), elastic=512)  # type: ignore[arg-type, call-overload]
+
+
+def test_the_old_arguments_of_optimize_do_the_same_and_warn(tmp_path: Path) -> None:
+    model, loader, optimizer = made()
+    text = r"optimize\(max_batch_size=, checkpoint=\) is now elastic=accel\.Elastic\(max_batch_size=, checkpoint=\)"
+    with pytest.warns(FutureWarning, match=text) as caught:
+        accel.optimize(model, loader, optimizer, max_batch_size=4, checkpoint=tmp_path, cache=False)  # type: ignore[call-overload]
+    assert [warning.filename for warning in caught] == [__file__]
+    accel.save_checkpoint(model)
+    accel.undo(model)
+    assert list(tmp_path.iterdir())
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_an_old_argument_that_is_wrong_is_refused_as_the_new_one() -> None:
+    with pytest.raises(InvalidArgument, match=r"checkpoint must be a folder .* Found: 3"):
+        accel.optimize(*made(), checkpoint=3)  # type: ignore[call-overload]
