@@ -12,11 +12,8 @@ it has.
 That is right of loops that take one batch, one backward pass and one step in turn; others are refused, by what is seen
 of them. Batches are counted by what all ranks do alike: a rank may leave a `step` out by itself.
 
-    at work ◀──wake: several batches are to be a step──┐
-      │  └──rest: after some steps of one batch──▶ at rest: the loop has its own `step`
-      │
-      ├──the loop does something else──▶ refused: one rank leaves at the step's end, several once they have agreed
-      └──close──▶ closed: a step under way is dropped
+    at work ──the loop does something else──▶ refused: the ranks go on until they have agreed on it
+       └──close──▶ closed: a step under way is dropped
 
     a step:  begun ──batch, backward, step left out──▶ … ──last batch, backward──▶ the optimizer's own step ──▶ begun
                ▲                                      └──the loop leaves the pass, or a step that is not its own──┐
@@ -111,15 +108,13 @@ class GradientSums:
 
     Args:
         optimizer: whose parameters they are of.
-
-    Attributes:
-        are_brought: they are among the gradients of the step's last batch.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
         self._kept: dict[Tensor, Tensor] = {}
-        self.are_brought = False
+        self._is_brought = self._is_divided = False
+        """What was kept is among the gradients of the step's last batch, and all of them are still to be weighed."""
 
     @property
     def gradients(self) -> dict[Tensor, Tensor]:
@@ -137,28 +132,30 @@ class GradientSums:
 
     @torch.no_grad()
     def bring_back(self, share: float) -> None:
-        """Put what was kept where the last batch's gradient adds to it; the sum is multiplied by that one's share."""
-        for parameter, kept in self._kept.items():
-            if parameter.grad is None:
-                parameter.grad = kept / share
-            else:
-                parameter.grad.add_(kept, alpha=1 / share)
-        self.are_brought = True
+        """Put what was kept where the last batch's gradient adds to it: `weigh` multiplies the sum by its share."""
+        gradients = [*self.gradients.values()]
+        norms = torch._foreach_norm(gradients) if gradients and self._is_brought else []
+        if any(float(norm) != 0 for norm in norms):
+            if not self._is_divided:  # a further pass of the batch
+                torch._foreach_mul_(gradients, 1 / share)
+        else:  # perhaps cleared since a pass that has raised
+            for parameter, kept in self._kept.items():
+                if parameter.grad is None:
+                    parameter.grad = kept / share
+                else:
+                    parameter.grad.add_(kept, alpha=1 / share)
+        self._is_brought = self._is_divided = True
 
     @torch.no_grad()
-    def multiply(self, factor: float) -> None:
-        """Multiply the gradients as they are now."""
+    def weigh(self, share: float) -> None:
+        """Multiply the last batch's gradients, with those brought back, by its share."""
         if gradients := [*self.gradients.values()]:
-            torch._foreach_mul_(gradients, factor)
-
-    def are_cleared(self) -> bool:
-        """Return whether there are no gradients, or only zeros."""
-        gradients = [*self.gradients.values()]
-        return not gradients or all(float(norm) == 0 for norm in torch._foreach_norm(gradients))
+            torch._foreach_mul_(gradients, share)
+        self._is_divided = False
 
     def clear(self) -> None:
         """Keep nothing."""
-        self._kept, self.are_brought = {}, False
+        self._kept, self._is_brought, self._is_divided = {}, False, False
 
 
 class GradientSync:
@@ -206,7 +203,6 @@ class GradientAccumulation:
     Attributes:
         refusal: why gradients can't be accumulated here; "" while nothing speaks against it. It is for the caller to
             begin no more steps of several batches then, on all ranks at once.
-        is_at_work: False where it was refused, while it rests, and once it has left.
         present: the step under way.
 
     Example:
@@ -226,53 +222,22 @@ class GradientAccumulation:
     def __init__(
         self, model: nn.Module, optimizers: Sequence[Optimizer], scaler: torch.amp.GradScaler | None = None
     ) -> None:
-        self._sync = GradientSync(model)
-        self._refused = functools.partial(_refusal, model, optimizers, scaler)
-        self.refusal = self._refused()
-        self.is_at_work, self.present = not self.refusal, AccumulatedStep()
-        self._is_under_way = False
-        """A backward pass has begun, and has not ended, or not without an exception."""
+        self._sync, self.present = GradientSync(model), AccumulatedStep()
+        self.refusal = _refusal(model, optimizers, scaler)
         self._looked_at = 0
         self._is_stepping = False
         self._strangers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._gate: Any = None
-        """What stands in the place of the optimizer's step while this is at work."""
-        self._replaced: Any = None
-        """What stood there before; None if it was the method of its class."""
-        self._is_closed = False
-        if not self.refusal:
-            (self._optimizer,) = optimizers
-            self._sums = GradientSums(self._optimizer)
-            self._begin()
-
-    def _begin(self) -> None:
-        """Take the place of the optimizer's step, and listen."""
-        self._replaced = vars(self._optimizer).get("step")
+        """What stands in the place of the optimizer's step; None where that was refused, and after `close`."""
+        if self.refusal:
+            return
+        (self._optimizer,) = optimizers
+        self._sums = GradientSums(self._optimizer)
+        self._replaced = vars(self._optimizer).get("step")  # None if it is the method of its class
         self._gate = _wrapped(self._optimizer, self._step)
         self._optimizer.step = self._gate  # type: ignore[method-assign]
         self._forget_updates = UPDATES.add(before=self._steps)
         backward.listen(self, first=True)  # others are to see what it brings back
-        self.drop()
-        self.is_at_work = True
-
-    def rest(self) -> None:
-        """Leave the loop to itself, between two of its steps, if nothing has spoken against it in the first ones.
-
-        What it does only later, such as a step by a method that it has got hold of meanwhile, is seen after `wake`.
-        """
-        if self._looked_at >= _LOOKED_AT and self._gate is not None and self._is_outermost and not self.refusal:
-            self._leave()
-
-    @property
-    def _is_outermost(self) -> bool:
-        """Whether nothing has been put around the gate."""
-        return vars(self._optimizer).get("step") is self._gate
-
-    def wake(self) -> None:
-        """Be at work again, unless it is closed or refused, as where another optimizer has come."""
-        self.refusal = self.refusal or self._refused()
-        if self._gate is None and not self.refusal and not self._is_closed:
-            self._begin()
 
     def begin_batch(self, sizes: Sequence[int]) -> None:
         """A batch has been delivered; if a step begins with it, that is of so many batches.
@@ -281,6 +246,8 @@ class GradientAccumulation:
             sizes: samples of each batch of the step, over all ranks, the one in hand first. One of them makes the step
                 the optimizer's own, bit for bit.
         """
+        if self._gate is None:
+            return
         step = self.present
         if step.has_batch and step.passes:  # its step was left out; with the last batch's the whole step was
             if step.is_last:
@@ -300,29 +267,33 @@ class GradientAccumulation:
 
     def close(self) -> None:
         """Accumulate no more; what a step under way has of batches before is left out."""
-        self._is_closed = True
+        if self._gate is None:
+            return
         self.drop()
-        self._leave()
+        backward.forget(self)
+        self._forget_updates()
+        if vars(self._optimizer).get("step") is self._gate:  # else a scheduler, say, has put its own around it
+            if self._replaced is None:
+                del self._optimizer.step
+            else:
+                self._optimizer.step = self._replaced  # type: ignore[method-assign]
+        self._gate = None
 
     # -- the backward pass (backward.BackwardListener) -----------------------------------------------------------------
 
     def backward_begins(self, roots: list[Tensor]) -> None:
         """With the last batch come those before it, so that what is exchanged is the whole."""
-        was_ended, self._is_under_way = not self._is_under_way, True
-        step, sums = self.present, self._sums
+        step = self.present
         if step.batches == 1 or not step.has_batch:
             return
-        if not step.is_last:
-            if step.passes:
-                sums.keep(-step.share)  # it comes again, with what this pass adds
-        elif not sums.are_brought or sums.are_cleared():
-            sums.bring_back(step.share)
-        elif was_ended:
-            sums.multiply(1 / step.share)  # as it was before the pass that ended
+        if step.is_last:
+            self._sums.bring_back(step.share)
+        elif step.passes:
+            self._sums.keep(-step.share)  # it comes again, with what this pass adds
 
     def backward_ended(self, roots: list[Tensor]) -> None:
         """Let the batch weigh what it should."""
-        self._is_under_way, step = False, self.present
+        step = self.present
         self._sync.backward_ended()
         if not step.has_batch:
             self.refusal = self.refusal or "it makes a backward pass that no batch of its own comes before"
@@ -331,7 +302,7 @@ class GradientAccumulation:
         if step.passes > 1:
             self.refusal = self.refusal or "it makes several backward passes with one batch"
         if step.batches > 1:
-            self._sums.multiply(step.share) if step.is_last else self._sums.keep(step.share)
+            self._sums.weigh(step.share) if step.is_last else self._sums.keep(step.share)
 
     # -- a step --------------------------------------------------------------------------------------------------------
 
@@ -343,22 +314,15 @@ class GradientAccumulation:
         if not step.has_batch:
             self._give_up()
         elif step.batches > 1 and not step.is_last:
-            if not step.passes:  # gradients that the loop has set without a backward pass
-                self._sums.keep(step.share)
             step.end_batch()
             self._sync.follow(step)
             return None
-        elif step.batches > 1 and not step.passes:
-            self._sums.bring_back(step.share)
-            self._sums.multiply(step.share)
         try:
             self._is_stepping = True
             return own(*args, **kwargs)
         finally:
             self._is_stepping = False
             self.drop()
-            if self.refusal and self._sync.model is None:
-                self._leave()
 
     def _steps(self, optimizer: Optimizer, *_: Any) -> None:
         """Give up if these parameters are about to be updated in another way."""
@@ -388,18 +352,6 @@ class GradientAccumulation:
         if not self.present.passes:
             return "it sets gradients without a backward pass"
         return _SCALES if _is_called_by_scaler() else ""
-
-    def _leave(self) -> None:
-        if self._gate is None:
-            return
-        backward.forget(self)
-        self._forget_updates()
-        if self._is_outermost:
-            if self._replaced is None:
-                del self._optimizer.step
-            else:
-                self._optimizer.step = self._replaced  # type: ignore[method-assign]
-        self._gate, self.is_at_work = None, False
 
 
 def _ids(optimizer: Optimizer) -> set[int]:

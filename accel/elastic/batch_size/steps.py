@@ -86,8 +86,6 @@ class StepBatches:
         self.has_batch = False
         self._sampler, self._scaler = sampler, scaler
         self._accumulation: GradientAccumulation | None = None
-        self._is_accumulated = False
-        """Something has been decided for which gradients must be accumulated, if only in the run before."""
         self._pass: weakref.ref[object] | None = None
         self.has_ended = False
         self._steps_of: dict[int, int] = {}
@@ -97,22 +95,18 @@ class StepBatches:
         """A step begins."""
         self.batches = self.samples = 0
         self.has_batch = False
-        accumulation = self._accumulation
-        if accumulation is None or not accumulation.is_at_work or self._is_accumulated:
-            return
-        # Several ranks agree on a refusal at decisions only. A loop that holds batches is seen to at its epoch's end.
-        if self._sampler.num_replicas == 1 and not self._sampler.ledger.holds_batches:
-            accumulation.rest()
 
     def watch(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         """See from now on whether gradients can be accumulated; the loop has taken its first steps."""
-        if self.by_loop == 1 and self._accumulation is None and optimizers:
+        if self.by_loop == 1 and self._sampler.num_replicas > 1 and self._accumulation is None and optimizers:
             self._accumulation = GradientAccumulation(model, optimizers, self._scaler)
 
     @property
     def refusal(self) -> str:
         """Why nothing can be accumulated here; "" while nothing speaks against it."""
-        return "it does so itself" if self._accumulation is None else self._accumulation.refusal
+        if self._accumulation is None:
+            return "it does so itself, or one rank trains alone, which saves no exchange of gradients by it"
+        return self._accumulation.refusal
 
     @property
     def local(self) -> int:
@@ -126,10 +120,6 @@ class StepBatches:
     def decide(self, local: int, steps: int) -> None:
         """Take so many steps of the loop for one, from its next step with so many samples a rank on."""
         self._steps_of[local] = steps
-        if steps > 1:
-            self._is_accumulated = True
-            if self._accumulation is not None:
-                self._accumulation.wake()
 
     @property
     def hundredths(self) -> int:
@@ -149,7 +139,7 @@ class StepBatches:
         """
         in_hand, accumulation = self._sampler.ledger.in_hand, self._accumulation
         samples = in_hand.fresh_of_all if in_hand else 0
-        if accumulation is None or not accumulation.is_at_work:
+        if accumulation is None:
             return samples * self.by_loop
         accumulation.begin_batch(self._sizes(samples))
         step = accumulation.present
@@ -158,9 +148,7 @@ class StepBatches:
     def _sizes(self, in_hand: int) -> list[int]:
         """Return the samples of each batch of a step that begins; all have one size, but for an epoch's last."""
         # Batches that were dealt before the last decision are as many to a step as they were.
-        steps, alone = self.steps_of(in_hand // self._sampler.num_replicas), self._sampler.num_replicas == 1
-        if steps > 1 and alone and self._accumulation is not None and self._accumulation.refusal:
-            steps = 1  # several ranks go on until they have agreed
+        steps = self.steps_of(in_hand // self._sampler.num_replicas)
         ahead = islice(self._sampler.ledger.samples_ahead(), steps - 1)
         return [in_hand, *takewhile(lambda samples: samples <= in_hand, ahead)]
 
@@ -180,13 +168,8 @@ class StepBatches:
         if self._pass is not None and not self.has_ended and self._accumulation is not None:
             self._accumulation.drop()
         self.has_ended = False
-        # On several ranks iterators may be freed at different times, and all must drop it at the same batch.
-        self._pass = weakref.ref(one, self._left if self._sampler.num_replicas == 1 else None)
+        self._pass = weakref.ref(one)
         return begins_anew
-
-    def _left(self, one: weakref.ref[object]) -> None:
-        if one is self._pass and not self.has_ended and self._accumulation is not None:
-            self._accumulation.drop()
 
     def close(self) -> None:
         """Accumulate no more."""

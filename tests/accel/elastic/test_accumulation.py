@@ -174,52 +174,6 @@ def test_one_batch_a_step_is_the_loops_own_bit_for_bit() -> None:
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), expected.parameters(), strict=True))
 
 
-@pytest.mark.parametrize("scheduled_at", [None, 0, 2, 15], ids=["plain", "before", "watched", "left alone"])
-def test_a_loop_is_left_to_itself_between_steps_of_several_batches(scheduled_at: int | None) -> None:
-    """A scheduler wraps the step of its optimizer: within what takes its place, around it, or while nothing does."""
-    steps = [*[[4]] * 20, [2, 4], [4], [6, 2, 2], *[[4]] * 12, [2, 2]]
-    own = torch.autograd.backward
-
-    def trained(accumulates: bool) -> nn.Module:
-        model, optimizer = made()
-        accumulation = GradientAccumulation(model, [optimizer]) if accumulates and scheduled_at != 0 else None
-        for number, sizes in enumerate(steps):
-            if number == scheduled_at:
-                torch.optim.lr_scheduler.StepLR(optimizer, 1000)
-                accumulation = accumulation or (GradientAccumulation(model, [optimizer]) if accumulates else None)
-            given = batches(sizes, seed=number)
-            for x, y in given if accumulation is not None else [joined(given)]:
-                if accumulation is not None:
-                    accumulation.wake() if len(sizes) > 1 else accumulation.rest()
-                    accumulation.begin_batch(sizes)
-                plainly(model, optimizer, x, y)
-            if accumulation is not None:
-                is_at_work = number < 8 or scheduled_at == 2 or len(sizes) > 1
-                assert accumulation.is_at_work == is_at_work, number
-                assert (torch.autograd.backward is own) != is_at_work
-        if accumulation is not None:
-            assert not accumulation.refusal
-            accumulation.close()
-        return model
-
-    assert_alike(trained(accumulates=True), trained(accumulates=False))
-
-
-def test_another_optimizer_that_has_come_meanwhile_is_a_refusal() -> None:
-    model, optimizer = made()
-    optimizers = [optimizer]
-    accumulation = GradientAccumulation(model, optimizers)
-    for x, y in batches([4] * 8):
-        accumulation.begin_batch([4])
-        plainly(model, optimizer, x, y)
-    accumulation.rest()
-    optimizers.append(torch.optim.SGD(model.parameters(), 0.1))
-    accumulation.wake()
-    assert accumulation.refusal == "it has 2 optimizers"
-    assert not accumulation.is_at_work
-    accumulation.close()
-
-
 def test_what_is_left_out_calls_no_hooks_and_returns_none() -> None:
     model, optimizer = made()
     called: list[str] = []
