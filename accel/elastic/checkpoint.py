@@ -56,15 +56,12 @@ class Disk:
     """
 
     def make_folder(self, path: Path) -> None:
-        """Make a folder that is not there yet."""
         path.mkdir()
 
     def open(self, path: Path) -> BinaryIO:
-        """Open a new file for writing."""
         return path.open("xb")
 
     def write(self, file: BinaryIO, data: bytes | memoryview) -> None:
-        """Append to a file."""
         file.write(data)
 
     def sync(self, file: BinaryIO) -> None:
@@ -84,11 +81,9 @@ class Disk:
             os.close(handle)
 
     def rename(self, old: Path, new: Path) -> None:
-        """Rename a folder to a name that is free, at once."""
         old.rename(new)
 
     def remove(self, path: Path) -> None:
-        """Remove a folder and what is in it, as far as that is allowed."""
         shutil.rmtree(path, ignore_errors=True)
 
     def lock(self, folder: Path) -> FolderLock | None:
@@ -124,7 +119,6 @@ class FolderLock:
         _keep_from_forks()
 
     def close(self) -> None:
-        """Let others have it."""
         handle, self._handle = self._handle, -1
         if handle >= 0:
             os.close(handle)
@@ -147,15 +141,7 @@ def _close_locks() -> None:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The facts that are checked before a checkpoint is loaded.
-
-    Args:
-        size_bytes: of the state's file.
-        sha256: of it, in hexadecimal digits.
-        step: of the training.
-        world_size: ranks that it was taken with.
-        version: of the format.
-    """
+    """The facts that are checked before a checkpoint is loaded."""
 
     size_bytes: int
     sha256: str
@@ -164,16 +150,11 @@ class Manifest:
     version: int = VERSION
 
     def to_json(self) -> str:
-        """Return it as text."""
         return json.dumps(asdict(self), indent=2) + "\n"
 
     @classmethod
     def from_json(cls, text: bytes) -> Manifest:
-        """Read it from text.
-
-        Raises:
-            InvalidArgument: if it is not a manifest, or of a version that is not known here.
-        """
+        """Read it from text; raise InvalidArgument if it is no manifest, or of a version that is not known here."""
         values = decode(text[:_LONGEST].decode(errors="replace"))
         manifest = read(cls, values, "it", required=("version",))
         if manifest.version != VERSION:
@@ -205,7 +186,6 @@ class Checkpoints:
     """
 
     _disk = Disk()
-    """What reaches the file system."""
 
     def __init__(
         self,
@@ -416,7 +396,7 @@ class Checkpoints:
         self._bad.add(number)
 
     def _looks_whole(self, number: int, path: Path) -> bool:
-        """Return whether a checkpoint has its size, and was not refused; its bytes are not read."""
+        """Return whether a checkpoint has its size, and was not refused."""
         try:
             return number not in self._bad and _manifest(path).size_bytes == (path / _STATE).stat().st_size
         except (OSError, _Refused):
@@ -492,7 +472,6 @@ def _clear(disk: Disk, folder: Path) -> None:
 
 
 def _write_state(disk: Disk, path: Path, state: dict[str, Any]) -> tuple[int, str]:
-    """Write a state durably, and return its size and its SHA-256."""
     with disk.open(path) as file:
         writer = _Writer(disk, file)
         torch.save(state, writer)  # type: ignore[arg-type]  # all that it asks of a file
@@ -513,7 +492,6 @@ def _manifest(path: Path) -> Manifest:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Verify a checkpoint and load it."""
     try:
         manifest = _manifest(path)
         if not (path / _STATE).is_file():

@@ -94,17 +94,7 @@ def value_of(store: Any, key: str) -> str | None:
 
 
 class InPlace:
-    """Carry out the orders of a job.
-
-    Args:
-        orders: their store.
-        model: of the loop.
-        optimizer: of the model.
-        sampler: of its loader.
-        restart: see `Restart`.
-        is_alone: returns whether no other model is trained.
-        say: prints one line for the user.
-    """
+    """Carry out the orders of a job; `is_alone` returns whether no other model is trained."""
 
     def __init__(
         self,
@@ -120,11 +110,9 @@ class InPlace:
         self._restart, self._is_alone, self._say = restart, is_alone, say
         self._done = int(os.environ.get(SEEN, "0"))  # not the newest: it may have come while this run began
         self._store: Any = None
-        """Of the group to be."""
         self._backend = ""
         self._seen, self._looked, self._began = ResizeOrder(), 0.0, 0.0
         self.proxy: LoaderProxy | None = None
-        """Of the loader; known once the run follows it."""
 
     def order(self) -> ResizeOrder:
         """Return the newest order, as of some tenths of a second ago; only rank 0 is asked for it."""
@@ -153,12 +141,6 @@ class InPlace:
         self, order: ResizeOrder, ranks: Ranks, save: Callable[[], bool], is_told_to_end: Callable[[], bool]
     ) -> bool:
         """Save, and return whether the ranks go on as ordered; all of them call it, between two steps.
-
-        Args:
-            order: the same on all ranks.
-            ranks: that train now.
-            save: saves a checkpoint, and returns on rank 0 whether it could.
-            is_told_to_end: returns whether this process was sent SIGTERM.
 
         Raises:
             RuntimeError: if a rank does not come; nothing has been changed then.
@@ -249,7 +231,6 @@ class InPlace:
 
     @property
     def is_added(self) -> bool:
-        """Whether this process has still to join the others."""
         return RANK in os.environ
 
     def wait(self) -> None:
@@ -334,7 +315,6 @@ def _backend() -> str:
 
 
 def _alive() -> int:
-    """Return how many there are in this process."""
     return sum(issubclass(type(each), DistributedDataParallel) for each in gc.get_objects())
 
 

@@ -177,12 +177,7 @@ class LearningRateScaler:
 
 
 class StepRates:
-    """Scale the learning rate of each optimizer of a run by the batch of the step.
-
-    Args:
-        rule: for all of them; None for that of each.
-        optimizers: of the run, which may become more.
-        say: prints one line for the user.
+    """Scale the learning rate of each optimizer of a run, which may become more, by the batch of the step.
 
     Attributes:
         by_epoch: the rule may depend on the epoch.
@@ -204,11 +199,6 @@ class StepRates:
         return self.progress_before + max((scaler.progress for _, scaler in self._scalers), default=0.0)
 
     def adopt(self) -> None:
-        """Scale new optimizers too, from their next step on.
-
-        Raises:
-            InvalidArgument: if the step of one can't be scaled.
-        """
         adopted = self.optimizers.appended
         known = {id(optimizer) for optimizer, _ in self._scalers}
         for optimizer in list(self.optimizers):  # which the run does not keep alive
@@ -225,11 +215,7 @@ class StepRates:
     def follow(self, samples: int, base: int, noise: NoiseInterval | None, epoch: float) -> None:
         """Take the batch of the step in hand; a smaller one than the user's, as an epoch's last, counts as that.
 
-        Args:
-            samples: of the step, over all ranks.
-            base: the user's batch.
-            noise: the noise scale; None while it is not known.
-            epoch: passes over the data so far, in steps of 0.01: a rule is asked at each.
+        The epoch comes in steps of 0.01, since a rule is asked at each.
         """
         size = max(samples, base)
         if size == base and (self._scale is None or self._scale.batch_size == base):
@@ -263,13 +249,7 @@ class StepRates:
 
 
 def scaled_values(optimizer: Optimizer, group: Mapping[str, Any], by: Multipliers) -> dict[str, Any]:
-    """Return the values that a group has during a step in place of its own.
-
-    Args:
-        optimizer: whose class says what is a moving average: `betas`, and RMSprop's `alpha`.
-        group: its learning rate and eps may be numbers or tensors, which stay tensors.
-        by: what to multiply by.
-    """
+    """Return the values that a group has during a step in place of its own; those that are tensors stay tensors."""
     values = {} if by.lr == 1 else {"lr": group["lr"] * by.lr}
     if by.averages != 1:
         if "betas" in group:
@@ -282,7 +262,6 @@ def scaled_values(optimizer: Optimizer, group: Mapping[str, Any], by: Multiplier
 
 
 def _shorter(beta: Any, factor: float) -> Any:
-    """Return max(0, 1 − factor·(1 − β))."""
     shorter = 1 - factor * (1 - beta)
     return shorter.clamp(min=0) if isinstance(shorter, torch.Tensor) else max(0.0, shorter)
 

@@ -31,14 +31,8 @@ if TYPE_CHECKING:
 class ElasticRun:
     """The batch controller and the checkpoints of one run.
 
-    Args:
-        session: of the run, whose loader is an elastic one.
-        optimizer: as it was passed; checkpoints need it.
-        settings: what is wanted.
-        say: prints one line for the user.
-        restart: see `accel.elastic.in_place`.
-        is_alone: returns whether no other model is trained in this process.
-        previous: of the same model, which has just ended: what it has trained is not loaded from before its last steps.
+    `is_alone` returns whether no other model is trained in this process. `previous` is the run of the same model that
+    has just ended: what it has trained is not loaded from before its last steps.
 
     Raises:
         CheckpointError: if there is a checkpoint of another training.
@@ -115,7 +109,6 @@ class ElasticRun:
         return True
 
     def saves_in(self, folder: str | os.PathLike[str]) -> bool:
-        """Return whether its checkpoints are in a folder."""
         return self.checkpoint is not None and self.checkpoint.training.checkpoints.are_in(folder)
 
     def settings_for(self, proxy: LoaderProxy, settings: OptimizeSettings) -> OptimizeSettings:
@@ -142,7 +135,6 @@ class ElasticRun:
         return self.batch.report.profile(start_s + save_s, self._book.lost(start_s, saved_s))
 
     def _decided(self, *, is_saved: bool = False) -> None:
-        """Write the profile beside the checkpoints."""
         if self._profile_file is not None and (profile := self.profile()) is not None:
             assert self.batch is not None and self.batch.record.controller is not None
             self._profile_file.write(profile, self.batch.record.controller.batch, is_saved=is_saved)

@@ -130,11 +130,10 @@ def _is_left_alone(model: nn.Module, asked: str) -> bool:
 
 
 _SAVED, _GROWING = "checkpoint=FOLDER", "max_batch_size=N"
-"""Settings of `Elastic` that a question needs."""
 
 
 def _part(model: nn.Module, asked: str, setting: str, part: Callable[[ElasticRun], T | None]) -> T:
-    """Return a part of a model's run; raise if it is not there, since `setting` was not passed."""
+    """Return a part of a model's run; raise if it is not there."""
     run = RUNS.get(model)
     if run is None or (result := part(run)) is None:
         raise InvalidArgument(

@@ -39,27 +39,16 @@ MOST_HELD = 9
 
 
 class _Pass:
-    """One pass over the loader.
-
-    Args:
-        dealt: its steps in the sampler's ledger.
-    """
+    """One pass over the loader, whose steps are `dealt` in the sampler's ledger."""
 
     def __init__(self, dealt: deque[DealtStep]) -> None:
         self.dealt = dealt
         self.delivered: deque[DealtStep] = deque()
-        """Its batches; once one is trained on, the last of them."""
         self.batches = self.trained = self.held_at_first = 0
         """Batches, backward passes, and how many batches were held in the first of these."""
 
 
 class SamplePosition(LoopObserver):
-    """Follow a loader that an `ElasticSampler` makes the batches of.
-
-    Args:
-        sampler: of the loader.
-    """
-
     def __init__(self, sampler: ElasticSampler) -> None:
         super().__init__()
         self.sampler, self._ledger = sampler, sampler.ledger
@@ -75,7 +64,6 @@ class SamplePosition(LoopObserver):
         self._ending: _Pass | None = None
         """The pass that has no more batches, while the loop holds some of them."""
         self._left = 0
-        """How many it holds."""
         self._empty_at: SamplerPlace | None = None
         """The end of an epoch, where a pass without a batch has begun."""
         self._is_uncounted = False
@@ -147,7 +135,6 @@ class SamplePosition(LoopObserver):
     # -- training (backward listener, update listener) -----------------------------------------------------------------
 
     def backward_begins(self, roots: list[Tensor]) -> None:
-        """Know which batch is trained on."""
         if self._ending is not None:
             if not self._left:
                 return  # a further pass of its last batch
@@ -242,10 +229,6 @@ class RemainingEpochs(Sequence[int]):
 
     A turn is over when the loop asks for the next one; in a state that is saved before that, once its pass has ended or
     was left. In other loops `sampler.turns.over` is None.
-
-    Args:
-        turns: of the loader's sampler.
-        numbers: that are left.
     """
 
     def __init__(self, turns: LoopTurns, numbers: range) -> None:

@@ -21,8 +21,6 @@ from accel.profiler.script import UnwindOnTermination
 
 
 class _RankReport(NamedTuple):
-    """What a rank says when ranks meet."""
-
     since_save_s: float
     save_s: float
     asked: bool

@@ -23,7 +23,6 @@ _VERSION = 1
 _LIKE_PARAMETERS = frozenset(
     {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "grad_avg", "acc_delta", "exp_inf"}
 )
-"""What torch's optimizers keep in the shape of the parameter."""
 
 _NUMPY_WORDS = 624
 """Of its Mersenne Twister, which takes any place among them."""
@@ -214,7 +213,6 @@ def _kind(part: Stateful) -> str:
 
 
 def _problems(state: Mapping[str, Any], parts: Mapping[str, Stateful]) -> Iterator[str]:
-    """Yield what keeps the parts from taking the state, without changing them."""
     if problem := _malformed(state):
         yield f"{problem}; save what capture_state returns"
         return

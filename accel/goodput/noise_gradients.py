@@ -56,19 +56,6 @@ class GradientTap:
     A tensor hook on a leaf is called once in each backward pass, with the sum over all uses of the parameter, before
     the gradient is added to `.grad` and before DistributedDataParallel gets it. So a replica's own gradient is seen
     whatever hook then compresses it, a micro-batch's own gradient beside those of others, and all that before clipping.
-
-    Args:
-        parameters: leaves that require gradients, each once.
-
-    Example:
-        >>> import torch
-        >>> weight = torch.ones(2, requires_grad=True)
-        >>> tap = GradientTap([weight])
-        >>> tap.install()
-        >>> (3 * weight).sum().backward()
-        >>> tap.take()
-        [tensor([3., 3.])]
-        >>> tap.remove()
     """
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
@@ -78,16 +65,13 @@ class GradientTap:
 
     @property
     def holds(self) -> bool:
-        """True if gradients have arrived since they were last taken."""
         return bool(self._arrived)
 
     def install(self) -> None:
-        """Put the hooks on."""
         self.remove()
         self._handles = [on_gradient(p, partial(self._arrive, i)) for i, p in enumerate(self._parameters)]
 
     def remove(self) -> None:
-        """Take the hooks off, and let go of what has arrived."""
         for handle in self._handles:
             handle.remove()
         if self._handles:
@@ -112,11 +96,7 @@ class GradientTap:
 
 
 def trained_parameters(model: Any) -> list[Tensor]:
-    """Return the parameters of a model that require gradients, each once, in the order of `named_parameters`.
-
-    Raises:
-        Unmeasurable: if they lie on several devices.
-    """
+    """Return the parameters that require gradients; raise Unmeasurable if there are none, or on several devices."""
     parameters: list[Tensor] = [p for _, p in model.named_parameters() if p.requires_grad]
     if len({p.device for p in parameters}) > 1:
         raise Unmeasurable("the parameters lie on several devices")
@@ -126,15 +106,7 @@ def trained_parameters(model: Any) -> list[Tensor]:
 
 
 def flattened(gradients: Sequence[Tensor | None], parameters: Sequence[Tensor]) -> Tensor:
-    """Return gradients as one float32 vector; 0 where there is none.
-
-    Args:
-        gradients: of the parameters, in their order.
-        parameters: at least one.
-
-    Raises:
-        Unmeasurable: if one is sparse, spread over processes, or on another device.
-    """
+    """Return gradients as one float32 vector, 0 where there is none; raise Unmeasurable if one is sparse."""
     if any(g is not None and g.layout != torch.strided for g in gradients):
         raise Unmeasurable("a gradient is sparse; make it dense, such as by nn.Embedding(sparse=False)")
     dense = [
@@ -152,19 +124,15 @@ def _joined(tensors: list[Tensor]) -> Tensor:
 
 
 class AdamMoments(NamedTuple):
-    """What √v̂ + ε of each parameter is made of."""
-
     squares: list[Tensor]
     corrections: list[float]
     epsilons: list[float]
 
     def denominators(self) -> Tensor:
-        """Return max(√v̂, r / 10) + ε as one vector."""
         return _joined(_denominators(*self))
 
 
 def denominators(parameters: Sequence[Tensor], optimizers: Sequence[Optimizer]) -> Tensor | None:
-    """Return max(√v̂, r / 10) + ε as one vector, or None where an optimizer has no v̂: see `adam_moments`."""
     moments = adam_moments(parameters, optimizers)
     return None if moments is None else moments.denominators()
 
@@ -172,10 +140,8 @@ def denominators(parameters: Sequence[Tensor], optimizers: Sequence[Optimizer]) 
 def adam_moments(parameters: Sequence[Tensor], optimizers: Sequence[Optimizer]) -> AdamMoments | None:
     """Return v and what corrects it, or None where an optimizer has no v̂: the plain noise scale.
 
-    Args:
-        parameters: those of the gradients, in their order.
-        optimizers: that update them. With one of another kind than Adam among them, gradients stay plain: two kinds of
-            coordinates have no norm in common.
+    With an optimizer of another kind than Adam among them, gradients stay plain: two kinds of coordinates have no norm
+    in common.
 
     Raises:
         Unmeasurable: if no Adam has taken a step yet.
@@ -236,21 +202,13 @@ def _correction(state: dict[str, Any], group: dict[str, Any]) -> float:
 
 
 class ShardedSample:
-    """A sample of the coordinates of an FSDP2 model, the same on all ranks.
+    """A sample of the coordinates of an FSDP2 model, the same on all ranks; another one for each step, by its seed.
 
         √(n / k) x_i        for k of a weight's n coordinates: the squared length is that of the whole, in expectation
 
     FSDP2 gathers a weight before its use and reduces its gradient afterwards: what arrives at the gathered weight is
     this rank's own gradient, whole. But √v̂ is known to the owner of a shard alone. For vectors in Adam's coordinates
     ranks would exchange as many numbers as the model has; of a sample they exchange v̂ as well, and divide at the end.
-
-    Args:
-        model: whose trained parameters are all sharded by FSDP2, and were gathered before.
-        seed: of the draw, the same on all ranks; another one for each step, so that its error averages out.
-
-    Attributes:
-        places: of the sample's coordinates in each weight.
-        tap: collects the sample of the gradients.
 
     Raises:
         Unmeasurable: if parameters are spread in another way.
@@ -278,11 +236,7 @@ class ShardedSample:
         self.tap: GradientTap = _SampledTap([whole for _, whole in weights], self.places)
 
     def moments(self, optimizers: Sequence[Optimizer]) -> AdamMoments | None:
-        """Return what this rank has of the optimizer's squares; 0 where another one has them. None if it has none.
-
-        Raises:
-            Unmeasurable: if no Adam has taken a step yet.
-        """
+        """Return what this rank has of the optimizer's squares; 0 where another one has them. None if it has none."""
         moments = adam_moments(self._parameters, optimizers)
         if moments is None:
             return None
@@ -323,19 +277,10 @@ class GradientSketch:
         sketch(x)_j = Σ_{i ≡ j mod m} s_i x_i      s_i = ±1, drawn once, alike on all ranks
 
     The sketch of a mean is the mean of sketches. So ranks agree on the norm of their mean gradient by exchanging m
-    numbers, without the gradient that a communication hook makes of it, which compression and clipping change.
+    numbers, without the gradient that a communication hook makes of it, which compression and clipping change. A vector
+    shorter than m is its own sketch.
 
     Source: Charikar, Chen, Farach-Colton, Finding Frequent Items in Data Streams, 2002 (the count sketch).
-
-    Args:
-        length: numbers of the sketch, m; a shorter vector is its own sketch. Default 16 384.
-        seed: of the signs, the same on all ranks.
-
-    Example:
-        >>> sketch = GradientSketch(length=1024)
-        >>> x = torch.ones(100_000)
-        >>> abs(float(sketch.of(x).square().sum()) / 100_000 - 1) < 0.2
-        True
     """
 
     def __init__(self, length: int = _SKETCH, seed: int = 0) -> None:
@@ -343,7 +288,6 @@ class GradientSketch:
         self._signs = torch.empty(0)
 
     def of(self, vector: Tensor) -> Tensor:
-        """Return the sketch of a vector, of the same dtype and device."""
         size = vector.numel()
         if size <= self._length:
             return vector
@@ -369,12 +313,10 @@ class PartSums:
     """
 
     total: Tensor | None = None
-    """The sum of the parts' gradients, or its sketch."""
     square: Tensor | float = 0.0
     """The sum of the parts' squared norms; of a sample, each coordinate's part of it."""
     count: int = 0
     inverse_sizes: float = 0.0
-    """Σ 1 / samples."""
     moments: AdamMoments | None = None
     """Of a sample: what this rank has of them; they are not in the sums yet."""
 
@@ -386,7 +328,6 @@ class PartSums:
         self.inverse_sizes += 1 / samples
 
     def on_host(self) -> PartSums:
-        """Return the same with nothing on a device."""
         total = None if self.total is None else self.total.cpu()
         return replace(self, total=total, square=torch.as_tensor(self.square).cpu())
 

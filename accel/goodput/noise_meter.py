@@ -138,18 +138,14 @@ class NoiseMeter:
         if self._is_timed:
             self._began_s = self.clock()
             if self._schedule.is_due() and not self.refusal:
-
-                def loss_scale() -> float:  # averaged with those of other steps, gradients must not have a factor
-                    return _scale_of(self._scaler) * self._accumulated
-
                 self._begun += 1
+                # Averaged with those of other steps, gradients must not have a factor.
+                scale = lambda: _scale_of(self._scaler) * self._accumulated  # noqa: E731
                 try:
                     sample = _sample_of(self._model, self._replicas, seed=self._begun)
-                    self._measured = _MeasuredStep(self._model, self._optimizers, loss_scale, self._sketch, sample)
-                except Unmeasurable as refusal:
-                    self.refusal = self.reason = str(refusal)
-                except ours() as error:  # of what FSDP2 keeps, in another version of torch
-                    self.refusal = self.reason = _failed(error)
+                    self._measured = _MeasuredStep(self._model, self._optimizers, scale, self._sketch, sample)
+                except ours() as error:  # also of what FSDP2 keeps, in another version of torch
+                    self.refusal = self.reason = _why(error)
                 self._own_s = self.clock() - self._began_s
         return self._measured is not None
 
@@ -290,7 +286,9 @@ def _scale_of(scaler: torch.amp.GradScaler | None) -> float:
     return float(scaler.get_scale()) if scaler is not None and scaler.is_enabled() else 1.0
 
 
-def _failed(error: Exception) -> str:
+def _why(error: Exception) -> str:
+    if isinstance(error, Unmeasurable):
+        return str(error)
     return f"the measurement failed: {type(error).__name__}: {error}"
 
 
@@ -304,23 +302,10 @@ def _sample_of(model: nn.Module, replicas: int, seed: int) -> ShardedSample | No
 
 
 class _MeasuredStep:
-    """One measured step: from the hooks on the parameters to its sums. What fails in it is none of the loop's errors.
+    """One measured step, from the hooks on the parameters to its sums; `reason` says why it has none.
 
-    Args:
-        model: whose gradients are measured.
-        optimizers: that update them.
-        loss_scale: returns what the gradients are divided by.
-        sketch: of the vectors that ranks exchange; None on one rank.
-        sample: of the coordinates of a sharded model; None for another one.
-
-    Attributes:
-        parts: sums over the micro-batches of this rank.
-        sums: what the step says, if this rank alone knows it.
-        updated: an optimizer has stepped, or is about to.
-        reason: why it says nothing; '' if nothing speaks against it.
-
-    Raises:
-        Unmeasurable: if no gradient of the model can be measured.
+    What fails in it is none of the loop's errors. `parts` are sums over this rank's micro-batches, `sums` what the step
+    says if this rank alone knows it. `updated`: an optimizer has stepped, or is about to.
     """
 
     def __init__(
@@ -329,7 +314,7 @@ class _MeasuredStep:
         optimizers: Sequence[Optimizer],
         loss_scale: Callable[[], float],
         sketch: GradientSketch | None,
-        sample: ShardedSample | None = None,
+        sample: ShardedSample | None,
     ) -> None:
         self.parts = PartSums()
         self.sums: NoiseSums | None = None
@@ -349,17 +334,14 @@ class _MeasuredStep:
 
     @property
     def is_preconditioned(self) -> bool:
-        """True if the noise is measured in Adam's coordinates."""
         return self._denominators is not None or self.parts.moments is not None
 
     def begin_batch(self, samples: float) -> None:
-        """End the batch before, if there is one."""
         if self._tap.holds:
             self._attempt(self._end_batch)
         self._samples = samples
 
     def prepare(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Record a call that is about to be made."""
         self._calls += 1
         self._call = call
         if self._calls > 1:
@@ -373,18 +355,15 @@ class _MeasuredStep:
         self._attempt(record)
 
     def listen(self, outputs: Any) -> None:
-        """Listen to the recorded call's outputs."""
         if (recording := self._recording) is not None:
             self._attempt(lambda: recording.listen(outputs))
 
     def before_update(self, replay: ReplayedParts) -> None:
-        """End the last batch."""
         self.updated = True
         is_one = self._recording is not None and not self.parts.count
         self._attempt((lambda: self._replay(replay)) if is_one else self._end_last_batch)
 
     def close(self) -> None:
-        """Take the hooks off."""
         if self.updated and self._tap.holds:
             self.reason = self.reason or "gradients arrived after an optimizer had stepped"
         self._tap.remove()
@@ -397,10 +376,8 @@ class _MeasuredStep:
             return
         try:
             measure()
-        except Unmeasurable as error:
-            self.reason = str(error)
         except ours() as error:  # out of memory in a replay, say
-            self.reason = _failed(error)
+            self.reason = _why(error)
             give_memory_back()
 
     def _replay(self, replay: ReplayedParts) -> None:

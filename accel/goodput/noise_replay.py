@@ -56,16 +56,12 @@ _ROW_ERROR_16_BIT = 2.0**-6
 
 
 class _Part(NamedTuple):
-    """Samples of a batch, and the sum of their gradients."""
-
     rows: Tensor
     share: float
     gradient: Tensor
 
 
 class _Batch(NamedTuple):
-    """A recorded call, and two parts of its samples."""
-
     recording: Recording
     call: Call
     vector: Vector
@@ -75,16 +71,11 @@ class _Batch(NamedTuple):
 
 
 class ReplayedParts:
-    """Measure the noise in a recorded call.
-
-    Args:
-        model: whose call was recorded.
-    """
+    """Measure the noise in a recorded call of a model."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self.mode: Mode | None = None
-        """How a part is replayed; None before the first measurement."""
         self._measured = 0
         self._look_again = 1
 
@@ -108,9 +99,6 @@ class ReplayedParts:
             vector: makes one vector of a replay's gradients.
             coordinates: maps such a vector, linearly, to the optimizer's coordinates.
             samples: in the batch, if known; 0 takes the first dimension of the first input.
-
-        Raises:
-            Unmeasurable: with the reason, if the parts can't be told apart, or don't add up to the whole.
         """
         count = _samples(recording, samples)
         losses = {number: each for number, each in recording.arrived.items() if not each.dim()}
@@ -141,7 +129,6 @@ class ReplayedParts:
         return order[:size], order[size:]
 
     def _find_mode(self, modes: list[Mode], batch: _Batch, total: Tensor) -> Mode:
-        """Return the first mode in which the parts add up to the whole."""
         reason = ""
         for mode in modes:
             try:
@@ -202,14 +189,12 @@ class ReplayedParts:
         return _ROW_ERROR_16_BIT if is_half else _ROW_ERROR
 
     def _replayed(self, mode: Mode, batch: _Batch, rows: Tensor) -> _Part:
-        """Return the gradient of some of the samples."""
         whole = batch.recording
         recording = _with_masks(whole, rows) if mode == "masks" else _with_rows(whole, rows, batch.samples)
         gradient, share = self._gradient(batch, recording), len(rows) / batch.samples
         return _Part(rows, share, gradient * share if mode == "losses" else gradient)
 
     def _gradient(self, batch: _Batch, recording: Recording) -> Tensor:
-        """Make a call again, and return the gradient of all parameters."""
         recording.before.restore()
         done = guard.replay(self._model, batch.call, recording)
         for number, arrived in recording.arrived.items():
@@ -221,7 +206,6 @@ class ReplayedParts:
 
 
 def _samples(recording: Recording, samples: int) -> int:
-    """Return the number of samples, which is the first dimension of an input."""
     sizes = [len(each) for each in tensors((recording.args, recording.kwargs)) if each.dim()]
     if not sizes:
         raise Unmeasurable("the model was called without a tensor that has a batch dimension")
@@ -251,8 +235,6 @@ def _modes(recording: Recording, count: int) -> list[Mode]:
 
 
 def _with_rows(recording: Recording, rows: Tensor, count: int) -> Recording:
-    """Return the call with these samples alone."""
-
     def chosen(tensor: Tensor) -> Tensor:
         if not tensor.dim() or len(tensor) != count:
             return tensor
@@ -264,7 +246,6 @@ def _with_rows(recording: Recording, rows: Tensor, count: int) -> Recording:
 
 
 def _with_masks(recording: Recording, rows: Tensor) -> Recording:
-    """Return the call with all samples, and a gradient for these alone."""
     arrived = {}
     for number, gradient in recording.arrived.items():
         own = rows.to(gradient.device)
@@ -275,7 +256,6 @@ def _with_masks(recording: Recording, rows: Tensor) -> Recording:
 
 
 def _check_sum(replayed: Tensor, total: Tensor) -> None:
-    """Raise if what was replayed is not the step's gradient."""
     error = float((replayed - total).norm() / total.norm())
     if not error <= _SUM_ERROR:
         raise Unmeasurable(

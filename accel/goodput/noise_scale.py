@@ -47,6 +47,8 @@ _HUGE = 1e150
 class NoiseSums(NamedTuple):
     """What one step says of the noise: the squared gradients of its parts and of their mean.
 
+        part_square = Σ_k w_k ‖S_k‖²,  mean_square = ‖G‖²,  part_samples = B_small,  samples = B_big
+
     Example:
         >>> sums = NoiseSums(part_square=5.0, mean_square=3.0, part_samples=8, samples=16)
         >>> sums.variance, sums.squared_norm
@@ -54,22 +56,16 @@ class NoiseSums(NamedTuple):
     """
 
     part_square: float
-    """Σ_k w_k ‖S_k‖²."""
     mean_square: float
-    """‖G‖²."""
     part_samples: float
-    """B_small, samples: those of a part, where all are of equal size."""
     samples: float
-    """B_big, samples: those of the step, where all count alike."""
 
     @property
     def variance(self) -> float:
-        """An unbiased estimate of tr(Σ)."""
         return (self.part_square - self.mean_square) / (1 / self.part_samples - 1 / self.samples)
 
     @property
     def squared_norm(self) -> float:
-        """An unbiased estimate of ‖μ‖², which may be below 0."""
         return self.mean_square - self.variance / self.samples
 
 

@@ -35,8 +35,10 @@ _AT_ONCE, _LOAN = 12, 60
 """The first of them are made at any cost, the others while measuring has taken less than so many steps too much."""
 _LATEST, _MOST_TIMES = 5, 3
 """What is usual: at most so many times the median of the latest measurements."""
-_BY_AND_BY = 1 / 32
-"""Of what was beyond the usual, what is paid for before the next measurement, and no more than is usual at most."""
+_REPAYING = 1 / 4
+"""Of a usual measurement, what is paid back before the next one while there is a debt."""
+_LARGE, _OF_LARGE = 64, 1 / 32
+"""Of a debt beyond so many usual measurements, this part is paid back, and as much as one usually takes at most."""
 _SAVED = 12
 """Measurements that come at once, at most, after steps in which none could be made."""
 _AFTERWARDS = 1.15
@@ -45,18 +47,10 @@ _EVENTS_S = 3e-6
 """What the events of a step take (measured in a loop, where they find cold caches; alone, a tenth of that)."""
 _LEAST = 0.5
 """Of the share, what is left for measuring where steps are so short that their events take it."""
-_REPAYING = 1.25
-"""By what the steps between two measurements are more while there is a debt."""
 
 
 class NoiseSchedule:
-    """Choose the steps to measure.
-
-    Args:
-        overhead: share of the run's time that measuring may take, in (0, 1); default `OVERHEAD`.
-
-    Raises:
-        InvalidArgument: if the share is out of range.
+    """Choose the steps to measure, so that measuring takes a share `overhead` of the run's time.
 
     Example:
         >>> schedule = NoiseSchedule(overhead=0.03)
@@ -79,13 +73,11 @@ class NoiseSchedule:
         self._paid = self._steps = 0
         self._passed = 0
         """Steps since the last measurement."""
-        self._debt_s = self._beyond_s = 0.0
-        """What measuring has usually taken more than its share, as of then, and what was beyond the usual."""
+        self._debt_s = 0.0
+        """What measuring has taken more than its share, as of then."""
         self.steps_left = _FIRST_STEP
-        """Unmeasured steps before the next measurement."""
 
     def is_due(self) -> bool:
-        """Return whether the coming step is to be measured."""
         return self.steps_left <= 0
 
     @property
@@ -94,12 +86,10 @@ class NoiseSchedule:
         return self.steps_left <= _RECENT
 
     def skip_step(self) -> None:
-        """Take a step in that was not timed."""
         self.steps_left -= 1
         self._passed += 1
 
     def note_step(self, seconds: float) -> None:
-        """Take an unmeasured step in."""
         self.skip_step()
         self._recent.append(seconds)
 
@@ -109,36 +99,21 @@ class NoiseSchedule:
         return statistics.median(self._recent) if self._recent else 0.0
 
     def pay(self, cost_s: float, usual_s: float) -> None:
-        """Wait for as many steps as pay for a measurement.
-
-        Args:
-            cost_s: what it took.
-            usual_s: an unmeasured step's time; the same on all ranks, as the cost.
-        """
+        """Wait for as many steps of so many seconds as pay for a measurement; both are the same on all ranks."""
         cost_s *= _AFTERWARDS
         self._costs.append(cost_s)
-        most_s = _MOST_TIMES * statistics.median_low(self._costs)
-        self._beyond_s += max(0.0, cost_s - most_s)
-        cost_s = min(cost_s, most_s)
         self._paid += 1
         self._steps += self._passed + 1
-        share_s = max(self._overhead * usual_s - _EVENTS_S, _LEAST * self._overhead * usual_s)
         # By what the ranks have agreed on: by their own times they would measure at different steps.
+        share_s = max(self._overhead * usual_s - _EVENTS_S, _LEAST * self._overhead * usual_s)
         self._debt_s = max(0.0, self._debt_s - share_s * self._passed) + cost_s
-        if self._debt_s > self._paid * most_s:  # the first ones were beyond what has turned out to be usual
-            self._beyond_s += self._debt_s - self._paid * most_s
-            self._debt_s = self._paid * most_s
         self._passed = 0
-        due_s = (_REPAYING if self._debt_s > 1.5 * cost_s else 1.0) * cost_s
-        sooner = self._paid < _AT_ONCE or (self._paid < _SOONER and self._debt_s + cost_s <= _LOAN * usual_s)
-        if not sooner:
-            by_and_by_s = min(_BY_AND_BY * self._beyond_s, most_s)
-            self._beyond_s -= by_and_by_s
-            self._debt_s += by_and_by_s
-            due_s += by_and_by_s
-        steps = due_s / share_s if share_s > 0 else _MOST_STEPS
-        apart = max(1, min(math.ceil(steps), _MOST_STEPS)) if math.isfinite(steps) else _MOST_STEPS
-        if sooner:
+        most_s = _MOST_TIMES * statistics.median_low(self._costs)
+        usual_cost_s = min(cost_s, most_s)
+        repaid_s = max(_REPAYING * usual_cost_s, min(_OF_LARGE * (self._debt_s - _LARGE * usual_cost_s), most_s))
+        due_s = min(self._debt_s, usual_cost_s + repaid_s)
+        apart = max(1, math.ceil(min(due_s / share_s, _MOST_STEPS))) if share_s > 0 else _MOST_STEPS
+        if self._paid < _AT_ONCE or (self._paid < _SOONER and self._debt_s + usual_cost_s <= _LOAN * usual_s):
             apart = min(apart, max(1, round(self._steps * _APART)))
         # Steps in which none could be measured have paid for some that now follow each other.
         self.steps_left = max(1, apart + max(min(self.steps_left, 0), -_SAVED * apart))

@@ -44,7 +44,6 @@ class Deals(NamedTuple):
         return self._replace(since=sorted(changes, key=lambda change: change[0]))
 
     def at(self, step: int) -> RoundRobin:
-        """Return how a step is dealt."""
         if self.since[-1][0] <= step:
             return self.since[-1][1]
         # Of steps before the first that is known, as a pass that begins elsewhere may have, those sizes are as good.
@@ -133,7 +132,6 @@ class Ledger:
 
     @property
     def steps_left(self) -> int:
-        """Steps that the loop has still to take in this epoch, equal on all ranks."""
         dealt_to = self._dealt_to
         return dealt_to.taken - self.place.taken + self.deals.steps_after(dealt_to)
 

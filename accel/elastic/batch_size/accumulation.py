@@ -52,14 +52,7 @@ _SCALERS = {torch.amp.GradScaler.step.__code__, torch.amp.GradScaler._maybe_opt_
 
 
 class AccumulatedStep:
-    """The batches of the step under way, and the one in hand.
-
-    Attributes:
-        batches: of the step, at least one.
-        taken: of these, how many have ended.
-        has_batch: one was delivered, and has not ended by its step.
-        passes: backward passes of the batch in hand.
-    """
+    """The batches of the step under way, and the one in hand: `batches` of it, of which `taken` have ended."""
 
     def __init__(self) -> None:
         self._sizes: list[int] = []
@@ -70,45 +63,35 @@ class AccumulatedStep:
 
     @property
     def samples(self) -> int:
-        """Samples of it, over all ranks; 0 if none has begun."""
         return sum(self._sizes)
 
     @property
     def is_last(self) -> bool:
-        """Whether the batch in hand is the step's last one."""
         return self.taken + 1 >= len(self._sizes)
 
     @property
     def share(self) -> float:
-        """Samples of the batch in hand over those of the step."""
         return self._sizes[self.taken] / self.samples
 
     def begin_batch(self, sizes: Sequence[int]) -> None:
-        """Take the next batch in hand; if a step begins with it, that is of batches with so many samples."""
         if not self.has_batch and not self.taken:  # else the loop may have called the model with the one before
             self._sizes, self.batches = [*sizes], len(sizes) or 1
         self.has_batch, self.passes = True, 0
 
     def end_batch(self) -> None:
-        """The batch in hand has ended, and others of the step are still to come."""
         self.taken, self.has_batch, self.passes = self.taken + 1, False, 0
 
     def begin_again(self) -> None:
-        """The loop has left out the whole step, whose batches are to come again."""
+        """The loop has left out the whole step."""
         self.taken, self.has_batch, self.passes = 0, False, 0
 
     def drop(self) -> None:
-        """Forget the step."""
         self._sizes, self.batches = [], 1
         self.begin_again()
 
 
 class GradientSums:
-    """The gradients that earlier batches of a step have brought, weighted and summed.
-
-    Args:
-        optimizer: whose parameters they are of.
-    """
+    """The gradients that earlier batches of a step have brought to an optimizer's parameters, weighted and summed."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
@@ -118,7 +101,6 @@ class GradientSums:
 
     @property
     def gradients(self) -> dict[Tensor, Tensor]:
-        """Of each parameter that has one, its gradient now."""
         return {p: p.grad for group in self._optimizer.param_groups for p in group["params"] if p.grad is not None}
 
     @torch.no_grad()
@@ -154,30 +136,22 @@ class GradientSums:
         self._is_divided = False
 
     def clear(self) -> None:
-        """Keep nothing."""
         self._kept, self._is_brought, self._is_divided = {}, False, False
 
 
 class GradientSync:
-    """When DistributedDataParallel exchanges gradients: in a step's last batch only. A loop's `no_sync` is its own.
-
-    Args:
-        model: that the loop trains, in DistributedDataParallel or not.
-    """
+    """When DistributedDataParallel exchanges gradients: in a step's last batch only. A loop's `no_sync` is its own."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model if isinstance(model, DistributedDataParallel) else None
         self._is_held = self._is_local = False
-        """It is kept from exchanging gradients; those of the last backward pass are not exchanged."""
 
     def follow(self, step: AccumulatedStep) -> None:
-        """Exchange gradients, or not, as the batch that comes next needs."""
         if self.model is not None and (step.batches > 1 or self._is_held):
             self.model.require_backward_grad_sync = step.is_last
             self._is_held = not step.is_last
 
     def backward_ended(self) -> None:
-        """Note whether gradients were exchanged in it."""
         self._is_local = self._is_held
 
     def average(self, gradients: Iterable[Tensor]) -> None:
@@ -240,12 +214,7 @@ class GradientAccumulation:
         backward.listen(self, first=True)  # others are to see what it brings back
 
     def begin_batch(self, sizes: Sequence[int]) -> None:
-        """A batch has been delivered; if a step begins with it, that is of so many batches.
-
-        Args:
-            sizes: samples of each batch of the step, over all ranks, the one in hand first. One of them makes the step
-                the optimizer's own, bit for bit.
-        """
+        """A batch is delivered; a step that begins with it is of batches of so many samples, over all ranks."""
         if self._gate is None:
             return
         step = self.present
@@ -292,7 +261,6 @@ class GradientAccumulation:
             self._sums.keep(-step.share)  # it comes again, with what this pass adds
 
     def backward_ended(self, roots: list[Tensor]) -> None:
-        """Let the batch weigh what it should."""
         step = self.present
         self._sync.backward_ended()
         if not step.has_batch:

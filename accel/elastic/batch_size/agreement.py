@@ -26,7 +26,6 @@ from accel.session.session import Session
 T = TypeVar("T")
 
 _WARM_UP = 4
-"""Steps before the first one that is timed."""
 _HEARD = 2
 """Steps in which a call is recorded before a larger batch is rehearsed: one of them may measure the noise."""
 _AHEAD = 8
@@ -34,18 +33,11 @@ _AHEAD = 8
 
 
 class BatchAgreement:
-    """Have rank 0 decide for all, and the loader make batches of the size decided.
-
-    Args:
-        session: whose steps they are.
-        record: what is known of the batch.
-        say: prints one line for the user.
-    """
+    """Have rank 0 decide for all, and the loader make batches of the size decided."""
 
     def __init__(self, session: Session, record: BatchRecord, say: Callable[[str], None]) -> None:
         solver()  # what is missing is better known now than at the first decision
         self.is_settled = False
-        """As rank 0 has it."""
         self._session, self._record, self._say, run = session, record, say, session.run
         self._sampler, self._step, self._noise = record.sampler, record.step, record.noise
         self._ranks: Ranks | None = None
@@ -58,7 +50,6 @@ class BatchAgreement:
         self._planned: BatchDecision | None = None
         """A larger batch than any before, until it has been rehearsed."""
         self._due = _WARM_UP
-        """The step at which something is decided next."""
 
     def step_ended(self, seconds: float | None, *, may_decide: bool) -> bool:
         """Take in the time of a step, and decide if that is due; return whether something was decided.
@@ -168,7 +159,6 @@ class BatchAgreement:
         return self._ranks.decide((what, mine), checked, f"did not come to {what}")
 
     def _take(self, decision: BatchDecision, most_ahead: int) -> None:
-        """Let the loader make batches of the size decided."""
         self._due = self._step.ended + decision.steps
         local, now = self._local(decision), self._step.local
         if local == now and decision.accumulated == self._step.steps_of(now):
@@ -186,5 +176,4 @@ class BatchAgreement:
         self._say(f"batch size {decision.batch}: {decision.why}")
 
     def _local(self, decision: BatchDecision) -> int:
-        """Return the samples of one of this rank's batches."""
         return decision.batch // (self._record.shares * decision.accumulated)

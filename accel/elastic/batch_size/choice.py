@@ -23,31 +23,21 @@ _PER_DOUBLING = 2
 """Batch sizes that are considered between one and its double."""
 
 Seconds = Callable[[int], float]
-"""Time of a step by its batch, measured or predicted."""
 
 
 class Shares(NamedTuple):
-    """How the samples of a step are dealt."""
-
     local: int
-    """To each rank in each of the loop's batches."""
     steps: int
-    """Of the loop, whose gradients are one step of its optimizer."""
 
 
 class Better(NamedTuple):
-    """A batch that is better than another one."""
+    """A batch that is better than another one: its goodput, speed and worth are over those of the other."""
 
     batch: int
-    """Samples of a step, over all ranks."""
     ratio: float
-    """Its goodput over the other's."""
     speed: float
-    """Its samples per second over the other's."""
     worth: float
-    """What a sample of it is worth over one of the other's."""
     noise: float
-    """The noise scale that was reckoned with, samples."""
 
 
 def candidates(base: int, most: int, multiple: int = 1) -> list[int]:
@@ -71,14 +61,7 @@ def candidates(base: int, most: int, multiple: int = 1) -> list[int]:
 
 
 def better(now: int, sizes: Sequence[int], base: int, noise: NoiseInterval, seconds: Seconds) -> Better | None:
-    """Return the best batch that is surely better than `now`, or None.
-
-    Args:
-        now: the present batch, samples over all ranks.
-        sizes: those to choose from.
-        base: the user's batch, which efficiency is measured by.
-        noise: the noise scale and its interval.
-        seconds: time of a step by batch.
+    """Return the one of `sizes` that is surely better than `now`, or None; `base` is what efficiency is measured by.
 
     Example:
         >>> noise = NoiseInterval(1000.0, 800.0, 1300.0)

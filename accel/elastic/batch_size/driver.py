@@ -37,18 +37,10 @@ _FIRST_STEPS = 300
 class BatchRun(LoopObserver):
     """Count the steps and batches of a loop whose batch size a policy decides; noise and rates follow them.
 
-    Args:
-        session: whose steps they are. An `ElasticSampler` deals the batches of its loader.
-        max_batch_size: the most samples of a step, over all ranks.
-        rule: how the learning rate follows; None for that of each optimizer.
-        scaler: of the loop, if it has one and it is known: its scale is divided out of the gradients' noise.
-        say: prints one line for the user.
-        decided: called after each decision.
-        clock: seconds, monotonic.
+    An `ElasticSampler` deals the batches of the session's loader. `decided` is called after each decision.
     """
 
     name = "the batch size"
-    """For the message that the search for strategies waits."""
 
     def __init__(
         self,
@@ -95,7 +87,6 @@ class BatchRun(LoopObserver):
         self._is_first = True
 
     def epoch_ended(self, proxy: Any) -> None:
-        """Note that the pass was not left before its end."""
         self._step.has_ended = True
 
     def batch_requested(self) -> None:

@@ -54,7 +54,6 @@ class EpochBatches(ElasticSampler):
 
     @property
     def batch_size(self) -> int:
-        """Samples of this rank in a step, as set last."""
         return self.batch_sizes[self.rank]
 
     def __len__(self) -> int:
@@ -212,12 +211,7 @@ def _order(own: BatchSampler, generator: torch.Generator | None) -> dict[str, An
 
 
 def deal_alike(sampler: ElasticSampler, settings: OptimizeSettings, *, is_new: bool) -> None:
-    """Have all ranks deal samples in the same form: else some come twice, and others never.
-
-    Args:
-        sampler: of this rank, which has just come to `accel.optimize`.
-        settings: that it was passed there.
-        is_new: this process has joined the others, and deals as they do.
+    """Have all ranks deal samples in the same form, as one does that has joined the others: else some come twice.
 
     Raises:
         InvalidArgument: on all ranks, for the first setting by which two of them differ.

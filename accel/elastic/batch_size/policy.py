@@ -51,14 +51,9 @@ have met a busy moment of the machine, and a dozen cold steps at step 54 are no 
 
 @dataclass(frozen=True, kw_only=True)
 class BatchDecision:
-    """What was decided between two steps."""
-
     step: int
-    """Steps that had ended."""
     batch: int
-    """Samples of a step from now on, over all ranks."""
     accumulated: int = 1
-    """Steps of the loop, whose gradients are accumulated to this one."""
     tried: bool
     """The batch has not been timed before: it is settled or undone at the next decision."""
     why: str
@@ -73,14 +68,7 @@ class BatchDecision:
 
 
 class FittingBatches:
-    """The batches that may be chosen: what memory allows, and how each is dealt.
-
-    Args:
-        base: samples of a step as the user wrote it, over all ranks.
-        most: the most samples of a step, over all ranks.
-        replicas: ranks.
-        nodes: hosts.
-        micro_batches: batches of a rank in a step, whose gradients the loop accumulates.
+    """The batches that may be chosen: what memory allows, and how each is dealt. See `BatchPolicy` for the arguments.
 
     Attributes:
         accumulates: steps of the loop may be accumulated to one of its optimizer; set by whoever does it.
@@ -94,7 +82,6 @@ class FittingBatches:
         self.sizes = candidates(base, most, self.pieces)
         self._nodes, self._most = nodes, most
         self._largest = math.inf
-        """The largest batch that fits into memory."""
         self._again_at, self._refusals = math.inf, 0
         """The step from which on what did not fit may be tried again, and how often one did not fit."""
 
@@ -104,11 +91,10 @@ class FittingBatches:
         return None if math.isinf(self._largest) else self.whole()[-1]
 
     def whole(self) -> list[int]:
-        """Return those that every rank takes at once, below what does not fit, ascending; at least the smallest."""
+        """Return those that every rank takes at once, ascending; at least the smallest."""
         return [size for size in self.sizes if size < self._largest] or self.sizes[:1]
 
     def all(self) -> list[int]:
-        """Return the batches that may be chosen, ascending."""
         whole = self.whole()
         if not self.accumulates or whole[-1] == self.sizes[-1]:
             return whole
@@ -121,7 +107,6 @@ class FittingBatches:
         return Shares(batch // (self.pieces * steps), steps)
 
     def configuration(self, batch: int) -> Configuration:
-        """Return how a batch is dealt, as its times are kept."""
         local, steps = self.shares(batch)
         return Configuration(self._nodes, self.replicas, local, self.micro_batches * steps - 1)
 
@@ -136,7 +121,6 @@ class FittingBatches:
         )
 
     def is_whole(self, configuration: Configuration) -> bool:
-        """Return whether every rank takes its share at once."""
         return configuration.accumulation == self.micro_batches - 1
 
     def refuse(self, batch: int, step: int) -> None:
@@ -162,11 +146,7 @@ class FittingBatches:
 
 
 class BatchTimes:
-    """How long a step of a batch takes: as measured; for one that was never timed, as predicted from the others.
-
-    Args:
-        batches: says how each is dealt.
-    """
+    """How long a step of a batch takes: as measured; for one that was never timed, as predicted from the others."""
 
     def __init__(self, batches: FittingBatches) -> None:
         self._batches = batches
@@ -192,19 +172,15 @@ class BatchTimes:
         self.observations.add(configuration, seconds)
 
     def clear(self) -> None:
-        """Forget all times."""
         self.observations, self._earlier, self.has_news = Observations(), set(), False
 
     def missing(self, batch: int) -> int:
-        """Return how many steps of a batch have still to be timed."""
         return max(0, TIMED - self.observations.count(self._batches.configuration(batch)))
 
     def timed(self) -> list[Configuration]:
-        """Return what was timed often enough."""
         return [each for each in self.observations.configurations() if self.observations.count(each) >= TIMED]
 
     def known(self, sizes: Sequence[int]) -> list[int]:
-        """Return those batches that were timed often enough."""
         return [size for size in sizes if not self.missing(size)]
 
     def seconds(self, batch: int, recent: Sequence[int]) -> float:
@@ -247,7 +223,6 @@ class BatchTimes:
         return self.seconds(piece, recent) + (steps - 1) * piece * sample_s
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from the observations of an earlier process."""
         self.observations.load_state_dict(state)
         self._earlier = set(self.observations.configurations())
         self.has_news = len(self.timed()) > 1  # of a batch that was not timed on so many ranks, it is predicted
@@ -269,10 +244,6 @@ class BatchPolicy:
         replicas: ranks.
         nodes: hosts.
         micro_batches: batches of a rank in a step, whose gradients the loop accumulates.
-
-    Attributes:
-        batches: those that may be chosen.
-        times: of their steps.
 
     Example:
         >>> controller = BatchPolicy(base_batch=32, max_batch_size=128)
@@ -303,7 +274,6 @@ class BatchPolicy:
 
     @property
     def batch(self) -> int:
-        """Samples of a step now, over all ranks."""
         return self._now
 
     @property
@@ -312,13 +282,7 @@ class BatchPolicy:
         return self._settled == self._now and self._patience > _PATIENCE[0]
 
     def timed(self, batch: int, seconds: float, accumulated: int = 1) -> None:
-        """Take in the time of one step.
-
-        Args:
-            batch: samples of it, over all ranks; others than those decided on, as an epoch's last, are left out.
-            seconds: > 0.
-            accumulated: steps of the loop that it was; others than decided on are left out, too.
-        """
+        """Take in the time of one step; of other batches than that decided on, as an epoch's last, it is left out."""
         # It is dealt in the same way until something else is decided: to see how takes 2 µs, which each step would pay.
         batches, now = self.batches, self._now
         self._present = self._present or (batches.shares(now).steps, batches.configuration(now))
@@ -332,7 +296,7 @@ class BatchPolicy:
         self._failed, self._patience, self._present = {}, _PATIENCE[0], None
 
     def steps_missing(self) -> int:
-        """Return how many steps of the present batch have still to be timed before the next decision."""
+        """Return how many steps of the present batch are still to be timed before the next decision."""
         return self.times.missing(self._now)
 
     def refuse(self, batch: int, step: int, noise: NoiseInterval | None, why: str) -> BatchDecision:
@@ -403,7 +367,7 @@ class BatchPolicy:
         return batch / self._seconds(batch) * float(efficiency(batch, self.base_batch, scale))
 
     def _decided(self, step: int, noise: NoiseInterval | None, why: str, steps: int) -> BatchDecision:
-        """Return the decision, and keep it if it changes the batch."""
+        """Keep the decision if it changes the batch."""
         self._present = None
         goodput = self._goodput(self._now, noise) if self.times.timed() else 0.0
         is_timed = not self.steps_missing()
@@ -424,7 +388,6 @@ class BatchPolicy:
         return decision
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what has been learnt and decided, as values that JSON can hold."""
         return {
             "times": self.times.observations.state_dict(),
             "base": self.base_batch,
@@ -449,7 +412,6 @@ class BatchPolicy:
 
 
 def _why(before: int, now: int, settled: int, choice: Better | None, shares: Shares) -> str:
-    """Return the reason of a decision: `now` after `before`, `choice` in place of what was settled, dealt in shares."""
     if choice is None and now == before:
         return "no other batch is clearly better"
     if choice is None:

@@ -32,11 +32,6 @@ _ALIKE = 0.95
 class BatchRecord:
     """The record of a run's batch.
 
-    Args:
-        run: the user's objects; an `ElasticSampler` deals the batches of its loader.
-        step, noise, rates: of the run.
-        max_batch_size: the most samples of a step, over all ranks.
-
     Attributes:
         controller: made once it is known how many batches a step has.
         leads: this rank decides.
@@ -66,12 +61,7 @@ class BatchRecord:
         return self.sampler.num_replicas * self.step.by_loop
 
     def begin(self, first: Sequence[tuple[int, bool]], gather: Gather | None) -> None:
-        """Make the controller, now that the loop has taken its first steps.
-
-        Args:
-            first: see `batches_of_a_step`.
-            gather: see `RunNoise.begin`.
-        """
+        """Make the controller, now that the loop has taken its first steps (see `batches_of_a_step`)."""
         step, replicas, before = self.step, self.sampler.num_replicas, self._restored.get("micro_batches")
         step.by_loop = batches_of_a_step(first, before)
         if self.base is None or step.by_loop != before:
@@ -104,7 +94,6 @@ class BatchRecord:
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what has been learnt, measured and decided, as plain values."""
         step, controller, meter, known = self.step, self.controller, self.noise.meter, self.noise.known
         return {
             "controller": self._restored.get("controller") if controller is None else controller.state_dict(),

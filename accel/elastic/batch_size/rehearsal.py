@@ -41,12 +41,7 @@ _MESSAGES = ("out of memory", "can't allocate memory", "not enough memory", "ALL
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error says that memory has run out.
-
-    Example:
-        >>> is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory")), is_out_of_memory(RuntimeError("other"))
-        (True, False)
-    """
+    """Return whether an error says that memory has run out."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     return isinstance(error, RuntimeError) and any(message in str(error) for message in _MESSAGES)
@@ -55,11 +50,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 class BatchRehearsal:
     """Rehearse a step of a larger batch, with the inputs of a call that the loop has made.
 
-    Args:
-        model: of the loop. One in DistributedDataParallel is called within it: that would exchange buffers with ranks
-            that may have refused the batch already.
-        call: makes a plain call of it.
-        device: that the model is on.
+    A model in DistributedDataParallel is called within it: that would exchange buffers with ranks that may have refused
+    the batch already. `call` makes a plain call of another one.
     """
 
     def __init__(self, model: nn.Module, call: Call, device: torch.device) -> None:
@@ -70,7 +62,6 @@ class BatchRehearsal:
         self._resident_before = resident_memory()
 
     def prepare(self, samples: int) -> None:
-        """Record the next call of so many samples."""
         self._samples, self._recording = samples, None
 
     def hear(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -84,14 +75,14 @@ class BatchRehearsal:
     def problem(
         self, samples: int, *, keeps_gradients: bool = False, agree: Callable[[str], str] = lambda reason: reason
     ) -> str:
-        """Return why the loop can't take a batch of so many samples, '' if nothing speaks against it; record no more.
+        """Return why the loop can't take a batch of so many samples on this rank, '' if nothing speaks against it.
 
         Memory in proportion to the samples is all that does where no call was recorded, such as of a model whose inputs
         don't have a dimension of the samples, or where ranks exchange values within a call: one that ran out of memory
         there would leave the others waiting.
 
         Args:
-            samples: of the larger batch, on this rank.
+            samples: of the larger batch.
             keeps_gradients: memory is held for two more gradients of each parameter: what was kept of batches before,
                 and the sum that the last one's backward pass begins with.
             agree: with several ranks, gives all the reason of one of them against a call: all make it, or none.

@@ -35,7 +35,6 @@ class BatchReport:
         self._record = record
 
     def fail(self, error: Exception) -> None:
-        """Warn that the batch size stays, and why."""
         text = str(error) if isinstance(error, InvalidArgument) else f"{type(error).__name__}: {error}"
         step = self._record.step
         stays = "the loop's own" if self._record.sampler.num_replicas == 1 else "as it is"
@@ -61,12 +60,7 @@ class BatchReport:
         ]
 
     def profile(self, restart_s: float, lost: LostTime) -> JobProfile | None:
-        """Return the job's profile; None while times or noise are not known, and on ranks that don't decide.
-
-        Args:
-            restart_s: what a change of the placement costs.
-            lost: where the job's time went.
-        """
+        """Return the job's profile; None while times or noise are not known, and on ranks that don't decide."""
         record = self._record
         controller, noise, epochs = record.controller, record.noise.known, record.sampler.turns.total
         if controller is None or noise is None or not record.leads or (model := controller.times.model) is None:
@@ -86,11 +80,7 @@ class BatchReport:
 
 
 class ProfileFile:
-    """The job's profile beside its checkpoints, for a scheduler.
-
-    Args:
-        folder: of the checkpoints.
-    """
+    """The job's profile beside its checkpoints, for a scheduler."""
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self._path = Path(folder) / PROFILE
@@ -100,12 +90,7 @@ class ProfileFile:
     def write(self, profile: JobProfile, batch: int, *, is_saved: bool = False) -> None:
         """Write it where the batch, or one of noise, progress and what a change costs by a tenth, has changed.
 
-        A failure is a warning.
-
-        Args:
-            profile: as it is now.
-            batch: of the present step.
-            is_saved: a checkpoint was saved just now: it is written in any case.
+        A failure is a warning. Once a checkpoint is saved it is written in any case.
         """
         now = float(batch), profile.noise.phi, profile.progress, profile.restart_s
         is_close = (math.isclose(new, old, rel_tol=_NOTEWORTHY) for new, old in zip(now, self._written, strict=True))
@@ -128,9 +113,7 @@ class ProfileFile:
 class TimeBook(LoopObserver):
     """Book the time in which a run does not train, by cause; it follows the loader behind all others.
 
-    Args:
-        before: of the processes before this one; None if it is the first.
-        clock: seconds, monotonic.
+    `before` is that of the processes before this one; None if it is the first.
     """
 
     def __init__(self, before: LostTime | None, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -147,19 +130,13 @@ class TimeBook(LoopObserver):
         self._asked = self._clock()
 
     def batch_delivered(self, batch: Any, proxy: Any) -> None:
-        """The wait is over."""
         if self._asked is not None:
             self._input += self._clock() - self._asked
         self._asked = None
         self._batches += 1
 
     def lost(self, start_s: float, checkpoint_s: float) -> LostTime:
-        """Return what the training has lost so far.
-
-        Args:
-            start_s: from the start of this process, or of the change of its ranks, to the end of the first step.
-            checkpoint_s: in which this process has saved.
-        """
+        """Return what is lost so far, by the seconds to the end of the first step, and those in which it was saved."""
         began = max(start_s - self._within_start, 0.0)
         own = LostTime(
             start=0.0 if self._before else began,

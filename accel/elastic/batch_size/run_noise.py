@@ -41,14 +41,10 @@ half the best size costs as much as one of twice that, so that being surer than 
 class RunNoise:
     """Measure the noise in steps in which no candidate of a session is on.
 
-    Args:
-        session: whose steps they are.
-        scaler: of the loop, if it has one and it is known: its scale is divided out of losses and gradients.
-        clock: seconds, monotonic.
+    The scale of a known GradScaler is divided out of losses and gradients.
 
     Attributes:
         meter: None until the loop's first steps have shown how many batches a step has.
-        trend: of the losses.
         is_metered, is_measured: the meter follows the step under way, and measures the noise in it.
         known: rank 0's last interval that says something; the batch stays while none does, and so do its rates.
     """
@@ -62,13 +58,7 @@ class RunNoise:
         self._is_closed = False
 
     def begin(self, replicas: int, gather: Gather | None, state: dict[str, Any] | None) -> None:
-        """Begin to measure.
-
-        Args:
-            replicas: ranks.
-            gather: see `NoiseMeter`.
-            state: of the noise scale in the run that this one goes on from; None if there was none.
-        """
+        """Begin to measure, from the noise scale's state in the run that this one goes on from, if there is one."""
         self.meter = NoiseMeter(
             self._session.run.model,
             self._session.run.optimizers,
@@ -99,7 +89,6 @@ class RunNoise:
             self._session.leave_out_step()
 
     def begin_batch(self, fresh: int, accumulated: int) -> None:
-        """A batch was delivered in a step that is metered, see `NoiseMeter.begin_batch`."""
         if self.meter is not None:
             self.meter.begin_batch(fresh, accumulated)
 
@@ -111,12 +100,10 @@ class RunNoise:
             self.trend.add(loss)
 
     def end_step(self, samples: int) -> None:
-        """A step has ended that had so many samples on each rank."""
         if self.meter is not None:
             self.meter.end_step() if self.is_metered else self.meter.skip_step(samples)
 
     def check(self) -> None:
-        """Raise InvalidArgument if the noise can't be measured."""
         if self.meter is not None and self.meter.refusal:
             raise InvalidArgument(f"the gradient noise can't be measured: {self.meter.refusal}")
 
@@ -128,7 +115,6 @@ class RunNoise:
         return self.known if noise is None or not noise.is_known else noise
 
     def close(self) -> None:
-        """Measure no more."""
         self.is_metered, self.is_measured, self._is_closed = False, False, True
         if self.meter is not None:
             self._session.events.calls.noise = None
@@ -142,7 +128,6 @@ class RunNoise:
 
 
 _WAITING = 512
-"""Losses that may wait to be read from a GPU."""
 _BLOCKS = 256
 """Means of losses that are kept, at first of a single one: beyond, two become one."""
 _LEAST = 24
@@ -212,7 +197,6 @@ def loss_of(roots: Iterable[Tensor]) -> Tensor | None:
 
 
 def _t(losses: list[float]) -> float:
-    """Return the slope's t; 0 while there are too few."""
     count = len(losses)
     if count < _LEAST:
         return 0.0

@@ -36,12 +36,8 @@ def batches_of_a_step(first: Sequence[tuple[int, bool]], before: int | None) -> 
 class StepTimer(LoopObserver):
     """Stops the clock of a step before anything else that follows the loader hears that it has ended.
 
-    Args:
-        clock: seconds, monotonic.
-
-    Attributes:
-        seconds: from the step's begin to the latest request of a batch.
-        start_s: from the start of the process, or of a change of ranks, to the first step's end; 0 before that.
+    `seconds` are those from the step's begin to the latest request of a batch, `start_s` those from the start of the
+    process, or of a change of ranks, to the first step's end; 0 before that.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -50,7 +46,6 @@ class StepTimer(LoopObserver):
         self._clock = clock
 
     def batch_requested(self) -> None:
-        """Stop the clock."""
         self.seconds = self._clock() - self._began
 
     def begin(self) -> None:
@@ -58,16 +53,11 @@ class StepTimer(LoopObserver):
         self._began = self._clock()
 
     def end_first(self) -> None:
-        """The first step has ended."""
         self.start_s = seconds_since_start()
 
 
 class StepBatches:
     """Group the batches of a training loader into steps.
-
-    Args:
-        sampler: of the loader.
-        scaler: of the loop, if it has one and it is known.
 
     Attributes:
         ended, ended_before: steps of this process, and of earlier ones of this training.
@@ -110,7 +100,6 @@ class StepBatches:
 
     @property
     def local(self) -> int:
-        """Samples of this rank's batches, as decided last."""
         return self._sampler.batch_sizes[self._sampler.rank]
 
     def steps_of(self, local: int) -> int:
@@ -123,7 +112,6 @@ class StepBatches:
 
     @property
     def hundredths(self) -> int:
-        """Of passes over the data, those so far."""
         sampler = self._sampler
         return 100 * sampler.epoch + 100 * sampler.position // max(1, sampler.length)
 
@@ -172,6 +160,5 @@ class StepBatches:
         return begins_anew
 
     def close(self) -> None:
-        """Accumulate no more."""
         if self._accumulation is not None:
             self._accumulation.close()

@@ -25,9 +25,8 @@ is_heard_elsewhere = False
 class BucketOrder:
     """A part of a checkpoint: `load_state_dict` is to be called on all ranks, before the state of the model is loaded.
 
-    Args:
-        model: the one that the loop calls; without effect if it is not in `DistributedDataParallel`, or this lays out
-            its buckets once only.
+    It has no effect where the model that the loop calls is not in `DistributedDataParallel`, or this lays out its
+    buckets once only.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -38,7 +37,6 @@ class BucketOrder:
         return {"order": [] if self._ddp is None else _order(self._ddp)}
 
     def load_state_dict(self, state: Mapping[str, list[int]]) -> None:
-        """Have the buckets laid out in this order, unless the model has other parameters."""
         # Of two numbers the sum is the same in either order.
         if self._ddp is None or dist.get_world_size(self._ddp.process_group) < 3:
             return

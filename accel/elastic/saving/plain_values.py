@@ -28,14 +28,7 @@ _REMEDY = (
 
 
 def check_plain(value: Any, path: str = "state") -> None:
-    """Raise unless a checkpoint can hold a value.
-
-    Args:
-        value: tensors on any device; numbers, strings, None; dicts with keys of str or int, lists and tuples of such.
-        path: where it stands, for the error.
-
-    Raises:
-        InvalidArgument: with the place of the first value that is none of these.
+    """Raise InvalidArgument, with the place of the first value that a checkpoint can't hold.
 
     Example:
         >>> check_plain({"weights": torch.ones(3), "epoch": 4})
@@ -43,19 +36,14 @@ def check_plain(value: Any, path: str = "state") -> None:
         Traceback (most recent call last):
         ...
         accel.InvalidArgument: a checkpoint holds tensors and plain values only, got a set at \
-state['metrics'][1]; keep tensors, str, int, float, bool, None, and dicts, lists and tuples of these (int(…) and \
-float(…) turn NumPy's numbers into such, torch.from_numpy its arrays)
+    state['metrics'][1]; keep tensors, str, int, float, bool, None, and dicts, lists and tuples of these (int(…) and \
+    float(…) turn NumPy's numbers into such, torch.from_numpy its arrays)
     """
     _check(value, path, 0)
 
 
 def with_plain_numbers(value: Any) -> Any:
-    """Return a value with Python's numbers in place of NumPy's, as of a learning rate out of `np.logspace`.
-
-    Example:
-        >>> with_plain_numbers({"lr": np.float64(0.1), "betas": (0.9, 0.99)})
-        {'lr': 0.1, 'betas': (0.9, 0.99)}
-    """
+    """Return a value with Python's numbers in place of NumPy's, as of a learning rate out of `np.logspace`."""
     if isinstance(value, np.generic):
         return value.item()
     if type(value) in (list, tuple):

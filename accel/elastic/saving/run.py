@@ -40,23 +40,14 @@ _WRITING_S = 30.0
 
 
 class UpdateCount:
-    """The updates of a training: how many, in which thread, and whether the loop asks for batches between them.
-
-    Args:
-        optimizer: whose steps are counted, also those that no session hears of.
-
-    Attributes:
-        step: updates of the training so far, those of the runs before included.
-    """
+    """The updates of a training, also those that no session hears of, and whether batches are asked for in between."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.step = self._asked_at = self._by_request = 0
         """Also at the last request for a batch, and the updates between the last two."""
         self._since_request = 0
-        """Updates of all optimizers."""
         self._is_updating = False
         self._thread: int | None = None
-        """That trains; None until it is known."""
         self._hooks = [
             optimizer.register_step_pre_hook(self._begin_update),
             optimizer.register_step_post_hook(self._end_update),
@@ -73,12 +64,10 @@ class UpdateCount:
                 self._thread = get_ident()
 
     def resume(self, step: int) -> None:
-        """Count on from a step of an earlier run."""
         self.step = self._asked_at = step
 
     @property
     def is_elsewhere(self) -> bool:
-        """Whether another thread than this one trains."""
         return self._thread not in (None, get_ident())
 
     @property
@@ -100,17 +89,12 @@ class UpdateCount:
         return True
 
     def close(self) -> None:
-        """Count no more."""
         for hook in self._hooks:
             hook.remove()
 
 
 class MissingRanks:
-    """Whether ranks have not met, so that nothing is saved; they are asked for ever less often, at the same steps.
-
-    Attributes:
-        steps: since they did not meet; None once they have.
-    """
+    """Whether ranks have not met, so that nothing is saved; they are asked for ever less often, at the same steps."""
 
     def __init__(self) -> None:
         self.steps: int | None = None
@@ -130,14 +114,7 @@ class MissingRanks:
 
 
 class CheckpointRun(LoopObserver):
-    """Save a loop's training, and restore it.
-
-    Args:
-        training: what is saved, and where.
-        say: prints one line for the user.
-        in_place: carries out orders to go on with other ranks; None if there are none.
-        saved: called after each save.
-    """
+    """Save a loop's training, and restore it; `saved` is called after each save."""
 
     def __init__(
         self,
@@ -152,19 +129,15 @@ class CheckpointRun(LoopObserver):
         self._say, self._in_place, self._saved = say, in_place, saved
         self._terminate: Callable[[], None] = lambda: os.kill(os.getpid(), signal.SIGTERM)
         self._ordered: ResizeOrder | None = None
-        """To be carried out before the next step."""
         self.updates = UpdateCount(training.optimizer)
         self._is_asked_elsewhere = self._has_warned = False
-        """Another thread asks for batches."""
         self._forget_updates = UPDATES.add_weakly(self.updated)
         self._called_at = time.time()
         self._ranks: Ranks | None = None
         self._gather: Callable[[Any], list[Any]] | None = None
-        """With several ranks: gives each what all of them passed."""
         self.policy: SavePolicy | None = None
         """None until the first step has ended: then all ranks begin."""
         self._is_requested = False
-        """A checkpoint was asked for before that."""
         self._is_put_off = False
         """What was due at an epoch's end is saved after a step of the next one."""
         self._missing = MissingRanks()

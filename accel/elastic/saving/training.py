@@ -26,27 +26,16 @@ _START_S = 30.0
 
 
 class BatchState(Stateful, Protocol):
-    """The state of what decides the batch size."""
-
     memory: int
     """Bytes of this rank's device, or of the one that has the least."""
 
 
 def settings_of(wanted: str | Checkpointing) -> Checkpointing:
-    """Return the settings of checkpoints, of which a folder alone may be given."""
     return wanted if isinstance(wanted, Checkpointing) else Checkpointing(folder=wanted)
 
 
 class TrainingCheckpoints:
-    """The checkpoints of a training.
-
-    Args:
-        model, optimizer: the user's.
-        sampler: of the training loader.
-        settings: the user's.
-        batch: decides the batch size; None if nothing does.
-        say: prints one line for the user.
-    """
+    """The checkpoints of a training; `batch` decides its batch size, if anything does."""
 
     def __init__(
         self,
@@ -72,9 +61,6 @@ class TrainingCheckpoints:
 
     def restore(self, called_at: float) -> int:
         """Take up the newest checkpoint that is whole, and return its step; 0 if there is none.
-
-        Args:
-            called_at: when this rank called `accel.optimize`, in wall-clock time.
 
         Raises:
             CheckpointError: if there are only those of another training; nothing has been changed then.
