@@ -177,7 +177,7 @@ class ReplayedParts:
         """Return the outputs that gradients arrived at, in evaluation mode; of some rows, or of all."""
         recording = batch.recording if rows is None else _with_rows(batch.recording, rows, batch.samples)
         batch.recording.before.restore()
-        outputs = guard.replay_evaluation(self._model, batch.call, recording).outputs
+        outputs = guard.replay(self._model, batch.call, recording, evaluates=True).outputs
         shapes = {number: each.shape for number, each in recording.arrived.items()}
         if any(number >= len(outputs) or outputs[number].shape != shape for number, shape in shapes.items()):
             raise Unmeasurable("in evaluation mode the model has other outputs, so nothing tells its samples apart")

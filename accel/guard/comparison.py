@@ -1,6 +1,6 @@
-"""Compare what two paths of a call have computed: outputs, gradients, and what the call leaves behind.
+"""Compare what two paths of a call have computed: outputs and gradients.
 
-    outputs     ‖y_c − y_r‖ ≤ δ ‖y_r‖      and what the call leaves in its arguments, likewise
+    outputs     ‖y_c − y_r‖ ≤ δ ‖y_r‖
     gradients   ‖g_c − g_r‖ ≤ γ ‖g_r‖      for each parameter; 5 % of γ times the norm of all is let pass
     scale       |⟨g_c, g_r⟩ / ⟨g_r, g_r⟩ − 1| ≤ s (reduced), |‖g_c‖ / ‖g_r‖ − 1| ≤ s (reordered), of all together
     exact       the same bits
@@ -14,6 +14,7 @@ fault, and dropout draws in canonical order in both (`draws`), so that it counts
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import reduce
@@ -25,11 +26,15 @@ from torch import Tensor
 from accel.exactness import Exactness
 from accel.guard.draws import Draw, by_other_kernels, difference, leave_out_alike
 from accel.guard.rounding import FINEST, MOST_REORDERED, coarser, eps_of
+from accel.profiler.trees import leaves
 from accel.run.layouts import is_kept
 
 _REDUCED_EPS = 2.0**-8
 """bfloat16, the coarsest format a `reduced` strategy may use."""
 _HALF_EPS = torch.finfo(torch.float16).eps
+_WRITES = (
+    "the model writes to its arguments, which can't be compared; let it write to tensors and containers of its own"
+)
 _PIECE = 2**22
 """Elements that are compared at a time."""
 
@@ -104,14 +109,10 @@ class Replayed:
     draws: list[Draw] = field(default_factory=list)
     other_draws: bool = False
     """Some draws were made in canonical order, and come out otherwise in a real step."""
-    inputs: list[Tensor | None] = field(default_factory=list)
-    """What the call has left in the tensors that it was given, None where it has written nothing."""
+    writes: bool = False
+    """The call has written to its arguments."""
     is_cut_off: bool = False
     """Gradients arrived in the step, and in the replay none of them reached a parameter or an input."""
-    entries: int = 0
-    """Entries that the arguments have after the call."""
-    added: list[Tensor] = field(default_factory=list)
-    """Tensors that the call has put into its arguments."""
     attributes: dict[str, list[Tensor]] = field(default_factory=dict)
     """Tensors in attributes of the modules after the call."""
     coarsest: torch.dtype = FINEST
@@ -128,6 +129,10 @@ def compare(plain: Replayed, candidate: Replayed, exactness: Exactness) -> Compa
         return Comparison(f"it returns {len(candidate.outputs)} tensors, the plain path {len(plain.outputs)}")
     if exactness != Exactness.EXACT and not all(map(_is_finite, plain.outputs)):
         return Comparison(unsure="the plain call's own output is not finite")
+    if plain.writes:
+        return Comparison(unsure=_WRITES)
+    if candidate.writes:
+        return Comparison("it writes to its arguments, unlike the plain path", 1.0)
     if plain.names and not plain.outputs:  # a training call; one of evaluation may return what it found, as text, say
         return Comparison(unsure="the model returns no tensors that can be looked at")
     if plain.is_cut_off:  # its graph has other leaves than the model's parameters, as that of a sharded model has
@@ -143,43 +148,30 @@ def compare(plain: Replayed, candidate: Replayed, exactness: Exactness) -> Compa
 
 
 def _compared_tensors(plain: Replayed, candidate: Replayed, exactness: Exactness) -> Iterator[Comparison]:
-    """Yield comparisons of the outputs, and of what a call has left in its arguments and in attributes of modules."""
-    coarsest = plain.coarsest
+    """Yield comparisons of the outputs, and of what a call has left in attributes of modules."""
     for expected, actual in zip(plain.outputs, candidate.outputs, strict=True):
-        yield _compare_tensors("its output", expected, actual, exactness, coarsest)
-    for number, (left, own) in enumerate(zip(plain.inputs, candidate.inputs, strict=True)):
-        if left is not None and own is not None:
-            yield _compare_tensors(f"what it leaves in input {number}", left, own, exactness, coarsest)
-        elif left is not own:
-            what = "writes to" if left is None else "does not write to"
-            yield Comparison(f"it {what} input {number}, unlike the plain path", 1.0)
-    if (plain.entries, len(plain.added)) != (candidate.entries, len(candidate.added)):
-        yield Comparison("it puts other entries into its arguments than the plain path", 1.0)
-    for expected, actual in zip(plain.added, candidate.added, strict=False):
-        yield _compare_tensors("what it puts into its arguments", expected, actual, exactness, coarsest)
+        yield _compare_tensors(expected, actual, exactness, plain.coarsest)
     for name, kept in plain.attributes.items():
         if not all(map(is_kept, kept, candidate.attributes.get(name, ()))):
             yield Comparison(f"what it keeps in {name} has other strides than in the plain path")
 
 
-def _compare_tensors(
-    what: str, plain: Tensor, candidate: Tensor, exactness: Exactness, coarsest: torch.dtype
-) -> Comparison:
+def _compare_tensors(plain: Tensor, candidate: Tensor, exactness: Exactness, coarsest: torch.dtype) -> Comparison:
     if plain.shape != candidate.shape or plain.dtype != candidate.dtype:
         was, now = f"{tuple(plain.shape)} {plain.dtype}", f"{tuple(candidate.shape)} {candidate.dtype}"
-        return Comparison(f"{what} is {now}, the plain one {was}")
+        return Comparison(f"its output is {now}, the plain one {was}")
     if not is_kept(plain, candidate):
-        return Comparison(f"{what} has the strides {candidate.stride()}, the plain one {plain.stride()}")
+        return Comparison(f"its output has the strides {candidate.stride()}, the plain one {plain.stride()}")
     plain, candidate = as_real(plain), as_real(candidate)
     if exactness == Exactness.EXACT or not plain.is_floating_point():
-        return Comparison() if same_bits(plain, candidate) else Comparison(f"{what} has other bits", math.nan)
+        return Comparison() if same_bits(plain, candidate) else Comparison("its output has other bits", math.nan)
     tolerance = Tolerance.of(exactness, coarser(plain.dtype, coarsest)).output
     if not _is_finite(candidate):
-        return Comparison(f"{what} is not finite, unlike the plain one", math.inf)
+        return Comparison("its output is not finite, unlike the plain one", math.inf)
     error, size, _ = _sizes(plain, candidate)
     relative = error / size if size > 0 else error
     if relative > tolerance:
-        return Comparison(f"{what} is off by {relative:.1e}, allowed {tolerance:.1e}", relative)
+        return Comparison(f"its output is off by {relative:.1e}, allowed {tolerance:.1e}", relative)
     return Comparison(output_error=relative)
 
 
@@ -272,6 +264,22 @@ def same_bits(expected: Tensor, actual: Tensor) -> bool:
 def as_real(tensor: Tensor) -> Tensor:
     """Return the real and imaginary parts of a complex tensor; any other as it is."""
     return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+
+
+def versions(given: list[Any]) -> list[int]:
+    """Return how often the tensors among arguments have been written to, of those that count it."""
+    return [each._version for each in given if isinstance(each, Tensor) and not each.is_inference()]
+
+
+def has_written(given: Any, before: list[Any], counted: list[int]) -> bool:
+    """Return whether a call has written to its arguments, or has taken or exchanged entries of them.
+
+    Args:
+        before: the leaves of the arguments that it has found.
+        counted: their versions.
+    """
+    now = list(leaves(given))
+    return len(now) != len(before) or not all(map(operator.is_, now, before)) or versions(before) != counted
 
 
 def noise_like(tensor: Tensor, generator: torch.Generator) -> Tensor:

@@ -25,7 +25,7 @@ from torch.utils.hooks import RemovableHandle
 from accel.errors import AccelError
 from accel.guard import together
 from accel.guard.alone import is_sharded, on_this_rank_alone
-from accel.guard.comparison import Comparison, Replayed, Tolerance, compare, noise_like, same_bits
+from accel.guard.comparison import Comparison, Replayed, Tolerance, compare, has_written, noise_like, versions
 from accel.guard.draws import ReplayedDraws
 from accel.guard.rounding import Rounding, rounding_of
 from accel.guard.snapshot import ModelSnapshot, devices_of, plain_attributes
@@ -101,10 +101,6 @@ class Recording:
     rounding: Rounding | None = None
     """What the plain call computes with; None until one was looked at."""
 
-    def as_called(self) -> contextlib.AbstractContextManager[None]:
-        """Set the flags of modules and parameters as they were in the call, for a block."""
-        return contextlib.nullcontext() if self.flags is None else self.flags.set()
-
     def coarsest(self, model: nn.Module, outputs: Iterable[Tensor]) -> torch.dtype:
         """Return the coarsest format within a plain call that is made now; the first replay is one."""
         if self.rounding is None:
@@ -129,23 +125,14 @@ class Recording:
         self.arrived[number] = self.arrived[number] + arrived if number in self.arrived else arrived
 
 
-def record(
-    model: nn.Module,
-    device: torch.device,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    written: Iterable[Tensor] = (),
-) -> Recording:
+def record(model: nn.Module, device: torch.device, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Recording:
     """Record a call that is about to be made; its inputs are copied, since a forward may change them in place.
-
-    Args:
-        written: the parameters that the call itself writes to.
 
     Raises:
         NotRestorable: if the model holds more state than can be put back after a replay.
     """
     kind = device.type
-    before = ModelSnapshot(model, devices_of(model, device, args, kwargs), (args, kwargs), written)
+    before = ModelSnapshot(model, devices_of(model, device, args, kwargs), (args, kwargs))
     if before.unkept:
         raise NotRestorable(f"{before.unkept}, which could not all be put back after a replay")
     return Recording(
@@ -172,7 +159,14 @@ def untouched(model: nn.Module, device: torch.device, *given: Any, written: Iter
         before.restore()
 
 
-def replay(model: nn.Module, call: Any, recording: Recording, draws: ReplayedDraws | None = None) -> Replayed:
+def replay(
+    model: nn.Module,
+    call: Any,
+    recording: Recording,
+    draws: ReplayedDraws | None = None,
+    *,
+    evaluates: bool = False,
+) -> Replayed:
     """Make the recorded call again through `call`, and send the recorded gradient back through it.
 
     The modules must be in the recorded state (`recording.before.restore()`); that is not done here, because a strategy
@@ -182,47 +176,36 @@ def replay(model: nn.Module, call: Any, recording: Recording, draws: ReplayedDra
         model: its parameters' gradients are returned.
         call: the plain call, or a candidate's.
         draws: notes the random draws; None notes none.
+        evaluates: make it with modules in their evaluation mode, and without gradients.
     """
     recording.before.restore_generators()
-    with recording.as_called():
+    flags = recording.flags or CallFlags(model)
+    with (flags.evaluating() if evaluates else flags).set():
         args, kwargs = copied((recording.args, recording.kwargs))
-        inputs = tensors((args, kwargs))  # before the call, which may take some out of a dict
-        trained = ((name, p) for name, p in model.named_parameters() if p.requires_grad and not is_lazy(p))
-        named: list[tuple[str, Tensor]] = [*trained]
-        named += [(f"input {i}", t) for i, t in enumerate(inputs) if t.requires_grad]
+        given = list(leaves((args, kwargs)))
+        counted, named = versions(given), [] if evaluates else _differentiated(model, given)
         with draws or contextlib.nullcontext():
-            outputs = called(model, call, recording, args, kwargs)
+            outputs = called(model, call, recording, args, kwargs, has_gradients=not evaluates)
             coarsest = recording.coarsest(model, outputs)
             gradients = _sent_back(model, recording, outputs, [tensor for _, tensor in named])
-        left, known = list(leaves((args, kwargs))), set(map(id, inputs))
         return Replayed(
             [output.detach() for output in outputs],
             gradients,
             [name for name, _ in named],
             [] if draws is None else draws.noted,
             draws is not None and draws.other_order,
-            _written(recording, inputs),
-            is_cut_off=bool(recording.arrived) and all(gradient is None for gradient in gradients),
-            entries=len(left),
-            added=[each.detach() for each in left if isinstance(each, Tensor) and id(each) not in known],
-            attributes=_tensors_in_attributes(model),
+            has_written((args, kwargs), given, counted),
+            is_cut_off=bool(recording.arrived and named) and all(gradient is None for gradient in gradients),
+            attributes={} if evaluates else _tensors_in_attributes(model),
             coarsest=coarsest,
         )
 
 
-def replay_evaluation(
-    model: nn.Module, call: Any, recording: Recording, draws: ReplayedDraws | None = None
-) -> Replayed:
-    """Make the recorded call again as one of evaluation: modules in their evaluation mode, without gradients."""
-    recording.before.restore_generators()
-    flags = recording.flags or CallFlags(model)
-    with flags.evaluating().set():
-        args, kwargs = copied((recording.args, recording.kwargs))
-        inputs = tensors((args, kwargs))
-        with draws or contextlib.nullcontext():
-            outputs = called(model, call, recording, args, kwargs, has_gradients=False)
-    noted, coarsest = [] if draws is None else draws.noted, recording.coarsest(model, outputs)
-    return Replayed(outputs, [], [], noted, inputs=_written(recording, inputs), coarsest=coarsest)
+def _differentiated(model: nn.Module, given: list[Any]) -> list[tuple[str, Tensor]]:
+    """Return the trained parameters and the arguments that get gradients, with names for them."""
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad and not is_lazy(p)]
+    inputs = enumerate(tensor for tensor in given if isinstance(tensor, Tensor))
+    return [*trained, *((f"input {number}", tensor) for number, tensor in inputs if tensor.requires_grad)]
 
 
 def called(
@@ -239,18 +222,6 @@ def called(
     autocast = torch.autocast(recording.device, dtype=dtype, enabled=enabled)
     with torch.set_grad_enabled(has_gradients), on_this_rank_alone(model), autocast:
         return tensors(call(*args, **kwargs))
-
-
-def _written(recording: Recording, inputs: list[Tensor]) -> list[Tensor | None]:
-    """Return what a call has left in the tensors that it was given, None where it has written nothing."""
-    before = tensors((recording.args, recording.kwargs))
-    return [None if _is_as_before(old, new) else new.detach() for old, new in zip(before, inputs, strict=True)]
-
-
-def _is_as_before(old: Tensor, new: Tensor) -> bool:
-    if new.layout != torch.strided or new.is_nested:
-        return True  # not compared
-    return old.shape == new.shape and old.dtype == new.dtype and (torch.equal(old, new) or same_bits(old, new))
 
 
 def _tensors_in_attributes(model: nn.Module) -> dict[str, list[Tensor]]:

@@ -4,8 +4,7 @@
                   parameters stand in them
     containers    lists, dicts, sets and deques among these, also within each other: refilled, so
                   that they stay the same objects
-    tensors       buffers, tensors in those containers, and parameters that the call itself writes
-                  to: written in place
+    tensors       buffers and tensors in those containers: written in place
     generators    torch's on the host and on each device, Python's, numpy's, those that modules hold
                   or a call is given
 
@@ -73,7 +72,7 @@ class ModelSnapshot:
 
     Args:
         devices: on which it may draw random numbers, beside the host.
-        written: the parameters that its own call writes to.
+        written: parameters that its own call may write to.
 
     Attributes:
         unkept: why some of the state could not be kept; '' if all of it was.
@@ -157,10 +156,6 @@ class Changes:
         self.attributes |= other.attributes
         self.written |= other.written
         self.generators |= other.generators
-
-    def write(self, tensors: Iterable[Tensor]) -> None:
-        """Add tensors that calls write to."""
-        self.written |= {id(tensor): tensor for tensor in tensors}
 
     def kept(self) -> Callable[[], None]:
         """Keep all of it as it is now, and return what puts it back; only the latest copies of tensors are kept."""
@@ -414,29 +409,10 @@ def without_gradient(model: nn.Module) -> list[Tensor]:
     return small
 
 
-class WrittenParameters:
-    """Finds the parameters that a call of the model writes to, as a codebook that is a moving average is written.
-
-    By a sum over the bits: `.data` is written past the version counter.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self._parameters = list(model.parameters())
-        self._before = self._sums()
-
-    def found(self) -> list[Tensor]:
-        """Return those that have been written to since this was made."""
-        pairs = zip(self._parameters, self._before, self._sums(), strict=True)
-        return [parameter for parameter, before, now in pairs if before != now]
-
-    def _sums(self) -> list[int]:
-        """Read all sums at once: on a GPU the host waits once."""
-        sums = [_sum_of_bits(parameter) for parameter in self._parameters]
-        by_device: dict[torch.device, list[Tensor]] = {}
-        for each in sums:
-            by_device.setdefault(each.device, []).append(each)
-        values = {device: iter(torch.stack(group).tolist()) for device, group in by_device.items()}
-        return [next(values[each.device]) for each in sums]
+def sums_of_bits(parameters: list[nn.Parameter]) -> list[int]:
+    """Return a number for each parameter, another one once it is written to, also past the version counter."""
+    sums = [_sum_of_bits(parameter) for parameter in parameters]
+    return torch.stack([each.to(sums[0].device) for each in sums]).tolist() if sums else []
 
 
 def _sum_of_bits(parameter: Tensor) -> Tensor:
@@ -444,7 +420,4 @@ def _sum_of_bits(parameter: Tensor) -> Tensor:
     if not has_plain_memory(parameter):
         return torch.zeros((), dtype=torch.int64)
     data = torch.view_as_real(parameter.detach()) if parameter.is_complex() else parameter.detach()
-    aligned = data.nbytes % 8 == 0 and data.storage_offset() * data.element_size() % 8 == 0
-    if aligned and data.is_contiguous():
-        return data.view(-1).view(torch.int64).sum()  # other integers would be copied to these first
     return data.view(_INTEGERS[data.element_size()]).sum(dtype=torch.int64)

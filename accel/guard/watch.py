@@ -19,9 +19,8 @@ from __future__ import annotations
 
 import contextlib
 import math
-import operator
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -30,8 +29,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from accel.guard.alone import is_sharded, talks_within_calls, without_forward
+from accel.guard.comparison import has_written, versions
 from accel.guard.faults import of_strategies
-from accel.guard.snapshot import FEW_ENTRIES, Changes, ModelSnapshot, as_now, devices_of, generators_in, refill, within
+from accel.guard.snapshot import Changes, ModelSnapshot, devices_of, generators_in, restore_generators
 from accel.profiler.interruptions import Tolerated
 from accel.profiler.loop import backward
 from accel.profiler.trees import leaves, tensors
@@ -40,6 +40,7 @@ from accel.run.gate import Call, Gate, make_room
 
 _RAISED = "it raised"
 _ALONE = "and no rank can make this model's call again alone"
+_WRITTEN = "and the call, which has written to its arguments, can't be made again"
 _LONGEST_EXCUSE = 64
 
 
@@ -84,13 +85,10 @@ class Watch:
         self._sizes = OutputSizes()
         self._changes: Changes | None = None
         """What calls change; None until one was looked at. Until then all state is kept before each call."""
-        self._written: list[Tensor] = []
-        """Parameters that the model's own call writes to."""
         parallel = (module for module in gate.model.modules() if isinstance(module, DistributedDataParallel))
         self._parallel: list[nn.Module] = list(parallel) if ranks.are_several() else []
         """The modules in which this rank talks to others."""
         self._excuse = Excuse()
-        self._keeps_inputs = False
         self._is_within = False
         """A call is being made: those within it are a recursion's, and the outermost is checked."""
         self._is_repeating = False
@@ -129,8 +127,8 @@ class Watch:
             if is_sharded(self._gate.model):
                 self._trip(f"{problem}, {_ALONE}")
                 raise
-            if not before.put_arguments_back():
-                self._trip(f"{problem}, and what it has done to its inputs can't be undone, to make the call again")
+            if before.has_written():
+                self._trip(f"{problem}, {_WRITTEN}")
                 raise
         else:
             problem = "" if self._excuse.holds() else self._problem(outputs)
@@ -141,7 +139,8 @@ class Watch:
             if talks_within_calls(self._gate.model):
                 self._trip(f"{problem}, {_ALONE}")
                 return outputs
-            if not before.put_arguments_back():
+            if before.has_written():
+                self._trip(f"{problem}, {_WRITTEN}")
                 return outputs
             del outputs  # beside their activations there may be no room for others
         # Outside the handler: the user's own error must have no context, and its activations no company in memory.
@@ -155,9 +154,9 @@ class Watch:
             given, snapshot = (args, kwargs), None
             if self._changes is None:
                 model = self._gate.model
-                snapshot = ModelSnapshot(model, devices_of(model, self._device, given), written=self._written)
+                snapshot = ModelSnapshot(model, devices_of(model, self._device, given))
             restore = self._changes.kept() if snapshot is None else snapshot.restore  # type: ignore[union-attr]
-            return _Before(given, restore, snapshot, keeps_inputs=self._keeps_inputs)
+            return _Before(given, restore, snapshot)
         return None
 
     def _again(self, before: _Before, reached: list[nn.Module], why: str, args: Any, kwargs: Any) -> Any:
@@ -185,8 +184,7 @@ class Watch:
         return ""
 
     def _problem(self, outputs: Any) -> str:
-        sizes = self._sizes
-        problem = self._judged(sizes.problem if self._device.type == "cpu" else sizes.problem_late, outputs)
+        problem = self._judged(self._sizes.problem, outputs)
         if not problem:
             self._excuse.clear()
         return problem
@@ -200,25 +198,14 @@ class Watch:
         """Learn what a call has changed, which has found this state; beside it, as much is kept as was known to."""
         with Tolerated("what a call has changed could not be learnt"):
             changes = before.changed()
-            changes.write(self._written)
             if self._changes is not None:
                 changes.add(self._changes)
             self._changes = changes
-
-    def writes_to(self, parameters: Iterable[Tensor]) -> None:
-        """Learn that the model's own call writes to these parameters."""
-        self._written += parameters
-        if self._changes is not None:
-            self._changes.write(self._written)
 
     def lives_on(self, device: torch.device) -> None:
         """Learn where the model lives now: the loop may have moved it, or filled one of the meta device, since."""
         if device != self._device:
             self._device, self._changes = device, None
-
-    def keep_inputs(self) -> None:
-        """Learn that the model's own call writes to its inputs: those of the coming calls are kept, to be put back."""
-        self._keeps_inputs = True
 
     def gradients_are_finite(self, optimizer: Optimizer) -> bool:
         """Return whether the gradients that `optimizer` will use are finite; on a GPU, without waiting, always."""
@@ -238,56 +225,27 @@ def _are_finite(gradients: list[Tensor | None]) -> bool:
 
 
 class _Before:
-    """What a call finds: the state of the model, random numbers, and its arguments as far as they are kept.
+    """What a call finds: the state of the model, random numbers, and which arguments.
 
     Args:
         restore: puts the state of the model and random numbers back.
         snapshot: of all that state, where it is not known what calls change.
-        keeps_inputs: the model writes to the tensors that it is given.
     """
 
-    def __init__(
-        self, given: Any, restore: Callable[[], None], snapshot: ModelSnapshot | None, *, keeps_inputs: bool
-    ) -> None:
+    def __init__(self, given: Any, restore: Callable[[], None], snapshot: ModelSnapshot | None) -> None:
         self.snapshot, self._restore = snapshot, restore
         self._given, self._passed = given, list(leaves(given))
-        self._tensors = [leaf for leaf in self._passed if isinstance(leaf, Tensor)]
-        self._versions = versions(self._tensors)
-        self._contents, _, _ = within(given, FEW_ENTRIES)
+        self._versions = versions(self._passed)
         self._generators = [(source, source.read()) for source in generators_in(self._passed)]
-        self._kept: list[tuple[Tensor, Tensor, int, Any]] | None = None
-        if keeps_inputs:
-            counted = [tensor for tensor in self._tensors if not tensor.is_inference()]
-            self._kept = [(each, each.detach().clone(), each._version, each.grad_fn) for each in counted]
 
-    def put_arguments_back(self) -> bool:
-        """Give the arguments the entries again that a call has taken or exchanged; tell whether it can be repeated.
-
-        It can't where it has written to a tensor that is not kept, or has exchanged what can't be put back. The
-        arguments then stay as the call has left them.
-        """
-        if self._kept is None and versions(self._tensors) != self._versions:
-            return False
-        left = as_now(self._contents)
-        refill(self._contents)
-        now = list(leaves(self._given))
-        if len(now) == len(self._passed) and all(map(operator.is_, now, self._passed)):
-            return True
-        refill(left)
-        return False
+    def has_written(self) -> bool:
+        """Return whether the call has written to its arguments: it would find others if it was made again."""
+        return has_written(self._given, self._passed, self._versions)
 
     def put_back(self) -> None:
         """Make all of it what it was."""
         self._restore()
-        for source, state in self._generators:
-            source.write(state)
-        for tensor, value, version, history in self._kept or ():
-            if tensor._version == version:
-                continue
-            if history is None and tensor.grad_fn is not None and not tensor._is_view():
-                tensor.detach_()
-            with torch.no_grad():
-                tensor.copy_(value)
+        restore_generators(self._generators)
 
 
 @contextlib.contextmanager
@@ -299,11 +257,6 @@ def _noting(modules: list[nn.Module], called: list[nn.Module]) -> Iterator[None]
     finally:
         for hook in hooks:
             hook.remove()
-
-
-def versions(given: list[Tensor]) -> list[int]:
-    """Return how often the tensors that a call is given have been written to, of those that count it."""
-    return [t._version for t in given if not t.is_inference()]
 
 
 # -- how large outputs are ---------------------------------------------------------------------------------------------
@@ -328,12 +281,6 @@ class OutputSizes:
         self._plain_max = 0.0
         self._large = 0
 
-    def problem(self, outputs: Any) -> str:
-        """Return what is wrong with the outputs of a call under strategies; '' if nothing is."""
-        problem = self.problem_now(outputs)
-        self._large = self._large + 1 if problem.endswith(_DIVERGES) else 0
-        return "" if 0 < self._large < _DIVERGED_STEPS else problem
-
     def problem_now(self, outputs: Any) -> str:
         """Judge one call by itself."""
         size = _size(outputs)
@@ -343,8 +290,11 @@ class OutputSizes:
             return ""
         return f"outputs have grown to {size:.1e}, plain ones were at most {self._plain_max:.1e}: {_DIVERGES}"
 
-    def problem_late(self, outputs: Any) -> str:
-        """Check the values of some calls ago that have arrived; only if one was bad, wait for the present one."""
+    def problem(self, outputs: Any) -> str:
+        """Return what is wrong with the outputs of a call under strategies; '' if nothing is.
+
+        On a GPU the values of some calls ago are looked at; only if one was bad, the present one is waited for.
+        """
         if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():  # type: ignore[no-untyped-call]
             return ""  # a graph of the loop's own: nothing in it has a value yet
         norm = _norm(outputs)
@@ -382,7 +332,7 @@ class LateValues:
     behind that copy has come. Only where very many are under way is the oldest waited for.
 
     Args:
-        calls: values that are always under way; the youngest ones.
+        calls: values of a GPU that are always under way; the youngest ones.
         most: values that may be under way; beyond it the oldest is waited for.
     """
 
@@ -398,8 +348,10 @@ class LateValues:
     def due(self) -> list[float]:
         """Return those of enough calls ago that have arrived since, the oldest first."""
         values: list[float] = []
-        while len(self._under_way) > self._calls:
+        while self._under_way:
             number, event = self._under_way[0]
+            if event is not None and len(self._under_way) <= self._calls:
+                break
             if event is not None and not event.query():
                 if len(self._under_way) <= self._most:
                     break

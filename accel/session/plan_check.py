@@ -16,10 +16,10 @@ import torch
 
 from accel.device_memory import give_memory_back
 from accel.exactness import Exactness
-from accel.guard import guard, rounding, watch
+from accel.guard import guard, rounding
 from accel.guard.faults import may_be_of_strategies
 from accel.guard.guard import Comparison, NotReplayable, NotRestorable, Recording
-from accel.guard.snapshot import WrittenParameters
+from accel.guard.snapshot import sums_of_bits
 from accel.profiler.interruptions import ours
 from accel.profiler.trees import tensors
 from accel.search.plan import Choices
@@ -30,6 +30,7 @@ from accel.session.step_watch import StepWatch
 log = logging.getLogger("accel")
 
 _NOT_CALLED = "the model was not called in the recorded steps"
+_WRITES = "the model's call writes to its own parameters, which a call made again to compare would write to once more"
 
 
 class PlanCheck:
@@ -75,8 +76,9 @@ class PlanCheck:
         """Make a plain call and record it."""
         recording, failure = None, Comparison()
         try:
-            written = WrittenParameters(self._run.model)
-            recording = guard.record(self._run.model, self._run.device, args, kwargs, self._replays.written)
+            parameters = list(self._run.model.parameters())
+            sums = sums_of_bits(parameters)
+            recording = guard.record(self._run.model, self._run.device, args, kwargs)
         except ours() as error:  # inputs that can't be copied; a plan that can't be compared is not tried
             failure = _failure(error, "the call can't be recorded: ")
         if recording is None:
@@ -84,27 +86,24 @@ class PlanCheck:
             if failure.unsure:
                 give_memory_back()
             return self._run.gate.plain(*args, **kwargs)
-        given = tensors((args, kwargs))
-        versions, before = watch.versions(given), {tensor.grad_fn for tensor in given} - {None}
+        before = {tensor.grad_fn for tensor in tensors((args, kwargs))} - {None}
         outputs = self._run.gate.plain(*args, **kwargs)
-        if watch.versions(given) != versions:
-            self._watch.calls.keep_inputs()
         self._watch.calls.learn_changes(recording.before)
-        if self._watch.learn_written(written):
-            return outputs  # what was in the parameters before is gone: the next call is recorded
-        self._listen(recording, outputs, before)
+        try:
+            if sums_of_bits(parameters) != sums:
+                self._note(Comparison(unsure=_WRITES))
+            else:
+                self._listen(recording, outputs, before)
+        except ours() as error:  # outputs that can't be looked through
+            self._note(_failure(error, "the call can't be recorded: "))
         return outputs
 
     def _listen(self, recording: Recording, outputs: Any, before: set[Any]) -> None:
-        """Take a call that was made as the reference; one that has raised can't be."""
-        try:
-            self._run.observed.note_outputs(outputs)
-            recording.rounding = rounding.rounding_of(self._run.model, recording.autocast, tensors(outputs), before)
-            recording.listen(outputs)
-        except ours() as error:  # outputs that can't be looked through
-            self._note(_failure(error, "the call can't be recorded: "))
-        else:
-            self._recording = recording
+        """Take a call that was made as the reference."""
+        self._run.observed.note_outputs(outputs)
+        recording.rounding = rounding.rounding_of(self._run.model, recording.autocast, tensors(outputs), before)
+        recording.listen(outputs)
+        self._recording = recording
 
     def check(self, plan: Choices, ask: Ask = replays.alone) -> None:
         """Compare a plan with the plain path, in the objects that it touches.
@@ -194,7 +193,7 @@ class PlanCheck:
     def _check_evaluation(self, plan: Choices, recording: Recording) -> Comparison:
         """Compare the call in evaluation mode; not where it is compiled, which would take as long again."""
         try:
-            finding, _ = self._replays.compared(plan, recording, guard.replay_evaluation, compiles=False)
+            finding, _ = self._replays.compared(plan, recording, compiles=False, evaluates=True)
         except torch.OutOfMemoryError:
             raise  # nobody knows then
         except ours() as error:

@@ -9,7 +9,7 @@ from functools import partial, reduce
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from accel.exactness import Exactness
@@ -41,13 +41,11 @@ class Replays:
 
     def __init__(self, run: Run, switchboard: Switchboard, state: RunState) -> None:
         self.run, self.switchboard, self.state = run, switchboard, state
-        self.written: list[Tensor] = []
-        """Parameters that the model's own call writes to."""
 
     @contextlib.contextmanager
     def untouched(self, call: Recording) -> Iterator[None]:
         """Suspend the session for a block, and restore at its end whatever replays of a call have changed."""
-        as_it_was = guard.untouched(self.run.model, self.run.device, call.args, call.kwargs, written=self.written)
+        as_it_was = guard.untouched(self.run.model, self.run.device, call.args, call.kwargs)
         with as_it_was, self.state.suspended():
             yield
 
@@ -60,18 +58,18 @@ class Replays:
         self,
         plan: Choices,
         recording: Recording,
-        replay: Callable[..., Replayed] | None = None,
         *,
         compiles: bool,
         beside: Choices | None = None,
+        evaluates: bool = False,
     ) -> tuple[Comparison, Replayed]:
         """Replay the call plainly and under the plan, and compare; return also what the plain one gave.
 
         Args:
             plan: what of it acts on the model is on in the second replay.
-            replay: makes it again; default `guard.replay`.
             compiles: the plan compiles the call.
             beside: what stays on in both.
+            evaluates: make it as a call of evaluation.
 
         Raises:
             NotReplayable: if the plain call fails.
@@ -79,7 +77,7 @@ class Replays:
         """
         exactness, switchboard = self.switchboard.exactness(plan), self.switchboard
         took_s: list[float] = []
-        replay = self._timed(replay or guard.replay, took_s)
+        replay = self._timed(partial(guard.replay, evaluates=evaluates), took_s)
         canonical = exactness != Exactness.EXACT
         with together.in_step() if self.are_together else contextlib.nullcontext():
             switchboard.switch(beside or {})

@@ -9,14 +9,13 @@ from __future__ import annotations
 from functools import cached_property
 from typing import Any
 
-from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from accel.guard.alone import is_sharded
 from accel.guard.blame import Blame
-from accel.guard.comparison import Comparison, Replayed
+from accel.guard.comparison import Comparison
 from accel.guard.guard import Recording
-from accel.guard.snapshot import ModelSnapshot, WrittenParameters, devices_of
+from accel.guard.snapshot import ModelSnapshot, devices_of
 from accel.guard.watch import Excuse, Watch
 from accel.profiler.interruptions import Tolerated
 from accel.profiler.loop import backward
@@ -30,7 +29,7 @@ class StepWatch:
     def __init__(self, replays: Replays) -> None:
         self._replays, self._run, self._switchboard = replays, replays.run, replays.switchboard
         self.calls = Watch(self._run.gate, self._run.device, self._switchboard.trip)
-        self._blame = Blame(self._run.model, self._run.observed.note_backward)
+        self._blame = Blame(self._run.observed.note_backward)
         self._excuse = Excuse()
         self._gradients_checked = False
         self._leaves_out_update = False
@@ -60,30 +59,17 @@ class StepWatch:
         self.calls.learn(outputs)
         return True
 
-    def learn_written(self, written: WrittenParameters) -> bool:
-        """Learn which parameters a plain call has written to; return whether some were not known."""
-        known, new = set(map(id, self._replays.written)), []
-        with Tolerated("the parameters could not be looked at"):  # some are gathered for a call, and lie elsewhere now
-            new = [parameter for parameter in written.found() if id(parameter) not in known]
-        self._replays.written += new
-        self.calls.writes_to(new)
-        return bool(new)
-
     def begin_step(self) -> None:
         """Forget what belongs to the step that has ended."""
         self._gradients_checked = self._leaves_out_update = False
         if self._blame.calls:
             self._blame.forget()
 
-    def backward_begins(self) -> None:
-        """Record whether gradients are there already."""
-        self._blame.backward_begins()
-
-    def backward_ended(self, roots: list[Tensor]) -> None:
+    def backward_ended(self) -> None:
         """Check the gradients."""
         self._gradients_checked = True
         if self._blame.calls:
-            self._check_gradients(roots)
+            self._check_gradients()
 
     def before_update(self, optimizer: Optimizer) -> None:
         """Check the gradients, if no backward pass was seen; leave out an update that strategies have spoiled.
@@ -93,13 +79,13 @@ class StepWatch:
         if self._blame.calls and backward.is_running():
             self._blame.forget()
         if not self._gradients_checked and self._blame.calls:
-            self._check_gradients(None)
+            self._check_gradients()
         if self._leaves_out_update and not self.calls.gradients_are_finite(optimizer):
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
                     parameter.grad = None
 
-    def _check_gradients(self, roots: list[Tensor] | None) -> None:
+    def _check_gradients(self) -> None:
         """If strategies have made a gradient that is not finite, switch them off, and leave out its update."""
         if not self._switchboard.suspects() or self._excuse.holds():
             return
@@ -109,7 +95,7 @@ class StepWatch:
             return
         why = ""
         with Tolerated("a call could not be made again"):  # which proves nothing
-            why = self._blame.verdict(roots, self._repeated)
+            why = self._blame.verdict(self._repeated)
         if not why:
             self._excuse.grant()
             return
@@ -117,7 +103,7 @@ class StepWatch:
         self._leaves_out_update = self.steps_alone
         self._switchboard.trip(why + ("; that update was left out" if self._leaves_out_update else ""))
 
-    def _repeated(self, call: Recording) -> tuple[Replayed, Comparison]:
+    def _repeated(self, call: Recording) -> Comparison:
         run, active = self._run, dict(self._switchboard.active)
         on_model = self._switchboard.acting_on("model", active)
         beside = {name: setting for name, setting in active.items() if name not in on_model}
@@ -125,12 +111,12 @@ class StepWatch:
         with self._replays.untouched(call):
             # The kept call has the random state of the CPU only: the rest is as now in both replays.
             devices = devices_of(run.model, run.device, *given)
-            call.before.restore = ModelSnapshot(run.model, devices, given, self._replays.written).restore  # type: ignore[method-assign]
+            call.before.restore = ModelSnapshot(run.model, devices, given).restore  # type: ignore[method-assign]
             try:
-                finding, plain = self._replays.compared(active, call, compiles=compiles, beside=beside)
+                finding, _ = self._replays.compared(active, call, compiles=compiles, beside=beside)
             finally:
                 self._switchboard.switch(active)
-        return plain, finding
+        return finding
 
     def close(self) -> None:
         """Release the calls that were kept."""

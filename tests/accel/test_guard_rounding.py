@@ -310,7 +310,7 @@ def test_in_evaluation_mode_the_format_of_the_training_call_counts() -> None:
     model = Deep(within=torch.bfloat16)
     recording = recorded(model, contextlib.nullcontext())
     assert guard.replay(model, model, recording).coarsest == torch.bfloat16
-    assert guard.replay_evaluation(model, model, recording).coarsest == torch.bfloat16
+    assert guard.replay(model, model, recording, evaluates=True).coarsest == torch.bfloat16
 
 
 def test_a_comparison_of_things_made_in_float32_is_as_fine_as_before() -> None:

@@ -37,10 +37,9 @@ class Noisy(Net):
 class Codebook(Net):
     """Keeps a moving average of its inputs in a parameter, which no optimizer updates."""
 
-    def __init__(self, through_data: bool = True) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.code = nn.Parameter(torch.zeros(6))
-        self.code.requires_grad_(not through_data)
+        self.code = nn.Parameter(torch.zeros(6), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.training:
@@ -115,10 +114,10 @@ def test_a_search_leaves_the_plain_loop_s_bits(kind: type[Net]) -> None:
     plain, _ = trained(kind, 130, False)
     accelerated, report = trained(kind, 130, True)
     assert accelerated == plain
-    assert report.plan == {"quick": None}
+    assert report.plan == ({} if kind is Codebook else {"quick": None})
 
 
-@pytest.mark.parametrize("kind", [Noisy, Codebook, Replaced, Given])
+@pytest.mark.parametrize("kind", [Noisy, Replaced, Given])
 def test_a_call_that_is_made_again_leaves_the_plain_loop_s_bits(
     kind: type[Net], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ from torch import nn
 import accel
 from accel import entry
 from accel.guard.blame import Blame
-from accel.guard.guard import Comparison
 from accel.script.training import ScriptTraining
 from tests.accel.loops import advance, make, training
 from tests.accel.script_followed import step, steps_of
@@ -33,28 +31,6 @@ def test_an_optimizer_of_new_parameters_alone_goes_on_with_the_steps() -> None:
     advance(training(model, loader, optimizer), 5)
     assert accel.explain(model).steps >= steps + 4
     assert entry.MODELS[model].session.run.optimizers[-1] is optimizer
-
-
-def verdict_of(blame: Blame, model: nn.Module) -> str:
-    """Return the verdict where a call made again agrees with itself, and all is finite."""
-    x = torch.ones(1, 2)
-    outputs = model(x)
-    blame.keep(blame.begin((x,), {}), outputs)
-    blame.backward_begins()
-    plain: Any = SimpleNamespace(outputs=[torch.ones(1)], gradients=[])
-    return blame.verdict([outputs.sum()], lambda call: (plain, Comparison()))
-
-
-@pytest.mark.parametrize("has_gradient", ["neither", "old", "new"])
-def test_only_gradients_of_parameters_that_the_model_has_may_be_from_before(has_gradient: str) -> None:
-    model = nn.Sequential(nn.Linear(2, 2))
-    blame, old = Blame(model), model[0].weight
-    model[0] = nn.Linear(2, 2)
-    for name, weight in (("old", old), ("new", model[0].weight)):
-        weight.grad = torch.ones(2, 2) if has_gradient == name else None
-    assert verdict_of(blame, model) == ""  # of the new one it was not known
-    blame.forget()
-    assert bool(verdict_of(blame, model)) == (has_gradient != "new")
 
 
 def test_parameters_that_the_model_has_no_more_are_let_go_of() -> None:

@@ -157,59 +157,9 @@ def test_a_replay_in_evaluation_mode_calls_no_train_of_the_user_s_own() -> None:
     model = Merges()
     before = model.weight.detach().clone()
     recording = guard.record(model, CPU, (torch.ones(1, 6),), {})
-    guard.replay_evaluation(model, model, recording)
+    guard.replay(model, model, recording, evaluates=True)
     assert torch.equal(model.weight, before)
     assert model.training
-
-
-class WritesToItsInputs(nn.Module):
-    """Scales both of its inputs in place, one of them by a parameter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.tensor(3.0))
-
-    def forward(self, x: Tensor, weights: Tensor) -> Tensor:
-        return x.mul_(self.scale) + weights.mul_(2)
-
-
-def test_a_call_that_fails_after_it_has_written_is_made_again_with_what_it_was_given() -> None:
-    model = WritesToItsInputs()
-    expected = torch.ones(2), torch.ones(2)
-    model(*expected).sum().backward()
-    gradient, model.scale.grad = model.scale.grad, None
-    gate, watch, trips = broken(model, same)
-
-    def fails(call: Call) -> Call:
-        def run_call(*args: Any) -> Any:
-            call(*args)
-            raise ValueError("the strategy's own")
-
-        return run_call
-
-    gate.add("broken", fails)
-    watch.keep_inputs()
-    given = torch.ones(2), torch.ones(2)
-    watch.call(gate.call, given, {}).sum().backward()
-    assert trips == ["it raised ValueError: the strategy's own"]
-    assert all(torch.equal(a, b) for a, b in zip(given, expected, strict=True))
-    assert torch.equal(model.scale.grad, gradient)  # type: ignore[arg-type]
-
-
-def test_a_recorded_call_shows_that_inputs_are_written(only_quick: None) -> None:
-    class Shifts(nn.Sequential):
-        def forward(self, x: Tensor) -> Any:
-            return super().forward(x.sub_(x.mean()))
-
-    for kind in (Shifts, nn.Sequential):
-        model: Any = kind(nn.Linear(6, 3))
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        model, loader, optimizer = accel.optimize(model, make_loader(), optimizer, allow="exact", budget=60)
-        session = entry.MODELS[model].session
-        session.events.calls.check.expect({"quick": None})
-        session.events.calls.check.recorded((next(iter(loader))[0],), {})
-        assert session.events.calls.watch.calls._keeps_inputs == (kind is Shifts)
-        accel.undo(model)
 
 
 # -- outputs of any kind, which lie anywhere: what can't be judged is passed over, and nothing raises ------------------
