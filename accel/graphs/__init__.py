@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from accel.graphs.capture import CapturedStep, capture
+from accel.graphs.captures import CaptureError
 from accel.graphs.kinds import Buckets
-from accel.graphs.model_calls import CaptureError, ModelCalls, calls_of, release
+from accel.graphs.model_calls import ModelCalls, calls_of, release
 from accel.graphs.obstacles import Obstacle, why_not_capturable
 
 __all__ = [

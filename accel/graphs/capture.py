@@ -12,39 +12,31 @@ from __future__ import annotations
 
 import functools
 import types
-import warnings
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, TypeVar, overload
+from typing import Any, NamedTuple, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from accel.device_memory import give_memory_back
 from accel.errors import InvalidArgument, InvalidType
+from accel.graphs.captures import MANY, MANY_KINDS, MOST_COUNTED, Captures, warn
 from accel.graphs.kinds import described, difference, modes, rebuilt, without_cached_casts
-from accel.graphs.model_calls import MANY, MANY_KINDS, CaptureError, ModelCalls, capture_model
+from accel.graphs.model_calls import ModelCalls, capture_model
 from accel.graphs.obstacles import (
-    Contents,
-    NotCapturable,
     StateMade,
-    left_in,
     nothing_left,
     state_in_place,
     unwritten,
     without_draws,
 )
 from accel.graphs.owners import Owners
-from accel.graphs.recorder import CudaRecorder, GraphRecorder, RecordedGraph
-from accel.profiler.interruptions import ours
+from accel.graphs.recorder import CudaGraph, CudaRecorder
 
-_MOST_COUNTED = 1024
-"""Kinds of calls whose number is kept until they are captured."""
-_FIRST_STEPS = 2
-"""Eager calls of a kind, beside `warmup`, in which optimizers may make their state."""
-
+_FIRST_STEPS = 8
+"""Eager calls of a kind, beside `warmup`, in which optimizers may make state."""
 _Model = TypeVar("_Model", bound=nn.Module)
 
 
@@ -121,19 +113,37 @@ def capture(
     return captured
 
 
-@dataclass
+class _Key(NamedTuple):
+    """What a graph is captured for: what decides how the code goes, and where it reads and writes."""
+
+    kind: Hashable
+    """Arguments, numbers of optimizers, modes, code."""
+    places: Hashable
+    """Numbers of modules, and where tensors lie."""
+    entries: tuple[int, ...]
+    """States of optimizers."""
+
+
+@dataclass(eq=False)
 class _Captured:
     """One graph with its own memory."""
 
-    graph: RecordedGraph
+    key: _Key
+    graph: CudaGraph
     inputs: list[Tensor]
     result: Hashable
     """Description of what the step returns."""
     outputs: list[Tensor]
     gradients: list[tuple[Tensor, Tensor | None]]
     """Those that the step has made, each with its parameter."""
+    begun_with: list[tuple[Tensor, Tensor | None]]
+    """Gradients that the step adds to, or finds to be none."""
     entries: list[Any]
     """States of optimizers that the graph writes to: they are kept, so that no other takes their identity."""
+
+    def fits(self, key: _Key) -> bool:
+        """Return whether it does what the step would do now."""
+        return self.key == key and all(parameter.grad is gradient for parameter, gradient in self.begun_with)
 
     def replay(self, inputs: list[Tensor]) -> Any:
         """Run it on these inputs."""
@@ -145,32 +155,10 @@ class _Captured:
         return rebuilt(self.result, iter([output.clone() for output in self.outputs]))
 
 
-class _Kind:
-    """A kind of calls, which is looked up several times in each: its hash is computed once.
-
-    Args:
-        of: arguments, state of the owners, modes.
-    """
-
-    __slots__ = ("_hash", "of")
-
-    def __init__(self, of: tuple[Hashable, ...]) -> None:
-        self.of, self._hash = of, hash(of)
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __eq__(self, other: object) -> bool:
-        return self is other or (isinstance(other, _Kind) and self.of == other.of)
-
-
-class CapturedStep:
+class CapturedStep(Captures):
     """What `capture` returns; it is called as the step is.
 
     Attributes:
-        captures: graphs captured so far.
-        replays: calls that were replayed.
-        why_eager: why steps run eagerly, one sentence for each kind.
         has_no_owners: True if a model or optimizer was looked for in the step, and none was found.
     """
 
@@ -179,20 +167,16 @@ class CapturedStep:
     def __init__(
         self, step: Callable[..., Any], owners: Owners, *, warmup: int, most: int, strict: bool, fixed: bool = False
     ) -> None:
-        self.captures = self.replays = 0
-        self.why_eager: list[str] = []
-        self._step, self._owners = step, owners
-        self._warmup, self._most, self._strict = warmup, most, strict
-        self._graphs: OrderedDict[Hashable, _Captured] = OrderedDict()
+        super().__init__("step", strict=strict)
+        self._step, self._owners, self._fixed = step, owners, fixed
+        self._warmup, self._most = warmup, most
+        self._graphs: list[_Captured] = []
+        """The one that was replayed last comes last."""
         self._calls: Counter[Hashable] = Counter()
-        self._eager: set[Hashable] = set()
-        self._fixed = fixed
+        """Arguments, modes and numbers → eager calls with such."""
         self._first: Hashable = None
         """Form of the first call's arguments, which `fixed` holds all others to."""
-        self._leaving: Counter[Hashable] = Counter()
-        """Arguments → eager calls with such that have left something in a module."""
-        self._kinds: dict[_Kind, _Kind] = {}
-        self._recorder: GraphRecorder | None = None
+        self._recorder: CudaRecorder | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Do a step: eagerly, or by a graph."""
@@ -209,71 +193,58 @@ class CapturedStep:
         if any(tensor.device != recorder.device for tensor in inputs):
             return self._elsewhere(recorder.device, args, kwargs)
         key = self._key(description, recorder)
-        if captured := self._graphs.get(key):
-            self._graphs.move_to_end(key)
-            self.replays += 1
+        if captured := next((each for each in reversed(self._graphs) if each.fits(key)), None):
+            self._graphs.remove(captured)
+            self._graphs.append(captured)
+            self._note_replay(description)
             self._owners.send()
             return captured.replay(inputs)
         if key in self._eager or description in self._eager:
             return _detached(self._step(*args, **kwargs))
-        if self._calls[key] < self._warmup:
-            return self._warm(recorder, key, args, kwargs)
+        if self._calls[key.kind] < self._warmup:
+            return self._warm(recorder, key.kind, args, kwargs)
         return self._captured(recorder, description, inputs, args, kwargs)
 
     def reset(self) -> None:
         """Drop all graphs and their memory; the next calls are eager again."""
-        for captured in self._graphs.values():
+        for captured in self._graphs:
             captured.graph.reset()
         self._graphs.clear()
         self._calls.clear()
         self._eager.clear()
 
-    def _key(self, description: Hashable, recorder: GraphRecorder) -> tuple[Hashable, ...]:
-        """Return what a graph is captured for: what decides how the code goes, and where it reads and writes."""
-        device = recorder.device.type
-        kind = _Kind((description, self._owners.form(), self._owners.numbers(device), modes(device)))
-        if len(self._kinds) >= _MOST_COUNTED:
-            self._kinds.clear()
-        kind = self._kinds.setdefault(kind, kind)
-        return kind, *self._memory(kind, self._owners.gradients())
-
-    def _memory(self, kind: Hashable, gradients: list[Tensor | None]) -> tuple[Hashable, ...]:
-        return tuple(map(id, self._owners.entries())), self._owners.places(gradients, kind)
+    def _key(self, description: Hashable, recorder: CudaRecorder) -> _Key:
+        device, form = recorder.device.type, self._owners.form()
+        kind = description, self._owners.numbers(device), modes(device), form[:2]
+        return _Key(kind, form[2:], tuple(map(id, self._owners.entries())))
 
     def _elsewhere(self, device: torch.device, args: Any, kwargs: Any) -> Any:
         """Run a step eagerly some of whose inputs are not on its device."""
-        reason = f"its inputs must be on {device}: a graph would go on with what the host has read of others"
-        if self._strict:
-            raise CaptureError(f"capture: a step can't be captured: {reason}. Move them before the call")
-        self._say(f"{reason}; move them before the call")
+        self._say(
+            f"its inputs must be on {device}: a graph would go on with what the host has read of others; move them "
+            "before the call"
+        )
         return _detached(self._step(*args, **kwargs))
 
-    def _made(self, inputs: list[Tensor]) -> GraphRecorder | None:
+    def _made(self, inputs: list[Tensor]) -> CudaRecorder | None:
         devices = {tensor.device for tensor in (*inputs, *self._owners.tensors()) if tensor.device.type != "cpu"}
         if len(devices) == 1 and next(iter(devices)).type == "cuda":
             self._recorder = CudaRecorder(next(iter(devices)))
             return self._recorder
         words = ", ".join(sorted(map(str, devices))) or "the CPU"
-        self._say(f"its tensors must be on one CUDA device. Found: {words}")
+        self._say(f"its tensors must be on one CUDA device. Found: {words}", strict=False)
         return None
 
-    def _warm(self, recorder: GraphRecorder, key: tuple[Any, ...], args: Any, kwargs: Any) -> Any:
-        if len(self._calls) >= _MOST_COUNTED:
+    def _warm(self, recorder: CudaRecorder, kind: Hashable, args: Any, kwargs: Any) -> Any:
+        if len(self._calls) >= MOST_COUNTED:
             self._calls.clear()
         if len(self._calls) == MANY:
             self._say(MANY_KINDS)
-        description = key[0].of[0]
-        before, contents = self._owners.gradients(), Contents(self._owners.every)
         result = recorder.aside(lambda: self._step(*args, **kwargs))
-        self._owners.learn(before, key[0])
-        self._calls[(key[0], *self._memory(key[0], before))] += 1  # with what it has made, and replaces
-        if name := contents.changed():
-            self._leaving[description] += 1
-            if self._leaving[description] > self._warmup + _FIRST_STEPS:  # the first ones may set themselves up
-                self._refuse(description, NotCapturable(left_in(name)))
+        self._calls[kind] += 1
         return _detached(result)
 
-    def _captured(self, recorder: GraphRecorder, description: Any, inputs: list[Tensor], args: Any, kwargs: Any) -> Any:
+    def _captured(self, recorder: CudaRecorder, description: Any, inputs: list[Tensor], args: Any, kwargs: Any) -> Any:
         """Capture a graph for these inputs and replay it; run eagerly if that fails."""
         if any(tensor.requires_grad for tensor in inputs):
             raise InvalidType(
@@ -286,8 +257,28 @@ class CapturedStep:
         before = self._owners.gradients()
         self._owners.send()
         recorder.waits()
-        object_before = dict(own_object := _object_of(self._step))
-        recording, is_first, is_out_of_memory = None, False, False
+        try:
+            recording = self._attempt(key, description, lambda: self._recorded(recorder, own, own_args, own_kwargs))
+        except StateMade as error:  # it would be made anew in each replay
+            if self._calls[key.kind] >= self._warmup + _FIRST_STEPS:
+                self._refuse(description, str(error))
+            return self._warm(recorder, key.kind, args, kwargs)
+        if recording is None:
+            return _detached(self._step(*args, **kwargs))
+        graph, result = recording
+        outputs: list[Tensor] = []
+        shape = described(_detached(result), outputs, "what a step returns")
+        key = self._key(description, recorder)
+        made, begun_with = self._owners.made(before), self._owners.begun_with(before)
+        captured = _Captured(key, graph, own, shape, outputs, made, begun_with, self._owners.entries())
+        self._keep(description, captured)
+        return captured.replay(inputs)
+
+    def _recorded(self, recorder: CudaRecorder, own: list[Tensor], args: Any, kwargs: Any) -> tuple[CudaGraph, Any]:
+        """Record the step; where that fails, gradients, models, optimizers and its object are what they were."""
+        before, own_object = self._owners.gradients(), _object_of(self._step)
+        object_before = dict(own_object)
+        recording = None
         try:
             with (
                 nothing_left(self._owners.every),
@@ -296,75 +287,32 @@ class CapturedStep:
                 without_draws(recorder.device),
                 without_cached_casts(recorder.device.type),
             ):
-                recording = recorder.record(lambda: self._step(*own_args, **own_kwargs))
-        except BaseException as error:
+                recording = recorder.record(lambda: self._step(*args, **kwargs))
+                return recording
+        except BaseException:
             if recording is not None:
                 recording[0].reset()
-                recording = None
             self._owners.put(before)
             own_object.clear()
             own_object.update(object_before)
-            if not isinstance(error, ours()):  # Ctrl-C and its like
-                raise
-            is_out_of_memory = isinstance(error, torch.OutOfMemoryError)
-            # Else it would be made anew in each replay.
-            is_first = isinstance(error, StateMade) and self._calls[key] < self._warmup + _FIRST_STEPS
-            if not is_first:
-                is_lasting = isinstance(error, NotCapturable) and not isinstance(error, StateMade)
-                self._refuse(description if is_lasting else key, error)
-        if is_out_of_memory:  # only here, as the eager step: the traceback held what was captured
-            give_memory_back()
-        if recording is None:
-            return self._warm(recorder, key, args, kwargs) if is_first else _detached(self._step(*args, **kwargs))
-        graph, result = recording
-        outputs: list[Tensor] = []
-        shape = described(_detached(result), outputs, "what a step returns")
-        kind, *_ = key
-        self._owners.learn(before, kind)
-        key = (kind, *self._memory(kind, before))  # gradients that it has replaced are of no account
-        owned = self._owners.made(before), self._owners.entries()
-        self._keep(key, description, _Captured(graph, own, shape, outputs, *owned))
-        return self._graphs[key].replay(inputs)
+            raise
 
-    def _refuse(self, key: Hashable, error: Exception) -> None:
-        """Run calls of a kind eagerly from now on, and say why."""
-        reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        if self._strict and isinstance(error, NotCapturable):
-            raise CaptureError(f"capture: a step can't be captured: {error}") from error
-        if self._strict:
-            raise CaptureError(f"capture: a step must not wait for the device. Found: {reason}") from error
-        self._eager.add(key)
-        if isinstance(error, NotCapturable):
-            self._say(str(error))
-        else:
-            self._say(f"it could not be captured: {reason}; accel.graphs.why_not_capturable names the line")
-
-    def _keep(self, key: Hashable, description: Hashable, captured: _Captured) -> None:
+    def _keep(self, description: Hashable, captured: _Captured) -> None:
         if len(self._graphs) >= self._most:
-            _, oldest = self._graphs.popitem(last=False)
-            oldest.graph.reset()
-        self._graphs[key] = captured
-        self._calls.pop(key, None)
-        self.captures += 1
+            self._graphs.pop(0).graph.reset()
+        self._graphs.append(captured)
+        self._note_capture(description, description)
         if self.captures == 1 and self.has_no_owners:
-            self._warn(
+            warn(
                 "no model and no optimizer was found in what the step refers to, and a graph goes on with their modes, "
                 "numbers and places; name them (modules=, optimizers=), modules=[] if there is none"
             )
         if self.captures == 4 * self._most:
             other = _difference(self._first, description)
-            self._warn(
+            warn(
                 f"{self.captures} graphs were captured, and {self._most} are kept: inputs differ too much for that"
                 f"{other and f', as at {other}'}. Pad them to few sizes (accel.graphs.Buckets), or raise most="
             )
-
-    def _say(self, reason: str) -> None:
-        if reason not in self.why_eager:
-            self.why_eager.append(reason)
-            self._warn(f"the step runs eagerly: {reason}")
-
-    def _warn(self, text: str) -> None:
-        warnings.warn(f"accel.graphs.capture: {text}", RuntimeWarning, stacklevel=4)
 
 
 def _object_of(step: Callable[..., Any]) -> dict[str, Any]:

@@ -6,7 +6,6 @@ which outputs the loss uses. As long as a call's backward pass is to come, anoth
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterable
 from typing import Any, TypeVar
@@ -15,42 +14,23 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from accel.device_memory import give_memory_back
-from accel.errors import AccelError, InvalidType
+from accel.errors import InvalidType
+from accel.graphs.captures import MANY, MANY_KINDS, MOST_COUNTED, Captures
 from accel.graphs.kinds import described, is_watched, modes
 from accel.graphs.model_graph import ModelGraph, described_outputs
-from accel.graphs.obstacles import NotCapturable, nothing_left, without_draws
+from accel.graphs.obstacles import nothing_left, without_draws
 from accel.graphs.owners import Owners
-from accel.graphs.recorder import CudaRecorder, GraphRecorder
-from accel.profiler.interruptions import ours
+from accel.graphs.recorder import CudaRecorder
 from accel.profiler.loop import callslot
 from accel.profiler.loop.backward import on_gradient
 from accel.run.gate import Call, hooks_of
 
-_MOST_COUNTED = 1024
-"""Kinds of calls that are remembered without a graph."""
-_MOST_UNUSED = 4
-"""Captures for the same arguments, none of which is replayed in a later call."""
-_DIFFERS = (
-    "where parameters or buffers lie differs each time; a buffer must be written to, and not replaced. Or a number of "
-    "a module does: keep what each call changes in a buffer"
-)
 _TWICE = "its gradients are differentiated again (create_graph=True)"
 _AROUNDS = 2
 """Wrappings of the call whose graphs are kept: a trial of what lies between model and graphs has two in turns, with it
 and without. Each has a set of activations, and at another time only one is in use."""
-MANY = 64
-"""Kinds of calls without a capture, after which a warning says so."""
-MANY_KINDS = (
-    f"{MANY} calls were of {MANY} kinds: inputs, where parameters, buffers and gradients lie, or numbers of modules or "
-    "optimizers differ each time. What each call changes belongs into a buffer, and a learning rate into a tensor"
-)
 _Key = tuple[Hashable, ...]
 """What a graph is for: what is around the model, arguments, state of the model, modes."""
-
-
-class CaptureError(AccelError):
-    """A step or a model could not be captured; `why_not_capturable` names the line."""
 
 
 class EagerCalls:
@@ -90,7 +70,7 @@ class EagerCalls:
             outputs: that it has returned.
             twice: is called with the kind if its gradients are differentiated again.
         """
-        if len(self.uses) >= _MOST_COUNTED:
+        if len(self.uses) >= MOST_COUNTED:
             self.clear()
         uses, prepared = self.uses.setdefault(kind, Counter()), self._prepared.setdefault(around, set())
         self._prepared.move_to_end(around)
@@ -115,7 +95,7 @@ class EagerCalls:
             on_gradient(outputs[number], lambda _, number=number: arrive(number))  # type: ignore[misc]
 
 
-class ModelCalls:
+class ModelCalls(Captures):
     """Run a model's calls by graphs.
 
     Args:
@@ -127,9 +107,6 @@ class ModelCalls:
             a kind may come after the forward pass of another.
 
     Attributes:
-        captures: kinds captured so far.
-        replays: calls that were replayed.
-        why_eager: why calls run eagerly, one sentence for each reason.
         may_capture: False while calls are only watched.
     """
 
@@ -143,21 +120,16 @@ class ModelCalls:
         most: int = 8,
         strict: bool = False,
         say: Callable[[str], None] | None = None,
-        recorder: Callable[[torch.device], GraphRecorder] | None = None,
+        recorder: Callable[[torch.device], Any] = CudaRecorder,
     ) -> None:
-        self.captures = self.replays = 0
-        self.why_eager: list[str] = []
+        super().__init__("model", strict=strict, say=say)
         self._model, self._owners = model, Owners([model], [])
         self._hooks = hooks_of(model)
-        self._warmup, self._most, self._strict = warmup, most, strict
+        self._most, self._recorder = most, recorder
         self.has_stopped = False
         """All calls run eagerly from now on."""
-        self._say_once, self._recorder = say or _warn, recorder
         self._graphs: OrderedDict[_Key, ModelGraph] = OrderedDict()
         self.seen = EagerCalls(warmup)
-        self._unused: Counter[Hashable] = Counter()
-        self._eager: set[Hashable] = set()
-        """What is not captured."""
 
     def wrap(self, call: Call, around: Hashable = None) -> Call:
         """Return the model's call, by graphs.
@@ -225,9 +197,10 @@ class ModelCalls:
             self._graphs.move_to_end(key)
         if graph is None or graph.is_awaited:
             return call(*args, **kwargs)
-        if graph.replays == 1:
-            self._unused[description] = 0
-        self.replays += 1
+        if graph.replays:  # else it was captured for this call
+            self._note_replay(description)
+        else:
+            self.replays += 1
         return graph(inputs)
 
     def _key(self, around: Hashable, description: Hashable, inputs: list[Tensor]) -> _Key:
@@ -255,34 +228,20 @@ class ModelCalls:
     def _capture(self, around: Hashable, call: Call, description: Any, inputs: list[Tensor]) -> ModelGraph | None:
         key = self._key(around, description, inputs)
         devices = sorted({tensor.device for tensor in (*inputs, *self._owners.tensors())}, key=str)
-        if len(devices) != 1 or (self._recorder is None and devices[0].type != "cuda"):
+        if len(devices) != 1 or (self._recorder is CudaRecorder and devices[0].type != "cuda"):
             where = ", ".join(map(str, devices)) or "no tensor"
             self._refuse(key, f"its tensors must be on one CUDA device. Found: {where}", strict=False)
             return None
-        recorder = CudaRecorder(devices[0]) if self._recorder is None else self._recorder(devices[0])
+        recorder, lasting = self._recorder(devices[0]), (description, torch.is_grad_enabled())
         self._make_room_for(around)
         recorder.waits()
-        graph, is_out_of_memory = None, False
-        try:
-            graph = self._recorded(recorder, call, description, inputs)
-        except NotCapturable as error:
-            self._refuse((description, torch.is_grad_enabled()), str(error))
-        except ours() as error:
-            is_out_of_memory = isinstance(error, torch.OutOfMemoryError)
-            reason = f"{type(error).__name__}: {error}".splitlines()[0]
-            self._refuse(key, f"it could not be captured: {reason}; accel.graphs.why_not_capturable names the line")
-        if graph is None:
-            if is_out_of_memory:  # only here: the traceback held what was captured
-                give_memory_back()
-            return None
-        self._graphs[key] = graph
-        self.captures += 1
-        self._unused[description] += 1
-        if self._unused[description] > _MOST_UNUSED:
-            self._refuse((description, torch.is_grad_enabled()), _DIFFERS)
+        graph = self._attempt(key, lasting, lambda: self._recorded(recorder, call, description, inputs))
+        if graph is not None:
+            self._graphs[key] = graph
+            self._note_capture(description, lasting)
         return graph
 
-    def _recorded(self, recorder: GraphRecorder, call: Call, description: Any, inputs: list[Tensor]) -> ModelGraph:
+    def _recorded(self, recorder: CudaRecorder, call: Call, description: Any, inputs: list[Tensor]) -> ModelGraph:
         uses = self.seen.uses.get((description, torch.is_grad_enabled()), Counter())
         seen = [use for use in uses if uses[use]]
         # Each once: autograd adds up what comes for a weight that stands in two places.
@@ -305,19 +264,6 @@ class ModelCalls:
         kept = list(lately)[:_AROUNDS]
         self._drop([key for key, graph in self._graphs.items() if key[0] not in kept and not graph.is_awaited])
 
-    def _refuse(self, key: Hashable, reason: str, *, strict: bool = True) -> None:
-        if len(self._eager) >= _MOST_COUNTED:
-            self._eager.clear()
-        self._eager.add(key)
-        self._say(reason, strict=strict)
-
-    def _say(self, reason: str, *, strict: bool = True) -> None:
-        if reason not in self.why_eager:
-            self.why_eager.append(reason)
-            if strict and self._strict:
-                raise CaptureError(f"capture: the model can't be captured: {reason}")
-            self._say_once(f"the model runs eagerly: {reason}")
-
 
 def _are_capturable(hooks: list[dict[Any, Any]]) -> bool:
     """Return whether hooks do nothing but compute with tensors, as those of `accel.amp` say of themselves."""
@@ -333,10 +279,6 @@ def _is_traced() -> bool:
         or is_watched()
         or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
     )
-
-
-def _warn(text: str) -> None:
-    warnings.warn(f"accel.graphs.capture: {text}", RuntimeWarning, stacklevel=5)
 
 
 # -- captured models: put in place, and released -----------------------------------------------------------------------

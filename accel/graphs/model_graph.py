@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from accel.errors import InvalidState
 from accel.graphs.kinds import described, outside_autocast, rebuilt, without_cached_casts
 from accel.graphs.obstacles import NotCapturable, unwritten
-from accel.graphs.recorder import GraphRecorder, RecordedGraph
+from accel.graphs.recorder import CudaGraph, CudaRecorder
 from accel.run.gate import Call
 
 _DONATED = "donated buffers"
@@ -55,7 +55,7 @@ class ModelGraph:
 
     def __init__(
         self,
-        recorder: GraphRecorder,
+        recorder: CudaRecorder,
         call: Call,
         description: Any,
         inputs: list[Tensor],
@@ -79,7 +79,7 @@ class ModelGraph:
             raise
 
     def _record(
-        self, recorder: GraphRecorder, call: Callable[[], Any], leaves: Leaves, uses: list[frozenset[int]]
+        self, recorder: CudaRecorder, call: Callable[[], Any], leaves: Leaves, uses: list[frozenset[int]]
     ) -> None:
         with unwritten(self._inputs), without_cached_casts(recorder.device.type):
             self._forward, result = recorder.record(call)
@@ -169,20 +169,20 @@ class BackwardGraph:
     """
 
     def __init__(
-        self, recorder: GraphRecorder, outputs: list[Tensor], numbers: list[int], needing: list[Tensor], is_only: bool
+        self, recorder: CudaRecorder, outputs: list[Tensor], numbers: list[int], needing: list[Tensor], is_only: bool
     ) -> None:
         self._numbers = numbers
         used = [outputs[number] for number in numbers]
         self._given = [torch.zeros_like(output) for output in used]
         self.frees = False
 
-        def record() -> tuple[RecordedGraph, tuple[Tensor | None, ...]]:
+        def record() -> tuple[CudaGraph, tuple[Tensor | None, ...]]:
             retains = not self.frees
             return recorder.record(
                 lambda: torch.autograd.grad(used, needing, self._given, retain_graph=retains, allow_unused=True)
             )
 
-        self.graph: RecordedGraph
+        self.graph: CudaGraph
         with outside_autocast(recorder.device.type):
             try:
                 self.graph, gradients = record()

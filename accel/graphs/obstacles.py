@@ -34,7 +34,7 @@ class NotCapturable(AccelError):
 
 
 class StateMade(NotCapturable):
-    """An optimizer has made state, as it does in its first step: later ones may be captured."""
+    """An optimizer has made state, as it does in its first step; later ones may be captured."""
 
 
 @contextlib.contextmanager

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Hashable, Iterable
-from collections.abc import Set as AbstractSet
 from itertools import repeat, starmap
 from operator import attrgetter
 from typing import Any, Protocol, runtime_checkable
@@ -19,8 +17,6 @@ from accel.profiler.loop import callslot
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 """Attributes that torch gives each module; of these only the mode decides, which is asked by itself."""
 _REQUIRES_GRAD, _CLASS, _TRAINING = (attrgetter(name) for name in ("requires_grad", "__class__", "training"))
-_MOST_KINDS = 1024
-"""Kinds of calls of which it is known what they replace."""
 
 
 @runtime_checkable
@@ -39,8 +35,6 @@ class Owners:
 
     def __init__(self, modules: Iterable[nn.Module], optimizers: Iterable[Optimizer]) -> None:
         self.modules, self.optimizers = list(modules), list(optimizers)
-        self._replaced: dict[Hashable, set[int]] = {}
-        """Kind of call → tensors whose gradient it was seen to replace: what it begins with is of no account."""
         self._slots: list[tuple[dict[str, Any], str]] = []
         self._contents: list[dict[str, Any]] = []
         self._settings: list[tuple[dict[str, Any], str]] = []
@@ -75,13 +69,7 @@ class Owners:
         held: list[Tensor | None] = [d.get(name) for d, name in self._slots]
         return held + self._stepped
 
-    def places(self, gradients: list[Tensor | None], kind: Hashable) -> Hashable:
-        """Return where the gradients lie with which a step of a kind begins, but for those that it replaces."""
-        replaced: AbstractSet[int] = self._replaced.get(kind, frozenset())
-        pairs = zip(self._held(), gradients, strict=True)
-        return tuple([None if g is None or id(t) in replaced else g.data_ptr() for t, g in pairs])
-
-    def form(self) -> Hashable:
+    def form(self) -> tuple[Hashable, ...]:
         """Return what a model's graph has frozen: modes, code, numbers of modules, where tensors lie, which train."""
         # In a key at every call, so each line goes through all tensors or modules without Python for each.
         tensors = self.tensors()
@@ -127,19 +115,15 @@ class Owners:
         """Return the gradients, tensor by tensor."""
         return [None if t is None else t.grad for t in self._held()]
 
-    def learn(self, before: list[Tensor | None], kind: Hashable) -> None:
-        """Note, after a call of a kind or its capture, which gradients it has put in the place of others."""
-        if len(self._replaced) >= _MOST_KINDS:
-            self._replaced.clear()
-        replaced = self._replaced.setdefault(kind, set())
-        for tensor, one in zip(self._held(), before, strict=True):
-            if tensor is not None and one is not None and tensor.grad is not None and one is not tensor.grad:
-                replaced.add(id(tensor))
-
     def made(self, before: list[Tensor | None]) -> list[tuple[Tensor, Tensor | None]]:
         """Return the tensors that have another gradient than before, with it; others' gradients are not the step's."""
         pairs = zip(self._held(), before, strict=True)
         return [(t, t.grad) for t, one in pairs if t is not None and t.grad is not one]
+
+    def begun_with(self, before: list[Tensor | None]) -> list[tuple[Tensor, Tensor | None]]:
+        """Return the tensors with the gradients that a step began with, but for those that it has replaced."""
+        pairs = zip(self._held(), before, strict=True)
+        return [(t, one) for t, one in pairs if t is not None and (one is None or t.grad is one)]
 
     def put(self, gradients: list[Tensor | None]) -> None:
         """Set the gradients."""
@@ -162,8 +146,6 @@ def _frozen(value: Any) -> Hashable:
     """Return what a graph has frozen of a value: where a tensor lies, which is not kept alive by that."""
     if type(value) in (Tensor, nn.Parameter) and value.layout == torch.strided:
         return value.data_ptr(), value.dtype, value.shape, value.stride(), value.requires_grad
-    if isinstance(value, Tensor):
-        return _SameAlive(value)
     if isinstance(value, tuple):
         return tuple(map(_frozen, value))
     return value if type(value) in PLAIN else _Same(value)
@@ -182,21 +164,6 @@ class _Same:
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Same) and other._of is self._of
-
-
-class _SameAlive:
-    """Equal to another of the same tensor, which it does not keep alive; to none once that is gone."""
-
-    __slots__ = ("_id", "_of")
-
-    def __init__(self, of: Tensor) -> None:
-        self._of, self._id = weakref.ref(of), id(of)
-
-    def __hash__(self) -> int:
-        return self._id
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _SameAlive) and self._of() is not None and other._of() is self._of()
 
 
 def _hashable(value: Any, kind: str) -> Hashable:

@@ -1,11 +1,11 @@
-"""What records work on the GPU and runs it again: CUDA's graphs, behind an interface that has a stand-in in tests."""
+"""What records work on the GPU and runs it again: CUDA's graphs."""
 
 from __future__ import annotations
 
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -18,37 +18,10 @@ _STILL_HELD = (
 )
 
 
-class RecordedGraph(Protocol):
-    """Recorded work."""
-
-    def replay(self) -> None:
-        """Run it again, on the memory that it was recorded with."""
-
-    def reset(self) -> None:
-        """Give its memory back."""
-
-
-class GraphRecorder(Protocol):
-    """Records work."""
-
-    @property
-    def device(self) -> torch.device:
-        """Where the work runs."""
-
-    def aside(self, run: Callable[[], _T]) -> _T:
-        """Run it as it must be run before it is recorded: on a stream of its own."""
-
-    def record(self, run: Callable[[], _T]) -> tuple[RecordedGraph, _T]:
-        """Record it, without running it on the device."""
-
-    def waits(self) -> None:
-        """Wait for all work of the device."""
-
-
-class _CudaGraph:
+class CudaGraph:
     """A CUDA graph that its recorder knows to be alive."""
 
-    def __init__(self, graph: torch.cuda.CUDAGraph, alive: weakref.WeakSet[_CudaGraph]) -> None:
+    def __init__(self, graph: torch.cuda.CUDAGraph, alive: weakref.WeakSet[CudaGraph]) -> None:
         self._graph, self._alive = graph, alive
         self.replay = graph.replay
         alive.add(self)
@@ -66,7 +39,7 @@ class CudaRecorder:
         self.device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._pool: Any = torch.cuda.graph_pool_handle()
-        self._alive: weakref.WeakSet[_CudaGraph] = weakref.WeakSet()
+        self._alive: weakref.WeakSet[CudaGraph] = weakref.WeakSet()
 
     def aside(self, run: Callable[[], _T]) -> _T:
         """Run on a side stream, as captured libraries want it."""
@@ -78,7 +51,7 @@ class CudaRecorder:
         finally:
             current.wait_stream(self._stream)
 
-    def record(self, run: Callable[[], _T]) -> tuple[RecordedGraph, _T]:
+    def record(self, run: Callable[[], _T]) -> tuple[CudaGraph, _T]:
         """Capture on the side stream; threads of a loader, which pin memory, may go on."""
         graph = torch.cuda.CUDAGraph()
         if not self._alive:  # torch refuses a pool that no graph uses any more, as long as a tensor of it lives
@@ -95,7 +68,7 @@ class CudaRecorder:
                 finally:
                     torch.cuda.set_stream(before)
                 raise
-        return _CudaGraph(graph, self._alive), result
+        return CudaGraph(graph, self._alive), result
 
     @contextlib.contextmanager
     def _capturing(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:

@@ -33,10 +33,9 @@ def test_hooks_are_called() -> None:
     assert calls.why_eager == ["the model or a part of it has hooks, which a graph would not call"]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_mixed_precision_is_captured(dtype: torch.dtype) -> None:
+def test_mixed_precision_is_captured() -> None:
     def loop(model: Any, optimizer: torch.optim.Optimizer) -> list[Any]:
-        decorate(model, optimizer, dtype=dtype, keep_fp32=["3"])
+        decorate(model, optimizer, dtype=torch.bfloat16, keep_fp32=["3"])
         return [step(model, optimizer, seed) for seed in range(8)]
 
     calls = both(loop, warmup=1)
