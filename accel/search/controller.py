@@ -92,7 +92,7 @@ def _glance(state: SearchState) -> Decisions:
     if has_news(state):
         state.recollection.recall()
         remembered = state.recollection.choices(state.candidates)
-        if all(state.candidates[name].comparison.order for name in remembered):  # else that comes first, as a whole
+        if all(state.candidates[name].design.order for name in remembered):  # else that comes first, as a whole
             yield from _follow(state)
 
 
@@ -116,7 +116,7 @@ def _begin_affordably(state: SearchState) -> Decisions:
 def _search(state: SearchState) -> Decisions:
     for candidate in state.pending():
         # One-off work beside the loop costs something: that begins in its turn.
-        if not candidate.comparison.cost_s and not candidate.refusal() and not priority.too_little(state, candidate):
+        if not candidate.design.cost_s and not candidate.refusal() and not priority.too_little(state, candidate):
             candidate.waits()  # begins what that takes, which costs next to nothing, while others are tried
     while True:
         yield from _follow(state)
@@ -147,7 +147,7 @@ def _reopen(state: SearchState) -> None:
     state.recipe.begin_again()
     for candidate in state.candidates.values():
         candidate.begin_again()
-        if (watch := candidate.comparison.watch) is not None:
+        if (watch := candidate.design.watch) is not None:
             watch.begin_again()
 
 
@@ -204,7 +204,7 @@ def _hold(state: SearchState) -> Decisions:
             next_check = state.steps + gap
             level.begin_again()
             continue
-        is_preparing = any(candidate.comparison.is_preparing for candidate in state.pending())
+        is_preparing = any(candidate.design.is_preparing for candidate in state.pending())
         new_batches = state.new_batches
         action = _next_look(state, level, next_check, step_s)
         result = yield from act(state, action, may_grow=True)
@@ -281,7 +281,7 @@ def _check_again(state: SearchState) -> Decisions:
         yield from _retry_kept(state, list(state.plan))
     else:
         # Step times don't show that the machine was busy during the search and is quiet now (or the reverse).
-        names = [name for name in state.plan if state.candidates[name].comparison.depends_on_host]
+        names = [name for name in state.plan if state.candidates[name].design.depends_on_host]
         yield from _retry_kept(state, names)
 
 
@@ -292,11 +292,11 @@ def _retry_kept(state: SearchState, names: Iterable[str]) -> Decisions:
     a compiled graph, while that, which comes first, is on; and what is there for other processes, while these are.
     """
     for candidate in sorted(map(state.candidates.__getitem__, names), key=lambda each: not costs.is_dear(each)):
-        if candidate.name not in state.plan or candidate.standing is not None or candidate.comparison.stands:
+        if candidate.name not in state.plan or candidate.standing is not None or candidate.design.stands:
             continue
         if costs.made_for_calls(state, candidate) is not None:
             continue
-        watch = candidate.comparison.watch
+        watch = candidate.design.watch
         if watch is not None and watch.is_used and watch.are_here:
             continue
         yield from _retry(state, candidate)
@@ -330,7 +330,7 @@ def _retry(
 
 def _follow(state: SearchState) -> Decisions:
     for candidate in watching(state):
-        watch = candidate.comparison.watch
+        watch = candidate.design.watch
         assert watch is not None
         load, watch.news = watch.news, None
         if load is None:
@@ -349,7 +349,7 @@ def _beside(state: SearchState, candidate: Candidate, load: HostLoad) -> Decisio
 
     Its trial begins with it: plain steps are slow here, and in a run that ends soon there is time for nothing else.
     """
-    name, watch = candidate.name, candidate.comparison.watch
+    name, watch = candidate.name, candidate.design.watch
     assert watch is not None
     if name in state.plan or candidate.has_failed():
         return
@@ -378,7 +378,7 @@ def _beside(state: SearchState, candidate: Candidate, load: HostLoad) -> Decisio
 def _without(state: SearchState, candidate: Candidate) -> Decisions:
     state.note("the other processes have left: the plan is tried without what was kept beside them")
     verdict = yield from _retry(state, candidate, if_much_slower="drop")
-    watch = candidate.comparison.watch
+    watch = candidate.design.watch
     if candidate.name not in state.plan or watch is None:
         return
     if verdict == "keep":

@@ -34,14 +34,14 @@ _MARGIN = 1.1
 def declared_s(candidate: Candidate, setting: Any = None) -> float:
     """Return the seconds of one-off work that a strategy itself expects of a setting."""
     try:
-        return candidate.comparison.cost_of(setting)
+        return candidate.design.cost_of(setting)
     except ours():  # a model whose modules can't be looked into; its refusal will say so
         return 0.0
 
 
 def is_dear(candidate: Candidate) -> bool:
     """Tell whether one-off work takes seconds."""
-    cost_s = candidate.comparison.cost_s
+    cost_s = candidate.design.cost_s
     return not candidate.is_insisted and (callable(cost_s) or cost_s >= DEAR_S)
 
 
@@ -73,10 +73,10 @@ def made_for_calls(state: SearchState, candidate: Candidate) -> Candidate | None
     A compiled graph is for one layout, one precision and one number of threads. What touches no call, or is made for
     calls itself, changes none of these.
     """
-    if candidate.comparison.is_made_for_calls or "model" not in candidate.strategy.touches:
+    if candidate.design.is_made_for_calls or "model" not in candidate.strategy.touches:
         return None
     others = (state.candidates[name] for name in state.plan)
-    made = (other for other in others if other.comparison.is_made_for_calls)
+    made = (other for other in others if other.design.is_made_for_calls)
     return next((other for other in made if declared_s(other, state.plan[other.name]) >= DEAR_S), None)
 
 
@@ -121,7 +121,7 @@ def note_check(state: SearchState, candidate: Candidate, result: Result, cost_s:
     The first step of a comparison has work in it that is done once: cuDNN plans its algorithms and times them, graphs
     are captured, libraries are loaded. So its last one counts, as often as there are steps.
     """
-    comparison = candidate.comparison
+    comparison = candidate.design
     if comparison.cost_s or comparison.watch is not None or made_for_calls(state, candidate) is not None:
         return  # that may be mostly one-off work, or has fewer steps
     took_s = result.finding.seconds if result.finding is not None else 0.0
@@ -204,7 +204,7 @@ def steps_until_affordable(state: SearchState, candidates: Iterable[Candidate]) 
 
 def _next_setting(candidate: Candidate) -> Any:
     """Return the setting whose one-off work comes next; None where all settings share it."""
-    if not callable(candidate.comparison.cost_s):
+    if not callable(candidate.design.cost_s):
         return None
     try:
         return next(iter(candidate.settings()), None)
@@ -214,7 +214,7 @@ def _next_setting(candidate: Candidate) -> Any:
 
 def _work(candidate: Candidate, setting: Any) -> str:
     """Return what names a piece of one-off work: the strategy, with the setting if each has work of its own."""
-    described = candidate.describe(setting) if callable(candidate.comparison.cost_s) else ""
+    described = candidate.describe(setting) if callable(candidate.design.cost_s) else ""
     return f"{candidate.name} {described}".strip()
 
 

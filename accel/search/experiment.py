@@ -51,11 +51,11 @@ def act(state: SearchState, action: Action, *, may_grow: bool = False) -> Genera
     if looks:
         state.next_look_s = state.elapsed_s + state.pace.until_look(result.load)
         for candidate in watching(state):
-            if (watch := candidate.comparison.watch) is not None:
+            if (watch := candidate.design.watch) is not None:
                 watch.see(result.load)
     if _is_another_regime(state, result):
         state.regime = result.regime
-        is_made_for_calls = any(state.candidates[name].comparison.is_made_for_calls for name in action.plan)
+        is_made_for_calls = any(state.candidates[name].design.is_made_for_calls for name in action.plan)
         if not (may_grow and result.has_new_batch) or is_made_for_calls:
             raise Interrupted
         state.new_batches += 1
@@ -70,12 +70,12 @@ def watching(state: SearchState) -> list[Candidate]:
     if state.replay is not None:
         return []
     watched = (each for each in state.candidates.values() if each.stage is not CandidateStage.RULED_OUT)
-    return [each for each in watched if each.comparison.watch is not None and not each.refusal()]
+    return [each for each in watched if each.design.watch is not None and not each.refusal()]
 
 
 def has_news(state: SearchState) -> bool:
     """Tell whether a watch has seen a change on which nobody has acted yet."""
-    watches = (candidate.comparison.watch for candidate in watching(state))
+    watches = (candidate.design.watch for candidate in watching(state))
     return any(watch is not None and watch.news is not None for watch in watches)
 
 
@@ -165,7 +165,7 @@ def check(state: SearchState, candidate: Candidate, trial_plan: Choices) -> Gene
         return True
     cost_s = state.cost_s
     # Where a watch wants it plain steps are slow, and what their replays show in one of them suffices.
-    steps = 1 if candidate.comparison.watch is not None else state.pace.guard
+    steps = 1 if candidate.design.watch is not None else state.pace.guard
     result = yield from act(state, Action(plan=state.plan, steps=steps, check=trial_plan))
     costs.note_check(state, candidate, result, state.cost_s - cost_s)
     finding, name = result.finding, candidate.name
@@ -233,7 +233,7 @@ def trial(
     switched = [each for each in (a | b).items() if each not in a.items() or each not in b.items()]
     terms = Terms(
         config=(config or state.config).for_steps_of(step_s),
-        settle=max(state.candidates[name].comparison.settling(setting) for name, setting in switched),
+        settle=max(state.candidates[name].design.settling(setting) for name, setting in switched),
         reduce=state.reduce,
         step_s=max(step_s, 1e-4),
         if_much_slower=if_much_slower,
@@ -315,5 +315,5 @@ def _first_undone(state: SearchState, plan: Iterable[str]) -> list[str]:
     gives. What stands by its own trial stays.
     """
     others = [name for name in plan if state.candidates[name].standing is None]
-    loose = [name for name in others if state.candidates[name].comparison.depends_on_host]
+    loose = [name for name in others if state.candidates[name].design.depends_on_host]
     return loose if loose and len(loose) < len(others) else others

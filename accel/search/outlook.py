@@ -74,7 +74,7 @@ def why_open(state: SearchState) -> tuple[str, str]:
         if candidate.row.status == "not tried"
         and not state.recollection.postponed(candidate.name, state.elapsed_s)
         and not candidate.refusal()
-        and not candidate.comparison.too_little(state.anatomy_after, state.config.drop_gain)
+        and not candidate.design.too_little(state.anatomy_after, state.config.drop_gain)
     ]
     expected_s, longer = min(left, default=0.0), "a longer run decides"
     if state.budget.share < 1:

@@ -40,9 +40,9 @@ def rank(state: SearchState, candidate: Candidate) -> tuple[int, ...]:
     again = candidate.at_length or bool(state.recollection.lost(candidate.name))
     return (
         again or candidate.is_compared or not _treats_most(state, candidate),
-        candidate.comparison.order,
+        candidate.design.order,
         again,
-        candidate.comparison.depends_on_host and outlook.is_crowded(state),
+        candidate.design.depends_on_host and outlook.is_crowded(state),
         costs.is_dear(candidate) and costs.work_s(state, candidate) > costs.least_trial_s(state),
         not _leads(state, candidate),
         candidate.name not in [finding.strategy for finding in findings],
@@ -60,7 +60,7 @@ def _treats_most(state: SearchState, candidate: Candidate, share: float = _MOST)
 def _leads(state: SearchState, candidate: Candidate) -> bool:
     """Tell whether work of a candidate in the loop should begin before others are tried: it takes long, gains most."""
     return (
-        candidate.comparison.prepare is not None
+        candidate.design.prepare is not None
         and not costs.is_dear(candidate)
         and costs.work_s(state, candidate) > 0
         and _treats_most(state, candidate, _LEADING)
@@ -87,7 +87,7 @@ def waits_in_loop(state: SearchState, candidate: Candidate) -> str:
     """Ask what a candidate waits for in the loop; work that begins then, and is expected no more, is charged."""
     expected_s = costs.work_s(state, candidate)
     waits = candidate.waits()
-    if waits and candidate.comparison.is_preparing and (begun_s := expected_s - costs.work_s(state, candidate)) > 0:
+    if waits and candidate.design.is_preparing and (begun_s := expected_s - costs.work_s(state, candidate)) > 0:
         state.cost_s += begun_s
         candidate.row.cost_s += begun_s
     return waits
@@ -95,7 +95,7 @@ def waits_in_loop(state: SearchState, candidate: Candidate) -> str:
 
 def too_little(state: SearchState, candidate: Candidate) -> str:
     """Say why all that a candidate can shorten is too little of the step; '' if it is not."""
-    return candidate.comparison.too_little(state.anatomy_after, state.config.drop_gain)
+    return candidate.design.too_little(state.anatomy_after, state.config.drop_gain)
 
 
 def reopen_verdicts(state: SearchState) -> None:
@@ -116,7 +116,7 @@ def _may_matter(state: SearchState, candidate: Candidate) -> bool:
     """Tell whether the upper end of what a candidate saved, or the phase that it shortens, is enough of the step."""
     row, step_ms = candidate.row, state.step_s * 1e3
     if row.status == "not tried":  # it could win too little; else it has steps, of a check that could compare nothing
-        return bool(candidate.comparison.phase) and not row.steps and not too_little(state, candidate)
+        return bool(candidate.design.phase) and not row.steps and not too_little(state, candidate)
     if row.before_ms is None or row.gain_high is None or row.before_ms < _SHORTER * step_ms:
         return False
     if row.before_ms >= _OTHER_LIMIT * step_ms or candidate.strategy.treats == {Bottleneck.LAUNCH}:

@@ -99,14 +99,14 @@ class Candidate:
         return self.strategy.name
 
     @property
-    def comparison(self) -> TrialDesign:
+    def design(self) -> TrialDesign:
         """How it is judged now."""
         return designed(self.strategy, self.run)
 
     @property
     def is_beside_others(self) -> bool:
         """It is on, or being tried, only for as long as other processes are there."""
-        watch = self.comparison.watch
+        watch = self.design.watch
         return watch is not None and watch.is_used
 
     @property
@@ -130,7 +130,7 @@ class Candidate:
     def waits(self) -> str:
         """Return what it waits for in the loop, '' if it can be tried; begins what that takes."""
         try:
-            why = self.comparison.waits()
+            why = self.design.waits()
         except ours() as error:
             return f"its preparation failed: {type(error).__name__}: {error}"
         begun = self.run.preparing
@@ -146,7 +146,7 @@ class Candidate:
 
     def describe(self, setting: Any) -> str:
         """Return a setting in words."""
-        return self.comparison.describe(setting)
+        return self.design.describe(setting)
 
     def withdraw(self) -> None:
         """Withdraw the verdict; its cost still counts, and what the guard has found stands."""

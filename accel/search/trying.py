@@ -50,7 +50,7 @@ def consider(state: SearchState, candidate: Candidate, *, is_paid_for: bool = Fa
 def _try_in_turn(state: SearchState, candidate: Candidate) -> Decisions:
     """Try a candidate in brief, and at length once all others have been tried: noise must not hold them up."""
     # What has a place of its own can't be put off: comparisons with others would spoil its trial.
-    brief = None if candidate.comparison.order or candidate.at_length else state.config.brief()
+    brief = None if candidate.design.order or candidate.at_length else state.config.brief()
     config = brief or (state.config.at_length() if candidate.at_length else state.config)
     yield from try_settings(state, candidate, config, is_limited=True)
     if candidate.has_failed():
@@ -104,7 +104,7 @@ def try_settings(
             return
         if result.outcome.verdict == "keep":
             state.plan = trial_plan
-            candidate.standing = result.outcome if candidate.comparison.stands else None
+            candidate.standing = result.outcome if candidate.design.stands else None
         verdicts.judge(state, candidate, setting, result)
         if result.outcome.verdict == "keep":
             yield from look(state)
@@ -121,12 +121,12 @@ def _try_setting(
     if not has_passed:
         return trial_plan, None
     candidate.passed = trial_plan
-    is_soon_steady = candidate.comparison.settling(setting) <= _SOON_STEADY
+    is_soon_steady = candidate.design.settling(setting) <= _SOON_STEADY
     result = yield from trial(
         state,
         state.plan,
         trial_plan,
-        design=candidate.comparison,
+        design=candidate.design,
         config=config,
         if_much_slower=_if_much_slower(state, candidate, config) if is_soon_steady else None,
         limit_s=_limit(state) if is_limited else lambda: math.inf,
@@ -229,7 +229,7 @@ def recall(state: SearchState) -> Decisions:
         state.note(f"remembered {memory.text}")
         state.say(f"remembered {memory.text}")
     yield from _try_what_comes_first(state, plan)
-    whole = {name: setting for name, setting in plan.items() if not state.candidates[name].comparison.order}
+    whole = {name: setting for name, setting in plan.items() if not state.candidates[name].design.order}
     if suggested := _affordable_part(state, whole):
         memory.begin_check([name for name in whole if name not in suggested])
         yield from _check_suggested(state, suggested, memory)
@@ -240,7 +240,7 @@ def recall(state: SearchState) -> Decisions:
 def _try_what_comes_first(state: SearchState, plan: Choices) -> Decisions:
     for candidate in [state.candidates[name] for name in plan]:
         candidate.row.setting = candidate.describe(plan[candidate.name])
-        if candidate.comparison.order < 0 and not has_news(state):  # that can't wait for so long a trial
+        if candidate.design.order < 0 and not has_news(state):  # that can't wait for so long a trial
             yield from consider(state, candidate, is_paid_for=True)
 
 
@@ -289,7 +289,7 @@ def _without_waiting(state: SearchState, plan: Choices) -> Choices:
     for name, setting in plan.items():
         candidate = state.candidates[name]
         work_s = costs.work_of(state, candidate, setting)
-        if candidate.comparison.order or priority.too_little(state, candidate) or candidate.at_length:
+        if candidate.design.order or priority.too_little(state, candidate) or candidate.at_length:
             continue
         if not costs.can_do_at_once(state, candidate, setting, in_all_s):
             continue

@@ -42,7 +42,7 @@ def remove(state: SearchState, name: str, why: str, *, is_slower: bool = False) 
     state.note(f"{name} undone: {why}")
     candidate.standing, candidate.stage, candidate.settings_left = None, CandidateStage.DECIDED, None
     decide(state, candidate, "undone", why)
-    watch = candidate.comparison.watch
+    watch = candidate.design.watch
     if watch is not None and watch.is_used:
         watch.not_kept()
         if is_slower:

@@ -225,7 +225,7 @@ class Journal:
 
     def _row(self, candidate: Candidate) -> StrategyRow:
         """Return the row of a candidate as it is told; what is on before its trial has ended is kept so far."""
-        row, note = candidate.row, candidate.comparison.note
+        row, note = candidate.row, candidate.design.note
         if row.status == "not tried" and candidate.name in self._controller.plan:
             return dataclasses.replace(row, status="kept", why="on so far; its trial has not ended")
         return dataclasses.replace(row, why=f"{row.why}; {note}") if row.status == "kept" and note else row

@@ -138,7 +138,7 @@ class Allocator(ProcessSwitch):
             return "it is on already, for another model of this process"
         return _refusal()
 
-    def comparison(self, run: Run) -> TrialDesign:
+    def trial_design(self, run: Run) -> TrialDesign:
         """Judge it by page faults, too; the heap grows to what a step needs while it settles."""
         return ByPageFaults(settle_steps=2)
 

@@ -34,7 +34,7 @@ class Strategy(ABC):
     imports every strategy's module: what takes long to import is imported in `enable`, or in `refusal` behind the
     checks that cost nothing.
 
-    How it is judged is its own business. By default blocks of steps with and without it take turns. `comparison`
+    How it is judged is its own business. By default blocks of steps with and without it take turns. `trial_design`
     returns a `TrialDesign` with other numbers (one-off work, steps to settle, …), an `EpochDesign` for what takes
     effect when an epoch begins, or a subclass written in the strategy's own file (see `accel.strategies.allocator`).
     `touches` says what the guard compares before that.
@@ -73,7 +73,7 @@ class Strategy(ABC):
         """Return the settings worth trying, best guess first; one None when there is nothing to set."""
         return [None]
 
-    def comparison(self, run: Run) -> TrialDesign:
+    def trial_design(self, run: Run) -> TrialDesign:
         """Return how it is judged in this run, as things are now; asked often, so it must be cheap."""
         return TrialDesign()
 
@@ -126,7 +126,7 @@ def _not_on_shards(strategy: Strategy, run: Run) -> str:
 def designed(strategy: Strategy, run: Run) -> TrialDesign:
     """Ask how a strategy is judged; one that can't say of this run is judged by blocks, if it applies at all."""
     try:
-        return strategy.comparison(run)
+        return strategy.trial_design(run)
     except ours():
         return TrialDesign()
 

@@ -77,7 +77,7 @@ class BatchedMuon(Strategy):
             return "no torch.optim.Muon of the model has been seen"
         return next((why for each in muons for group in each.param_groups if (why := _unfit(group))), "")
 
-    def comparison(self, run: Run) -> TrialDesign:
+    def trial_design(self, run: Run) -> TrialDesign:
         """Try it where the update is a part of the step; on a GPU the host's time in it is that of launching."""
         return TrialDesign(phase="" if run.cuda else "optimizer")
 

@@ -74,7 +74,7 @@ class CudaGraphs(Strategy):
             return "the shapes of the model's inputs vary, and each would take a graph (accel.graphs.Buckets pads them)"
         return ""
 
-    def comparison(self, run: Run) -> TrialDesign:
+    def trial_design(self, run: Run) -> TrialDesign:
         """Watch some calls first; graphs run eagerly where the guard notes draws, so they are compared without that."""
         return TrialDesign(
             settle_steps=2, prepare=partial(self.waits, run), is_made_for_calls=True, further_check=compared_with_eager

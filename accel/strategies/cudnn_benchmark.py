@@ -39,6 +39,6 @@ class CudnnBenchmark(ProcessSwitch):
             return "the run asks for deterministic algorithms"
         return ""
 
-    def comparison(self, run: Run) -> TrialDesign:
+    def trial_design(self, run: Run) -> TrialDesign:
         """Leave out the first step of each shape, which times every algorithm."""
         return TrialDesign(settle_steps=2)

@@ -100,7 +100,7 @@ class DropoutMasks(ProcessSwitch):
 
         return "" if compiler() else "there is no C compiler: neither CC nor cc, gcc or clang"
 
-    def comparison(self, run: Run) -> TrialDesign:
+    def trial_design(self, run: Run) -> TrialDesign:
         """Reckon with what compiling takes, 0 once that has been done in this process."""
         bernoulli = sys.modules.get("accel.kernels.bernoulli")  # imported where a model drops out
         is_compiled = bernoulli is not None and bernoulli.why_not.cache_info().currsize

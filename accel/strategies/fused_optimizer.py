@@ -55,7 +55,7 @@ class FusedOptimizer(Strategy):
         fused = ["fused"] if all(update_path.has_fused(o) for o in able) else []
         return fused if run.cuda else [*fused, "foreach"]
 
-    def comparison(self, run: Run) -> TrialDesign:
+    def trial_design(self, run: Run) -> TrialDesign:
         """Try it where the update is a part of the step; on a GPU the host's time in it is that of launching."""
         return TrialDesign(phase="" if run.cuda else "optimizer")
 

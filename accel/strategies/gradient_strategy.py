@@ -77,7 +77,7 @@ class GradientStrategy(Strategy):
 
         return offers.refusal(run.model, self.above)
 
-    def comparison(self, run: Run) -> TrialDesign:
+    def trial_design(self, run: Run) -> TrialDesign:
         """Reckon with a few steps by each scheme; DDP makes its buckets anew after the hook has come off or on."""
         return GradientDesign(cost_s=self.measuring_s, settle_steps=3, describe=self.describe, why_none=self._why_none)
 

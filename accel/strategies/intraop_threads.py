@@ -57,7 +57,7 @@ class IntraopThreads(Strategy):
         """Set the number that another model wants, or that was set before, unless the loop has set one meanwhile."""
         _THREADS.leave(self)
 
-    def comparison(self, run: Run) -> TrialDesign:
+    def trial_design(self, run: Run) -> TrialDesign:
         """Try it out of its turn, too, when other processes come or leave: its own watch of the host tells."""
         return TrialDesign(describe="threads={}".format, depends_on_host=True, watch=self._watch)
 

@@ -60,7 +60,7 @@ class LoaderWorkers(Strategy):
         short = "there is no memory for a worker process that comes to have all of this one's"
         return not_elsewhere(run.loader, exact=run.exact) or ("" if self.settings(run) else short)
 
-    def comparison(self, run: Run) -> TrialDesign:
+    def trial_design(self, run: Run) -> TrialDesign:
         """Judge in whole epochs where the loader has workers of its own, which it starts for each epoch."""
         is_by_epoch = isinstance(run.loader, DataLoader) and run.loader.num_workers > 0
         return (EpochDesign if is_by_epoch else TrialDesign)(

@@ -55,7 +55,7 @@ class KeepSamples(Strategy):
             return self._kept.finding
         return not_keepable(run.loader)
 
-    def comparison(self, run: Run) -> TrialDesign:
+    def trial_design(self, run: Run) -> TrialDesign:
         """Have samples noted before the trial, and leave out the batches that workers have under way, and one."""
         return TrialDesign(
             phase="data",

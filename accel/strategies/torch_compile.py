@@ -87,7 +87,7 @@ class TorchCompile(Strategy):
             return [BLOCKS]
         return [BLOCKS, WHOLE] if self._blocks(run) else [WHOLE]
 
-    def comparison(self, run: Run) -> TrialDesign:
+    def trial_design(self, run: Run) -> TrialDesign:
         """Have a helper process compile first, if cores are idle; a graph is for calls as they are now."""
         return TrialDesign(
             cost_s=partial(self.compiling_s, run),

@@ -41,7 +41,7 @@ class WindowAttention(Strategy):
             return "the model has no window attention of a known library"
         return ""
 
-    def comparison(self, run: Run) -> TrialDesign:
+    def trial_design(self, run: Run) -> TrialDesign:
         """Reckon with the kernels' compilation: 1 to 2 s for each kind of layer."""
         return TrialDesign(cost_s=10.0)
 

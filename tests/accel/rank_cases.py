@@ -219,7 +219,7 @@ class Prepared(Quick):
     def __init__(self) -> None:
         self._asked, self._is_ready = 0, False
 
-    def comparison(self, run: Any) -> TrialDesign:
+    def trial_design(self, run: Any) -> TrialDesign:
         preparing = self._asked > 0 and not self._is_ready
         return TrialDesign(settle_steps=0, prepare=self._waits, is_preparing=preparing)
 

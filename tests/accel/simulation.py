@@ -112,7 +112,7 @@ class Offered(Strategy):
     def settings(self, run: Any) -> list[Any]:
         return list(self._settings() if callable(self._settings) else self._settings)
 
-    def comparison(self, run: Any) -> TrialDesign:
+    def trial_design(self, run: Any) -> TrialDesign:
         return self._kind(is_preparing=self._preparing(), **self._options)  # type: ignore[no-any-return]
 
     def enable(self, run: Any, setting: Any) -> None: ...

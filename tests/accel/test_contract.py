@@ -74,7 +74,7 @@ def test_any_loader_can_be_judged_by_every_strategy(loader: Callable[[], Any]) -
     run = entry.optimized(model)
     assert run is not None
     for kind in REGISTRY:
-        kind().comparison(run.session.run)
+        kind().trial_design(run.session.run)
     accel.undo(model)
 
 

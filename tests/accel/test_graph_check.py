@@ -61,7 +61,7 @@ def captures(call: Call) -> Call:
 @pytest.fixture
 def loop(monkeypatch: pytest.MonkeyPatch) -> Iterator[Loop]:
     monkeypatch.setattr(strategies, "REGISTRY", [Large])
-    monkeypatch.setattr(Large, "comparison", lambda self, run: BY_GRAPHS)
+    monkeypatch.setattr(Large, "trial_design", lambda self, run: BY_GRAPHS)
     torch.manual_seed(0)
     loop = Loop(nn.Linear(8, 32), Path(), nn.Linear(32, 8), Path())
     yield loop
@@ -171,7 +171,7 @@ def test_another_mask_in_the_backward_pass_is_wrong(loop: Loop, monkeypatch: pyt
 
 def test_a_model_that_draws_nothing_is_compared_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(strategies, "REGISTRY", [Large])
-    monkeypatch.setattr(Large, "comparison", lambda self, run: BY_GRAPHS)
+    monkeypatch.setattr(Large, "trial_design", lambda self, run: BY_GRAPHS)
     loop, replays, replay = Loop(), list[object](), guard.replay
 
     def counted(*args: Any, **kwargs: Any) -> Replayed:

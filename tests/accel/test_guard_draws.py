@@ -66,7 +66,7 @@ class Injected(Acting):
 
     name = "injected"
 
-    def comparison(self, run: Run) -> Judged:
+    def trial_design(self, run: Run) -> Judged:
         return Judged(settle_steps=0)
 
     def act(self, call: Call) -> Call:  # type: ignore[override]

@@ -185,7 +185,7 @@ def test_two_replays_at_most_are_alive(loop: Loop, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(guard, "replay", noting)
     monkeypatch.setattr(guard, "compare", comparing)
-    monkeypatch.setattr(Large, "comparison", lambda self, run: BY_GRAPHS)
+    monkeypatch.setattr(Large, "trial_design", lambda self, run: BY_GRAPHS)
     finding = loop.checked()
     assert finding is not None
     assert (finding.problem, finding.unsure) == ("", "")
@@ -205,7 +205,7 @@ def test_a_graph_that_computes_something_else_is_wrong(loop: Loop, wrong: int, m
         return run_call
 
     monkeypatch.setattr(Large, "act", staticmethod(spoils))
-    monkeypatch.setattr(Large, "comparison", lambda self, run: BY_GRAPHS)
+    monkeypatch.setattr(Large, "trial_design", lambda self, run: BY_GRAPHS)
     finding = loop.checked()
     assert finding is not None
     assert finding.problem.startswith("its output is off by")

@@ -110,5 +110,5 @@ def test_why_it_is_left_alone(options: dict[str, Any], ranks: int, why: str) -> 
     run = Run(model, loader, [], Gate(model, []), Fetching(), world_size=ranks, cores=2)
 
     assert why in strategy.refusal(run) and bool(why) == bool(strategy.refusal(run))
-    assert isinstance(strategy.comparison(run), EpochDesign)
+    assert isinstance(strategy.trial_design(run), EpochDesign)
     assert strategy.settings(run) == [2]

@@ -36,7 +36,7 @@ class Injected(Strategy):
     def refusal(self, run: Run) -> str:
         return ""
 
-    def comparison(self, run: Run) -> TrialDesign:
+    def trial_design(self, run: Run) -> TrialDesign:
         return TrialDesign(settle_steps=0)
 
     def enable(self, run: Run, setting: Any) -> None:

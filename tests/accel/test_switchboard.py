@@ -116,7 +116,7 @@ def test_what_prepares_itself_is_not_closed_while_it_is_off() -> None:
     board, strategies, log = make(idle="input", preparing="input", active="input")
     for name, strategy in strategies.items():
         strategy.close = lambda run, name=name: log.append(f"closed {name}")
-    strategies["preparing"].comparison = lambda run: TrialDesign(is_preparing=True)
+    strategies["preparing"].trial_design = lambda run: TrialDesign(is_preparing=True)
     board.switch({"active": None})
     board.close(board.idle())
     assert log == ["+active", "closed idle"]

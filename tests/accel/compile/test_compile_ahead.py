@@ -245,11 +245,11 @@ def test_it_is_started_in_a_training_call_of_the_usual_shape(monkeypatch: pytest
     run.model(torch.randn(4, 5, WIDTH))
     assert not helper.is_due
     assert strategy.waits(run)
-    assert strategy.comparison(run).is_preparing
+    assert strategy.trial_design(run).is_preparing
 
     helper.ended = True
     assert strategy.waits(run) == ""
-    assert not strategy.comparison(run).is_preparing
+    assert not strategy.trial_design(run).is_preparing
     assert not run.gate.wrapped
     assert strategy.compiling_s(run, BLOCKS) == expected
     assert strategy.waits(run) == ""  # the same setting is not compiled twice
@@ -286,7 +286,7 @@ def test_another_setting_is_prepared_while_the_first_is_on(monkeypatch: pytest.M
     strategy.close(run)
     assert helper.stopped
     assert not run.gate.wrapped
-    assert not strategy.comparison(run).is_preparing
+    assert not strategy.trial_design(run).is_preparing
 
 
 def test_after_a_change_of_the_batch_it_compiles_anew(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -313,10 +313,10 @@ def test_other_processes_may_leave_no_room(monkeypatch: pytest.MonkeyPatch) -> N
     strategy, run = make(monkeypatch, cores=torch.get_num_threads() + 2, others=None)
     expected = strategy.compiling_s(run, BLOCKS)
     assert strategy.waits(run) == "whether a core is idle is being measured"
-    assert not strategy.comparison(run).is_preparing
+    assert not strategy.trial_design(run).is_preparing
     monkeypatch.setattr(CoreUse, "look", lambda self: 1.5)
     assert strategy.waits(run) == ""
-    assert not strategy.comparison(run).is_preparing
+    assert not strategy.trial_design(run).is_preparing
     assert strategy.compiling_s(run, BLOCKS) == pytest.approx(expected / REPEATED_SHARE)
 
 

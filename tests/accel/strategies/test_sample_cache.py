@@ -111,9 +111,9 @@ def prepared(data: Any = None, **options: Any) -> tuple[KeepSamples, Run, Any]:
     """Return the same when the loop has gone through as many epochs as it takes."""
     strategy, run, loop = make(data, **options)
     for _ in range(3):
-        assert strategy.waits(run) and strategy.comparison(run).is_preparing
+        assert strategy.waits(run) and strategy.trial_design(run).is_preparing
         assert fetches(loop) == 64
-    assert strategy.waits(run) == strategy.waits(run) == "" and not strategy.comparison(run).is_preparing
+    assert strategy.waits(run) == strategy.waits(run) == "" and not strategy.trial_design(run).is_preparing
     return strategy, run, loop
 
 
@@ -169,7 +169,7 @@ def test_it_goes_with_workers_whichever_comes_first(setting: Any) -> None:
         for _ in range(4):
             waits = strategy.waits(run)
             fetches(loop)
-        assert waits == "" and strategy.comparison(run).settling(None) > 2
+        assert waits == "" and strategy.trial_design(run).settling(None) > 2
         strategy.enable(run, None)
         fetches(loop)
         assert kept.cache.stats().served >= 48  # but for what is made ahead
