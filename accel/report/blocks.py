@@ -130,8 +130,6 @@ class Table:
 
     columns: Sequence[TableColumn]
     rows: Sequence[TableRow]
-    caption: str = ""
-    """On a page."""
     more: str = ""
     """A note on a terminal that rows are left out."""
 
@@ -160,8 +158,6 @@ class Section:
     name: str
     """Unique in the document; one word."""
     title: str
-    scope: str = ""
-    """Follows the title on a terminal, where tables have no caption."""
     blocks: Sequence[Block] = ()
 
 
@@ -182,10 +178,10 @@ class Document:
     sections: Sequence[Section] = ()
 
 
-def tabled(name: str, title: str, scope: str, table: Table, *more: Block) -> Iterator[Section]:
+def tabled(name: str, title: str, table: Table, *more: Block) -> Iterator[Section]:
     """Yield a section with a table and what follows it, unless it has no rows."""
     if table.rows:
-        yield Section(name=name, title=title, scope=scope, blocks=[table, *more])
+        yield Section(name=name, title=title, blocks=[table, *more])
 
 
 def listed(name: str, title: str, listing: Listing) -> Iterator[Section]:

@@ -217,7 +217,7 @@ def _strategies(before: Report, after: Report) -> Iterator[Section]:
         status = TableCell(text=" → ".join(statuses), tone=TONE_OF.get(pair[1].status if pair[1] else "", "idle"))
         rows.append(blocks.row(TableCell(text=f"{mark} {name}", tone=tone), status, gains))
     table = Table(columns=blocks.columns("strategy<", "status<", "gain<"), rows=rows)
-    yield from blocks.tabled("strategies", "strategies (* marks a changed one)", "", table)
+    yield from blocks.tabled("strategies", "strategies (* marks a changed one)", table)
 
 
 def _phases(title: str, before: Mapping[str, float], after: Mapping[str, float]) -> Iterator[Section]:
@@ -226,7 +226,7 @@ def _phases(title: str, before: Mapping[str, float], after: Mapping[str, float])
         difference = "-" if old is None or new is None else f"{new - old:+.3g}"
         rows.append(blocks.row(f"  {name}", ms_text(old), "→", ms_text(new), difference))
     table = Table(columns=blocks.columns("phase<", "before>", ">", "after>", "change>"), rows=rows)
-    yield from blocks.tabled("phases", title, "", table)
+    yield from blocks.tabled("phases", title, table)
 
 
 def _findings(before: ProfileReport, after: ProfileReport) -> Iterator[Section]:
@@ -240,4 +240,4 @@ def _findings(before: ProfileReport, after: ProfileReport) -> Iterator[Section]:
         title = next((finding.title for finding in (new, old) if finding), "")
         rows.append(blocks.row(TableCell(text=fate, tone=tone), name, shares, TableCell(text=title, tone="idle")))
     table = Table(columns=blocks.columns("<", "cause<", "share<", "<"), rows=rows)
-    yield from blocks.tabled("findings", "what holds the run back, share of the step", "", table)
+    yield from blocks.tabled("findings", "what holds the run back, share of the step", table)

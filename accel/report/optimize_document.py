@@ -217,10 +217,10 @@ def _anatomy(report: Report) -> Iterator[Section]:
     before, after = (ms_text(sum(part.values()) if part else None) for part in parts.values())
     rows.append(blocks.row("  sum of phases", before, "", after, "", tone="idle"))
     columns = blocks.columns("phase<", "before>", "share>", "after>", "share>")
-    table = Table(columns=columns, rows=rows, caption="Median ms per phase, and its share of the step")
+    table = Table(columns=columns, rows=rows)
     pictures = blocks.stacks("Phases of the step before and after", parts.items(), names)
-    scope = " in ms (> marks the longest phase now)"
-    yield Section(name="anatomy", title="step anatomy", scope=scope, blocks=[*pictures, table])
+    title = "step anatomy: median ms (> marks the longest phase now)"
+    yield Section(name="anatomy", title=title, blocks=[*pictures, table])
 
 
 def _share_texts(part: dict[str, float], name: str) -> tuple[str, str]:
@@ -241,11 +241,10 @@ def _batch_sizes(report: Report) -> Iterator[Section]:
         )
         for row in report.batch_rows
     ]
-    caption = "Goodput in samples per second as if of the loop's own batch; ? was tried; noise: gradient noise scale"
     facts = [("batch size", batch_text(report)), ("at most", f"{report.max_batch_size} samples")]
     if report.progress is not None:
         facts.append(("progress", f"{report.progress:.0f} steps of the loop's own batch"))
-    table = [Table(columns=columns, rows=rows, caption=caption)] if rows else []
+    table = [Table(columns=columns, rows=rows)] if rows else []
     reasons = [Paragraph(text=f"step {row.step}: {row.why}", tone="idle") for row in report.batch_rows if row.why]
     yield Section(name="batches", title="batch size", blocks=[Facts(pairs=facts), *table, *reasons])
 

@@ -116,14 +116,12 @@ def _evidence(report: ProfileReport) -> Iterator[Section]:
     for child in report.evidence.children:
         phases[child.name] = phases.get(child.name, 0.0) + child.ms
     rows = [_part(depth, node, list(phases)) for depth, node in words.tree(report.evidence)]
-    caption = f"Mean of {report.steps} steps; parts add up to what they are part of, all of them to the step"
     yield Section(
         name="anatomy",
-        title="where a step's time goes",
-        scope=" (parts add up to what they are part of)",
+        title=f"where a step's time goes: mean of {words.count_text(report.steps, 'step')} (parts add up to what they are part of)",
         blocks=[
             *blocks.stacks("Phases of a mean step", [(report.evidence.name, phases)], list(phases)),
-            Table(columns=blocks.columns("part<", "ms>", "share>", "of the step<", "<"), rows=rows, caption=caption),
+            Table(columns=blocks.columns("part<", "ms>", "share>", "of the step<", "<"), rows=rows),
             Paragraph(text=words.unattributed_text(report), tone="idle"),
         ],
     )
@@ -165,9 +163,9 @@ def _experiments(experiments: Sequence[Experiment]) -> Iterator[Section]:
         if what:
             notes.append(Paragraph(text=f"{each.name}: {what}", tone="idle"))
     columns = blocks.columns("experiment<", "ms per step, A → B>", "saves>", "pairs>", "outcome<")
-    table = Table(columns=columns, rows=rows, caption="Real steps with (B) and without (A) something, interleaved")
-    scope = ": real steps with (B) and without (A), interleaved"
-    yield from blocks.tabled("experiments", "experiments", scope, table, *notes)
+    table = Table(columns=columns, rows=rows)
+    title = "experiments: real steps with (B) and without (A), interleaved"
+    yield from blocks.tabled("experiments", title, table, *notes)
 
 
 # --- ranks -----------------------------------------------------------------------------------------------------------
@@ -196,9 +194,8 @@ def _ranks(ranks: Sequence[RankRow]) -> Iterator[Section]:
         )
         rows.append(replace(line, page_only=each not in slowest))
     more = blocks.hidden_text(len(ranks) - len(slowest), "faster", "rank")
-    caption = "Mean ms per step of each rank; its thread: on a core, waiting for a core, asleep"
-    table = Table(columns=columns, rows=rows, more=more, caption=caption)
-    yield from blocks.tabled("ranks", "ranks", ": ms per step", table)
+    table = Table(columns=columns, rows=rows, more=more)
+    yield from blocks.tabled("ranks", "ranks: ms per step; thread on a core, waiting for one, asleep", table)
 
 
 def _longest(ranks: Sequence[RankRow], names: list[str]) -> list[str]:
@@ -220,8 +217,8 @@ def _lines(report: ProfileReport) -> Iterator[Section]:
         rows.append(blocks.row(line.phase, *numbers, where))
     columns = blocks.columns("phase<", "of phase>", "seconds>", "asleep>", "line<")
     limited, more = _limited(rows, "line")
-    table = Table(columns=columns, rows=limited, more=more, caption="Where the loop's own source was, by sampling")
-    yield from blocks.tabled("lines", "source lines", ", by sampling", table)
+    table = Table(columns=columns, rows=limited, more=more)
+    yield from blocks.tabled("lines", "source lines, by sampling", table)
 
 
 def _operators(report: ProfileReport) -> Iterator[Section]:
@@ -232,14 +229,13 @@ def _operators(report: ProfileReport) -> Iterator[Section]:
         return
     columns = blocks.columns("operator<", "kind<", "calls>", "ms>", "share>", "GFLOP/s>", "GB/s>", "of roof>")
     rows, more = _limited([_operator(op, report) for op in report.ops], "operator")
-    caption = "Per step; of roof: the rate reached against the highest that its bytes and the device allow"
     short = "* a call is so short that launching it costs more than doing it"
     notes = [short] if any(op.small for op in report.ops) else []
     notes += words.roof_notes(report.ops, report.roofline)
     notes += [f"roof, {roofs}"] if roofs else []
-    table = Table(columns=columns, rows=rows, more=more, caption=caption)
+    table = Table(columns=columns, rows=rows, more=more)
     paragraphs = [Paragraph(text=note, tone="idle") for note in notes]
-    yield Section(name="operators", title="operators", scope=", per step", blocks=[table, *paragraphs])
+    yield Section(name="operators", title="operators, per step", blocks=[table, *paragraphs])
 
 
 def _operator(op: OpTime, report: ProfileReport) -> TableRow:
@@ -261,8 +257,8 @@ def _syncs(report: ProfileReport) -> Iterator[Section]:
         rows.append(blocks.row(sync.name, ms_text(sync.calls), ms_text(sync.ms), place))
     columns = blocks.columns("call<", "calls>", "ms>", "line<")
     limited, more = _limited(rows, "call")
-    table = Table(columns=columns, rows=limited, more=more, caption="Per step, in the traced window")
-    yield from blocks.tabled("syncs", "where the host waits for the device", ", per step", table)
+    table = Table(columns=columns, rows=limited, more=more)
+    yield from blocks.tabled("syncs", "where the host waits for the device, per step", table)
 
 
 # --- machine ---------------------------------------------------------------------------------------------------------
@@ -276,7 +272,7 @@ def _gpus(report: ProfileReport) -> Iterator[Section]:
         facts = ", ".join(f"{name} {value}" for name, value in words.gpu_text(gpu) if value != "-")
         gpus.append(Paragraph(text=f"{gpu.index} {gpu.name}: {facts}", tone="warn" if gpu.throttled else ""))
     note = Paragraph(text="busy says that some kernel ran, not how full the GPU was", tone="idle")
-    yield Section(name="gpus", title="GPUs", scope=", median over the run", blocks=[*gpus, note])
+    yield Section(name="gpus", title="GPUs, median over the run", blocks=[*gpus, note])
 
 
 def _host(report: ProfileReport) -> Iterator[Section]:

@@ -146,7 +146,7 @@ def render(
         _block(page, sentence)
     for section in document.sections:
         if any(not isinstance(block, blocks.Bars) for block in section.blocks):
-            page.heading(section.title + section.scope)
+            page.heading(section.title)
         for block in section.blocks:
             _block(page, block)
     return page.text()
