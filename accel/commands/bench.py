@@ -8,7 +8,7 @@ import re
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from datetime import datetime, timedelta, timezone
 from functools import partial
@@ -19,6 +19,7 @@ import click
 from accel import __version__
 from accel.errors import AccelError, InvalidArgument
 from accel.files import check_folder, save
+from accel.report import blocks
 from accel.report.terminal import Page
 from accel.report.words import clean, count_text
 
@@ -258,52 +259,61 @@ _LEGEND = (
     "Sizes in bytes (K = 1024), bandwidths in GB/s as nccl-tests defines them. spread: "
     "p20 and p80 beside the median; sent/S: what the network interfaces counted."
 )
-_ROWS = {"size": 5, "count": 9, "type": 4, "time us": 8, "spread": 9, "algbw": 7, "busbw": 7, "#wrong": 6, "sent/S": 6}
-"""Columns with their widths, at most 79 of the terminal with a space between them; negative ones are flush left."""
-_FITS = {"operation": -14, "link": -5, "alpha us": 10, "beta s/byte": 12, "1/beta GB/s": 12, "worst error": 12}
-_SHORT = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u"}
+_ROWS = blocks.columns("size>", "count>", "time us>", "spread>", "algbw>", "busbw>", "#wrong>", "sent/S>")
+_FITS = blocks.columns("operation<", "link<", "alpha us>", "beta s/byte>", "1/beta GB/s>", "worst error>")
 _NO_LINE = 0.5
 """Worst relative error above which no line is printed: it would predict times unlike any that were measured."""
 
 
 class BandwidthTable:
-    """Prints rows as they are measured, so that an interrupted run has printed what it measured."""
+    """Prints the table of each operation as soon as it is measured, so that an interrupted run has printed some."""
 
     def __init__(self, request: Request, backend: str, ranks: int) -> None:
         self._request, self._backend, self._ranks = request, backend, ranks
         self._started = datetime.now(timezone.utc).isoformat(timespec="seconds")
-        self._section: tuple[str, str] | None = None
+        self._rows: list[Row] = []
+        """Of the operation and link that are being measured."""
         page = Page()
         page.paragraph(f"accel bench comm: {count_text(ranks, 'rank')}, {backend}", "bold")
         page.paragraph(_LEGEND)
         click.echo(page.text())
 
     def row(self, row: Row) -> None:
-        """Print one row, under a heading where the operation or the link changes."""
-        page = Page()
-        if self._section != (row.link, row.operation):
-            self._section = row.link, row.operation
-            page.heading(f"{row.operation}, {row.link}: {count_text(row.ranks, 'rank')}")
-            page.paragraph(_line(_ROWS, _ROWS), "dim")
-        if row.problem:
-            page.paragraph(f"{size_text(row.size_bytes)}: {row.problem}", "yellow")
-        else:
-            page.paragraph(_line(_ROWS, _cells(row)), "red" if row.wrong else "")
+        """Take one row; those before it are printed where it is of another operation or link."""
+        if self._rows and (row.link, row.operation) != (self._rows[0].link, self._rows[0].operation):
+            self._print()
+        self._rows.append(row)
+
+    def _print(self) -> None:
+        if not self._rows:
+            return
+        page, first = Page(), self._rows[0]
+        page.heading(f"{first.operation}, {first.link}: {count_text(first.ranks, 'rank')}, {first.dtype}")
+        measured = [blocks.row(*_cells(row), tone="bad" if row.wrong else "") for row in self._rows if not row.problem]
+        page.table(blocks.Table(columns=_ROWS, rows=measured))
+        for row in self._rows:
+            if row.problem:
+                page.paragraph(f"{size_text(row.size_bytes)}: {row.problem}", "yellow")
         click.echo(page.text())
+        self._rows = []
 
     def end(self, rows: list[Row], result: Bandwidth | None, problem: str) -> None:
         """Print the fitted lines and write the file."""
+        self._print()
         fits = _fits(rows)
         page = Page()
         if fits:
             page.heading("lines t(S) = alpha + beta * S")
         lines = {key: fit for key, fit in fits.items() if fit.error <= _NO_LINE}
-        if lines:
-            page.paragraph(_line(_FITS, _FITS))
-        for (operation, link), fit in lines.items():
-            beta = fit.beta_s_per_byte
-            cells = _us(fit.alpha_s), f"{beta:.3g}", _gb(1 / beta) if beta else "-", f"{100 * fit.error:.0f} %"
-            page.paragraph(_line(_FITS, (operation, link, *cells)))
+        cells = [
+            blocks.row(
+                *(*key, _us(fit.alpha_s), f"{fit.beta_s_per_byte:.3g}"),
+                _gb(1 / fit.beta_s_per_byte if fit.beta_s_per_byte else None),
+                f"{100 * fit.error:.0f} %",
+            )
+            for key, fit in lines.items()
+        ]
+        page.table(blocks.Table(columns=_FITS, rows=cells))
         if without := [key for key in fits if key not in lines]:
             worst = max(fits[key].error for key in without)
             page.paragraph(
@@ -344,18 +354,12 @@ class BandwidthTable:
         }
 
 
-def _line(widths: Mapping[str, int], texts: Iterable[str]) -> str:
-    pairs = zip(texts, widths.values(), strict=True)
-    return " ".join(text.rjust(width) if width > 0 else text.ljust(-width) for text, width in pairs)
-
-
 def _cells(row: Row) -> list[str]:
     median_s, low_s, high_s = row.time_s, row.time_p20_s, row.time_p80_s
     assert median_s and low_s is not None and high_s is not None  # what has none has a problem to tell
     return [
         size_text(row.size_bytes),
         str(row.count),
-        re.sub(r"[a-z]+", lambda match: _SHORT[match[0]], row.dtype),
         _us(median_s),
         f"{100 * (low_s / median_s - 1):+.0f}/{100 * (high_s / median_s - 1):+.0f}%",
         _gb(row.algbw),

@@ -118,7 +118,7 @@ def _evidence(report: ProfileReport) -> Iterator[Section]:
     rows = [_part(depth, node, list(phases)) for depth, node in words.tree(report.evidence)]
     yield Section(
         name="anatomy",
-        title=f"where a step's time goes: mean of {words.count_text(report.steps, 'step')} (parts add up to what they are part of)",
+        title=f"where a step's time goes: mean of {words.count_text(report.steps, 'step')}, parts add up",
         blocks=[
             *blocks.stacks("Phases of a mean step", [(report.evidence.name, phases)], list(phases)),
             Table(columns=blocks.columns("part<", "ms>", "share>", "of the step<", "<"), rows=rows),
