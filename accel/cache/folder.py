@@ -9,8 +9,6 @@ import contextlib
 import os
 import re
 import sys
-import time
-from collections.abc import Iterator
 from pathlib import Path
 
 from accel import _imported_in
@@ -20,10 +18,8 @@ from accel.files import write_atomic
 VARIABLE = "ACCEL_CACHE"
 MOST_FILES = 200
 MOST_BYTES = 1 << 20
-_LEFTOVER_S = 3600.0
 # Nothing else is ever deleted, whatever folder the variable names.
 _OWN_NAME = re.compile(r"\w{1,40}-[0-9a-f]{24}\.json")
-_LEFTOVER = re.compile(rf"\.{_OWN_NAME.pattern}\.\w+\.tmp")
 
 
 class NoFolder(AccelError):
@@ -66,7 +62,7 @@ def read_file(path: Path) -> str | None:
     """
     if not path.exists():
         return None
-    if not path.is_file() or path.stat().st_size > MOST_BYTES:  # a pipe of that name must not hold the run up
+    if not path.is_file() or path.stat().st_size > MOST_BYTES:
         raise InvalidArgument("it is no ordinary file of less than a megabyte")
     return path.read_text(encoding="utf-8")
 
@@ -77,15 +73,15 @@ def write_file(path: Path, text: str) -> None:
     Raises:
         OSError: if the folder can't be written.
     """
-    # Not what a link points to: in a folder that others write in too, it could be any file of this user's. A pipe would
-    # be written into, which waits for a reader.
-    if path.is_symlink() or (path.exists() and not path.is_file()):
+    if path.is_symlink():  # in a folder that others write in too, it could lead to any file of this user's
         delete_file(path)
     write_atomic(path, text)
-    files = sorted(_files(path.parent), reverse=True)
-    own = [file for _, file in files if _OWN_NAME.fullmatch(file.name) and file != path]
-    leftovers = [file for age_s, file in files if _LEFTOVER.fullmatch(file.name) and age_s > _LEFTOVER_S]
-    for file in [*own[: max(0, len(own) + 1 - MOST_FILES)], *leftovers]:
+    own = []
+    for file in path.parent.iterdir():
+        with contextlib.suppress(OSError):  # another process may have deleted it
+            if _OWN_NAME.fullmatch(file.name) and file != path:
+                own.append((file.lstat().st_mtime, file))
+    for _, file in sorted(own, reverse=True)[MOST_FILES - 1 :]:
         delete_file(file)
 
 
@@ -93,14 +89,6 @@ def delete_file(path: Path) -> None:
     """Delete a file; one that can't be deleted stays."""
     with contextlib.suppress(OSError):
         path.unlink(missing_ok=True)
-
-
-def _files(folder: Path) -> Iterator[tuple[float, Path]]:
-    """Yield the files of a folder with their ages, s."""
-    now = time.time()
-    for file in folder.iterdir():
-        with contextlib.suppress(OSError):  # another process may have deleted it
-            yield now - file.lstat().st_mtime, file
 
 
 def file_name(title: str, digest: str) -> str:
