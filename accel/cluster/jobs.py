@@ -49,7 +49,6 @@ class JobView:
         max_replicas: most that it may be given, ≥ `min_replicas`.
         is_preemptible: whether its replicas may be moved or taken once it runs.
         service_s: GPU-seconds it has had.
-        restarts: how often its replicas have been changed.
         weight: how much its speed counts beside the others', > 0.
         deadline_s: when it is wanted, on the clock of `now_s`; None for no deadline.
 
@@ -64,7 +63,6 @@ class JobView:
     max_replicas: int = 64
     is_preemptible: bool = True
     service_s: float = 0.0
-    restarts: int = 0
     weight: float = 1.0
     deadline_s: float | None = None
 

@@ -18,7 +18,6 @@ from accel.cluster.policy import PolicyOptions, allocate
 from accel.cluster.scheduler import INTERVAL_S, Scheduler
 from accel.cluster.status import serve, table, to_html, to_json
 from accel.commands.jobs import FOLDER, opened_table
-from accel.commands.simulate import simulate
 from accel.errors import InvalidArgument
 from accel.files import write_atomic
 from accel.report.quiet_rich import Console
@@ -26,10 +25,7 @@ from accel.report.quiet_rich import Console
 
 @click.group()
 def cluster() -> None:
-    """Run many elastic jobs on one cluster, or simulate it."""
-
-
-cluster.add_command(simulate)
+    """Run many elastic jobs on one cluster."""
 
 
 @cluster.command()

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 from accel.cluster.jobs import Allocation, ClusterNode, JobView
-from accel.cluster.simulator import SimulatedJob
+from benchmarks.simulated_cluster.simulator import SimulatedJob
 
 QUEUE_S = 16 * 3600
 """GPU-seconds after which Tiresias puts a job into its second queue."""

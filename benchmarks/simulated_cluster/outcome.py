@@ -1,22 +1,20 @@
-"""What came of a simulation: times, fairness, what was lost to what; as numbers and JSON."""
+"""What came of a simulation: times and fairness."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
-from accel.cluster.profiles import Application
-from accel.cluster.simulator import ONE_BATCH, JobRules, SimulatedJob, Simulation, Submission
+from benchmarks.simulated_cluster.profiles import Application
+from benchmarks.simulated_cluster.simulator import ONE_BATCH, JobRules, SimulatedJob, Simulation, Submission
 
 
 @dataclass(frozen=True, kw_only=True)
 class SimulationOutcome:
     """Figures of a simulation; all times are in seconds."""
 
-    workload: str
     completion_s: dict[str, float]
     """From submission to the end, by job."""
     fairness: dict[str, float]
@@ -24,12 +22,6 @@ class SimulationOutcome:
     makespan_s: float
     gpu_hours: float
     restarts: int
-    waited_s: float
-    """Without replicas, all jobs together."""
-    stood_s: float
-    """Standing still in restarts."""
-    lost_s: float
-    """Trained once more after a node was lost."""
 
     @property
     def mean_s(self) -> float:
@@ -46,31 +38,21 @@ class SimulationOutcome:
         """Largest finish-time ratio."""
         return max(self.fairness.values())
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return what is written as JSON."""
-        means = {"mean_s": self.mean_s, "p99_s": self.p99_s, "worst_fairness": self.worst_fairness}
-        return {**means, **vars(self)}
 
-
-def outcome(simulation: Simulation, workload: str) -> SimulationOutcome:
+def outcome(simulation: Simulation) -> SimulationOutcome:
     """Return the figures of a simulation that has been run.
 
     Args:
         simulation: that has ended.
-        workload: its name.
     """
     jobs = simulation.jobs
     ends = {job.submission.name: float(job.finished_s or 0.0) for job in jobs}
     return SimulationOutcome(
-        workload=workload,
         completion_s={job.submission.name: ends[job.submission.name] - job.submission.time for job in jobs},
         fairness=fairness(jobs, sum(node.gpus for node in simulation.nodes), simulation.interval_s),
         makespan_s=max(ends.values()) - min(job.submission.time for job in jobs),
         gpu_hours=sum(job.service_s for job in jobs) / 3600,
         restarts=sum(max(job.restarts, 0) for job in jobs),
-        waited_s=sum(job.waited_s for job in jobs),
-        stood_s=sum(job.stood_s for job in jobs),
-        lost_s=sum(job.lost_s for job in jobs),
     )
 
 
