@@ -15,7 +15,6 @@ class ThreadShare:
     """How a thread spent its time, as shares that add up to 1."""
 
     run: float
-    """On a core."""
     wait: float
     """Ready to run, but every core was taken."""
     blocked: float
@@ -131,8 +130,6 @@ class TraceSummary:
     elementwise_share: float
     operators_ms: float | None = None
     """Of all operators on the host, tracing overhead included; None where their work ran on a device."""
-    kinds: dict[str, dict[str, float]] = field(default_factory=dict)
-    """`backward`, or `forward` with the loss → kind of operator → share of its operators' time; {} on a device."""
     dtypes: dict[str, float] = field(default_factory=dict)
     """Share of matmul time by dtype."""
     busy_ms: float | None = None
@@ -189,7 +186,6 @@ class Evidence:
     cores: int = 1
     """Cores this process may use."""
     threads: int = 1
-    """Intra-op threads in these steps."""
     loop_threads: int | None = None
     """Those of the loop, where fewer were used to measure since others held cores."""
     device: str = "cpu"
@@ -198,7 +194,6 @@ class Evidence:
     local_world_size: int = 1
     """Ranks on this host."""
     thread: ThreadShare | None = None
-    """The training thread."""
     data_thread: ThreadShare | None = None
     """The training thread while it waited for data."""
     foreign_cores: float | None = None
@@ -218,7 +213,6 @@ class Evidence:
     dtype: str = "float32"
     """Most common dtype of the parameters."""
     anomaly_mode: bool = False
-    """torch.autograd.set_detect_anomaly is on."""
     ddp_wait_share: float | None = None
     """Share of the steps' time in DDP's all-reduce that the backward pass did not hide; None without DDP. In `steps` it
     is part of backward."""
@@ -229,7 +223,6 @@ class Evidence:
     unused_search_share: float = 0.0
     """Share of the steps' time in which DDP looks for unused parameters, and finds none."""
     bucket_bytes: list[int] = field(default_factory=list)
-    """Of DDP's buckets."""
     host_ms: dict[str, float] = field(default_factory=dict)
     """Phase → ms per step by the host's clock, where `steps` have a GPU's times; {} where they have the host's."""
     trace: TraceSummary | None = None

@@ -24,7 +24,7 @@ from accel.profiler.interruptions import Tolerated, ours
 if TYPE_CHECKING:
     import torch
 
-TICK_S = 1 / os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 0.01
+TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 
 
 @dataclass(frozen=True)
@@ -38,9 +38,8 @@ class ThreadTime:
 
     def plus(self, before: ThreadTime, later: ThreadTime) -> ThreadTime:
         """Return these times and what two readings of a thread lie apart."""
-        return ThreadTime(
-            self.at + later.at - before.at, self.run + later.run - before.run, self.wait + later.wait - before.wait
-        )
+        more_s, ran_s, waited_s = later.at - before.at, later.run - before.run, later.wait - before.wait
+        return ThreadTime(self.at + more_s, self.run + ran_s, self.wait + waited_s)
 
     def share_until(self, later: ThreadTime) -> ThreadShare | None:
         """Return the shares between two readings, or None if they are less than a millisecond apart."""
@@ -99,22 +98,16 @@ _UNSURE = 0.1
 
 
 def free_cores(cores: int, held: float) -> int:
-    """Return how many of the cores others leave free, at least one.
-
-    Args:
-        cores: that this process may use.
-        held: by others, as of `CrowdMeter.cores`.
-    """
+    """Return how many of the cores `held` by others, as of `CrowdMeter.cores`, are free, at least one."""
     return max(1, cores - max(0, math.ceil(held - _UNSURE)))
 
 
 def seconds_since_start(proc: Path = Path("/proc")) -> float:
     """Return how long this process has been running, s; 0.0 where the system doesn't say when it began."""
-    try:
+    with contextlib.suppress(OSError, IndexError, ValueError):
         fields = (proc / "self" / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
         return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - float(fields[19]) * TICK_S)
-    except (OSError, AttributeError, IndexError, ValueError):
-        return 0.0
+    return 0.0
 
 
 def cpu_name() -> str:
@@ -143,11 +136,9 @@ def has_amx() -> bool:
     return False
 
 
-def own_cores(pid: int = 0) -> frozenset[int]:
-    """Return the cores that a process may run on; this one's by default."""
-    if hasattr(os, "sched_getaffinity"):
-        return frozenset(os.sched_getaffinity(pid))
-    return frozenset(range(os.cpu_count() or 1))
+def own_cores() -> frozenset[int]:
+    """Return the cores that this process may run on."""
+    return frozenset(os.sched_getaffinity(0))
 
 
 def available_memory(root: Path = cgroup.ROOT) -> int | None:
@@ -209,10 +200,6 @@ class CrowdMeter:
 
     The run is this process, its descendants, and, under a launcher, the descendants of its parent: the other ranks.
     Under a quota smaller than these cores it reports nothing: what others leave free may be all that the quota allows.
-
-    Args:
-        launched: a launcher has started this process.
-        proc: the mount point of procfs.
     """
 
     def __init__(self, *, launched: bool = False, proc: Path = Path("/proc")) -> None:
@@ -225,7 +212,7 @@ class CrowdMeter:
         busy = _busy_seconds(self._proc, cores) if quota is None or quota >= len(cores) else None
         if busy is None:
             return None
-        return _Reading(time.perf_counter(), cores, busy, _tree_seconds(self._proc, self._top, cores))
+        return _Reading(time.perf_counter(), cores, busy, _tree_seconds(self._proc, self._top))
 
     def cores(self) -> float | None:
         """Return the cores that others kept busy since the last call, or None if that can't be determined."""
@@ -255,8 +242,8 @@ def _busy_seconds(proc: Path, cores: frozenset[int]) -> float | None:
     return busy * TICK_S if matched else None
 
 
-def _tree_seconds(proc: Path, top: int, cores: frozenset[int]) -> float:
-    """Return the seconds that `top` and its descendants, ended ones included, have run on `cores`."""
+def _tree_seconds(proc: Path, top: int) -> float:
+    """Return the seconds that `top` and its descendants, ended ones included, have run."""
     parents: dict[int, tuple[int, float]] = {}
     for entry in os.listdir(proc):
         if not entry.isdigit():
@@ -272,13 +259,5 @@ def _tree_seconds(proc: Path, top: int, cores: frozenset[int]) -> float:
         while ancestor in parents and ancestor != top:
             ancestor = parents[ancestor][0]
         if ancestor == top:
-            total += parents[pid][1] * _share_on(pid, cores)
+            total += parents[pid][1]
     return total
-
-
-def _share_on(pid: int, cores: frozenset[int]) -> float:
-    """Return the share of the cores that a process may run on that are in `cores`."""
-    with Tolerated("a process has ended"):
-        allowed = own_cores(pid)
-        return len(allowed & cores) / len(allowed)
-    return 1.0

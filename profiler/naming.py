@@ -16,7 +16,7 @@ from accel.profiler.bottleneck import Bottleneck
 from accel.profiler.diagnose import anatomy as anatomies
 from accel.profiler.diagnose import consistency
 from accel.profiler.diagnose.anatomy import Anatomy
-from accel.profiler.diagnose.causes import CROWDS
+from accel.profiler.diagnose.causes import CROWDS, PHASES_OF
 from accel.profiler.diagnose.consistency import PhaseShares
 from accel.profiler.diagnose.findings import SURE, WORTH, collected, finding, thread_text
 from accel.profiler.diagnose.rules import RULES
@@ -41,15 +41,6 @@ saved. The faults of the matrix were 0.2 and more, and their savings 0.37."""
 THROTTLED = 0.1
 """Share of throttled quota periods, above which a run that waits for a core waits for its own quota."""
 OVERLAP = "two causes overlap within noise"
-PHASES_OF = {
-    Bottleneck.INPUT: ("data",),
-    Bottleneck.TRANSFER: ("copy",),
-    Bottleneck.COMPUTE: ("forward", "loss", "backward"),
-    Bottleneck.COMMUNICATION: ("communication",),
-    Bottleneck.OPTIMIZER: ("optimizer",),
-    Bottleneck.OUTSIDE: ("outside", "evaluation"),
-}
-"""Class → its phases, for the classes that have some."""
 
 
 @dataclass
@@ -62,8 +53,6 @@ class Diagnosis:
     borderline: list[Finding] = field(default_factory=list)
     """What may be a cause or none; the largest first."""
     refused: str = ""
-    retracted: list[str] = field(default_factory=list)
-    """Findings that contradicted the phases, a sentence each."""
     collected: float = 0.0
     """Share of the step that the garbage collector takes, worth a finding or not."""
     crowd: Finding | None = None
@@ -101,10 +90,10 @@ def diagnose(evidence: Evidence, *, min_steps: int = MIN_STEPS) -> Diagnosis:
     if any(f.cause == "launch.small_ops" and _is_sure(f, beside_others) for f in findings):
         # The update is part of that.
         findings = [f for f in findings if f.cause != "optimizer.update"]
-    findings, result.retracted = consistency.check(findings, PhaseShares.of_anatomy(anatomy))
+    findings = consistency.within_phases(findings, PhaseShares.of_anatomy(anatomy))
     result.findings = ordered([f for f in findings if _is_sure(f, beside_others)])
     result.borderline = ordered([f for f in findings if f not in result.findings])
-    result.refused = refusal(result.findings, result.retracted)
+    result.refused = too_close(result.findings)
     return result
 
 
@@ -139,11 +128,6 @@ def too_close(findings: Sequence[Finding]) -> str:
     return (
         f"{OVERLAP}: {findings[0].cause} ({first.value:.0%} of the step) and {findings[1].cause} ({second.value:.0%})"
     )
-
-
-def refusal(findings: Sequence[Finding], retracted: Sequence[str]) -> str:
-    """Say why there is no verdict: every finding was retracted, or two causes can't be put in order."""
-    return retracted[0] if retracted and not findings else too_close(findings)
 
 
 def _crowded(evidence: Evidence) -> Finding | None:

@@ -4,13 +4,12 @@ A meeting is held by all ranks or by none. Rank 0 closes it once all have come, 
 long; an atomic count decides who was first, and that rank's outcome holds for all, those that come later included. No
 collective can do that: a gloo group breaks for good at its first timeout, its ranks may learn of it at different steps,
 and `monitored_barrier` tells rank 0 alone who was missing. Nothing but the store takes part, so neither a GPU nor the
-user's groups are touched, and a failed meeting leaves no collective half open for the user's next one to trip over.
-
-A meeting costs each rank a few operations on the store, and rank 0 one more for each rank: O(ranks) in all.
+user's groups are touched, and a failed meeting leaves no collective half open for the user's next one to trip over. A
+meeting costs O(ranks) operations on the store.
 
 A rank that is long at work on its way to a meeting, compiling say, shows that it is alive (`SignsOfLife`): a thread
 counts up a number in the store. Rank 0 waits as long as the numbers of all that are missing grow, and counts up its
-own, which is all that the others look at. So it stays O(ranks) for each time that the patience runs out.
+own, which is all that the others look at.
 """
 
 from __future__ import annotations
@@ -75,8 +74,6 @@ class Rendezvous:
         size: number of ranks.
         patience_s: how long to wait for a rank that does not come.
         remedy: what to do about it, the end of a sentence.
-        clock: seconds, monotonic.
-        sleep: waits for some seconds.
     """
 
     def __init__(
@@ -161,11 +158,7 @@ class Rendezvous:
             return bool(self.store.check([self.key(rank, self._number - 1) for rank in range(self.size)]))
 
     def leave(self, why: str) -> None:
-        """Announce that this rank comes to no more meetings; the others learn it at once at the next.
-
-        Args:
-            why: a sentence without its end.
-        """
+        """Announce that this rank comes to no more meetings, and why, in a sentence without its end."""
         with contextlib.suppress(RuntimeError):  # without a store there is nobody to notify
             for _ in range(2):  # the present meeting may have been closed by another rank, with an answer
                 if self._claim():
@@ -277,11 +270,7 @@ class SignsOfLife:
             self._grow(0, 1)
 
     def is_shown_by_all(self, posts: Sequence[str]) -> bool:
-        """Tell whether all that are waited for have been alive since the last look.
-
-        Args:
-            posts: keys that are in the store once a rank has come.
-        """
+        """Tell whether all of whom no post is in the store have been alive since the last look."""
         waits_for = [0] if self._meetings.rank else [r for r, key in enumerate(posts) if not self._store.check([key])]
         before, self._known = self._known, {rank: self._grow(rank, 0) for rank in waits_for}
         return all(count > before.get(rank, 0) for rank, count in self._known.items())

@@ -57,9 +57,8 @@ class ReportHead:
 
     schema: int = SCHEMA
     started: str = ""
-    """Start of the run, ISO 8601 with offset."""
+    """ISO 8601, with offset."""
     command: str = ""
-    """The command line of the run."""
     unseen: list[str] = field(default_factory=list)
     """What could not be measured, one sentence each."""
     next_step: NextStep | None = None
@@ -87,11 +86,9 @@ class Finding:
     bottleneck: str
     """The bottleneck's class, e.g. `input`."""
     title: str
-    """What is wrong, one clause."""
     why: list[str]
     """The evidence, one sentence each, numbers included."""
     remedy: str
-    """What to do."""
     strategy: str = ""
     """The strategy of `accel.optimize` that applies the remedy, '' if none."""
     share: float = 0.0
@@ -202,7 +199,6 @@ class ProfileReport(ReportHead):
     """Mean."""
     samples_per_s: float | None = None
     wall_s: float = 0.0
-    """From the beginning of the script to its end."""
     experiments: list[Experiment] = field(default_factory=list)
     ranks: list[RankRow] = field(default_factory=list)
     timeline: list[StepRow] = field(default_factory=list)

@@ -13,7 +13,6 @@ import os
 import signal
 import sys
 import types
-import weakref
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -185,14 +184,11 @@ def _passes_on(entry: TracebackType) -> bool:
 
 
 class UnwindOnTermination:
-    """A handler of SIGTERM in place of the default one: it unwinds the script, so that the report can be written.
+    """A handler of SIGTERM in place of the default one: it unwinds the script once, so that the report can be written.
 
     A script's own handler stays. One that the script sets later may call the one that was there, as chained handlers
     do; the default one is no function, so nothing is called then. Called by another handler, this one does nothing
     either: raised there, its error would tear the step apart that the other one lets end.
-
-    It unwinds once: a second signal ends the process. So does the first one if the script catches the error that was to
-    unwind it, by a bare `except` say, and goes on.
 
     Attributes:
         has_come: the signal has come, and the script was to be unwound.
@@ -200,7 +196,6 @@ class UnwindOnTermination:
 
     def __init__(self) -> None:
         self.has_come = False
-        self._unwinding: weakref.ref[_TerminatedError] | None = None
         self._process: int | None = None
         """The one whose script is to be unwound."""
 
@@ -226,14 +221,5 @@ class UnwindOnTermination:
         if not has_script:
             os.kill(os.getpid(), number)
             return
-        self.has_come, error = True, _TerminatedError()
-        self._unwinding = weakref.ref(error, self._caught)
-        try:
-            raise error
-        finally:
-            del error  # else it would hold itself, by its traceback, for as long as the collector lets it
-
-    def _caught(self, unwinding: object) -> None:
-        """End the process if the script still runs: nothing holds the error any more, so nothing will unwind it."""
-        if os.getpid() == self._process and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
-            os.kill(os.getpid(), signal.SIGTERM)
+        self.has_come = True
+        raise _TerminatedError

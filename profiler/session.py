@@ -51,7 +51,7 @@ class ProfileSession:
         confirm: test the suspects by experiments, and compute with fewer threads where others hold cores.
         trace_file: where the Chrome trace of the window goes; None writes none.
         exchange: the other ranks. They train in step with this one, so all try the same at the same steps.
-        loaders: loaders that iterate in their own way, each with the class of its iterators; see `Recorder`.
+        loaders: loaders that iterate in their own way, each with the class of its iterators.
         thread: the one that trains, by Python's and by the system's id; default this one.
     """
 
@@ -76,8 +76,6 @@ class ProfileSession:
         self.stage = "warm-up"
         self._learns_until = 0
         """The step until which each update tells something about the loop's lines."""
-        self._ends_at: int | None = None
-        """The step from which on none is kept, as the threads are others."""
         self._confirm = confirm
         self._trace_file = trace_file if exchange.rank == 0 else None
         self._trace: TraceSummary | None = None
@@ -89,7 +87,7 @@ class ProfileSession:
         """Start profiling; the loop may start now."""
         next(self._course)
         self.recorder.delivery.on_step = self._course.send
-        self.recorder.delivery.on_segment = self._sample
+        self.recorder.delivery.on_segment = self.instruments.sample
         self.recorder.start()
         self.instruments.start()
 
@@ -147,15 +145,13 @@ class ProfileSession:
         self.recorder.delivery.deferred = True
         self.instruments.sampler.interval_s = WATCH_S
         while True:
-            measured = yield
-            if self._ends_at is None or measured.step < self._ends_at:  # read from the tape, long after
-                self._keep(measured)
+            self._keep((yield))
 
     def _limit_threads(self) -> Course:
         """Let no more threads compute than there are free cores; steps that have passed until then count without."""
         while not self._limit.begin():
             self.steps.append((yield))
-        if self._limit.is_on:
+        if self._limit.threads is not None:
             self.steps.clear()
 
     def _observed_enough(self, seconds: float) -> bool:
@@ -171,14 +167,6 @@ class ProfileSession:
             self.instruments.learn_lines()
         if not deferred:
             self.instruments.sample(workers=measured.step % _WORKERS_EVERY == 0)
-
-    def _sample(self) -> None:
-        """Take the readings of a segment's steps; watch no more once the threads are the loop's own again."""
-        self.instruments.sample()
-        if self.stage == "watching" and self._limit.ends():
-            self._ends_at = self.recorder.delivery.steps
-            self.instruments.watch(False)
-            self.stage = "watched"
 
     def _try(self) -> Course:
         # No experiment needs the roofline, and measuring it evicts the loop's data from the caches: it comes last.

@@ -11,13 +11,6 @@ def write(text: str, end: str = "\n") -> None:
     """Write to stderr at once; as in Python itself, nothing comes of it if there is none, or the script has closed it.
 
     Nor if writing fails in any other way: a script may put an object of its own in the place of stderr.
-
-    Args:
-        text: what is written.
-        end: what follows it; default a new line.
-
-    Example:
-        >>> write("accel: kept channels_last")
     """
     if sys.stderr is not None:  # print() would write to stdout then
         with contextlib.suppress(Exception):
@@ -25,12 +18,7 @@ def write(text: str, end: str = "\n") -> None:
 
 
 def warn(text: str, stacklevel: int) -> None:
-    """Warn the user; where Python raises instead (`-W error`), the text goes to stderr, and the run goes on.
-
-    Args:
-        text: what the user is told.
-        stacklevel: as `warnings.warn` takes it, counted from the caller.
-    """
+    """Warn the user; where Python raises instead (`-W error`), the text goes to stderr, and the run goes on."""
     try:
         warnings.warn(text, RuntimeWarning, stacklevel=stacklevel + 1)
     except Warning:

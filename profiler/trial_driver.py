@@ -4,10 +4,6 @@ A comparison is a generator. It yields the `Block` that is to run next, is sent 
 and returns a `TrialResult`. It knows neither the loop nor what A and B are: whoever drives it switches between the two,
 runs the steps and sends their times (`drive`, for a loop that is a generator itself). To give a trial up, drop it.
 
-    by_blocks          A B B A A B B A …, blocks of steps: for whatever can be switched between two steps
-    by_epochs          the same with whole epochs, for what takes effect when an epoch begins
-    before_and_after   all of A, then all of B: for what can't be switched back
-
 What is much slower shows in its first two steps, on a GPU in its first block, which then end the trial. The statistics
 are those of `accel.profiler.trial`.
 """
@@ -141,9 +137,7 @@ def by_blocks(
 def by_epochs(config: TrialConfig, *, phase: str = "") -> Comparing:
     """Compare whole epochs, each with its beginning: what counts is the mean step.
 
-    Args:
-        config: the statistics.
-        phase: what B can shorten. Where it takes less than `drop_gain` of the first epoch, there is nothing to win.
+    `phase` is what B can shorten: where it takes less than `drop_gain` of the first epoch, there is nothing to win.
     """
     trial = Trial(config, reduce=statistics.fmean)
     took_s = {"A": 0.0, "B": 0.0}
@@ -235,10 +229,7 @@ def settling_cost(settling: Sequence[float], step_s: float) -> float:
 def _is_much_slower(plain: Sequence[float], slower: Sequence[float], reduce: Reduce | None) -> bool:
     """Tell whether B's first steps are much slower than A's, by all of them.
 
-    Args:
-        plain: seconds of A's.
-        slower: seconds of B's.
-        reduce: the level of a whole block; None where it is two steps. The median must agree: one stall moves a mean.
+    `reduce` is the level of a whole block; None where it is two steps. The median must agree: one stall moves a mean.
     """
     if reduce is None:
         return min(slower) > _MUCH_SLOWER * max(plain)

@@ -187,7 +187,7 @@ class RunJob(ScriptJob):
             from accel.script.training import ScriptTraining
 
         whole = "run it with --report FOLDER"
-        self._training = ScriptTraining(self._options, self._thread, whole, from_start=True)
+        self._training = ScriptTraining(self._options, self._thread, whole)
         self._training.start()
 
     def leave_alone(self) -> None:

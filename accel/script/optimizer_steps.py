@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from threading import get_ident
 from typing import Any
@@ -28,7 +28,6 @@ class OptimizerSteps:
         optimizer: has just stepped for the first time.
         batches: how many the script has been given so far.
         called: called before each call with gradients of a module that may be the one it trains.
-        registered: returns modules among which those may be.
 
     Attributes:
         parameters: the identities of those that it trains.
@@ -36,18 +35,12 @@ class OptimizerSteps:
         from_loader: batches came from a loader between the last two steps.
     """
 
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        batches: int,
-        called: Callable[[], None],
-        registered: Callable[[], Sequence[nn.Module]] = lambda: (),
-    ) -> None:
+    def __init__(self, optimizer: Optimizer, batches: int, called: Callable[[], None]) -> None:
         self.optimizer = optimizer
         self.parameters = parameters_of(optimizer)
         self.from_loader = False
         self._batches, self._steps = batches, 1
-        self._modules = CalledModules(partial(_counting, called), partial(_counting_hooks, called), registered)
+        self._modules = CalledModules(partial(_counting, called), partial(_counting_hooks, called))
         self._modules.learn(optimizer, self._steps)
         self.roots = self._modules.modules
 

@@ -20,7 +20,6 @@ from torch.optim.optimizer import Optimizer
 from accel import entry, startup
 from accel.optimized import MODELS
 from accel.profiler.interruptions import ours
-from accel.profiler.loop.called_modules import RegisteredModules
 from accel.profiler.loop.steps import is_between_steps, is_described
 from accel.profiler.loop.update_hooks import UPDATES
 from accel.run import ranks
@@ -47,7 +46,6 @@ class ScriptTraining:
         thread: the one that runs the script.
         whole: how to see the whole report, where it goes to no file.
         earlier: models that were optimized before these; reports are numbered on from them.
-        from_start: it begins before the script makes any module, so that all can be noted.
 
     Attributes:
         updates: steps of optimizers in that thread.
@@ -56,21 +54,12 @@ class ScriptTraining:
         has_failed: accel itself failed, and the script goes on without it.
     """
 
-    def __init__(
-        self,
-        options: dict[str, Any],
-        thread: int,
-        whole: str,
-        earlier: int = 0,
-        *,
-        from_start: bool = False,
-    ) -> None:
+    def __init__(self, options: dict[str, Any], thread: int, whole: str, earlier: int = 0) -> None:
         self.updates = self.updates_elsewhere = 0
         self.has_failed = False
         self.loaders = ScriptLoaders(thread)
         self.models = ScriptModels(options, whole, earlier)
         self._thread = thread
-        self._registered, self._from_start = RegisteredModules(), from_start
         self._was_launched = ranks.are_launched()
         self._learning: dict[int, OptimizerSteps] = {}
         """Optimizers that have stepped, by id, until what they train is known. They are held, so they are few."""
@@ -93,14 +82,11 @@ class ScriptTraining:
         self.loaders.on_new, self.loaders.on_request = self.models.follow, self._between_steps
         self.loaders.on_later = self._stand_back
         self.loaders.start()
-        if self._from_start:
-            self._registered.start()
         self._forget_updates = UPDATES.add(after=self._updated)
 
     def stop(self) -> None:
         """Restore torch and the script's objects; what has been optimized stays so."""
         self.loaders.stop()
-        self._registered.stop()
         self._forget_updates()
         self._release()
 
@@ -179,7 +165,7 @@ class ScriptTraining:
             self._waiting.add(optimizer)
             return
         self._looks += 1
-        steps = OptimizerSteps(optimizer, self.loaders.delivered, self._called, self._registered.seen)
+        steps = OptimizerSteps(optimizer, self.loaders.delivered, self._called)
         if any(entry.optimized(root) for root in steps.roots) or not steps.roots:
             steps.release()  # its model's session meets it too; parameters of no module are nobody's
             return

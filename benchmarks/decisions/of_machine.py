@@ -108,8 +108,8 @@ FAULTS = [
         ("tests/profiler/test_consistency.py",),
         contradictions_stand=(
             "leaves findings that the phases contradict",
-            "check",
-            lambda right: lambda findings, shares: (list(findings), []),
+            "within_phases",
+            lambda right: lambda findings, shares: list(findings),
         ),
     ),
     *faults(

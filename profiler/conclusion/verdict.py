@@ -54,7 +54,7 @@ def build_report(evidence: Evidence, diagnosis: Diagnosis) -> ProfileReport:
         gpus=evidence.gpus,
         host=_host(evidence),
         trace_file=trace.file if trace else "",
-        unseen=[*evidence.unseen, *(sentence for sentence in diagnosis.retracted if sentence not in evidence.unseen)],
+        unseen=list(evidence.unseen),
         beside=_beside(evidence, diagnosis),
     )
     conclude(report, anatomy)
@@ -81,23 +81,16 @@ def _beside(evidence: Evidence, diagnosis: Diagnosis) -> str:
 
 
 def conclude(report: ProfileReport, anatomy: Anatomy) -> None:
-    """Write the verdict and the next steps, without findings that contradict the evidence and with savings capped."""
-    _retract(report, anatomy)
+    """Write the verdict and the next steps, with findings that fit the phases."""
+    if report.evidence is not None:
+        report.findings = naming.ordered(consistency.within_phases(report.findings, PhaseShares.of_anatomy(anatomy)))
+        if not report.refused or report.refused.startswith(naming.OVERLAP):
+            report.refused = naming.too_close(report.findings)
     report.bottleneck = "" if report.refused else report.findings[0].bottleneck if report.findings else "none"
     report.verdict = _verdict(report, anatomy)
     report.next = [
         f"{f.remedy} (accel.optimize tries it: {f.strategy})" if f.strategy else f.remedy for f in report.findings
     ] or _nothing_to_do(report)
-
-
-def _retract(report: ProfileReport, anatomy: Anatomy) -> None:
-    if report.evidence is None:
-        return
-    kept, retracted = consistency.check(report.findings, PhaseShares.of_anatomy(anatomy))
-    report.findings = naming.ordered(kept)  # once more: what an experiment saves may have been capped
-    report.unseen += [sentence for sentence in retracted if sentence not in report.unseen]
-    if not report.refused or report.refused.startswith(naming.OVERLAP):
-        report.refused = naming.refusal(report.findings, retracted)
 
 
 def _verdict(report: ProfileReport, anatomy: Anatomy) -> str:
@@ -148,7 +141,7 @@ def tree(evidence: Evidence, anatomy: Anatomy) -> Node:
         elif phase == "outside":
             parts = _outside_parts(anatomy, node)
         else:
-            parts = _parts(evidence, anatomy, phase, node)
+            parts = _parts(anatomy, phase, node)
         on_host = evidence.host_ms.get(phase)
         phrase = f"; the host is in it for {on_host:.3g} ms" if on_host else ""
         children.append(node(phase, share, MEANING[phase] + phrase, parts))
@@ -169,38 +162,22 @@ def _data_parts(evidence: Evidence, anatomy: Anatomy, node: Any) -> list[Node]:
     ]
 
 
-def _parts(evidence: Evidence, anatomy: Anatomy, phase: str, node: Any) -> list[Node]:
+def _parts(anatomy: Anatomy, phase: str, node: Any) -> list[Node]:
     """Return the parts of a phase of the model, the loop's own code included."""
     batches, own = anatomy.batches.get(phase, 0.0), anatomy.own_code.get(phase, 0.0)
     parts = [node(BATCHES, batches, "by sampled lines")] if batches else []
     parts += [node(OWN_CODE, own, "in no operator, by the trace of two steps")] if own else []
-    works = anatomy.works(phase)
-    kinds = evidence.trace.kinds.get(phase) if evidence.trace is not None else None
-    if kinds and not anatomy.own_unplaced:
-        return parts + _computing_parts(kinds, works, node)
-    return [*parts, node("the rest", works)] if parts else []
-
-
-def _computing_parts(kinds: Mapping[str, float], share: float, node: Any) -> list[Node]:
-    """Return the parts of a forward or backward pass, by the trace of its own operators."""
-    product, elementwise = kinds.get("matmul", 0.0), kinds.get("elementwise", 0.0)
-    return [
-        node("matrix products and convolutions", share * product, "by the trace of two steps"),
-        node("element-wise work", share * elementwise),
-        node("other operators", share * max(0.0, 1.0 - product - elementwise)),
-    ]
+    return [*parts, node("the rest", anatomy.works(phase))] if parts else []
 
 
 def _kinds_of_step(evidence: Evidence, anatomy: Anatomy) -> str:
-    """Describe the model's phases together, where the trace can't resolve each of them."""
+    """Describe the model's phases together, by the trace."""
     trace = evidence.trace
     if trace is None:
         return ""
     if anatomy.own_unplaced:
         own = f"{anatomy.own_unplaced * anatomy.step_s * 1e3:.3g} ms of forward, loss and backward"
         return f"; {own} are in no operator, by the trace of two steps"
-    if trace.kinds:
-        return ""
     products, elementwise = f"{trace.matmul_share:.0%} matrix products", f"{trace.elementwise_share:.0%} element-wise"
     return f"; of the model's operators {products}, {elementwise}, by the trace of two steps"
 
@@ -365,7 +342,7 @@ def judge(
     why_untried: Callable[[Finding], str],
     shares: Mapping[str, float] | None = None,
 ) -> list[str]:
-    """Add the results of the experiments to a diagnosis, in place.
+    """Add the results of the experiments to a diagnosis, in place, and return a sentence for each finding dropped.
 
     Args:
         diagnosis: from the evidence of the whole run.
@@ -373,9 +350,6 @@ def judge(
         suspected: findings from before the experiments; one that an experiment has confirmed is kept.
         why_untried: says why there was no experiment for a finding.
         shares: cause → its share of the whole run, for causes that have no phases.
-
-    Returns:
-        A sentence for each finding that was dropped.
     """
     earlier, dropped = _confirmed_earlier(diagnosis, experiments, suspected, shares or {})
     kept = []

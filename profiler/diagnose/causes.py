@@ -6,6 +6,16 @@ from dataclasses import dataclass
 
 from accel.profiler.bottleneck import Bottleneck
 
+PHASES_OF = {
+    Bottleneck.INPUT: ("data",),
+    Bottleneck.TRANSFER: ("copy",),
+    Bottleneck.COMPUTE: ("forward", "loss", "backward"),
+    Bottleneck.COMMUNICATION: ("communication",),
+    Bottleneck.OPTIMIZER: ("optimizer",),
+    Bottleneck.OUTSIDE: ("outside", "evaluation"),
+}
+"""Class → its phases, for the classes that have some."""
+
 
 @dataclass(frozen=True)
 class Cause:
@@ -17,8 +27,8 @@ class Cause:
     remedy: str
     strategy: str = ""
     """Strategy of `accel.optimize` that applies the remedy."""
-    phases: tuple[str, ...] = ()
-    """The phases whose time it takes and its remedy can save; () where it slows the whole step down."""
+    own_phases: tuple[str, ...] | None = None
+    """The phases whose time it takes, where these are not those of its class; () where it slows the whole step down."""
     otherwise: str = ""
     """The cause of the same time where an experiment clears this one."""
 
@@ -26,6 +36,11 @@ class Cause:
     def bottleneck(self) -> Bottleneck:
         """The class."""
         return Bottleneck(self.name.split(".")[0])
+
+    @property
+    def phases(self) -> tuple[str, ...]:
+        """The phases whose time it takes and its remedy can save."""
+        return PHASES_OF.get(self.bottleneck, ()) if self.own_phases is None else self.own_phases
 
 
 _ALL = (
@@ -35,7 +50,6 @@ _ALL = (
         "move the work to worker processes (num_workers), do it once and store the result, or do it on whole batches "
         "(a dataset with __getitems__)",
         "loader_workers",
-        phases=("data",),
     ),
     Cause(
         "input.storage",
@@ -43,59 +57,55 @@ _ALL = (
         "read ahead in worker processes or threads; more of them than cores is right for waiting, or keep the data "
         "in memory",
         "loader_workers",
-        phases=("data",),
     ),
     Cause(
         "input.workers",
         "the loader's workers are all busy computing and still too slow",
         "more workers if cores are free; otherwise a cheaper transform, or one done once and stored",
-        phases=("data",),
     ),
     Cause(
         "input.worker_storage",
         "the loader's workers sleep in storage or network calls",
         "more workers (they sleep, so more than cores is right), larger reads, a faster or nearer store",
-        phases=("data",),
     ),
     Cause(
         "input.handover",
         "taking batches over from the loader's workers costs the training process",
         "fewer and larger tensors in a batch; for cheap samples, no workers, or "
         "accel.ContinuousLoader(loader), which finds out what is fastest",
-        phases=("data",),
     ),
     Cause(
         "input.epoch_start",
         "each epoch begins with a wait for the loader's workers",
         "accel.ContinuousLoader(loader), whose workers go on across epochs, or persistent_workers=True",
         "loader_workers",
-        phases=("data", "forward", "loss", "backward", "optimizer"),
+        own_phases=("data", "forward", "loss", "backward", "optimizer"),
     ),
     Cause(
         "input.collate",
         "putting samples together into a batch takes most of the wait",
         "a vectorised collate_fn, or samples that are tensors of one shape already",
         "loader_workers",
-        phases=("data",),
     ),
     Cause(
         "input.iterator",
         "the loop's own iterator or function makes each batch while the model waits",
         "make batches ahead of time, in another thread, or in a torch.utils.data.DataLoader with workers",
-        phases=("host", "forward", "loss", "outside"),
+        own_phases=("host", "forward", "loss", "outside"),
     ),
     Cause(
         "transfer.pageable",
         "the device waits for copies from the host",
         "pin_memory=True in the loader and .to(device, non_blocking=True), one batch ahead",
         "pin_memory",
+        own_phases=(),
     ),
     Cause(
         "launch.small_ops",
         "many small operations: starting them takes longer than doing them",
         "a larger batch, torch.compile, or CUDA graphs",
         "torch_compile",
-        phases=("forward", "loss", "backward", "optimizer"),
+        own_phases=("forward", "loss", "backward", "optimizer"),
     ),
     Cause(
         "sync.read",
@@ -107,59 +117,57 @@ _ALL = (
         "computation runs on fewer threads than there are idle cores",
         "torch.set_num_threads(cores), or drop OMP_NUM_THREADS",
         "intraop_threads",
-        phases=("forward", "loss", "backward", "optimizer"),
+        own_phases=("forward", "loss", "backward", "optimizer"),
     ),
     Cause(
         "compute.float64",
         "the model computes in double precision",
         "float32 (model.float(), and data to match) unless the problem needs more",
-        phases=("forward", "loss", "backward", "optimizer"),
+        own_phases=("forward", "loss", "backward", "optimizer"),
     ),
     Cause(
         "compute.anomaly",
         "autograd's anomaly detection is on",
         "torch.autograd.set_detect_anomaly(False) outside of debugging",
-        phases=("forward", "loss", "backward"),
     ),
     Cause(
         "memory.bound",
         "element-wise operations on large tensors: memory bandwidth is the limit",
         "fuse them (torch.compile), fewer passes, or a 16-bit dtype",
         "torch_compile",
-        phases=("forward", "loss", "backward"),
+        own_phases=("forward", "loss", "backward"),
     ),
     Cause(
         "communication.exposed",
         "gradients are exchanged longer than the backward pass can hide",
         "fewer exchanges (accumulate under no_sync), 16-bit or compressed gradients, a faster link",
-        phases=("forward", "backward", "communication", "optimizer"),
+        own_phases=("forward", "backward", "communication", "optimizer"),
     ),
     Cause(
         "communication.each_micro_step",
         "gradients are exchanged in each of the backward passes before an update",
         "all but the last of them under model.no_sync(), with the call of the model inside, too "
         "(FSDP2: model.set_requires_gradient_sync(False))",
-        phases=("forward", "backward", "communication", "optimizer"),
+        own_phases=("forward", "backward", "communication", "optimizer"),
         otherwise="communication.exposed",
     ),
     Cause(
         "communication.inverted_no_sync",
         "the last backward pass before an update exchanges no gradients, and earlier ones do: ranks come apart",
         "model.no_sync() around all passes but the last; a condition such as (i + 1) % n is the wrong way round",
-        phases=("forward", "backward", "communication", "optimizer"),
+        own_phases=("forward", "backward", "communication", "optimizer"),
     ),
     Cause(
         "communication.small_buckets",
         "gradients are exchanged in many small buckets, each with the link's latency",
         "DistributedDataParallel's default bucket_cap_mb (25), or more",
-        phases=("forward", "backward", "communication", "optimizer"),
-        otherwise="communication.exposed",
+        own_phases=("forward", "backward", "communication", "optimizer"),
     ),
     Cause(
         "communication.unused_search",
         "DistributedDataParallel looks for unused parameters in each step, and there are none",
         "find_unused_parameters=False",
-        phases=("forward", "backward", "communication"),
+        own_phases=("forward", "backward", "communication"),
     ),
     Cause(
         "straggler.rank",
@@ -176,38 +184,34 @@ _ALL = (
         "the optimizer updates parameter by parameter",
         "foreach=True or fused=True",
         "fused_optimizer",
-        phases=("optimizer",),
     ),
     Cause(
         "optimizer.update",
         "the optimizer's own arithmetic is a large part of the step",
         "a fused optimizer, fewer or smaller parameters to update, or an update every N batches",
         "fused_optimizer",
-        phases=("optimizer",),
     ),
     Cause(
         "outside.step",
         "the loop does other work after each step",
         "do it every N steps, or in another thread",
-        phases=("outside",),
+        own_phases=("outside",),
     ),
     Cause(
         "outside.checkpoint",
         "saving checkpoints stops the training",
         "save less often, or copy to host memory and write in another thread (torch.distributed.checkpoint.async_save)",
-        phases=("evaluation", "outside"),
     ),
     Cause(
         "outside.evaluation",
         "evaluation takes a large part of the run",
         "evaluate less often, on a part of the data, or in another process",
-        phases=("evaluation",),
+        own_phases=("evaluation",),
     ),
     Cause(
         "outside.periodic",
         "the training stops every so often for other work",
         "do it less often, or in another thread",
-        phases=("evaluation", "outside"),
     ),
     Cause(
         "host.oversubscribed",
@@ -222,13 +226,14 @@ _ALL = (
     Cause(
         "host.gc",
         "Python's garbage collector runs within the steps",
-        "no gc.collect() in the loop; gc.freeze() after set-up, so that long-lived objects are not scanned again",
+        "no gc.collect() in the loop; gc.freeze() after the first step, so that long-lived objects are not scanned "
+        "again",
     ),
     Cause(
         "host.step_code",
         "the loop's own code inside the step takes longer than it looks",
         "vectorise it, move it to the loader's workers, or read values less often",
-        phases=("host", "forward", "loss", "backward"),
+        own_phases=("host", "forward", "loss", "backward"),
     ),
 )
 

@@ -1,11 +1,9 @@
 """No finding may contradict the table of phases printed below it: a cause takes no longer than its phases.
 
-A finding's share comes from one source (operators, samples) and the table of phases from the clocks. Where they
-disagree, one of them is wrong, and a reader can't know which: the finding is retracted, and the report says so.
-
-What an experiment saves is capped instead: its steps are not those of the table. They hold no evaluation between two
-epochs (17 ms a step were saved, 92 % of the experiment's steps and 32 % of the run's), and the machine may have been
-busier in the rest of the run (91 % where the phases hold 89 %).
+A finding's share may come from another source than the table, such as operators or samples: it is cut to what the
+phases hold, and so is what an experiment saves, whose steps are not those of the table. They hold no evaluation between
+two epochs (17 ms a step were saved, 92 % of the experiment's steps and 32 % of the run's), and the machine may have
+been busier in the rest of the run (91 % where the phases hold 89 %).
 """
 
 from __future__ import annotations
@@ -16,16 +14,13 @@ from dataclasses import dataclass, field
 
 from accel.profiler.diagnose.anatomy import Anatomy
 from accel.profiler.diagnose.causes import CAUSES
-from accel.profiler.diagnose.findings import scaled
+from accel.profiler.diagnose.findings import NEAR, scaled
 from accel.profiler.report import Finding, Saving
 
 BATCHES = "the loop's own iterator"
 OWN_CODE = "the loop's own code"
 """Parts of a phase, by these names in the evidence tree, that belong to one cause each and to no other."""
 _OWNERS = {"input.iterator": BATCHES, "host.step_code": OWN_CODE}
-SLACK = 0.02
-"""Tolerance, as a share of the step: phases are means over a run, a share measured in two traced steps is not, and
-printed shares are rounded."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,37 +53,14 @@ class PhaseShares:
         return rest + (sum(self.parts.get(own, {}).values()) if own else 0.0)
 
 
-def check(findings: Sequence[Finding], phases: PhaseShares) -> tuple[list[Finding], list[str]]:
-    """Check findings against the phases.
-
-    Args:
-        findings: what is claimed.
-        phases: the shares that limit the claims.
-
-    Returns:
-        The findings that are kept, their shares and savings capped at what their phases hold, and a sentence for each
-        that was retracted.
-    """
-    kept, retractions = [], []
-    for finding in findings:
-        room = phases.room(finding.cause)
-        claim = max(finding.share, finding.predicted.low if finding.predicted else 0.0)
-        if claim > room + SLACK:
-            phases_of = ", ".join(CAUSES[finding.cause].phases)
-            claims = f"it claims {claim:.0%} of the step, and what it can take of {phases_of} is {room:.0%}"
-            retractions.append(f"{finding.cause} was taken back: {claims}")
-        else:
-            kept.append(within(finding, room))
-    return kept, retractions
+def within_phases(findings: Sequence[Finding], phases: PhaseShares) -> list[Finding]:
+    """Return the findings that the phases leave room for, their shares and savings cut to it."""
+    cut = [(finding.share, within(finding, phases.room(finding.cause))) for finding in findings]
+    return [finding for claimed, finding in cut if finding.share >= min(NEAR, claimed)]
 
 
 def within(finding: Finding, room: float) -> Finding:
-    """Cap shares and savings at what the phases hold; a measured saving is also reported as it was measured.
-
-    Args:
-        finding: what is claimed.
-        room: what the phases hold of the mean step.
-    """
+    """Cap shares and savings at what the phases hold; a measured saving is also reported as it was measured."""
     measured, why = finding.measured, finding.why
     if measured is not None and measured.value > room:
         saved = f"the experiment saved {measured.value:.0%} of its own steps"

@@ -1,18 +1,14 @@
 """The steps that a diagnosis is made of: by the clock that tells what was waited for, without one-offs.
 
-**On a GPU** the host runs ahead until something makes it wait, and then waits for all that was
-queued before: by its clock the work of a step stands where the host waits, as in the copy of the
-next batch. On the device each interval holds its work or its idling, so that the loader, copies
-and the loop's own code have only what no work of the device hides.
+**On a GPU** the host runs ahead until something makes it wait, and then waits for all that was queued before: by its
+clock the work of a step stands where the host waits, as in the copy of the next batch. On the device each interval
+holds its work or its idling, so that the loader, copies and the loop's own code have only what no work hides.
 
-**Under DDP** the host's clock books the wait for other ranks to the backward pass; DDP's own
-clocks tell it apart.
+**Under DDP** the host's clock books the wait for other ranks to the backward pass; DDP's own clocks tell it apart.
 
-**One-offs.** The mean step holds all that recurs: a stall every twenty steps is time too. A step
-that loads a library or compiles a kernel, or in which the machine paused, does not recur: one of
-4 s among 159 of 18 ms left 20 % of the mean step to a loader that took 93 % of each. What has come
-twice recurs, however rare it is: an update that takes 4 s every 200 steps of 10 ms, for its
-preconditioner's roots, is two thirds of the run.
+**One-offs.** The mean step holds all that recurs: a stall every twenty steps is time too. A step that loads a library
+or compiles a kernel, or in which the machine paused, does not recur: one of 4 s among 159 of 18 ms left 20 % of the
+mean step to a loader that took 93 % of each. What has come twice recurs, however rare it is.
 """
 
 from __future__ import annotations
@@ -29,19 +25,12 @@ UNSEEN = "what the GPU does in each phase: too few of its events were read, and 
 
 
 def by_device(steps: Sequence[Measurement], taken: Mapping[int, Mapping[str, float]]) -> Sequence[Measurement]:
-    """Return the steps with the device's times in place of the host's.
+    """Return the steps with the device's times (`taken`, by number) in place of the host's.
 
     Of the steps that were only timed by the host, what the queue hides is taken out. In a phase where the host is
     slower than the device by Δ on average, up to λ of each step is hidden, with λ such that Δ is taken out on average:
     a loader that is late every fourth time is late then, and a stall stays one. What is taken out goes to the phases in
-    which the device is slower.
-
-    Args:
-        steps: as the host's clock has them.
-        taken: number of a step → phase → s on the device.
-
-    Returns:
-        Other steps, or these same ones where too few have the device's times.
+    which the device is slower. Where too few have the device's times, these same steps are returned.
     """
     timed = [measured for measured in steps if measured.step in taken]
     if len(timed) < MIN_TIMED:
@@ -90,12 +79,7 @@ def _uncovered(measured: Measurement, hidden: Mapping[str, float], longer: Mappi
 
 
 def wait_as_communication(steps: Sequence[Measurement], wait_share: float | None) -> Sequence[Measurement]:
-    """Return the steps with DDP's wait moved from backward to communication.
-
-    Args:
-        steps: as the clocks measured them.
-        wait_share: share of the steps' time, by DDP's own timers; None without DDP.
-    """
+    """Return the steps with DDP's wait, a share of their time by DDP's own timers, as communication."""
     if not wait_share:
         return steps
     moved = []
@@ -118,14 +102,7 @@ _WORKING = ("copy", "host", "forward", "loss", "backward", "communication", "opt
 
 
 def without_one_offs(steps: Sequence[Measurement]) -> tuple[list[Measurement], list[Measurement]]:
-    """Split steps into the ordinary ones and the one-offs.
-
-    Args:
-        steps: of the whole run, in order.
-
-    Returns:
-        Both in order. There is one one-off at most, and none in fewer than 20 steps.
-    """
+    """Split the run's steps into the ordinary ones and the one-off, if there is one; in fewer than 20 there is none."""
     if len(steps) < _LEAST_STEPS:
         return list(steps), []
     usual_s = statistics.median(map(_working_s, steps))

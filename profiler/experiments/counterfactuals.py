@@ -1,8 +1,7 @@
 """Counterfactuals: what switches one suspected cause off in a running script, from one step to the next.
 
-Reads of values on a device, answered by what the same call site read before, without waiting.
-
-What a read returns decides what the script does, so the answer has the type, dtype and shape of the true value, and
+Reads of values on a device are answered by what the same call site read before, without waiting. What a read returns
+decides what the script does, so the answer has the type, dtype and shape of the true value, and
 every 64th read is a true one: a loop that goes on until a value changes must terminate. Without gradients all reads are
 true: what an evaluation finds is printed, or decides. So are those of a gradient scaler, which leaves an update out
 where it reads of an infinite gradient: by an older answer it would make all weights NaN. `Tensor.numpy()` is not
@@ -13,10 +12,10 @@ larger tensors are what checkpoints are made of.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import gc
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -75,25 +74,34 @@ def counterfactual(cause: str, recorder: Recorder, local_ranks: int = 1, passes:
         return no_exchange(ddp)
     if cause == "communication.each_micro_step" and ddp:
         return last_exchange(ddp, passes)
-    return other_reducer(ddp, cause) if ddp else None
+    return None
+
+
+def counted(
+    name: str, what: str, run: Callable[[], Generator[None, None, int]], *, changes_learning: bool = False
+) -> Counterfactual:
+    """Make one of what switches the cause off, yields, switches it on again, and returns how often it has acted."""
+    acted = 0
+
+    @contextlib.contextmanager
+    def off() -> Iterator[None]:
+        nonlocal acted
+        acted += yield from run()
+
+    return Counterfactual(name, what, off, lambda: acted > 0, changes_learning)
 
 
 def fetched_ahead(recorder: Recorder) -> Counterfactual:
     """Fetch batches while the step's clock is stopped: as if the loader were never late."""
-    fetched = 0
+    loaders = recorder.loaders
 
-    @contextlib.contextmanager
-    def off() -> Iterator[None]:
-        nonlocal fetched
-        recorder.loaders.ahead, before = True, recorder.loaders.fetched
-        try:
-            yield
-        finally:
-            recorder.loaders.ahead = False
-            fetched += recorder.loaders.fetched - before
+    def run() -> Generator[None, None, int]:
+        loaders.ahead, before = True, loaders.fetched
+        yield
+        loaders.ahead = False
+        return loaders.fetched - before
 
-    what = "each batch was fetched between two steps, off the clock"
-    return Counterfactual("batch fetched ahead", what, off, lambda: fetched > 0)
+    return counted("batch fetched ahead", "each batch was fetched between two steps, off the clock", run)
 
 
 def no_waiting(reads: StaleReads) -> Counterfactual:
@@ -104,22 +112,18 @@ def no_waiting(reads: StaleReads) -> Counterfactual:
 
 def one_update(optimizers: Sequence[Optimizer]) -> Counterfactual:
     """Let the optimizers update all parameters in one fused or foreach call."""
-    optimizers, switched = [each for each in optimizers if can_update_at_once(each)], 0
+    optimizers = [each for each in optimizers if can_update_at_once(each)]
 
-    @contextlib.contextmanager
-    def off() -> Iterator[None]:
-        nonlocal switched
+    def run() -> Generator[None, None, int]:
         paths = Paths()
         for optimizer in optimizers:
             paths.switch([optimizer], fused=update_path.has_fused(optimizer))
-        try:
-            yield
-        finally:
-            switched += sum(map(update_path.updates_at_once, optimizers))
-            paths.restore()
+        yield
+        switched = sum(map(update_path.updates_at_once, optimizers))
+        paths.restore()
+        return switched
 
-    what = "the optimizer took its fused path, or foreach where it has none"
-    return Counterfactual("multi-tensor optimizer", what, off, lambda: switched > 0)
+    return counted("multi-tensor optimizer", "the optimizer took its fused path, or foreach where it has none", run)
 
 
 def can_update_at_once(optimizer: Optimizer) -> bool:
@@ -153,14 +157,12 @@ def no_collector(spent: Callable[[], float]) -> Counterfactual:
         ran_on += began - at
         gc.disable()
         patches.replace(gc, "collect", collecting)
-        try:
-            yield
-        finally:
-            at = spent()
-            ran_off += at - began
-            patches.remove()
-            if was_on:
-                gc.enable()
+        yield
+        at = spent()
+        ran_off += at - began
+        patches.remove()
+        if was_on:
+            gc.enable()
 
     what = "the garbage collector was off and gc.collect() did nothing"
     return Counterfactual("no garbage collection", what, off, lambda: ran_off < 0.5 * ran_on)
@@ -168,50 +170,44 @@ def no_collector(spent: Callable[[], float]) -> Counterfactual:
 
 def no_anomaly_mode() -> Counterfactual:
     """Switch anomaly detection off; what the script sets meanwhile takes effect afterwards."""
-    requested, switched_off, patches = (False, True), 0, Patches()
-
-    def request(mode: bool, check_nan: bool = True) -> None:
-        nonlocal requested, switched_off
-        requested = mode, check_nan
-        switched_off += mode
+    patches = Patches()
+    requests: list[tuple[bool, bool]] = []
 
     def setting(original: Callable[..., None]) -> Callable[..., None]:
         def set_anomaly_enabled(mode: bool, check_nan: bool = True) -> None:
-            (request if patches.on else original)(mode, check_nan)
+            if patches.on:
+                requests.append((mode, check_nan))
+            else:
+                original(mode, check_nan)
 
         return set_anomaly_enabled
 
-    @contextlib.contextmanager
-    def off() -> Iterator[None]:
-        request(torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled())
+    def run() -> Generator[None, None, int]:
+        requests[:] = [(torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled())]
         torch.set_anomaly_enabled(False)
         patches.replace(torch, "set_anomaly_enabled", setting)
-        try:
-            yield
-        finally:
-            patches.remove()
-            torch.set_anomaly_enabled(*requested)
+        yield
+        patches.remove()
+        torch.set_anomaly_enabled(*requests[-1])
+        return sum(mode for mode, _ in requests)
 
     what = "autograd's anomaly detection was off, whatever the loop asked for"
-    return Counterfactual("no anomaly detection", what, off, lambda: switched_off > 0)
+    return counted("no anomaly detection", what, run)
 
 
 def all_threads(local_ranks: int = 1) -> Counterfactual:
     """Compute on all cores that ranks of this host share, unless the loop sets its threads itself."""
     cores = max(1, usable_cores() // local_ranks)
-    own, effective = torch.get_num_threads(), 0
+    own = torch.get_num_threads()
 
-    @contextlib.contextmanager
-    def off() -> Iterator[None]:
-        nonlocal effective
+    def run() -> Generator[None, None, int]:
         torch.set_num_threads(cores)
-        try:
-            yield
-        finally:
-            effective += torch.get_num_threads() == cores != own
-            torch.set_num_threads(own)
+        yield
+        is_effective = torch.get_num_threads() == cores != own
+        torch.set_num_threads(own)
+        return is_effective
 
-    return Counterfactual(f"{cores} threads", f"torch.set_num_threads({cores})", off, lambda: effective > 0)
+    return counted(f"{cores} threads", f"torch.set_num_threads({cores})", run)
 
 
 # -- how DistributedDataParallel exchanges gradients -------------------------------------------------------------------
@@ -219,22 +215,18 @@ def all_threads(local_ranks: int = 1) -> Counterfactual:
 
 def no_exchange(models: Sequence[DistributedDataParallel]) -> Counterfactual:
     """Exchange no gradients between ranks; it has worked if the loop, which may set that itself, left it off."""
-    left_off = 0
 
-    @contextlib.contextmanager
-    def off() -> Iterator[None]:
-        nonlocal left_off
+    def run() -> Generator[None, None, int]:
         for model in models:
             model.require_backward_grad_sync = False
-        try:
-            yield
-        finally:
-            for model in models:
-                left_off += not model.require_backward_grad_sync
-                model.require_backward_grad_sync = True
+        yield
+        left_off = sum(not model.require_backward_grad_sync for model in models)
+        for model in models:
+            model.require_backward_grad_sync = True
+        return left_off
 
     what = "the ranks did not exchange gradients (no_sync)"
-    return Counterfactual("no gradient exchange", what, off, lambda: left_off > 0, changes_learning=True)
+    return counted("no gradient exchange", what, run, changes_learning=True)
 
 
 _LEFT_OUT: Any = 0
@@ -243,85 +235,24 @@ _LEFT_OUT: Any = 0
 
 def last_exchange(models: Sequence[DistributedDataParallel], passes: int) -> Counterfactual:
     """Exchange gradients in the last of so many passes before an update that the loop does not leave out itself."""
-    left_out = 0
 
-    def before_call(model: DistributedDataParallel, counts: dict[int, int]) -> None:
-        nonlocal left_out
-        if torch.is_grad_enabled() and model.require_backward_grad_sync is not False:
-            counts[id(model)] = counts.get(id(model), 0) + 1
-            model.require_backward_grad_sync = counts[id(model)] % passes == 0 or _LEFT_OUT
-            left_out += not model.require_backward_grad_sync
+    def run() -> Generator[None, None, int]:
+        counts: Counter[int] = Counter()
 
-    @contextlib.contextmanager
-    def off() -> Iterator[None]:
-        counts: dict[int, int] = {}
-        hooks = [model.register_forward_pre_hook(lambda model, _: before_call(model, counts)) for model in models]
-        try:
-            yield
-        finally:
-            for model, hook in zip(models, hooks, strict=True):
-                hook.remove()
-                model.require_backward_grad_sync = True
+        def before_call(model: Any, args: Any) -> None:
+            if torch.is_grad_enabled() and model.require_backward_grad_sync is not False:
+                counts[id(model)] += 1
+                model.require_backward_grad_sync = counts[id(model)] % passes == 0 or _LEFT_OUT
+
+        hooks = [model.register_forward_pre_hook(before_call) for model in models]
+        yield
+        for model, hook in zip(models, hooks, strict=True):
+            hook.remove()
+            model.require_backward_grad_sync = True
+        return sum(count - count // passes for count in counts.values())
 
     what = f"gradients were exchanged in one of {passes} backward passes (no_sync)"
-    return Counterfactual("one exchange", what, off, lambda: left_out > 0, changes_learning=True)
-
-
-_REDUCERS: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "communication.small_buckets": ("larger buckets", "DDP's buckets held 25 MiB", {"cap": 25 * 2**20}),
-    "communication.unused_search": ("no search", "DDP did not look for unused parameters", {"seeks": False}),
-}
-"""Cause → what a reducer without it is made by."""
-
-
-def other_reducer(models: Sequence[DistributedDataParallel], cause: str) -> Counterfactual | None:
-    """Have DDP reduce by larger buckets, or without looking for unused parameters: its reducer is made anew."""
-    if cause not in _REDUCERS or any(m.static_graph or m.gradient_as_bucket_view or m._comm_hooks for m in models):
-        return None
-    name, what, changes = _REDUCERS[cause]
-    made = 0
-
-    @contextlib.contextmanager
-    def off() -> Iterator[None]:
-        nonlocal made
-        before = [_remade(model, **changes) for model in models]
-        made += 1
-        try:
-            yield
-        finally:
-            for model, settings in zip(models, before, strict=True):
-                _remade(model, **settings)
-
-    return Counterfactual(name, what, off, lambda: made > 0)
-
-
-def _remade(ddp: DistributedDataParallel, cap: Any = None, seeks: bool | None = None) -> dict[str, Any]:
-    """Make the reducer of a model anew, between two steps and on all ranks; return what makes it as it was.
-
-    Args:
-        cap: bytes of a bucket, or the settings that this has returned; None leaves them.
-        seeks: look for unused parameters; None leaves it.
-    """
-    model: Any = ddp
-    config = getattr(model, "_bucket_config", None)  # torch before 2.13 has the bytes alone
-    before = {"cap": model.bucket_bytes_cap if config is None else config, "seeks": model.find_unused_parameters}
-    if cap is not None and config is None:
-        model.bucket_bytes_cap = cap
-    elif cap is not None:
-        model._bucket_config = _buckets(config, cap) if isinstance(cap, int) else cap
-        model.bucket_bytes_cap = model._bucket_config.bucket_bytes_cap
-    if seeks is not None:
-        model.find_unused_parameters = seeks
-    parameters, expect_sparse = model._build_params_for_reducer()
-    names = model._build_debug_param_to_name_mapping(parameters)
-    model._ddp_init_helper(parameters, expect_sparse, names, model.static_graph)
-    model._set_ddp_runtime_logging_sample_rate(1)
-    return before
-
-
-def _buckets(config: Any, cap: int) -> Any:
-    first = min(cap, 2**20)  # as by default: the first one is on its way early
-    return dataclasses.replace(config, bucket_bytes_cap=cap, first_bucket_bytes_cap=first, per_bucket_bytes_caps=())
+    return counted("one exchange", what, run, changes_learning=True)
 
 
 # -- reads that lag a step behind --------------------------------------------------------------------------------------
@@ -341,14 +272,7 @@ def _on_device(tensor: Tensor) -> bool:
 
 
 class StaleReads:
-    """Reads on the device return what the same call site read before, without waiting for the device.
-
-    Args:
-        waits: returns whether reading a tensor waits; default: it is on a CUDA device.
-
-    Attributes:
-        answered: reads that did not wait.
-    """
+    """Reads on the device return what the same call site read before, without waiting for the device."""
 
     def __init__(self, waits: Callable[[Tensor], bool] = _on_device) -> None:
         self.answered = 0

@@ -2,9 +2,10 @@
 
 On a CPU torch's fused path takes the elements of parameter, gradient and state in the order of memory, as if all were
 laid out alike and of one size: where they are not, the update is wrong, or beyond the memory of one, without a word
-(torch 2.13). On CUDA, by its source, it raises. The foreach path takes no tensors for numbers. SGD's fused path wants a
-momentum buffer for all parameters of a group or for none. A loop may change all of that between any two steps, so what
-a path relies on is looked at in each: an optimizer that lacks it takes the path that it had before in that step.
+(torch 2.13). On CUDA, by its source, it raises. The foreach path raises at states of another dtype, and at tensors in
+place of numbers. SGD's fused path wants a momentum buffer for all parameters of a group or for none. A loop may change
+all of that between any two steps, so what a path relies on is looked at in each: an optimizer that lacks it takes the
+path that it had before in that step.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from accel.profiler.loop.optimizers import Arguments, followed_by
 
 _FUSED = ("SGD", "Adam", "AdamW", "Adagrad")
 _FUSED_DEVICES = ("cpu", "cuda", "mps", "xpu")
+_CPU = torch.device("cpu")
 _CPU = torch.device("cpu")
 _CPU_DTYPES = (torch.float32, torch.float64)
 """The CPU's fused SGD without momentum leaves 16-bit weights as they are, without a word (torch 2.13)."""
@@ -75,8 +77,8 @@ def _unfit(optimizer: Optimizer, group: dict[str, Any], *, fused: bool) -> str:
     """Say why a path would not update a group as the plain one does, '' if it would."""
     if why := _has_tensors(group, fused=fused):
         return why
-    fits = _is_regular if fused else _is_of_one_dtype
-    return "" if all(fits(p, optimizer.state.get(p, {})) for p in group["params"]) else _OTHERWISE
+    is_fit = all(_is_regular(p, optimizer.state.get(p, {}), fused=fused) for p in group["params"])
+    return "" if is_fit else _OTHERWISE
 
 
 def _has_tensors(group: dict[str, Any], *, fused: bool) -> str:
@@ -88,12 +90,15 @@ def _has_tensors(group: dict[str, Any], *, fused: bool) -> str:
     return _TENSOR if any(issubclass(kind, Tensor) for kind in kinds) else ""
 
 
-def _is_regular(parameter: Tensor, state: dict[str, Any]) -> bool:
-    """Return whether a parameter has no gaps, and its gradient and state are as it is."""
+def _is_regular(parameter: Tensor, state: dict[str, Any], *, fused: bool) -> bool:
+    """Return whether a parameter's state has its dtype; for the fused path, whether all has its layout and no gaps."""
     where = parameter.device.type
-    if where not in _FUSED_DEVICES or parameter.dtype not in (_CPU_DTYPES if where == "cpu" else _DTYPES):
+    dtypes = _CPU_DTYPES if where == "cpu" else _DTYPES
+    if fused and (where not in _FUSED_DEVICES or parameter.dtype not in dtypes):
         return False
     like = [value for name, value in state.items() if name != "step" and isinstance(value, Tensor)]
+    if not fused:
+        return all(value.dtype == parameter.dtype for value in like)
     if not parameter.is_contiguous():
         like.append(torch.empty_like(parameter))  # of other strides if there are gaps, or elements overlap
     if (grad := parameter.grad) is not None:
@@ -102,24 +107,8 @@ def _is_regular(parameter: Tensor, state: dict[str, Any]) -> bool:
     return all((v.shape, v.dtype, v.layout) == own and v.stride() == parameter.stride() for v in like)
 
 
-def _is_of_one_dtype(parameter: Tensor, state: dict[str, Any]) -> bool:
-    """Return whether a parameter and its state are: foreach operators may raise where a loop over parameters casts."""
-    like = [value for name, value in state.items() if name != "step" and isinstance(value, Tensor)]
-    return all(value.dtype == parameter.dtype for value in like)
-
-
-def _dtypes(optimizer: Optimizer) -> Any:
-    """Return what the foreach path relies on of all tensors; None where it can't be said."""
-    params = chain.from_iterable(map(_PARAMS, optimizer.param_groups))
-    state = chain.from_iterable(map(dict.values, optimizer.state.values()))
-    try:
-        return list(map(_DTYPE, params)), list(map(_DTYPE, state))
-    except AttributeError:  # numbers among the state
-        return None
-
-
 def _signature(optimizer: Optimizer) -> Any:
-    """Return what the fused path relies on of all tensors; None where it can't be said, as of sparse gradients.
+    """Return what a path relies on of all tensors; None where it can't be said, as of sparse gradients.
 
     It is made at every step, so each line goes through all tensors without Python for each. Other data lie elsewhere,
     so where a parameter's begin says most of it; a contiguous tensor is known sooner than its strides.
@@ -135,7 +124,7 @@ def _signature(optimizer: Optimizer) -> Any:
         is_plain = all(map(_CONTIGUOUS, params)) and all(map(_CONTIGUOUS, grads)) and all(map(_CONTIGUOUS, state))
         others = None if is_plain else (list(map(id, state)), list(map(Tensor.stride, params + grads + state)))
         own = list(map(Tensor.data_ptr, params)), list(map(Tensor.numel, params)), list(map(_DTYPE, params + state))
-    except ours(RuntimeError, TypeError):
+    except ours(RuntimeError, TypeError, AttributeError):  # AttributeError: numbers among the state
         return None
     momentum = [group.get("momentum") for group in optimizer.param_groups]
     return list(map(id, params)), len(state), momentum, missing, own, others
@@ -154,9 +143,6 @@ class Paths:
 
     Groups that an optimizer gets meanwhile, by `load_state_dict` or `add_param_group`, are switched when it steps;
     those that name a path themselves stay as they are.
-
-    Attributes:
-        saved: id of a parameter group → its original `foreach` and `fused`; empty while nothing is switched.
     """
 
     def __init__(self) -> None:
@@ -223,7 +209,7 @@ class Paths:
         groups = self._switched(optimizer)
         if not groups:  # the closure may have ended in a restored path
             return
-        signature = _signature(optimizer) if self._fused else _dtypes(optimizer)
+        signature = _signature(optimizer)
         is_known = signature is not None and signature == self._signatures[optimizer]
         find = _has_tensors if is_known else partial(_unfit, optimizer)
         why = next((reason for group in groups if (reason := find(group, fused=self._fused))), "")

@@ -1,11 +1,9 @@
 """Run real steps without a suspected cause, interleaved with ordinary ones, and measure the saving.
 
-A share of the time says where the time goes, not what would be saved: work may overlap, and
-removing a wait may uncover another one. So a suspicion is tested. Each counterfactual switches one
-thing at a step boundary; blocks with and without it are interleaved and judged as a trial is.
-
-Where the loop does something else than steps, as evaluating or saving, nothing is switched, and
-what the model has learned in an experiment that changes this is taken back.
+A share of the time says where the time goes, not what would be saved: work may overlap, and removing a wait may uncover
+another one. So a suspicion is tested, in blocks with and without it, as a trial is. Where the loop does something else
+than steps, as evaluating or saving, nothing is switched, and what the model has learned in an experiment that changes
+this is taken back.
 """
 
 from __future__ import annotations
@@ -61,10 +59,6 @@ class Snapshot:
 
 class Switch:
     """Switches a counterfactual in the steps, and only there: nothing is switched while the loop pauses.
-
-    Args:
-        tried: what is switched.
-        recorder: of the loop.
 
     Attributes:
         is_stuck: the loop got stuck: everything has been put back, and nothing is switched any more.

@@ -8,7 +8,6 @@ import weakref
 from collections.abc import Callable, Mapping
 from threading import get_ident
 from typing import Any
-from weakref import ref
 
 import torch
 
@@ -28,10 +27,9 @@ class LoaderMarks:
     Attributes:
         ahead: True fetches the batches of the open step while its clock is stopped.
         drain: waits until a GPU has done its work, and returns the seconds.
-        loader: the loader of the last training step.
-        fetched: batches for training so far.
         since_batch: updates since the last batch was asked for.
-        training: the loaders that feed the training.
+        training: the loaders that are known to feed the training, as long as they live.
+        has_training: there is one, or was.
         recent: since the last backward pass, the loaders that batches came from; None for a call that it has to place.
         pending: the iterators among them whose loaders are not known to feed the training, and the samples to count.
         is_doubtful: a call without gradients came since then that may be an evaluation.
@@ -45,7 +43,8 @@ class LoaderMarks:
         self.fetched = self.since_batch = 0
         self.loader: Any = None
         self.collating = CollateTimer(delivery.clock.now)
-        self.training = TrainingLoaders()
+        self.training: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.has_training = False
         self.recent: list[Any] = []
         self._iterator: Callable[[], Any] = lambda: None
         self.pending: list[tuple[Any, int | None]] = []
@@ -89,7 +88,7 @@ class LoaderMarks:
     def _begin_pass(self, loader: Any) -> None:
         if self.is_doubtful:
             self.settle(within=False)
-        if not self.training.may_be(loader):
+        if not _may_train(self, loader):
             self._begin_other(maybe_training=torch.is_grad_enabled())
             return
         self._clock.enter("data")
@@ -213,7 +212,7 @@ class LoaderMarks:
     def _adopt(self, iterator: Any) -> bool:
         """Make an iterator the loop's own if it belongs to a training loader; return whether it does."""
         loader = getattr(iterator, "_accel_loader", None)
-        if loader is None or not self.training.may_be(loader):
+        if loader is None or not _may_train(self, loader):
             return False
         self.recent.append(loader)
         self._take(iterator, loader)
@@ -231,7 +230,7 @@ class LoaderMarks:
     def lose(self) -> None:
         """Forget the loader: the loop iterates over batches that it took from it earlier, so it ends no steps."""
         self.training.clear()
-        self.loader = None
+        self.has_training, self.loader = False, None
         self._forget_iterator()
 
     def _forget_iterator(self) -> None:
@@ -243,34 +242,9 @@ class LoaderMarks:
         return self._iterator()
 
 
-class TrainingLoaders:
-    """The loaders that are known to feed the training; true once there is one, also when it is gone.
-
-    They are not kept alive, and not told by their ids: a loop that makes its loaders anew in each epoch may get one for
-    the validation where a training loader lay.
-    """
-
-    def __init__(self) -> None:
-        self._known: list[ref[Any]] = []
-
-    def __bool__(self) -> bool:
-        return bool(self._known)
-
-    def __contains__(self, loader: Any) -> bool:
-        return any(known() is loader for known in self._known)
-
-    def may_be(self, loader: Any) -> bool:
-        """Return whether a loader feeds the training; as long as none is known, with gradients each may."""
-        return loader in self if self._known else torch.is_grad_enabled()
-
-    def add(self, loader: Any) -> None:
-        """Know a loader, and forget those that are gone."""
-        if loader not in self:
-            self._known = [*(known for known in self._known if known() is not None), ref(loader)]
-
-    def clear(self) -> None:
-        """Forget all."""
-        self._known = []
+def _may_train(marks: LoaderMarks, loader: Any) -> bool:
+    """Return whether a loader feeds the training; as long as none is known, with gradients each may."""
+    return loader in marks.training if marks.has_training else torch.is_grad_enabled()
 
 
 class CollateTimer:

@@ -14,10 +14,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
-from torch.nn.modules.module import (
-    register_module_module_registration_hook,
-    register_module_parameter_registration_hook,
-)
 from torch.optim import Optimizer
 
 from accel.profiler.interruptions import Tolerated, ours
@@ -41,9 +37,8 @@ class _Watched:
     calls: list[int] = field(default_factory=lambda: [0])
     """With gradients."""
     marked: Call | None = None
-    """What was put in its slot."""
     handles: Sequence[Any] = ()
-    """Of the hooks in place of that."""
+    """Of the hooks in place of a call in the slot."""
 
 
 class CalledModules:
@@ -52,17 +47,14 @@ class CalledModules:
     Args:
         mark: wraps a model's call in a marked one, which counts the calls with gradients in the given list.
         hooks: makes a forward pre-hook and a forward hook that do the same.
-        registered: returns modules among which those of an optimizer may be; if some are not, all objects are gone
-            through.
     """
 
     def __init__(
         self,
         mark: Callable[[Call, list[int]], Call],
         hooks: Callable[[list[int]], tuple[Call, Call]],
-        registered: Callable[[], Sequence[nn.Module]] = lambda: (),
     ) -> None:
-        self._mark, self._hooks, self._registered = mark, hooks, registered
+        self._mark, self._hooks = mark, hooks
         self._owned: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
         """The parameters whose modules have been looked for, by id; another one may lie where one that is gone lay."""
         self._watched: dict[int, _Watched] = {}
@@ -91,11 +83,6 @@ class CalledModules:
 
         To go through all objects takes 20 ms in a small process, and 170 ms once torch's compiler has been imported.
 
-        Args:
-            optimizer: has stepped.
-            step: the present one.
-            among: modules that own them, if that is known: no others are looked at, which takes no time.
-
         Returns:
             False if there was nothing to look for: modules that are marked own all of its parameters.
         """
@@ -106,9 +93,7 @@ class CalledModules:
         if own.keys() <= {id(p) for each in self._watched.values() for p in each.module.parameters()}:
             return False  # an optimizer for each parameter, say
         owned = set(self._owned)
-        owners = [module for module in (self._registered() if among is None else among) if _owns(module, owned)]
-        if among is None and not own.keys() <= {id(p) for module in owners for p in module.parameters()}:
-            owners = [module for module in _modules() if _owns(module, owned)]
+        owners = [module for module in (_modules() if among is None else among) if _owns(module, owned)]
         inner = _parts_of(owners)
         for module in owners:
             if id(module) not in inner:
@@ -163,9 +148,8 @@ class CalledModules:
     def _release(self, watched: _Watched) -> None:
         module = self._watched.pop(id(watched.module)).module
         self._was_called = self._was_called or watched.calls[0] > 0
-        if (
-            watched.marked is not None and vars(module).get(callslot.NAME) is watched.marked
-        ):  # nobody has filled it since
+        is_marked = watched.marked is not None and vars(module).get(callslot.NAME) is watched.marked
+        if is_marked:  # nobody has filled the slot since
             callslot.restore(module, watched.contents)
         for handle in watched.handles:
             handle.remove()
@@ -190,7 +174,7 @@ def _parts_of(modules: Iterable[nn.Module]) -> set[int]:
 
 
 def _modules() -> list[nn.Module]:
-    """Return the modules that the collector lists."""
+    """Return the modules that the collector lists: not those that `gc.freeze` has put aside."""
     # type(), not isinstance: proxies answer isinstance for the object they wrap.
     return [value for value in gc.get_objects() if issubclass(type(value), nn.Module)]
 
@@ -204,44 +188,3 @@ def _class(module: nn.Module) -> str:
     # A wrapper's name says nothing about the model inside.
     inner = getattr(module, "_orig_mod", None) or getattr(module, "module", None)
     return _class(inner) if isinstance(inner, nn.Module) else type(module).__name__
-
-
-class RegisteredModules:
-    """Note modules as they are built, so that a model is found without going through all objects; none is kept alive.
-
-    Torch calls its hooks for each parameter and each part that a module registers. One that is unpickled or copied
-    registers nothing, and is found among all objects.
-    """
-
-    def __init__(self) -> None:
-        self._modules: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
-        self._has_strangers = False
-        """A part was registered by a module that was made unseen: it may belong to others of that kind."""
-        self._handles: list[Any] = []
-
-    def start(self) -> None:
-        """Begin with what is made from now on: to be called before the script makes any."""
-        self._handles = [
-            register_module_parameter_registration_hook(self._registers),
-            register_module_module_registration_hook(self._registers),
-        ]
-
-    def stop(self) -> None:
-        """Restore torch."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
-
-    def seen(self) -> list[nn.Module]:
-        """Return those that still exist; none if they may be parts of others that were not seen."""
-        try:
-            return [] if self._has_strangers else list(self._modules.values())
-        except RuntimeError:  # another thread makes one just now
-            return []
-
-    def _registers(self, module: nn.Module, name: str, part: Any) -> None:
-        # The hook's result would take the part's place.
-        if id(module) not in self._modules:
-            parts = (*module._parameters.values(), *module._modules.values())
-            self._has_strangers = self._has_strangers or any(part is not None for part in parts)
-            self._modules[id(module)] = module

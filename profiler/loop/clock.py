@@ -9,13 +9,6 @@ the step by construction. A mark only writes to a tape (0.1 µs); the sums are m
 
     tape:       data 1.0   host 1.3   forward 1.4  …  STEP   data 2.0   host 2.1  …
                 └──────────── read ──────────────────────┘   └─ not read yet
-
-What the reader of the tape knows of the open step, and what changes it:
-
-    began ────────────── booked: seconds by phase ──────────────▶ last ── phase ──▶
-      RESUME, SKIP        a phase, with its time; SETTLED              WAS
-      move it later       WAS and SETTLED say what an open phase was   renames it
-                          STEP hands all of it out, and begins at `last` again
 """
 
 from __future__ import annotations
@@ -156,11 +149,9 @@ class StepClock:
         clock: returns seconds, monotonic; default `time.perf_counter`.
 
     Attributes:
-        now: the clock.
         write: writes a pair to the tape: a phase and a time, or one of the codes above.
         tape: phases and times alternately. Two appends to it are the cheapest mark, half the time of `write`. A phase
             without its time, because Ctrl-C came between the two, is left out when the tape is read.
-        reader: of the tape.
         backward_is_seen: True while backward passes are marked; without marks of them, the loss counts as backward.
         is_updating: an optimizer is stepping: what follows a backward pass is a part of its step.
         reads_early: a tape that has become too long is read, so that a loop whose steps never end fills no memory.

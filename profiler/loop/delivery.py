@@ -31,9 +31,6 @@ class Delivery:
         is_learning: returns whether updates still tell something about the loop.
 
     Attributes:
-        hot: what the marked functions look at.
-        ending: tells which updates may end a step.
-        pauses: tells when the loop does something else than steps.
         on_step: called between two steps with the step just ended; its time belongs to no step.
         on_segment: called between two steps in place of `on_step` while `deferred` is set, every 64 to 512 steps.
         deferred: True leaves the tape unparsed, since parsing costs 4 µs a step; `catch_up` parses it and calls
@@ -147,10 +144,7 @@ class Delivery:
 
 
 class Pauses:
-    """Tells an experiment when the loop leaves its steps and when it goes on with them.
-
-    Args:
-        delivery: of the steps; what happens in the calls made here is taken off its clock.
+    """Tells an experiment when the loop leaves its steps and when it goes on with them, off the clock of the steps.
 
     Attributes:
         is_between: no forward pass was under way when the pause began.

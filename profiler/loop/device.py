@@ -2,11 +2,6 @@
 
 The host runs ahead of the device, so its marks say when work was issued. An event recorded beside each mark says when
 the device got there. Nothing waits for an event, and events are used again.
-
-    DeviceEvents   an event at each mark of a step clock, read once the device has passed it
-    DeviceSteps    does so for a session's clock, with marks on the copies to the device
-    DeviceClock    whole steps of a session
-    Backlog        corrects the host's time for a stretch of steps
 """
 
 from __future__ import annotations
@@ -49,8 +44,7 @@ class CudaEvent:
 
     def query(self) -> bool:
         """Return whether the device has got here."""
-        passed: bool = self._event.query()  # type: ignore[no-untyped-call]
-        return passed
+        return bool(self._event.query())  # type: ignore[no-untyped-call]
 
     def synchronize(self) -> None:
         """Wait until the device gets here."""
@@ -58,8 +52,7 @@ class CudaEvent:
 
     def elapsed_time(self, later: CudaEvent) -> float:
         """Return the ms from this event to a later one."""
-        ms: float = self._event.elapsed_time(later._event)
-        return ms
+        return float(self._event.elapsed_time(later._event))
 
 
 def events_on(device: torch.device) -> Callable[[], CudaEvent]:
@@ -87,8 +80,7 @@ class DeviceEvents:
         number: tells the number of the step that ends.
 
     Attributes:
-        taken: number of a step → phase → s on the device, for the steps that were read. The first one after `start` is
-            not among them: it began before.
+        taken: number of a step → phase → s on the device, without the first step, which began before `start`.
     """
 
     def __init__(self, write: Callable[[Any], None], number: Callable[[], int]) -> None:
@@ -102,11 +94,7 @@ class DeviceEvents:
         self._pending: deque[tuple[int, list[tuple[str, Any]]]] = deque()
 
     def start(self, make: Callable[[], Any]) -> None:
-        """Begin with the next step.
-
-        Args:
-            make: makes an event with `record`, `query`, `synchronize` and `elapsed_time`.
-        """
+        """Begin with the next step, with events that `make` makes."""
         self._make, self._is_whole = make, False
         self._free, self._step = [], []  # the earlier ones may be of another device
         self._pending.clear()
@@ -195,7 +183,7 @@ class DeviceEvents:
 
 
 class DeviceSteps:
-    """Mark a clock's phases on the device too, and the copies to it of the thread that makes this.
+    """Mark a session clock's phases on the device too, and the copies to it of the thread that makes this.
 
     Args:
         clock: whose marks are followed.
@@ -216,7 +204,7 @@ class DeviceSteps:
         self._events = DeviceEvents(clock.write, number)
 
     def install(self) -> None:
-        """Begin with the next step; the open one may have begun earlier."""
+        """Begin with the next step."""
         self._patches.replace(self._clock, "write", lambda original: self._events.write)
         replace_copies(self._patches, self._copying, get_ident())
         self._events.start(events_on(self._device))
@@ -252,11 +240,7 @@ class DeviceSteps:
 
 
 class DeviceClock:
-    """Time steps by events; inert until a step is said to begin.
-
-    Args:
-        make: makes an event, with `record`, `query` and `elapsed_time`.
-    """
+    """Time whole steps by events that `make` makes; inert until a step is said to begin."""
 
     def __init__(self, make: Callable[[], Any]) -> None:
         self._make = make
@@ -361,7 +345,7 @@ class Backlog:
     Args:
         now: the host's clock, s.
         synchronize: waits until the device has done its work.
-        make: makes an event with `record` and `elapsed_time`.
+        make: makes an event.
     """
 
     def __init__(self, now: Callable[[], float], synchronize: Callable[[], Any], make: Callable[[], Any]) -> None:

@@ -91,12 +91,6 @@ def followed_by(act: Callable[[], None], args: tuple[Any, ...], kwargs: dict[str
     sees the gradients of the step before, or none; what looks at gradients has to wait until the closure has run.
 
     A module is no closure, although it can be called: an optimizer that is given one wants more of it.
-
-    Example:
-        >>> args, kwargs = followed_by(lambda: print("gradients are there"), (None, lambda: 0.5), {})
-        >>> args[1]()
-        gradients are there
-        0.5
     """
     if len(args) > 1 and _is_closure(args[1]):
         return (args[0], _followed(args[1], act), *args[2:]), kwargs

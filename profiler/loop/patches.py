@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import gc
 import itertools
-import os
+import operator
 import sys
 import time
 from collections import deque
@@ -49,10 +49,8 @@ class Patches:
     """Attributes replaced for a while.
 
     A script may replace the same attribute meanwhile (`mock.patch.object(torch.Tensor, "to")`). What it has put there
-    is its own and stays; it may put the replacement from here back later, which then must do nothing but pass on.
-
-    Attributes:
-        on: whether they are replaced; replacements ask for it where the script goes on after `remove`.
+    is its own and stays; it may put the replacement from here back later, which then must do nothing but pass on: while
+    `on` is False.
     """
 
     def __init__(self) -> None:
@@ -93,30 +91,23 @@ def call_method(original: Function, tensor: Tensor, *args: Any, **kwargs: Any) -
 
 
 def replace_copies(patches: Patches, copying: Copying, thread: int) -> None:
-    """Mark the methods of a tensor that may copy it to a GPU.
-
-    Args:
-        patches: remove the marks.
-        copying: called before a copy to a GPU; returns what to call after it, None if this one does not count.
-        thread: of which calls count, by Python's id.
-    """
+    """Call `copying` before each copy of a thread to a GPU, and what it returns, unless that is None, after it."""
     for name in ("to", "cuda"):
         patches.replace(Tensor, name, functools.partial(_marked_copy, copying, thread))
 
 
 def _marked_copy(copying: Copying, thread: int, original: Function) -> Function:
-    is_cuda, process = getattr(original, "__name__", "") == "cuda", os.getpid()
+    is_cuda = getattr(original, "__name__", "") == "cuda"
 
     @functools.wraps(original)
     def choosing(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        # A process that was forked meanwhile, such as a loader's worker, has a main thread of the same id.
-        is_other = get_ident() != thread or os.getpid() != process or tensor.is_cuda
-        if is_other or not (is_cuda or _is_gpu(*args[:1], **kwargs)) or (copied := copying()) is None:
-            return call_method(original, tensor, *args, **kwargs)
+        is_copy = get_ident() == thread and not tensor.is_cuda and (is_cuda or _is_gpu(*args[:1], **kwargs))
+        copied = copying() if is_copy else None
         try:
             return call_method(original, tensor, *args, **kwargs)
         finally:
-            copied()
+            if copied is not None:
+                copied()
 
     return choosing
 
@@ -197,34 +188,23 @@ HANDED_OUT_LOADERS = HandedOutLoaders()
 """Those of this process."""
 
 
-class _Moments:
-    """The sum of the times at which `mark` was called, in ns since the clock's zero; integers, so it is exact."""
-
-    def __init__(self) -> None:
-        self._last = deque([0], maxlen=1)
-        moments = iter(time.perf_counter_ns, None)
-        self._marks = map(self._last.append, itertools.accumulate(moments))
-        self.mark = functools.partial(next, self._marks)
-
-    @property
-    def total(self) -> int:
-        return self._last[-1]
-
-
 class Collector:
     """Add up the garbage collector's time, by a callback that has no Python frame.
 
     A signal that arrives while the collector runs is handled at the next instruction of Python code. In a callback
     written in Python that instruction is the callback's own, and what the handler raises there (Ctrl-C, an alarm) is
     printed as "Exception ignored" and lost. So the callback consists of C functions: it asks an object for its
-    attribute `start` or `stop`, whose value is computed by advancing an iterator, which adds the clock to a sum.
+    attribute `start` or `stop`, whose value is computed by advancing an iterator: it adds up the moments, those of a
+    start negative.
     """
 
     def __init__(self) -> None:
-        self._begun, self._ended = _Moments(), _Moments()
+        self._sum = deque([0.0], maxlen=1)
+        # Of floats: to multiply integers, Python looks for signals.
+        moments = map(operator.mul, iter(time.perf_counter, None), itertools.cycle((-1.0, 1.0)))
         # `next` gets the object as its second argument, which it only returns when an iterator is exhausted.
-        marks = {"start": property(self._begun.mark), "stop": property(self._ended.mark)}
-        self._callback: Any = functools.partial(getattr, type("Phases", (), marks)())
+        mark = property(functools.partial(next, map(self._sum.append, itertools.accumulate(moments))))
+        self._callback: Any = functools.partial(getattr, type("Phases", (), {"start": mark, "stop": mark})())
         self._seconds = 0.0
 
     def install(self) -> None:
@@ -239,8 +219,7 @@ class Collector:
     @property
     def seconds(self) -> float:
         """Seconds it has run so far; a collection in progress in another thread counts once it is over."""
-        # While a collection is in progress its start time alone makes the difference negative.
-        self._seconds = max(self._seconds, (self._ended.total - self._begun.total) / 1e9)
+        self._seconds = max(self._seconds, self._sum[-1])  # while one is in progress the sum is negative
         return self._seconds
 
 
@@ -250,9 +229,6 @@ class Probes:
     Args:
         marker: makes the marked functions, as `Recorder` does.
         loaders: loaders that iterate in their own way, each with the class of its iterators.
-
-    Attributes:
-        collector: how long the garbage collector ran.
     """
 
     def __init__(self, marker: Any, loaders: Loaders = ()) -> None:

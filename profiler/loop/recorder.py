@@ -1,10 +1,7 @@
 """Turns the marks of the probes into steps: which batch belongs to training, when a step ends, where its time went.
 
-An ordinary step runs only through the marked functions made here, which write to the clock's tape: 6 µs a step in all,
-measured on a step of 70 µs, of which 3 are the least that functions in these places take if they check nothing. (In
-isolation, without a step between them, the marks of a step take 0.8 µs; the rest is what the step evicts from the
-caches. One flag for all states, bits, fewer globals, a tape for each phase: none made a difference above 0.3 µs.) What
-is rare (a new iterator, a new optimizer, an evaluation) takes the slow path.
+An ordinary step runs only through the marked functions made here, which write to the clock's tape. What is rare (a new
+iterator, a new optimizer, an evaluation) takes the slow path.
 """
 
 from __future__ import annotations
@@ -12,18 +9,16 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from threading import get_ident
-from types import MethodType
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules import module as module_globals
 from torch.optim import Optimizer
 
 from accel.profiler.evidence import LoaderFacts
 from accel.profiler.loop import called_modules, facts
 from accel.profiler.loop.batches import LoaderMarks
-from accel.profiler.loop.called_modules import CalledModules, RegisteredModules
+from accel.profiler.loop.called_modules import CalledModules
 from accel.profiler.loop.clock import MAYBE_FORWARD, MAYBE_HOST, PROVISIONAL, WAS, StepClock
 from accel.profiler.loop.delivery import Delivery
 from accel.profiler.loop.device import DeviceEvents, drained_s
@@ -45,11 +40,7 @@ class Recorder:
         thread: the one that trains, by Python's id; default this one.
 
     Attributes:
-        delivery: where steps end, and who gets them.
-        loaders: the marks on loaders.
-        calls: the marks on the calls of models.
         events: records the device's times; None where there is no GPU.
-        optimizers: those that the script still has.
         has_ranks: others train in step with this one.
         updates: those counted while the loop is being learned, without those of further optimizers.
         updates_elsewhere: updates in other threads.
@@ -76,12 +67,10 @@ class Recorder:
         self.loaders = LoaderMarks(self.delivery, self._tape, lambda: self.roots.called)
         self.loaders.drain = lambda: drained_s(self._trained.device, clock.now)
         self.calls = CallMarks(self.delivery, self._tape, self.loaders)
-        self._registered = RegisteredModules()
-        self.roots = CalledModules(self.calls.wrapped, self.calls.hooks, self._registered.seen)
+        self.roots = CalledModules(self.calls.wrapped, self.calls.hooks)
 
     def start(self) -> None:
         """Start recording."""
-        self._registered.start()
         self.probes.install()
 
     def stop(self) -> None:
@@ -89,7 +78,6 @@ class Recorder:
         hot = self.delivery.hot
         self.thread = self.loaders.thread = _NO_THREAD
         hot.in_backward, hot.iterator = True, None
-        self._registered.stop()
         self.probes.remove()
         self.model_name = called_modules.name(self.roots.modules)
         self.roots.release()
@@ -125,6 +113,7 @@ class Recorder:
         for loader in loaders.recent:
             if loader is not None:
                 loaders.training.add(loader)
+                loaders.has_training = True
         loaders.recent.clear()
         if loaders.pending or loaders.is_doubtful:
             loaders.settle(within=True)
@@ -135,7 +124,7 @@ class Recorder:
         clock = self.clock
         if clock.code in ("host", "outside", MAYBE_HOST):
             clock.write((WAS, "forward"))
-        if self.delivery.hot.stepped and not loaders.training:
+        if self.delivery.hot.stepped and not loaders.has_training:
             clock.enter("backward")
             self.delivery.boundary()
 
@@ -171,9 +160,9 @@ class Recorder:
         hot.optimizer = ending.optimizer
         self.updates += ends_step
         loaders.since_batch += ends_step
-        if loaders.training and not self.delivery.steps and loaders.since_batch > LOST:
+        if loaders.has_training and not self.delivery.steps and loaders.since_batch > LOST:
             loaders.lose()
-        hot.stepped = hot.stepped or ends_step or bool(loaders.training)
+        hot.stepped = hot.stepped or ends_step or loaders.has_training
         if self._on_update is not None:
             self._on_update(optimizer)
         if not any(optimizer is other for other in self.optimizers):
@@ -181,7 +170,7 @@ class Recorder:
         elif self.delivery.steps < _LEARNING_STEPS:
             self.roots.descend(self.delivery.steps)
         self.clock.skip()  # to look for the model takes 20 ms and more, which are not the loop's
-        if not self.roots.called and not loaders.training:
+        if not self.roots.called and not loaders.has_training:
             self.clock.enter("forward")
 
     def _meet(self, optimizer: Optimizer) -> None:
@@ -234,16 +223,14 @@ class Recorder:
 
     def loader_facts(self) -> LoaderFacts:
         """Describe the loader that feeds the training."""
-        if not self.loaders.training or self.loaders.loader is None:
+        if not self.loaders.has_training or self.loaders.loader is None:
             return LoaderFacts(kind="own iterator" if self.delivery.steps else "none seen")
         return facts.of_loader(self.loaders.loader)
 
     def worker_pids(self) -> list[int]:
         """Return the loader's worker processes."""
-        loaders = self.loaders
-        source = (
-            loaders.loader if loaders.iterator is None else loaders.iterator
-        )  # a loader may keep them between two passes
+        iterator, loader = self.loaders.iterator, self.loaders.loader
+        source = loader if iterator is None else iterator  # a loader may keep them between two passes
         return [worker.pid for worker in getattr(source, "_workers", []) if worker.pid]
 
 
@@ -256,7 +243,7 @@ class CallMarks:
         loaders: whose batches the calls take.
 
     Attributes:
-        on_call: called within each counted call of the model, for as long as it is set.
+        on_call: called within each call of the model with gradients, for as long as it is set.
     """
 
     def __init__(self, delivery: Delivery, tape: Any, loaders: LoaderMarks) -> None:
@@ -266,42 +253,17 @@ class CallMarks:
 
     def wrapped(self, target: Function, calls: list[int]) -> Function:
         """Mark an outermost call of a model, and count it in `calls[0]`."""
-        tape, now, training, thread, hot = self._tape, self._clock.now, torch.is_grad_enabled, self._thread, self._hot
-        # `nn.Module._call_impl` without hooks only calls `forward`. Doing so here leaves the stack as deep as it was,
-        # which anomaly detection pays for in each operation, and saves a call.
-        is_plain = isinstance(target, MethodType) and target.__func__ is nn.Module._call_impl
-        module: Any = getattr(target, "__self__", None) if is_plain else None
-        is_traced = torch._C._get_tracing_state
-        before, after = module_globals._global_forward_pre_hooks, module_globals._global_forward_hooks
-        before_b, after_b = module_globals._global_backward_pre_hooks, module_globals._global_backward_hooks
+        thread, hot, begins, ended = self._thread, self._hot, self._begins, self._ended
+        module = getattr(target, "__self__", None)
 
         def marked(*args: Any, **kwargs: Any) -> Any:
             if hot.in_call or get_ident() != thread:
                 return target(*args, **kwargs)
-            hot.in_call = True
-            trains = training()
-            if hot.counting and trains:
-                calls[0] += 1
-            if hot.stepped or hot.away or not trains:
-                self._call(module)
-            else:
-                tape.append("forward")
-                tape.append(now())
-            if hot.counting and trains and self.on_call is not None:
-                self.on_call()
+            begins(module, calls)
             try:
-                if module is None or module._forward_hooks or module._forward_pre_hooks or is_traced():
-                    return target(*args, **kwargs)
-                if module._backward_hooks or module._backward_pre_hooks or before or after or before_b or after_b:
-                    return target(*args, **kwargs)
-                return module.forward(*args, **kwargs)
+                return target(*args, **kwargs)
             finally:
-                hot.in_call = False
-                if trains:
-                    tape.append("loss")
-                    tape.append(now())
-                else:
-                    self._called()
+                ended()
 
         return marked
 
@@ -310,32 +272,44 @@ class CallMarks:
         marking = [False]  # whether `before` marked the call that `after` ends
 
         def before(module: Any, args: Any) -> None:
-            if self._hot.in_call or get_ident() != self._thread:
-                return
-            self._hot.in_call = marking[0] = True
-            calls[0] += torch.is_grad_enabled()
-            if self._hot.stepped or self._hot.away or not torch.is_grad_enabled():
-                self._call(module)
-            else:
-                self._clock.enter("forward")
-            if self.on_call is not None and torch.is_grad_enabled():
-                self.on_call()
+            if not self._hot.in_call and get_ident() == self._thread:
+                marking[0] = True
+                self._begins(module, calls)
 
         def after(module: Any, args: Any, output: Any) -> None:
             if marking[0] and get_ident() == self._thread:
-                self._hot.in_call = marking[0] = False
-                if torch.is_grad_enabled():
-                    self._clock.enter("loss")
-                else:
-                    self._called()
+                marking[0] = False
+                self._ended()
 
         return before, after
 
+    def _begins(self, module: Any, calls: list[int]) -> None:
+        hot, tape, trains = self._hot, self._tape, torch.is_grad_enabled()
+        hot.in_call = True
+        calls[0] += trains
+        if hot.stepped or hot.away or not trains:
+            self._call(module)
+        else:
+            tape.append("forward")
+            tape.append(self._clock.now())
+        if trains and self.on_call is not None:
+            self.on_call()
+
+    def _ended(self) -> None:
+        self._hot.in_call = False
+        if torch.is_grad_enabled():
+            self._tape.append("loss")
+            self._tape.append(self._clock.now())
+            return
+        following = {"forward": "host", MAYBE_FORWARD: MAYBE_HOST}.get(self._clock.code)
+        if following is not None:
+            self._clock.enter(following)
+
     def _call(self, module: Any) -> None:
         if not torch.is_grad_enabled():
-            self._call_without_gradients(evaluates=module is not None and not module.training)
+            self._call_without_gradients(evaluates=isinstance(module, nn.Module) and not module.training)
             return
-        if self._hot.stepped and not self._loaders.training:
+        if self._hot.stepped and not self._loaders.has_training:
             # No loader marks where a step begins: it ends where the next step's first forward pass begins.
             self._clock.enter("outside")
             self._delivery.boundary()
@@ -345,7 +319,7 @@ class CallMarks:
     def _call_without_gradients(self, *, evaluates: bool) -> None:
         """Mark a call for an evaluation, or one of the step: a generator's samples, pseudo-labels."""
         clock, loaders, code = self._clock, self._loaders, self._clock.code
-        if evaluates or not loaders.training or code == "evaluation":
+        if evaluates or not loaders.has_training or code == "evaluation":
             if loaders.pending or loaders.is_doubtful:
                 loaders.settle(within=False)
             loaders.recent.clear()  # batches fetched for an evaluation are not for training
@@ -359,8 +333,3 @@ class CallMarks:
                 loaders.recent.append(None)
             clock.enter(MAYBE_FORWARD)
             self._delivery.pauses.begin()
-
-    def _called(self) -> None:
-        following = {"forward": "host", MAYBE_FORWARD: MAYBE_HOST}.get(self._clock.code)
-        if following is not None:
-            self._clock.enter(following)

@@ -43,10 +43,8 @@ class EndingOptimizer:
     def is_of(self, optimizer: Optimizer, *, has_ranks: bool) -> bool:
         """Return whether an update by `optimizer` may end a step; take it for the one once the first is gone.
 
-        Args:
-            optimizer: has stepped.
-            has_ranks: others train in step with this process. They must end the same steps, and may free an optimizer
-                at different ones, as their garbage collectors have it.
+        Where others train in step with this process (`has_ranks`), they must end the same steps, and may free an
+        optimizer at different ones, as their garbage collectors have it.
         """
         ending = self.optimizer()
         is_gone = ending is None and not (self._has_begun and has_ranks)
@@ -73,8 +71,7 @@ class StepRule:
         batches: batches since then.
         has_batch: a batch was delivered, and neither another one requested nor an update made since.
         is_fed: steps end at requests, which a loader answers; an update by a batch that was asked for makes it so.
-        has_just_changed: the loop was taken to be fed until now, so the step that ends is several steps long: all since
-            the last request.
+        has_just_changed: the loop was taken to be fed until now, so the step that ends is several steps long.
         needs_requests: only a request may end a step. Set where the batch size is decided at requests, where another
             thread makes the requests, and when the session has closed.
         wants_calls: a call of the model may end a step, or tell that the loop is not fed.

@@ -1,10 +1,8 @@
 """All that is read beside the recorder's clocks, in ordinary steps only, and the evidence that it makes together.
 
-Samples which line of the user's source the training thread is in, and whether it runs, waits or sleeps there.
-
-A thread samples the training thread's stack now and then. The open phase is read from the step clock, so that a
-phase's time can be divided by line. A sample costs handing the interpreter's lock over and back, 0.1 ms; so nothing in
-it releases the lock a second time, as reading a file would.
+A thread samples the training thread's stack now and then, and whether that runs, waits or sleeps. The open phase is
+read from the step clock, so that a phase's time can be divided by line. A sample costs handing the interpreter's lock
+over and back, 0.1 ms; so nothing in it releases the lock a second time, as reading a file would.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 from accel.profiler.diagnose import step_times
 from accel.profiler.evidence import Evidence, LineTime, ThreadShare
@@ -38,15 +36,6 @@ class Instruments:
         recorder: of the loop.
         native: the system's id of the thread that trains.
         launched: other ranks train in step with this one.
-
-    Attributes:
-        sampler: which line the training thread is in.
-        crowd: other processes on this run's cores.
-        workers: the loader's processes.
-        ddp_wait: DDP's wait for other ranks.
-        collections: the garbage collector's time.
-        settings: anomaly mode and the number of threads.
-        nvml: the GPU's own figures.
     """
 
     def __init__(self, recorder: Recorder, native: int, *, launched: bool) -> None:
@@ -221,30 +210,18 @@ class _Sample:
     tags: set[str]
 
 
-@dataclass
-class ThreadClocks:
-    """What the sampler reads of a thread's time.
-
-    Args:
-        now: seconds on the wall clock.
-        ran: seconds that the thread has computed.
-        meter: how long it has waited for a core.
-        tells_running: whether `ran` is known on this system.
-    """
+class ThreadClocks(NamedTuple):
+    """What the sampler reads of a thread: wall time, seconds it has computed, and how long it has waited for a core."""
 
     now: Callable[[], float]
     ran: Callable[[], float]
     meter: ThreadMeter
-    tells_running: bool = True
 
     @classmethod
     def of(cls, ident: int, native: int) -> ThreadClocks:
         """Return the system's clocks of a thread, by Python's and by the system's id."""
-        meter = ThreadMeter(tid=native)
-        if not hasattr(time, "pthread_getcpuclockid"):
-            return cls(time.perf_counter, lambda: 0.0, meter, tells_running=False)
         cpu = time.pthread_getcpuclockid(ident)
-        return cls(time.perf_counter, lambda: time.clock_gettime(cpu), meter)
+        return cls(time.perf_counter, lambda: time.clock_gettime(cpu), ThreadMeter(tid=native))
 
 
 class Sampler:
@@ -338,11 +315,7 @@ class Sampler:
             self._pending.append(_Sample(at, (phase, *location), seconds, ran, tags))
 
     def count(self, until: float) -> None:
-        """Count the samples taken since the last call.
-
-        Args:
-            until: when the last step ended, on the clock of the samples; later ones are dropped.
-        """
+        """Count the samples taken since the last call, up to when the last step ended; drop later ones."""
         with self._lock:
             for sample in self._pending:
                 if sample.at <= until:
@@ -382,7 +355,7 @@ class Sampler:
             rows = [row for (name, *_), row in self._samples.items() if phase in (None, name)]
             total, blocked = sum(row.seconds for row in rows), sum(row.blocked for row in rows)
             watched, waited = self._waited
-        if total < 0.05 or not self._clocks.tells_running:
+        if total < 0.05:
             return None
         run = min(1.0, 1.0 - blocked / total)
         # How long it waited for a core is known for all phases together only.

@@ -4,7 +4,7 @@ Besides the head of the loop and `next(…)`, assignments in its body make batch
 back from the model's call to where they are set: before the call or, if they are set nowhere before
 it, later in the previous iteration. Which call is the model's can't be inferred from the source: a
 run reports the lines it is called in. Where it reports none, names are followed from the backward
-pass and from the optimizer's step. What is computed from the model's result is no batch.
+pass and from the optimizer's step.
 """
 
 from __future__ import annotations
@@ -127,15 +127,10 @@ class _Use:
 
 @dataclass(frozen=True)
 class _Assignment:
-    """An assignment."""
-
     names: frozenset[str]
     use: _Use
     ends: _Position
     lines: range
-
-    def holds(self, lines: Collection[int]) -> bool:
-        return any(line in self.lines for line in lines)
 
 
 def feeding_lines(loop: StepBody, step_line: int, model_lines: Collection[int] = ()) -> set[int]:
@@ -157,13 +152,13 @@ def feeding_lines(loop: StepBody, step_line: int, model_lines: Collection[int] =
         losses = losses.union(*map(_losses, backwards))
     if not isinstance(loop, Loop):  # its caller may pass what it returns back to it
         uses += [_use(node.value) for node in nodes if isinstance(node, ast.Return) and node.value]
-    results = _results(assignments, {a for a in assignments if a.holds([*model_lines, step_line])})
-    batches = [a for a in _reached(uses, assignments) if not a.names & losses and a not in results]
-    return {line for a in batches for line in a.lines} - {step_line}
+    results = {*model_lines, step_line}
+    batches = [a for a in _reached(uses, assignments) if not a.names & losses and results.isdisjoint(a.lines)]
+    return {line for a in batches for line in a.lines}
 
 
 def _reached(uses: list[_Use], assignments: list[_Assignment]) -> set[_Assignment]:
-    """Return the assignments that some uses depend on."""
+    """Return the assignments that some uses depend on: those before them, or else those of the previous iteration."""
     open_uses, reached = list(uses), set[_Assignment]()
     while open_uses:
         use = open_uses.pop()
@@ -174,30 +169,6 @@ def _reached(uses: list[_Use], assignments: list[_Assignment]) -> set[_Assignmen
                     reached.add(assignment)
                     open_uses.append(assignment.use)
     return reached
-
-
-def _results(assignments: list[_Assignment], first: set[_Assignment]) -> set[_Assignment]:
-    """Return some assignments and those computed from them in the same iteration."""
-    results = set(first)
-    before = 0
-    while len(results) > before:
-        before = len(results)
-        results |= {
-            assignment
-            for assignment in assignments
-            if any(r.names & assignment.use.names and r.ends <= assignment.use.at for r in results)
-            and not _overwritten(assignment, results, assignments)
-        }
-    return results
-
-
-def _overwritten(assignment: _Assignment, results: set[_Assignment], assignments: list[_Assignment]) -> bool:
-    """Return whether every result that an assignment reads has been set to something else in between."""
-    for name in assignment.use.names:
-        setting = [m for m in assignments if name in m.names and m.ends <= assignment.use.at]
-        if setting and max(setting, key=lambda m: m.ends) in results:
-            return False
-    return True
 
 
 def _within(loop: StepBody) -> Iterator[ast.AST]:

@@ -131,12 +131,7 @@ class DdpWait:
         """Model → what was read of it last, on a GPU: the same until the next step that is timed."""
 
     def sample(self, modules: Sequence[nn.Module], step: int = -1) -> None:
-        """Read the times of the last backward pass: 40 µs a model.
-
-        Args:
-            modules: models, wrapped by DDP or not.
-            step: the one it belongs to.
-        """
+        """Read the times of the last backward pass, that of a step, of models that DDP wraps: 40 µs a model."""
         for module in modules:
             if isinstance(module, DistributedDataParallel):
                 on_gpu = getattr(module, "device_type", "cpu") == "cuda"

@@ -21,27 +21,19 @@ _LONG_ENOUGH_S = 0.25
 """After which a meter can tell."""
 _PERHAPS = 0.1
 """Share of the cores held by others before the first steps, above which the first ones are looked at, too."""
-_AGAIN_S = 2.0
-"""Between two looks at whether the others have left."""
 
 
 class ThreadLimit:
     """Let torch compute with no more threads than there are cores free, on the thread that calls this.
 
-    Args:
-        meter: of the other processes; it has begun to measure.
-        clock: returns seconds.
-
     Attributes:
         own: the loop's number of threads, if it was limited; else None.
         threads: to which it was limited; else None.
-        is_on: it is.
     """
 
     def __init__(self, meter: CrowdMeter | None = None, clock: Callable[[], float] = time.perf_counter) -> None:
         self.own: int | None = None
         self.threads: int | None = None
-        self.is_on = False
         self._meter, self._clock = meter or CrowdMeter(), clock
         self._since = clock()
         self._looks_again = False
@@ -56,7 +48,7 @@ class ThreadLimit:
         own, cores = torch.get_num_threads(), usable_cores()
         if own == 1:
             return True
-        others = self._others()
+        others = self._meter.cores()
         if others is None:  # the run is too young, or the system does not tell
             return self._clock() - self._since >= _LONG_ENOUGH_S
         if not self._looks_again and others > _PERHAPS * cores:
@@ -64,29 +56,11 @@ class ThreadLimit:
             return False
         free = free_cores(cores, others)
         if are_shared(others, cores) and own > free:
-            self.own, self.threads, self.is_on = own, free, True
+            self.own, self.threads = own, free
             set_number(free)
-        return True
-
-    def ends(self) -> bool:
-        """Restore the threads if the others have left meanwhile, and return whether they have."""
-        if not self.is_on or self._clock() - self._since < _AGAIN_S:
-            return False
-        others = self._others()
-        if others is None or are_shared(others, usable_cores()):
-            return False
-        self.restore()
         return True
 
     def restore(self) -> None:
         """Let torch compute with as many threads as the loop had, unless it has set another number meanwhile."""
-        if self.is_on and self.own is not None and torch.get_num_threads() == self.threads:
+        if self.own is not None and torch.get_num_threads() == self.threads:
             set_number(self.own)
-        self.is_on = False
-
-    def _others(self) -> float | None:
-        """Return the cores that others held since the last look, or None if that can't be told."""
-        others = self._meter.cores()
-        if others is not None:
-            self._since = self._clock()
-        return others

@@ -52,7 +52,6 @@ def digest(trace: Trace, steps: int, *, shared: bool = False) -> TraceSummary:
         elementwise_share=sum(group.us for group in model if group.kind == "elementwise") / computing,
         operators_ms=None if trace.works is not None else sum(group.us for group in groups) / 1e3 / steps,
         dtypes=_shares((group.dtype, group.us) for group in products),
-        kinds=_kinds(trace, parents, shared) if trace.works is None else {},
     )
     if trace.works is not None:
         _add_device(summary, trace, steps)
@@ -63,23 +62,6 @@ def digest(trace: Trace, steps: int, *, shared: bool = False) -> TraceSummary:
 def _is_within(call: OperatorCall, updates: Sequence[tuple[float, float]]) -> bool:
     """Return whether an optimizer's step made the call."""
     return any(start <= call.start < end for start, end in updates)
-
-
-def _kinds(trace: Trace, parents: Sequence[int], shared: bool) -> dict[str, dict[str, float]]:
-    """Return the shares of the kinds of operators, separately for those that autograd's engine calls and the rest."""
-    in_engine: dict[int, bool] = {}
-    sides: dict[str, list[OperatorCall]] = {"forward": [], "backward": []}
-    for index in sorted(range(len(trace.calls)), key=lambda i: (trace.calls[i].start, -trace.calls[i].end)):
-        call = trace.calls[index]
-        within = call.name.startswith(_ENGINE) or in_engine.get(parents[index], False)
-        in_engine[index] = within
-        if not _is_within(call, trace.updates):
-            sides["backward" if within else "forward"].append(call)
-    return {
-        side: _shares((group.kind, group.us) for group in call_groups(calls, shared=shared))
-        for side, calls in sides.items()
-        if calls
-    }
 
 
 def _rows(groups: Sequence[CallGroup], total: float, steps: int) -> list[OpTime]:
@@ -169,13 +151,9 @@ def _copying(works: Sequence[Work]) -> set[int]:
 
 
 def located(syncs: Sequence[SyncPoint], lines: Sequence[SyncPoint]) -> list[SyncPoint]:
-    """Return waits with the lines of the script that another window has found for them.
+    """Return waits with the lines of the script that another window has found for them; those of one kind in its parts.
 
     That window is one step that began with an idle device, and slow: it tells where the waits are, and not how long.
-
-    Args:
-        syncs: waits without lines.
-        lines: waits with lines; those of one kind are divided as they are here.
     """
     placed = []
     for sync in syncs:

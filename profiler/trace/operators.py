@@ -13,6 +13,8 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
+import torch
+
 Kind = Literal["matmul", "elementwise", "other"]
 
 # Matrix products, convolutions and attention: what tensor cores and BLAS are for. Anchored, or `upsample_bilinear2d` is
@@ -99,40 +101,35 @@ def kernel_kind(name: str, operator: str = "") -> Kind:
 
 Shapes = Sequence[Sequence[int]]
 
-_FLOAT_NAMES = {
-    "float": "float32",
-    "double": "float64",
-    "c10::BFloat16": "bfloat16",
-    "c10::Half": "float16",
-    "c10::Float8_e4m3fn": "float8_e4m3fn",
-    "c10::Float8_e5m2": "float8_e5m2",
-    "c10::complex<float>": "complex64",
-    "c10::complex<double>": "complex128",
-    "signed char": "int8",
-}
-_ITEM_BYTES = {
-    "float": 4,
-    "double": 8,
-    "int": 4,
-    "long int": 8,
-    "long": 8,
-    "short int": 2,
-    "short": 2,
-    "c10::complex<float>": 8,
-    "c10::complex<double>": 16,
-    "c10::BFloat16": 2,
-    "c10::Half": 2,
-    "bool": 1,
-    "unsigned char": 1,
-    "signed char": 1,
-    "c10::Float8_e4m3fn": 1,
-    "c10::Float8_e5m2": 1,
+_DTYPES = {
+    "float": torch.float32,
+    "double": torch.float64,
+    "int": torch.int32,
+    "long int": torch.int64,
+    "long": torch.int64,
+    "short int": torch.int16,
+    "short": torch.int16,
+    "c10::complex<float>": torch.complex64,
+    "c10::complex<double>": torch.complex128,
+    "c10::BFloat16": torch.bfloat16,
+    "c10::Half": torch.float16,
+    "bool": torch.bool,
+    "unsigned char": torch.uint8,
+    "signed char": torch.int8,
+    "c10::Float8_e4m3fn": torch.float8_e4m3fn,
+    "c10::Float8_e5m2": torch.float8_e5m2,
 }
 
 
 def dtype(names: Sequence[str]) -> str:
-    """Return torch's name of the first floating-point input's dtype, '' if there is none."""
-    return next((_FLOAT_NAMES[name] for name in names if name in _FLOAT_NAMES), "")
+    """Return torch's name of the first dtype among the inputs' in which products are made, '' if there is none."""
+    known = (_DTYPES[name] for name in names if name in _DTYPES)
+    made = (of for of in known if of.is_floating_point or of.is_complex or of == torch.int8)
+    return str(next(made, "")).removeprefix("torch.")
+
+
+def _item_bytes(name: str) -> int:
+    return _DTYPES[name].itemsize if name in _DTYPES else 0
 
 
 def flops(name: str, shapes: Shapes, scalars: Sequence[Any] = ()) -> float | None:
@@ -170,7 +167,7 @@ def moved_bytes(name: str, shapes: Shapes, dtypes: Sequence[str]) -> float | Non
     part of their input, views, which read nothing, and lists of tensors, whose shapes are not recorded, yield None.
     """
     short = base(name)
-    sizes = [math.prod(shape) * _ITEM_BYTES.get(of, 0) for shape, of in zip(shapes, dtypes, strict=False)]
+    sizes = [math.prod(shape) * _item_bytes(of) for shape, of in zip(shapes, dtypes, strict=False)]
     if not any(sizes) or "TensorList" in dtypes or short in _GATHERS or short in VIEWS:
         return None
     if short in _ONLY_INPUTS:
@@ -179,19 +176,20 @@ def moved_bytes(name: str, shapes: Shapes, dtypes: Sequence[str]) -> float | Non
     if product is None:
         return float(sum(sizes) + max(sizes))
     try:
-        return float(sum(sizes) + math.prod(product(shapes)) * _ITEM_BYTES.get(dtypes[0], 0))
+        return float(sum(sizes) + math.prod(product(shapes)) * _item_bytes(dtypes[0]))
     except IndexError:  # an overload with other inputs
         return None
 
 
-def _mm(a: Sequence[int], b: Sequence[int]) -> int:
-    m, k = a
-    return 2 * m * k * b[1]
+_PRODUCTS = {
+    **dict.fromkeys(("mm", "_int_mm", "_scaled_mm", "bmm"), 0),
+    **dict.fromkeys(("addmm", "addmm_", "_addmm_activation", "baddbmm", "baddbmm_"), 1),
+}
+"""Operator → which of its inputs is the first of the two matrices, or batches of them."""
 
 
-def _bmm(a: Sequence[int], b: Sequence[int]) -> int:
-    n, m, k = a
-    return 2 * n * m * k * b[2]
+def _product(first: int) -> Callable[[Shapes, Sequence[Any]], float]:
+    return lambda shapes, _: 2 * math.prod(shapes[first]) * shapes[first + 1][-1]
 
 
 def _attention(first: int, products: float) -> Callable[[Shapes, Sequence[Any]], float]:
@@ -233,15 +231,7 @@ def _per_dimension(value: Any, dims: int) -> list[int]:
 
 
 _FLOPS: dict[str, Callable[[Shapes, Sequence[Any]], float]] = {
-    "mm": lambda s, _: _mm(s[0], s[1]),
-    "_int_mm": lambda s, _: _mm(s[0], s[1]),
-    "_scaled_mm": lambda s, _: _mm(s[0], s[1]),
-    "addmm": lambda s, _: _mm(s[1], s[2]),
-    "addmm_": lambda s, _: _mm(s[1], s[2]),
-    "_addmm_activation": lambda s, _: _mm(s[1], s[2]),
-    "bmm": lambda s, _: _bmm(s[0], s[1]),
-    "baddbmm": lambda s, _: _bmm(s[1], s[2]),
-    "baddbmm_": lambda s, _: _bmm(s[1], s[2]),
+    **{name: _product(first) for name, first in _PRODUCTS.items()},
     "mv": lambda s, _: 2 * math.prod(s[0]),
     "addmv": lambda s, _: 2 * math.prod(s[1]),
     "dot": lambda s, _: 2 * math.prod(s[0]),
@@ -275,10 +265,7 @@ _FLOPS: dict[str, Callable[[Shapes, Sequence[Any]], float]] = {
     ),
 }
 _OUTPUTS: dict[str, Callable[[Shapes], Sequence[int]]] = {
-    "mm": lambda s: (s[0][0], s[1][1]),
-    "addmm": lambda s: (s[1][0], s[2][1]),
-    "bmm": lambda s: (*s[0][:2], s[1][2]),
-    "baddbmm": lambda s: (*s[1][:2], s[2][2]),
+    **{name: lambda s, first=first: (*s[first][:-1], s[first + 1][-1]) for name, first in _PRODUCTS.items()},  # type: ignore[misc]
     "mv": lambda s: s[0][:1],
     "dot": lambda s: (),
     "linear": lambda s: (*s[0][:-1], s[1][0]),

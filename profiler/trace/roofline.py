@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from accel.profiler.errors import InvalidArgument
 from accel.profiler.evidence import Evidence, Roofline
 
 _MIB = 1 << 20
+_RUN_S = 0.03
+"""For which a product or a copy is repeated."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,9 +38,6 @@ _CPU = _Scale(sides=(128, 256, 512, 1024, 2048), product_s=0.02, copy_bytes=64 *
 # An H200 has 50 MiB of cache; it copies 4.1 TB/s by this.
 _GPU = _Scale(sides=(1024, 2048, 4096, 8192), product_s=0.05, copy_bytes=512 * _MIB)
 
-# On a CPU with another process on its cores, single copies take 1 to 9 times the shortest.
-_MIN_RUNS, _MAX_RUNS, _MIN_TOTAL_S = 3, 12, 0.03
-
 
 def measure(device: torch.device, dtypes: Sequence[torch.dtype], *, threads: int | None = None) -> Roofline:
     """Return the achieved GFLOP/s of a large product in each dtype, and the GB/s of a large copy.
@@ -54,13 +52,10 @@ def measure(device: torch.device, dtypes: Sequence[torch.dtype], *, threads: int
         threads: intra-op threads to measure a CPU with, default as many as are set.
 
     Raises:
-        InvalidArgument: if `threads` is less than 1.
         torch.OutOfMemoryError: if the device has no room for the matrices.
     """
-    if threads is not None and threads < 1:
-        raise InvalidArgument(f"threads must be at least 1, got {threads}")
     device = torch.device(device)
-    count = (threads or torch.get_num_threads()) if device.type == "cpu" else 0
+    count = (threads or torch.get_num_threads()) if device.type == "cpu" else 1
     with _undisturbed(device):
         rates = {str(dtype).removeprefix("torch."): _product(device, dtype, count) for dtype in dtypes}
         gb_per_s = _copy(device, count)
@@ -82,12 +77,11 @@ def _product(device: torch.device, dtype: torch.dtype, threads: int) -> float:
     scale = _scale(device)
     try:
         for side in scale.sides:
-            run = _multiply(device, dtype, side)
-            _set_threads(min(threads, 1))
-            product_s = _shortest(run, device, min_runs=1)
-            if 8 * product_s > scale.product_s:
+            names = _matrices(device, dtype, side)
+            once_s = _timer("mm(left, right, out=out)", names, device, 1).timeit(1).median
+            if 8 * once_s > scale.product_s:
                 break
-        return 2 * side**3 / min(product_s, *_with_threads(run, device, threads)) / 1e9
+        return 2 * side**3 / _shortest_s("mm(left, right, out=out)", names, device, threads) / 1e9
     except torch.OutOfMemoryError:
         raise
     except RuntimeError:  # no such product
@@ -98,60 +92,38 @@ def _scale(device: torch.device) -> _Scale:
     return _CPU if device.type == "cpu" else _GPU
 
 
-def _multiply(device: torch.device, dtype: torch.dtype, side: int) -> Callable[[], object]:
+def _matrices(device: torch.device, dtype: torch.dtype, side: int) -> dict[str, Any]:
     # No random numbers, but no constant either: a GPU multiplies those with less power, and faster.
     values = torch.arange(side * side, dtype=torch.float32, device=device).remainder_(17).sub_(8).div_(8)
     left = values.reshape(side, side).to(dtype)
-    right, out = left.clone(), torch.empty_like(left)
-    return lambda: torch.mm(left, right, out=out)
+    return {"mm": torch.mm, "left": left, "right": left.clone(), "out": torch.empty_like(left)}
 
 
 @functools.cache
 def _copy(device: torch.device, threads: int) -> float:
+    """Return the GB/s of a copy, read plus written."""
     size = _scale(device).copy_bytes
     source, target = (torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2))
-    return 2 * size / min(_with_threads(lambda: target.copy_(source), device, threads)) / 1e9
+    names = {"source": source, "target": target}
+    return 2 * size / _shortest_s("target.copy_(source)", names, device, threads) / 1e9
 
 
-def _with_threads(run: Callable[[], object], device: torch.device, threads: int) -> list[float]:
-    """Return the shortest times with one thread and with all, s.
+def _shortest_s(statement: str, names: dict[str, Any], device: torch.device, threads: int) -> float:
+    """Return the shortest time with one thread and with all, s.
 
     Threads wait for each other: where another process has one of the cores, a product of two threads takes two time
     slices, 16 ms, even if it is 0.1 ms of work, and one thread alone reaches more.
     """
-    times_s = []
-    for count in sorted({min(threads, 1), threads}):
-        _set_threads(count)
-        times_s.append(_shortest(run, device, _MIN_RUNS))
-    return times_s
+    timers = (_timer(statement, names, device, count) for count in sorted({1, threads}))
+    return float(min(min(timer.blocked_autorange(min_run_time=_RUN_S).times) for timer in timers))
 
 
-def _set_threads(count: int) -> None:
-    if count and count != torch.get_num_threads():
-        torch.set_num_threads(count)
+def _timer(statement: str, names: dict[str, Any], device: torch.device, threads: int) -> Any:
+    from torch.utils import benchmark
 
-
-def _shortest(run: Callable[[], object], device: torch.device, min_runs: int) -> float:
-    """Return the shortest time of a few repetitions after a first one, s."""
-    run()
-    times_s: list[float] = []
-    while len(times_s) < min_runs or (len(times_s) < _MAX_RUNS and sum(times_s) < _MIN_TOTAL_S * min_runs / _MIN_RUNS):
-        times_s.append(_timed(run, device))
-    return min(times_s)
-
-
-def _timed(run: Callable[[], object], device: torch.device) -> float:
-    if device.type != "cuda":
-        start = time.perf_counter()
-        run()
-        return time.perf_counter() - start
-    make: Any = torch.cuda.Event
-    first, last = make(enable_timing=True), make(enable_timing=True)
-    first.record()
-    run()
-    last.record()
-    last.synchronize()
-    return float(first.elapsed_time(last)) / 1e3
+    # The default clock waits for a GPU, and would start CUDA in a process that trains on a CPU.
+    clock: dict[str, Any] = {"timer": time.perf_counter} if device.type == "cpu" else {}
+    return benchmark.Timer(statement, globals=names, num_threads=threads, **clock)
 
 
 @contextmanager

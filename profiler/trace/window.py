@@ -2,13 +2,9 @@
 
 A window is two or three steps long: torch's profiler slows a step down while it is on, and closing it takes longer than
 it was open for. The low-level `torch.autograd.profiler.profile` records, and its raw events are read without building
-the operator tree in Python. Measured on a step of 3 ms with 290 operators, 960 events, on one core (torch 2.13, Zen 4):
-0.5 ms to start, 0.8 ms more for each step, 32 ms to stop after three, 8 ms to export.
-
-Kineto's raw events as plain ones, and the lines of the user's script that they come from.
-
-Reading one costs about 5 µs; `profile.function_events`, from which torch.profiler makes its tables,
-takes 23 to 70 µs.
+the operator tree in Python: 5 µs each; `profile.function_events` takes 23 to 70 µs. Measured on a step of 3 ms with 290
+operators, 960 events, on one core (torch 2.13, Zen 4): 0.5 ms to start, 0.8 ms more for each step, 32 ms to stop after
+three, 8 ms to export.
 
 Kineto's tree holds Python's calls with the line each was made from. A call of a method
 (`loss.item()`) is among them; what goes through a type's slot (`float(loss)`, `if loss > 0`) is
@@ -67,17 +63,10 @@ class Window:
         device: where the model is; GPU work is recorded for a CUDA device.
         stacks: find the script's line of each wait for a CUDA device. Python's calls are then recorded too, 0.08 µs
             each, which doubles what tracing costs a step and adds 25 ms to `stop`: gaps between kernels look longer
-            than they are. Ignored without a CUDA device, where there is nothing to wait for, and where
-            `sys.setprofile` is used.
+            than they are. Ignored without a CUDA device, and where `sys.setprofile` is used.
 
     Attributes:
         unseen: one sentence on what `stop` could not read, '' if nothing.
-
-    Example:
-        >>> window = Window(torch.device("cpu"))
-        >>> window.start()
-        >>> _ = torch.ones(3) + 1
-        >>> summary = window.stop(steps=1)
     """
 
     def __init__(self, device: torch.device, *, stacks: bool = False) -> None:
@@ -117,11 +106,7 @@ class Window:
         self._began_ns = time.time_ns()
 
     def stop(self, steps: int, *, shared: bool = False) -> TraceSummary:
-        """Stop recording and return its summary; takes about 10 µs an operator or kernel.
-
-        Args:
-            steps: how many steps it was open for.
-            shared: other processes hold cores.
+        """Stop recording and return the summary of so many steps; takes about 10 µs an operator or kernel.
 
         Raises:
             WindowTaken: if the script has started a profiler meanwhile.
@@ -148,9 +133,7 @@ class Window:
             return digest(trace, steps, shared=shared)
 
     def export(self, path: Path) -> None:
-        """Write the stopped window as a Chrome trace (chrome://tracing, ui.perfetto.dev): the whole file or none.
-
-        Kineto writes a trace once.
+        """Write the stopped window, once, as a Chrome trace (ui.perfetto.dev): the whole file or none.
 
         Raises:
             OSError: if the file can't be written.
@@ -327,7 +310,7 @@ def read(results: Any, *, window_ns: tuple[int, int], closing_ns: int, gpu: int 
     Args:
         results: what `torch.autograd.profiler.profile` keeps as `kineto_results`.
         window_ns: when the window was open, ns since the epoch; the trace's µs begin with it.
-        closing_ns: when the window began to close; a later wait without an operator is the window's own.
+        closing_ns: when it began to close; a later wait without an operator is the window's own.
         gpu: index of the GPU whose work to read, others are left out; None for none.
         stacks: whether Python's calls were recorded, so that waits can be given their lines.
     """
@@ -396,10 +379,8 @@ def work_kind(name: str) -> Literal["kernel", "memory", "copy in", "copy out"]:
 def _waits(runtime: dict[int, Any], copied: dict[int, int], zero: int, closing_ns: int) -> list[Wait]:
     """Return the runtime calls that returned only after the device had done something.
 
-    Args:
-        runtime: all runtime calls, by correlation id.
-        copied: when the copies to the host were done, ns, by the correlation id of the call that asked for them; a copy
-            into pinned memory goes on after its call has returned, which then is no wait.
+    `copied` has when the copies to the host were done, ns, by the correlation id of the call that asked for them; one
+    into pinned memory goes on after its call has returned, which then is no wait.
     """
     waits = []
     for number, event in runtime.items():
@@ -434,12 +415,12 @@ def users_lines(
     calls: Container[int] = (),
     is_file: Callable[[str], bool] = is_users,
 ) -> dict[tuple[bool, int], Location]:
-    """Return the locations of some events in the user's files.
+    """Return the locations of some operators and runtime calls, by correlation id, in the user's files.
 
     Args:
         roots: kineto's `experimental_event_tree()`, recorded with stacks.
         operators: correlation ids of the operators to find.
-        calls: correlation ids of the runtime calls to find; they are counted apart from the operators'.
+        calls: those of the runtime calls; they are counted apart.
         is_file: returns whether a file is the user's.
 
     Returns:

@@ -18,7 +18,7 @@ OPTIONS = {"allow": "exact", "budget": "60s", "report": None, "enable": (), "dis
 
 @pytest.fixture
 def training(only_quick: None) -> Iterator[ScriptTraining]:
-    followed = ScriptTraining(dict(OPTIONS), threading.get_ident(), whole="", from_start=True)
+    followed = ScriptTraining(dict(OPTIONS), threading.get_ident(), whole="")
     followed.start()
     yield followed
     followed.stop()

@@ -128,7 +128,6 @@ def test_an_optimizer_for_each_parameter_is_no_end_of_a_model(
     training: ScriptTraining, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A step of the model comes after hundreds of updates then."""
-    training._registered.stop()  # as if it were unpickled
     looks, plain = list[int](), called_modules._modules
 
     def look() -> list[nn.Module]:

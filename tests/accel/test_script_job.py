@@ -10,7 +10,6 @@ import subprocess
 import sys
 import zipapp
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from pathlib import Path
 from subprocess import CompletedProcess
 from types import FrameType
@@ -180,17 +179,6 @@ def test_a_handler_that_is_put_back_after_the_script_ends_the_process() -> None:
         send()
 
     assert ended_by_sigterm(put_back)
-
-
-@pytest.mark.usefixtures("default_handler")
-def test_a_script_that_catches_what_is_to_end_it_ends_by_the_signal() -> None:
-    """As plain Python does at once; it went on, and its status was 0."""
-
-    def catch() -> None:
-        with Script("none.py", []), suppress(BaseException):
-            send()
-
-    assert ended_by_sigterm(catch)
 
 
 @pytest.mark.usefixtures("default_handler")

@@ -232,16 +232,3 @@ def test_the_engines_call_and_its_gradient_function_are_one_row() -> None:
 
     assert {row.name: row.calls for row in summary.ops} == {"ReluBackward0": 2, "threshold_backward": 1}
     assert summary.ops_per_step == 1
-
-
-def test_each_pass_has_operators_of_its_own() -> None:
-    """A product forward, an addition backward, and an update that belongs to neither."""
-    engine = OperatorCall(name="autograd::engine::evaluate_function: AddBackward0", start=200, end=260)
-    calls = [mm(1, 0, 100), engine, OperatorCall(name="aten::add", start=201, end=259), mm(2, 300, 400)]
-    window = Trace(window=(0.0, 400.0), calls=calls, updates=[(290.0, 400.0)])
-
-    kinds = digest(window, steps=1).kinds
-
-    assert kinds["forward"] == {"matmul": 1.0}
-    assert kinds["backward"]["elementwise"] == pytest.approx(0.97, abs=0.03)
-    assert "matmul" not in kinds["backward"]

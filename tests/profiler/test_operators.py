@@ -164,7 +164,7 @@ def test_what_is_not_understood_has_no_flops(name: str, shapes: list[list[int]],
         pytest.param("aten::mm", [[8, 4], [4, 6]], ["float", "float"], (32 + 24 + 48) * 4, id="product"),
         pytest.param("aten::embedding", [[50000, 512], [3]], ["float", "long int"], None, id="reads three rows of it"),
         pytest.param("aten::cat", [[], []], ["TensorList", "Scalar"], None, id="a list of tensors"),
-        pytest.param("aten::mm", [[8], [4]], ["float", "float"], None, id="an overload that is not known"),
+        pytest.param("aten::mm", [[8, 4]], ["float"], None, id="an overload that is not known"),
         pytest.param("AddBackward0", [], [], None, id="no inputs"),
     ],
 )

@@ -54,17 +54,6 @@ def test_a_loop_with_a_loader(recorder: Recorder, seen: list[Measurement]) -> No
     assert recorder.delivery.unattributed() < 0.02
 
 
-def test_a_model_that_is_frozen_is_found(recorder: Recorder, seen: list[Measurement]) -> None:
-    """`gc.freeze()` is our own advice; the collector lists no more what was there then."""
-    model, optimizer, loader = parts()
-    gc.freeze()
-    try:
-        train(model, optimizer, loader)
-    finally:
-        gc.unfreeze()
-    assert recorder.roots.modules == [model]
-
-
 def test_a_plain_iterator(recorder: Recorder, seen: list[Measurement]) -> None:
     model, optimizer, _ = parts()
     train(model, optimizer, [(torch.randn(4, 8), torch.zeros(4, dtype=torch.long))] * 20)

@@ -20,7 +20,6 @@ from tests.profiler.test_recorder import parts, train
 @pytest.fixture
 def looks(recorder: Recorder, clock: PlayedClock, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Return a list that grows with each look for the modules of an optimizer, which takes 20 ms."""
-    recorder._registered.stop()  # as if all models were unpickled
     taken: list[int] = []
     plain = called_modules._modules
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -12,7 +11,6 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from accel.profiler.loop.batches import TrainingLoaders
 from accel.profiler.loop.recorder import Recorder
 from accel.profiler.phases import Measurement
 from tests.accel.loops import PlayedClock
@@ -326,17 +324,3 @@ def test_an_iterator_is_not_kept_once_its_loop_was_left(recorder: Recorder) -> N
 
     assert recorder.loaders.loader is loader
     assert recorder.loaders.iterator is None
-
-
-def test_loaders_are_known_as_long_as_they_live() -> None:
-    known = TrainingLoaders()
-    assert not known
-    data = torch.arange(4)
-    first: DataLoader[Any] = DataLoader(data)  # type: ignore[arg-type]
-    known.add(first)
-    assert first in known
-    del first
-    gc.collect()
-    others: list[DataLoader[Any]] = [DataLoader(data) for _ in range(50)]  # type: ignore[arg-type]
-    assert not any(other in known for other in others)
-    assert known  # a training loader has been there

@@ -36,12 +36,11 @@ def test_each_dtype_has_its_rate() -> None:
 
 def test_a_product_is_no_faster_than_its_time_says() -> None:
     """The rate is 2·n³ over a time that a stopwatch around the same product can't beat by much."""
-    run = roofline._multiply(CPU, torch.float32, 128)
-    run()
+    names = roofline._matrices(CPU, torch.float32, 128)
     watched = []
     for _ in range(200):
         start = time.perf_counter()
-        run()
+        names["mm"](names["left"], names["right"], out=names["out"])
         watched.append(time.perf_counter() - start)
 
     assert measure(CPU, [torch.float32]).gflops["float32"] < 3 * 2 * 128**3 / min(watched) / 1e9
@@ -53,27 +52,32 @@ def test_a_dtype_that_cannot_be_multiplied_is_left_out() -> None:
 
 def test_what_was_measured_is_not_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
     first = measure(CPU, [torch.float32], threads=1)
-    monkeypatch.setattr(roofline, "_timed", lambda run, device: 1.0)
+    monkeypatch.setattr(roofline, "_shortest_s", lambda *_: 1.0)
 
     assert measure(CPU, [torch.float32], threads=1) == first
     assert measure(torch.device("cpu"), [], threads=1) == replace(first, gflops={})
-    assert measure(CPU, [torch.float64], threads=1).gflops == {"float64": pytest.approx(2 * 64**3 / 1e9)}
+    assert measure(CPU, [torch.float64], threads=1).gflops == {"float64": pytest.approx(2 * 128**3 / 1e9)}
     assert measure(CPU, [torch.float32], threads=2).gb_per_s == pytest.approx(2 * (1 << 20) / 1e9)
 
 
 def test_sides_grow_until_the_next_would_take_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(roofline, "_CPU", replace(roofline._CPU, sides=(16, 32, 64)))
-    sides: list[int] = []
-    make = roofline._multiply
-    monkeypatch.setattr(
-        roofline, "_multiply", lambda device, dtype, side: sides.append(side) or make(device, dtype, side)
-    )
-    times = iter([0.001, 0.003] + [0.003] * 100)
-    monkeypatch.setattr(roofline, "_timed", lambda run, device: next(times))
-    monkeypatch.setattr(roofline, "_MIN_TOTAL_S", 0.0)
-    measure(CPU, [torch.float32], threads=1)
+    monkeypatch.setattr(roofline, "_CPU", replace(roofline._CPU, sides=(16, 32, 64), product_s=0.0))
+    assert _side_of(monkeypatch) == [16]
+    monkeypatch.setattr(roofline, "_CPU", replace(roofline._CPU, product_s=60.0))
+    roofline._product.cache_clear()
+    assert _side_of(monkeypatch) == [16, 32, 64]
 
-    assert sides == [16, 32]  # 64 would take 8 · 3 ms, more than 20
+
+def _side_of(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return the sides of the products that are measured."""
+    sides: list[int] = []
+    make = roofline._matrices
+    with monkeypatch.context() as patched:
+        patched.setattr(
+            roofline, "_matrices", lambda device, dtype, side: sides.append(side) or make(device, dtype, side)
+        )
+        measure(CPU, [torch.float32], threads=1)
+    return sides
 
 
 def test_nothing_in_the_process_moves() -> None:
@@ -93,17 +97,13 @@ def test_the_threads_are_put_back_after_an_error(monkeypatch: pytest.MonkeyPatch
     torch.set_num_threads(2)
 
     def fail(*_: object) -> float:
+        torch.set_num_threads(1)
         raise torch.OutOfMemoryError("no room")
 
-    monkeypatch.setattr(roofline, "_timed", fail)
+    monkeypatch.setattr(roofline, "_shortest_s", fail)
     with pytest.raises(torch.OutOfMemoryError, match="no room"):
         measure(CPU, [torch.float32], threads=1)
     assert torch.get_num_threads() == 2
-
-
-def test_threads_must_be_some() -> None:
-    with pytest.raises(ValueError, match="threads must be at least 1, got 0"):
-        measure(CPU, [torch.float32], threads=0)
 
 
 @pytest.mark.gpu

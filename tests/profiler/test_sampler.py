@@ -92,11 +92,17 @@ class PlayedClocks:
         next(samples)
 
 
-def test_time_is_told_by_phase_and_line_and_asleep_from_running() -> None:
+def sampling() -> tuple[StepClock, PlayedClocks, Sampler, Iterator[None]]:
+    """Return a step clock, a thread's clocks, what samples by both, and its samples, of which the first is taken."""
     clock, played = StepClock(), PlayedClocks()
     sampler = Sampler(clock, threading.get_ident(), threading.get_native_id(), clocks=played.clocks())
     samples = sampler.samples()
     next(samples)
+    return clock, played, sampler, samples
+
+
+def test_time_is_told_by_phase_and_line_and_asleep_from_running() -> None:
+    clock, played, sampler, samples = sampling()
     clock.enter("outside")
     for _ in range(80):
         played.turn(samples, 0.01)  # asleep
@@ -120,10 +126,7 @@ def test_time_is_told_by_phase_and_line_and_asleep_from_running() -> None:
 
 
 def test_a_pause_leaves_samples_out() -> None:
-    clock, played = StepClock(), PlayedClocks()
-    sampler = Sampler(clock, threading.get_ident(), threading.get_native_id(), clocks=played.clocks())
-    samples = sampler.samples()
-    next(samples)
+    _, played, sampler, samples = sampling()
     sampler.pause(True)
     for _ in range(20):
         played.turn(samples, 0.01, wait=0.01)
@@ -139,10 +142,7 @@ def test_a_pause_leaves_samples_out() -> None:
 
 
 def test_what_follows_the_last_step_does_not_count() -> None:
-    clock, played = StepClock(), PlayedClocks()
-    sampler = Sampler(clock, threading.get_ident(), threading.get_native_id(), clocks=played.clocks())
-    samples = sampler.samples()
-    next(samples)
+    _, played, sampler, samples = sampling()
     for _ in range(32):
         played.turn(samples, 0.01, ran=0.01)
     boundary = played.now

@@ -26,6 +26,7 @@ from accel.profiler.session import WARM_UP, ProfileSession
 from accel.profiler.system import instruments
 from accel.profiler.system.instruments import _Sample
 from accel.profiler.trace import roofline, window
+from tests.profiler.test_device import Device
 
 
 def train(
@@ -179,25 +180,6 @@ def test_a_step_that_was_slow_once_is_left_out_of_every_share() -> None:
     assert seen.ddp_wait_share == pytest.approx(0.1)
 
 
-class Event:
-    """Is passed at once, a second after the one before it."""
-
-    recorded = 0
-
-    def record(self) -> None:
-        Event.recorded += 1
-        self.at = Event.recorded
-
-    def query(self) -> bool:
-        return True
-
-    def synchronize(self) -> None:
-        pass
-
-    def elapsed_time(self, later: Event) -> float:
-        return (later.at - self.at) * 1e3
-
-
 @pytest.mark.parametrize("enough", [True, False])
 def test_steps_have_a_gpu_s_times_if_enough_were_read(enough: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
@@ -230,7 +212,7 @@ def summary(**given: Any) -> TraceSummary:
 def on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Recorder, "trained", Trained(device=torch.device("cuda", 0)))
     for place in (whatif, instruments):
-        monkeypatch.setattr(place, "events_on", lambda device: Event)
+        monkeypatch.setattr(place, "events_on", lambda device: Device().event)
     monkeypatch.setattr(Nvml, "start", lambda nvml, device: None)
 
 

@@ -80,17 +80,6 @@ def test_a_system_that_does_not_tell_costs_no_more_than_some_steps(monkeypatch: 
     assert (host.threads, host.limit.own) == (2, None)
 
 
-def test_threads_come_back_once_the_others_have_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    host = Host(monkeypatch, [1.0, 1.0, 0.9, 0.1], cores=2, threads=2)
-    host.begin()
-    ended = []
-    for _ in range(6):
-        host.now += 1.5
-        ended.append(host.limit.ends())
-    assert ended == [False, False, False, True, False, False]  # it looks every 2 s, until they have left
-    assert (host.threads, host.limit.is_on, host.looks) == (2, False, 4)
-
-
 @pytest.mark.parametrize("threads", [2, 16])
 def test_a_number_of_threads_that_the_loop_sets_itself_stays(monkeypatch: pytest.MonkeyPatch, threads: int) -> None:
     host = Host(monkeypatch, [4.0, 4.0], cores=8, threads=8)
@@ -119,11 +108,6 @@ def test_threads_are_never_more_than_the_loops_and_always_restored(
             if host.limit.begin():
                 break
         assert 1 <= host.threads <= threads
-        measured = host.threads
-        for gap in gaps:
-            host.now += gap
-            host.limit.ends()
-            assert host.threads == (measured if host.limit.is_on else threads)
         host.limit.restore()
         assert host.threads == threads
 
@@ -137,37 +121,6 @@ def training() -> Iterator[int]:
         model(torch.ones(2, 4)).sum().backward()
         optimizer.step()
         yield torch.get_num_threads()
-
-
-def test_a_profiled_loop_gets_its_threads_back_while_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps are only looked at in the end then, from a tape: what they say is kept as far as the threads were alike."""
-    own, held = torch.get_num_threads(), [0.99]
-    torch.set_num_threads(2)
-    try:
-        monkeypatch.setattr(thread_limit, "usable_cores", lambda: 2)
-        monkeypatch.setattr(thread_limit, "CrowdMeter", lambda: SimpleNamespace(cores=lambda: held[0]))
-        monkeypatch.setattr(thread_limit, "_AGAIN_S", 0.0)
-        monkeypatch.setattr("accel.profiler.session.OBSERVE_S", 0.0)
-        monkeypatch.setattr("accel.profiler.experiments.whatif.MOST", 0)
-        for bound in ("MIN_STEPS", "MAX_STEPS"):
-            monkeypatch.setattr(f"accel.profiler.loop.delivery.{bound}", 16)
-        session = ProfileSession(confirm=True, trace_file=None, exchange=Exchange())
-        session.start()
-        steps, threads = training(), list[int]()
-        while session.stage != "watching":
-            threads.append(next(steps))
-        assert threads[-1] == 1
-        held[0] = 0.0
-        threads += itertools.islice(steps, 60)
-        assert threads[-1] == 2
-        session.stop()
-        evidence = session.evidence()
-        kept = [measured.step for measured in session.steps]
-        assert len(kept) > 60  # those observed, and some that were watched
-        assert max(kept) < len(threads) - threads.count(2) + 4  # three before the limit
-        assert (evidence.threads, evidence.loop_threads) == (1, 2)
-    finally:
-        torch.set_num_threads(own)
 
 
 @pytest.mark.parametrize(("held", "measured"), [(0.99, 1), (0.0, 2), (None, 2)])

@@ -119,23 +119,11 @@ def test_nothing_found_is_a_verdict() -> None:
     assert told.verdict.startswith("nothing holds the run back: forward and backward take 90%")
 
 
-def test_a_pass_is_made_of_its_own_operators() -> None:
-    """Not of the whole run's; where those of each pass are not known, the step's are told once."""
+def test_the_kinds_of_operators_are_told_of_the_step() -> None:
     evidence, diagnosis = rank(0, 30, 0)
     evidence.trace = TraceSummary(
-        steps=2,
-        ops=[],
-        ops_per_step=9,
-        small_share=0,
-        matmul_share=0.5,
-        elementwise_share=0.5,
-        kinds={"forward": {"matmul": 1.0}, "backward": {"elementwise": 1.0}},
+        steps=2, ops=[], ops_per_step=9, small_share=0, matmul_share=0.5, elementwise_share=0.5
     )
-    tree = verdict.tree(evidence, diagnosis.anatomy)
-    parts = {phase.name: [part.share for part in phase.children] for phase in tree.children}
-    assert parts == {"forward": pytest.approx([0.3, 0, 0]), "backward": pytest.approx([0, 0.7, 0])}
-
-    evidence.trace.kinds = {}
     tree = verdict.tree(evidence, diagnosis.anatomy)
     assert not any(phase.children for phase in tree.children)
     assert "of the model's operators 50% matrix products, 50% element-wise" in tree.note
