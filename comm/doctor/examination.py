@@ -11,8 +11,8 @@ A check is a row of checks.json, and a function of its name that yields a `Hit` 
     def mtu(host: Host) -> Iterator[Hit]:
         yield Hit("/sys/class/net/eth0/mtu: 1500", "eth0")
 
-A row with `variables` needs no function: these are on, or have one of some values. One that can't look raises
-`NotSeen`; what it yielded before stays.
+A row with `variables` needs no function: these are on, or have one of some values; nor does one with a `trouble`, whose
+lines of a log it quotes. One that can't look raises `NotSeen`; what it yielded before stays.
 """
 
 from __future__ import annotations
@@ -67,7 +67,10 @@ _FUNCTIONS: dict[str, Any] = {
 
 
 def _check(name: str, row: Mapping[str, Any]) -> Check:
-    when = settings.variables(row["variables"]) if "variables" in row else _FUNCTIONS[name]
+    if "variables" in row:
+        when = settings.variables(row["variables"])
+    else:
+        when = nccl_log.quoting(row["trouble"]) if "trouble" in row else _FUNCTIONS[name]
     return Check(name, row["level"], row["title"], row["costs"], row["fix"], when)
 
 
