@@ -11,7 +11,7 @@ was sent, so that old gradients don't push on (momentum factor masking). After e
 
 * Biases, norms and other small tensors are sent uncompressed, and have no residual. The optimizer keeps the momentum of
   weight decay, which is the same on every rank. See `accel.comm.sgd_momentum`.
-* One all-gather of packs (`Pack`) that have the same size on every rank: replicas stay equal to the bit.
+* One all-gather of packs that have the same size on every rank: replicas stay equal to the bit.
 * Where ratio · ranks ≥ 1, packs would be as long as dense gradients on a ring: these are sent then, with no
   residual and no momentum dropped, and so they are where there is one rank, or by hosts one host. Ratio 1 is dense
   momentum SGD. Warm-up stages often fall under this.
@@ -44,7 +44,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from accel.comm.compression.momentum import VELOCITY, MomentumCorrection, ParameterRange
+from accel.comm.compression.momentum import VELOCITY, MomentumCorrection
 from accel.comm.compressor import RESIDUAL, Stage, any_nonzero
 from accel.comm.layout import Layout, Piece
 from accel.comm.ranks.channel import Channel
@@ -153,11 +153,11 @@ class DGC(MomentumCorrection):
         dense = channel.size == 1 or ratio * channel.size >= 1
         parts = self._parts(piece, 1.0 if dense else ratio)
         scale = self._loss_scale(piece)
-        pack = None if dense else Pack.empty(piece.values, parts)
         residual = piece.slot.read(RESIDUAL) if piece.slot.has(RESIDUAL) else None
         gathered = torch.empty_like(piece.values) if residual is None else piece.slot.write(RESIDUAL)
         flags = [any_nonzero(piece.values[part.span]) for part in parts]
-        filled = 0
+        used = torch.stack(flags).int() if flags else piece.values.new_empty(0, dtype=torch.int32)
+        places, entries = [used[:0]], [piece.values[:0]]
         if scale != 1.0:
             piece.values.div_(scale)
         for part in parts:
@@ -166,89 +166,59 @@ class DGC(MomentumCorrection):
                 gathered[span] = new
             else:
                 torch.add(residual[span], new, out=gathered[span])
-            if pack is None or part.sent == 0:
+            if dense or part.sent == 0:
                 piece.values[span] = gathered[span]
                 gathered[span].zero_()
                 continue
             positions = largest(gathered[span], part.sent)
-            filled = pack.put(filled, positions, gathered[span], span.start)
+            places.append((positions + span.start).int())
+            entries.append(gathered[span][positions])
             gathered[span].index_fill_(0, positions, 0.0)
             if self.momentum and self.masking:
                 piece.slot.write(VELOCITY)[span].index_fill_(0, positions, 0.0)
-        used = torch.stack(flags).int() if flags else piece.values.new_empty(0, dtype=torch.int32)
-        if pack is not None:
-            pack.used.copy_(used)
+        pack = None if dense else _pack(used, torch.cat(places), torch.cat(entries), sum(part.sent for part in parts))
         piece.carry.update(parts=parts, pack=pack, used=used, scale=scale)
-        piece.carry["raw"] = None if pack is None else pack.raw  # a tensor by itself: the next stage's stream holds it
 
     def _gather(self, piece: Piece, channel: Channel) -> None:
-        """Add up what all ranks sent."""
-        parts, pack, scale = piece.carry["parts"], piece.carry["pack"], piece.carry["scale"]
+        """Add up what all ranks sent; what is sent as it is is all-reduced beside it."""
+        parts, pack, used, scale = (piece.carry[name] for name in ("parts", "pack", "used", "scale"))
+        own = used if pack is None else pack
+        rows = [torch.empty_like(own) for _ in range(channel.size)]
         if pack is None:
             channel.all_reduce(piece.values)
-            flags = [torch.empty_like(piece.carry["used"]) for _ in range(channel.size)]
-            channel.all_gather(piece.carry["used"], flags)
-            used = torch.stack(flags).amax(0)
-        else:
-            used = pack.gather(piece.values, parts, channel)
+        channel.all_gather(own, rows)
+        if pack is not None:
+            self._add_up(piece, rows, channel)
         if scale != 1.0:
             piece.values.mul_(scale)
-        piece.stand_still([part.span for part in parts], used, (VELOCITY, RESIDUAL))
+        flags = torch.stack([row[: len(parts)] for row in rows]).amax(0)
+        piece.stand_still([part.span for part in parts], flags, (VELOCITY, RESIDUAL))
 
-
-class Pack:
-    """What one rank sends of a piece, in bytes of a size that the piece's layout gives:
-
-        int32: whether each parameter was used | positions, then padding to 8 bytes
-        float: values of the entries
-
-    Where there are fewer entries than there is room for, the rest adds 0 to the first element. Packs are added in rank
-    order, by position. What is sent as it is is all-reduced beside them.
-    """
-
-    def __init__(self, raw: Tensor, like: Tensor, parts: Sequence[ParameterRange]) -> None:
-        entries = sum(part.sent for part in parts)
-        words = _words(entries, parts)
-        self.raw = raw
-        whole = raw[: 4 * words].view(torch.int32)
-        self.used = whole[: len(parts)]
-        self.positions = whole[len(parts) : len(parts) + entries]
-        self.values = raw[4 * words :].view(like.dtype)
-
-    @classmethod
-    def empty(cls, like: Tensor, parts: Sequence[ParameterRange]) -> Pack:
-        """Return one of zeros for a piece with values `like`."""
-        entries = sum(part.sent for part in parts)
-        size = 4 * _words(entries, parts) + like.element_size() * entries
-        return cls(torch.zeros(size, dtype=torch.uint8, device=like.device), like, parts)
-
-    def put(self, filled: int, positions: Tensor, source: Tensor, begin: int) -> int:
-        """Add the elements at `positions` of a part that begins at `begin`; return the number of entries."""
-        end = filled + positions.numel()
-        self.positions[filled:end] = positions + begin
-        self.values[filled:end] = source[positions]
-        return end
-
-    def gather(self, values: Tensor, parts: Sequence[ParameterRange], channel: Channel) -> Tensor:
-        """Set `values` to the sum of all ranks' packs and dense parts; return which any rank used, (parts,)."""
-        raws = [torch.empty_like(self.raw) for _ in range(channel.size)]
-        channel.all_gather(self.raw, raws)
-        packs = [Pack(raw, values, parts) for raw in raws]
-        spans = [part.span for part in parts if not part.sent]
+    def _add_up(self, piece: Piece, rows: Sequence[Tensor], channel: Channel) -> None:
+        """Set `piece.values` to the sum of all ranks' packs, in rank order and by position, and of dense parts."""
+        values, parts = piece.values, piece.carry["parts"]
+        spans, count = [part.span for part in parts if not part.sent], sum(part.sent for part in parts)
         dense = torch.cat([values[span] for span in spans]) if spans else values[:0]
         if dense.numel():
             channel.all_reduce(dense)
         values.zero_()
         for span, total in zip(spans, torch.split(dense, [span.stop - span.start for span in spans]), strict=True):
             values[span] = total
-        for pack in packs:
-            values.index_add_(0, pack.positions, pack.values)  # but for zeros, no position twice in a pack
-        return torch.stack([pack.used for pack in packs]).amax(0)
+        for row in rows:
+            _, positions, entries = row.split([len(parts), count, row.numel() - len(parts) - count])
+            # A copy, for numbers of 8 bytes begin at a multiple of that; but for zeros, no position twice in a pack.
+            values.index_add_(0, positions, entries.clone().view(values.dtype))
 
 
-def _words(entries: int, parts: Sequence[ParameterRange]) -> int:
-    """Return the int32 words of a pack, even: float64 begins at a multiple of 8 bytes."""
-    return (len(parts) + entries + 1) // 2 * 2
+def _pack(used: Tensor, positions: Tensor, entries: Tensor, count: int) -> Tensor:
+    """Return what one rank sends of a piece, int32, of a size that the piece's layout gives.
+
+    Whether each parameter was used | positions | values of the entries. Where there are fewer entries than there is
+    room for, the rest adds 0 to the first element.
+    """
+    missing = count - positions.numel()
+    positions, entries = (torch.nn.functional.pad(each, (0, missing)) for each in (positions, entries))
+    return torch.cat([used, positions, entries.view(torch.int32)])
 
 
 # -- the largest elements ----------------------------------------------------------------------------------------------

@@ -17,9 +17,7 @@ from accel.strategies.cuda_graphs import CudaGraphs
 from accel.strategies.cudnn_benchmark import CudnnBenchmark
 from accel.strategies.dropout_masks import DropoutMasks
 from accel.strategies.fused_optimizer import FusedOptimizer
-from accel.strategies.gradient_by_hosts import GradientByHosts
-from accel.strategies.gradient_compression import GradientCompression
-from accel.strategies.gradient_half import GradientHalf
+from accel.strategies.gradients import GradientByHosts, GradientCompression, GradientHalf
 from accel.strategies.intraop_threads import IntraopThreads
 from accel.strategies.loader_workers import LoaderWorkers
 from accel.strategies.pin_memory import PinMemory

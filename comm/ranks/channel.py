@@ -12,7 +12,6 @@ KB, hence an all-reduce of few bytes uses other algorithms: see `accel.comm.rank
 
 from __future__ import annotations
 
-import os
 import traceback
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -28,12 +27,6 @@ from accel.profiler.errors import AccelError
 from accel.profiler.interruptions import ours
 
 PIECE_BYTES = 1 << 20
-_CONNECTED = 32
-"""Ranks of a group that are all connected from the start. Where connections are made on demand, gloo stops the thread
-that serves them before it closes them; with a message there that nobody receives any more, as after an abort, that
-thread never stops, and who frees the group waits for ever (of 50 to 250 aborts of three busy ranks one)."""
-
-
 P = ParamSpec("P")
 
 
@@ -103,21 +96,6 @@ def _share(channel: Channel, own: Tensor, out: Sequence[Tensor]) -> None:
         out[channel.rank].copy_(own)
 
 
-def _options(size: int, timeout: timedelta) -> Any:
-    """Return gloo's options; in a large group, two ranks are connected when they first speak to each other.
-
-    Else each rank would read every other's address from the store and hold a socket to it, for each stage of a scheme.
-    """
-    gloo: Any = dist.ProcessGroupGloo
-    options = gloo._Options()
-    names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
-    on_demand = size > _CONNECTED
-    devices = [gloo.create_device(interface=name, lazy_init=on_demand) for name in names]
-    options._devices = devices or [gloo.create_default_device(lazy_init=on_demand)]
-    options._threads, options._timeout = 2 * len(options._devices), timeout
-    return options
-
-
 class GlooChannel:
     """A channel over gloo, for tensors in host memory."""
 
@@ -129,9 +107,8 @@ class GlooChannel:
 
     @_backend_call
     def _connect(self, store: Any, timeout: timedelta) -> None:
-        self._group = dist.ProcessGroupGloo(store, self.rank, self.size, _options(self.size, timeout))
-        if self.size <= _CONNECTED:  # a rank that went on and closed would cut off those that are still connecting
-            self._group.barrier().wait()
+        self._group = dist.ProcessGroupGloo(store, self.rank, self.size, timeout)
+        self._group.barrier().wait()  # a rank that went on and closed would cut off those that are still connecting
 
     @_backend_call
     def exchange(self, sends: Sequence[Tensor], receives: Sequence[Tensor]) -> None:

@@ -19,9 +19,7 @@ from accel.comm.selection.choice import Choice
 from accel.comm.selection.offers import known_offers
 from accel.comm.selection.planner import Planner
 from accel.strategies.base import NothingHelps
-from accel.strategies.gradient_compression import GradientCompression
-from accel.strategies.gradient_half import GradientHalf
-from accel.strategies.gradient_strategy import GradientStrategy
+from accel.strategies.gradients import GradientCompression, GradientHalf, GradientStrategy
 from tests.comm.cases import same_everywhere
 from tests.comm.played_search import play_catalogue, slow_plain
 

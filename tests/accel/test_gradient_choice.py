@@ -11,10 +11,7 @@ from torch import nn
 
 from accel import strategies
 from accel.strategies.base import Exactness
-from accel.strategies.gradient_by_hosts import GradientByHosts
-from accel.strategies.gradient_compression import GradientCompression
-from accel.strategies.gradient_half import GradientHalf
-from accel.strategies.gradient_strategy import GradientStrategy
+from accel.strategies.gradients import GradientByHosts, GradientCompression, GradientHalf, GradientStrategy
 from tests.accel import gradient_cases as cases
 from tests.comm.ranks import run_ranks
 

@@ -11,8 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from accel.comm.compression.momentum import ParameterRange
-from accel.comm.dgc import DGC, Pack
+from accel.comm.dgc import DGC
 from accel.comm.hooks import CommState, hook
 from accel.comm.sgd_momentum import take_momentum
 from tests.comm.cases import SECONDS, buckets, flat, lacks, message, same_everywhere
@@ -362,53 +361,6 @@ def test_warm_up_goes_down_in_stages(step: int, ratio: float) -> None:
     assert DGC(0.001, warmup_steps=10).ratio_at(step) == ratio
     assert DGC(0.001).ratio_at(step) == 0.001
     assert DGC(0.05, warmup_steps=10).ratio_at(step) == max(ratio, 0.05)
-
-
-class Peers:
-    """A channel to ranks whose packs are known."""
-
-    rank, ranks = 0, (0, 1)
-    size = 2
-
-    def __init__(self, other: torch.Tensor) -> None:
-        self.other = other
-        self.reduced = 0
-
-    def all_gather(self, own: torch.Tensor, out: list[torch.Tensor]) -> None:
-        out[0].copy_(own)
-        out[1].copy_(self.other)
-
-    def all_reduce(self, values: torch.Tensor) -> None:
-        self.reduced += 1
-        values *= 2
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("dense", [0, 1, 7])
-def test_packs_add_up_by_position(dtype: torch.dtype, dense: int) -> None:
-    parts = [
-        ParameterRange("a", slice(0, 50), 3),
-        ParameterRange("b", slice(50, 50 + dense), 0),
-        ParameterRange("c", slice(50 + dense, 61 + dense), 2),
-    ]
-    values = torch.randn(61 + dense, dtype=dtype)
-    packs = []
-    for rank in (0, 1):
-        pack = Pack.empty(values, parts)
-        filled = pack.put(0, torch.tensor([4, 49, 0][: 3 - rank]), values[:50], 0)  # rank 1 fills two entries of five
-        if rank == 0:
-            pack.put(filled, torch.tensor([10]), values[50 + dense :], 50 + dense)
-        pack.used[0] = 1
-        packs.append(pack)
-    want = torch.zeros_like(values)
-    want[[4, 49]] = 2 * values[[4, 49]]
-    want[0], want[-1] = values[0], values[-1]
-    want[50 : 50 + dense] = 2 * values[50 : 50 + dense]
-    peers = Peers(packs[1].raw)
-    assert packs[0].raw.shape == packs[1].raw.shape
-    assert packs[0].gather(values, parts, peers).tolist() == [1, 0, 0]  # type: ignore[arg-type]
-    assert torch.equal(values, want)
-    assert peers.reduced == (dense > 0)
 
 
 def clipped(gradient: torch.Tensor, ranks: int) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The base of the strategies for gradients: when they apply, and which schemes they offer for a trial.
+"""The strategies for gradients: when they apply, and which schemes they offer for a trial.
 
 The schemes come from `accel.comm.selection.offers`, the trial is the controller's. The former is imported where there
 is something to offer: with it come the hooks and the compressors, 0.2 s that a run on one rank need not spend.
@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from accel.profiler.bottleneck import Bottleneck
 from accel.profiler.trial_driver import Block, Comparing, TrialResult
 from accel.run import Run
-from accel.strategies.base import NothingHelps, Strategy
+from accel.strategies.base import Exactness, NothingHelps, Strategy
 from accel.strategies.trial_design import Terms, TrialDesign
 
 if TYPE_CHECKING:
@@ -115,6 +115,47 @@ class GradientStrategy(Strategy):
     def describe(self, setting: Any) -> str:
         """Return the scheme and its step at first; '' until it is known."""
         return "" if self._offers is None else self._offers.describe(self.level, setting)
+
+
+class GradientCompression(GradientStrategy):
+    """Offer, beside DDP's own all-reduce, sums by hosts, 16 bits, int8, 1-bit, PowerSGD and DGC."""
+
+    name = "gradient_compression"
+    summary = "gradients compressed on slow links, with error feedback"
+    exactness = Exactness.LOSSY
+    level = "lossy"
+
+
+class GradientHalf(GradientStrategy):
+    """Offer, beside DDP's own all-reduce, sums by hosts and bfloat16 on the wire."""
+
+    name = "gradient_half"
+    summary = "16-bit gradients on slow links"
+    exactness = Exactness.REDUCED
+    level = "reduced"
+    above = ("lossy",)
+
+
+class GradientByHosts(GradientStrategy):
+    """Offer, beside DDP's own all-reduce, a sum within each host first; within one by its memory, not by sockets.
+
+    N hosts of G ranks send 2 (N - 1)/N of the gradient each, where a ring over all sends 2 (NG - 1)/(NG) of it.
+    """
+
+    name = "gradient_by_hosts"
+    summary = "gradients summed within each host first, through its memory"
+    exactness = Exactness.REORDERED
+    level = "reordered"
+    above = ("lossy", "reduced")
+    measuring_s = 0.0  # there is one scheme
+
+    def refusal(self, run: Run) -> str:
+        """Say why not: also where hosts have one rank each, or GPUs, which need no host memory, have one host."""
+        if reason := super().refusal(run):
+            return reason
+        if ranks_per_host() == 1:
+            return "each host has one rank"
+        return "there is one host" if run.cuda and ranks_per_host() == run.world_size else ""
 
 
 @contextlib.contextmanager
