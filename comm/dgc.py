@@ -205,7 +205,7 @@ class DGC(MomentumCorrection):
         for span, total in zip(spans, torch.split(dense, [span.stop - span.start for span in spans]), strict=True):
             values[span] = total
         for row in rows:
-            _, positions, entries = row.split([len(parts), count, row.numel() - len(parts) - count])
+            _, positions, entries = torch.tensor_split(row, (len(parts), len(parts) + count))
             # A copy, for numbers of 8 bytes begin at a multiple of that; but for zeros, no position twice in a pack.
             values.index_add_(0, positions, entries.clone().view(values.dtype))
 

@@ -76,7 +76,6 @@ class CommState(GradientEngine):
 
     kind = "CommState"
     pickled = (*GradientEngine.pickled, "compressor", "hierarchical", "error_feedback")
-    leaves_unfit = False
 
     def __init__(
         self,
@@ -98,23 +97,14 @@ class CommState(GradientEngine):
         self.error_feedback = compressor.feedback if error_feedback is None else error_feedback
         self.bind(model, process_group, scaler=scaler)
 
-    def bind(self, model: nn.Module, process_group: dist.ProcessGroup | None = None, *, scaler: Any = None) -> None:
-        """Make groups and threads for a model; every rank of the group takes part.
-
-        Args:
-            model: the DDP module or the module that it wraps.
-            process_group: the group that DDP reduces over; default that of the DDP module, or the world.
-            scaler: the GradScaler in use, if the state was pickled with one; default: the one that it has.
-
-        Raises:
-            InvalidArgument: if the state was pickled with a scaler and none is given, or the compressor takes it
-                elsewhere.
-        """
+    def misfit(self, model: nn.Module, scaler: Any) -> str:
+        """Refuse a scaler that the compressor takes elsewhere."""
         if scaler is not None and self.compressor.fields:
-            raise InvalidArgument(
-                f"{self.compressor!r} takes the scaler from take_momentum; pass it there, not to CommState"
-            )
-        super().bind(model, process_group, scaler=scaler)
+            return f"{self.compressor!r} takes the scaler from take_momentum; pass it there, not to CommState"
+        return ""
+
+    def begin(self) -> None:
+        """Make groups and threads."""
         self.use(Scheme(type(self.compressor).__name__, self.hierarchical))
         self.apply()
 

@@ -18,8 +18,6 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
-import torch.distributed as dist
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from accel.comm.catalogue import Scheme, check_level
@@ -90,19 +88,9 @@ class AutoComm(Planner):
         self.allow, self.watch, self.check, self.verbose = allow, watch, check, verbose
         super().__init__(ddp, timeout=timeout, scaler=scaler)
 
-    def bind(self, model: nn.Module, process_group: dist.ProcessGroup | None = None, *, scaler: Any = None) -> None:
-        """Take a module, and choose; every rank takes part.
-
-        Args:
-            model: the DDP module.
-            process_group: that of the module.
-            scaler: the GradScaler in use, if the state was pickled with one; default: the one that it has.
-
-        Raises:
-            InvalidArgument: if the state was pickled with a scaler and none is given, or the module can't have the
-                hook.
-        """
-        super().bind(model, process_group, scaler=scaler)
+    def begin(self) -> None:
+        """Begin to choose."""
+        super().begin()
         self.choice, self.chosen, self.settled, self._broke_off = None, None, False, False
         self._steps = self._search()
 
@@ -145,7 +133,8 @@ class AutoComm(Planner):
             return "gradients: left as they are, the search was closed before its end"
         choice = self.choice
         if choice is None:
-            why = "there is one rank" if self.topology.size == 1 else f"allow={self.allow!r} leaves nothing to choose"
+            nothing = f"allow={self.allow!r} leaves nothing to choose for these gradients"
+            why = "there is one rank" if self.topology.size == 1 else nothing
             return f"gradients: left as they are, {why}"
         plain = f"{choice.step_s(None) * 1e3:.1f} ms"
         if self.chosen is None:

@@ -68,7 +68,7 @@ _FUNCTIONS: dict[str, Any] = {
 
 def _check(name: str, row: Mapping[str, Any]) -> Check:
     if "variables" in row:
-        when = settings.variables(row["variables"])
+        when: Any = settings.variables(row["variables"])
     else:
         when = nccl_log.quoting(row["trouble"]) if "trouble" in row else _FUNCTIONS[name]
     return Check(name, row["level"], row["title"], row["costs"], row["fix"], when)

@@ -34,7 +34,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from accel.comm.catalogue import Scheme, SchemeSettings, catalogue_settings
 from accel.comm.engine.binding import Binding, check_same
 from accel.comm.engine.pipeline import BucketJob, Pipeline
-from accel.comm.engine.reduction import Arrangement, arranged, is_finite, pipeline_stages
+from accel.comm.engine.reduction import Arrangement, arranged, pipeline_stages
 from accel.comm.layout import Layout
 from accel.comm.memory import LossScale, Memory
 from accel.comm.ranks.channel import Channel, channel_kind
@@ -65,8 +65,6 @@ class GradientEngine:
     """What the user makes one of, for messages."""
     pickled: tuple[str, ...] = ("timeout", "patience")
     """Settings that a pickle keeps, beside the memory; groups, threads and the scaler stay behind."""
-    leaves_unfit = True
-    """Buckets that no scheme can take, sparse ones and integers, are reduced by DDP itself; else they are an error."""
 
     def __init__(
         self, *, timeout: timedelta = timedelta(minutes=5), patience: timedelta | None = None, scaler: Any = None
@@ -100,8 +98,11 @@ class GradientEngine:
             scaler: the GradScaler in use, where it is not the one that the engine has; a pickle leaves it behind.
 
         Raises:
-            ValueError: if there was a scaler before pickling and none is given.
+            InvalidArgument: if there was a scaler before pickling and none is given, or model or scaler don't fit.
+            CommError: if a rank makes none in time.
         """
+        if reason := self.misfit(model, scaler):
+            raise InvalidArgument(reason)
         self.loss_scale.take(scaler, self.kind)
         self.close()
         self.memory.load_state_dict(self.memory.state_dict())  # laid out for the ranks to come
@@ -109,6 +110,14 @@ class GradientEngine:
         self._binding, self._numbers = Binding(model, process_group, self.kind), itertools.count()
         self.topology: Topology = self._binding.meet(self.patience)
         self.is_open = True
+        self.begin()
+
+    def misfit(self, model: nn.Module, scaler: Any) -> str:
+        """Return why it can't be bound to a model, '' if it can."""
+        return ""
+
+    def begin(self) -> None:
+        """Make what a subclass needs with other ranks, once it is bound."""
 
     @property
     def binding(self) -> Binding:
@@ -135,13 +144,9 @@ class GradientEngine:
                 self.topology.check_even()
         self.wanted = scheme
 
-    def release(self, *kept: Scheme | None) -> None:
-        """Give up the threads and groups of schemes that are not in use; every rank at the same step.
-
-        Args:
-            kept: schemes that stay, since they will be used again.
-        """
-        for scheme in self._routes.keys() - {self.wanted, *kept}:
+    def release(self) -> None:
+        """Give up the threads and groups of schemes that are not in use; every rank at the same step."""
+        for scheme in self._routes.keys() - {self.wanted}:
             self._routes.pop(scheme).close()
 
     def settings_of(self, scheme: Scheme) -> SchemeSettings:
@@ -170,24 +175,13 @@ class GradientEngine:
         """Average one bucket over the ranks by the scheme."""
         if bucket.index() == 0:
             self.begin_step()
-        route = None if self.scheme is None else self.route()
-        if route is not None and not (self.leaves_unfit and unfit(bucket)):
-            job = route.job(bucket, self.binding.layout(bucket), self.step)
-            return route.average(job, self.loss_scale.value)
+        if self.scheme is not None:
+            route = self.route()
+            return route.average(route.job(bucket, self.binding.layout(bucket), self.step), self.loss_scale.value)
         began = time.perf_counter()
         bucket.buffer().mul_(1.0 / self.binding.size)
         self.divide_s += time.perf_counter() - began
-        averaged = _all_reduced(bucket.buffer(), self.binding.group)
-        if route is None or not route.settings.fields:
-            return averaged
-        note = self.memory.note
-
-        def ended(averaged: Averaged) -> Tensor:
-            value = averaged.value()
-            note(is_finite(value))
-            return value
-
-        return averaged.then(ended)
+        return _all_reduced(bucket.buffer(), self.binding.group)
 
     def begin_step(self) -> None:
         """Take over what the last step wrote, unless it was void, and go over to the scheme that is wanted."""

@@ -171,8 +171,6 @@ def _sum_slices(whole: Tensor, cuts: list[int], channel: Channel, dtype: torch.d
 
 def is_finite(values: Tensor) -> Tensor:
     """Return whether all values are finite, (1,) bool."""
-    if values.layout != torch.strided:
-        values = values.coalesce().values()
     if values.device.type == "cpu":
         # One pass over memory in place of three; a sum that overflows by itself is looked at again.
         total = values.sum(dtype=torch.promote_types(values.dtype, torch.float32))

@@ -18,6 +18,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -175,7 +176,7 @@ def same_state(
             if isinstance(own, Tensor) and own.shape == value.shape:
                 own.copy_(value)
             else:
-                state[field] = tree_map_only(Tensor, lambda tensor, device=device: tensor.to(device), value)
+                state[field] = tree_map_only(Tensor, partial(Tensor.to, device=device), value)
     _adopt_options(optimizer, objects)
 
 

@@ -10,7 +10,6 @@ import contextlib
 import weakref
 from collections.abc import Collection, Iterator
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -51,9 +50,9 @@ class SchemeOffers(Planner):
         backend = ddp.process_group._get_backend(next(ddp.module.parameters()).device)
         super().__init__(ddp, timeout=backend.options._timeout, patience=_PATIENCE)
 
-    def bind(self, model: nn.Module, process_group: dist.ProcessGroup | None = None, *, scaler: Any = None) -> None:
-        """Take a module, and measure again; every rank takes part."""
-        super().bind(model, process_group, scaler=scaler)
+    def begin(self) -> None:
+        """Begin to measure anew."""
+        super().begin()
         self.choices: dict[str, Choice] = {}
         """What the schemes have shown, by level of `allow`."""
         self._offered: dict[str, list[Scheme]] = {}

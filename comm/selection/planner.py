@@ -25,7 +25,6 @@ from accel.comm.hooks import hook
 from accel.comm.layout import Layout
 from accel.comm.selection.choice import Option
 from accel.comm.selection.reducer import unhook
-from accel.profiler.errors import InvalidArgument
 
 WARM_UP = 3
 """First steps with the hook, which are no measure: DDP makes new buckets, memory is touched for the first time."""
@@ -61,22 +60,12 @@ class Planner(GradientEngine):
         super().__init__(timeout=timeout, patience=patience, scaler=scaler)
         self.bind(ddp)
 
-    def bind(self, model: nn.Module, process_group: dist.ProcessGroup | None = None, *, scaler: Any = None) -> None:
-        """Take a module, in place of the one before; every rank takes part.
+    def misfit(self, model: nn.Module, scaler: Any) -> str:
+        """Return why a module can't have the hook."""
+        return why_not(model, self)
 
-        Args:
-            model: the DDP module.
-            process_group: that of the module.
-            scaler: the GradScaler in use, if there was one before pickling; default: the one that there is.
-
-        Raises:
-            InvalidArgument: if there was a scaler before pickling and none is given, or the module can't have the hook.
-        """
-        if reason := why_not(model, self):
-            raise InvalidArgument(reason)
-        assert isinstance(model, DistributedDataParallel)
-        self.close()
-        super().bind(model, model.process_group, scaler=scaler)
+    def begin(self) -> None:
+        """Make a group for decisions."""
         self.objects = self.binding.objects(self.timeout)
         self.clock: Callable[[], float] = time.perf_counter
         self.step_s = self._began = 0.0
@@ -88,7 +77,7 @@ class Planner(GradientEngine):
     def schemes(self, level: str) -> list[Scheme]:
         """Return the schemes, beside DDP's own, that a level of `allow` permits between these ranks and that fit."""
         ddp = self.binding.ddp()
-        if self.topology.size == 1 or ddp is None:
+        if self.topology.size == 1 or ddp is None or not _has_dense_gradients(ddp.module):
             return []
         in_memory = len(self.topology.hosts) == 1 and self.binding.device.type == "cpu"
         trained = [(name, one) for name, one in ddp.module.named_parameters() if one.requires_grad]
@@ -183,6 +172,12 @@ class Planner(GradientEngine):
                 state.take_off()
 
         handle = ddp.register_forward_pre_hook(about_to_begin)
+
+
+def _has_dense_gradients(module: nn.Module) -> bool:
+    """Return whether gradients are dense and real, so that buckets can go by a scheme."""
+    is_sparse = any(getattr(part, "sparse", False) for part in module.modules())  # as DDP recognises them
+    return not is_sparse and all(one.is_floating_point() for one in module.parameters() if one.requires_grad)
 
 
 def _fits(scheme: Scheme, layouts: Sequence[Layout]) -> bool:

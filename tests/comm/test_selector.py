@@ -69,7 +69,7 @@ def test_the_search_ends_and_considers_nothing_beyond_what_is_allowed(rank: int,
     # One rank to a host: nothing to be summed there first.
     assert sorted({CATALOGUE[scheme.compressor].level for scheme in considered}) == wanted[level]
     if not wanted[level]:  # nothing is measured
-        assert verdict == f"gradients: left as they are, allow={level!r} leaves nothing to choose"
+        assert verdict == f"gradients: left as they are, allow={level!r} leaves nothing to choose for these gradients"
 
 
 @on_ranks(1)
