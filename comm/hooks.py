@@ -97,14 +97,13 @@ class CommState(GradientEngine):
         self.error_feedback = compressor.feedback if error_feedback is None else error_feedback
         self.bind(model, process_group, scaler=scaler)
 
-    def misfit(self, model: nn.Module, scaler: Any) -> str:
-        """Refuse a scaler that the compressor takes elsewhere."""
+    def bind(self, model: nn.Module, process_group: dist.ProcessGroup | None = None, *, scaler: Any = None) -> None:
+        """Make groups and threads for a model; every rank of the group takes part. See `GradientEngine.bind`."""
         if scaler is not None and self.compressor.fields:
-            return f"{self.compressor!r} takes the scaler from take_momentum; pass it there, not to CommState"
-        return ""
-
-    def begin(self) -> None:
-        """Make groups and threads."""
+            raise InvalidArgument(
+                f"{self.compressor!r} takes the scaler from take_momentum; pass it there, not to CommState"
+            )
+        super().bind(model, process_group, scaler=scaler)
         self.use(Scheme(type(self.compressor).__name__, self.hierarchical))
         self.apply()
 

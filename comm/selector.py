@@ -18,6 +18,8 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
+import torch.distributed as dist
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from accel.comm.catalogue import Scheme, check_level
@@ -88,9 +90,9 @@ class AutoComm(Planner):
         self.allow, self.watch, self.check, self.verbose = allow, watch, check, verbose
         super().__init__(ddp, timeout=timeout, scaler=scaler)
 
-    def begin(self) -> None:
-        """Begin to choose."""
-        super().begin()
+    def bind(self, model: nn.Module, process_group: dist.ProcessGroup | None = None, *, scaler: Any = None) -> None:
+        """Take a DDP module, and choose anew; every rank takes part. See `GradientEngine.bind`."""
+        super().bind(model, process_group, scaler=scaler)
         self.choice, self.chosen, self.settled, self._broke_off = None, None, False, False
         self._steps = self._search()
 

@@ -101,8 +101,6 @@ class GradientEngine:
             InvalidArgument: if there was a scaler before pickling and none is given, or model or scaler don't fit.
             CommError: if a rank makes none in time.
         """
-        if reason := self.misfit(model, scaler):
-            raise InvalidArgument(reason)
         self.loss_scale.take(scaler, self.kind)
         self.close()
         self.memory.load_state_dict(self.memory.state_dict())  # laid out for the ranks to come
@@ -110,14 +108,6 @@ class GradientEngine:
         self._binding, self._numbers = Binding(model, process_group, self.kind), itertools.count()
         self.topology: Topology = self._binding.meet(self.patience)
         self.is_open = True
-        self.begin()
-
-    def misfit(self, model: nn.Module, scaler: Any) -> str:
-        """Return why it can't be bound to a model, '' if it can."""
-        return ""
-
-    def begin(self) -> None:
-        """Make what a subclass needs with other ranks, once it is bound."""
 
     @property
     def binding(self) -> Binding:

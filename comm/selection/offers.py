@@ -10,6 +10,7 @@ import contextlib
 import weakref
 from collections.abc import Collection, Iterator
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -50,9 +51,9 @@ class SchemeOffers(Planner):
         backend = ddp.process_group._get_backend(next(ddp.module.parameters()).device)
         super().__init__(ddp, timeout=backend.options._timeout, patience=_PATIENCE)
 
-    def begin(self) -> None:
-        """Begin to measure anew."""
-        super().begin()
+    def bind(self, model: nn.Module, process_group: dist.ProcessGroup | None = None, *, scaler: Any = None) -> None:
+        """Take a module, and measure anew."""
+        super().bind(model, process_group, scaler=scaler)
         self.choices: dict[str, Choice] = {}
         """What the schemes have shown, by level of `allow`."""
         self._offered: dict[str, list[Scheme]] = {}

@@ -25,6 +25,7 @@ from accel.comm.hooks import hook
 from accel.comm.layout import Layout
 from accel.comm.selection.choice import Option
 from accel.comm.selection.reducer import unhook
+from accel.profiler.errors import InvalidArgument
 
 WARM_UP = 3
 """First steps with the hook, which are no measure: DDP makes new buckets, memory is touched for the first time."""
@@ -60,12 +61,11 @@ class Planner(GradientEngine):
         super().__init__(timeout=timeout, patience=patience, scaler=scaler)
         self.bind(ddp)
 
-    def misfit(self, model: nn.Module, scaler: Any) -> str:
-        """Return why a module can't have the hook."""
-        return why_not(model, self)
-
-    def begin(self) -> None:
-        """Make a group for decisions."""
+    def bind(self, model: nn.Module, process_group: dist.ProcessGroup | None = None, *, scaler: Any = None) -> None:
+        """Take a DDP module, unless it can't have the hook; every rank takes part. See `GradientEngine.bind`."""
+        if reason := why_not(model, self):
+            raise InvalidArgument(reason)
+        super().bind(model, process_group, scaler=scaler)
         self.objects = self.binding.objects(self.timeout)
         self.clock: Callable[[], float] = time.perf_counter
         self.step_s = self._began = 0.0
